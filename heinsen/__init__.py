@@ -1,0 +1,25 @@
+"""heinsen: softmax attention with constant cost per token, in JAX."""
+
+from heinsen.attention import (
+    LogState,
+    MeanState,
+    attention,
+    init_state,
+    log_attention,
+    merge_states,
+    query_state,
+    update_state,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LogState",
+    "MeanState",
+    "attention",
+    "init_state",
+    "log_attention",
+    "merge_states",
+    "query_state",
+    "update_state",
+]

@@ -1,0 +1,160 @@
+"""Softmax attention with constant cost per token: the public API, and the choice of implementation.
+
+    log y = log S - log Z,   log S = LSE_k(q + LSE_s(k + log v)),   log Z = LSE_k(q + LSE_s(k))          (eqs. 2-4)
+
+Axes: `*batch` any leading axes (a model has [B, H]); T queries, S keys (S = T if causal); K key and V value features.
+Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 inputs are taken up to float32.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from heinsen.attention import chunked, reference, scan
+from heinsen.attention.recurrent import (
+    LogState,
+    MeanState,
+    State,
+    init_state,
+    merge_states,
+    query_state,
+    update_state,
+)
+
+__all__ = [
+    "LogState",
+    "MeanState",
+    "attention",
+    "init_state",
+    "log_attention",
+    "merge_states",
+    "query_state",
+    "update_state",
+]
+
+# Each module has log_attention and attention (q, k, values, causal, state, resets) -> (output, state).
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "reference": reference,
+    "scan": scan,
+    "chunked": chunked,
+}
+
+
+def log_attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    log_v: Float[Array, "*batch S V"],
+    *,
+    causal: bool = True,
+    state: LogState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    implementation: str | None = None,
+    return_state: bool = False,
+) -> Any:
+    """log y [*batch, T, V]: the logarithm of the attention of non-negative values given by their logarithms.
+
+    Args:
+      q, k, log_v: queries, keys (both exponents: no scaling is applied) and log values; -inf in k masks a key feature,
+        -inf in log_v is a value of zero.
+      causal: whether query t sees keys up to t only (then S = T), or all keys.
+      state: what came before the first token, from an earlier call or `init_state`; all queries of the first document
+        see it.
+      segment_ids: packed documents. Tokens see each other only within a run of equal ids; `state` continues into the
+        first run, and the state returned is the last run's. Needs S = T.
+      implementation: "scan" (associative scan over the log-sum-exp monoid), "reference" (eq. 1, quadratic), or None for
+        the best one for the input.
+      return_state: also return the `LogState` after all tokens.
+
+    Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
+    """
+    return _attend("log_attention", q, k, log_v, causal, state, segment_ids, implementation, return_state)
+
+
+def attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    v: Float[Array, "*batch S V"],
+    *,
+    causal: bool = True,
+    state: MeanState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    implementation: str | None = None,
+    return_state: bool = False,
+) -> Any:
+    """y [*batch, T, V] = softmax(log(exp(q) exp(k)^T)) v for real values of either sign (eq. 1).
+
+    Computed without logarithms of v, as a mixture of running averages whose every weight is at most 1. Arguments and
+    errors as in `log_attention`, with a `MeanState`. Returns y in v's dtype (the state in at least float32); a query
+    that sees nothing gets 0.
+    """
+    return _attend("attention", q, k, v, causal, state, segment_ids, implementation, return_state)
+
+
+def _attend(function, q, k, values, causal, state, segment_ids, implementation, return_state):
+    in_logs = function == "log_attention"
+    _check_inputs(q, k, values, causal, segment_ids, "log_v" if in_logs else "v")
+    if state is not None:
+        _check_state(state, k, values, LogState if in_logs else MeanState)
+    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
+    resets = None
+    if segment_ids is not None:
+        changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+        resets = jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)])
+        resets = jnp.broadcast_to(resets, k.shape[:-1])
+    y, end = getattr(_choose(implementation), function)(
+        q.astype(dtype), k.astype(dtype), values.astype(dtype), causal, state, resets
+    )
+    y = y if in_logs else y.astype(values.dtype)
+    return (y, end) if return_state else y
+
+
+def _choose(implementation: str | None) -> ModuleType:
+    if implementation is None:
+        return scan
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
+    return IMPLEMENTATIONS[implementation]
+
+
+def _check_inputs(q, k, values, causal, segment_ids, values_name):
+    for name, x in (("q", q), ("k", k), (values_name, values)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32")
+        if x.ndim < 2 or 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
+    shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k differ in their last axis, the number of key features: {shapes}")
+    if k.shape[-2] != values.shape[-2]:
+        raise ValueError(f"k and {values_name} differ in their number of tokens (axis -2): {shapes}")
+    if not q.shape[:-2] == k.shape[:-2] == values.shape[:-2]:
+        raise ValueError(f"q, k and {values_name} differ in their leading axes: {shapes}")
+    if q.shape[-2] != k.shape[-2]:
+        if causal:
+            raise ValueError(f"causal attention needs as many queries as keys: {shapes}; pass causal=False")
+        if segment_ids is not None:
+            raise ValueError(f"segment_ids need as many queries as keys: {shapes}")
+    if segment_ids is not None:
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise TypeError(f"segment_ids have dtype {segment_ids.dtype}: expected integers")
+        try:
+            fits = jnp.broadcast_shapes(segment_ids.shape, k.shape[:-1]) == k.shape[:-1]
+            fits = fits and segment_ids.shape[-1:] == k.shape[-2:-1]
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
+
+
+def _check_state(state: State, k, values, kind: type):
+    if not isinstance(state, kind):
+        raise TypeError(f"state is a {type(state).__name__}: expected a {kind.__name__} (see heinsen.init_state)")
+    expected = (*k.shape[:-2], k.shape[-1], values.shape[-1]), (*k.shape[:-2], k.shape[-1])
+    if tuple(part.shape for part in state) != expected:
+        raise ValueError(
+            f"state with shapes {tuple(part.shape for part in state)} does not fit k {k.shape} and values "
+            f"{values.shape}: expected {expected}"
+        )

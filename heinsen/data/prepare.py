@@ -1,0 +1,788 @@
+"""Documents to token shards: one pass over the inputs, tokenised in several processes, resumable.
+
+The parent reads the inputs in order and sends batches of raw documents to worker processes, which parse and
+tokenise them; it takes the results in the same order, closes a shard at the first document boundary at or
+after `shard_tokens` tokens, and notes each finished shard in `progress.jsonl` together with the position
+in the inputs. The output is a function of inputs and settings alone, however often it was interrupted.
+"""
+
+import collections
+import concurrent.futures
+import concurrent.futures.process
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import glob
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import numpy as np
+import tqdm
+
+from heinsen.data.dataset import (
+    FORMAT_VERSION,
+    METADATA_FILE,
+    PROGRESS_FILE,
+    TOKEN_DTYPE,
+    TokenDataset,
+    map_shard,
+    shard_name,
+)
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+
+STDLIB = "stdlib"
+STDLIB_SPLITS = ("train", "validation")
+
+_BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
+_READ_BYTES = 1 << 20
+_PROGRESS_SECONDS = 10  # between progress lines where stderr is no terminal
+_SUFFIXES = (".jsonl", ".jsonl.zst", ".txt", ".parquet")
+_REMEDY = "Correct the input, or leave such documents out with --skip_bad_documents."
+
+
+class PreparationError(ValueError):
+    """Inputs or settings from which no token dataset can be made; finished shards are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that the content of a prepared split depends on, the inputs' content aside.
+
+    Attributes:
+      sources: local files, globs or folders (.jsonl, .jsonl.zst, .txt, .parquet), names of datasets on the
+        Hugging Face hub, or "stdlib": the running interpreter's own library, a twentieth of whose files are
+        the validation split.
+      split: name of the split, and of its folder.
+      tokenizer: what `get_tokenizer` takes.
+      shard_tokens: a shard is closed at the first document boundary at or after so many tokens.
+      text_field: the field (.jsonl, hub) or column (.parquet) that holds a document's text.
+      max_documents: stop after so many documents.
+      max_tokens: stop after the document with which so many tokens are reached.
+      hub_config: configuration of a hub dataset.
+      hub_split: split of a hub dataset; None: the one called `split`.
+    """
+
+    sources: tuple[str, ...]
+    split: str
+    tokenizer: str
+    shard_tokens: int = 100_000_000
+    text_field: str = "text"
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    hub_config: str | None = None
+    hub_split: str | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.split):
+            raise PreparationError(f"split {self.split!r} must consist of letters, digits, '_', '.' and '-'")
+        if not self.sources:
+            raise PreparationError("no source given")
+        for name in ("shard_tokens", "max_documents", "max_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise PreparationError(f"{name} must be at least 1, got {value}")
+
+
+def prepare(
+    settings: Settings, out: str | Path, *, workers: int | None = None, skip_bad_documents: bool = False
+) -> TokenDataset:
+    """Writes the split to `out/<split>`, or goes on with it, or finds it there; reports on stderr.
+
+    Args:
+      settings: what to prepare.
+      out: folder of the dataset; the split's folder is made in it.
+      workers: tokenising processes; 1 tokenises in this process. None: one a CPU, or 1 for small inputs.
+      skip_bad_documents: count and leave out documents that cannot be read instead of stopping.
+
+    Raises:
+      PreparationError: no input, a bad document, an unsuitable tokenizer, a preparation with other settings
+        in the folder, or one that is running. What was finished before stays, and the same call goes on
+        from there.
+    """
+    tokenizer = get_tokenizer(settings.tokenizer)
+    if tokenizer.vocab_size > np.iinfo(TOKEN_DTYPE).max + 1:
+        raise PreparationError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens: "
+            f"too many for {TOKEN_DTYPE.name} shards"
+        )
+    inputs = find_inputs(settings)
+    if workers is None:
+        workers = 1 if _are_small(inputs) else _num_cpus()
+    if workers < 1:
+        raise PreparationError(f"workers must be at least 1, got {workers}")
+    folder = Path(out) / settings.split
+    source = dataclasses.asdict(settings) | {
+        "sources": list(settings.sources),
+        "inputs": _fingerprint(inputs),
+    }
+
+    if (dataset := _find_finished(folder, source, skip_bad_documents)) is not None:
+        return dataset
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / PROGRESS_FILE).open("a+b") as progress_file:
+        try:
+            fcntl.flock(progress_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise PreparationError(
+                f"another process is preparing {folder}; wait for it or stop it"
+            ) from error
+        if (dataset := _find_finished(folder, source, skip_bad_documents)) is not None:  # until just now
+            return dataset
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink()
+        writer = _ShardWriter(folder, progress_file, source, skip_bad_documents)
+        try:
+            _run(settings, inputs, tokenizer, writer, workers, skip_bad_documents)
+        except BaseException:
+            if not writer.shards:
+                (folder / PROGRESS_FILE).unlink()  # nothing to go on from
+            raise
+        _write_metadata(folder, tokenizer, writer, source)
+        (folder / PROGRESS_FILE).unlink()
+    return TokenDataset(folder)
+
+
+def _run(
+    settings: Settings,
+    inputs: Sequence["Input"],
+    tokenizer: Tokenizer,
+    writer: "_ShardWriter",
+    workers: int,
+    skip_bad_documents: bool,
+) -> None:
+    """Tokenises the inputs from the writer's position to their end, or to a limit of the settings."""
+
+    def is_complete() -> bool:
+        return (settings.max_documents is not None and writer.num_documents >= settings.max_documents) or (
+            settings.max_tokens is not None and writer.num_tokens >= settings.max_tokens
+        )
+
+    documents = _read_documents(inputs, settings, start=writer.position)
+    report = _Progress(settings.split, len(inputs), writer)
+    batches = _tokenize_all(_batched(documents), settings, workers)
+    try:
+        if not is_complete():
+            for document, tokenized in itertools.chain.from_iterable(batches):
+                if isinstance(tokenized, str):
+                    if not skip_bad_documents:
+                        where = inputs[document.input].where(document.number)
+                        raise PreparationError(f"{where}: {tokenized}. {_REMEDY}")
+                    writer.skip()
+                else:
+                    writer.add(*tokenized)
+                writer.position = (document.input, document.number)
+                if writer.pending_tokens >= settings.shard_tokens:
+                    writer.close_shard()
+                report.update()
+                if is_complete():
+                    break
+        if writer.num_documents == 0:
+            raise PreparationError(
+                f"no documents for split {settings.split!r} in {', '.join(settings.sources)}"
+                + (f" ({writer.num_skipped} bad ones skipped)" if writer.num_skipped else "")
+            )
+        writer.close_shard()
+    finally:
+        batches.close()
+        report.close()
+    report.summarize()
+
+
+# Inputs: files and hub datasets, read as raw documents.
+
+
+class Document(NamedTuple):
+    """A document as it was read; workers turn it into text.
+
+    `input` indexes the inputs, `number` counts lines or rows from 1: together, the position after it.
+    `form` says what `content` is: bytes of a JSON object, bytes of UTF-8 text, a value that should be text,
+    or the description of what made the rest of the input unreadable.
+    """
+
+    input: int
+    number: int
+    form: Literal["json", "utf8", "value", "unreadable"]
+    content: Any
+
+
+RawDocument = tuple[int, str, Any]  # the last three fields of Document
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One file (`path`) or hub dataset (`name`); `size` in bytes, 0 where unknown."""
+
+    kind: Literal["jsonl", "txt", "parquet", "hub"]
+    name: str
+    path: Path | None
+    size: int
+
+    def where(self, number: int) -> str:
+        """The place of a document, for messages."""
+        unit = {"jsonl": ", line {}", "txt": "", "parquet": ", row {}", "hub": ", row {}"}[self.kind]
+        return self.name + unit.format(number)
+
+
+def find_inputs(settings: Settings) -> list[Input]:
+    """The inputs of a split in the order in which they are read; PreparationError if there are none."""
+    inputs: list[Input] = []
+    for source in settings.sources:
+        if source == STDLIB:
+            inputs += _stdlib_inputs(settings.split)
+            continue
+        paths = _local_paths(source)
+        if paths is not None:
+            if not paths:
+                raise PreparationError(
+                    f"no file matches source {source!r} (of {', '.join(settings.sources)}); "
+                    f"known endings are {', '.join(_SUFFIXES)}"
+                )
+            inputs += [_file_input(path) for path in paths]
+        else:
+            inputs.append(Input("hub", source, None, 0))
+    names = collections.Counter(i.name for i in inputs)
+    if repeated := [name for name, count in names.items() if count > 1]:
+        raise PreparationError(f"given more than once by the sources: {', '.join(repeated[:5])}")
+    return inputs
+
+
+def _local_paths(source: str) -> list[Path] | None:
+    """Files that `source` names, sorted; None if it can only be the name of a hub dataset."""
+    path = Path(source)
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.name.endswith(_SUFFIXES) and p.is_file())
+    if path.is_file():
+        if not path.name.endswith(_SUFFIXES):
+            raise PreparationError(f"source {source!r} has none of the known endings {', '.join(_SUFFIXES)}")
+        return [path]
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(_SUFFIXES):
+        return None
+    return sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.name.endswith(_SUFFIXES))
+
+
+def _file_input(path: Path) -> Input:
+    kind = "jsonl" if path.name.endswith((".jsonl", ".jsonl.zst")) else path.suffix[1:]
+    return Input(kind, str(path), path, path.stat().st_size)
+
+
+def _stdlib_inputs(split: str) -> list[Input]:
+    """The standard library's own sources: no packages, tests or editor; a path's hash decides its split."""
+    if split not in STDLIB_SPLITS:
+        raise PreparationError(f"{STDLIB!r} has the splits {' and '.join(STDLIB_SPLITS)}, not {split!r}")
+    root = Path(sysconfig.get_path("stdlib"))
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+    inputs = []
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        is_validation = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % 20 == 0
+        if excluded.isdisjoint(name.split("/")) and is_validation == (split == "validation"):
+            try:
+                path.read_bytes().decode("utf-8")
+            except UnicodeDecodeError:  # a few test encodings
+                continue
+            inputs.append(Input("txt", f"{STDLIB}/{name}", path, path.stat().st_size))
+    return sorted(inputs, key=lambda i: i.name)
+
+
+def _fingerprint(inputs: Sequence[Input]) -> dict[str, Any]:
+    """Stands for the inputs when settings are compared: their number, size, and a hash of names and sizes."""
+    listing = json.dumps([(i.name, i.size) for i in inputs]).encode()
+    return {
+        "files": len(inputs),
+        "bytes": sum(i.size for i in inputs),
+        "sha256": hashlib.sha256(listing).hexdigest(),
+    }
+
+
+def _are_small(inputs: Sequence[Input]) -> bool:
+    """Whether tokenising the inputs takes no longer than starting workers."""
+    return all(i.path is not None for i in inputs) and sum(i.size for i in inputs) < 16 << 20
+
+
+def _num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read_documents(
+    inputs: Sequence[Input], settings: Settings, start: tuple[int, int] | None
+) -> Iterator[Document]:
+    """All documents after position `start` (input, number), in order; None: from the beginning."""
+    first_input, done = start or (0, 0)
+    for index in range(first_input, len(inputs)):
+        for raw in _READERS[inputs[index].kind](inputs[index], settings):
+            if index > first_input or raw[0] > done:
+                yield Document(index, *raw)
+
+
+def _read_txt(source: Input, settings: Settings) -> Iterator[RawDocument]:
+    yield 1, "utf8", source.path.read_bytes()
+
+
+def _read_jsonl(source: Input, settings: Settings) -> Iterator[RawDocument]:
+    """One document a line; blank lines are none."""
+    number, rest = 0, b""
+    with source.path.open("rb") as file:
+        blocks = _zstd_blocks(file) if source.name.endswith(".zst") else _blocks(file)
+        try:
+            for block in blocks:
+                *lines, rest = (rest + block).split(b"\n")
+                for number, line in enumerate(lines, start=number + 1):  # noqa: B020 (goes on counting)
+                    if line and not line.isspace():
+                        yield number, "json", line
+        except _UnreadableError as error:
+            yield number + 1, "unreadable", str(error)
+            return
+    if rest and not rest.isspace():
+        yield number + 1, "json", rest
+
+
+class _UnreadableError(Exception):
+    """The rest of an input cannot be read."""
+
+
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(functools.partial(file.read, _READ_BYTES), b"")
+
+
+def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
+    """Decompressed content of zstd frames. (zstandard's own reader takes a truncated one for whole.)"""
+    import zstandard
+
+    # Frames made with --long need more than the 128 MiB window allowed by default.
+    context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, unused = None, b""
+    while block := unused or file.read(_READ_BYTES):
+        frame = frame or context.decompressobj()
+        try:
+            content = frame.decompress(block)
+        except zstandard.ZstdError as error:
+            raise _UnreadableError(f"damaged zstd data ({error}): the rest cannot be read") from error
+        if content:
+            yield content
+        frame, unused = (None, frame.unused_data) if frame.eof else (frame, b"")
+    if frame is not None:
+        raise _UnreadableError("the file ends within a zstd frame: it is truncated; fetch it again")
+
+
+def _read_parquet(source: Input, settings: Settings) -> Iterator[RawDocument]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(source.path) as file:
+            schema, name = file.schema_arrow, settings.text_field
+            if name not in schema.names:
+                raise PreparationError(
+                    f"{source.name} has no column {name!r} but {', '.join(schema.names)}; "
+                    "name the one with the text by --text_field"
+                )
+            kind = schema.field(name).type
+            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                raise PreparationError(
+                    f"{source.name}: column {name!r} holds {kind}, not strings; "
+                    "name the one with the text by --text_field"
+                )
+            for batch in file.iter_batches(columns=[name], batch_size=1024):
+                for number, cell in enumerate(batch.column(0), start=number + 1):  # noqa: B020
+                    if cell.is_valid:
+                        yield number, "utf8", cell.as_buffer().to_pybytes()  # Arrow does not check UTF-8
+                    else:
+                        yield number, "value", None
+    except (pyarrow.ArrowException, OSError) as error:
+        yield number + 1, "unreadable", f"damaged parquet data ({error}): the rest cannot be read"
+
+
+def _read_hub(source: Input, settings: Settings) -> Iterator[RawDocument]:
+    import datasets
+
+    split = settings.hub_split or settings.split
+    number = 0
+    try:
+        rows = datasets.load_dataset(source.name, settings.hub_config, split=split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            if settings.text_field not in row:
+                raise PreparationError(
+                    f"{source.name}, row {number}: no field {settings.text_field!r} but {', '.join(row)}; "
+                    "name the one with the text by --text_field"
+                )
+            yield number, "value", row[settings.text_field]
+    except PreparationError:
+        raise
+    except Exception as error:  # network, hub and the dataset's own loading code
+        where = f"after row {number} of" if number else "opening"
+        raise PreparationError(
+            f"{source.name!r} is no local file or folder, and {where} the hub dataset of that name (split "
+            f"{split!r}) failed: {type(error).__name__}: {error}. Finished shards are kept; the same command "
+            "goes on from there."
+        ) from error
+
+
+_READERS: dict[str, Callable[[Input, Settings], Iterator[RawDocument]]] = {
+    "jsonl": _read_jsonl,
+    "txt": _read_txt,
+    "parquet": _read_parquet,
+    "hub": _read_hub,
+}
+
+
+def _batched(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content) if isinstance(document.content, bytes | str) else 1
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# Tokenising.
+
+# Tokens (uint16, eot included) and number of UTF-8 bytes of a document, or what is wrong with it.
+Tokenized = tuple[np.ndarray, int] | str
+
+
+def _tokenize_all(
+    batches: Iterator[list[Document]], settings: Settings, workers: int
+) -> Iterator[Iterator[tuple[Document, Tokenized]]]:
+    """Each batch's documents with their tokens, in order, tokenised ahead by `workers` processes."""
+    work = functools.partial(_tokenize, settings.tokenizer, settings.text_field)
+    if workers == 1:
+        for batch in batches:
+            yield zip(batch, _split(work(_contents(batch))), strict=True)
+        return
+    # Spawned, not forked: the caller may have threads. Workers import no more than this module.
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    queue: collections.deque[tuple[list[Document], concurrent.futures.Future]] = collections.deque()
+    try:
+        for batch in batches:
+            queue.append((batch, pool.submit(work, _contents(batch))))
+            if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
+                batch, future = queue.popleft()
+                yield zip(batch, _split(future.result()), strict=True)
+        while queue:
+            batch, future = queue.popleft()
+            yield zip(batch, _split(future.result()), strict=True)
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise PreparationError(
+            "a worker process died, perhaps killed for want of memory; finished shards are kept: give the "
+            "same command again, with fewer --workers if it was memory"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _contents(batch: list[Document]) -> list[tuple[str, Any]]:
+    return [(document.form, document.content) for document in batch]
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends us
+
+    def follow_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    # A killed parent cannot end its workers, which would wait for the next batch for ever.
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+_get_tokenizer_once = functools.cache(get_tokenizer)
+
+
+def _tokenize(
+    tokenizer_name: str, text_field: str, contents: list[tuple[str, Any]]
+) -> tuple[np.ndarray, list[int | str], list[int]]:
+    """Tokens of all documents joined; of each, the number of tokens (or what is wrong), and of bytes."""
+    tokenizer = _get_tokenizer_once(tokenizer_name)
+    pieces, lengths, sizes = [], [], []
+    for form, content in contents:
+        try:
+            text = _get_text(form, content, text_field)
+            sizes.append(len(text.encode("utf-8")))
+        except UnicodeEncodeError as error:
+            character = error.object[error.start]
+            lengths.append(f"the text holds the lone surrogate {character!r}, which has no UTF-8 form")
+            sizes.append(0)
+        except _BadDocumentError as error:
+            lengths.append(str(error))
+            sizes.append(0)
+        else:
+            ids = tokenizer.encode(text)
+            pieces.append(np.append(ids, tokenizer.eot_id).astype(TOKEN_DTYPE))
+            lengths.append(len(ids) + 1)
+    return np.concatenate(pieces) if pieces else np.empty(0, TOKEN_DTYPE), lengths, sizes
+
+
+def _split(result: tuple[np.ndarray, list[int | str], list[int]]) -> Iterator[Tokenized]:
+    tokens, lengths, sizes = result
+    start = 0
+    for length, size in zip(lengths, sizes, strict=True):
+        if isinstance(length, str):
+            yield length
+        else:
+            yield tokens[start : start + length], size
+            start += length
+
+
+class _BadDocumentError(Exception):
+    """What is wrong with a document."""
+
+
+def _get_text(form: str, content: Any, text_field: str) -> str:
+    if form == "unreadable":
+        raise _BadDocumentError(content)
+    if form == "value":
+        text = content
+    else:
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _BadDocumentError(f"not UTF-8 (byte {error.start}: {error.reason})") from error
+        if form == "json":
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise _BadDocumentError(f"invalid JSON ({error})") from error
+            if not isinstance(record, dict) or text_field not in record:
+                fields = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+                raise _BadDocumentError(f"no text field {text_field!r} but {fields or 'an empty object'}")
+            text = record[text_field]
+    if not isinstance(text, str):
+        raise _BadDocumentError(f"the text is not a string but {type(text).__name__}")
+    return text
+
+
+# Output.
+
+
+class _ShardWriter:
+    """Collects documents into shards and records finished ones, so that another run can go on after them.
+
+    `progress.jsonl` holds the settings, then for each finished shard its metadata and the state after it. It
+    is read when the writer is made and appended to by `close_shard`.
+    """
+
+    def __init__(
+        self, folder: Path, progress_file: IO[bytes], source: dict[str, Any], skip_bad_documents: bool
+    ):
+        self._folder = folder
+        self._progress_file = progress_file
+        self.shards: list[dict[str, Any]] = []
+        self.position: tuple[int, int] | None = None
+        self.num_tokens = self.num_documents = self.num_bytes = self.num_skipped = 0
+        self._clear_pending()
+
+        progress_file.seek(0)
+        # A kill may have cut the last line short; what it was to record is done again.
+        *lines, torn = progress_file.read().split(b"\n")
+        if len(lines) > 1:
+            progress_file.truncate(progress_file.tell() - len(torn))
+            self._restore(lines, source, skip_bad_documents)
+        else:
+            progress_file.truncate(0)
+            self._append(source)
+
+    def _restore(self, lines: list[bytes], source: dict[str, Any], skip_bad_documents: bool) -> None:
+        try:
+            before, *records = map(json.loads, lines)
+            self.shards = [record["shard"] for record in records]
+            self.position = tuple(records[-1]["position"])
+            self.num_skipped = records[-1]["num_skipped_documents"]
+            self.num_tokens, self.num_documents, self.num_bytes = _totals(self.shards)
+            for shard in self.shards:
+                map_shard(self._folder / shard["file"], shard["num_tokens"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise PreparationError(
+                f"{self._folder} holds an unfinished preparation, but a damaged one ({error}); "
+                "delete the folder to prepare it anew"
+            ) from error
+        what = "holds an unfinished preparation"
+        _check_same(self._folder, what, before, source, self.num_skipped, skip_bad_documents)
+        print(
+            f"{self._folder}: going on after {len(self.shards)} finished shards "
+            f"({self.num_documents:,} documents, {self.num_tokens:,} tokens)",
+            file=sys.stderr,
+        )
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._progress_file.write(json.dumps(line).encode() + b"\n")
+        self._progress_file.flush()
+        os.fsync(self._progress_file.fileno())
+
+    def _clear_pending(self) -> None:
+        self._pending: list[np.ndarray] = []
+        self.pending_tokens = self._pending_bytes = 0
+
+    def add(self, tokens: np.ndarray, num_bytes: int) -> None:
+        self._pending.append(tokens)
+        self.pending_tokens += len(tokens)
+        self._pending_bytes += num_bytes
+        self.num_tokens += len(tokens)
+        self.num_documents += 1
+        self.num_bytes += num_bytes
+
+    def skip(self) -> None:
+        self.num_skipped += 1
+
+    def close_shard(self) -> None:
+        """Writes the documents added since the last shard as the next one."""
+        if not self._pending:
+            return
+        name = shard_name(len(self.shards))
+        sha256 = hashlib.sha256()
+        with _atomic_writer(self._folder / name) as file:
+            header = {"descr": TOKEN_DTYPE.str, "fortran_order": False, "shape": (self.pending_tokens,)}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.seek(0)
+            sha256.update(file.read())
+            for tokens in self._pending:
+                data = np.ascontiguousarray(tokens).data
+                file.write(data)
+                sha256.update(data)
+        self.shards.append(
+            {
+                "file": name,
+                "num_tokens": self.pending_tokens,
+                "num_documents": len(self._pending),
+                "num_bytes": self._pending_bytes,
+                "sha256": sha256.hexdigest(),
+            }
+        )
+        self._append(
+            {"shard": self.shards[-1], "position": self.position, "num_skipped_documents": self.num_skipped}
+        )
+        self._clear_pending()
+
+
+@contextlib.contextmanager
+def _atomic_writer(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole and on the disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w+b") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _totals(shards: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+    return tuple(sum(shard[key] for shard in shards) for key in ("num_tokens", "num_documents", "num_bytes"))
+
+
+def _write_metadata(folder: Path, tokenizer: Tokenizer, writer: _ShardWriter, source: dict[str, Any]) -> None:
+    num_tokens, num_documents, num_bytes = _totals(writer.shards)
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eot_id": tokenizer.eot_id,
+        "dtype": TOKEN_DTYPE.name,
+        "num_tokens": num_tokens,
+        "num_documents": num_documents,
+        "num_bytes": num_bytes,
+        "num_skipped_documents": writer.num_skipped,
+        "shards": writer.shards,
+        "source": source,
+    }
+    with _atomic_writer(folder / METADATA_FILE) as file:
+        file.write(json.dumps(metadata, indent=2).encode() + b"\n")
+
+
+def _find_finished(folder: Path, source: dict[str, Any], skip_bad_documents: bool) -> TokenDataset | None:
+    """The finished dataset in `folder`, if there is one; an error if it was made with other settings."""
+    if not (folder / METADATA_FILE).is_file():
+        return None
+    dataset = TokenDataset(folder)
+    metadata = dataset.metadata
+    skipped = metadata.get("num_skipped_documents", 0)
+    _check_same(folder, "was prepared", metadata.get("source", {}), source, skipped, skip_bad_documents)
+    (folder / PROGRESS_FILE).unlink(missing_ok=True)
+    print(
+        f"{folder}: already prepared with these settings ({dataset.num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes)",
+        file=sys.stderr,
+    )
+    return dataset
+
+
+def _check_same(
+    folder: Path,
+    what: str,
+    before: dict[str, Any],
+    now: dict[str, Any],
+    num_skipped: int,
+    skip_bad_documents: bool,
+) -> None:
+    differences = [
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    # Not one of the settings: it may be turned on when a preparation has stopped at a bad document.
+    if num_skipped and not skip_bad_documents:
+        differences.append(f"skip_bad_documents: {num_skipped} skipped before, not asked for now")
+    if differences:
+        raise PreparationError(
+            f"{folder} {what} with other settings: {'; '.join(differences)}. Use the same ones, another "
+            "--out or --split, or delete the folder to prepare it anew."
+        )
+
+
+class _Progress:
+    """Reports on stderr: a bar on a terminal, else a line now and then; `summarize` prints the totals."""
+
+    def __init__(self, split: str, num_inputs: int, writer: _ShardWriter):
+        self._split, self._num_inputs, self._writer = split, num_inputs, writer
+        self._start_tokens = writer.num_tokens
+        self._start = self._last = time.monotonic()
+        self._bar = tqdm.tqdm(desc=split, unit=" tokens", unit_scale=True) if sys.stderr.isatty() else None
+
+    def update(self) -> None:
+        now = time.monotonic()
+        if now - self._last < (0.2 if self._bar is not None else _PROGRESS_SECONDS):
+            return
+        self._last = now
+        writer = self._writer
+        state = f"{writer.num_documents:,} documents, input {writer.position[0] + 1} of {self._num_inputs}"
+        if self._bar is not None:
+            self._bar.set_postfix_str(state, refresh=False)
+            self._bar.update(writer.num_tokens - self._start_tokens - self._bar.n)
+        else:
+            print(
+                f"{self._split}: {writer.num_tokens:,} tokens, {state}, {self._rate():,.0f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _rate(self) -> float:
+        return (self._writer.num_tokens - self._start_tokens) / max(time.monotonic() - self._start, 1e-9)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def summarize(self) -> None:
+        writer = self._writer
+        skipped = f", {writer.num_skipped:,} bad documents skipped" if writer.num_skipped else ""
+        print(
+            f"{self._split}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, "
+            f"{writer.num_bytes:,} bytes in {len(writer.shards)} shards{skipped}; "
+            f"{time.monotonic() - self._start:.1f} s, {self._rate():,.0f} tokens/s",
+            file=sys.stderr,
+        )

@@ -1,0 +1,184 @@
+"""Log-space arithmetic: the log-sum-exp monoid, its scans, and what happens at -inf.
+
+A non-negative quantity x is stored as `log_x`, and zero is stored as -inf. log-sum-exp is then addition: associative,
+commutative, with -inf as its identity, so running sums over tokens are one `jax.lax.associative_scan`.
+
+The policy for -inf, owned by this module and relied upon everywhere else:
+
+  * a sum of nothing is -inf, never NaN: logaddexp(-inf, -inf) = logsumexp of all -inf = -inf;
+  * the derivative of a log-sum-exp with respect to a term is that term's posterior weight, exp(term - sum), and the
+    weight of every term of an empty sum is 0: gradients stay finite where `jax.grad` of the plain formulas is NaN;
+  * 0 / 0 is 0: `log_divide(-inf, -inf)` is -inf, with zero gradient.
+
+Weights are computed as exp(term - sum) <= 1, so nothing here overflows at any dynamic range.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Complex, Float
+
+NEG_INF = -jnp.inf
+
+
+def posterior(term: Array, total: Array) -> Array:
+    """exp(term - total) <= 1: the share of one term in a log-sum-exp; 0 in an empty sum."""
+    return jnp.exp(term - jnp.where(total == NEG_INF, 0.0, total))
+
+
+@jax.custom_jvp
+def logaddexp(a: Float[Array, "*#shape"], b: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
+    """log(exp(a) + exp(b)), elementwise with broadcasting: the monoid's operation, with finite gradients at -inf."""
+    top = jnp.maximum(a, b)
+    below = jnp.minimum(a, b) - jnp.where(top == NEG_INF, 0.0, top)
+    return top + jnp.log1p(jnp.exp(below))
+
+
+@logaddexp.defjvp
+def _logaddexp_jvp(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    out = logaddexp(a, b)
+    return out, posterior(a, out) * da + posterior(b, out) * db
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _logsumexp(x: Array, axis: int) -> Array:
+    top = jnp.max(x, axis=axis, keepdims=True)
+    shift = jnp.where(top == NEG_INF, 0.0, top)
+    return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))
+
+
+@_logsumexp.defjvp
+def _logsumexp_jvp(axis, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    out = _logsumexp(x, axis)
+    return out, jnp.sum(posterior(x, jnp.expand_dims(out, axis)) * dx, axis=axis)
+
+
+def logsumexp(x: Float[Array, "..."], axis: int = -1, where: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
+    """log of the sum of exp(x) along `axis`; entries where `where` is false count as exp(-inf) = 0."""
+    if where is not None:
+        x = jnp.where(where, x, NEG_INF)
+    return _logsumexp(x, axis)
+
+
+def log_matmul(log_a: Float[Array, "*#batch T K"], log_b: Float[Array, "*#batch K S"]) -> Float[Array, "*#batch T S"]:
+    """log(exp(log_a) @ exp(log_b)), exact at every dynamic range; takes T*K*S memory."""
+    return logsumexp(log_a[..., :, :, None] + log_b[..., None, :, :], axis=-2)
+
+
+def log_divide(log_a: Float[Array, "*#shape"], log_b: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
+    """log(a / b) = log_a - log_b, and log(0 / 0) = -inf: the mean over no tokens at all counts as zero."""
+    empty = log_b == NEG_INF
+    return jnp.where(empty, NEG_INF, log_a - jnp.where(empty, 0.0, log_b))
+
+
+def complex_log(x: Float[Array, "*shape"]) -> Complex[Array, "*shape"]:
+    """log x for real x of either sign: log|x| + i*pi where x < 0 (the paper's complex logarithms, section 1.2)."""
+    magnitude = jnp.log(jnp.abs(x))
+    return jax.lax.complex(magnitude, jnp.where(x < 0, jnp.pi, 0.0).astype(magnitude.dtype))
+
+
+def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array, "..."]:
+    """log-sum-exp of complex logarithms, shifted by the largest real part; for numbers that may cancel."""
+    top = jnp.max(z.real, axis=axis, keepdims=True)
+    shift = jnp.where(top == NEG_INF, 0.0, top)
+    return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(z - shift), axis=axis))
+
+
+# ---- scans -----------------------------------------------------------------------------------
+
+
+def _shift_earlier(x: Array, axis: int, fill: float | bool) -> Array:
+    """The value of the next token along `axis` at each token, and `fill` at the last."""
+    pad = [(0, 0, 0)] * x.ndim
+    pad[axis] = (-1, 1, 0)
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), pad)
+
+
+def gated_sum(gate: Float[Array, "..."], x: Float[Array, "..."], axis: int, reverse: bool = False) -> Float[Array, "..."]:
+    """The linear recurrence y[t] = gate[t] * y[t-1] + x[t] along `axis` (from the other end if `reverse`), y[-1] = 0.
+
+    An associative scan over the monoid of affine maps; `gate` and `x` broadcast against each other off `axis`.
+    """
+
+    def combine(earlier, later):
+        return earlier[0] * later[0], earlier[1] * later[0] + later[1]
+
+    return jax.lax.associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
+
+
+def cumulative_logsumexp(
+    x: Float[Array, "..."], axis: int, resets: Bool[Array, "..."] | None = None
+) -> Float[Array, "..."]:
+    """The paper's LCSE: h[t] = log sum_{s <= t} exp(x[s]) along `axis`, by an associative scan over the monoid.
+
+    Where `resets` is true (same rank as x, broadcastable off `axis`) the sum starts afresh: h[t] = x[t]. The gradient is
+    the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t], every weight <= 1.
+    """
+    axis %= x.ndim
+    if resets is None:
+        return _cumulative_logsumexp(x, axis)
+    return _segmented_cumulative_logsumexp(x, resets, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _cumulative_logsumexp(x, axis):
+    return jax.lax.associative_scan(logaddexp, x, axis=axis)
+
+
+def _lcse_fwd(x, axis):
+    h = _cumulative_logsumexp(x, axis)
+    return h, (x, h)
+
+
+def _lcse_bwd(axis, residuals, g):
+    x, h = residuals
+    decay = posterior(h, _shift_earlier(h, axis, jnp.inf))
+    return (posterior(x, h) * gated_sum(decay, g, axis, reverse=True),)
+
+
+_cumulative_logsumexp.defvjp(_lcse_fwd, _lcse_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _segmented_cumulative_logsumexp(x, resets, axis):
+    def combine(earlier, later):
+        return jnp.where(later[1], later[0], logaddexp(earlier[0], later[0])), earlier[1] | later[1]
+
+    return jax.lax.associative_scan(combine, (x, resets), axis=axis)[0]
+
+
+def _segmented_lcse_fwd(x, resets, axis):
+    h = _segmented_cumulative_logsumexp(x, resets, axis)
+    return h, (x, resets, h)
+
+
+def _segmented_lcse_bwd(axis, residuals, g):
+    x, resets, h = residuals
+    # Nothing flows back over a reset; where it did not happen, h does not decrease and the decay is at most 1.
+    followed_by_reset = _shift_earlier(resets, axis, True)
+    decay = posterior(jnp.where(followed_by_reset, NEG_INF, h), _shift_earlier(h, axis, jnp.inf))
+    return posterior(x, h) * gated_sum(decay, g, axis, reverse=True), None
+
+
+_segmented_cumulative_logsumexp.defvjp(_segmented_lcse_fwd, _segmented_lcse_bwd)
+
+
+def log_linear_recurrence(
+    log_a: Float[Array, "..."], log_b: Float[Array, "..."], axis: int, initial: Float[Array, "..."] | None = None
+) -> Float[Array, "..."]:
+    """The linear recurrence e[t] = a[t] * e[t-1] + b[t] with everything in logs, along `axis`.
+
+    `initial` is log e[-1], without `axis` (None: -inf, nothing). An associative scan over affine maps (log_a, log_b),
+    composed as (A1 + A2, logaddexp(b1 + A2, b2)).
+    """
+
+    def combine(earlier, later):
+        return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
+
+    decay, out = jax.lax.associative_scan(combine, (log_a, log_b), axis=axis)
+    if initial is None:
+        return out
+    return logaddexp(jnp.expand_dims(initial, axis) + decay, out)

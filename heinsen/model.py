@@ -1,0 +1,174 @@
+"""The paper's language model, exactly as published (the 125M model is `configs/pile_125m.py`). The only Flax import.
+
+    x = embed(tokens);  x = x + position(x);  24 times  x = x + W3 GLU(W2 log_attention(W1 LayerNorm(x)))
+    logits = LayerNorm(x) embed^T
+
+No MLP block, no dropout, no 1/sqrt(d): queries and keys are exponents, and the layer goes on with the logarithm of the
+attention. The residual stream, logarithms and scans are float32; matmul inputs are `ModelConfig.dtype`, their
+accumulators float32.
+
+Axes: B batch, T tokens, D d_model, H heads, K key features, V value features, L layers.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, log_attention
+from heinsen.logspace import log_linear_recurrence
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model; `configs/default.py` holds the paper's.
+
+    vocab_size counts the tokenizer's ids; the embedding and the softmax have padded_vocab_size rows. dtype is that of
+    matmul inputs. remat recomputes each layer in the backward pass. implementation is log_attention's (None: the best).
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+    n_layers: int
+    d_model: int
+    n_heads: int
+    d_key: int
+    d_value: int
+    dtype: str
+    remat: bool
+    implementation: str | None
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name} = {getattr(self, name)}: it must be at least 1")
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"model.padded_vocab_size = {self.padded_vocab_size} is smaller than vocab_size = {self.vocab_size}"
+            )
+        if self.dtype not in ("float32", "bfloat16", "float64"):
+            raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
+        if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None")
+
+
+class ModelState(NamedTuple):
+    """All the model remembers of the tokens seen: one size, however many they were."""
+
+    position: Float[Array, "B D"]
+    attention: LogState  # with leading axes [L, B, H]
+
+
+def init_model_state(config: ModelConfig, batch_size: int) -> ModelState:
+    """The state before any token: e_0 = 0 in the position recurrence, empty attention states."""
+    attention = init_state((config.n_layers, batch_size, config.n_heads), config.d_key, config.d_value)
+    return ModelState(jnp.zeros((batch_size, config.d_model), jnp.float32), attention)
+
+
+def init_params(config: ModelConfig, key: Array) -> Params:
+    """Fresh float32 parameters as nested dicts; those of the layers are stacked along a leading axis L."""
+    return LanguageModel(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def forward(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T"], state: ModelState | None = None
+) -> tuple[Float[Array, "B T padded_vocab"], ModelState]:
+    """Logits of every next token, and the state after the last; `state` is what came before (None: nothing)."""
+    return LanguageModel(config).apply({"params": params}, tokens, state)
+
+
+def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Negative log-likelihood of each target, in nats."""
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - at_target
+
+
+def count_params(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+class LanguageModel(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens_BxT: Array, state: ModelState | None = None) -> tuple[Array, ModelState]:
+        c = self.config
+        embedding = self.param("embedding", _uniform(c.d_model), (c.padded_vocab_size, c.d_model))
+        x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
+        if state is None:
+            state = init_model_state(c, tokens_BxT.shape[0])
+        position_BxTxD = Position(c, name="position")(x_BxTxD, state.position)
+        x_BxTxD = x_BxTxD + position_BxTxD
+        layer = nn.remat(Layer, prevent_cse=False) if c.remat else Layer
+        layers = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0, out_axes=0, length=c.n_layers
+        )
+        x_BxTxD, attention = layers(c, name="layers")(x_BxTxD, state.attention)
+        x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
+        logits = _matmul(x_BxTxD, embedding.T, c.dtype)
+        return logits, ModelState(position_BxTxD[:, -1], attention)
+
+
+class Position(nn.Module):
+    """e_t = logaddexp(e_{t-1} + log_a_t, l_t), with log_a = log_sigmoid(c) and (c, l) a dense map of the embedding."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD: Array, initial_BxD: Array) -> Array:
+        c, log_b = jnp.split(Dense(2 * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), 2, axis=-1)
+        return log_linear_recurrence(nn.log_sigmoid(c), log_b, axis=1, initial=initial_BxD)
+
+
+class Layer(nn.Module):
+    """x + W3 GLU(W2 log_attention(split(W1 LayerNorm(x)))); also the attention state after the last token."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxD: Array, state: LogState) -> tuple[Array, LogState]:
+        c = self.config
+        n_batch, n_tokens, _ = x_BxTxD.shape
+        h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, name="w1")(h)
+        h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
+        q, k, log_v = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
+        log_y_BxHxTxV, state = log_attention(
+            q, k, log_v, state=state, implementation=c.implementation, return_state=True
+        )
+        log_y = log_y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
+        h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(log_y))
+        return x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h), state
+
+
+class Dense(nn.Module):
+    """x W + b with weights and bias uniform(-1, 1)/sqrt(fan_in); inputs in `dtype`, output and accumulation float32."""
+
+    features: int
+    dtype: str
+    use_bias: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        fan_in = x.shape[-1]
+        y = _matmul(x, self.param("kernel", _uniform(fan_in), (fan_in, self.features)), self.dtype)
+        return y + self.param("bias", _uniform(fan_in), (self.features,)) if self.use_bias else y
+
+
+def _uniform(fan_in: int):
+    """Initialiser uniform(-1, 1)/sqrt(fan_in)."""
+
+    def init(key, shape, dtype=jnp.float32):
+        return jax.random.uniform(key, shape, dtype, -1.0, 1.0) / jnp.sqrt(fan_in).astype(dtype)
+
+    return init
+
+
+def _matmul(x: Array, w: Array, dtype: str) -> Array:
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    return jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=accumulator)

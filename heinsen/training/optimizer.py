@@ -1,0 +1,62 @@
+"""The paper's recipe: AdamW, decay on matrices and embedding only, clipping, linear warm-up then cosine."""
+
+import dataclasses
+
+import jax
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Rates are per step; `configs/default.py` holds the paper's values."""
+
+    learning_rate: float
+    final_learning_rate: float
+    warmup_steps: int
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip_norm: float
+
+    def __post_init__(self):
+        for name in ("learning_rate", "eps", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must be positive")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must lie in [0, 1)")
+        for name in ("final_learning_rate", "warmup_steps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must not be negative")
+
+
+def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
+    """Linear from 0 over warmup_steps, then a cosine that reaches final_learning_rate at total_steps."""
+    if config.warmup_steps >= total_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps = {config.warmup_steps} does not fit a run of {total_steps} steps: "
+            "raise total_tokens or lower warmup_steps"
+        )
+    return optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, total_steps, config.final_learning_rate
+    )
+
+
+def decay_mask(params):
+    """True for matrices and the embedding; biases and LayerNorm scales do not decay."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            make_schedule(config, total_steps),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        ),
+    )

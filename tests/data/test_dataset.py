@@ -1,0 +1,140 @@
+"""The reader serves the shards as one stream, and refuses what is not a whole, undamaged dataset."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from heinsen.data.dataset import DatasetError, TokenDataset, unigram_entropy
+
+
+@pytest.fixture
+def shards(rng):
+    return [rng.integers(0, 257, n) for n in rng.integers(1, 60, 9)]
+
+
+def test_read_equals_slice_of_the_concatenation(make_dataset, shards, rng):
+    dataset = TokenDataset(make_dataset(shards))
+    stream = np.concatenate(shards)
+    assert dataset.num_tokens == len(dataset) == len(stream)
+    assert (dataset.tokenizer_name, dataset.vocab_size, dataset.eot_id) == ("bytes", 257, 256)
+    assert (dataset.num_documents, dataset.num_bytes) == (9, len(stream) - 9)
+    boundaries = np.cumsum([0, *map(len, shards)]).tolist()
+    points = boundaries + rng.integers(0, len(stream) + 1, 40).tolist()
+    for start in points:
+        for stop in points:
+            if start <= stop:
+                tokens = dataset.read(start, stop)
+                assert tokens.dtype == np.uint16
+                np.testing.assert_array_equal(tokens, stream[start:stop])
+    for start, stop in [(-1, 2), (3, 2), (0, len(stream) + 1)]:
+        with pytest.raises(IndexError):
+            dataset.read(start, stop)
+
+
+def test_read_returns_a_copy(make_dataset, shards):
+    dataset = TokenDataset(make_dataset(shards))
+    dataset.read(0, dataset.num_tokens)[:] = 0
+    np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), np.concatenate(shards))
+
+
+def test_missing_folder_names_path_and_command(tmp_path):
+    with pytest.raises(
+        DatasetError, match=rf"{tmp_path}/d/train; .*prepare_data.py .*--out={tmp_path}/d --split=train"
+    ):
+        TokenDataset(tmp_path / "d" / "train")
+
+
+def test_incomplete_folder(make_dataset, shards):
+    folder = make_dataset(shards)
+    (folder / "metadata.json").unlink()
+    with pytest.raises(DatasetError, match="not a complete token dataset"):
+        TokenDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 99}, "format version 99"),
+        ({"dtype": "uint32"}, "uint32"),
+        ({"num_tokens": 3}, "says 3"),
+        ({"shards": [{}]}, "damaged"),
+        ({"shards": None}, "damaged"),
+        ({"shards": [], "num_tokens": 0}, "no tokens"),
+    ],
+)
+def test_unusable_metadata(make_dataset, shards, change, message):
+    folder = make_dataset(shards)
+    TokenDataset(folder)
+    metadata = json.loads((folder / "metadata.json").read_text())
+    (folder / "metadata.json").write_text(json.dumps({**metadata, **change}))
+    with pytest.raises(DatasetError, match=message):
+        TokenDataset(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
+def test_damaged_metadata(make_dataset, shards, text):
+    folder = make_dataset(shards)
+    (folder / "metadata.json").write_text(text)
+    with pytest.raises(DatasetError, match="metadata.json is damaged"):
+        TokenDataset(folder)
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _cut_header(path):
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def _empty(path):
+    path.write_bytes(b"")
+
+
+def _lengthen(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def _drop_token(path):
+    np.save(path, np.load(path)[:-1])
+
+
+def _widen(path):
+    np.save(path, np.load(path).astype(np.int32))
+
+
+def _fold(path):
+    np.save(path, np.load(path)[None])
+
+
+@pytest.mark.parametrize(
+    "damage", [_cut, _cut_header, _empty, _lengthen, _drop_token, _widen, _fold, lambda p: p.unlink()]
+)
+def test_damaged_shard_is_found_at_opening(make_dataset, shards, rng, damage):
+    folder = make_dataset(shards)
+    name = f"shard-{rng.integers(len(shards)):05d}.npy"
+    damage(folder / name)
+    with pytest.raises(DatasetError, match=f"{name}.*delete the folder and prepare the split again"):
+        TokenDataset(folder)
+
+
+def test_verify_finds_a_flipped_bit(make_dataset, shards, rng):
+    folder = make_dataset(shards)
+    TokenDataset(folder).verify()
+    path = folder / f"shard-{rng.integers(len(shards)):05d}.npy"
+    content = bytearray(path.read_bytes())
+    content[rng.integers(128, len(content))] ^= 1 << rng.integers(8)
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=rf"SHA-256 differs from metadata.json for {path.name};"):
+        TokenDataset(folder).verify()
+
+
+def test_unigram_entropy(make_dataset, rng):
+    uniform = rng.permutation(np.repeat(np.arange(257), 3))
+    dataset = TokenDataset(make_dataset([uniform[:100], uniform[100:]]))
+    assert unigram_entropy(dataset) == pytest.approx(math.log(257), rel=1e-12)
+    p = np.array([1, 2, 5]) / 8
+    dataset = TokenDataset(make_dataset([np.repeat([7, 256, 9], [1, 2, 5])], name="skewed"))
+    assert unigram_entropy(dataset) == pytest.approx(-(p @ np.log(p)), rel=1e-12)

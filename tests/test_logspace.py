@@ -1,0 +1,399 @@
+"""The log-sum-exp monoid, its scans and its gradients, against float64 NumPy loops; and the policy at -inf."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen.logspace import (
+    complex_log,
+    complex_logsumexp,
+    cumulative_logsumexp,
+    gated_sum,
+    log_divide,
+    log_linear_recurrence,
+    log_matmul,
+    logaddexp,
+    logsumexp,
+    posterior,
+)
+
+INF = np.inf
+FLOAT32_EPS = np.finfo(np.float32).eps
+
+# Ordinary logarithms, logarithms far outside the range of exp, and the logarithm of zero.
+logarithms = st.one_of(st.floats(-30, 30, width=32), st.floats(-1e4, 1e4, width=32), st.just(-INF)).map(np.float32)
+laws = settings(max_examples=60, deadline=None)
+
+
+def normal(rng, *shape, scale=1.0):
+    return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+def with_zeros(rng, x, share=0.3):
+    """Some logarithms replaced by that of zero."""
+    return np.where(rng.random(x.shape) < share, np.float32(-INF), x)
+
+
+def lse64(x, axis):
+    """log-sum-exp in float64 (np.logaddexp handles -inf and any range)."""
+    return np.logaddexp.reduce(np.asarray(x, np.float64), axis=axis)
+
+
+def weights64(x, total):
+    """exp(x - total), and 0 in an empty sum."""
+    return np.where(total == -INF, 0.0, np.exp(x.astype(np.float64) - np.where(total == -INF, 0.0, total)))
+
+
+def assert_close(got, want, tolerance=1e-6):
+    """Equal to within `tolerance` of each entry, or of 1 where that is larger; infinities exactly equal."""
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pull(function, arguments, cotangent, fixed):
+    return jax.vjp(lambda *arguments: function(*arguments, *fixed), *arguments)[1](cotangent)
+
+
+def pull(function, arguments, cotangent, *fixed):
+    """Gradients of function(*arguments, *fixed) by its float32 `arguments`; an error where one is NaN."""
+    with jax.debug_nans(True):
+        return _pull(function, tuple(map(jnp.asarray, arguments)), jnp.asarray(cotangent, jnp.float32), fixed)
+
+
+def finite_differences(function, arguments, cotangent, step=1e-5):
+    """The gradients of sum(cotangent * function(*arguments)), entry by entry in float64."""
+    arguments = [np.asarray(x, np.float64) for x in arguments]
+    gradients = [np.zeros_like(x) for x in arguments]
+    for x, gradient in zip(arguments, gradients, strict=True):
+        for index in np.ndindex(x.shape):
+            at, sides = x[index], []
+            for side in (at + step, at - step):
+                x[index] = side
+                sides.append(np.sum(cotangent * function(*arguments)))
+            x[index] = at
+            gradient[index] = (sides[0] - sides[1]) / (2 * step)
+    return gradients
+
+
+# ---- the monoid --------------------------------------------------------------------------------
+
+
+@laws
+@given(logarithms, logarithms, logarithms)
+def test_logaddexp_is_associative(a, b, c):
+    left, right = logaddexp(logaddexp(a, b), c), logaddexp(a, logaddexp(b, c))
+    assert_close(left, np.float64(right), 4 * FLOAT32_EPS)
+
+
+@laws
+@given(logarithms, logarithms)
+def test_logaddexp_is_commutative(a, b):
+    assert logaddexp(a, b) == logaddexp(b, a)
+
+
+@laws
+@given(logarithms)
+def test_minus_infinity_is_the_identity_of_logaddexp(a):
+    assert logaddexp(a, -INF) == a
+    assert logaddexp(-INF, a) == a
+
+
+@laws
+@given(logarithms, logarithms)
+def test_logaddexp_is_the_log_of_the_sum(a, b):
+    assert_close(logaddexp(a, b), np.logaddexp(np.float64(a), np.float64(b)), 4 * FLOAT32_EPS)
+
+
+@laws
+@given(logarithms, logarithms)
+def test_derivatives_of_logaddexp_are_the_posterior_weights(a, b):
+    total = np.logaddexp(np.float64(a), np.float64(b))
+    da, db = pull(logaddexp, (a, b), 1.0)
+    # A float32 logarithm near 1e4 is known to 1e-3: so is the weight, exp of a difference of two of them.
+    tolerance = 1e-6 + 2 * FLOAT32_EPS * max(abs(x) for x in (total, 1) if np.isfinite(x))
+    assert_close(da, weights64(a, total), tolerance)
+    assert_close(db, weights64(b, total), tolerance)
+
+
+def test_logaddexp_broadcasts_forward_and_backward(rng):
+    a, b, g = normal(rng, 3, 1, 4), normal(rng, 5, 1), normal(rng, 3, 5, 4)
+    assert_close(logaddexp(a, b), np.logaddexp(a.astype(np.float64), b))
+    for got, want in zip(pull(logaddexp, (a, b), g), finite_differences(np.logaddexp, (a, b), g), strict=True):
+        assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("scale", [1, 1e4])
+def test_logsumexp_is_the_log_of_the_sum(rng, axis, scale):
+    x = with_zeros(rng, normal(rng, 4, 3, 5, scale=scale))
+    assert_close(logsumexp(x, axis), lse64(x, axis))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_gradient_of_logsumexp_is_the_posterior_weight(rng, axis):
+    x = with_zeros(rng, normal(rng, 4, 3, 5, scale=3))
+    x[:, 1, 2], x[2, :, 3], x[0, 0, :] = -INF, -INF, -INF  # sums of nothing along every axis
+    total = lse64(x, axis)
+    assert np.any(total == -INF) and np.any(np.isfinite(total))
+    g = normal(rng, *total.shape)
+    (got,) = pull(lambda x: logsumexp(x, axis), (x,), g)
+    assert_close(got, np.expand_dims(g, axis) * weights64(x, np.expand_dims(total, axis)))
+
+
+def test_logsumexp_where_leaves_out_entries(rng):
+    x, where = normal(rng, 4, 6), rng.random((4, 6)) < 0.5
+    where[0], where[1] = False, [True] * 3 + [False] * 3
+    masked = np.where(where, x, -INF)
+    assert_close(logsumexp(x, where=where), lse64(masked, -1))
+    g = normal(rng, 4)
+    (got,) = pull(lambda x: logsumexp(x, where=where), (x,), g)
+    assert_close(got, g[:, None] * weights64(masked, lse64(masked, -1)[:, None]))
+
+
+def test_posterior_is_at_most_one_and_zero_in_an_empty_sum(rng):
+    x = with_zeros(rng, normal(rng, 50, 4, scale=1e3))
+    x[0] = -INF
+    total = logsumexp(x)[:, None]
+    weights = np.asarray(posterior(x, total))
+    assert np.all(weights <= 1 + 1e-3) and np.all(weights[0] == 0)
+    assert_close(weights, weights64(x, np.asarray(total, np.float64)), 1e-5)
+
+
+# ---- derivatives of other kinds ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("b", [0.7, -INF])
+@pytest.mark.parametrize("a", [-0.4, -INF])
+def test_second_derivatives_of_logaddexp(a, b):
+    total = np.logaddexp(a, b)
+    p = weights64(np.array([a, b]), np.array(total))
+    function = lambda x: logaddexp(x[0], x[1])
+    with jax.debug_nans(True):
+        forward_over_reverse = jax.jit(jax.hessian(function))(jnp.array([a, b]))
+        reverse_over_reverse = jax.jit(jax.jacrev(jax.jacrev(function)))(jnp.array([a, b]))
+        _, tangent = jax.jvp(logaddexp, (a, b), (2.0, 3.0))
+    assert_close(forward_over_reverse, np.diag(p) - np.outer(p, p))
+    assert_close(reverse_over_reverse, np.diag(p) - np.outer(p, p))
+    assert_close(tangent, p @ [2, 3])
+
+
+@pytest.mark.parametrize("zeros", [0, 2, 4])
+def test_second_derivatives_of_logsumexp(rng, zeros):
+    x, dx = normal(rng, 4), normal(rng, 4)
+    x[:zeros] = -INF
+    p = weights64(x, lse64(x, 0))
+    with jax.debug_nans(True):
+        hessian = jax.jit(jax.hessian(logsumexp))(jnp.asarray(x))
+        _, tangent = jax.jvp(logsumexp, (x,), (dx,))
+    assert_close(hessian, np.diag(p) - np.outer(p, p))
+    assert_close(tangent, p @ dx)
+
+
+# ---- products, quotients, signed numbers --------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1, 1e4])
+def test_log_matmul_is_the_log_of_the_product(rng, scale):
+    a, b = with_zeros(rng, normal(rng, 2, 3, 4, scale=scale)), with_zeros(rng, normal(rng, 4, 5, scale=scale))
+    a[0, 1] = -INF
+    terms = a.astype(np.float64)[..., None] + b
+    assert_close(log_matmul(a, b), lse64(terms, -2))
+
+
+def test_gradients_of_log_matmul(rng):
+    a, b = with_zeros(rng, normal(rng, 2, 3, 4)), with_zeros(rng, normal(rng, 4, 5))
+    a[0, 1], b[:, 2] = -INF, -INF
+    terms = a.astype(np.float64)[..., None] + b
+    total = lse64(terms, -2)[..., None, :]
+    g = normal(rng, 2, 3, 5)
+    dterms = g[..., None, :] * weights64(terms, total)
+    da, db = pull(log_matmul, (a, b), g)
+    assert_close(da, dterms.sum(-1), 1e-5)
+    assert_close(db, dterms.sum((0, 1)), 1e-5)
+
+
+def test_log_divide_is_a_difference_and_nothing_over_nothing_is_nothing():
+    a, b = np.float32([1.5, -INF, -INF, 1e4]), np.float32([0.25, 2.0, -INF, -1e4])
+    assert_close(log_divide(a, b), [1.25, -INF, -INF, 2e4])
+    da, db = pull(log_divide, (a, b), np.ones(4))
+    assert_close(da, [1, 1, 0, 1])
+    assert_close(db, [-1, -1, 0, -1])
+
+
+def test_complex_log_is_a_logarithm_of_numbers_of_either_sign(rng):
+    x = normal(rng, 100, scale=10)
+    x[0] = 0
+    z = np.asarray(complex_log(x))
+    assert np.any(x < 0) and np.any(x > 0)
+    assert_close(z.real[1:], np.log(np.abs(x[1:].astype(np.float64))))
+    assert_close(z.imag, np.where(x < 0, np.pi, 0))
+    assert z.real[0] == -INF
+    np.testing.assert_allclose(np.exp(z.astype(np.complex128)), x, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [0, 1e4])
+def test_complex_logsumexp_sums_numbers_of_either_sign(rng, shift):
+    x = normal(rng, 3, 20)
+    x[0, 3:8] = 0
+    x[1] = 0
+    assert np.any(x < 0)
+    tolerance = 1e-6 + 2 * FLOAT32_EPS * shift
+    out = np.asarray(complex_logsumexp(complex_log(x) + np.float32(shift)), np.complex128) - shift
+    np.testing.assert_allclose(np.exp(out), x.astype(np.float64).sum(-1), atol=20 * tolerance)
+    assert out[1].real == -INF
+
+
+def test_gradient_of_a_complex_sum(rng):
+    x = normal(rng, 7)
+    (got,) = pull(lambda x: jnp.exp(complex_logsumexp(complex_log(x) + 0.5)).real, (x,), 1.0)
+    assert_close(got, np.full(7, np.exp(0.5)), 1e-5)
+
+
+# ---- scans -------------------------------------------------------------------------------------
+
+
+def gated_sum64(gate, x):
+    y, out = np.zeros_like(x[0]), []
+    for gate_t, x_t in zip(gate, x, strict=True):
+        y = gate_t * y + x_t
+        out.append(y)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gated_sum_is_the_linear_recurrence(rng, reverse):
+    gate, x, g = rng.random((9, 3, 1), np.float32), normal(rng, 9, 3, 2), normal(rng, 9, 3, 2)
+    gate[4, 0] = 0
+    turn = (lambda z: z[::-1]) if reverse else (lambda z: z)
+    loop = lambda gate, x: turn(gated_sum64(turn(gate), turn(x)))
+    function = jax.jit(lambda gate, x: gated_sum(gate, x, 0, reverse))
+    assert_close(function(gate, x), loop(gate.astype(np.float64), x.astype(np.float64)))
+    for got, want in zip(pull(function, (gate, x), g), finite_differences(loop, (gate, x), g), strict=True):
+        assert_close(got, want, 1e-5)
+
+
+def test_gated_sum_runs_along_its_axis(rng):
+    gate, x = rng.random((2, 4, 3), np.float32), normal(rng, 2, 4, 3)
+    want = np.moveaxis(gated_sum64(*(np.moveaxis(z, 1, 0).astype(np.float64) for z in (gate, x))), 0, 1)
+    for axis in (1, -2):
+        assert_close(gated_sum(gate, x, axis), want)
+
+
+def segments(resets):
+    """For each token the number of its segment."""
+    return np.cumsum(resets)
+
+
+@jax.jit
+def lcse(x, resets):
+    return cumulative_logsumexp(x, 0, resets)
+
+
+def lcse64(x, resets):
+    """The log-cumulative-sum along axis 0, afresh where `resets` is true."""
+    h = np.full(x.shape[1:], -INF)
+    out = []
+    for x_t, reset in zip(x.astype(np.float64), resets, strict=True):
+        h = x_t if reset else np.logaddexp(h, x_t)
+        out.append(h)
+    return np.stack(out)
+
+
+def lcse64_gradient(x, resets, g):
+    """sum_t g[t] exp(x[s] - h[t]) over the t >= s in the segment of s."""
+    h, gradient, segment = lcse64(x, resets), np.zeros(x.shape), segments(resets)
+    for s in range(len(x)):
+        for t in range(s, len(x)):
+            if segment[s] == segment[t]:
+                gradient[s] += g[t] * weights64(x[s], h[t])
+    return gradient
+
+
+@pytest.mark.parametrize("scale", [1, 30, 1e4])
+@pytest.mark.parametrize("reset", [False, True])
+def test_cumulative_logsumexp(rng, scale, reset):
+    x, g = with_zeros(rng, normal(rng, 11, 3, scale=scale)), normal(rng, 11, 3)
+    x[:4, 0] = -INF
+    resets = np.zeros(11, bool)
+    if reset:
+        # Two segments that begin with zero, one of a single token, and a fall of the sum far beyond exp's range.
+        resets[[5, 6, 8]] = True
+        x[4], x[5:8] = 1000, -INF
+        assert np.any(lcse64(x, resets) != lcse64(x, np.zeros(11, bool)))
+    fixed = resets[:, None] if reset else None
+    tolerance = 1e-6 + 4 * FLOAT32_EPS * scale
+    assert_close(lcse(x, fixed), lcse64(x, resets))
+    assert_close(pull(lcse, (x,), g, fixed)[0], lcse64_gradient(x, resets, g), 10 * tolerance)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_cumulative_logsumexp_of_nothing_is_nothing(reset):
+    resets = np.arange(11)[:, None] == 2 if reset else None
+    x = np.full((11, 3), -INF, np.float32)
+    assert np.all(np.asarray(lcse(x, resets)) == -INF)
+    assert np.all(np.asarray(pull(lcse, (x,), np.ones((11, 3)), resets)[0]) == 0)
+
+
+def test_cumulative_logsumexp_broadcasts_resets_off_its_axis(rng):
+    x, resets, g = normal(rng, 2, 7, 3), rng.random((2, 7, 1)) < 0.4, normal(rng, 2, 7, 3)
+    resets[0, 3], resets[1, 3] = True, False
+    function = jax.jit(lambda x: cumulative_logsumexp(x, -2, resets))
+    out, gradient = function(x), pull(function, (x,), g)[0]
+    for row in range(2):
+        assert_close(out[row], lcse64(x[row], resets[row, :, 0]))
+        assert_close(gradient[row], lcse64_gradient(x[row], resets[row, :, 0], g[row]), 1e-5)
+
+
+def test_first_token_may_reset(rng):
+    x, resets = normal(rng, 11, 3), np.isin(np.arange(11), [0, 3])
+    assert_close(lcse(x, resets[:, None]), lcse64(x, resets))
+
+
+@jax.jit
+def recurrence(log_a, log_b, initial=None):
+    return log_linear_recurrence(log_a, log_b, 0, initial)
+
+
+def recurrence64(log_a, log_b, initial):
+    e, out = initial, []
+    for log_a_t, log_b_t in zip(log_a, log_b, strict=True):
+        e = np.logaddexp(e + log_a_t, log_b_t)
+        out.append(e)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("scale", [1, 1e4])
+@pytest.mark.parametrize("given_initial", [False, True])
+def test_log_linear_recurrence(rng, scale, given_initial):
+    log_a, log_b = -np.abs(normal(rng, 9, 4, scale=scale)), with_zeros(rng, normal(rng, 9, 4, scale=scale))
+    log_a[3, 0], log_b[:, 1] = -INF, -INF
+    initial = normal(rng, 4) if given_initial else None
+    start = np.float64(initial) if given_initial else np.full(4, -INF)
+    want = recurrence64(log_a.astype(np.float64), log_b.astype(np.float64), start)
+    assert_close(recurrence(log_a, log_b, initial), want, 2e-6)
+
+
+def test_gradients_of_log_linear_recurrence(rng):
+    arguments, g = (-np.abs(normal(rng, 9, 4)), normal(rng, 9, 4), normal(rng, 4)), normal(rng, 9, 4)
+    wants = finite_differences(recurrence64, arguments, g)
+    for got, want in zip(pull(recurrence, arguments, g), wants, strict=True):
+        assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("initial", [(np.full(4, -INF, np.float32),), ()], ids=["initial", "no initial"])
+def test_gradients_of_a_recurrence_of_nothing_are_zero(initial):
+    log_a, log_b = np.full((9, 4), -1, np.float32), np.full((9, 4), -INF, np.float32)
+    for gradient in pull(recurrence, (log_a, log_b, *initial), np.ones((9, 4))):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_recurrence_with_zero_gates_forgets(rng):
+    log_a, log_b, initial = np.full((9, 4), -INF, np.float32), normal(rng, 9, 4), normal(rng, 4)
+    assert_close(recurrence(log_a, log_b, initial), log_b)
+    da, db, dinitial = pull(recurrence, (log_a, log_b, initial), np.ones((9, 4)))
+    assert np.all(np.asarray(da) == 0) and np.all(np.asarray(db) == 1) and np.all(np.asarray(dinitial) == 0)
