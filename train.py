@@ -31,7 +31,11 @@ def main(argv: list[str]) -> None:
     from heinsen.training.loop import NonFiniteLossError, RunError, RunInterrupted, TrainConfig, train
 
     try:
-        config = from_mapping(TrainConfig, CONFIG.value.to_dict())
+        mapping = CONFIG.value.to_dict()
+    except OSError as error:
+        sys.exit(f"error: --config cannot be loaded: {str(error).splitlines()[-1].strip()}")
+    try:
+        config = from_mapping(TrainConfig, mapping)
         result = train(config, Path(WORKDIR.value))
     except RunInterrupted as interruption:
         print(interruption, file=sys.stderr)

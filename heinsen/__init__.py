@@ -11,7 +11,7 @@ from heinsen.attention import (
     update_state,
 )
 
-__version__ = "0.1.0"
+from heinsen.version import __version__
 
 __all__ = [
     "LogState",

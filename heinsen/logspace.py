@@ -14,6 +14,7 @@ Weights are computed as exp(term - sum) <= 1, so nothing here overflows at any d
 """
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -97,16 +98,35 @@ def _shift_earlier(x: Array, axis: int, fill: float | bool) -> Array:
     return jax.lax.pad(x, jnp.asarray(fill, x.dtype), pad)
 
 
-def gated_sum(gate: Float[Array, "..."], x: Float[Array, "..."], axis: int, reverse: bool = False) -> Float[Array, "..."]:
+def gated_sum(
+    gate: Float[Array, "..."],
+    x: Float[Array, "..."],
+    axis: int,
+    reverse: bool = False,
+    method: Literal["associative", "sequential"] | None = "associative",
+) -> Float[Array, "..."]:
     """The linear recurrence y[t] = gate[t] * y[t-1] + x[t] along `axis` (from the other end if `reverse`), y[-1] = 0.
 
-    An associative scan over the monoid of affine maps; `gate` and `x` broadcast against each other off `axis`.
+    `gate` and `x` broadcast against each other off `axis`. An associative scan over the monoid of affine maps, or one
+    token after the other; `method` as in `log_linear_recurrence`.
     """
 
-    def combine(earlier, later):
-        return earlier[0] * later[0], earlier[1] * later[0] + later[1]
+    def associative(gate, x):
+        def combine(earlier, later):
+            return earlier[0] * later[0], earlier[1] * later[0] + later[1]
 
-    return jax.lax.associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
+        return jax.lax.associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
+
+    def sequential(gate, x):
+        def step(y, token):
+            y = token[0] * y + token[1]
+            return y, y
+
+        tokens = jnp.moveaxis(gate, axis, 0), jnp.moveaxis(x, axis, 0)
+        zero = jnp.zeros(jnp.broadcast_shapes(tokens[0].shape[1:], tokens[1].shape[1:]), x.dtype)
+        return jnp.moveaxis(jax.lax.scan(step, zero, tokens, reverse=reverse)[1], 0, axis)
+
+    return _by_method(method, associative, sequential)(gate, x)
 
 
 def cumulative_logsumexp(
@@ -167,18 +187,70 @@ _segmented_cumulative_logsumexp.defvjp(_segmented_lcse_fwd, _segmented_lcse_bwd)
 
 
 def log_linear_recurrence(
-    log_a: Float[Array, "..."], log_b: Float[Array, "..."], axis: int, initial: Float[Array, "..."] | None = None
+    log_a: Float[Array, "..."],
+    log_b: Float[Array, "..."],
+    axis: int,
+    initial: Float[Array, "..."] | None = None,
+    method: Literal["associative", "sequential"] | None = None,
 ) -> Float[Array, "..."]:
     """The linear recurrence e[t] = a[t] * e[t-1] + b[t] with everything in logs, along `axis`.
 
-    `initial` is log e[-1], without `axis` (None: -inf, nothing). An associative scan over affine maps (log_a, log_b),
-    composed as (A1 + A2, logaddexp(b1 + A2, b2)).
+    Args:
+      log_a, log_b: of one shape.
+      initial: log e[-1], their shape without `axis` (None: -inf, nothing).
+      method: "associative", a scan over affine maps (log_a, log_b) composed as (A1 + A2, logaddexp(b1 + A2, b2));
+        "sequential", one token after the other; None: sequential on CPUs (ten times faster there), else associative.
+
+    The gradient is the reverse recurrence r[t] = g[t] + exp(log_a[t+1] + e[t] - e[t+1]) r[t+1], every weight <= 1.
     """
-
-    def combine(earlier, later):
-        return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
-
-    decay, out = jax.lax.associative_scan(combine, (log_a, log_b), axis=axis)
+    axis %= log_a.ndim
     if initial is None:
-        return out
-    return logaddexp(jnp.expand_dims(initial, axis) + decay, out)
+        initial = jnp.full(log_a.shape[:axis] + log_a.shape[axis + 1 :], NEG_INF, log_a.dtype)
+    return _log_linear_recurrence(log_a, log_b, initial, axis, method)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _log_linear_recurrence(log_a, log_b, initial, axis, method):
+    def associative(log_a, log_b, initial):
+        def combine(earlier, later):
+            return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
+
+        decay, out = jax.lax.associative_scan(combine, (log_a, log_b), axis=axis)
+        return logaddexp(jnp.expand_dims(initial, axis) + decay, out)
+
+    def sequential(log_a, log_b, initial):
+        def step(e, token):
+            e = logaddexp(e + token[0], token[1])
+            return e, e
+
+        tokens = jnp.moveaxis(log_a, axis, 0), jnp.moveaxis(log_b, axis, 0)
+        return jnp.moveaxis(jax.lax.scan(step, initial, tokens)[1], 0, axis)
+
+    return _by_method(method, associative, sequential)(log_a, log_b, initial)
+
+
+def _recurrence_fwd(log_a, log_b, initial, axis, method):
+    e = _log_linear_recurrence(log_a, log_b, initial, axis, method)
+    return e, (log_a, log_b, initial, e)
+
+
+def _recurrence_bwd(axis, method, residuals, g):
+    log_a, log_b, initial, e = residuals
+    before = jnp.concatenate([jnp.expand_dims(initial, axis), jax.lax.slice_in_dim(e, 0, -1, axis=axis)], axis=axis)
+    from_before = posterior(before + log_a, e)
+    r = gated_sum(_shift_earlier(from_before, axis, 0.0), g, axis, reverse=True, method=method)
+    through = from_before * r
+    return through, posterior(log_b, e) * r, jax.lax.index_in_dim(through, 0, axis, keepdims=False)
+
+
+_log_linear_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
+
+
+def _by_method(method, associative, sequential):
+    """The form asked for; by default the one that is faster on the platform compiled for."""
+    if method is None:
+        return lambda *arrays: jax.lax.platform_dependent(*arrays, cpu=sequential, default=associative)
+    forms = {"associative": associative, "sequential": sequential}
+    if method not in forms:
+        raise ValueError(f"method {method!r} is not one of {sorted(forms)} or None")
+    return forms[method]

@@ -1,6 +1,7 @@
 """The log-sum-exp monoid, its scans and its gradients, against float64 NumPy loops; and the policy at -inf."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from tests.attention.quick import quick_jit
 
 INF = np.inf
 FLOAT32_EPS = np.finfo(np.float32).eps
@@ -54,8 +56,9 @@ def assert_close(got, want, tolerance=1e-6):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(quick_jit, static_argnums=0)
 def _pull(function, arguments, cotangent, fixed):
+    function = inspect.unwrap(function)  # compiled here, as part of the whole
     return jax.vjp(lambda *arguments: function(*arguments, *fixed), *arguments)[1](cotangent)
 
 
@@ -174,8 +177,8 @@ def test_second_derivatives_of_logaddexp(a, b):
     p = weights64(np.array([a, b]), np.array(total))
     function = lambda x: logaddexp(x[0], x[1])
     with jax.debug_nans(True):
-        forward_over_reverse = jax.jit(jax.hessian(function))(jnp.array([a, b]))
-        reverse_over_reverse = jax.jit(jax.jacrev(jax.jacrev(function)))(jnp.array([a, b]))
+        forward_over_reverse = quick_jit(jax.hessian(function))(jnp.array([a, b]))
+        reverse_over_reverse = quick_jit(jax.jacrev(jax.jacrev(function)))(jnp.array([a, b]))
         _, tangent = jax.jvp(logaddexp, (a, b), (2.0, 3.0))
     assert_close(forward_over_reverse, np.diag(p) - np.outer(p, p))
     assert_close(reverse_over_reverse, np.diag(p) - np.outer(p, p))
@@ -188,7 +191,7 @@ def test_second_derivatives_of_logsumexp(rng, zeros):
     x[:zeros] = -INF
     p = weights64(x, lse64(x, 0))
     with jax.debug_nans(True):
-        hessian = jax.jit(jax.hessian(logsumexp))(jnp.asarray(x))
+        hessian = quick_jit(jax.hessian(logsumexp))(jnp.asarray(x))
         _, tangent = jax.jvp(logsumexp, (x,), (dx,))
     assert_close(hessian, np.diag(p) - np.outer(p, p))
     assert_close(tangent, p @ dx)
@@ -271,7 +274,7 @@ def test_gated_sum_is_the_linear_recurrence(rng, reverse):
     gate[4, 0] = 0
     turn = (lambda z: z[::-1]) if reverse else (lambda z: z)
     loop = lambda gate, x: turn(gated_sum64(turn(gate), turn(x)))
-    function = jax.jit(lambda gate, x: gated_sum(gate, x, 0, reverse))
+    function = quick_jit(lambda gate, x: gated_sum(gate, x, 0, reverse))
     assert_close(function(gate, x), loop(gate.astype(np.float64), x.astype(np.float64)))
     for got, want in zip(pull(function, (gate, x), g), finite_differences(loop, (gate, x), g), strict=True):
         assert_close(got, want, 1e-5)
@@ -289,7 +292,7 @@ def segments(resets):
     return np.cumsum(resets)
 
 
-@jax.jit
+@quick_jit
 def lcse(x, resets):
     return cumulative_logsumexp(x, 0, resets)
 
@@ -342,7 +345,7 @@ def test_cumulative_logsumexp_of_nothing_is_nothing(reset):
 def test_cumulative_logsumexp_broadcasts_resets_off_its_axis(rng):
     x, resets, g = normal(rng, 2, 7, 3), rng.random((2, 7, 1)) < 0.4, normal(rng, 2, 7, 3)
     resets[0, 3], resets[1, 3] = True, False
-    function = jax.jit(lambda x: cumulative_logsumexp(x, -2, resets))
+    function = quick_jit(lambda x: cumulative_logsumexp(x, -2, resets))
     out, gradient = function(x), pull(function, (x,), g)[0]
     for row in range(2):
         assert_close(out[row], lcse64(x[row], resets[row, :, 0]))
@@ -354,7 +357,7 @@ def test_first_token_may_reset(rng):
     assert_close(lcse(x, resets[:, None]), lcse64(x, resets))
 
 
-@jax.jit
+@quick_jit
 def recurrence(log_a, log_b, initial=None):
     return log_linear_recurrence(log_a, log_b, 0, initial)
 

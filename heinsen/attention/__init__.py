@@ -63,8 +63,9 @@ def log_attention(
         see it.
       segment_ids: packed documents. Tokens see each other only within a run of equal ids; `state` continues into the
         first run, and the state returned is the last run's. Needs S = T.
-      implementation: "scan" (associative scan over the log-sum-exp monoid), "reference" (eq. 1, quadratic), or None for
-        the best one for the input.
+      implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
+        "scan" (one associative scan over the log-sum-exp monoid, T*K*V memory), "reference" (eq. 1, quadratic), or None
+        for the best one for the input.
       return_state: also return the `LogState` after all tokens.
 
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
@@ -104,16 +105,16 @@ def _attend(function, q, k, values, causal, state, segment_ids, implementation, 
         changes = segment_ids[..., 1:] != segment_ids[..., :-1]
         resets = jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)])
         resets = jnp.broadcast_to(resets, k.shape[:-1])
-    y, end = getattr(_choose(implementation), function)(
+    y, end = getattr(_choose(implementation, max(q.shape[-2], k.shape[-2])), function)(
         q.astype(dtype), k.astype(dtype), values.astype(dtype), causal, state, resets
     )
     y = y if in_logs else y.astype(values.dtype)
     return (y, end) if return_state else y
 
 
-def _choose(implementation: str | None) -> ModuleType:
+def _choose(implementation: str | None, n_tokens: int) -> ModuleType:
     if implementation is None:
-        return scan
+        return chunked if n_tokens > 1 else scan
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
     return IMPLEMENTATIONS[implementation]

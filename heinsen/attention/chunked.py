@@ -9,8 +9,8 @@ so far, r[t] = max_k(q[t,k] + c[k]), and h the state before the chunk, every fac
 
 Z is S for values whose logarithm is 0, so log y = b + log(S / Z): r and c cancel. Terms are lost only where a factor
 underflows, below 1e-38; the sum of all that a chunk can lose stays under C*K*1e-38, so a sum above `_TINY` is right to
-float32's rounding. A chunk with a smaller sum is computed by `heinsen.attention.scan` in the same shifted coordinates:
-slower, and exact. Real values of either sign take the same road with v in place of vf, and running means as the state.
+float32's rounding. A chunk with a smaller sum is computed token by token instead, by eqs. (5) and (6) in the same
+shifted coordinates: slower, and exact. Real values of either sign take the same road with v in place of vf, and running means as the state.
 
 The backward pass keeps the inputs, the sums S and the states between chunks. With W = dL/dS and D = dL/dM, the
 gradients are matmuls whose every term is a posterior weight <= 1 times a cotangent.
@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.attention import scan
-from heinsen.attention.recurrent import LogState, MeanState, State, init_state, query_state
+from heinsen.attention.recurrent import LogState, MeanState, State, attend_sequentially, init_state, query_state
 from heinsen.logspace import NEG_INF, log_divide
 
 CHUNK = 64
@@ -98,7 +98,7 @@ def _run_forward(q, k, values, state, resets, in_logs):
         lost = _lost(s, m, moving, in_logs)
         y_chunk, end = lax.cond(
             lost,
-            lambda: _exact_chunk(_shift(chunk, moving), moving.state, in_logs),
+            lambda: _exact_chunk(_shift(chunk, moving), moving.state),
             lambda: (None if q is None else _outputs(s, in_logs), _state_of(m, in_logs)),
         )
         if q is not None:
@@ -129,7 +129,7 @@ def _run_backward(in_logs, residuals, cotangents):
 
         def exact():
             *inputs, chunk_resets = _shift(chunk, moving)
-            run = lambda inputs, state: _exact_chunk((*inputs, chunk_resets), state, in_logs)
+            run = lambda inputs, state: _exact_chunk((*inputs, chunk_resets), state)
             return jax.vjp(run, tuple(inputs), moving.state)[1]((dy_chunk, dend))
 
         def fast():
@@ -308,14 +308,10 @@ def _state_of(m, in_logs):
     return MeanState(_ratio(m[..., :-1], m[..., -1:]), jnp.log(m[..., -1]))
 
 
-def _exact_chunk(chunk, state, in_logs):
-    """(y, end state) in shifted coordinates, by the associative scan."""
+def _exact_chunk(chunk, state):
+    """(y, end state) in shifted coordinates, token by token."""
     q, k, values, resets = chunk
-    if k is None:
-        return query_state(state, q), state
-    attend = scan.log_attention if in_logs else scan.attention
-    y, end = attend(k if q is None else q, k, values, q is not None, state, resets)
-    return None if q is None else y, end
+    return (query_state(state, q), state) if k is None else attend_sequentially(q, k, values, state, resets)
 
 
 def _gradients(f, s, dy, dend, in_logs):

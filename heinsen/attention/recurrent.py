@@ -7,8 +7,9 @@ have one size whatever the number of tokens seen. All functions are pure and dif
 Axes: K key features, V value features, T queries; `*batch` is any leading axes, the same in every argument.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -33,7 +34,7 @@ State = LogState | MeanState
 
 
 def init_state(
-    batch_shape: tuple[int, ...], d_key: int, d_value: int, *, signed: bool = False, dtype=jnp.float32
+    batch_shape: tuple[int, ...], d_key: int, d_value: int, *, signed: bool = False, dtype: Any = jnp.float32
 ) -> State:
     """The state before any token: a `LogState`, or a `MeanState` if `signed`.
 
@@ -93,3 +94,25 @@ def read_states(states: State, q: Float[Array, "*batch T K"]) -> Float[Array, "*
         return log_divide(log_s, log_z[..., None])
     p = posterior(log_weights, log_z[..., None])
     return jnp.sum(p[..., None] * states.mean, axis=-2)
+
+
+def attend_sequentially(q: Array | None, k: Array, values: Array, state: State, resets: Array | None):
+    """Causal attention token by token: (y [*batch, T, V], the state after all tokens), T*K*V time, K*V memory.
+
+    Eq. (6), then eq. (5), for each token; without q the state only (y is None). `resets` [*batch, T] is true where a
+    packed document begins: there the state is emptied first.
+    """
+    signed = isinstance(state, MeanState)
+    empty = init_state(state.h_z.shape[:-1], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
+
+    def step(state, token):
+        q_t, k_t, values_t, reset_t = token
+        if reset_t is not None:
+            keep = lambda old, new: jnp.where(reset_t.reshape(reset_t.shape + (1,) * (old.ndim - reset_t.ndim)), new, old)
+            state = jax.tree.map(keep, state, empty)
+        state = update_state(state, k_t, values_t)
+        return state, None if q_t is None else query_state(state, q_t)
+
+    token_first = lambda x: jnp.moveaxis(x, k.ndim - 2, 0)
+    state, y = jax.lax.scan(step, state, jax.tree.map(token_first, (q, k, values, resets)))
+    return None if q is None else jnp.moveaxis(y, 0, k.ndim - 2), state

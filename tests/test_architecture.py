@@ -1,0 +1,243 @@
+"""Imports run one way, and configuration crosses once and strictly: what DESIGN sections 3 and 4 promise."""
+
+import ast
+import dataclasses
+import importlib
+import typing
+from pathlib import Path
+
+import pytest
+
+from configs import default
+from heinsen.config import ConfigError, from_mapping
+from heinsen.training.loop import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+
+# logspace -> attention -> model -> the rest; a unit imports units of lower rank, or its own modules.
+RANKS = {"logspace": 0, "attention": 1, "model": 2, "decoding": 3, "training": 3, "evaluation": 3, "interop": 3}
+LEAVES = {"data", "parallel", "config", "version"}  # import nothing of heinsen but themselves
+OUTSIDE = {"configs", "absl", "ml_collections", "tests", "scripts", "train", "eval"}
+ONLY_IN = {
+    "flax": {"heinsen.model"},
+    "orbax": {"heinsen.training.checkpoint"},
+}
+
+
+def module_names():
+    """{dotted name: path} of heinsen's modules."""
+    names = {}
+    for path in sorted((ROOT / "heinsen").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+MODULES = module_names()
+
+
+def imported_modules(source: str, module: str, is_package: bool = False) -> set[str]:
+    """Dotted names of all that `source` imports, anywhere in it; `from a import b` counts as a.b if that is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".") if is_package else module.split(".")[:-1]
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                found.add(f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base)
+    return found
+
+
+def imports_of(module: str) -> set[str]:
+    path = MODULES[module]
+    return imported_modules(path.read_text(), module, path.name == "__init__.py")
+
+
+def unit(module: str) -> str:
+    """The file or folder of heinsen a module belongs to: heinsen.training.loop -> training; heinsen itself: ''."""
+    return (module + ".").split(".")[1]
+
+
+def within_heinsen(module: str) -> set[str]:
+    return {name for name in imports_of(module) if name.split(".")[0] == "heinsen"}
+
+
+def test_every_kind_of_import_is_found():
+    source = (
+        "import jax.numpy as jnp, heinsen.model\n"
+        "from heinsen.attention import scan, log_attention\n"
+        "def f():\n    from ..logspace import logsumexp\n    from . import dataset\n"
+    )
+    assert imported_modules(source, "heinsen.data.loader") == {
+        "jax.numpy",
+        "heinsen.model",
+        "heinsen.attention.scan",
+        "heinsen.attention",
+        "heinsen.logspace",
+        "heinsen.data.dataset",
+    }
+    assert imported_modules("from .model import forward", "heinsen", True) == {"heinsen.model"}
+    assert {"heinsen", "heinsen.logspace", "heinsen.attention", "heinsen.training.loop"} <= set(MODULES)
+    assert "heinsen.logspace" in imports_of("heinsen.attention.scan")
+    assert unit("heinsen") == "" and unit("heinsen.config") == "config" and unit("heinsen.data.loader") == "data"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    own = unit(module)
+    assert own in {"", *RANKS, *LEAVES}, f"{module}: give {own} a rank in DESIGN section 3 and here"
+    for name in within_heinsen(module):
+        assert name != "heinsen", f"{module} imports the package that imports it"
+        other = unit(name)
+        if own in LEAVES:
+            assert other == own, f"{module} is a leaf and imports {name}"
+        elif own and other not in LEAVES and other != own:
+            assert RANKS[other] <= RANKS[own], f"{module} imports {name}, which comes after it"
+
+
+def test_no_two_units_import_each_other():
+    """Within one rank too: going up from any unit never leads back to it."""
+    edges = {}
+    for module in MODULES:
+        others = {unit(name) for name in within_heinsen(module)} - {unit(module)}
+        edges.setdefault(unit(module), set()).update(others)
+    assert edges["model"] >= {"attention", "logspace"}
+
+    def visit(name, path):
+        assert name not in path, f"a circle of imports: {' -> '.join([*path, name])}"
+        for other in edges.get(name, ()):
+            visit(other, [*path, name])
+
+    for name in edges:
+        visit(name, [])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_heinsen_knows_no_entry_point_and_no_flags(module):
+    assert not {name.split(".")[0] for name in imports_of(module)} & OUTSIDE
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_flax_and_orbax_stay_in_one_module_each(package):
+    users = {module for module in MODULES if any(name.split(".")[0] == package for name in imports_of(module))}
+    assert users == ONLY_IN[package]
+
+
+def test_public_names_exist():
+    heinsen = importlib.import_module("heinsen")
+    public = {"log_attention", "attention", "init_state", "update_state", "query_state", "merge_states"}
+    assert public <= set(heinsen.__all__)
+    assert all(hasattr(heinsen, name) for name in heinsen.__all__)
+
+
+# ---- configuration -------------------------------------------------------------------------------
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_file_builds_a_run(name):
+    config = from_mapping(TrainConfig, importlib.import_module(f"configs.{name}").get_config().to_dict())
+    assert config.total_steps >= 1
+    assert {"default", "pile_125m"} <= set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_files_change_only_what_default_has(name):
+    def fields(values, path=""):
+        for key, value in values.items():
+            yield from fields(value, f"{path}.{key}") if isinstance(value, dict) else [f"{path}.{key}"]
+
+    values = importlib.import_module(f"configs.{name}").get_config().to_dict()
+    assert set(fields(values)) == set(fields(default.get_config().to_dict()))
+
+
+def changed(path: str, value) -> dict:
+    """default.py's values with the one at `path` replaced."""
+    values = default.get_config().to_dict()
+    *groups, name = path.split(".")
+    group = values
+    for key in groups:
+        group = group[key]
+    assert name in group
+    group[name] = value
+    return values
+
+
+def fields_of_type(wanted, cls=TrainConfig, path=""):
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from fields_of_type(wanted, kind, f"{path}{name}.")
+        elif kind == wanted:
+            yield f"{path}{name}"
+
+
+INTS, FLOATS, STRINGS, BOOLS = (sorted(fields_of_type(kind)) for kind in (int, float, str, bool))
+
+
+@pytest.mark.parametrize("path", INTS)
+@pytest.mark.parametrize("value", [None, True, False, 1.0, "1", [1]], ids=repr)
+def test_only_integers_are_integers(path, value):
+    with pytest.raises(ConfigError, match=rf"config\.{path} = .*expected int, got {type(value).__name__}"):
+        from_mapping(TrainConfig, changed(path, value))
+
+
+@pytest.mark.parametrize("path", FLOATS)
+@pytest.mark.parametrize("value", [None, True, "1e-3"], ids=repr)
+def test_only_numbers_are_floats(path, value):
+    with pytest.raises(ConfigError, match=rf"config\.{path} = .*expected float, got {type(value).__name__}"):
+        from_mapping(TrainConfig, changed(path, value))
+
+
+@pytest.mark.parametrize("path", [*STRINGS, *BOOLS])
+@pytest.mark.parametrize("value", [None, 1], ids=repr)
+def test_only_strings_are_strings_and_only_bools_bools(path, value):
+    with pytest.raises(ConfigError, match=rf"config\.{path} = .*got {type(value).__name__}"):
+        from_mapping(TrainConfig, changed(path, value))
+
+
+def test_an_integer_is_accepted_for_a_float():
+    assert {"model.n_layers", "seed"} <= set(INTS) and "optimizer.clip_norm" in FLOATS
+    assert {"data.path", "model.dtype"} <= set(STRINGS) and "model.remat" in BOOLS
+    config = from_mapping(TrainConfig, changed("optimizer.clip_norm", 2))
+    assert config.optimizer.clip_norm == 2.0 and type(config.optimizer.clip_norm) is float
+    config = from_mapping(TrainConfig, changed("peak_flops", 10**12))
+    assert config.peak_flops == 1e12 and type(config.peak_flops) is float
+
+
+def test_none_is_accepted_where_the_type_says_so():
+    assert from_mapping(TrainConfig, changed("peak_flops", None)).peak_flops is None
+    assert from_mapping(TrainConfig, changed("model.implementation", None)).model.implementation is None
+    assert from_mapping(TrainConfig, changed("model.implementation", "scan")).model.implementation == "scan"
+    for path, value in (("peak_flops", "fast"), ("peak_flops", True), ("model.implementation", 3)):
+        with pytest.raises(ConfigError, match=rf"config\.{path} = .*or None"):
+            from_mapping(TrainConfig, changed(path, value))
+
+
+@pytest.mark.parametrize("group", ["", "model", "optimizer", "data"])
+def test_unknown_and_missing_fields_are_named(group):
+    where = f"config.{group}".rstrip(".")
+    unknown = default.get_config().to_dict()
+    (unknown[group] if group else unknown)["learning_rat"] = 1.0
+    with pytest.raises(ConfigError, match=rf"{where} has unknown fields learning_rat"):
+        from_mapping(TrainConfig, unknown)
+    missing = default.get_config().to_dict()
+    inner = missing[group] if group else missing
+    name = sorted(inner)[0]
+    del inner[name]
+    with pytest.raises(ConfigError, match=rf"{where} lacks {name}"):
+        from_mapping(TrainConfig, missing)
+
+
+def test_a_group_must_be_a_group():
+    with pytest.raises(ConfigError, match=r"config\.model = 3: expected a group"):
+        from_mapping(TrainConfig, changed("model", 3))
+
+
+def test_impossible_values_are_refused_with_their_field():
+    for path, value in (("model.n_layers", 0), ("model.implementation", "fast"), ("batch_size", 0), ("seed", -1)):
+        with pytest.raises(ConfigError, match=path.split(".")[-1]):
+            from_mapping(TrainConfig, changed(path, value))

@@ -1,0 +1,188 @@
+"""The paper's recipe: schedule, decay mask, clipping and AdamW against formulas written out here in float64."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from heinsen.model import ModelConfig, init_params
+from heinsen.training.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
+
+PAPER = OptimizerConfig(6e-4, 6e-5, 2000, 0.9, 0.95, 1e-8, 0.1, 1.0)
+SMALL = dataclasses.replace(PAPER, warmup_steps=20)
+MODEL = ModelConfig(257, 264, 2, 8, 2, 4, 4, "float32", False, None)
+
+
+def exact_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:
+    if step < config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    progress = min((step - config.warmup_steps) / (total_steps - config.warmup_steps), 1.0)
+    low, high = config.final_learning_rate, config.learning_rate
+    return low + (high - low) * (1 + math.cos(math.pi * progress)) / 2
+
+
+# ---- schedule --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "rate"),
+    [
+        (0, 0.0),
+        (1, 3e-5),
+        (10, 3e-4),
+        (19, 5.7e-4),
+        (20, 6e-4),  # warm-up ends
+        (45, 6e-5 + 5.4e-4 * (1 + math.sqrt(0.5)) / 2),  # a quarter of the cosine
+        (70, 3.3e-4),  # half of it: the mean of both ends
+        (120, 6e-5),  # the end
+        (1000, 6e-5),  # and after it
+    ],
+)
+def test_schedule_is_linear_over_the_warmup_then_half_a_cosine(step, rate):
+    np.testing.assert_allclose(make_schedule(SMALL, 120)(step), rate, rtol=1e-6, atol=1e-12)
+
+
+def test_schedule_follows_the_formula_at_every_step():
+    steps = np.arange(130)
+    expected = [exact_rate(SMALL, 120, step) for step in steps]
+    np.testing.assert_allclose(make_schedule(SMALL, 120)(steps), expected, rtol=2e-6, atol=1e-10)
+
+
+def test_schedule_without_warmup_begins_at_the_full_rate():
+    schedule = make_schedule(dataclasses.replace(SMALL, warmup_steps=0), 100)
+    np.testing.assert_allclose([schedule(0), schedule(50), schedule(100)], [6e-4, 3.3e-4, 6e-5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("total_steps", [1, 19, 20])
+def test_a_warmup_that_does_not_fit_the_run_is_an_error_with_both_numbers(total_steps):
+    with pytest.raises(ValueError, match=rf"warmup_steps = 20 .* {total_steps} steps.*total_tokens"):
+        make_schedule(SMALL, total_steps)
+    with pytest.raises(ValueError, match="warmup_steps"):
+        make_optimizer(SMALL, total_steps)
+    make_schedule(SMALL, 21)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("learning_rate", -1e-3),
+        ("learning_rate", math.nan),
+        ("final_learning_rate", -1e-9),
+        ("final_learning_rate", math.nan),
+        ("warmup_steps", -1),
+        ("b1", 1.0),
+        ("b1", -0.1),
+        ("b1", math.nan),
+        ("b2", 1.0),
+        ("b2", 1.5),
+        ("eps", 0.0),
+        ("eps", math.nan),
+        ("weight_decay", -0.1),
+        ("weight_decay", math.nan),
+        ("clip_norm", 0.0),
+        ("clip_norm", math.nan),
+    ],
+)
+def test_bad_values_name_their_field(field, value):
+    with pytest.raises(ValueError, match=rf"optimizer\.{field} = {value}: it must"):
+        dataclasses.replace(PAPER, **{field: value})
+
+
+# ---- decay -----------------------------------------------------------------------------------
+
+DECAYED = {"embedding", "position/dense/kernel", "layers/w1/kernel", "layers/w2/kernel", "layers/w3/kernel"}
+UNDECAYED = {
+    "position/dense/bias",
+    "layers/norm/scale",
+    "layers/norm/bias",
+    "layers/w1/bias",
+    "layers/w2/bias",
+    "norm/scale",
+    "norm/bias",
+}
+
+
+def leaves(tree) -> dict[str, jax.Array]:
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(lambda: init_params(MODEL, jax.random.key(0)))()
+
+
+def test_decay_is_on_matrices_and_embedding_of_the_real_model_and_on_nothing_else(params):
+    mask = leaves(decay_mask(params))
+    assert {name for name, decays in mask.items() if decays} == DECAYED
+    assert {name for name, decays in mask.items() if not decays} == UNDECAYED
+    # Stacked over layers, a bias is a two-dimensional array: the mask must not go by the rank.
+    assert params["layers"]["w1"]["bias"].ndim == 2
+
+
+def test_a_step_without_gradient_shrinks_matrices_and_leaves_biases_and_norms(params):
+    config = dataclasses.replace(PAPER, warmup_steps=0, learning_rate=0.5, weight_decay=0.1)
+    optimizer = make_optimizer(config, 100)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    before, after = leaves(params), leaves(optax.apply_updates(params, updates))
+    assert before.keys() == DECAYED | UNDECAYED
+    for name in DECAYED:
+        np.testing.assert_allclose(after[name], 0.95 * np.asarray(before[name]), rtol=1e-6, err_msg=name)
+    for name in UNDECAYED:
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+
+
+# ---- AdamW -----------------------------------------------------------------------------------
+
+
+def test_steps_equal_adamw_with_clipping_in_float64(rng):
+    config = OptimizerConfig(0.02, 0.002, 2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    total_steps = 6
+    shapes = {"kernel": (3, 4), "bias": (4,), "embedding": (5, 3), "scale": (3,)}
+    params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    optimizer = make_optimizer(config, total_steps)
+    tree = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    opt_state = optimizer.init(tree)
+    first, second = ({name: np.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
+    clipped = []
+    # From gradients that are clipped to such that are not, and back.
+    for step, size in enumerate([3.0, 0.01, 0.1, 10.0, 0.001, 1.0]):
+        grads = {name: size * rng.standard_normal(shape) for name, shape in shapes.items()}
+        updates, opt_state = optimizer.update(
+            jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), grads), opt_state, tree
+        )
+        tree = optax.apply_updates(tree, updates)
+
+        norm = math.sqrt(sum(np.sum(g**2) for g in grads.values()))
+        clipped.append(norm > config.clip_norm)
+        rate = exact_rate(config, total_steps, step)
+        for name, grad in grads.items():
+            grad = grad * min(1.0, config.clip_norm / norm)
+            first[name] = config.b1 * first[name] + (1 - config.b1) * grad
+            second[name] = config.b2 * second[name] + (1 - config.b2) * grad**2
+            first_unbiased = first[name] / (1 - config.b1 ** (step + 1))
+            second_unbiased = second[name] / (1 - config.b2 ** (step + 1))
+            update = first_unbiased / (np.sqrt(second_unbiased) + config.eps)
+            decay = config.weight_decay if name in ("kernel", "embedding") else 0.0
+            params[name] = params[name] - rate * (update + decay * params[name])
+            np.testing.assert_allclose(tree[name], params[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}")
+    assert set(clipped) == {True, False}
+
+
+def test_clipping_bounds_the_global_norm_and_leaves_smaller_gradients(rng):
+    """Adam hides a constant factor of the gradient; the first moment after one step, (1 - b1) g, shows it."""
+    optimizer = make_optimizer(SMALL, 100)
+    params = {"kernel": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}
+    for norm, expected in [(50.0, 1.0), (0.5, 0.5)]:
+        grads = {"kernel": rng.standard_normal((4, 4)), "bias": rng.standard_normal(4)}
+        scale = norm / math.sqrt(sum(np.sum(g**2) for g in grads.values()))
+        grads = jax.tree.map(lambda g, scale=scale: jnp.asarray(g * scale, jnp.float32), grads)
+        _, opt_state = optimizer.update(grads, optimizer.init(params), params)
+        first_moment = optax.tree_utils.tree_get(opt_state, "mu")
+        np.testing.assert_allclose(optax.tree.norm(first_moment), (1 - SMALL.b1) * expected, rtol=1e-5)

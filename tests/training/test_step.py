@@ -1,0 +1,129 @@
+"""One training step: accumulation, gradient norm, donation, and that it learns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from heinsen.model import ModelConfig, cross_entropy, forward
+from heinsen.parallel import make_mesh
+from heinsen.training.optimizer import OptimizerConfig, make_optimizer
+from heinsen.training.step import init_train_state, make_train_step
+
+pytest_plugins = ["tests.runs"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+# The plain scan compiles fastest, and its arithmetic does not depend on the batch.
+MODEL = ModelConfig(257, 264, 2, 16, 2, 4, 4, "float32", False, "scan")
+BATCH, LENGTH = 8, 8
+RATE, CLIP = 0.5, 1e-3
+
+
+def recorder() -> optax.GradientTransformation:
+    """Hands gradients on, and keeps the last ones as its state."""
+    return optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, grads))
+
+
+RECORDING = optax.chain(recorder(), optax.clip_by_global_norm(CLIP), optax.sgd(RATE))
+
+
+def draw_tokens(rng, passes: int) -> jax.Array:
+    return jnp.asarray(rng.integers(0, 257, (passes, BATCH // passes, LENGTH + 1)), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def one_step():
+    """tokens [A, B, T + 1] -> (loss, gradient norm, gradients, params after, params before), from the same start."""
+    mesh = make_mesh()
+    step = make_train_step(MODEL, RECORDING, mesh)
+    start = init_train_state(MODEL, RECORDING, 0, mesh)
+
+    def run(tokens):
+        state = jax.tree.map(jnp.copy, start)  # the step consumes it
+        state, metrics = step(state, tokens)
+        gradients = state.opt_state[0]
+        return metrics["loss"], metrics["grad_norm"], gradients, state.params, start.params
+
+    return run
+
+
+def flat(tree) -> np.ndarray:
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+
+
+def test_loss_and_gradient_are_those_of_the_mean_over_all_targets(rng, one_step):
+    tokens = draw_tokens(rng, 1)
+    loss, _, gradients, _, params = one_step(tokens)
+
+    def mean_loss(params):
+        logits, _ = forward(MODEL, params, tokens[0, :, :-1])
+        return cross_entropy(logits, tokens[0, :, 1:]).mean(), logits
+
+    (_, logits), expected = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(params)
+    logits = np.asarray(logits, np.float64)
+    top = logits.max(-1, keepdims=True)
+    log_probabilities = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    targets = np.asarray(tokens[0, :, 1:, None])
+    np.testing.assert_allclose(loss, -np.take_along_axis(log_probabilities, targets, -1).mean(), rtol=1e-6)
+    np.testing.assert_allclose(flat(gradients), flat(expected), atol=1e-7)
+
+
+def test_accumulated_passes_equal_one_pass_over_the_whole_batch(rng, one_step):
+    tokens = draw_tokens(rng, 1)
+    whole_loss, whole_norm, whole_gradients, whole_params, before = one_step(tokens)
+    assert np.abs(flat(whole_gradients)).max() > 1e-2  # something to agree on
+    assert np.abs(flat(whole_params) - flat(before)).max() > 1e-5
+    split = tokens.reshape(4, BATCH // 4, LENGTH + 1)
+    loss, norm, gradients, params, _ = one_step(split)
+    np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
+    np.testing.assert_allclose(norm, whole_norm, rtol=1e-5)
+    np.testing.assert_allclose(flat(gradients), flat(whole_gradients), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(params), flat(whole_params), rtol=1e-5, atol=1e-7)
+
+
+def test_every_accumulated_pass_counts_the_same(rng, one_step):
+    """Exchanging one pass changes loss and gradient by a quarter of the difference that it makes alone."""
+    tokens, others = draw_tokens(rng, 4), draw_tokens(rng, 4)
+    loss, _, gradients, _, _ = one_step(tokens)
+    changes = []
+    for index in range(4):
+        changed_loss, _, changed_gradients, _, _ = one_step(tokens.at[index].set(others[index]))
+        changes.append((float(changed_loss - loss), flat(changed_gradients) - flat(gradients)))
+        assert np.abs(changes[-1][1]).max() > 1e-3, f"pass {index} does not reach the gradient"
+    all_loss, _, all_gradients, _, _ = one_step(others)
+    np.testing.assert_allclose(sum(change for change, _ in changes), all_loss - loss, atol=1e-5)
+    np.testing.assert_allclose(sum(change for _, change in changes), flat(all_gradients) - flat(gradients), atol=1e-5)
+
+
+def test_reported_norm_is_the_gradients_before_clipping(rng, one_step):
+    _, norm, gradients, params, before = one_step(draw_tokens(rng, 1))
+    np.testing.assert_allclose(norm, np.linalg.norm(flat(gradients)), rtol=1e-5)
+    update = np.linalg.norm(flat(params) - flat(before))
+    assert norm > 100 * CLIP
+    np.testing.assert_allclose(update, RATE * CLIP, rtol=1e-2)
+
+
+def test_steps_consume_their_state_and_memorise_a_batch(rng):
+    mesh = make_mesh()
+    optimizer = make_optimizer(OptimizerConfig(3e-2, 3e-3, 2, 0.9, 0.95, 1e-8, 0.1, 1.0), 40)
+    state = init_train_state(MODEL, optimizer, 0, mesh)
+    step = make_train_step(MODEL, optimizer, mesh)
+    tokens = draw_tokens(rng, 1)
+    losses = []
+    for _ in range(30):
+        given = state
+        state, metrics = step(state, tokens)
+        losses.append(float(metrics["loss"]))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given)), "the old state still takes memory"
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, tokens)))
+    assert losses[0] == losses[1], "the first step of a warm-up has rate 0"
+    assert abs(losses[0] - np.log(264)) < 0.5, "a fresh model knows nothing"
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_initial_state_depends_on_the_seed_alone():
+    mesh = make_mesh()
+    first, again, other = (flat(init_train_state(MODEL, RECORDING, seed, mesh).params) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
