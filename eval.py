@@ -48,9 +48,7 @@ def main(argv: list[str]) -> None:
     batch_size = -(-per_pass // jax.device_count()) * jax.device_count()
     batches = evaluation_batches(dataset, config.sequence_length, batch_size)
     shown = tqdm(batches, desc=f"evaluating {split}", unit="batch", disable=not sys.stderr.isatty())
-    result = evaluate(
-        make_eval_step(config.model, mesh), params, shown, mesh, dataset.num_bytes / dataset.num_tokens
-    )
+    result = evaluate(make_eval_step(config.model, mesh), params, shown, mesh, dataset.num_bytes / dataset.num_tokens)
     rows = [
         ("run", f"{WORKDIR.value}, step {step}"),
         ("split", f"{split}: {result.tokens:,} tokens, {dataset.num_bytes:,} bytes"),

@@ -2,8 +2,8 @@
 
     python train.py --config=configs/NAME.py --workdir=DIR [--config.any.field=value ...]
 
-A --workdir that holds a run resumes it. Ctrl-C or SIGTERM saves a checkpoint and leaves with status 75: the same command
-goes on.
+A --workdir that holds a run resumes it. Ctrl-C or SIGTERM saves a checkpoint and leaves with status 75: the same
+command goes on.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """A few minutes on a laptop CPU: a small byte-level model of the Python standard library's sources.
 
-    python scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=data/stdlib
-    python train.py --config=configs/demo.py --workdir=runs/demo
+python scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=data/stdlib
+python train.py --config=configs/demo.py --workdir=runs/demo
 """
 
 from ml_collections import ConfigDict
@@ -11,12 +11,13 @@ from configs import default
 
 def get_config() -> ConfigDict:
     config = default.get_config()
-    config.total_tokens = 2_000_000
-    config.sequence_length = 256
+    config.total_tokens = 4_500_000
+    config.sequence_length = 64
     config.batch_size = 16
     config.data.path = "data/stdlib"
     config.data.tokenizer = "bytes"
-    config.model.update(vocab_size=257, padded_vocab_size=264, n_layers=4, d_model=128, n_heads=16, d_key=8, d_value=8)
-    config.optimizer.update(learning_rate=4e-3, final_learning_rate=4e-4, warmup_steps=50)
-    config.update(validate_every=100, validation_tokens=100_000, checkpoint_every=100)
+    config.model.update(vocab_size=257, padded_vocab_size=264)
+    config.model.update(n_layers=2, d_model=256, n_heads=16, d_key=8, d_value=8)
+    config.optimizer.update(learning_rate=5e-3, final_learning_rate=1e-4, warmup_steps=100)
+    config.update(log_every=50, validate_every=1000, validation_tokens=100_000, checkpoint_every=1000)
     return config

@@ -1,8 +1,8 @@
 """The paper's kind of model at a size that learns something in 20 minutes on 2 CPU cores, on GPT-2 tokens.
 
-    python scripts/prepare_data.py --source=CORPUS/train-*.jsonl.zst --split=train --out=data/pile_stand_in
-    python scripts/prepare_data.py --source=CORPUS/validation.jsonl.zst --split=validation --out=data/pile_stand_in
-    python train.py --config=configs/pile_stand_in.py --workdir=runs/pile_stand_in
+python scripts/prepare_data.py --source=CORPUS/train-*.jsonl.zst --split=train --out=data/pile_stand_in
+python scripts/prepare_data.py --source=CORPUS/validation.jsonl.zst --split=validation --out=data/pile_stand_in
+python train.py --config=configs/pile_stand_in.py --workdir=runs/pile_stand_in
 """
 
 from ml_collections import ConfigDict
@@ -12,11 +12,11 @@ from configs import default
 
 def get_config() -> ConfigDict:
     config = default.get_config()
-    config.total_tokens = 4_000_000
+    config.total_tokens = 3_000_000
     config.sequence_length = 256
-    config.batch_size = 16
+    config.batch_size = 4
     config.data.path = "data/pile_stand_in"
-    config.model.update(n_layers=4, d_model=128, n_heads=16, d_key=8, d_value=8)
-    config.optimizer.update(learning_rate=4e-3, final_learning_rate=4e-4, warmup_steps=100)
-    config.update(validate_every=200, validation_tokens=200_000, checkpoint_every=200)
+    config.model.update(n_layers=4, d_model=128, n_heads=4)
+    config.optimizer.update(learning_rate=3e-3, final_learning_rate=1e-4, warmup_steps=100)
+    config.update(log_every=20, validate_every=500, validation_tokens=100_000, checkpoint_every=500)
     return config

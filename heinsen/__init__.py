@@ -10,10 +10,10 @@ from heinsen.attention import (
     query_state,
     update_state,
 )
-
 from heinsen.version import __version__
 
 __all__ = [
+    "__version__",
     "LogState",
     "MeanState",
     "attention",

@@ -59,9 +59,7 @@ def decode_step(
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def sample(
-    key: Array, logits: Float[Array, "B padded_vocab"], sampling: Sampling, vocab_size: int
-) -> Int[Array, " B"]:
+def sample(key: Array, logits: Float[Array, "B padded_vocab"], sampling: Sampling, vocab_size: int) -> Int[Array, " B"]:
     """Draw a token id below vocab_size for each row: top_k, then top_p (the fewest tokens that reach it) of softmax."""
     logits = logits[:, :vocab_size]
     if sampling.temperature == 0:
@@ -93,7 +91,9 @@ def generate(
     """
     prompt = np.asarray(prompt, np.int32)
     if prompt.size and not (0 <= prompt.min() and prompt.max() < config.vocab_size):
-        raise ValueError(f"prompt ids reach from {prompt.min()} to {prompt.max()}: the vocabulary has {config.vocab_size}")
+        raise ValueError(
+            f"prompt ids reach from {prompt.min()} to {prompt.max()}: the vocabulary has {config.vocab_size}"
+        )
     key = jax.random.key(seed)
     logits, state = prefill(config, params, jnp.asarray(prompt)[None])
     n_tokens = 0

@@ -134,8 +134,8 @@ def cumulative_logsumexp(
 ) -> Float[Array, "..."]:
     """The paper's LCSE: h[t] = log sum_{s <= t} exp(x[s]) along `axis`, by an associative scan over the monoid.
 
-    Where `resets` is true (same rank as x, broadcastable off `axis`) the sum starts afresh: h[t] = x[t]. The gradient is
-    the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t], every weight <= 1.
+    Where `resets` is true (same rank as x, broadcastable off `axis`) the sum starts afresh: h[t] = x[t]. The gradient
+    is the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t], every weight <= 1.
     """
     axis %= x.ndim
     if resets is None:

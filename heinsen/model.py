@@ -54,7 +54,9 @@ class ModelConfig:
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
         if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
-            raise ValueError(f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None")
+            raise ValueError(
+                f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None"
+            )
 
 
 class ModelState(NamedTuple):
@@ -84,8 +86,9 @@ def forward(
 
 def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Negative log-likelihood of each target, in nats."""
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(logits, axis=-1) - at_target
+    # A masked sum rather than a gather, whose gradient would scatter into one more array of the logits' size.
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
 
 
 def count_params(params: Params) -> int:

@@ -1,7 +1,7 @@
 """Continue a prompt with a trained model, at constant cost per token and without a limit of length.
 
-    python scripts/generate.py --workdir=RUN --prompt="def main(" [--temperature=0.8 --top_p=0.95 --seed=1]
-    cat document.txt | python scripts/generate.py --workdir=RUN --stdin --max_tokens=0
+python scripts/generate.py --workdir=RUN --prompt="def main(" [--temperature=0.8 --top_p=0.95 --seed=1]
+cat document.txt | python scripts/generate.py --workdir=RUN --stdin --max_tokens=0
 """
 
 import sys

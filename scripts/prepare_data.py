@@ -39,15 +39,11 @@ _TOKENIZER = flags.DEFINE_enum("tokenizer", None, TOKENIZER_NAMES, "The tokenize
 _WORKERS = flags.DEFINE_integer(
     "workers", None, "Tokenising processes (default: one a CPU; 1 for small inputs).", lower_bound=1
 )
-_SHARD_TOKENS = flags.DEFINE_integer(
-    "shard_tokens", 100_000_000, "Close a shard after so many tokens.", lower_bound=1
-)
+_SHARD_TOKENS = flags.DEFINE_integer("shard_tokens", 100_000_000, "Close a shard after so many tokens.", lower_bound=1)
 _TEXT_FIELD = flags.DEFINE_string("text_field", "text", "Field or column that holds a document's text.")
 _MAX_DOCUMENTS = flags.DEFINE_integer("max_documents", None, "Stop after so many documents.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Stop once so many tokens are reached.", lower_bound=1)
-_SKIP = flags.DEFINE_bool(
-    "skip_bad_documents", False, "Count and leave out bad documents instead of stopping."
-)
+_SKIP = flags.DEFINE_bool("skip_bad_documents", False, "Count and leave out bad documents instead of stopping.")
 _HUB_CONFIG = flags.DEFINE_string("hub_config", None, "Configuration of a hub dataset.")
 _HUB_SPLIT = flags.DEFINE_string("hub_split", None, "Split of a hub dataset (default: --split).")
 _VERIFY = flags.DEFINE_bool("verify", False, "Read the finished shards again and compare their SHA-256.")

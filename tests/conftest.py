@@ -1,4 +1,4 @@
-"""Fresh random numbers in every run, repeatable: a failing test says which `--seed` brings its numbers back."""
+"""Fresh random numbers in every run; a failing test says which `--seed` brings its numbers back."""
 
 import os
 import secrets
@@ -12,7 +12,7 @@ DREW_NUMBERS = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--seed", type=int, help=f"seed of the tests' random numbers (default: ${SEED_VARIABLE}, or fresh)")
+    parser.addoption("--seed", type=int, help=f"of the random numbers (default: ${SEED_VARIABLE}, or fresh)")
 
 
 def pytest_configure(config):
@@ -35,5 +35,6 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed and DREW_NUMBERS in item.stash:
-        report.sections.append(("random numbers", f"repeat with --seed={item.config.option.seed} '{item.nodeid}'"))
+        repeat = f"repeat with --seed={item.config.option.seed} '{item.nodeid}'"
+        report.sections.append(("random numbers", repeat))
     return report

@@ -1,28 +1,26 @@
 """Small runs of the entry points, shared by the tests of training, evaluation and generation.
 
-`pytest_plugins = ["tests.runs"]` in a test module brings the fixtures. The runs are configs/demo.py, made smaller: 60
-steps of 4 x 16 tokens, two epochs of the data, a checkpoint every 10 steps and a validation every 6.
+The runs are configs/default.py, made small: 60 steps of 4 x 16 tokens, two epochs of the data, a checkpoint every 10
+steps and a validation every 6. The fixtures are in run_fixtures.py.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-import pytest
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from configs import demo
+from configs import default
 from heinsen.config import from_mapping
 from heinsen.training.loop import TrainConfig
 
@@ -36,11 +34,16 @@ OVERRIDES: dict[str, Any] = {
     "total_tokens": STEPS * BATCH * LENGTH,
     "sequence_length": LENGTH,
     "batch_size": BATCH,
+    "data.tokenizer": "bytes",
+    "model.vocab_size": 257,
+    "model.padded_vocab_size": 264,
     "model.n_layers": 2,
     "model.d_model": 32,
     "model.n_heads": 2,
     "model.d_key": 4,
     "model.d_value": 4,
+    "optimizer.learning_rate": 4e-3,
+    "optimizer.final_learning_rate": 4e-4,
     "optimizer.warmup_steps": 8,
     "log_every": 1,
     "validate_every": VALIDATE_EVERY,
@@ -84,9 +87,9 @@ def draw_text(rng: np.random.Generator, n_tokens: int) -> np.ndarray:
     return tokens
 
 
-def run_config(data: Path, **changes: Any) -> TrainConfig:
+def run_config(data: Path, /, **changes: Any) -> TrainConfig:
     """The small run's config; `changes` name fields as `model__n_layers=3`. Raises ConfigError."""
-    config = demo.get_config()
+    config = default.get_config()
     config.data.path = str(data)
     config.update_from_flattened_dict(OVERRIDES)
     mapping = config.to_dict()
@@ -104,7 +107,10 @@ def run_config(data: Path, **changes: Any) -> TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Commands:
-    """Runs the entry points in processes of their own, which share one cache of compiled functions."""
+    """Runs the entry points in processes of their own, which share one cache of compiled functions.
+
+    XLA does not optimise: these models are so small that compiling would take nearly all of the time.
+    """
 
     cache: Path
 
@@ -114,6 +120,7 @@ class Commands:
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "PYTHONUNBUFFERED": "1",
@@ -140,30 +147,43 @@ class Commands:
             timeout=TIMEOUT,
         )
 
+    def run_all(self, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, subprocess.CompletedProcess]:
+        """Two at a time: `{name: {"arguments": [...], and devices or stdin}}`."""
+        with ThreadPoolExecutor(2) as pool:
+            call = lambda arguments, **options: self.run(*arguments, **options)
+            futures = {name: pool.submit(call, **case) for name, case in cases.items()}
+        return {name: future.result() for name, future in futures.items()}
 
-def train_command(data: Path, workdir: Path, **changes: Any) -> list[str]:
+
+def train_command(data: Path, workdir: Path, /, **changes: Any) -> list[str]:
     """The command of the small run; `changes` as in `run_config`."""
     fields = {**OVERRIDES, "data.path": data} | {name.replace("__", "."): value for name, value in changes.items()}
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
-    return ["train.py", "--config=configs/demo.py", f"--workdir={workdir}", *overrides]
+    return ["train.py", "--config=configs/default.py", f"--workdir={workdir}", *overrides]
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
     """Wait for a started command."""
     stdout, stderr = process.communicate(timeout=TIMEOUT)
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout.decode(), stderr.decode())
+    return subprocess.CompletedProcess(process.args, process.returncode, (stdout or b"").decode(), stderr.decode())
 
 
-def stop_when(process: subprocess.Popen, moment: Callable[[], bool], signal_number: int) -> subprocess.CompletedProcess:
-    """Send a signal as soon as `moment()`, and wait for the end."""
+def stop_when(process: subprocess.Popen, moment: Callable[[], bool], number: int) -> subprocess.CompletedProcess:
+    """Send signal `number` in a moment when `moment()` holds, and wait for the end."""
     deadline = time.monotonic() + TIMEOUT
-    while not moment():
+    while True:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise AssertionError(f"the run ended before it was to be stopped: {finish(process).stderr}")
+            raise AssertionError(f"the run ended before the moment to stop it came: {finish(process).stderr}")
+        if moment():
+            process.send_signal(signal.SIGSTOP)  # hold it, to see whether the moment has already passed
+            time.sleep(0.02)
+            if moment():
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
+                return finish(process)
+            process.send_signal(signal.SIGCONT)
         time.sleep(0.0005)
-    process.send_signal(signal_number)
-    return finish(process)
 
 
 # ---- what runs leave -------------------------------------------------------------------------
@@ -202,9 +222,6 @@ def copy_run(run: Path, workdir: Path, keep: Callable[[int], bool] = lambda step
     return workdir
 
 
-# ---- fixtures --------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A run that nothing interrupted. Tests read it, or work on a copy."""
@@ -217,65 +234,3 @@ class Run:
     @property
     def log(self) -> list[dict[str, Any]]:
         return read_log(self.workdir)
-
-
-@pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    return Commands(tmp_path_factory.mktemp("compiled"))
-
-
-@pytest.fixture(scope="module")
-def compile_cache(commands: Commands) -> Iterator[None]:
-    """Share compiled functions with the commands, and among calls that make the same jitted function anew."""
-    values = {
-        "jax_compilation_cache_dir": str(commands.cache),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in values}
-    for name, value in values.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()  # jax decides once whether there is a cache
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    jax_cache.reset_cache()
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of 124 training windows: 31 batches an epoch. The texts are the same in every session."""
-    folder = tmp_path_factory.mktemp("data") / "letters"
-    rng = np.random.default_rng(0)
-    write_split(folder / "train", draw_text(rng, 2000))
-    write_split(folder / "validation", draw_text(rng, 333))
-    return folder
-
-
-@pytest.fixture(scope="session")
-def started(commands: Commands, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    """The uninterrupted run on one device and on four, under way at the same time."""
-    workdirs = {devices: tmp_path_factory.mktemp("runs") / f"devices_{devices}" for devices in (1, 4)}
-    processes = {n: commands.start(*train_command(data, workdir), devices=n) for n, workdir in workdirs.items()}
-    with contextlib.ExitStack() as stack:
-        for process in processes.values():
-            stack.callback(process.kill)
-        yield {n: (process, workdirs[n]) for n, process in processes.items()}
-
-
-def _wait(started: dict[int, Any], devices: int, data: Path) -> Run:
-    process, workdir = started[devices]
-    done = finish(process)
-    assert done.returncode == 0, done.stderr
-    return Run(workdir, data, done.stdout, done.stderr)
-
-
-@pytest.fixture(scope="session")
-def run(started: dict[int, Any], data: Path) -> Run:
-    """The uninterrupted run on one device."""
-    return _wait(started, 1, data)
-
-
-@pytest.fixture(scope="session")
-def run_on_4_devices(started: dict[int, Any], data: Path) -> Run:
-    return _wait(started, 4, data)

@@ -123,7 +123,9 @@ def _choose(implementation: str | None, n_tokens: int) -> ModuleType:
 def _check_inputs(q, k, values, causal, segment_ids, values_name):
     for name, x in (("q", q), ("k", k), (values_name, values)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32")
+            raise TypeError(
+                f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32"
+            )
         if x.ndim < 2 or 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
     shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"

@@ -10,7 +10,8 @@ so far, r[t] = max_k(q[t,k] + c[k]), and h the state before the chunk, every fac
 Z is S for values whose logarithm is 0, so log y = b + log(S / Z): r and c cancel. Terms are lost only where a factor
 underflows, below 1e-38; the sum of all that a chunk can lose stays under C*K*1e-38, so a sum above `_TINY` is right to
 float32's rounding. A chunk with a smaller sum is computed token by token instead, by eqs. (5) and (6) in the same
-shifted coordinates: slower, and exact. Real values of either sign take the same road with v in place of vf, and running means as the state.
+shifted coordinates: slower, and exact. Real values of either sign take the same road with v in place of vf, and running
+means as the state.
 
 The backward pass keeps the inputs, the sums S and the states between chunks. With W = dL/dS and D = dL/dM, the
 gradients are matmuls whose every term is a posterior weight <= 1 times a cotangent.
@@ -28,8 +29,8 @@ from heinsen.attention import scan
 from heinsen.attention.recurrent import LogState, MeanState, State, attend_sequentially, init_state, query_state
 from heinsen.logspace import NEG_INF, log_divide
 
-CHUNK = 64
-_TINY = 1e-27  # against at most CHUNK * K * 1e-38 of lost terms
+CHUNK = 64  # tokens; half of it for heads so narrow that the C x C products would outweigh all else
+_TINY = 1e-27  # against at most C * K * 1e-38 of lost terms
 
 
 def log_attention(q, k, log_v, causal, state, resets):
@@ -52,27 +53,29 @@ def _attend(q, k, values, causal, state, resets, in_logs):
         state = jax.tree.map(lambda part: part.astype(k.dtype), state)
     if causal:
         n_tokens = k.shape[-2]
-        q, k, values, resets = _pad(in_logs, q, k, values, resets)
+        q, k, values, resets = _pad(in_logs, _chunk_size(k), q, k, values, resets)
         y, state = _run(q, k, values, state, resets, in_logs)
         return y[..., :n_tokens, :], state
-    _, k_padded, values, _ = _pad(in_logs, None, k, values, None)
-    _, state = _run(None, k_padded, values, state, None, in_logs)
+    _, k, values, _ = _pad(in_logs, _chunk_size(k), None, k, values, None)
+    _, state = _run(None, k, values, state, None, in_logs)
     n_queries = q.shape[-2]
-    y, _ = _run(_pad(in_logs, q, None, None, None)[0], None, None, state, None, in_logs)
+    y, _ = _run(_pad(in_logs, _chunk_size(q), q, None, None, None)[0], None, None, state, None, in_logs)
     return y[..., :n_queries, :], state
 
 
-def _chunk_size(n_tokens):
-    return min(CHUNK, n_tokens)
+def _chunk_size(tokens):
+    """Tokens in a chunk of queries or keys [*batch, T, K]."""
+    n_tokens, d_key = tokens.shape[-2:]
+    return min(CHUNK if d_key >= 32 else CHUNK // 2, n_tokens)
 
 
-def _pad(in_logs, q, k, values, resets):
+def _pad(in_logs, size, q, k, values, resets):
     """Up to a multiple of the chunk size; padding keys weigh nothing, padding queries are cut off by the caller."""
 
     def pad(x, fill):
         if x is None:
             return None
-        missing = -x.shape[-2] % _chunk_size(x.shape[-2])
+        missing = -x.shape[-2] % size
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)], constant_values=fill)
 
     resets = None if resets is None else pad(resets[..., None], False)[..., 0]
@@ -87,7 +90,7 @@ def _run(q, k, values, state, resets, in_logs):
 
 def _run_forward(q, k, values, state, resets, in_logs):
     tokens = k if q is None else q
-    size = _chunk_size(tokens.shape[-2])
+    size = _chunk_size(tokens)
 
     def step(carry, i):
         moving, y, sums = carry
@@ -119,7 +122,7 @@ def _run_backward(in_logs, residuals, cotangents):
     q, k, values, resets, sums, before, lost = residuals
     dy, dstate = cotangents
     tokens = k if q is None else q
-    size = _chunk_size(tokens.shape[-2])
+    size = _chunk_size(tokens)
 
     def step(carry, xs):
         dend, gradients = carry
@@ -298,7 +301,9 @@ def _ratio(a, b):
 
 def _outputs(s, in_logs):
     s, z = s[..., :-1], s[..., -1:]
-    return log_divide(jnp.log(s), jnp.log(z)) if in_logs else _ratio(s, z)
+    if not in_logs:
+        return _ratio(s, z)
+    return jnp.log(s) - jnp.log(jnp.where(z == 0, 1.0, z))  # where z is 0 so is s: -inf
 
 
 def _state_of(m, in_logs):

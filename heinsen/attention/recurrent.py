@@ -86,7 +86,7 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
 
 
 def read_states(states: State, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
-    """What each of T queries reads from its own state; the states' fields have a token axis of T, or 1 for all alike."""
+    """What each of T queries reads from its own state; the fields have a token axis of T, or of 1 for all alike."""
     log_weights = q + states.h_z
     log_z = logsumexp(log_weights, axis=-1)
     if isinstance(states, LogState):
@@ -108,7 +108,9 @@ def attend_sequentially(q: Array | None, k: Array, values: Array, state: State, 
     def step(state, token):
         q_t, k_t, values_t, reset_t = token
         if reset_t is not None:
-            keep = lambda old, new: jnp.where(reset_t.reshape(reset_t.shape + (1,) * (old.ndim - reset_t.ndim)), new, old)
+            keep = lambda old, new: jnp.where(
+                reset_t.reshape(reset_t.shape + (1,) * (old.ndim - reset_t.ndim)), new, old
+            )
             state = jax.tree.map(keep, state, empty)
         state = update_state(state, k_t, values_t)
         return state, None if q_t is None else query_state(state, q_t)

@@ -1,8 +1,8 @@
 """The paper's equations, literally: slow, small, and the yardstick of every other form.
 
 `equation_1` ... `equation_4` take values as the paper writes them (complex logarithms for values of either sign) and no
-state. `log_attention` and `attention` are eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact at
-every dynamic range through `log_matmul`, in T*S*K memory.
+state. `log_attention` and `attention` are eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
+at every dynamic range through `log_matmul`, in T*S*K memory.
 """
 
 import jax

@@ -70,12 +70,9 @@ class TokenDataset:
             self.tokenizer_name: str = self.metadata["tokenizer"]
             if self.metadata["dtype"] != TOKEN_DTYPE.name:
                 raise DatasetError(
-                    f"{self.path / METADATA_FILE}: dtype must be {TOKEN_DTYPE.name}, "
-                    f"not {self.metadata['dtype']!r}"
+                    f"{self.path / METADATA_FILE}: dtype must be {TOKEN_DTYPE.name}, not {self.metadata['dtype']!r}"
                 )
-            self._shards = [
-                map_shard(self.path / s["file"], s["num_tokens"]) for s in self.metadata["shards"]
-            ]
+            self._shards = [map_shard(self.path / s["file"], s["num_tokens"]) for s in self.metadata["shards"]]
             self._sha256 = {s["file"]: s["sha256"] for s in self.metadata["shards"]}
         except (KeyError, TypeError) as error:
             raise _damaged_metadata(self.path / METADATA_FILE, error) from error
@@ -83,8 +80,7 @@ class TokenDataset:
         self._offsets = [0, *itertools.accumulate(len(shard) for shard in self._shards)]
         if self._offsets[-1] != self.num_tokens:
             raise DatasetError(
-                f"{self.path}: the shards hold {self._offsets[-1]} tokens, "
-                f"{METADATA_FILE} says {self.num_tokens}"
+                f"{self.path}: the shards hold {self._offsets[-1]} tokens, {METADATA_FILE} says {self.num_tokens}"
             )
         if self.num_tokens == 0:
             raise DatasetError(f"{self.path} holds no tokens")
@@ -147,8 +143,7 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         raise _damaged_metadata(metadata_path, error) from error
     if version != FORMAT_VERSION:
         raise DatasetError(
-            f"{metadata_path} has format version {version!r}, this code reads {FORMAT_VERSION}; "
-            "prepare the split again"
+            f"{metadata_path} has format version {version!r}, this code reads {FORMAT_VERSION}; prepare the split again"
         )
     return metadata
 

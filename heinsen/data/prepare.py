@@ -114,8 +114,7 @@ def prepare(
     tokenizer = get_tokenizer(settings.tokenizer)
     if tokenizer.vocab_size > np.iinfo(TOKEN_DTYPE).max + 1:
         raise PreparationError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens: "
-            f"too many for {TOKEN_DTYPE.name} shards"
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens: too many for {TOKEN_DTYPE.name} shards"
         )
     inputs = find_inputs(settings)
     if workers is None:
@@ -135,9 +134,7 @@ def prepare(
         try:
             fcntl.flock(progress_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise PreparationError(
-                f"another process is preparing {folder}; wait for it or stop it"
-            ) from error
+            raise PreparationError(f"another process is preparing {folder}; wait for it or stop it") from error
         if (dataset := _find_finished(folder, source, skip_bad_documents)) is not None:  # until just now
             return dataset
         for leftover in folder.glob("*.tmp"):
@@ -315,9 +312,7 @@ def _num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _read_documents(
-    inputs: Sequence[Input], settings: Settings, start: tuple[int, int] | None
-) -> Iterator[Document]:
+def _read_documents(inputs: Sequence[Input], settings: Settings, start: tuple[int, int] | None) -> Iterator[Document]:
     """All documents after position `start` (input, number), in order; None: from the beginning."""
     first_input, done = start or (0, 0)
     for index in range(first_input, len(inputs)):
@@ -578,9 +573,7 @@ class _ShardWriter:
     is read when the writer is made and appended to by `close_shard`.
     """
 
-    def __init__(
-        self, folder: Path, progress_file: IO[bytes], source: dict[str, Any], skip_bad_documents: bool
-    ):
+    def __init__(self, folder: Path, progress_file: IO[bytes], source: dict[str, Any], skip_bad_documents: bool):
         self._folder = folder
         self._progress_file = progress_file
         self.shards: list[dict[str, Any]] = []
@@ -664,9 +657,7 @@ class _ShardWriter:
                 "sha256": sha256.hexdigest(),
             }
         )
-        self._append(
-            {"shard": self.shards[-1], "position": self.position, "num_skipped_documents": self.num_skipped}
-        )
+        self._append({"shard": self.shards[-1], "position": self.position, "num_skipped_documents": self.num_skipped})
         self._clear_pending()
 
 

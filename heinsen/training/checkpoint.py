@@ -1,6 +1,6 @@
 """Checkpoints of a run: parameters, optimizer state and data position together, atomically. The only Orbax import.
 
-    WORKDIR/checkpoints/<step>/     one folder a checkpoint; the newest `keep` stay
+WORKDIR/checkpoints/<step>/     one folder a checkpoint; the newest `keep` stay
 """
 
 from pathlib import Path

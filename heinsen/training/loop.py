@@ -15,7 +15,7 @@ from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.evaluation import Evaluation, bits_per_byte, evaluate, make_eval_step
 from heinsen.model import ModelConfig, Params, count_params, init_params
-from heinsen.parallel import make_mesh, place_batch, replicated
+from heinsen.parallel import keep_host_memory, make_mesh, place_batch, replicated
 from heinsen.training.checkpoint import CheckpointError, Checkpoints, restore_params, with_sharding
 from heinsen.training.metrics import Console, MetricsLog, peak_flops_per_device, plot_loss, train_flops_per_token
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
@@ -118,6 +118,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     Raises DatasetError, RunError, CheckpointError before anything is written over; NonFiniteLossError and
     RunInterrupted leave a whole checkpoint to go on from.
     """
+    keep_host_memory()
     mesh, main = make_mesh(), jax.process_index() == 0
     per_pass = config.batch_size // config.accumulation_steps
     if per_pass % jax.device_count():
@@ -126,7 +127,10 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
             f"{config.accumulation_steps}) do not divide over {jax.device_count()} devices: change "
             "--config.batch_size or --config.accumulation_steps"
         )
-    train_data, validation_data = open_split(config, config.data.train_split), open_split(config, config.data.validation_split)
+    train_data, validation_data = (
+        open_split(config, config.data.train_split),
+        open_split(config, config.data.validation_split),
+    )
     train_bytes_per_token = train_data.num_bytes / train_data.num_tokens
     batches = train_iterator(
         train_data,

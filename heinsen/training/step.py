@@ -28,7 +28,7 @@ def init_train_state(model: ModelConfig, optimizer: optax.GradientTransformation
 def make_train_step(
     model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, tokens [A, B, T + 1]) -> (state, {"loss", "grad_norm"}): the mean over A accumulated passes of B sequences.
+    """(state, tokens [A, B, T + 1]) -> (state, {"loss", "grad_norm"}): the mean over A accumulated passes of B rows.
 
     The state given is donated. The loss is in nats a token, the norm the gradient's before clipping.
     """

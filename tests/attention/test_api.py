@@ -54,11 +54,12 @@ def test_shapes_that_do_not_fit_are_named(function, message):
     assert str(shapes[0]) in str(error.value)
 
 
-@pytest.mark.parametrize("shapes", [((0, K), (0, K), (0, V)), ((T, 0), (T, 0), (T, V)), ((T, K), (T, K), (T, 0))])
+@pytest.mark.parametrize("n_tokens, d_key, d_value", [(0, K, V), (T, 0, V), (T, K, 0)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_empty_axes_are_refused(function, shapes, causal):
+def test_empty_axes_are_refused(function, n_tokens, d_key, d_value, causal):
+    q, k, values = zeros(n_tokens, d_key), zeros(n_tokens, d_key), zeros(n_tokens, d_value)
     with pytest.raises(ValueError, match="none of them empty"):
-        function(*(zeros(*shape) for shape in shapes), causal=causal)
+        function(q, k, values, causal=causal)
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -96,11 +97,12 @@ def test_states_of_the_wrong_shape_are_refused(function, sizes):
 
 
 def test_segment_ids_that_do_not_fit_are_refused(function):
-    call = lambda ids, **options: function(zeros(2, T, K), zeros(2, T, K), zeros(2, T, V), segment_ids=ids, **options)
+    call = lambda ids: function(zeros(2, T, K), zeros(2, T, K), zeros(2, T, V), segment_ids=ids)
     with pytest.raises(TypeError, match="segment_ids have dtype float32: expected integers"):
         call(zeros(2, T))
     for shape in ((T + 1,), (2, 1), (3, T), (1, 2, T), ()):
-        with pytest.raises(ValueError, match=re.escape(f"segment_ids {shape} do not broadcast to [*batch, T] = (2, {T})")):
+        message = f"segment_ids {shape} do not broadcast to [*batch, T] = (2, {T})"
+        with pytest.raises(ValueError, match=re.escape(message)):
             call(zeros(*shape, dtype=jnp.int32))
     with pytest.raises(ValueError, match="segment_ids need as many queries as keys"):
         function(zeros(1, K), zeros(T, K), zeros(T, V), causal=False, segment_ids=zeros(T, dtype=jnp.int32))
@@ -193,11 +195,12 @@ def test_jit_vmap_grad_and_checkpoint_compose(function, implementation, rng):
     call = jax.checkpoint(functools.partial(function, implementation=implementation))
     gradients = jax.grad(lambda q, k, values, g: jnp.sum(g * call(q, k, values)), argnums=(0, 1, 2))
     want = truth(case, signed(function), (g, no_g, no_g_z)).gradients
-    assert_gradients_close(quick_jit(jax.vmap(gradients))(*case[:3], g.astype(np.float32)), want, case, signed(function))
+    got = quick_jit(jax.vmap(gradients))(*case[:3], g.astype(np.float32))
+    assert_gradients_close(got, want, case, signed(function))
 
 
 def test_vmap_over_some_arguments_only(function, arrays):
-    """One set of keys, many sets of queries; one state, many continuations; documents of each sequence's own."""
+    """One set of keys, many sets of queries; one state, many continuations; documents of each its own."""
     q, k, values = arrays
     state = init_state((), K, V, signed=signed(function))
     ids = np.array([[0, 0, 1], [0, 1, 1]], np.int32)

@@ -17,7 +17,8 @@ from tests.attention.truth import assert_close
 T, K, V = 7, 4, 3
 
 # Compiled once for all tests.
-equation_1, equation_2, equation_3, equation_4 = (quick_jit(getattr(reference, f"equation_{n}")) for n in (1, 2, 3, 4))
+equation_1, equation_2 = quick_jit(reference.equation_1), quick_jit(reference.equation_2)
+equation_3, equation_4 = quick_jit(reference.equation_3), quick_jit(reference.equation_4)
 update_state, query_state = quick_jit(heinsen.update_state), quick_jit(heinsen.query_state)
 log_attention, attention = (
     quick_jit(function, static_argnames=("causal", "implementation", "return_state"))
@@ -225,7 +226,8 @@ def test_log_z_is_log_s_of_a_column_whose_logarithm_is_zero(q, k, log_v):
 def test_states_have_one_size_whatever_the_number_of_tokens():
     def state_shapes(n):
         q, k, log_v = jnp.zeros((n, K)), jnp.zeros((n, K)), jnp.zeros((n, V))
-        return jax.tree.map(jnp.shape, jax.eval_shape(lambda: heinsen.log_attention(q, k, log_v, return_state=True))[1])
+        _, state = jax.eval_shape(lambda: heinsen.log_attention(q, k, log_v, return_state=True))
+        return jax.tree.map(jnp.shape, state)
 
     assert state_shapes(1) == state_shapes(2000) == LogState((K, V), (K,))
 

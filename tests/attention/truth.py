@@ -1,9 +1,9 @@
-"""What the attention computes, in float64 NumPy without a logarithm until the end, and its gradients in closed form.
+"""What the attention computes, in float64 NumPy with no logarithm until the end; gradients in closed form.
 
     S = A V + [first document] exp(q) N0,   Z = A 1 + [first document] exp(q) Z0,   A = [seen] exp(q) exp(k)^T
 
-where (N0, Z0) is what the incoming state sums up, and the outgoing one sums up the last document. float64 holds exp of
-+-700: enough for logarithms of a few hundred. Nothing here is shared with heinsen.
+where (N0, Z0) is what the incoming state sums up; the outgoing one sums up the last document. float64 holds
+exp of +-700: enough for logarithms of a few hundred. Nothing here is shared with heinsen.
 """
 
 from typing import NamedTuple
@@ -23,9 +23,18 @@ class Case(NamedTuple):
 
 
 def draw_case(
-    rng, batch=(), n_queries=9, n_keys=None, d_key=4, d_value=3, causal=True, state=False, mean_length=0, scale=1.0
+    rng,
+    batch=(),
+    n_queries=9,
+    n_keys=None,
+    d_key=4,
+    d_value=3,
+    causal=True,
+    state=False,
+    mean_length=0,
+    scale=1.0,
 ) -> Case:
-    """Normal inputs times `scale`; if `mean_length`, documents of random lengths around it, with recurring ids."""
+    """Normal inputs times `scale`; if `mean_length`, documents of about that length, with recurring ids."""
     n_keys = n_queries if n_keys is None else n_keys
     normal = lambda *shape: (scale * rng.standard_normal(shape)).astype(np.float32)
     ids = None
@@ -45,7 +54,7 @@ def draw_case(
 
 
 class Truth(NamedTuple):
-    """y is log y or y; state the pair after all tokens; gradients by q, k, values and the two parts of the state."""
+    """y is log y or y; state the pair after all tokens; gradients by q, k, values and the state's parts."""
 
     y: np.ndarray
     state: tuple[np.ndarray, np.ndarray]
@@ -53,7 +62,7 @@ class Truth(NamedTuple):
 
 
 def truth(case: Case, signed: bool, cotangents=None) -> Truth:
-    """The truth of `attention` if `signed`, else of `log_attention`; cotangents (of y and the state) default to ones."""
+    """The truth of `attention` if `signed`, else of `log_attention`; cotangents default to ones."""
     batch, n_keys = case.k.shape[:-2], case.k.shape[-2]
     d_key, d_value = case.k.shape[-1], case.values.shape[-1]
     if case.state is None:
@@ -64,10 +73,11 @@ def truth(case: Case, signed: bool, cotangents=None) -> Truth:
     ids = np.zeros(n_keys, np.int32) if case.segment_ids is None else case.segment_ids
     ids = np.broadcast_to(ids, (*batch, n_keys))
     if cotangents is None:
-        cotangents = np.ones((*batch, case.q.shape[-2], d_value)), np.ones_like(state[0]), np.ones_like(state[1])
+        cotangents = np.ones((*batch, case.q.shape[-2], d_value)), *map(np.ones_like, state)
     inputs = [np.asarray(x, np.float64) for x in (case.q, case.k, case.values, *state)]
+    cotangents = [np.asarray(g, np.float64) for g in cotangents]
     rows = [
-        _row(*(x[row] for x in inputs), case.causal, ids[row], signed, *(np.float64(g[row]) for g in cotangents))
+        _row(*(x[row] for x in inputs), case.causal, ids[row], signed, *(g[row] for g in cotangents))
         for row in np.ndindex(batch)
     ]
     results = [np.reshape(column, (*batch, *column[0].shape)) for column in zip(*rows, strict=True)]
@@ -139,19 +149,21 @@ def _log(x):
 
 
 def assert_close(got, want, tolerance=1e-5, what="", floor=0.1):
-    """Infinities equal; elsewhere within `tolerance` of the largest magnitude wanted, or of `floor` if that is larger."""
+    """Infinities equal; the rest within `tolerance` of the largest magnitude wanted, or a larger `floor`."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     finite = np.isfinite(want)
     np.testing.assert_array_equal(got[~finite], want[~finite], err_msg=what)
-    assert np.all(np.isfinite(got[finite])), f"{what}: {np.sum(~np.isfinite(got[finite]))} of {got.size} not finite"
+    not_finite = np.sum(~np.isfinite(got[finite]))
+    assert not_finite == 0, f"{what}: {not_finite} of {got.size} not finite"
     error = np.max(np.abs(got[finite] - want[finite]), initial=0.0)
     scale = np.max(np.abs(want[finite]), initial=floor)
-    assert error <= tolerance * scale, f"{what}: error {error:.2g} at scale {scale:.2g}, allowed {tolerance:.0e} of it"
+    message = f"{what}: error {error:.2g} at scale {scale:.2g}, allowed {tolerance:.0e} of it"
+    assert error <= tolerance * scale, message
 
 
 def assert_gradients_close(got, want, case, signed, tolerance=1e-5):
-    """A gradient is a sum of cotangents (of order 1) times weights below 1, and times values if these are `signed`.
+    """A gradient is a sum of cotangents (of order 1) times weights below 1, and times values if `signed`.
 
     It may cancel, even to 0; what float32 rounds off is relative to its terms.
     """

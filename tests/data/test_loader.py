@@ -57,8 +57,7 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
     windows = num_windows(dataset, LENGTH)
     steps = -(-epochs * windows // (batch_size * process_count))
     per_process = [
-        _take(train_iterator(dataset, LENGTH, batch_size, seed, p, process_count), steps)
-        for p in range(process_count)
+        _take(train_iterator(dataset, LENGTH, batch_size, seed, p, process_count), steps) for p in range(process_count)
     ]
     order = _order(stream, [rows for step in zip(*per_process, strict=True) for rows in step])
     orders = [order[e * windows : (e + 1) * windows] for e in range(epochs)]
@@ -71,9 +70,7 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
 def test_order_is_as_good_as_random(make_dataset, rng):
     """Grain's single shuffle fails this: it puts neighbours next to each other four times too seldom."""
     windows, rows = 65_000, 20_000
-    dataset = TokenDataset(
-        make_dataset([np.arange(windows + 1)])
-    )  # with T = 1 a row's first token is its window
+    dataset = TokenDataset(make_dataset([np.arange(windows + 1)]))  # with T = 1 a row's first token is its window
     for seed in rng.integers(0, 2**31, 3).tolist():
         order = _take(train_iterator(dataset, 1, rows, seed), 1)[0][:, 0]
         assert np.mean(np.abs(np.diff(order)) <= windows // 100) == pytest.approx(0.02, abs=0.006)  # 6 sigma
@@ -136,8 +133,7 @@ def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, proc
         max_tokens = int(rng.integers(2, len(stream)))
     batch_size = int(rng.integers(1, 9))
     per_process = [
-        evaluation_batches(dataset, LENGTH, batch_size, p, process_count, max_tokens)
-        for p in range(process_count)
+        evaluation_batches(dataset, LENGTH, batch_size, p, process_count, max_tokens) for p in range(process_count)
     ]
     lengths = {len(batches) for batches in per_process} | {len(list(batches)) for batches in per_process}
     assert len(lengths) == 1  # as announced, and the same in all processes

@@ -173,9 +173,7 @@ def test_hub_failure_names_the_dataset(tmp_path, monkeypatch):
 
 
 def test_stdlib_splits_are_disjoint_and_source_only():
-    train, validation = (
-        [i.name for i in find_inputs(_settings("stdlib", split=s))] for s in ("train", "validation")
-    )
+    train, validation = ([i.name for i in find_inputs(_settings("stdlib", split=s))] for s in ("train", "validation"))
     assert not set(train) & set(validation)
     assert {"stdlib/argparse.py", "stdlib/asyncio/tasks.py"} <= set(train) | set(validation)
     assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.1
@@ -231,9 +229,7 @@ def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
             env={**os.environ, "PREPARATION": mark},
             stderr=subprocess.DEVNULL,  # a pipe would stay open as long as a worker does
         )
-        while (
-            process.poll() is None and len(list(folder.glob("shard-*.npy"))) < finished_before + 1 + attempt
-        ):
+        while process.poll() is None and len(list(folder.glob("shard-*.npy"))) < finished_before + 1 + attempt:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.05))
         if process.poll() is None:
@@ -414,9 +410,7 @@ def test_damaged_zst(tmp_path, rng, damage):
     """The lines before the damage are kept, and the next file is read."""
     texts = [rng.bytes(1000).hex() for _ in range(600)]
     data = _jsonl(texts)
-    frames = [
-        zstandard.ZstdCompressor().compress(data[i : i + 100_000]) for i in range(0, len(data), 100_000)
-    ]
+    frames = [zstandard.ZstdCompressor().compress(data[i : i + 100_000]) for i in range(0, len(data), 100_000)]
     whole = b"".join(frames)
     path = tmp_path / "0.jsonl.zst"
     if damage == "truncated":
@@ -511,9 +505,7 @@ def test_worker_death_is_an_error(tmp_path, documents, monkeypatch):
         prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out", workers=2)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"split": "../train"}, {"split": ""}, {"shard_tokens": 0}, {"max_tokens": 0}]
-)
+@pytest.mark.parametrize("changes", [{"split": "../train"}, {"split": ""}, {"shard_tokens": 0}, {"max_tokens": 0}])
 def test_settings_out_of_range(changes):
     with pytest.raises(PreparationError):
         _settings("a.txt", **changes)

@@ -16,9 +16,7 @@ TOKENIZERS = {name: get_tokenizer(name) for name in TOKENIZER_NAMES}
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 
 # Any text that has a UTF-8 form, with the special token's characters strewn in.
-texts = st.lists(
-    st.one_of(st.text(), st.just("<|endoftext|>"), st.sampled_from("éñ漢🙂👩‍🚀\u200b\r\n "))
-).map("".join)
+texts = st.lists(st.one_of(st.text(), st.just("<|endoftext|>"), st.sampled_from("éñ漢🙂👩‍🚀\u200b\r\n "))).map("".join)
 
 
 @each_tokenizer
@@ -100,9 +98,7 @@ def test_unknown_name_lists_the_choices():
 
 def _load_gpt2(code: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs `code` after closing the network to a process that has loaded no tokenizer yet."""
-    no_network = (
-        "import socket\ndef refuse(*a, **k): raise OSError('no network')\nsocket.getaddrinfo = refuse\n"
-    )
+    no_network = "import socket\ndef refuse(*a, **k): raise OSError('no network')\nsocket.getaddrinfo = refuse\n"
     env = {k: v for k, v in os.environ.items() if k not in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR")}
     return subprocess.run(
         [sys.executable, "-c", no_network + "from heinsen.data.tokenizer import get_tokenizer\n" + code],

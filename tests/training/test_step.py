@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.model import ModelConfig, cross_entropy, forward
+from heinsen.model import ModelConfig, forward
 from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
 
-pytest_plugins = ["tests.runs"]
+pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 # The plain scan compiles fastest, and its arithmetic does not depend on the batch.
@@ -52,21 +52,16 @@ def flat(tree) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
 
 
-def test_loss_and_gradient_are_those_of_the_mean_over_all_targets(rng, one_step):
+def test_loss_is_the_mean_over_all_targets_in_nats(rng, one_step):
     tokens = draw_tokens(rng, 1)
-    loss, _, gradients, _, params = one_step(tokens)
-
-    def mean_loss(params):
-        logits, _ = forward(MODEL, params, tokens[0, :, :-1])
-        return cross_entropy(logits, tokens[0, :, 1:]).mean(), logits
-
-    (_, logits), expected = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))(params)
+    loss, _, _, _, params = one_step(tokens)
+    logits, _ = jax.jit(forward, static_argnums=0)(MODEL, params, tokens[0, :, :-1])
     logits = np.asarray(logits, np.float64)
+    assert np.ptp(logits) > 0.1
     top = logits.max(-1, keepdims=True)
     log_probabilities = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
     targets = np.asarray(tokens[0, :, 1:, None])
     np.testing.assert_allclose(loss, -np.take_along_axis(log_probabilities, targets, -1).mean(), rtol=1e-6)
-    np.testing.assert_allclose(flat(gradients), flat(expected), atol=1e-7)
 
 
 def test_accumulated_passes_equal_one_pass_over_the_whole_batch(rng, one_step):

@@ -1,0 +1,209 @@
+"""train.py, eval.py and scripts/generate.py as commands: bad input ends in one line that says what is wrong.
+
+Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py's numbers in test_evaluation.py.
+"""
+
+import codecs
+import shutil
+
+import numpy as np
+import pytest
+
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.decoding import Sampling, generate
+from heinsen.parallel import make_mesh
+from heinsen.training.loop import load_params
+from tests.runs import finish, run_config, snapshot, train_command
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+# name -> (arguments, what stderr must say); {run} is a whole run, {none} an empty folder, {bare} a run that has no
+# checkpoint yet, {new} does not exist.
+BAD_COMMANDS = {
+    "train: mistyped field": (
+        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.optimizer.learning_rat=1"],
+        ["--config has no such field", "learning_rat", 'Did you mean "learning_rate"'],
+    ),
+    "train: mistyped group": (
+        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.modl.d_model=64"],
+        ["--config has no such field", 'Did you mean "model" instead of "modl"'],
+    ),
+    "train: mistyped flag": (
+        ["train.py", "--config=configs/demo.py", "--workdri={new}"],
+        ["workdri", "Did you mean: workdir"],
+    ),
+    "train: word for a number": (
+        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=many"],
+        ["config.batch_size", "many"],
+    ),
+    "train: fraction for a whole number": (
+        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=4.5"],
+        ["config.batch_size", "4.5"],
+    ),
+    "train: None for a number": (
+        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=None"],
+        ["config.batch_size", "None"],
+    ),
+    "train: warm-up longer than the run": (
+        ["train.py", "--config=configs/default.py", "--workdir={new}", "--config.total_tokens=1000000"],
+        ["error:", "optimizer.warmup_steps = 2000 does not fit a run of 3 steps"],
+    ),
+    "train: missing config": (
+        ["train.py", "--config=configs/nothing.py", "--workdir={new}"],
+        ["error: --config cannot be loaded", "configs/nothing.py"],
+    ),
+    "train: no config": (["train.py", "--workdir={new}"], ["--config"]),
+    "train: no workdir": (["train.py", "--config=configs/demo.py"], ["--workdir"]),
+    "train: missing data": (
+        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.data.path={none}"],
+        ["error: no token dataset at {none}/train", "scripts/prepare_data.py"],
+    ),
+    "eval: no run": (["eval.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
+    "eval: mistyped field": (
+        ["eval.py", "--workdir={run}", "--config.data.pth=x"],
+        ["--config has no such field", 'Did you mean "path"'],
+    ),
+    "eval: mistyped group": (
+        ["eval.py", "--workdir={run}", "--config.dta.path=x"],
+        ["--config has no such field", 'Did you mean "data"'],
+    ),
+    "eval: missing split": (["eval.py", "--workdir={run}", "--split=test"], ["error: no token dataset at", "/test"]),
+    "generate: no run": (["scripts/generate.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
+    "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], ["error: {bare}", "checkpoint"]),
+    "generate: empty prompt": (
+        ["scripts/generate.py", "--workdir={run}", "--prompt="],
+        ["error: the prompt encodes to no tokens"],
+    ),
+    "generate: empty stdin": (
+        ["scripts/generate.py", "--workdir={run}", "--stdin"],
+        ["error: the prompt encodes to no tokens"],
+    ),
+    "generate: prompt and stdin": (
+        ["scripts/generate.py", "--workdir={run}", "--prompt=a", "--stdin"],
+        ["--prompt and --stdin exclude each other"],
+    ),
+    "generate: unquoted prompt": (
+        ["scripts/generate.py", "--workdir={run}", "--prompt=def", "main"],
+        ["unexpected arguments", "main"],
+    ),
+    "generate: temperature that is no number": (
+        ["scripts/generate.py", "--workdir={run}", "--temperature=nan"],
+        ["error: temperature = nan"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folders")
+    for name in ("none", "bare"):
+        (folder / name).mkdir()
+    shutil.copy(run.workdir / "config.json", folder / "bare")
+    shutil.copytree(run.workdir, folder / "run")
+    return {name: str(folder / name) for name in ("run", "none", "bare", "new")} | {"all": folder}
+
+
+@pytest.fixture(scope="module")
+def bad_commands(folders, commands):
+    """Every bad command's end; together they must leave all folders as they were."""
+    before = snapshot(folders["all"])
+    cases = {
+        name: {"arguments": [argument.format(**folders) for argument in arguments]}
+        for name, (arguments, _) in BAD_COMMANDS.items()
+    }
+    ends = commands.run_all(cases)
+    assert snapshot(folders["all"]) == before
+    assert sorted(path.name for path in folders["all"].iterdir()) == ["bare", "none", "run"]
+    return ends
+
+
+@pytest.mark.parametrize("name", BAD_COMMANDS)
+def test_bad_commands_fail_with_a_message_that_names_the_cause(bad_commands, folders, name):
+    end = bad_commands[name]
+    assert end.returncode == 1, end.stderr
+    lines = end.stderr.strip().splitlines()
+    usage = "flags:" in lines  # of a wrong call, above its message
+    for text in BAD_COMMANDS[name][1]:
+        assert text.format(**folders) in (lines[-1] if usage else end.stderr)
+    assert usage or len(lines) <= 2, end.stderr
+    assert "Traceback" not in end.stderr
+
+
+def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, folders):
+    before = snapshot(folders["all"])
+    end = commands.run(*train_command(run.data, folders["run"], seed=5, log_every=2))
+    assert end.returncode == 1
+    assert end.stderr.startswith(f"error: {folders['run']} holds a run with another config:\n")
+    assert "config.seed: 0 in the run, 5 in the command" in end.stderr
+    assert "config.log_every: 1 in the run, 2 in the command" in end.stderr
+    assert "Traceback" not in end.stderr and snapshot(folders["all"]) == before
+
+
+def test_a_loss_that_is_not_finite_ends_the_command_with_an_error(run, commands, tmp_path):
+    end = commands.run(*train_command(run.data, tmp_path / "run", optimizer__learning_rate=1e30))
+    assert end.returncode == 1
+    last = end.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: loss nan") and "at step 3" in last and "no checkpoint yet" in last
+    assert "--config.optimizer.learning_rate" in last and "Traceback" not in end.stderr
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+# ---- generate.py -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(run, commands):
+    command = ["scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=40"]
+    before = snapshot(run.workdir)
+    ends = commands.run_all(
+        {
+            "greedy": {"arguments": [*command, "--prompt=some text", "--temperature=0"]},
+            "stdin": {"arguments": [*command, "--stdin", "--seed=3", "--top_k=20"], "stdin": "some text"},
+            "seed 4": {"arguments": [*command, "--prompt=some text", "--seed=4", "--top_k=20"]},
+            "document": {"arguments": [*command, "--stop_at_eot", "--max_tokens=400"]},
+        }
+    )
+    assert snapshot(run.workdir) == before
+    for end in ends.values():
+        assert end.returncode == 0 and "Traceback" not in end.stderr, end.stderr
+    return {name: end.stdout for name, end in ends.items()}
+
+
+def expected_text(run, prompt: str | None, *arguments) -> str:
+    model, tokenizer = run_config(run.data).model, get_tokenizer("bytes")
+    _, params = load_params(run.workdir, model, make_mesh())
+    ids = np.array([tokenizer.eot_id]) if prompt is None else tokenizer.encode(prompt)
+    return (prompt or "") + tokenizer.decode(list(generate(model, params, ids, *arguments))) + "\n"
+
+
+def test_generate_prints_the_prompt_and_what_follows(run, written):
+    assert written["greedy"] == expected_text(run, "some text", Sampling(0.0), 0, 40)
+    assert len(written["greedy"]) > len("some text") + 20
+
+
+def test_generate_reads_the_prompt_from_stdin_and_draws_by_the_seed(run, written):
+    assert written["stdin"] == expected_text(run, "some text", Sampling(top_k=20), 3, 40)
+    assert written["seed 4"] == expected_text(run, "some text", Sampling(top_k=20), 4, 40)
+    assert len({written["greedy"], written["stdin"], written["seed 4"]}) == 3
+
+
+def test_generate_without_a_prompt_writes_one_document(run, written):
+    tokenizer = get_tokenizer("bytes")
+    assert written["document"] == expected_text(run, None, Sampling(), 0, 400, tokenizer.eot_id)
+    assert 0 < len(written["document"]) < 400 and "endoftext" not in written["document"]
+
+
+def test_generate_streams_valid_utf8_without_end_until_the_reader_leaves(run, commands):
+    """At a high temperature nearly every byte is drawn alike: most are no UTF-8, and some are half a character."""
+    process = commands.start("scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=0", "--temperature=100")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
+    pieces = [decoder.decode(process.stdout.read1()) for _ in range(200)]
+    assert process.poll() is None, "it writes without end"
+    text = "".join(pieces)
+    assert sum(map(bool, pieces)) > 100, "in pieces, as they are drawn"
+    assert "\N{REPLACEMENT CHARACTER}" in text and any(letter in text for letter in "abcdefghijklm")
+    process.stdout.close()
+    process.stdout = None
+    end = finish(process)
+    assert end.returncode == 0 and "Traceback" not in end.stderr and "BrokenPipe" not in end.stderr

@@ -1,0 +1,175 @@
+"""Evaluation against a float64 computation from the logits of every window, and eval.py against both."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.loader import evaluation_batches
+from heinsen.evaluation import bits_per_byte, evaluate, make_eval_step
+from heinsen.model import forward
+from heinsen.parallel import make_mesh
+from heinsen.training.loop import load_params
+from tests.runs import BATCH, EOT, LENGTH, STEPS, draw_text, run_config, snapshot, write_split
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+
+@pytest.fixture(scope="module")
+def model(data):
+    return run_config(data).model
+
+
+@pytest.fixture(scope="module")
+def params(run, model):
+    return load_params(run.workdir, model, make_mesh())[1]
+
+
+@pytest.fixture(scope="module")
+def dataset(data) -> TokenDataset:
+    dataset = TokenDataset(data / "validation")
+    # The last window, row and batch are all incomplete.
+    assert dataset.num_tokens % LENGTH and -(-dataset.num_tokens // LENGTH) % BATCH
+    return dataset
+
+
+def direct_nats(model, params, tokens: np.ndarray) -> np.ndarray:
+    """-log p of every token of a split, by the definition: windows of T predictions, each seeing T tokens at most."""
+    stream = np.concatenate([[EOT], tokens]).astype(np.int32)
+    windows = [stream[start : start + LENGTH + 1] for start in range(0, len(tokens), LENGTH)]
+    inputs = np.zeros((len(windows), LENGTH), np.int32)
+    for row, window in zip(inputs, windows, strict=True):
+        row[: len(window) - 1] = window[:-1]
+    logits = np.asarray(jax.jit(forward, static_argnums=0)(model, params, inputs)[0], np.float64)
+    top = logits.max(-1, keepdims=True)
+    log_probabilities = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return np.concatenate(
+        [-log_probabilities[row, np.arange(len(window) - 1), window[1:]] for row, window in enumerate(windows)]
+    )
+
+
+@pytest.fixture(scope="module")
+def nats(model, params, dataset) -> np.ndarray:
+    nats = direct_nats(model, params, dataset.read(0, dataset.num_tokens))
+    assert nats.shape == (dataset.num_tokens,) and np.ptp(nats) > 1
+    return nats
+
+
+def measure(model, params, dataset, batch_size=BATCH, max_tokens=None):
+    mesh = make_mesh()
+    batches = evaluation_batches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
+    step = make_eval_step(model, mesh)
+    return len(batches), evaluate(step, params, batches, mesh, dataset.num_bytes / dataset.num_tokens)
+
+
+def test_loss_is_the_mean_over_every_token_of_the_split(model, params, dataset, nats):
+    _, result = measure(model, params, dataset)
+    assert result.tokens == dataset.num_tokens
+    assert result.loss == pytest.approx(nats.mean(), rel=1e-6)
+
+
+def test_perplexity_and_bits_per_byte_are_of_the_documents_text(model, params, dataset, nats):
+    _, result = measure(model, params, dataset)
+    text_bytes = int(np.sum(dataset.read(0, dataset.num_tokens) != EOT))
+    assert text_bytes < dataset.num_tokens
+    assert result.perplexity == pytest.approx(math.exp(nats.mean()), rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(nats.sum() / math.log(2) / text_bytes, rel=1e-6)
+    assert bits_per_byte(2.47, 4.0) == pytest.approx(2.47 * math.log2(math.e) / 4, rel=1e-12)
+
+
+def test_batch_size_does_not_change_the_result(model, params, dataset):
+    n_batches, result = measure(model, params, dataset)
+    other_n_batches, other = measure(model, params, dataset, batch_size=7)
+    assert n_batches != other_n_batches
+    assert other.tokens == result.tokens
+    assert other.loss == pytest.approx(result.loss, rel=1e-6)
+
+
+def test_max_tokens_takes_the_first_ones_in_the_middle_of_a_window_too(model, params, dataset, nats):
+    for max_tokens in (100, 5):
+        assert max_tokens % LENGTH
+        _, result = measure(model, params, dataset, max_tokens=max_tokens)
+        assert result.tokens == max_tokens
+        assert result.loss == pytest.approx(nats[:max_tokens].mean(), rel=1e-6)
+
+
+def test_sums_are_float64_and_over_the_masked_targets():
+    """A step that returns given sums, which float32 would lose."""
+    batches = [
+        {"tokens": np.zeros((2, 4), np.int32), "mask": np.array([[True, True, True], [True, False, False]])},
+        {"tokens": np.ones((2, 4), np.int32), "mask": np.zeros((2, 3), bool)},
+    ]
+    sums = iter([np.array([2.0**24, 1.0], np.float32), np.array([1.0, 1.0], np.float32)])
+    result = evaluate(lambda params, batch: next(sums), None, batches, make_mesh(), 2.0)
+    assert result.tokens == 4
+    assert result.loss == (2**24 + 3) / 4
+    assert result.bits_per_byte == result.loss / math.log(2) / 2
+    assert 1e300 < result.perplexity < math.inf, "a hopeless model has a large perplexity, and no overflow"
+
+
+# ---- eval.py ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def other_data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    write_split(folder / "validation", draw_text(np.random.default_rng(1), 150))
+    write_split(folder / "test", draw_text(np.random.default_rng(2), 120))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(run, other_data, commands):
+    """What eval.py prints: as it is, of other data, of another split, and on devices that do not divide the batch."""
+    before = snapshot(run.workdir)
+    command, other = ["eval.py", f"--workdir={run.workdir}"], f"--config.data.path={other_data}"
+    done = commands.run_all(
+        {
+            "own": {"arguments": command},
+            "other": {"arguments": [*command, other]},
+            "test": {"arguments": [*command, "--split=test", other]},
+            "three devices": {"arguments": command, "devices": 3},
+        }
+    )
+    assert snapshot(run.workdir) == before, "evaluation leaves the run as it is"
+    for process in done.values():
+        assert process.returncode == 0, process.stderr
+    return {name: process.stdout.splitlines() for name, process in done.items()}
+
+
+def test_last_line_of_eval_is_the_result_in_json(reports, run, model, params, dataset):
+    assert BATCH % 3
+    _, expected = measure(model, params, dataset)
+    for name in ("own", "three devices"):
+        result = json.loads(reports[name][-1])
+        assert result.keys() == {"workdir", "step", "split", "loss", "perplexity", "bits_per_byte", "tokens"}
+        assert (result["workdir"], result["step"], result["split"]) == (str(run.workdir), STEPS, "validation")
+        assert result["tokens"] == dataset.num_tokens
+        for field in ("loss", "perplexity", "bits_per_byte"):
+            assert result[field] == pytest.approx(getattr(expected, field), rel=1e-5), (name, field)
+
+
+def test_lines_before_it_are_the_same_for_the_eye(reports):
+    result = json.loads(reports["own"][-1])
+    table = "\n".join(reports["own"][:-1])
+    for text in (
+        f"step {STEPS}",
+        f"{result['loss']:.4f}",
+        f"{result['perplexity']:.3f}",
+        f"{result['bits_per_byte']:.4f}",
+    ):
+        assert text in table
+
+
+@pytest.mark.parametrize(("name", "split", "n_tokens"), [("other", "validation", 150), ("test", "test", 120)])
+def test_other_data_and_splits_can_be_evaluated(reports, other_data, model, params, name, split, n_tokens):
+    result = json.loads(reports[name][-1])
+    tokens = TokenDataset(other_data / split).read(0, n_tokens)
+    assert (result["split"], result["tokens"]) == (split, n_tokens)
+    assert result["loss"] == pytest.approx(direct_nats(model, params, tokens).mean(), rel=1e-5)
+    assert result["loss"] != json.loads(reports["own"][-1])["loss"]

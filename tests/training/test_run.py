@@ -1,0 +1,385 @@
+"""Whole runs: what they leave in their folder, and that interruptions of every kind leave no trace in it."""
+
+import json
+import math
+import os
+import signal
+import struct
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.loader import train_iterator
+from heinsen.parallel import make_mesh, replicated
+from heinsen.training import loop, metrics
+from heinsen.training.checkpoint import Checkpoints, with_sharding
+from heinsen.training.loop import NonFiniteLossError, RunInterrupted, TrainConfig, load_run, train
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.step import init_train_state
+from tests.runs import (
+    BATCH,
+    CHECKPOINT_EVERY,
+    KEEP,
+    LENGTH,
+    STEPS,
+    VALIDATE_EVERY,
+    Run,
+    checkpoint_steps,
+    copy_run,
+    read_log,
+    run_config,
+    snapshot,
+    stop_when,
+    train_command,
+    without_timing,
+)
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+INTERRUPTED = 75
+
+
+@pytest.fixture(scope="module")
+def config(data: Path) -> TrainConfig:
+    return run_config(data)
+
+
+def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.ndarray], dict]:
+    """Its step, every number of parameters and optimizer state, and the data's position."""
+    mesh = make_mesh()
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    abstract = jax.eval_shape(lambda: init_train_state(config.model, optimizer, config.seed, mesh))
+    dataset = TokenDataset(Path(config.data.path) / config.data.train_split)
+    batches = train_iterator(dataset, config.sequence_length, config.batch_size, config.seed)
+    with Checkpoints(workdir, KEEP) as checkpoints:
+        step = checkpoints.latest
+        state = checkpoints.restore(step, with_sharding(abstract, replicated(mesh)), batches)
+    return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)], batches.get_state()
+
+
+@pytest.fixture(scope="module")
+def last_checkpoint(run: Run, config: TrainConfig):
+    return newest_checkpoint(run.workdir, config)
+
+
+def assert_same_run(workdir: Path, run: Run, config: TrainConfig, last_checkpoint) -> None:
+    """metrics.jsonl and the last checkpoint equal those of the uninterrupted run in every bit."""
+    log, expected = without_timing(read_log(workdir)), without_timing(run.log)
+    assert [entry["step"] for entry in log] == [entry["step"] for entry in expected]
+    assert log == expected
+    step, state, position = newest_checkpoint(workdir, config)
+    assert (step, position) == (last_checkpoint[0], last_checkpoint[2])
+    for actual, wanted in zip(state, last_checkpoint[1], strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+# ---- what a run leaves -----------------------------------------------------------------------
+
+
+def test_metrics_hold_every_logged_step_and_validation_once_in_order(run):
+    expected = [
+        (step, kind)
+        for step in range(1, STEPS + 1)
+        for kind in ("loss", "validation_loss")
+        if kind == "loss" or step % VALIDATE_EVERY == 0 or step == STEPS
+    ]
+    assert [
+        (entry["step"], kind) for entry in run.log for kind in ("loss", "validation_loss") if kind in entry
+    ] == expected
+    assert all(entry["tokens"] == entry["step"] * BATCH * LENGTH for entry in run.log)
+
+
+def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, config):
+    train_bytes = json.loads((run.data / "train" / "metadata.json").read_text())
+    bits_per_nat = train_bytes["num_tokens"] / train_bytes["num_bytes"] / math.log(2)
+    model, d = config.model, config.model.d_model
+    heads = model.n_heads * (2 * model.d_key + model.d_value)
+    layer = 2 * d + d * heads + heads + model.n_heads * model.d_value * 2 * d + 2 * d + d * d
+    n_params = model.padded_vocab_size * d + d * 2 * d + 2 * d + model.n_layers * layer + 2 * d
+    assert f"{n_params:,} parameters" in run.stderr
+    o = config.optimizer
+    for entry in run.log:
+        if "validation_loss" in entry:
+            assert entry.keys() == {"step", "tokens", "validation_loss", "validation_bits_per_byte"}
+            continue
+        assert entry.keys() == {
+            "step", "tokens", "loss", "bits_per_byte", "learning_rate", "grad_norm", "tokens_per_second", "mfu"
+        }  # fmt: skip
+        assert entry["bits_per_byte"] == pytest.approx(entry["loss"] * bits_per_nat, rel=1e-12)
+        assert 0 < entry["grad_norm"] < math.inf and 0 < entry["tokens_per_second"] < math.inf
+        assert entry["mfu"] == pytest.approx(entry["tokens_per_second"] * 6 * n_params / config.peak_flops, rel=1e-12)
+        done = entry["step"] - 1
+        cosine = (1 + math.cos(math.pi * (done - o.warmup_steps) / (STEPS - o.warmup_steps))) / 2
+        rate = o.final_learning_rate + (o.learning_rate - o.final_learning_rate) * cosine
+        if done < o.warmup_steps:
+            rate = o.learning_rate * done / o.warmup_steps
+        assert entry["learning_rate"] == pytest.approx(rate, rel=1e-5)
+
+
+def test_a_run_learns(run):
+    losses = [entry["loss"] for entry in run.log if "loss" in entry]
+    validation = [entry["validation_loss"] for entry in run.log if "validation_loss" in entry]
+    assert abs(losses[0] - math.log(264)) < 0.5
+    assert losses[-1] < 0.7 * losses[0] and validation[-1] < 0.8 * validation[0]
+
+
+def test_newest_checkpoints_stay_and_the_last_is_the_end(run):
+    assert checkpoint_steps(run.workdir) == [STEPS - CHECKPOINT_EVERY * i for i in reversed(range(KEEP))]
+
+
+def test_config_of_a_run_is_read_back_whole(run, config):
+    assert load_run(run.workdir) == config
+    assert json.loads((run.workdir / "config.json").read_text())["model"]["n_layers"] == 2
+
+
+def test_report_on_stdout_is_the_last_validation(run):
+    last = [entry for entry in run.log if "validation_loss" in entry][-1]
+    assert run.stdout == (
+        f"{run.workdir}: validation loss {last['validation_loss']:.4f} nats a token, "
+        f"{last['validation_bits_per_byte']:.4f} bits a byte over 300 tokens\n"
+    )
+
+
+def test_plot_is_a_png(run):
+    image = (run.workdir / "plots" / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in image[-12:]
+
+
+def read_events(workdir: Path) -> list[Event]:
+    """TensorBoard's records: length, checksum, event, checksum."""
+    events = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack_from("<Q", content)
+            events.append(Event.FromString(content[12 : 12 + length]))
+            content = content[16 + length :]
+    return events
+
+
+def test_tensorboard_holds_the_scalars_of_metrics_jsonl(run):
+    scalars = [(e.step, v.tag, v.simple_value) for e in read_events(run.workdir) for v in e.summary.value]
+    expected = [(e["step"], name, np.float32(x)) for e in run.log for name, x in e.items() if name != "step"]
+    assert [scalar[:2] for scalar in scalars] == [scalar[:2] for scalar in expected]
+    np.testing.assert_array_equal([scalar[2] for scalar in scalars], [scalar[2] for scalar in expected])
+
+
+# ---- metrics.jsonl ---------------------------------------------------------------------------
+
+
+def write_lines(workdir: Path, text: str) -> None:
+    (workdir / "metrics.jsonl").write_text(text)
+
+
+def test_a_torn_last_line_is_left_out_and_mended(tmp_path):
+    whole = '{"step": 1, "tokens": 64, "loss": 2.5}\n{"step": 2, "tokens": 128, "loss": 2.25}\n'
+    write_lines(tmp_path, whole + '{"step": 3, "tok')
+    assert [entry["step"] for entry in metrics.read_metrics(tmp_path)] == [1, 2]
+    log = metrics.MetricsLog(tmp_path, start_step=2)
+    log.write(3, {"tokens": 192, "loss": 2.125})
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == whole + '{"step": 3, "tokens": 192, "loss": 2.125}\n'
+
+
+def test_entries_past_the_checkpoint_are_dropped(tmp_path):
+    write_lines(tmp_path, "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 6)))
+    log = metrics.MetricsLog(tmp_path, start_step=3)
+    assert [entry["step"] for entry in read_log(tmp_path)] == [1, 2, 3]
+    log.write(4, {"loss": 0.5})
+    assert read_log(tmp_path)[-1] == {"step": 4, "loss": 0.5}, "a line is on disk as soon as it is written"
+    log.close()
+    assert [e.step for e in read_events(tmp_path) if e.HasField("session_log")] == [4], "TensorBoard purges from here"
+
+
+def test_no_metrics_yet_is_no_error(tmp_path):
+    assert metrics.read_metrics(tmp_path) == []
+    assert metrics.plot_loss(tmp_path).stat().st_size > 0
+
+
+def test_peak_rate_is_of_the_longest_name_that_fits_else_measured(monkeypatch):
+    measured = metrics.peak_flops_per_device()
+    assert 1e8 < measured < 1e16
+
+    class Device:
+        device_kind = "TPU v5 lite"
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    assert metrics.peak_flops_per_device() == 197e12
+    Device.device_kind = "TPU v5p"
+    assert metrics.peak_flops_per_device() == 459e12
+    Device.device_kind = "NVIDIA H100 80GB HBM3"
+    assert metrics.peak_flops_per_device() == 989e12
+
+
+# ---- killed ----------------------------------------------------------------------------------
+
+
+def before_the_first_checkpoint(workdir: Path) -> bool:
+    return len(read_log(workdir)) >= 4 and not any((workdir / "checkpoints").iterdir())
+
+
+def while_the_first_checkpoint_is_written(workdir: Path) -> bool:
+    folder = workdir / "checkpoints"
+    return folder.exists() and any(folder.iterdir()) and not checkpoint_steps(workdir)
+
+
+def some_steps_past_a_checkpoint(workdir: Path) -> bool:
+    steps = checkpoint_steps(workdir)
+    return bool(steps) and steps[-1] + 3 <= read_log(workdir)[-1]["step"] < STEPS
+
+
+@pytest.mark.parametrize(
+    "moment", [before_the_first_checkpoint, while_the_first_checkpoint_is_written, some_steps_past_a_checkpoint]
+)
+def test_a_killed_run_goes_on_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
+    workdir = tmp_path / "killed"
+    process = commands.start(*train_command(run.data, workdir))
+    killed = stop_when(process, lambda: moment(workdir), signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    saved, log = checkpoint_steps(workdir), read_log(workdir)
+    assert log == [] or log[-1]["step"] < STEPS
+    train(config, workdir)
+    message = f"resuming after step {saved[-1]}" if saved else f"run folder {workdir}"
+    assert message in capfd.readouterr().err
+    assert_same_run(workdir, run, config, last_checkpoint)
+    assert all(path.name.isdigit() for path in (workdir / "checkpoints").iterdir()), "remains of the killed save"
+
+
+def test_sigterm_saves_leaves_with_75_and_the_same_command_goes_on_bit_for_bit(
+    run, config, last_checkpoint, commands, tmp_path
+):
+    workdir = tmp_path / "interrupted"
+    command = train_command(run.data, workdir)
+    process = commands.start(*command)
+    interrupted = stop_when(process, lambda: any(e["step"] >= 12 for e in read_log(workdir)), signal.SIGTERM)
+    assert interrupted.returncode == INTERRUPTED, interrupted.stderr
+    step = checkpoint_steps(workdir)[-1]
+    assert 12 <= step < STEPS and read_log(workdir)[-1]["step"] == step
+    assert f"SIGTERM at step {step}: saved {workdir / 'checkpoints' / str(step)}" in interrupted.stderr
+    assert "Traceback" not in interrupted.stderr
+    resumed = commands.run(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming after step {step}" in resumed.stderr
+    assert resumed.stdout.replace(str(workdir), "") == run.stdout.replace(str(run.workdir), "")
+    assert_same_run(workdir, run, config, last_checkpoint)
+
+
+# ---- interrupted at a chosen step ------------------------------------------------------------
+
+
+def at_step(monkeypatch, step: int, action) -> None:
+    """Call `action` when the run writes that step's metrics."""
+    write = metrics.MetricsLog.write
+
+    def write_and_act(self, written_step, values):
+        write(self, written_step, values)
+        if written_step == step and "loss" in values:
+            action()
+
+    monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
+
+
+def test_signals_stop_at_the_end_of_their_step(run, config, last_checkpoint, tmp_path, monkeypatch):
+    """Before the first checkpoint; then at a step that is validated and saved anyway."""
+    workdir = tmp_path / "run"
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    for number, step in [(signal.SIGINT, 3), (signal.SIGTERM, 30)]:
+        with monkeypatch.context() as patch:
+            at_step(patch, step, lambda number=number: os.kill(os.getpid(), number))
+            with pytest.raises(RunInterrupted, match=rf"{number.name} at step {step}: saved .*/checkpoints/{step};"):
+                train(config, workdir)
+        assert checkpoint_steps(workdir)[-1] == step
+        assert read_log(workdir)[-1]["step"] == step
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    train(config, workdir)
+    assert_same_run(workdir, run, config, last_checkpoint)
+
+
+def test_an_error_long_after_a_checkpoint_leaves_it_to_go_on_from(run, config, last_checkpoint, tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+
+    def fail():
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 27, fail)
+        with pytest.raises(OSError, match="disk full"):
+            train(config, workdir)
+    assert checkpoint_steps(workdir)[-1] == 20 and read_log(workdir)[-1]["step"] == 27
+    train(config, workdir)
+    assert_same_run(workdir, run, config, last_checkpoint)
+
+
+def poisoned_after(steps: int):
+    """`make_train_step` whose parameters become NaN after so many steps."""
+
+    def make(*arguments):
+        step, done = make_train_step(*arguments), 0
+
+        def poisoned(state, tokens):
+            nonlocal done
+            if done == steps:
+                state = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+            done += 1
+            return step(state, tokens)
+
+        return poisoned
+
+    make_train_step = loop.make_train_step
+    return make
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(run, config, last_checkpoint, tmp_path, monkeypatch):
+    workdir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        # Step 30 would be saved.
+        patch.setattr(loop, "make_train_step", poisoned_after(29))
+        with pytest.raises(NonFiniteLossError) as error:
+            train(config, workdir)
+    assert "loss nan" in str(error.value) and "at step 30" in str(error.value)
+    assert f"the last good checkpoint is {workdir / 'checkpoints' / '20'}" in str(error.value)
+    assert checkpoint_steps(workdir)[-1] == 20
+    assert read_log(workdir)[-1]["step"] == 29 and all(map(math.isfinite, read_log(workdir)[-1].values()))
+    train(config, workdir)
+    assert_same_run(workdir, run, config, last_checkpoint)
+
+
+def test_a_loss_that_is_not_finite_before_the_first_checkpoint_says_that_there_is_none(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "make_train_step", poisoned_after(4))
+    with pytest.raises(NonFiniteLossError, match="at step 5.*there is no checkpoint yet"):
+        train(config, tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == []
+
+
+def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(data, tmp_path):
+    """The loss of a step is that of the parameters before it: only the validation sees the last update."""
+    config = run_config(
+        data,
+        total_tokens=2 * BATCH * LENGTH,
+        optimizer__warmup_steps=1,
+        optimizer__learning_rate=1e30,
+    )
+    with pytest.raises(NonFiniteLossError, match="step 2"):
+        train(config, tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == [], "parameters with a validation loss of NaN are no checkpoint"
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text(), "NaN is not JSON"
+
+
+# ---- complete --------------------------------------------------------------------------------
+
+
+def test_a_complete_run_given_again_changes_nothing_and_reports(run, config, tmp_path):
+    workdir = copy_run(run.workdir, tmp_path / "run")
+    before = snapshot(workdir)
+    result = train(config, workdir)
+    after = snapshot(workdir)
+    kept = [name for name in before if name.endswith(".json") or name.startswith(("metrics", "checkpoints/"))]
+    assert len(kept) > 5
+    assert {name: after.get(name) for name in kept} == {name: before[name] for name in kept}
+    assert result.loss == [entry["validation_loss"] for entry in run.log if "validation_loss" in entry][-1]
+    assert result.tokens == 300
