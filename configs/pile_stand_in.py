@@ -12,11 +12,11 @@ from configs import default
 
 def get_config() -> ConfigDict:
     config = default.get_config()
-    config.total_tokens = 3_000_000
-    config.sequence_length = 256
-    config.batch_size = 4
+    config.total_tokens = 600_000
+    config.sequence_length = 128
+    config.batch_size = 8
     config.data.path = "data/pile_stand_in"
-    config.model.update(n_layers=4, d_model=128, n_heads=4)
-    config.optimizer.update(learning_rate=3e-3, final_learning_rate=1e-4, warmup_steps=100)
-    config.update(log_every=20, validate_every=500, validation_tokens=100_000, checkpoint_every=500)
+    config.model.update(n_layers=4, d_model=128, n_heads=16, d_key=8, d_value=8)
+    config.optimizer.update(learning_rate=5e-3, final_learning_rate=1e-4, warmup_steps=100)
+    config.update(log_every=20, validate_every=200, validation_tokens=50_000, checkpoint_every=200)
     return config

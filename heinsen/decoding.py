@@ -64,16 +64,20 @@ def sample(key: Array, logits: Float[Array, "B padded_vocab"], sampling: Samplin
     logits = logits[:, :vocab_size]
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1)
-    logits = logits / sampling.temperature
-    if 0 < sampling.top_k < vocab_size:
-        smallest_kept = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest_kept, -jnp.inf, logits)
+    # Below 1e-30 the division could overflow; the largest logit stays 0 and is drawn alone long before.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / max(sampling.temperature, 1e-30)
+    if not (0 < sampling.top_k < vocab_size or sampling.top_p < 1):
+        return jax.random.categorical(key, logits, axis=-1)
+    # Drawn by rank, so that tokens of equal probability do not slip in beyond the limit.
+    order = jnp.argsort(logits, axis=-1, descending=True)
+    descending = jnp.take_along_axis(logits, order, axis=-1)
+    if sampling.top_k > 0:
+        descending = jnp.where(jnp.arange(vocab_size) < sampling.top_k, descending, -jnp.inf)
     if sampling.top_p < 1:
-        descending = jnp.sort(logits, axis=-1, descending=True)
-        before = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1) - jax.nn.softmax(descending, axis=-1)
-        smallest_kept = jnp.min(jnp.where(before < sampling.top_p, descending, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < smallest_kept, -jnp.inf, logits)
-    return jax.random.categorical(key, logits, axis=-1)
+        p = jax.nn.softmax(descending, axis=-1)
+        descending = jnp.where(jnp.cumsum(p, axis=-1) - p < sampling.top_p, descending, -jnp.inf)
+    rank = jax.random.categorical(key, descending, axis=-1)
+    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0]
 
 
 def generate(

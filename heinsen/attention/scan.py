@@ -54,9 +54,10 @@ def _running_mean_states(k, v, state, resets):
     x = jnp.concatenate([logaddexp(before, k[..., :1, :]), k[..., 1:, :]], axis=-2)
     h_z = cumulative_logsumexp(x, axis=-2, resets=None if resets is None else resets[..., None])
     update = posterior(k, h_z)[..., None] * v[..., None, :]
-    gate = posterior(jnp.concatenate([before, h_z[..., :-1, :]], axis=-2), h_z)
-    if resets is not None:
-        gate = jnp.where(resets[..., None], 0.0, gate)
+    h_before = jnp.concatenate([before, h_z[..., :-1, :]], axis=-2)
+    if resets is not None:  # masked before the exponential: the next document may begin far below this one's end
+        h_before = jnp.where(resets[..., None], NEG_INF, h_before)
+    gate = posterior(h_before, h_z)
     if state is not None:
         past = gate[..., :1, :, None] * state.mean[..., None, :, :]
         update = jnp.concatenate([update[..., :1, :, :] + past, update[..., 1:, :, :]], axis=-3)

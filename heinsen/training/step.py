@@ -49,7 +49,7 @@ def make_train_step(
         loss, grads = gradients(state.params, tokens_AxBxT1)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state), {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return TrainState(params, opt_state), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
     everywhere = replicated(mesh)
     return jax.jit(
