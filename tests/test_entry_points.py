@@ -4,6 +4,7 @@ Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py
 """
 
 import codecs
+import math
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
 from heinsen.training.loop import load_params
-from tests.runs import finish, run_config, snapshot, train_command
+from tests.runs import BATCH, LENGTH, checkpoint_steps, finish, read_log, run_config, snapshot, train_command
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -140,13 +141,18 @@ def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, f
     assert "Traceback" not in end.stderr and snapshot(folders["all"]) == before
 
 
-def test_a_loss_that_is_not_finite_ends_the_command_with_an_error(run, commands, tmp_path):
-    end = commands.run(*train_command(run.data, tmp_path / "run", optimizer__learning_rate=1e30))
-    assert end.returncode == 1
+def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(run, commands, tmp_path):
+    """The loss of a step is that of the parameters before it: only the validation sees what the last update did."""
+    workdir = tmp_path / "run"
+    changes = {"total_tokens": 2 * BATCH * LENGTH, "optimizer__warmup_steps": 1, "optimizer__learning_rate": 1e30}
+    end = commands.run(*train_command(run.data, workdir, **changes))
+    assert [entry["step"] for entry in read_log(workdir) if math.isfinite(entry.get("loss", math.nan))] == [1, 2]
+    assert end.returncode == 1 and end.stdout == ""
     last = end.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: loss nan") and "at step 3" in last and "no checkpoint yet" in last
+    assert last.startswith("error: ") and "nan" in last and "at step 2" in last and "no checkpoint yet" in last
     assert "--config.optimizer.learning_rate" in last and "Traceback" not in end.stderr
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert checkpoint_steps(workdir) == [], "parameters with a validation loss of NaN are no checkpoint"
+    assert "NaN" not in (workdir / "metrics.jsonl").read_text(), "NaN is not JSON"
 
 
 # ---- generate.py -----------------------------------------------------------------------------
@@ -160,7 +166,6 @@ def written(run, commands):
         {
             "greedy": {"arguments": [*command, "--prompt=some text", "--temperature=0"]},
             "stdin": {"arguments": [*command, "--stdin", "--seed=3", "--top_k=20"], "stdin": "some text"},
-            "seed 4": {"arguments": [*command, "--prompt=some text", "--seed=4", "--top_k=20"]},
             "document": {"arguments": [*command, "--stop_at_eot", "--max_tokens=400"]},
         }
     )
@@ -184,8 +189,7 @@ def test_generate_prints_the_prompt_and_what_follows(run, written):
 
 def test_generate_reads_the_prompt_from_stdin_and_draws_by_the_seed(run, written):
     assert written["stdin"] == expected_text(run, "some text", Sampling(top_k=20), 3, 40)
-    assert written["seed 4"] == expected_text(run, "some text", Sampling(top_k=20), 4, 40)
-    assert len({written["greedy"], written["stdin"], written["seed 4"]}) == 3
+    assert written["stdin"] != expected_text(run, "some text", Sampling(top_k=20), 4, 40)
 
 
 def test_generate_without_a_prompt_writes_one_document(run, written):

@@ -64,6 +64,7 @@ class TrainConfig:
             raise ValueError(
                 f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
             )
+        make_schedule(self.optimizer, self.total_steps)  # raises where the warm-up does not fit
 
     @property
     def total_steps(self) -> int:
@@ -103,7 +104,14 @@ def load_run(workdir: Path) -> TrainConfig:
     path = workdir / CONFIG_FILE
     if not path.is_file():
         raise RunError(f"{workdir} is not a run folder: it has no {CONFIG_FILE}; give the --workdir of a train.py run")
-    return from_mapping(TrainConfig, json.loads(path.read_text()))
+    return from_mapping(TrainConfig, _read_config(path))
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}): restore it, or move the run folder away") from error
 
 
 def load_params(workdir: Path, model: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[int, Params]:
@@ -236,7 +244,7 @@ def _claim_folder(config: TrainConfig, workdir: Path, main: bool) -> None:
     """Write config.json into a new run folder, or check that the run there has this config."""
     path, mapping = workdir / CONFIG_FILE, dataclasses.asdict(config)
     if path.exists():
-        if lines := differences(json.loads(path.read_text()), mapping):
+        if lines := differences(_read_config(path), mapping):
             raise RunError(
                 f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
                 "Give another --workdir, or the run's own config to resume it."

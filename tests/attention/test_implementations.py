@@ -21,7 +21,8 @@ from tests.attention.truth import Case, assert_close, assert_gradients_close, dr
 # One compilation serves all tests with the same shapes.
 merge_states, query_state = quick_jit(heinsen.merge_states), quick_jit(heinsen.query_state)
 
-SMALL_CHUNK = 6  # or half of that, for so few features: so that few tokens, which compile fast, are several chunks
+# Few tokens, which compile fast, are several chunks of this size (or of half of it, as for few features).
+SMALL_CHUNK = 6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -300,21 +300,6 @@ def test_signals_stop_at_the_end_of_their_step(run, config, last_checkpoint, tmp
     assert_same_run(workdir, run, config, last_checkpoint)
 
 
-def test_an_error_long_after_a_checkpoint_leaves_it_to_go_on_from(run, config, last_checkpoint, tmp_path, monkeypatch):
-    workdir = tmp_path / "run"
-
-    def fail():
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 27, fail)
-        with pytest.raises(OSError, match="disk full"):
-            train(config, workdir)
-    assert checkpoint_steps(workdir)[-1] == 20 and read_log(workdir)[-1]["step"] == 27
-    train(config, workdir)
-    assert_same_run(workdir, run, config, last_checkpoint)
-
-
 def poisoned_after(steps: int):
     """`make_train_step` whose parameters become NaN after so many steps."""
 
@@ -354,20 +339,6 @@ def test_a_loss_that_is_not_finite_before_the_first_checkpoint_says_that_there_i
     with pytest.raises(NonFiniteLossError, match="at step 5.*there is no checkpoint yet"):
         train(config, tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == []
-
-
-def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(data, tmp_path):
-    """The loss of a step is that of the parameters before it: only the validation sees the last update."""
-    config = run_config(
-        data,
-        total_tokens=2 * BATCH * LENGTH,
-        optimizer__warmup_steps=1,
-        optimizer__learning_rate=1e30,
-    )
-    with pytest.raises(NonFiniteLossError, match="step 2"):
-        train(config, tmp_path / "run")
-    assert checkpoint_steps(tmp_path / "run") == [], "parameters with a validation loss of NaN are no checkpoint"
-    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text(), "NaN is not JSON"
 
 
 # ---- complete --------------------------------------------------------------------------------
