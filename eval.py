@@ -80,6 +80,6 @@ def define_config_flag(arguments: list[str]) -> None:
 if __name__ == "__main__":
     try:
         define_config_flag(sys.argv)
-    except AttributeError as error:  # a field that the config does not have
+    except (AttributeError, KeyError) as error:  # a field that the config does not have
         sys.exit(f"FATAL Flags parsing error: --config has no such field: {error}")
     app.run(main, flags_parser=parse_flags)

@@ -189,7 +189,8 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
             result = evaluate(
                 eval_step, state.params, validation, mesh, validation_data.num_bytes / validation_data.num_tokens
             )
-            report(step, {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte})
+            if not math.isfinite(result.loss):
+                raise NonFiniteLossError(_non_finite(step, f"validation loss {result.loss}", checkpoints))
             return result
 
         def report(step: int, metrics: dict[str, float]) -> None:
@@ -205,7 +206,9 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
                 state, metrics = train_step(state, place_batch(mesh, {"tokens": tokens}, axis=1)["tokens"])
                 loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
                 if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                    raise NonFiniteLossError(_non_finite(step, loss, grad_norm, checkpoints))
+                    raise NonFiniteLossError(
+                        _non_finite(step, f"loss {loss} and gradient norm {grad_norm}", checkpoints)
+                    )
                 console.update(step)
                 if step % config.log_every == 0 or step == config.total_steps:
                     seconds, logged_time = time.perf_counter() - logged_time, time.perf_counter()
@@ -224,6 +227,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
                 if step % config.validate_every == 0 or step == config.total_steps:
                     pause = time.perf_counter()
                     result = validate(step)
+                    report(step, {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte})
                     logged_time += time.perf_counter() - pause
                 if step % config.checkpoint_every == 0 or step == config.total_steps or signals.received:
                     checkpoints.save(step, state, batches)
@@ -256,11 +260,11 @@ def _claim_folder(config: TrainConfig, workdir: Path, main: bool) -> None:
         os.replace(temporary, path)
 
 
-def _non_finite(step: int, loss: float, grad_norm: float, checkpoints: Checkpoints) -> str:
+def _non_finite(step: int, what: str, checkpoints: Checkpoints) -> str:
     newest = checkpoints.latest
     good = f"the last good checkpoint is {checkpoints.path(newest)}" if newest else "there is no checkpoint yet"
     return (
-        f"loss {loss} and gradient norm {grad_norm} at step {step}: stopped, nothing of it is saved; {good}. Lower "
+        f"{what} at step {step}: stopped, nothing of it is saved; {good}. Lower "
         "--config.optimizer.learning_rate, or look at the data of that step."
     )
 
