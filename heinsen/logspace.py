@@ -28,6 +28,22 @@ def posterior(term: Array, total: Array) -> Array:
     return jnp.exp(term - jnp.where(total == NEG_INF, 0.0, total))
 
 
+def finite(shift: Array) -> Array:
+    """0 in place of -inf: a shift that may be subtracted from -inf."""
+    return jnp.where(shift == NEG_INF, 0.0, shift)
+
+
+@jax.custom_jvp
+def log_sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """log(1 / (1 + exp(-x))), with finite gradients at -inf and +inf."""
+    return -jnp.logaddexp(0.0, -x)
+
+
+@log_sigmoid.defjvp
+def _log_sigmoid_jvp(primals, tangents):
+    return log_sigmoid(*primals), jax.nn.sigmoid(-primals[0]) * tangents[0]
+
+
 @jax.custom_jvp
 def logaddexp(a: Float[Array, "*#shape"], b: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
     """log(exp(a) + exp(b)), elementwise with broadcasting: the monoid's operation, with finite gradients at -inf."""
@@ -196,16 +212,16 @@ def log_linear_recurrence(
     """The linear recurrence e[t] = a[t] * e[t-1] + b[t] with everything in logs, along `axis`.
 
     Args:
-      log_a, log_b: of one shape.
-      initial: log e[-1], their shape without `axis` (None: -inf, nothing).
+      log_a, log_b: log_a may have size 1 on axes other than `axis`, where it is that of log_b.
+      initial: log e[-1], log_b's shape without `axis` (None: -inf, nothing).
       method: "associative", a scan over affine maps (log_a, log_b) composed as (A1 + A2, logaddexp(b1 + A2, b2));
         "sequential", one token after the other; None: sequential on CPUs (ten times faster there), else associative.
 
     The gradient is the reverse recurrence r[t] = g[t] + exp(log_a[t+1] + e[t] - e[t+1]) r[t+1], every weight <= 1.
     """
-    axis %= log_a.ndim
+    axis %= log_b.ndim
     if initial is None:
-        initial = jnp.full(log_a.shape[:axis] + log_a.shape[axis + 1 :], NEG_INF, log_a.dtype)
+        initial = jnp.full(log_b.shape[:axis] + log_b.shape[axis + 1 :], NEG_INF, log_b.dtype)
     return _log_linear_recurrence(log_a, log_b, initial, axis, method)
 
 
@@ -240,7 +256,9 @@ def _recurrence_bwd(axis, method, residuals, g):
     from_before = posterior(before + log_a, e)
     r = gated_sum(_shift_earlier(from_before, axis, 0.0), g, axis, reverse=True, method=method)
     through = from_before * r
-    return through, posterior(log_b, e) * r, jax.lax.index_in_dim(through, 0, axis, keepdims=False)
+    shared = tuple(i for i, size in enumerate(log_a.shape) if size != log_b.shape[i])
+    dlog_a = jnp.sum(through, axis=shared, keepdims=True)
+    return dlog_a, posterior(log_b, e) * r, jax.lax.index_in_dim(through, 0, axis, keepdims=False)
 
 
 _log_linear_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)

@@ -1,20 +1,22 @@
 """The attention at matmul speed, exact at every dynamic range, in memory linear in T.
 
-Tokens are taken a chunk of C at a time, carrying the log-space state. With c >= k and b >= log v the largest exponents
-so far, r[t] = max_k(q[t,k] + c[k]), and h the state before the chunk, every factor below is at most 1:
+Tokens are taken a chunk of C at a time, with shifts c >= k and b >= log v, the largest exponents so far, and r[t] =
+max_k(q[t,k] + c[k]). Every factor is then at most 1, and so are the sums carried from chunk to chunk, per token seen:
 
-    qf = exp(q + c - r)     kf = exp(k - c)     vf = exp(log v - b)     hf = exp(h - c - b)
-    S = tril(qf kf^T) vf + qf hf          log S[t] = log(S) + r + b     (a query reads its chunk, and all before it)
-    M = kf^T vf + hf                      h' = log(M) + c + b           (the state after the chunk)
+    qf = exp(q + c - r)     kf = exp(k - c)     vf = exp(log v - b)     A = tril(qf kf^T)
+    S = A vf + qf M_s       Z = A 1 + qf M_z    (a query reads its own chunk, and the state for all before it)
+    M_s' = M_s + kf^T vf    M_z' = M_z + kf^T 1 (and where c and b rise, M_s and M_z fall)
 
-Z is S for values whose logarithm is 0, so log y = b + log(S / Z): r and c cancel. Terms are lost only where a factor
-underflows, below 1e-38; the sum of all that a chunk can lose stays under C*K*1e-38, so a sum above `_TINY` is right to
-float32's rounding. A chunk with a smaller sum is computed token by token instead, by eqs. (5) and (6) in the same
-shifted coordinates: slower, and exact. Real values of either sign take the same road with v in place of vf, and running
-means as the state.
+log y = log(S / Z) + b, and the state is h_s = log M_s + c + b, h_z = log M_z + c. Real values of either sign take the
+same road with v in place of vf, b = 0 and y = S / Z.
 
-The backward pass keeps the inputs, the sums S and the states between chunks. With W = dL/dS and D = dL/dM, the
-gradients are matmuls whose every term is a posterior weight <= 1 times a cotangent.
+Terms are lost only where a factor underflows, below 1e-38: at most (tokens) * K * 1e-38 of any sum, so sums that all
+exceed `_TINY` are right to float32's rounding. That is checked once per call, and where it fails the call is repaired:
+every chunk is taken again from a state in logarithms, and those that lose terms even so token by token, in normalised
+form: as running averages and their weights. Inputs of ordinary range pay for the check alone.
+
+The backward pass keeps the inputs, the sums S and Z, and the states between chunks. With dS = dL/dS = W / S and D =
+dL/dM every gradient is a matmul whose terms are posterior weights <= 1 times cotangents.
 """
 
 from functools import partial
@@ -25,12 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.attention import scan
-from heinsen.attention.recurrent import LogState, MeanState, State, attend_sequentially, init_state, query_state
-from heinsen.logspace import NEG_INF, log_divide
+from heinsen.attention import means
+from heinsen.attention.means import Means
+from heinsen.attention.recurrent import LogState, MeanState, init_state
+from heinsen.logspace import NEG_INF, finite, log_divide, logaddexp
 
 CHUNK = 64  # tokens; half of it for heads so narrow that the C x C products would outweigh all else
-_TINY = 1e-27  # against at most C * K * 1e-38 of lost terms
+_TINY = 1e-27  # against what underflow takes from a sum: 1e-38 a term
 
 
 def log_attention(q, k, log_v, causal, state, resets):
@@ -44,214 +47,179 @@ def attention(q, k, v, causal, state, resets):
 
 
 def _attend(q, k, values, causal, state, resets, in_logs):
-    if not causal and resets is not None:
-        # Each query would read the state at its document's end, T*K*V numbers in all: the scan's business.
-        return (scan.log_attention if in_logs else scan.attention)(q, k, values, causal, state, resets)
     if state is None:
         state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
     else:
         state = jax.tree.map(lambda part: part.astype(k.dtype), state)
     if causal:
-        n_tokens = k.shape[-2]
-        q, k, values, resets = _pad(in_logs, _chunk_size(k), q, k, values, resets)
-        y, state = _run(q, k, values, state, resets, in_logs)
-        return y[..., :n_tokens, :], state
-    _, k, values, _ = _pad(in_logs, _chunk_size(k), None, k, values, None)
-    _, state = _run(None, k, values, state, None, in_logs)
-    n_queries = q.shape[-2]
-    y, _ = _run(_pad(in_logs, _chunk_size(q), q, None, None, None)[0], None, None, state, None, in_logs)
-    return y[..., :n_queries, :], state
+        y, _, state = _padded_run(_Tokens(q, k, values, resets), state, in_logs)
+        return y, state
+    if resets is None:
+        _, _, state = _padded_run(_Tokens(None, k, values, None), state, in_logs)
+        y, _, _ = _padded_run(_Tokens(q, None, None, None), state, in_logs)
+        return y, state
+    return _within_documents(q, k, values, state, resets, in_logs)
 
 
-def _chunk_size(tokens):
-    """Tokens in a chunk of queries or keys [*batch, T, K]."""
-    n_tokens, d_key = tokens.shape[-2:]
-    return min(CHUNK if d_key >= 32 else CHUNK // 2, n_tokens)
+def _within_documents(q, k, values, state, resets, in_logs):
+    """Every query sees its whole document: the keys up to its own, and, in a run from the end, the later ones."""
+    y_past, log_z_past, state = _padded_run(_Tokens(q, k, values, resets), state, in_logs, with_log_z=True)
+    # From the end, each token takes the key of the token after it, unless that begins another document.
+    later = lambda x, fill: jnp.concatenate([x[..., 1:, :], jnp.full_like(x[..., :1, :], fill)], axis=-2)
+    begins_next = jnp.concatenate([resets[..., 1:], jnp.ones_like(resets[..., :1])], axis=-1)
+    k_later = jnp.where(begins_next[..., None], NEG_INF, later(k, NEG_INF))
+    tokens = _Tokens(q, k_later, later(values, NEG_INF if in_logs else 0.0), begins_next)
+    tokens = jax.tree.map(lambda x: jnp.flip(x, axis=_token_axis(x)), tokens)
+    empty = init_state(state.h_z.shape[:-1], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
+    y_future, log_z_future, _ = _padded_run(tokens, empty, in_logs, with_log_z=True)
+    y_future, log_z_future = jnp.flip(y_future, axis=-2), jnp.flip(log_z_future, axis=-1)
+    past_share, future_share = (share[..., None] for share in means.log_shares(log_z_past, log_z_future))
+    if in_logs:
+        return logaddexp(y_past + past_share, y_future + future_share), state
+    return jnp.exp(past_share) * y_past + jnp.exp(future_share) * y_future, state
 
 
-def _pad(in_logs, size, q, k, values, resets):
-    """Up to a multiple of the chunk size; padding keys weigh nothing, padding queries are cut off by the caller."""
+class _Tokens(NamedTuple):
+    """Queries, keys, values and where documents begin; parts that take no part are None."""
+
+    q: Array | None  # [*batch, T, K]
+    k: Array | None  # [*batch, T, K]
+    values: Array | None  # [*batch, T, V]
+    resets: Array | None  # [*batch, T] bool
+
+
+def _padded_run(tokens, state, in_logs, with_log_z=False):
+    """`_run` for any number of tokens: padding keys weigh nothing, padding queries are cut off."""
+    x = tokens.k if tokens.q is None else tokens.q
+    n_tokens, d_key = x.shape[-2:]
+    size = min(CHUNK if d_key >= 32 else CHUNK // 2, n_tokens)
+    missing = -n_tokens % size
 
     def pad(x, fill):
-        if x is None:
-            return None
-        missing = -x.shape[-2] % size
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)], constant_values=fill)
+        if x is None or missing == 0:
+            return x
+        widths = [(0, 0)] * x.ndim
+        widths[_token_axis(x)] = (0, missing)
+        return jnp.pad(x, widths, constant_values=fill)
 
-    resets = None if resets is None else pad(resets[..., None], False)[..., 0]
-    return pad(q, 0.0), pad(k, NEG_INF), pad(values, NEG_INF if in_logs else 0.0), resets
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _run(q, k, values, state, resets, in_logs):
-    """Chunk by chunk: (y, end state). Without k and values, queries read `state`; without q, only the state goes on."""
-    return _run_forward(q, k, values, state, resets, in_logs)[0]
+    fills = _Tokens(0.0, NEG_INF, NEG_INF if in_logs else 0.0, False)
+    y, log_z, state = _run(_Tokens(*map(pad, tokens, fills)), state, size, in_logs, with_log_z)
+    cut = lambda x, axis: None if x is None else lax.slice_in_dim(x, 0, n_tokens, axis=axis)
+    return cut(y, -2), cut(log_z, -1), state
 
 
-def _run_forward(q, k, values, state, resets, in_logs):
-    tokens = k if q is None else q
-    size = _chunk_size(tokens)
-
-    def step(carry, i):
-        moving, y, sums = carry
-        chunk = _slice((q, k, values, resets), i, size)
-        moving = moving if k is None else _raise_shifts(moving, chunk, in_logs)
-        factors = _factors(chunk, moving, in_logs)
-        s, m = _sums(factors)
-        lost = _lost(s, m, moving, in_logs)
-        y_chunk, end = lax.cond(
-            lost,
-            lambda: _exact_chunk(_shift(chunk, moving), moving.state),
-            lambda: (None if q is None else _outputs(s, in_logs), _state_of(m, in_logs)),
-        )
-        if q is not None:
-            y_chunk = y_chunk + _finite(moving.b)[..., None, :] if in_logs else y_chunk
-            y, sums = _write((y, sums), (y_chunk, s), i, size)
-        return (moving._replace(state=end), y, sums), (moving, lost)
-
-    y = sums = None
-    if q is not None:
-        d_value = state[0].shape[-1]
-        y, sums = (jnp.zeros((*q.shape[:-1], d_value + extra), q.dtype) for extra in (0, 1))
-    n_chunks = tokens.shape[-2] // size
-    (moving, y, sums), (before, lost) = lax.scan(step, (_begin(state, in_logs), y, sums), jnp.arange(n_chunks))
-    return (y, _finish(moving, in_logs)), (q, k, values, resets, sums, before, lost)
+def _token_axis(x):
+    return x.ndim - (1 if x.dtype == bool else 2)
 
 
-def _run_backward(in_logs, residuals, cotangents):
-    q, k, values, resets, sums, before, lost = residuals
-    dy, dstate = cotangents
-    tokens = k if q is None else q
-    size = _chunk_size(tokens)
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _run(tokens, state, size, in_logs, with_log_z):
+    """Chunks of `size` one after the other: (y, log Z if asked for, the state after all).
 
-    def step(carry, xs):
-        dend, gradients = carry
-        i, moving, lost_chunk = xs
-        chunk = _slice((q, k, values, resets), i, size)
-        dy_chunk, s = _slice((dy, sums), i, size)
+    Without k and values the queries read `state`; without q there is no y and only the state goes on.
+    """
+    return _run_forward(tokens, state, size, in_logs, with_log_z)[0]
 
-        def exact():
-            *inputs, chunk_resets = _shift(chunk, moving)
-            run = lambda inputs, state: _exact_chunk((*inputs, chunk_resets), state)
-            return jax.vjp(run, tuple(inputs), moving.state)[1]((dy_chunk, dend))
 
-        def fast():
-            return _gradients(_factors(chunk, moving, in_logs), s, dy_chunk, dend, in_logs)
+def _run_forward(tokens, state, size, in_logs, with_log_z):
+    *out, before, sums, lost = _fast_forward(tokens, state, size, in_logs, with_log_z)
+    out = _repair_forward(tokens, state, size, in_logs, lost, tuple(out))
+    return out, (tokens, state, before, sums, lost)
 
-        dchunk, dbegin = lax.cond(lost_chunk, exact, fast)
-        return (dbegin, _write(gradients, dchunk, i, size)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, (q, k, values))
-    xs = (jnp.arange(tokens.shape[-2] // size), before, lost)
-    (dbegin, (dq, dk, dvalues)), _ = lax.scan(step, (dstate, zeros), xs, reverse=True)
-    return dq, dk, dvalues, dbegin, None
+def _run_backward(size, in_logs, with_log_z, residuals, cotangents):
+    tokens, state, before, sums, lost = residuals
+    gradients = _fast_backward(tokens, state, before, sums, size, in_logs, cotangents)
+    dtokens, dstate = _repair_backward(tokens, state, size, in_logs, lost, cotangents, gradients, before)
+    return dtokens, dstate
 
 
 _run.defvjp(_run_forward, _run_backward)
 
 
+# ---- chunks, shifts, factors and sums ------------------------------------------------------------
+
+
+def _n_chunks(tokens, size):
+    x = tokens.k if tokens.q is None else tokens.q
+    return x.shape[-2] // size
+
+
 def _slice(arrays, i, size):
-    """Chunk i of each array: along axis -2, or the last axis of the boolean resets."""
-    axis_of = lambda x: x.ndim - (1 if x.dtype == bool else 2)
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis_of(x)), arrays)
+    """Chunk i of every array."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, _token_axis(x)), arrays)
 
 
-def _write(arrays, chunks, i, size):
-    return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * size, x.ndim - 2), arrays, chunks)
+def _slice_last(x, i, size):
+    return None if x is None else lax.dynamic_slice_in_dim(x, i * size, size, x.ndim - 1)
 
 
-# ---- the shifted coordinates -----------------------------------------------------------------
+def _write(arrays, chunks, i, size, axis=-2):
+    write = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * size, x.ndim + axis)
+    return jax.tree.map(write, arrays, chunks)
 
 
-class _Moving(NamedTuple):
-    """A state relative to the shifts c [*batch, K] of the keys and b [*batch, V] of log values (None for real ones)."""
+class _Shifts(NamedTuple):
+    """The largest exponent so far of each key feature and of each log value; -inf before any."""
 
-    state: State
-    c: Array
-    b: Array | None
-
-
-def _begin(state, in_logs):
-    h_z = jnp.where(state.h_z == NEG_INF, NEG_INF, 0.0)
-    if not in_logs:
-        return _Moving(MeanState(state.mean, h_z), state.h_z, None)
-    log_mean = log_divide(state.h_s, state.h_z[..., None])
-    b = jnp.max(log_mean, axis=-2)
-    return _Moving(LogState(log_mean - _finite(b)[..., None, :], h_z), state.h_z, b)
+    c: Array  # [*batch, K]
+    b: Array | None  # [*batch, V]; None for real values
 
 
-def _raise_shifts(moving, chunk, in_logs):
-    """Let the shifts cover a chunk's keys and values too; the relative state goes down by what they rise."""
-    (_, k, values, _), (state, c_old, b_old) = chunk, moving
-    rise = lambda new, old: jnp.where(new == old, 0.0, new - old)
-    c = jnp.maximum(c_old, jnp.max(k, axis=-2))
-    h_z = state.h_z - rise(c, c_old)
-    if not in_logs:
-        return _Moving(MeanState(state.mean, h_z), c, None)
-    b = jnp.maximum(b_old, jnp.max(values, axis=-2))
-    h_s = state.h_s - rise(c, c_old)[..., :, None] - rise(b, b_old)[..., None, :]
-    return _Moving(LogState(h_s, h_z), c, b)
+class _Sums(NamedTuple):
+    """Sums over keys of weights times values, and of weights: in a state for each key feature, else for each query."""
+
+    s: Array  # [*batch, K or C, V]
+    z: Array  # [*batch, K or C]
 
 
-def _finish(moving, in_logs):
-    state, c, b = moving
-    h_z = state.h_z + _finite(c)
-    if not in_logs:
-        return MeanState(state.mean, h_z)
-    return LogState(state.h_s + _finite(c)[..., :, None] + _finite(b)[..., None, :], h_z)
+def _raise(shifts, chunk):
+    """The shifts that cover a chunk's keys and values too."""
+    if chunk.k is None:
+        return shifts
+    b = None if shifts.b is None else jnp.maximum(shifts.b, jnp.max(chunk.values, axis=-2))
+    return _Shifts(jnp.maximum(shifts.c, jnp.max(chunk.k, axis=-2)), b)
 
 
-def _shift(chunk, moving):
-    """q + c - r, k - c, log v - b: none of them above 0 (real values stay as they are)."""
-    (q, k, values, resets), (_, c, b) = chunk, moving
-    c = _finite(c)[..., None, :]
-    if q is not None:
-        q = q + c
-        q = q - _finite(jnp.max(q, axis=-1, keepdims=True))
-    if k is not None:
-        k = k - c
-        values = values if b is None else values - _finite(b)[..., None, :]
-    return q, k, values, resets
-
-
-def _finite(shift):
-    return jnp.where(shift == NEG_INF, 0.0, shift)
-
-
-# ---- one chunk -------------------------------------------------------------------------------
+def _rescale(sums, old, new):
+    """Sums relative to the shifts `old`, or their gradients relative to `new`, in terms of the other: factors <= 1."""
+    fall = lambda x, y: jnp.exp(jnp.where(x == y, 0.0, x - y))
+    of_c = fall(old.c, new.c)
+    s = sums.s * of_c[..., :, None]
+    return _Sums(s if old.b is None else s * fall(old.b, new.b)[..., None, :], sums.z * of_c)
 
 
 class _Factors(NamedTuple):
-    """The exponentials of a chunk; those of values have one more column, for Z. Masks are 0 or 1, or None: all ones."""
+    """A chunk's exponentials. Masks are 0 or 1, or None: all ones."""
 
     qf: Array | None  # [*batch, C, K]
+    r: Array | None  # [*batch, C], the shift of qf; -inf where a query sees nothing
     kf: Array | None  # [*batch, C, K]
-    vf: Array | None  # [*batch, C, V + 1]
-    hf: Array  # [*batch, K, V + 1]
-    seen: Array  # [*batch, C, C]: key s is visible to query t in the same chunk
-    reads_state: Array | None  # [*batch, C, 1]: query t continues the document of the state
-    enters_state: Array | None  # [*batch, C, 1]: key s is of the document that the chunk ends in
-    keeps_state: Array | None  # [*batch, 1, 1]: the chunk has one document only
+    vf: Array | None  # [*batch, C, V]
+    seen: Array | None  # [*batch, C, C]: key s is visible to query t in the same chunk
+    reads: Array | None  # [*batch, C, 1]: query t continues the document of the state
+    enters: Array | None  # [*batch, C, 1]: key s is of the document that the chunk ends in
+    keeps: Array | None  # [*batch, 1]: the chunk has one document only
 
 
-def _factors(chunk, moving, in_logs):
-    q, k, values, resets = _shift(chunk, moving)
-    state = moving.state
-    hf_z = jnp.exp(state.h_z)[..., None]
-    hf = jnp.concatenate([jnp.exp(state.h_s) if in_logs else hf_z * state.mean, hf_z], axis=-1)
-    qf = None if q is None else jnp.exp(q)
-    if k is None:
-        return _Factors(qf, None, None, hf, None, None, None, None)
-    v = jnp.exp(values) if in_logs else values
-    vf = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-    seen, reads, enters, keeps = jnp.tril(jnp.ones((k.shape[-2],) * 2, k.dtype)), None, None, None
-    if resets is not None:
-        document = jnp.cumsum(resets, axis=-1)
-        seen = seen * (document[..., :, None] == document[..., None, :])
-        reads = (document == 0)[..., None].astype(k.dtype)
-        enters = (document == document[..., -1:])[..., None].astype(k.dtype)
-        keeps = (document[..., -1:] == 0)[..., None].astype(k.dtype)
-    return _Factors(qf, jnp.exp(k), vf, hf, seen, reads, enters, keeps)
+def _factors(chunk, shifts, in_logs):
+    q, k, values, resets = chunk
+    qf = r = kf = vf = seen = reads = enters = keeps = None
+    if q is not None:
+        q = q + shifts.c[..., None, :]
+        r = lax.stop_gradient(jnp.max(q, axis=-1))
+        qf = jnp.exp(q - finite(r)[..., None])
+    if k is not None:
+        kf = jnp.exp(k - finite(shifts.c)[..., None, :])
+        vf = jnp.exp(values - finite(shifts.b)[..., None, :]) if in_logs else values
+        seen = jnp.tril(jnp.ones((k.shape[-2],) * 2, k.dtype))
+        if resets is not None:
+            document = jnp.cumsum(resets, axis=-1)
+            seen = seen * (document[..., :, None] == document[..., None, :])
+            reads = (document == 0)[..., None].astype(k.dtype)
+            enters = (document == document[..., -1:])[..., None].astype(k.dtype)
+            keeps = (document[..., -1:] == 0).astype(k.dtype)
+    return _Factors(qf, r, kf, vf, seen, reads, enters, keeps)
 
 
 def _masked(x, mask):
@@ -262,98 +230,323 @@ def _masked(x, mask):
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def _sums(f):
-    """S [*batch, C, V + 1] that the queries read, and M [*batch, K, V + 1] at the chunk's end."""
-    m = f.hf
-    if f.kf is not None:
-        m = _masked(f.hf, f.keeps_state) + _einsum("...sk,...sv->...kv", _masked(f.kf, f.enters_state), f.vf)
-    if f.qf is None:
-        return None, m
-    s = _einsum("...tk,...kv->...tv", _masked(f.qf, f.reads_state), f.hf)
-    if f.kf is not None:
-        a = _einsum("...tk,...sk->...ts", f.qf, f.kf) * f.seen
-        s = s + _einsum("...ts,...sv->...tv", a, f.vf)
-    return s, m
+def _kept(sums, f):
+    """A state's sums, or their gradients, as far as they pass the chunk's document boundaries."""
+    return sums if f.keeps is None else _Sums(sums.s * f.keeps[..., None], sums.z * f.keeps)
 
 
-def _lost(s, m, moving, in_logs):
-    """Whether some sum is so small that underflow may have taken terms from it: one boolean for the whole chunk.
-
-    What has no terms at all (no key feature, or no value, above -inf so far) is rightly 0. Running means are divided by
-    their weights: only those can be too small.
-    """
-    some_key = (moving.c > NEG_INF)[..., :, None]
-    if in_logs:
-        some_value = jnp.pad(moving.b > NEG_INF, [(0, 0)] * (moving.b.ndim - 1) + [(0, 1)], constant_values=True)
-        some_value = some_value[..., None, :]
-    else:
-        some_value, m, s = True, m[..., -1:], None if s is None else s[..., -1:]
-    lost = jnp.any((m < _TINY) & some_key & some_value)
-    if s is not None:
-        lost |= jnp.any((s < _TINY) & jnp.any(some_key, axis=-2, keepdims=True) & some_value)
-    return lost
+def _query_sums(f, m):
+    """S and Z of a chunk's queries, which see the state m."""
+    qf = _masked(f.qf, f.reads)
+    s, z = _einsum("...tk,...kv->...tv", qf, m.s), jnp.sum(qf * m.z[..., None, :], axis=-1)
+    if f.kf is None:
+        return _Sums(s, z)
+    a = _einsum("...tk,...sk->...ts", f.qf, f.kf) * f.seen
+    return _Sums(s + _einsum("...ts,...sv->...tv", a, f.vf), z + jnp.sum(a, axis=-1))
 
 
+def _next_state(f, m):
+    """M_s and M_z after a chunk."""
+    if f.kf is None:
+        return m
+    m, kf = _kept(m, f), _masked(f.kf, f.enters)
+    return _Sums(m.s + _einsum("...sk,...sv->...kv", kf, f.vf), m.z + jnp.sum(kf, axis=-2))
+
+
+@jax.custom_jvp
 def _ratio(a, b):
     """a / b, and 0 / 0 = 0."""
     return jnp.where(b == 0, 0.0, a / jnp.where(b == 0, 1.0, b))
 
 
-def _outputs(s, in_logs):
-    s, z = s[..., :-1], s[..., -1:]
+@_ratio.defjvp
+def _ratio_jvp(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    ratio = _ratio(a, b)
+    return ratio, _ratio(da - ratio * db, b)  # JAX's own divides by b * b, which underflows
+
+
+def _log(x):
+    """log x, with a gradient of 0 at 0."""
+    return jnp.where(x == 0, NEG_INF, jnp.log(jnp.where(x == 0, 1.0, x)))
+
+
+def _mean(sums, b):
+    """s / z for real values, log s - log z + b for logarithms: what queries read."""
+    if b is None:
+        return _ratio(sums.s, sums.z[..., None])
+    return log_divide(_log(sums.s), _log(sums.z)[..., None]) + finite(b)[..., None, :]
+
+
+def _lowest(sums, some_weight, b, in_logs):
+    """The sums that underflow must not have touched, 1 in place of those that are rightly 0.
+
+    Averages of real values are divided by their weights: only those can be too small. `some_weight` tells where there
+    are any, of queries or key features.
+    """
     if not in_logs:
-        return _ratio(s, z)
-    return jnp.log(s) - jnp.log(jnp.where(z == 0, 1.0, z))  # where z is 0 so is s: -inf
+        return jnp.where(some_weight, sums.z, 1.0)
+    low = jnp.where(some_weight[..., None] & (b > NEG_INF)[..., None, :], sums.s, 1.0)
+    return jnp.minimum(low, jnp.where(some_weight, sums.z, 1.0)[..., None])
 
 
-def _state_of(m, in_logs):
+# ---- the fast pass -------------------------------------------------------------------------------
+
+
+def _begin(state, in_logs):
+    """A state's sums and the shifts that they are relative to: c = h_z, and b the largest average."""
+    z = (state.h_z > NEG_INF).astype(state.h_z.dtype)
+    if not in_logs:
+        return _Sums(state.mean * z[..., None], z), _Shifts(state.h_z, None)
+    log_mean = log_divide(state.h_s, state.h_z[..., None])
+    b = jnp.max(log_mean, axis=-2)
+    return _Sums(jnp.exp(log_mean - finite(b)[..., None, :]), z), _Shifts(state.h_z, b)
+
+
+def _end(m, shifts, in_logs):
+    h_z = jnp.log(m.z) + finite(shifts.c)
+    if not in_logs:
+        return MeanState(_mean(m, None), h_z)
+    return LogState(jnp.log(m.s) + finite(shifts.c)[..., :, None] + finite(shifts.b)[..., None, :], h_z)
+
+
+def _fast_forward(tokens, state, size, in_logs, with_log_z):
+    """(y, log Z, end state, the sums and shifts before each chunk, those of the queries, whether terms were lost)."""
+
+    def step(carry, i):
+        m, shifts, low, out = carry
+        chunk = _slice(tokens, i, size)
+        raised = _raise(shifts, chunk)
+        m = _rescale(m, shifts, raised)
+        f = _factors(chunk, raised, in_logs)
+        end = _next_state(f, m)
+        lows = [_lowest(end, raised.c > NEG_INF, raised.b, in_logs)]
+        if f.qf is not None:
+            sums = _query_sums(f, m)
+            lows.append(_lowest(sums, f.r > NEG_INF, raised.b, in_logs))
+            y, s, z, log_z = out
+            y, s = _write((y, s), (_mean(sums, raised.b), sums.s), i, size)
+            z = _write(z, sums.z, i, size, axis=-1)
+            log_z = _write(log_z, jnp.log(sums.z) + finite(f.r), i, size, axis=-1) if with_log_z else None
+            out = y, s, z, log_z
+        low = jax.tree.map(jnp.minimum, low, lows)
+        return (end, raised, low, out), (m, raised)
+
+    m, shifts = _begin(state, in_logs)
+    ones = lambda n: jnp.ones((*m.z.shape[:-1], n, *((m.s.shape[-1],) if in_logs else ())), m.z.dtype)
+    low, out = [ones(m.z.shape[-1])], None
+    if tokens.q is not None:
+        low.append(ones(size))
+        rows = tokens.q.shape[:-1]
+        zeros = lambda *last: jnp.zeros((*rows, *last), m.z.dtype)
+        out = zeros(m.s.shape[-1]), zeros(m.s.shape[-1]), zeros(), zeros() if with_log_z else None
+    carry = m, shifts, low, out
+    (m, shifts, low, out), before = lax.scan(step, carry, jnp.arange(_n_chunks(tokens, size)))
+    lost = jnp.any(jnp.stack([jnp.min(x) for x in low]) < _TINY)
+    y, s, z, log_z = (None,) * 4 if out is None else out
+    return y, log_z, _end(m, shifts, in_logs), before, _Sums(s, z), lost
+
+
+def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
+    """The gradients of the tokens and of the state before them."""
+    dy, dlog_z, dend = cotangents
+
+    def step(carry, xs):
+        dm, after, gradients = carry
+        i, (m, shifts) = xs
+        chunk, dy_chunk = _slice((tokens, dy), i, size)
+        f = _factors(chunk, shifts, in_logs)
+        dm = _rescale(dm, shifts, after)
+        dsums = None
+        if f.qf is not None:
+            own = _Sums(_slice(sums.s, i, size), _slice_last(sums.z, i, size))
+            dsums = _of_mean(own, dy_chunk, _slice_last(dlog_z, i, size), in_logs)
+        dchunk, dm = _gradients(f, m, dsums, dm, in_logs)
+        if f.qf is not None:
+            z = m.z if f.kf is None else m.z + jnp.sum(f.kf, axis=-2)
+            dq = _summing_to(_slice_last(dlog_z, i, size), dchunk.q, f.qf * z[..., None, :])
+            dchunk = dchunk._replace(q=dq)
+        return (dm, shifts, _write(gradients, dchunk, i, size)), None
+
+    m, shifts = _end_sums(tokens, before, size, in_logs)
+    dm = _of_mean(m, dend.h_s if in_logs else dend.mean, dend.h_z, in_logs, state=True)
+    gradients = jax.tree.map(jnp.zeros_like, tokens._replace(resets=None))
+    xs = jnp.arange(_n_chunks(tokens, size)), before
+    (dm, shifts, gradients), _ = lax.scan(step, (dm, shifts, gradients), xs, reverse=True)
+
+    m, first = _begin(state, in_logs)
+    dm = _rescale(dm, first, shifts)
     if in_logs:
-        h = jnp.log(m)
-        return LogState(h[..., :-1], h[..., -1])
-    return MeanState(_ratio(m[..., :-1], m[..., -1:]), jnp.log(m[..., -1]))
+        return gradients, LogState(m.s * dm.s, m.z * dm.z)
+    return gradients, MeanState(m.z[..., None] * dm.s, m.z * dm.z + jnp.sum(m.s * dm.s, axis=-1))
 
 
-def _exact_chunk(chunk, state):
-    """(y, end state) in shifted coordinates, token by token."""
-    q, k, values, resets = chunk
-    return (query_state(state, q), state) if k is None else attend_sequentially(q, k, values, state, resets)
+def _end_sums(tokens, before, size, in_logs):
+    """The sums after the last chunk, and their shifts."""
+    m, shifts = jax.tree.map(lambda x: x[-1], before)
+    last = _slice(tokens._replace(q=None), _n_chunks(tokens, size) - 1, size)
+    return _next_state(_factors(last, shifts, in_logs), m), shifts
 
 
-def _gradients(f, s, dy, dend, in_logs):
-    """((dq, dk, dvalues), the gradient of the state before the chunk) from those of y and of the state after it."""
-    _, m = _sums(f._replace(qf=None))
-    m_v, m_z = m[..., :-1], m[..., -1:]
+def _of_mean(sums, dmean, dlog_weight, in_logs, state=False):
+    """Gradients of sums s, z from those of the averages and of log z.
+
+    The averages are s / z, or in logarithms log s - log z; a state in logarithms holds log s itself.
+    """
+    s, z = sums
     if in_logs:
-        dm = _ratio(jnp.concatenate([dend.h_s, dend.h_z[..., None]], axis=-1), m)
+        ds, dlog_z = _ratio(dmean, s), 0.0 if state else -jnp.sum(dmean, axis=-1)
     else:
-        dm_z = dend.h_z[..., None] - jnp.sum(dend.mean * _ratio(m_v, m_z), axis=-1, keepdims=True)
-        dm = _ratio(jnp.concatenate([dend.mean, dm_z], axis=-1), m_z)
-    dhf = _masked(dm, f.keeps_state)
+        ds, dlog_z = _ratio(dmean, z[..., None]), -jnp.sum(dmean * _ratio(s, z[..., None]), axis=-1)
+    return _Sums(ds, _ratio(dlog_z if dlog_weight is None else dlog_z + dlog_weight, z))
+
+
+def _summing_to(total, dq, weights):
+    """A query's gradient, corrected to its sum over features: that of log Z, since a shift of a query leaves y.
+
+    Where weights and values hardly differ, what is left of the gradient is small beside the rounding that this removes.
+    """
+    surplus = jnp.sum(dq, axis=-1) - (0.0 if total is None else total)
+    return dq - weights * _ratio(surplus, jnp.sum(weights, axis=-1))[..., None]
+
+
+def _gradients(f, m, dsums, dend, in_logs):
+    """Gradients of a chunk's tokens and of the sums m before it, from those of the queries' sums and of the end."""
+    dm = _kept(dend, f)
     dq = dk = dvalues = None
     if f.qf is not None:
-        s_v, s_z = s[..., :-1], s[..., -1:]
-        if in_logs:
-            ds = _ratio(jnp.concatenate([dy, -jnp.sum(dy, axis=-1, keepdims=True)], axis=-1), s)
-        else:
-            ds_z = -jnp.sum(dy * _ratio(s_v, s_z), axis=-1, keepdims=True)
-            ds = _ratio(jnp.concatenate([dy, ds_z], axis=-1), s_z)
-        qf_state = _masked(f.qf, f.reads_state)
-        dhf = dhf + _einsum("...tk,...tv->...kv", qf_state, ds)
-        dqf = _masked(_einsum("...tv,...kv->...tk", ds, f.hf), f.reads_state)
+        qf = _masked(f.qf, f.reads)
+        ds, dz = dsums.s, dsums.z[..., None]
+        dm = _Sums(dm.s + _einsum("...tk,...tv->...kv", qf, ds), dm.z + jnp.sum(qf * dz, axis=-2))
+        dqf = _masked(_einsum("...tv,...kv->...tk", ds, m.s) + dz * m.z[..., None, :], f.reads)
     if f.kf is not None:
-        dkf = _masked(_einsum("...sv,...kv->...sk", f.vf, dm), f.enters_state)
-        dvf = _einsum("...sk,...kv->...sv", _masked(f.kf, f.enters_state), dm)
+        dkf = _masked(_einsum("...sv,...kv->...sk", f.vf, dend.s) + dend.z[..., None, :], f.enters)
+        dvf = _einsum("...sk,...kv->...sv", _masked(f.kf, f.enters), dend.s)
         if f.qf is not None:
             a = _einsum("...tk,...sk->...ts", f.qf, f.kf) * f.seen
-            da = _einsum("...tv,...sv->...ts", ds, f.vf) * f.seen
+            da = (_einsum("...tv,...sv->...ts", ds, f.vf) + dz) * f.seen
             dqf = dqf + _einsum("...ts,...sk->...tk", da, f.kf)
             dkf = dkf + _einsum("...ts,...tk->...sk", da, f.qf)
             dvf = dvf + _einsum("...ts,...tv->...sv", a, ds)
-        dk = f.kf * dkf
-        dvalues = (f.vf * dvf if in_logs else dvf)[..., :-1]
+        dk, dvalues = f.kf * dkf, f.vf * dvf if in_logs else dvf
     if f.qf is not None:
         dq = f.qf * dqf
-    dh = f.hf * dhf
-    if in_logs:
-        return (dq, dk, dvalues), LogState(dh[..., :-1], dh[..., -1])
-    return (dq, dk, dvalues), MeanState(f.hf[..., -1:] * dhf[..., :-1], jnp.sum(dh, axis=-1))
+    return _Tokens(dq, dk, dvalues, None), dm
+
+
+# ---- the repair: each chunk from an exact state, token by token where it must be -------------------
+
+
+def _token_by_token(chunk, state):
+    """((y, log Z), the state after) in normalised form."""
+    if chunk.k is None:
+        return means.read(jax.tree.map(lambda part: jnp.expand_dims(part, state.h.ndim - 1), state), chunk.q), state
+    empty = jax.tree.map(lambda part: jnp.full_like(part, NEG_INF), state)
+    if state.b is None:
+        empty = empty._replace(mean=jnp.zeros_like(state.mean))
+
+    def step(state, token):
+        if token.resets is not None:
+            begins = lambda x: token.resets.reshape(token.resets.shape + (1,) * (x.ndim - token.resets.ndim))
+            state = jax.tree.map(lambda old, new: jnp.where(begins(old), new, old), state, empty)
+        state = means.merge(state, _one_token(token.k, token.values, state))
+        if token.q is None:
+            return state, None
+        return state, means.read(state, token.q)
+
+    state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, _token_axis(x), 0), chunk))
+    if out is None:
+        return (None, None), state
+    return (jnp.moveaxis(out[0], 0, -2), jnp.moveaxis(out[1], 0, -1)), state
+
+
+def _one_token(k, values, like):
+    """The state of one token: its values are the averages of all key features."""
+    if like.b is None:
+        return Means(jnp.broadcast_to(values[..., None, :], like.mean.shape), k, None)
+    mean = values - finite(lax.stop_gradient(values))  # 0 or -inf, with the gradient of the value
+    return Means(jnp.broadcast_to(mean[..., None, :], like.mean.shape), k, lax.stop_gradient(values))
+
+
+def _exact_chunk(chunk, state, in_logs):
+    """((y, log Z), the state after) from `Means`, by matmuls if they lose nothing; to be differentiated by JAX."""
+    shifts = _raise(lax.stop_gradient(_Shifts(state.h, state.b)), lax.stop_gradient(chunk))
+    f = _factors(chunk, shifts, in_logs)
+    z = jnp.exp(state.h - finite(shifts.c))
+    mean = jnp.exp(state.mean + means.lower(state.b, shifts.b)[..., None, :]) if in_logs else state.mean
+    m = _Sums(mean * z[..., None], z)
+    end = _next_state(f, m)
+    low = [_lowest(end, shifts.c > NEG_INF, shifts.b, in_logs)]
+    if chunk.q is not None:
+        sums = _query_sums(f, m)
+        low.append(_lowest(sums, f.r > NEG_INF, shifts.b, in_logs))
+    lost = jnp.any(jnp.stack([jnp.min(x) for x in low]) < _TINY)
+
+    def by_matmuls():
+        out = (None, None)
+        if chunk.q is not None:
+            out = _mean(sums, shifts.b), _log(sums.z) + finite(f.r)
+        if chunk.k is None:
+            return out, state
+        mean = _ratio(end.s, end.z[..., None])
+        return out, Means(_log(mean) if in_logs else mean, _log(end.z) + finite(shifts.c), shifts.b)
+
+    return lax.cond(lost, lambda: _token_by_token(chunk, state), by_matmuls)
+
+
+def _repair_forward(tokens, state, size, in_logs, lost, out):
+    """The results of the fast pass, or, if it lost terms, exact ones: a loop that then runs at all."""
+
+    def step(i, carry):
+        state, y, log_z = carry
+        (y_chunk, log_z_chunk), state = _exact_chunk(_slice(tokens, i, size), state, in_logs)
+        y = y if y is None else _write(y, y_chunk, i, size)
+        log_z = log_z if log_z is None else _write(log_z, log_z_chunk, i, size, axis=-1)
+        return state, y, log_z
+
+    y, log_z, end = out
+    n_chunks = jnp.where(lost, _n_chunks(tokens, size), 0)
+    state, y, log_z = lax.fori_loop(0, n_chunks, step, (means.from_state(state), y, log_z))
+    end = jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), means.to_state(state), end)
+    return y, log_z, end
+
+
+def _repair_backward(tokens, state, size, in_logs, lost, cotangents, gradients, before):
+    """The gradients of the fast pass, or, if terms were lost, exact ones."""
+    dy, dlog_z, dend = cotangents
+    n_chunks = _n_chunks(tokens, size)
+    n_repaired = jnp.where(lost, n_chunks, 0)
+
+    def remember(i, carry):
+        now, states = carry
+        states = jax.tree.map(lambda x, part: lax.dynamic_update_index_in_dim(x, part, i, 0), states, now)
+        return _exact_chunk(_slice(tokens._replace(q=None), i, size), now, in_logs)[1], states
+
+    def step(j, carry):
+        i = n_chunks - 1 - j
+        dafter, dtokens = carry
+        *inputs, resets = _slice(tokens, i, size)
+        begin = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), states)
+        run = lambda inputs, mean, h: _exact_chunk(_Tokens(*inputs, resets), Means(mean, h, begin.b), in_logs)
+        ((_, log_z), _), pull = jax.vjp(run, tuple(inputs), begin.mean, begin.h)
+        dlog_z_chunk = jnp.zeros_like(log_z) if dlog_z is None and log_z is not None else _slice_last(dlog_z, i, size)
+        dinputs, *dbegin = pull(((_slice(dy, i, size), dlog_z_chunk), _gradient_of(begin, *dafter)))
+        return tuple(dbegin), _write(dtokens, _Tokens(*dinputs, None), i, size)
+
+    first, to_first = jax.vjp(means.from_state, state)
+    sums, shifts = before  # needed no more: arrays of the right shape
+    states = Means(sums.s, sums.z, shifts.b)
+    if tokens.k is None:
+        end, states = first, jax.tree.map(lambda x, part: jnp.broadcast_to(part, x.shape), states, first)
+    else:
+        end, states = lax.fori_loop(0, n_repaired, remember, (first, states))
+    dmeans = jax.vjp(means.to_state, end)[1](dend)[0]
+    dtokens, dstate = gradients
+    (*dmeans,), dtokens = lax.fori_loop(0, n_repaired, step, ((dmeans.mean, dmeans.h), dtokens))
+    exact = to_first(_gradient_of(first, *dmeans))[0]
+    return dtokens, jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), exact, dstate)
+
+
+def _gradient_of(like, dmean, dh):
+    """A gradient in the form of `Means`; none is taken by b, to which all the rest is relative."""
+    return Means(dmean, dh, None if like.b is None else jnp.zeros_like(like.b))

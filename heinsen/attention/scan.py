@@ -1,8 +1,11 @@
-"""The attention as one `jax.lax.associative_scan` over the log-sum-exp monoid: eqs. (2)-(4), the state of every token.
+"""The attention as associative scans over the log-sum-exp monoid: eqs. (2)-(4), the state of every token.
 
-Exact at every dynamic range. It materialises T*K*V states, forward and backward; between the two passes only the inputs
-are kept (`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there;
-`resets` [*batch, T] is true where a packed document begins; without one at token 0, that token continues `state`.
+Exact at every dynamic range: h_z = LSE_s(k) by one `jax.lax.associative_scan`, and log S by another as running averages,
+with the weights exp(h_z[t-1] - h_z[t]) and exp(k[t] - h_z[t]), which keeps the precision that h_s = LSE_s(k + log v)
+loses
+to its size. It materialises T*K*V states, forward and backward; between the two passes only the inputs are kept
+(`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets`
+[*batch, T] is true where a packed document begins; without one at token 0, that token continues `state`.
 """
 
 from functools import partial
@@ -10,73 +13,92 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from heinsen.attention.recurrent import LogState, MeanState, merge_states, query_state, read_states
-from heinsen.logspace import NEG_INF, cumulative_logsumexp, gated_sum, logaddexp, logsumexp, posterior
+from heinsen.attention import means
+from heinsen.attention.means import Means
+from heinsen.attention.recurrent import init_state
+from heinsen.logspace import (
+    NEG_INF,
+    cumulative_logsumexp,
+    finite,
+    gated_sum,
+    log_linear_recurrence,
+    logaddexp,
+    logsumexp,
+    posterior,
+)
 
 
 @partial(jax.checkpoint, static_argnums=(3,))
 def log_attention(q, k, log_v, causal, state, resets):
     """(log y [*batch, T, V], the `LogState` after all tokens)."""
-    if causal or resets is not None:
-        return _read_running(_running_log_states(k, log_v, state, resets), q, causal, resets)
-    h_s = logsumexp(k[..., :, None] + log_v[..., None, :], axis=-3)
-    total = LogState(h_s, logsumexp(k, axis=-2))
-    total = total if state is None else merge_states(state, total)
-    return query_state(total, q), total
+    return _attend(q, k, log_v, causal, state, resets, True)
 
 
 @partial(jax.checkpoint, static_argnums=(3,))
 def attention(q, k, v, causal, state, resets):
     """(y [*batch, T, V], the `MeanState` after all tokens); v of either sign."""
-    if causal or resets is not None:
-        return _read_running(_running_mean_states(k, v, state, resets), q, causal, resets)
-    h_z = logsumexp(k, axis=-2)
-    total = MeanState(jnp.einsum("...sk,...sv->...kv", posterior(k, h_z[..., None, :]), v), h_z)
-    total = total if state is None else merge_states(state, total)
-    return query_state(total, q), total
+    return _attend(q, k, v, causal, state, resets, False)
 
 
-def _running_log_states(k, log_v, state, resets):
-    """The state after each token: eq. (4)'s log-cumulative-sums of exponentials."""
-    # log Z is log S for a column of values whose logarithm is 0: one scan computes both.
-    log_v = jnp.pad(log_v, [(0, 0)] * (log_v.ndim - 1) + [(0, 1)])
-    x = k[..., :, None] + log_v[..., None, :]
-    if state is not None:
-        past = _continued(jnp.concatenate([state.h_s, state.h_z[..., None]], axis=-1)[..., None, :, :], resets)
-        x = jnp.concatenate([logaddexp(past, x[..., :1, :, :]), x[..., 1:, :, :]], axis=-3)
-    h = cumulative_logsumexp(x, axis=-3, resets=None if resets is None else resets[..., None, None])
-    return LogState(h[..., :-1], h[..., -1])
-
-
-def _running_mean_states(k, v, state, resets):
-    """The state after each token, normalised: m[t] = exp(h_z[t-1] - h_z[t]) m[t-1] + exp(k[t] - h_z[t]) v[t]."""
-    before = jnp.full_like(k[..., :1, :], NEG_INF) if state is None else _continued(state.h_z[..., None, :], resets)
-    x = jnp.concatenate([logaddexp(before, k[..., :1, :]), k[..., 1:, :]], axis=-2)
-    h_z = cumulative_logsumexp(x, axis=-2, resets=None if resets is None else resets[..., None])
-    update = posterior(k, h_z)[..., None] * v[..., None, :]
-    h_before = jnp.concatenate([before, h_z[..., :-1, :]], axis=-2)
-    if resets is not None:  # masked before the exponential: the next document may begin far below this one's end
-        h_before = jnp.where(resets[..., None], NEG_INF, h_before)
-    gate = posterior(h_before, h_z)
-    if state is not None:
-        past = gate[..., :1, :, None] * state.mean[..., None, :, :]
-        update = jnp.concatenate([update[..., :1, :, :] + past, update[..., 1:, :, :]], axis=-3)
-    return MeanState(gated_sum(gate[..., None], update, axis=-3), h_z)
-
-
-def _continued(log_past, resets):
-    """Log sums that come before token 0, with a token axis of 1: nothing where that token begins a document."""
-    if resets is None:
-        return log_past
-    begins = resets[..., :1]
-    return jnp.where(begins.reshape(begins.shape + (1,) * (log_past.ndim - begins.ndim)), NEG_INF, log_past)
-
-
-def _read_running(states, q, causal, resets):
-    last = jax.tree.map(lambda part: jnp.take(part, -1, axis=q.ndim - 2), states)
+def _attend(q, k, values, causal, state, resets, in_logs):
+    if state is None:
+        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
+    past = means.from_state(state)
+    if not causal and resets is None:
+        end = means.merge(past, _total(k, values, in_logs))
+        return _read_one(end, q), means.to_state(end)
+    states = _running_states(k, values, past, resets)
+    end = states._replace(mean=states.mean[..., -1, :, :], h=states.h[..., -1, :])
     if not causal:
-        states = jax.tree.map(lambda part: jnp.take_along_axis(part, _run_end(resets, part.ndim), q.ndim - 2), states)
-    return read_states(states, q), last
+        at_end = lambda x: jnp.take_along_axis(x, _run_end(resets, x.ndim), q.ndim - 2)
+        states = states._replace(mean=at_end(states.mean), h=at_end(states.h))
+    if in_logs:
+        states = states._replace(b=states.b[..., None, :])
+    return means.read(states, q)[0], means.to_state(end)
+
+
+def _read_one(state, q):
+    return means.read(jax.tree.map(lambda part: jnp.expand_dims(part, state.h.ndim - 1), state), q)[0]
+
+
+def _total(k, values, in_logs):
+    """The state of all tokens."""
+    h = logsumexp(k, axis=-2)
+    if not in_logs:
+        return Means(jnp.einsum("...sk,...sv->...kv", posterior(k, h[..., None, :]), values), h, None)
+    b = jax.lax.stop_gradient(jnp.max(values, axis=-2))
+    log_weights = (k - finite(h)[..., None, :])[..., None]
+    return Means(logsumexp(log_weights + (values - finite(b)[..., None, :])[..., None, :], axis=-3), h, b)
+
+
+def _running_states(k, values, past, resets):
+    """The state after each token, a token axis in `mean` and `h` but not in b; `past` is the state before them."""
+    axis = k.ndim - 2
+    past_h = past.h[..., None, :] if resets is None else _unless(resets[..., :1], past.h[..., None, :])
+    x = jnp.concatenate([logaddexp(past_h, k[..., :1, :]), k[..., 1:, :]], axis=-2)
+    h = cumulative_logsumexp(x, axis=axis, resets=None if resets is None else resets[..., None])
+    before = jnp.concatenate([past_h, h[..., :-1, :]], axis=-2)
+    if resets is not None:
+        before = _unless(resets, before)
+    past_share, own_share = means.log_shares(before, k)
+    if resets is not None:  # of nothing and nothing, too
+        past_share = _unless(resets, past_share)
+    past_share, own_share = past_share[..., None], own_share[..., None]
+    if past.b is None:
+        update = jnp.exp(own_share) * values[..., None, :]
+        from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
+        update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
+        return Means(gated_sum(jnp.exp(past_share), update, axis), h, None)
+    b = jnp.maximum(past.b, jax.lax.stop_gradient(jnp.max(values, axis=-2)))
+    update = own_share + (values - finite(b)[..., None, :])[..., None, :]
+    past_mean = past.mean + means.lower(past.b, b)[..., None, :]
+    mean = log_linear_recurrence(past_share, update, axis, initial=past_mean, method="associative")
+    return Means(mean, h, b)
+
+
+def _unless(begins, log_sums):
+    """Log sums [*batch, T, K], but nothing where a document begins."""
+    return jnp.where(begins[..., None], NEG_INF, log_sums)
 
 
 def _run_end(resets, ndim):
