@@ -278,16 +278,17 @@ def _mean(sums, b):
     return log_divide(_log(sums.s), _log(sums.z)[..., None]) + finite(b)[..., None, :]
 
 
-def _lowest(sums, some_weight, b, in_logs):
-    """The sums that underflow must not have touched, 1 in place of those that are rightly 0.
+def _lost(sums, some_weight, b):
+    """Whether some sum is so small that underflow may have taken terms from it; sums that are rightly 0 are not.
 
-    Averages of real values are divided by their weights: only those can be too small. `some_weight` tells where there
-    are any, of queries or key features.
+    `some_weight` tells where there are weights at all, of queries or key features. Averages of real values (b is None)
+    are divided by their weights: only those can be too small.
     """
-    if not in_logs:
-        return jnp.where(some_weight, sums.z, 1.0)
-    low = jnp.where(some_weight[..., None] & (b > NEG_INF)[..., None, :], sums.s, 1.0)
-    return jnp.minimum(low, jnp.where(some_weight, sums.z, 1.0)[..., None])
+    lost = jnp.min(jnp.where(some_weight, sums.z, 1.0)) < _TINY
+    if b is None:
+        return lost
+    some_value = some_weight[..., None] & (b > NEG_INF)[..., None, :]
+    return lost | (jnp.min(jnp.where(some_value, sums.s, 1.0)) < _TINY)
 
 
 # ---- the fast pass -------------------------------------------------------------------------------
@@ -314,36 +315,38 @@ def _fast_forward(tokens, state, size, in_logs, with_log_z):
     """(y, log Z, end state, the sums and shifts before each chunk, those of the queries, whether terms were lost)."""
 
     def step(carry, i):
-        m, shifts, low, out = carry
+        m, shifts, out = carry
         chunk = _slice(tokens, i, size)
         raised = _raise(shifts, chunk)
         m = _rescale(m, shifts, raised)
         f = _factors(chunk, raised, in_logs)
-        end = _next_state(f, m)
-        lows = [_lowest(end, raised.c > NEG_INF, raised.b, in_logs)]
         if f.qf is not None:
             sums = _query_sums(f, m)
-            lows.append(_lowest(sums, f.r > NEG_INF, raised.b, in_logs))
             y, s, z, log_z = out
-            y, s = _write((y, s), (_mean(sums, raised.b), sums.s), i, size)
-            z = _write(z, sums.z, i, size, axis=-1)
+            # Sums over nothing count as 1 from here on; their gradients are multiplied by features that are 0.
+            some_weight = f.r > NEG_INF
+            own_z = jnp.where(some_weight, sums.z, 1.0)
+            own_s = sums.s
+            if in_logs:
+                own_s = jnp.where(some_weight[..., None] & (raised.b > NEG_INF)[..., None, :], own_s, 1.0)
+            y, s = _write((y, s), (_mean(sums, raised.b), own_s), i, size)
+            z = _write(z, own_z, i, size, axis=-1)
             log_z = _write(log_z, jnp.log(sums.z) + finite(f.r), i, size, axis=-1) if with_log_z else None
             out = y, s, z, log_z
-        low = jax.tree.map(jnp.minimum, low, lows)
-        return (end, raised, low, out), (m, raised)
+        return (_next_state(f, m), raised, out), (m, raised)
 
     m, shifts = _begin(state, in_logs)
-    ones = lambda n: jnp.ones((*m.z.shape[:-1], n, *((m.s.shape[-1],) if in_logs else ())), m.z.dtype)
-    low, out = [ones(m.z.shape[-1])], None
+    out = None
     if tokens.q is not None:
-        low.append(ones(size))
-        rows = tokens.q.shape[:-1]
+        rows, d_value = tokens.q.shape[:-1], m.s.shape[-1]
         zeros = lambda *last: jnp.zeros((*rows, *last), m.z.dtype)
-        out = zeros(m.s.shape[-1]), zeros(m.s.shape[-1]), zeros(), zeros() if with_log_z else None
-    carry = m, shifts, low, out
-    (m, shifts, low, out), before = lax.scan(step, carry, jnp.arange(_n_chunks(tokens, size)))
-    lost = jnp.any(jnp.stack([jnp.min(x) for x in low]) < _TINY)
+        out = zeros(d_value), zeros(d_value), zeros(), zeros() if with_log_z else None
+    (m, shifts, out), before = lax.scan(step, (m, shifts, out), jnp.arange(_n_chunks(tokens, size)))
     y, s, z, log_z = (None,) * 4 if out is None else out
+    # States between chunks need no check: what they lost is as little to the queries that read them, and to the end.
+    lost = _lost(m, shifts.c > NEG_INF, shifts.b)
+    for sums in () if out is None else (z, s) if in_logs else (z,):
+        lost |= jnp.min(sums) < _TINY
     return y, log_z, _end(m, shifts, in_logs), before, _Sums(s, z), lost
 
 
@@ -363,9 +366,11 @@ def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
             dsums = _of_mean(own, dy_chunk, _slice_last(dlog_z, i, size), in_logs)
         dchunk, dm = _gradients(f, m, dsums, dm, in_logs)
         if f.qf is not None:
+            total = 0.0 if dlog_z is None else _slice_last(dlog_z, i, size)
+            if in_logs:  # log y of a value that was always zero changes only by its log Z
+                total -= jnp.sum(jnp.where((shifts.b == NEG_INF)[..., None, :], dy_chunk, 0.0), axis=-1)
             z = m.z if f.kf is None else m.z + jnp.sum(f.kf, axis=-2)
-            dq = _summing_to(_slice_last(dlog_z, i, size), dchunk.q, f.qf * z[..., None, :])
-            dchunk = dchunk._replace(q=dq)
+            dchunk = dchunk._replace(q=_summing_to(total, dchunk.q, f.qf * z[..., None, :]))
         return (dm, shifts, _write(gradients, dchunk, i, size)), None
 
     m, shifts = _end_sums(tokens, before, size, in_logs)
@@ -406,7 +411,7 @@ def _summing_to(total, dq, weights):
 
     Where weights and values hardly differ, what is left of the gradient is small beside the rounding that this removes.
     """
-    surplus = jnp.sum(dq, axis=-1) - (0.0 if total is None else total)
+    surplus = jnp.sum(dq, axis=-1) - total
     return dq - weights * _ratio(surplus, jnp.sum(weights, axis=-1))[..., None]
 
 
@@ -476,11 +481,10 @@ def _exact_chunk(chunk, state, in_logs):
     mean = jnp.exp(state.mean + means.lower(state.b, shifts.b)[..., None, :]) if in_logs else state.mean
     m = _Sums(mean * z[..., None], z)
     end = _next_state(f, m)
-    low = [_lowest(end, shifts.c > NEG_INF, shifts.b, in_logs)]
+    lost = _lost(end, shifts.c > NEG_INF, shifts.b)
     if chunk.q is not None:
         sums = _query_sums(f, m)
-        low.append(_lowest(sums, f.r > NEG_INF, shifts.b, in_logs))
-    lost = jnp.any(jnp.stack([jnp.min(x) for x in low]) < _TINY)
+        lost |= _lost(sums, f.r > NEG_INF, shifts.b)
 
     def by_matmuls():
         out = (None, None)

@@ -72,30 +72,41 @@ def read(means: Means, q: Float[Array, "*batch T K"]) -> tuple[Array, Array]:
     """
     log_weights, top = centred_sum(q, means.h)
     log_z = logsumexp(log_weights, axis=-1)
-    p = posterior(log_weights, log_z[..., None])
     if means.b is None:
-        y = jnp.sum(p[..., None] * means.mean, axis=-2)
+        y = jnp.sum(posterior(log_weights, log_z[..., None])[..., None] * means.mean, axis=-2)
     else:
-        shared = _summing_to_zero(log_weights, lax.stop_gradient(p))
-        log_s = logsumexp(shared[..., None] + means.mean, axis=-2)
-        y = log_divide(log_s, logsumexp(shared, axis=-1)[..., None]) + finite(means.b)
+        y = _log_average(log_weights, means.mean) + finite(means.b)
     return y, log_z + top
 
 
 @jax.custom_vjp
-def _summing_to_zero(x, p):
-    """x, with a gradient corrected to sum to zero: for what does not change when all of x is shifted.
-
-    Where weights and averages hardly differ, what is left of the gradient is small beside the rounding that this removes.
-    """
-    return x
+def _log_average(log_weights: Float[Array, "*batch T K"], log_x: Float[Array, "*batch #T K V"]) -> Array:
+    """log of the average of x under weights: LSE_k(log_weights + log_x) - LSE_k(log_weights), [*batch, T, V]."""
+    return _log_average_fwd(log_weights, log_x)[0]
 
 
-def _summing_to_zero_bwd(p, g):
-    return g - p * jnp.sum(g, axis=-1, keepdims=True), None
+def _log_average_fwd(log_weights, log_x):
+    log_s = logsumexp(log_weights[..., None] + log_x, axis=-2)
+    log_z = logsumexp(log_weights, axis=-1)
+    return log_divide(log_s, log_z[..., None]), (log_weights, log_x, log_s, log_z)
 
 
-_summing_to_zero.defvjp(lambda x, p: (x, p), _summing_to_zero_bwd)
+def _log_average_bwd(residuals, g):
+    log_weights, log_x, log_s, log_z = residuals
+    p = posterior(log_weights, log_z[..., None])
+    p_x = posterior(log_weights[..., None] + log_x, log_s[..., None, :])
+    g = jnp.where((log_z == NEG_INF)[..., None], 0.0, g)
+    dweights = jnp.sum((p_x - p[..., None]) * g[..., None, :], axis=-1)
+    # A shift of the weights leaves the average: the gradient's sum is 0, but for averages of nothing but zeros. Where
+    # weights and x hardly differ, what is left of the gradient is small beside the rounding that this removes.
+    total = -jnp.sum(jnp.where(log_s == NEG_INF, g, 0.0), axis=-1)
+    dweights = dweights + p * (total - jnp.sum(dweights, axis=-1))[..., None]
+    dx = p_x * g[..., None, :]
+    shared = tuple(i for i, size in enumerate(log_x.shape) if size != dx.shape[i])
+    return dweights, jnp.sum(dx, axis=shared, keepdims=True) if shared else dx
+
+
+_log_average.defvjp(_log_average_fwd, _log_average_bwd)
 
 
 def centred_sum(q: Array, h: Array) -> tuple[Array, Array]:
