@@ -118,11 +118,11 @@ def _run(tokens, state, size, in_logs, with_log_z):
 
     Without k and values the queries read `state`; without q there is no y and only the state goes on.
     """
-    return _run_forward(tokens, state, size, in_logs, with_log_z)[0]
+    return _run_forward(tokens, state, size, in_logs, with_log_z, remember=False)[0]
 
 
-def _run_forward(tokens, state, size, in_logs, with_log_z):
-    *out, before, sums, lost = _fast_forward(tokens, state, size, in_logs, with_log_z)
+def _run_forward(tokens, state, size, in_logs, with_log_z, remember=True):
+    *out, before, sums, lost = _fast_forward(tokens, state, size, in_logs, with_log_z, remember)
     out = _repair_forward(tokens, state, size, in_logs, lost, tuple(out))
     return out, (tokens, state, before, sums, lost)
 
@@ -311,8 +311,11 @@ def _end(m, shifts, in_logs):
     return LogState(jnp.log(m.s) + finite(shifts.c)[..., :, None] + finite(shifts.b)[..., None, :], h_z)
 
 
-def _fast_forward(tokens, state, size, in_logs, with_log_z):
-    """(y, log Z, end state, the sums and shifts before each chunk, those of the queries, whether terms were lost)."""
+def _fast_forward(tokens, state, size, in_logs, with_log_z, remember):
+    """(y, log Z, end state, the sums and shifts before each chunk, the queries' sums, whether terms were lost).
+
+    Unless it is to `remember` them for the backward pass, the sums are the lowest of all chunks.
+    """
 
     def step(carry, i):
         m, shifts, out = carry
@@ -329,18 +332,24 @@ def _fast_forward(tokens, state, size, in_logs, with_log_z):
             own_s = sums.s
             if in_logs:
                 own_s = jnp.where(some_weight[..., None] & (raised.b > NEG_INF)[..., None, :], own_s, 1.0)
-            y, s = _write((y, s), (_mean(sums, raised.b), own_s), i, size)
-            z = _write(z, own_z, i, size, axis=-1)
+            y = _write(y, _mean(sums, raised.b), i, size)
+            if remember:
+                s, z = _write(s, own_s, i, size), _write(z, own_z, i, size, axis=-1)
+            else:
+                s, z = jnp.minimum(s, own_s), jnp.minimum(z, own_z)
             log_z = _write(log_z, jnp.log(sums.z) + finite(f.r), i, size, axis=-1) if with_log_z else None
             out = y, s, z, log_z
-        return (_next_state(f, m), raised, out), (m, raised)
+        return (_next_state(f, m), raised, out), (m, raised) if remember else None
 
     m, shifts = _begin(state, in_logs)
     out = None
     if tokens.q is not None:
-        rows, d_value = tokens.q.shape[:-1], m.s.shape[-1]
-        zeros = lambda *last: jnp.zeros((*rows, *last), m.z.dtype)
-        out = zeros(d_value), zeros(d_value), zeros(), zeros() if with_log_z else None
+        *batch, n_tokens, _ = tokens.q.shape
+        d_value, n_sums = m.s.shape[-1], n_tokens if remember else size
+        # To be overwritten. Buffers filled alike would be one for XLA, and then be copied.
+        full = lambda fill, *last: jnp.full((*batch, *last), fill, m.z.dtype)
+        out = full(0, n_tokens, d_value), full(1, n_sums, d_value), full(1, n_sums)
+        out += (full(0, n_tokens) if with_log_z else None,)
     (m, shifts, out), before = lax.scan(step, (m, shifts, out), jnp.arange(_n_chunks(tokens, size)))
     y, s, z, log_z = (None,) * 4 if out is None else out
     # States between chunks need no check: what they lost is as little to the queries that read them, and to the end.
@@ -362,7 +371,8 @@ def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
         dm = _rescale(dm, shifts, after)
         dsums = None
         if f.qf is not None:
-            own = _Sums(_slice(sums.s, i, size), _slice_last(sums.z, i, size))
+            s = sums.s if f.kf is None else gradients.values
+            own = _Sums(_slice(s, i, size), _slice_last(sums.z, i, size))
             dsums = _of_mean(own, dy_chunk, _slice_last(dlog_z, i, size), in_logs)
         dchunk, dm = _gradients(f, m, dsums, dm, in_logs)
         if f.qf is not None:
@@ -375,7 +385,10 @@ def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
 
     m, shifts = _end_sums(tokens, before, size, in_logs)
     dm = _of_mean(m, dend.h_s if in_logs else dend.mean, dend.h_z, in_logs, state=True)
-    gradients = jax.tree.map(jnp.zeros_like, tokens._replace(resets=None))
+    full = lambda x, fill: None if x is None else jnp.full_like(x, fill)
+    gradients = _Tokens(full(tokens.q, 0), full(tokens.k, 1), full(tokens.values, 2), None)  # not alike: see above
+    if tokens.q is not None and tokens.k is not None:
+        gradients = gradients._replace(values=sums.s)  # chunk by chunk S gives way to the gradient
     xs = jnp.arange(_n_chunks(tokens, size)), before
     (dm, shifts, gradients), _ = lax.scan(step, (dm, shifts, gradients), xs, reverse=True)
 
