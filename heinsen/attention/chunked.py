@@ -467,7 +467,7 @@ def _token_by_token(chunk, state):
         if token.resets is not None:
             begins = lambda x: token.resets.reshape(token.resets.shape + (1,) * (x.ndim - token.resets.ndim))
             state = jax.tree.map(lambda old, new: jnp.where(begins(old), new, old), state, empty)
-        state = means.merge(state, _one_token(token.k, token.values, state))
+        state = means.merge(state, means.of_token(token.k, token.values, state.b is not None))
         if token.q is None:
             return state, None
         return state, means.read(state, token.q)
@@ -478,17 +478,11 @@ def _token_by_token(chunk, state):
     return (jnp.moveaxis(out[0], 0, -2), jnp.moveaxis(out[1], 0, -1)), state
 
 
-def _one_token(k, values, like):
-    """The state of one token: its values are the averages of all key features."""
-    if like.b is None:
-        return Means(jnp.broadcast_to(values[..., None, :], like.mean.shape), k, None)
-    mean = values - finite(lax.stop_gradient(values))  # 0 or -inf, with the gradient of the value
-    return Means(jnp.broadcast_to(mean[..., None, :], like.mean.shape), k, lax.stop_gradient(values))
-
-
 def _exact_chunk(chunk, state, in_logs):
     """((y, log Z), the state after) from `Means`, by matmuls if they lose nothing; to be differentiated by JAX."""
     shifts = _raise(lax.stop_gradient(_Shifts(state.h, state.b)), lax.stop_gradient(chunk))
+    if in_logs:
+        shifts = shifts._replace(b=jnp.ceil(shifts.b))  # whole, as in `Means`
     f = _factors(chunk, shifts, in_logs)
     z = jnp.exp(state.h - finite(shifts.c))
     mean = jnp.exp(state.mean + means.lower(state.b, shifts.b)[..., None, :]) if in_logs else state.mean

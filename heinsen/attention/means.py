@@ -23,15 +23,22 @@ class Means(NamedTuple):
 
     mean: Float[Array, "*batch K V"]  # averages of real values; or logarithms of averages, relative to b
     h: Float[Array, "*batch K"]
-    b: Float[Array, "*batch V"] | None  # the largest logarithm of each value, -inf before any; None for real values
+    b: Float[Array, "*batch V"] | None  # a whole number for each value, -inf before any; None for real values
 
 
 def from_state(state: State) -> Means:
     if isinstance(state, MeanState):
         return Means(state.mean, state.h_z, None)
     log_mean = log_divide(state.h_s, state.h_z[..., None])
-    b = lax.stop_gradient(jnp.max(log_mean, axis=-2))
+    b = lax.stop_gradient(jnp.ceil(jnp.max(log_mean, axis=-2)))
     return Means(log_mean - finite(b)[..., None, :], state.h_z, b)
+
+
+def of_token(k: Float[Array, "*batch K"], values: Float[Array, "*batch V"], in_logs: bool) -> Means:
+    """The state of one token: its values are the averages of all key features."""
+    b = lax.stop_gradient(jnp.ceil(values)) if in_logs else None
+    mean = values - finite(b) if in_logs else values
+    return Means(jnp.broadcast_to(mean[..., None, :], (*k.shape, values.shape[-1])), k, b)
 
 
 def to_state(means: Means) -> State:
@@ -49,8 +56,11 @@ def merge(x: Means, y: Means) -> Means:
     if x.b is None:
         return Means(jnp.exp(x_share)[..., None] * x.mean + jnp.exp(y_share)[..., None] * y.mean, h, None)
     b = jnp.maximum(x.b, y.b)
-    x_mean, y_mean = (part.mean + lower(part.b, b)[..., None, :] for part in (x, y))
-    return Means(logaddexp(x_mean + x_share[..., None], y_mean + y_share[..., None]), h, b)
+    x_mean = (x.mean + x_share[..., None]) + lower(x.b, b)[..., None, :]
+    y_mean = (y.mean + y_share[..., None]) + lower(y.b, b)[..., None, :]
+    mean = logaddexp(x_mean, y_mean)
+    rise = lax.stop_gradient(finite(jnp.ceil(jnp.max(mean, axis=-2))))
+    return Means(mean - rise[..., None, :], h, b + rise)
 
 
 def log_shares(h_x: Array, h_y: Array) -> tuple[Array, Array]:

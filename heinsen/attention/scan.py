@@ -1,9 +1,8 @@
 """The attention as associative scans over the log-sum-exp monoid: eqs. (2)-(4), the state of every token.
 
-Exact at every dynamic range: h_z = LSE_s(k) by one `jax.lax.associative_scan`, and log S by another as running averages,
-with the weights exp(h_z[t-1] - h_z[t]) and exp(k[t] - h_z[t]), which keeps the precision that h_s = LSE_s(k + log v)
-loses
-to its size. It materialises T*K*V states, forward and backward; between the two passes only the inputs are kept
+Exact at every dynamic range: h_z = LSE_s(k) by one `jax.lax.associative_scan`, and log S by another as running
+averages with the weights exp(h_z[t-1] - h_z[t]) and exp(k[t] - h_z[t]): h_s = LSE_s(k + log v) would lose precision to
+its size. It materialises T*K*V states, forward and backward; between the two passes only the inputs are kept
 (`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets`
 [*batch, T] is true where a packed document begins; without one at token 0, that token continues `state`.
 """
@@ -66,7 +65,7 @@ def _total(k, values, in_logs):
     h = logsumexp(k, axis=-2)
     if not in_logs:
         return Means(jnp.einsum("...sk,...sv->...kv", posterior(k, h[..., None, :]), values), h, None)
-    b = jax.lax.stop_gradient(jnp.max(values, axis=-2))
+    b = jax.lax.stop_gradient(jnp.ceil(jnp.max(values, axis=-2)))
     log_weights = (k - finite(h)[..., None, :])[..., None]
     return Means(logsumexp(log_weights + (values - finite(b)[..., None, :])[..., None, :], axis=-3), h, b)
 
@@ -89,7 +88,7 @@ def _running_states(k, values, past, resets):
         from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
         update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
         return Means(gated_sum(jnp.exp(past_share), update, axis), h, None)
-    b = jnp.maximum(past.b, jax.lax.stop_gradient(jnp.max(values, axis=-2)))
+    b = jnp.maximum(past.b, jax.lax.stop_gradient(jnp.ceil(jnp.max(values, axis=-2))))
     update = own_share + (values - finite(b)[..., None, :])[..., None, :]
     past_mean = past.mean + means.lower(past.b, b)[..., None, :]
     mean = log_linear_recurrence(past_share, update, axis, initial=past_mean, method="associative")

@@ -1,0 +1,429 @@
+"""Time and memory of the attention, forward and backward, against softmax attention at the same shapes.
+
+python scripts/benchmark.py attention [--out=benchmarks/attention] [--lengths=256,1024,4096,16384,65536]
+
+All contestants run in one process, a call of each in turn, and medians are compared. Those that would take longer than
+--time_limit or more memory than the device has are left out from that length on. PyTorch's scaled_dot_product_attention
+and, on a GPU, flash-linear-attention take part if they are installed. Writes the results as JSON and a plot.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from absl import app, flags
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+OUT = flags.DEFINE_string("out", "benchmarks/attention", "Folder for results.json and attention.png.")
+LENGTHS = flags.DEFINE_list("lengths", ["256", "1024", "4096", "16384", "65536"], "Numbers of tokens T.")
+ONLY = flags.DEFINE_list("only", [], "Names of the contestants to run; none: all there are.")
+DTYPES = flags.DEFINE_list("dtypes", [], "float32, bfloat16; none: float32, and bfloat16 too on accelerators.")
+BATCH = flags.DEFINE_integer("batch", 1, "B.", lower_bound=1)
+HEADS = flags.DEFINE_integer("heads", 24, "H.", lower_bound=1)
+FEATURES = flags.DEFINE_integer("features", 32, "K = V, features of keys and of values.", lower_bound=1)
+REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each.", lower_bound=1)
+TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds a call may take.", lower_bound=0.0)
+
+DIRECTIONS = ("forward", "forward+backward")
+
+
+@dataclasses.dataclass
+class Prepared:
+    """One contestant at one length: a call that waits for its result, and its peak memory beyond the inputs."""
+
+    call: Callable[[], Any]
+    peak_bytes: int | None
+
+
+class Skipped(Exception):
+    """Why a contestant does not take part at a length."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    n_tokens: int
+    dtype: str
+
+    @property
+    def axes(self) -> tuple[int, int, int, int]:
+        return BATCH.value, HEADS.value, self.n_tokens, FEATURES.value
+
+
+def device_memory() -> int | None:
+    """Bytes that may still be allocated, as far as the backend tells."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    if jax.default_backend() == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def device_name() -> str:
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in ("jax", "jaxlib", "torch", "flash-linear-attention"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# ---- contestants ---------------------------------------------------------------------------------
+
+
+def prepare_jax(function, shape: Shape, direction: str) -> Prepared:
+    import jax
+
+    arrays = [jax.random.normal(key, shape.axes, shape.dtype) for key in jax.random.split(jax.random.key(0), 4)]
+    if direction == "forward":
+        run, arguments = function, arrays[:3]
+    else:
+        # y comes back too, as in training, where the layers above need it.
+        def run(q, k, v, g):
+            y, pull = jax.vjp(function, q, k, v)
+            return y, pull(g.astype(y.dtype))
+
+        arguments = arrays
+    compiled = jax.jit(run).lower(*arguments).compile()
+    memory = compiled.memory_analysis()
+    peak = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
+    free = device_memory()
+    if peak is not None and free is not None and peak > 0.9 * free:
+        raise Skipped(f"needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+    return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), peak)
+
+
+def heinsen_form(function: str, implementation: str):
+    import heinsen
+
+    return functools.partial(getattr(heinsen, function), implementation=implementation)
+
+
+def jax_softmax(dtype: str):
+    import jax
+
+    fused = jax.default_backend() == "gpu" and dtype == "bfloat16"
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if fused else "xla")
+    tokens_first = lambda x: x.swapaxes(1, 2)
+    return lambda q, k, v: tokens_first(attend(*map(tokens_first, (q, k, v))))
+
+
+def torch_inputs(shape: Shape):
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+    dtype = getattr(torch, shape.dtype)
+    return [
+        torch.randn(shape.axes, generator=generator, device=device, dtype=dtype, requires_grad=i < 3) for i in range(4)
+    ]
+
+
+def prepare_torch(function, shape: Shape, direction: str) -> Prepared:
+    import torch
+
+    *inputs, g = torch_inputs(shape)
+    on_gpu = g.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    def call():
+        if direction == "forward":
+            with torch.no_grad():
+                function(*inputs)
+        else:
+            torch.autograd.grad(function(*inputs), inputs, g)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    if on_gpu:
+        before = torch.cuda.memory_allocated()
+        call()
+        return Prepared(call, torch.cuda.max_memory_allocated() - before)
+    return Prepared(call, resident_growth(call))
+
+
+def resident_growth(call) -> int | None:
+    """How much a call raises the process's peak of resident memory; None where the system does not tell."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts afresh
+        read = lambda field: next(
+            int(line.split()[1]) * 1024
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field + ":")
+        )
+        before = read("VmRSS")
+        call()
+        return max(0, read("VmHWM") - before)
+    except OSError:
+        return None
+
+
+def torch_softmax(q, k, v):
+    import torch
+
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def torch_linear(q, k, v):
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    y = chunk_linear_attn(*(x.transpose(1, 2) for x in (q, k, v)), scale=1.0, normalize=False)
+    return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)
+
+
+def contestants() -> dict[str, Callable[[Shape, str], Prepared]]:
+    """{name: how to prepare it for a shape and direction}, of those that can run here."""
+    import jax
+
+    forms = {
+        "heinsen chunked": ("log_attention", "chunked"),
+        "heinsen chunked (real values)": ("attention", "chunked"),
+        "heinsen scan": ("log_attention", "scan"),
+        "heinsen reference": ("log_attention", "reference"),
+    }
+    found: dict[str, Callable[[Shape, str], Prepared]] = {
+        name: functools.partial(prepare_jax, heinsen_form(*form)) for name, form in forms.items()
+    }
+    found["softmax (jax)"] = lambda shape, direction: prepare_jax(jax_softmax(shape.dtype), shape, direction)
+    try:
+        import torch
+    except ImportError:
+        return found
+    # On a GPU machine a CPU build of torch would be another race.
+    if torch.cuda.is_available() == (jax.default_backend() == "gpu"):
+        found["softmax (torch)"] = functools.partial(prepare_torch, torch_softmax)
+        if torch.cuda.is_available() and importlib.util.find_spec("fla") is not None:
+            found["linear (flash-linear-attention)"] = functools.partial(prepare_torch, torch_linear)
+    return found
+
+
+# ---- the race ------------------------------------------------------------------------------------
+
+
+def seconds(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def race(entries: dict, shape: Shape, direction: str, out_of_race: dict) -> list[dict]:
+    """One result per contestant that takes part; those that cannot go on are added to `out_of_race`."""
+    prepared, times = {}, {}
+    for name, prepare in entries.items():
+        if (name, direction, shape.dtype) in out_of_race:
+            continue
+        try:
+            entry = prepare(shape, direction)
+            seconds(entry.call)
+            took = seconds(entry.call)
+        except Skipped as reason:
+            out_of_race[name, direction, shape.dtype] = str(reason)
+        except Exception as error:  # out of memory, or a kernel that does not take this shape: one less in the race
+            out_of_race[name, direction, shape.dtype] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        else:
+            prepared[name], times[name] = entry, [took]
+            if took > TIME_LIMIT.value:
+                out_of_race[name, direction, shape.dtype] = f"took {took:.1f} s at T = {shape.n_tokens}"
+    for _ in range(REPEATS.value - 1):
+        for name, entry in prepared.items():
+            if statistics.median(times[name]) * len(times[name]) < 3 * TIME_LIMIT.value:
+                times[name].append(seconds(entry.call))
+    return [
+        dict(
+            name=name,
+            direction=direction,
+            dtype=shape.dtype,
+            tokens=shape.n_tokens,
+            milliseconds=1e3 * statistics.median(times[name]),
+            fastest_milliseconds=1e3 * min(times[name]),
+            calls=len(times[name]),
+            peak_bytes=entry.peak_bytes,
+        )
+        for name, entry in prepared.items()
+    ]
+
+
+def leave_out_the_hopeless(results: list[dict], n_tokens: int, out_of_race: dict) -> None:
+    """Whoever would exceed the time limit if its time went on growing as it did last."""
+    for result in results:
+        growth = 1.0
+        for earlier in results:
+            same = all(result[field] == earlier[field] for field in ("name", "direction", "dtype"))
+            if same and earlier["tokens"] * 4 == result["tokens"]:
+                growth = result["milliseconds"] / earlier["milliseconds"] / 4
+        ratio = n_tokens / result["tokens"]
+        expected = 1e-3 * result["milliseconds"] * ratio * (ratio if growth > 2 else 1)
+        if ratio > 1 and expected > TIME_LIMIT.value:
+            key = result["name"], result["direction"], result["dtype"]
+            out_of_race.setdefault(key, f"would take {expected:.0f} s at T = {n_tokens}")
+
+
+def table(results: list[dict], field: str, scale: float, lengths: list[int], direction: str, dtype: str) -> list[str]:
+    chosen = [r for r in results if r["direction"] == direction and r["dtype"] == dtype and r[field] is not None]
+    names = list(dict.fromkeys(r["name"] for r in chosen))
+    width = max([len(name) for name in names], default=0)
+    lines = [" " * width + "".join(f"{f'T={n}':>12}" for n in lengths)]
+    for name in names:
+        cells = {r["tokens"]: f"{r[field] * scale:.4g}" for r in chosen if r["name"] == name}
+        lines.append(name.ljust(width) + "".join(f"{cells.get(n, '-'):>12}" for n in lengths))
+    return lines
+
+
+def comparisons(results: list[dict], lengths: list[int]) -> list[str]:
+    """What the chunked form gains over every other at the same length, and how its time per token grows."""
+    of = {(r["name"], r["direction"], r["dtype"], r["tokens"]): r["milliseconds"] for r in results}
+    lines = []
+    for name, direction, dtype, n_tokens in of:
+        own = of.get(("heinsen chunked", direction, dtype, n_tokens))
+        if own is not None and not name.startswith("heinsen chunked"):
+            ratio = of[name, direction, dtype, n_tokens] / own
+            lines.append(f"{direction}, {dtype}, T = {n_tokens}: {ratio:.2f} times as fast as {name}")
+        if name == "heinsen chunked" and n_tokens > 1024 and (name, direction, dtype, 1024) in of:
+            growth = own / n_tokens / (of[name, direction, dtype, 1024] / 1024)
+            lines.append(f"{direction}, {dtype}: time per token at T = {n_tokens} {growth:.3f} times that at T = 1024")
+    return lines
+
+
+def plot(results: list[dict], device: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    dtypes = list(dict.fromkeys(r["dtype"] for r in results))
+    figure, rows = plt.subplots(len(dtypes), 3, figsize=(15, 4.6 * len(dtypes)), squeeze=False)
+    names = list(dict.fromkeys(r["name"] for r in results))
+    colors = dict(zip(names, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    for dtype, axes in zip(dtypes, rows, strict=True):
+        panels = [
+            ("forward", "milliseconds", 1.0, "ms, forward"),
+            ("forward+backward", "milliseconds", 1.0, "ms, forward + backward"),
+            ("forward+backward", "peak_bytes", 2.0**-20, "MiB beyond inputs, forward + backward"),
+        ]
+        for axis, (direction, field, scale, label) in zip(axes, panels, strict=True):
+            for name in names:
+                points = [
+                    (r["tokens"], r[field] * scale)
+                    for r in results
+                    if (r["name"], r["direction"], r["dtype"]) == (name, direction, dtype) and r[field]
+                ]
+                if points:
+                    axis.loglog(*zip(*points, strict=True), "o-", base=2, label=name, color=colors[name])
+            axis.set(xlabel="tokens T", ylabel=label, title=dtype)
+            axis.grid(alpha=0.3)
+    rows[0][0].legend(fontsize=8)
+    figure.suptitle(f"causal attention, B={BATCH.value} H={HEADS.value} K=V={FEATURES.value}: {device}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def benchmark_attention() -> None:
+    import jax
+
+    from heinsen.parallel import keep_host_memory
+
+    lengths = sorted(positive_int(text) for text in LENGTHS.value)
+    dtypes = DTYPES.value or ["float32"] + ([] if jax.default_backend() == "cpu" else ["bfloat16"])
+    for dtype in dtypes:
+        if dtype not in ("float32", "bfloat16"):
+            raise app.UsageError(f"--dtypes={dtype}: choose float32 or bfloat16")
+    entries = contestants()
+    unknown = set(ONLY.value) - entries.keys()
+    if unknown:
+        raise app.UsageError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(entries)}")
+    entries = {name: entry for name, entry in entries.items() if not ONLY.value or name in ONLY.value}
+    keep_host_memory()
+    device = device_name()
+    out = Path(OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+
+    results: list[dict] = []
+    out_of_race: dict[tuple[str, str, str], str] = {}
+    start = time.monotonic()
+    for dtype in dtypes:
+        for n_tokens in lengths:
+            leave_out_the_hopeless(results, n_tokens, out_of_race)
+            for direction in DIRECTIONS:
+                results += race(entries, Shape(n_tokens, dtype), direction, out_of_race)
+                elapsed = time.monotonic() - start
+                print(f"{dtype} T={n_tokens} {direction}: done after {elapsed:.0f} s", file=sys.stderr, flush=True)
+
+    shape = f"causal, B={BATCH.value} H={HEADS.value} K=V={FEATURES.value}"
+    print(f"{shape}; {device}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+    for dtype in dtypes:
+        for direction in DIRECTIONS:
+            for field, scale, unit in (("milliseconds", 1.0, "ms"), ("peak_bytes", 2.0**-20, "MiB beyond the inputs")):
+                print(f"\n{direction}, {dtype}, {unit}")
+                print("\n".join(table(results, field, scale, lengths, direction, dtype)))
+    print()
+    for line in comparisons(results, lengths):
+        print(line)
+    for (name, direction, dtype), reason in out_of_race.items():
+        print(f"left out: {name}, {direction}, {dtype}: {reason}")
+    summary = dict(
+        device=device,
+        versions=versions(),
+        batch=BATCH.value,
+        heads=HEADS.value,
+        features=FEATURES.value,
+        results=results,
+        left_out=[
+            dict(zip(("name", "direction", "dtype"), key, strict=True), why=out_of_race[key]) for key in out_of_race
+        ],
+    )
+    (out / "results.json").write_text(json.dumps(summary, indent=1) + "\n")
+    plot(results, device, out / "attention.png")
+    print(f"written: {out / 'results.json'}, {out / 'attention.png'}")
+
+
+def positive_int(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise app.UsageError(f"--lengths: {text!r} is not a number of tokens; expected e.g. --lengths=256,1024")
+    return number
+
+
+BENCHMARKS = {"attention": benchmark_attention}
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) != 2 or argv[1] not in BENCHMARKS:
+        raise app.UsageError(f"expected one of {', '.join(BENCHMARKS)}, got {argv[1:]}")
+    BENCHMARKS[argv[1]]()
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,146 @@
+"""float32 against the reference implementation in float64, over every dynamic range and a few hard cases.
+
+The bar: log y within 2e-4, and 2e-5 where no input exceeds some tens; gradients within 1e-4 of a tensor's largest.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import heinsen
+
+SIGMAS = (0.1, 1, 4, 8, 16, 32, 64)
+FEATURES = 16
+FORMS = ["chunked", "scan"]
+
+
+@functools.cache
+def compiled(implementation):
+    def run(q, k, log_v, g):
+        attend = functools.partial(heinsen.log_attention, implementation=implementation)
+        y, pull = jax.vjp(attend, q, k, log_v)
+        return y, *pull(g.astype(y.dtype))
+
+    return jax.jit(run)
+
+
+def run(implementation, arrays, dtype):
+    with jax.enable_x64(dtype == np.float64):
+        return [np.asarray(x) for x in compiled(implementation)(*(x.astype(dtype) for x in arrays))]
+
+
+def check(arrays, bar):
+    arrays = [x.astype(np.float32) for x in arrays]
+    y64, *gradients64 = run("reference", arrays, np.float64)
+    for form in FORMS:
+        y, *gradients = run(form, arrays, np.float32)
+        assert y.dtype == np.float32
+        np.testing.assert_array_equal(np.isneginf(y), np.isneginf(y64))
+        seen = np.isfinite(y64)
+        error = np.max(np.abs(y[seen] - y64[seen]), initial=0)
+        assert np.all(np.isfinite(y[seen])) and error <= bar, f"{form}: log y off by {error:.2g}"
+        for name, x, want in zip(("q", "k", "log_v"), gradients, gradients64, strict=True):
+            assert np.all(np.isfinite(x)), f"{form}: gradient by {name}"
+            error, largest = np.max(np.abs(x - want)), np.max(np.abs(want))
+            # Those of a single token's query and key are 0: what float32 rounds off is relative to their terms.
+            scale = max(largest, 0.1) if y.shape[-2] == 1 else largest
+            assert error <= 1e-4 * scale, f"{form}: gradient by {name} off by {error:.2g} of {largest:.2g}"
+
+
+def draw(rng, n_tokens, sigma_k, sigma_v, batch=(6,)):
+    """q, k, log_v and a cotangent."""
+    normal = lambda sigma: sigma * rng.standard_normal((*batch, n_tokens, FEATURES))
+    return [normal(sigma_k), normal(sigma_k), normal(sigma_v), normal(1)]
+
+
+@pytest.mark.parametrize("n_tokens", [1, 63, 256])
+def test_every_dynamic_range(rng, n_tokens):
+    for sigma_k in SIGMAS:
+        for sigma_v in SIGMAS:
+            check(draw(rng, n_tokens, sigma_k, sigma_v), 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4)
+
+
+@pytest.mark.parametrize("sigma_k, sigma_v", [(0.1, 64), (1, 1), (8, 8), (32, 4), (64, 64)])
+def test_a_thousand_tokens(rng, sigma_k, sigma_v):
+    check(draw(rng, 1000, sigma_k, sigma_v, batch=()), 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4)
+
+
+# ---- hard cases ----------------------------------------------------------------------------------
+
+HARD = {}
+
+
+def hard(case):
+    HARD[case.__name__] = case
+    return case
+
+
+@hard
+def keys_rise_by_120_nats_within_a_chunk_and_fall_again(rng, q, k, log_v, g):
+    k[..., 40:48, :] += 120
+
+
+@hard
+def the_largest_value_carries_weight_e_to_the_minus_100(rng, q, k, log_v, g):
+    log_v[..., 10, :] += 100
+    k[..., 10, :] -= 100
+
+
+@hard
+def one_feature_dominates(rng, q, k, log_v, g):
+    q[..., 3] += 90
+    k[..., 3] += 30
+
+
+@hard
+def zero_values(rng, q, k, log_v, g):
+    log_v[rng.random(log_v.shape) < 0.3] = -np.inf
+    log_v[..., :2] = -np.inf  # columns that are always zero
+    g[np.isneginf(log_v)] = 0  # the derivative of log 0 is no number worth comparing
+    g[..., :2] = 0
+
+
+@hard
+def masked_keys(rng, q, k, log_v, g):
+    k[rng.random(k.shape) < 0.3] = -np.inf
+    k[..., 5, :] = k[..., 0, :] = -np.inf
+    g[..., 0, :] = 0  # the first query sees nothing
+
+
+@hard
+def all_keys_equal(rng, q, k, log_v, g):
+    k[...] = k[..., :1, :1]
+
+
+@hard
+def queries_of_one_document_reach_far_below_the_next(rng, q, k, log_v, g):
+    k[..., :100, :] -= 95
+    q[..., 1::2, :] -= np.linspace(0, 200, FEATURES)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_cases(rng, name):
+    arrays = draw(rng, 256, 1, 1)
+    HARD[name](rng, *arrays)
+    check(arrays, 2e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_of_a_million_tokens(rng, form):
+    """Handed in as its sums: h_z = log 1e6 plus what keys of some nats add."""
+    q, k, log_v, _ = (x.astype(np.float32) for x in draw(rng, 63, 2, 2))
+    h_z = (np.log(1e6) + 2 * rng.standard_normal((6, FEATURES))).astype(np.float32)
+    h_s = (h_z[..., None] + rng.standard_normal((6, FEATURES, FEATURES))).astype(np.float32)
+
+    def attend(implementation, dtype):
+        with jax.enable_x64(dtype == np.float64):
+            state = heinsen.LogState(jnp.asarray(h_s, dtype), jnp.asarray(h_z, dtype))
+            call = functools.partial(heinsen.log_attention, implementation=implementation, return_state=True)
+            y, end = jax.jit(call)(*(x.astype(dtype) for x in (q, k, log_v)), state=state)
+            return [np.asarray(x) for x in (y, *end)]
+
+    for got, want in zip(attend(form, np.float32), attend("reference", np.float64), strict=True):
+        assert np.max(np.abs(got - want)) <= 2e-5

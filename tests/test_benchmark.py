@@ -1,0 +1,47 @@
+"""scripts/benchmark.py as a command: its table, files and refusals. Times are not judged here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def benchmark(*arguments):
+    command = [sys.executable, "scripts/benchmark.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_attention_is_timed_and_written_down(tmp_path):
+    small = ["--lengths=8,32", "--heads=2", "--features=4", "--repeats=2", f"--out={tmp_path}"]
+    result = benchmark("attention", "--only=heinsen chunked,softmax (jax)", *small)
+    assert result.returncode == 0, result.stderr
+    assert "forward+backward, float32, ms" in result.stdout
+    assert "times as fast as softmax (jax)" in result.stdout
+    summary = json.loads((tmp_path / "results.json").read_text())
+    assert summary["device"] and summary["versions"]["jax"] and summary["left_out"] == []
+    seen = {(r["name"], r["direction"], r["tokens"]) for r in summary["results"]}
+    assert len(seen) == len(summary["results"]) == 8
+    assert all(r["milliseconds"] >= r["fastest_milliseconds"] > 0 and r["peak_bytes"] > 0 for r in summary["results"])
+    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "expected one of attention"),
+        (["speed"], "expected one of attention"),
+        (["attention", "--lengths=many"], "'many' is not a number of tokens"),
+        (["attention", "--lengths=0"], "'0' is not a number of tokens"),
+        (["attention", "--dtypes=float8"], "choose float32 or bfloat16"),
+        (["attention", "--only=heinsen"], "here there are heinsen chunked"),
+    ],
+)
+def test_bad_input_is_named(arguments, message, tmp_path):
+    result = benchmark(*arguments, f"--out={tmp_path}")
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr
+    assert not list(tmp_path.iterdir())
