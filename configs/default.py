@@ -31,7 +31,8 @@ def get_config() -> ConfigDict:
                 d_value=32,
                 dtype="float32",  # of matmul inputs: bfloat16 on accelerators
                 remat=False,  # recompute each layer in the backward pass: less memory, more time
-                implementation=placeholder(str),  # of log_attention: reference, scan, or None for the best
+                implementation=placeholder(str),  # of log_attention: chunked, scan, reference; None for the best
+                document_token=placeholder(int),  # forget all before this id (gpt2: 50256, bytes: 256); None: never
             ),
             optimizer=dict(
                 learning_rate=6e-4,  # after warm-up

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, log_attention
-from heinsen.logspace import log_linear_recurrence
+from heinsen.logspace import NEG_INF, log_linear_recurrence, logaddexp
 
 Params = dict[str, Any]
 
@@ -30,6 +30,7 @@ class ModelConfig:
 
     vocab_size counts the tokenizer's ids; the embedding and the softmax have padded_vocab_size rows. dtype is that of
     matmul inputs. remat recomputes each layer in the backward pass. implementation is log_attention's (None: the best).
+    document_token is the id that begins a document, with which the model forgets all before; None: it never does.
     """
 
     vocab_size: int
@@ -42,6 +43,7 @@ class ModelConfig:
     dtype: str
     remat: bool
     implementation: str | None
+    document_token: int | None
 
     def __post_init__(self):
         for name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value"):
@@ -50,6 +52,10 @@ class ModelConfig:
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"model.padded_vocab_size = {self.padded_vocab_size} is smaller than vocab_size = {self.vocab_size}"
+            )
+        if self.document_token is not None and not 0 <= self.document_token < self.vocab_size:
+            raise ValueError(
+                f"model.document_token = {self.document_token} is not an id of a vocabulary of {self.vocab_size}"
             )
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
@@ -105,16 +111,33 @@ class LanguageModel(nn.Module):
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
         if state is None:
             state = init_model_state(c, tokens_BxT.shape[0])
-        position_BxTxD = Position(c, name="position")(x_BxTxD, state.position)
+        begins_BxT = segment_ids = None
+        if c.document_token is not None:
+            begins_BxT = tokens_BxT == c.document_token
+            segment_ids = jnp.cumsum(begins_BxT, axis=-1)[:, None]
+            state = _forget(c, state, begins_BxT[:, 0])
+        position_BxTxD = Position(c, name="position")(x_BxTxD, state.position, begins_BxT)
         x_BxTxD = x_BxTxD + position_BxTxD
         layer = nn.remat(Layer, prevent_cse=False) if c.remat else Layer
         layers = nn.scan(
-            layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0, out_axes=0, length=c.n_layers
+            layer,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, nn.broadcast),
+            out_axes=0,
+            length=c.n_layers,
         )
-        x_BxTxD, attention = layers(c, name="layers")(x_BxTxD, state.attention)
+        x_BxTxD, attention = layers(c, name="layers")(x_BxTxD, state.attention, segment_ids)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         logits = _matmul(x_BxTxD, embedding.T, c.dtype)
         return logits, ModelState(position_BxTxD[:, -1], attention)
+
+
+def _forget(config: ModelConfig, state: ModelState, rows_B: Array) -> ModelState:
+    """The state of those rows as before any token."""
+    empty = init_model_state(config, rows_B.shape[0])
+    pick = lambda axis: lambda new, old: jnp.where(rows_B.reshape((-1,) + (1,) * (old.ndim - 1 - axis)), new, old)
+    return ModelState(pick(0)(empty.position, state.position), jax.tree.map(pick(1), empty.attention, state.attention))
 
 
 class Position(nn.Module):
@@ -123,9 +146,14 @@ class Position(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD: Array, initial_BxD: Array) -> Array:
+    def __call__(self, x_BxTxD: Array, initial_BxD: Array, begins_BxT: Array | None = None) -> Array:
         c, log_b = jnp.split(Dense(2 * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), 2, axis=-1)
-        return log_linear_recurrence(nn.log_sigmoid(c), log_b, axis=1, initial=initial_BxD)
+        log_a = nn.log_sigmoid(c)
+        if begins_BxT is not None:  # e_{t-1} is 0 there, as before any token
+            begins = begins_BxT[..., None]
+            log_b = jnp.where(begins, logaddexp(log_a, log_b), log_b)
+            log_a = jnp.where(begins, NEG_INF, log_a)
+        return log_linear_recurrence(log_a, log_b, axis=1, initial=initial_BxD)
 
 
 class Layer(nn.Module):
@@ -134,7 +162,7 @@ class Layer(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x_BxTxD: Array, state: LogState) -> tuple[Array, LogState]:
+    def __call__(self, x_BxTxD: Array, state: LogState, segment_ids: Array | None = None) -> tuple[Array, LogState]:
         c = self.config
         n_batch, n_tokens, _ = x_BxTxD.shape
         h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
@@ -142,7 +170,13 @@ class Layer(nn.Module):
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         q, k, log_v = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
         log_y_BxHxTxV, state = log_attention(
-            q, k, log_v, state=state, implementation=c.implementation, return_state=True
+            q,
+            k,
+            log_v,
+            state=state,
+            segment_ids=segment_ids,
+            implementation=c.implementation,
+            return_state=True,
         )
         log_y = log_y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
         h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(log_y))

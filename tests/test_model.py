@@ -34,6 +34,7 @@ SMALL = ModelConfig(
     dtype="float32",
     remat=False,
     implementation="reference",
+    document_token=None,
 )
 B, T = 2, 7
 
@@ -309,6 +310,40 @@ def test_parameters_are_drawn_uniformly_by_their_fan_in(rng):
     assert len(set(first_numbers)) == len(first_numbers)
 
 
+# ---- documents -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["reference", None])
+def test_with_a_document_token_packed_documents_are_separate_ones(params, tokens, implementation):
+    """Documents that begin anywhere, in the first token too, have the logits that they have alone."""
+    config = dataclasses.replace(SMALL, document_token=5, implementation=implementation)
+    tokens = np.where(tokens == 5, 6, tokens)
+    tokens[0, [0, 3, 4]] = tokens[1, 2] = 5
+    got, state = _forward(config, params, tokens)
+    for row, starts in enumerate([[0, 3, 4], [0, 2]]):
+        for start, end in zip(starts, [*starts[1:], T], strict=True):
+            alone, end_state = _forward(SMALL, params, tokens[row : row + 1, start:end])
+            np.testing.assert_allclose(got[row : row + 1, start:end], alone, atol=2e-5, rtol=1e-4)
+        for x, y in zip(jax.tree.leaves(state.attention), jax.tree.leaves(end_state.attention), strict=True):
+            np.testing.assert_allclose(x[:, row : row + 1], y, atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(state.position[row : row + 1], end_state.position, atol=2e-5, rtol=1e-4)
+    assert np.abs(got[0, 3:] - _forward(SMALL, params, tokens)[0][0, 3:]).max() > 1e-3
+
+
+def test_with_a_document_token_steps_forget_as_the_whole_does(params, tokens):
+    config = dataclasses.replace(SMALL, document_token=5)
+    tokens = np.where(tokens == 5, 6, tokens)
+    tokens[0, 4] = 5
+    whole, _ = _forward(config, params, tokens)
+    state = init_model_state(config, B)
+    for t in range(T):
+        logits, state = _forward(config, params, tokens[:, t : t + 1], state)
+        np.testing.assert_allclose(logits[:, 0], whole[:, t], atol=2e-5, rtol=1e-4)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
 def test_parameters_follow_the_key_and_not_the_implementation():
     draw = quick_jit(init_params, static_argnums=0)
     first = draw(SMALL, jax.random.key(1))
@@ -323,6 +358,7 @@ def test_parameters_follow_the_key_and_not_the_implementation():
 # ---- configuration -------------------------------------------------------------------------------
 
 BAD_VALUES = [("padded_vocab_size", 12), ("dtype", "float16"), ("dtype", "int8"), ("implementation", "fast")]
+BAD_VALUES += [("document_token", 13), ("document_token", -1)]
 for _name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value"):
     BAD_VALUES += [(_name, 0), (_name, -1)]
 

@@ -96,6 +96,11 @@ def open_split(config: TrainConfig, split: str) -> TokenDataset:
             f"{dataset.path} has a vocabulary of {dataset.vocab_size} ids, the model one of {config.model.vocab_size}: "
             f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size not below it"
         )
+    if config.model.document_token not in (None, dataset.eot_id):
+        raise DatasetError(
+            f"documents of {dataset.path} begin with token {dataset.eot_id}, the model's with document_token = "
+            f"{config.model.document_token}: set --config.model.document_token={dataset.eot_id} or None"
+        )
     return dataset
 
 

@@ -129,6 +129,15 @@ def test_data_of_another_tokenizer_is_refused(tmp_path, data, rng):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_document_token_that_is_not_the_datas_is_refused(tmp_path, data):
+    with pytest.raises(
+        DatasetError, match=r"begin with token 256.* document_token = 10: set --config\.model\.document"
+    ):
+        train(run_config(data, model__document_token=10), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    open_split(run_config(data, model__document_token=256), "train")
+
+
 def test_validation_split_is_checked_like_the_training_split(tmp_path, rng):
     write_split(tmp_path / "data" / "train", draw_text(rng, 500))
     write_split(tmp_path / "data" / "validation", draw_text(rng, 500), tokenizer="gpt2", vocab_size=50257)
