@@ -1,13 +1,15 @@
 # make train   a virtual environment in .venv, then the demo: a few minutes on 2 CPU cores
 # make test    the same with the test extras, then lint and tests
 #
-# On an accelerator: make train JAX=cuda13, or JAX=tpu.  Another interpreter: PYTHON=python3.12.
+# On an accelerator: make train JAX=cuda13, or JAX=tpu.  Another interpreter: PYTHON=python3.12.  Fewer tests at a time
+# than there are cores: make test JOBS=2.
 
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?=
 DATA ?= data/stdlib
 RUN ?= runs/demo
+JOBS ?= auto
 
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
@@ -24,7 +26,7 @@ train: $(installed)
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(python) -m pytest
+	$(python) -m pytest --numprocesses=$(JOBS)
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

@@ -371,7 +371,7 @@ def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
         dm = _rescale(dm, shifts, after)
         dsums = None
         if f.qf is not None:
-            s = sums.s if f.kf is None else gradients.values
+            s = gradients.values if overwrites else sums.s
             own = _Sums(_slice(s, i, size), _slice_last(sums.z, i, size))
             dsums = _of_mean(own, dy_chunk, _slice_last(dlog_z, i, size), in_logs)
         dchunk, dm = _gradients(f, m, dsums, dm, in_logs)
@@ -387,8 +387,10 @@ def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
     dm = _of_mean(m, dend.h_s if in_logs else dend.mean, dend.h_z, in_logs, state=True)
     full = lambda x, fill: None if x is None else jnp.full_like(x, fill)
     gradients = _Tokens(full(tokens.q, 0), full(tokens.k, 1), full(tokens.values, 2), None)  # not alike: see above
-    if tokens.q is not None and tokens.k is not None:
-        gradients = gradients._replace(values=sums.s)  # chunk by chunk S gives way to the gradient
+    # Chunk by chunk S gives way to the gradient. (Of real values XLA would copy the whole of S for every chunk.)
+    overwrites = in_logs and tokens.q is not None and tokens.k is not None
+    if overwrites:
+        gradients = gradients._replace(values=sums.s)
     xs = jnp.arange(_n_chunks(tokens, size)), before
     (dm, shifts, gradients), _ = lax.scan(step, (dm, shifts, gradients), xs, reverse=True)
 

@@ -1,0 +1,36 @@
+"""Memory of the chunked form: linear in T, few buffers of the inputs' size, and no copies of them in its loops."""
+
+import functools
+
+import jax
+import pytest
+
+import heinsen
+
+HEADS, FEATURES = 4, 32
+
+
+def compile_for(function, n_tokens, gradient):
+    attend = functools.partial(getattr(heinsen, function), implementation="chunked")
+    x = jax.ShapeDtypeStruct((1, HEADS, n_tokens, FEATURES), "float32")
+    run = lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g) if gradient else attend(q, k, v)
+    return jax.jit(run).lower(x, x, x, x).compile()
+
+
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
+def test_memory_is_linear_in_tokens_with_few_buffers_and_no_copies_in_loops(function):
+    n_tokens = 16384
+    compiled = compile_for(function, n_tokens, gradient=True)
+    input_bytes = 4 * HEADS * n_tokens * FEATURES
+    assert compiled.memory_analysis().temp_size_in_bytes <= 3 * input_bytes
+    # What a loop copies it copies once per chunk: time would grow with the square of T.
+    loops = compiled.as_text().split("\nENTRY ")[0].splitlines()
+    shape = f"f32[1,{HEADS},{n_tokens},{FEATURES}]"
+    assert any(shape in line for line in loops)
+    assert not [line for line in loops if shape in line.split(" copy(")[0] and " copy(" in line]
+
+
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
+def test_without_gradients_only_the_output_grows(function):
+    temporary = [compile_for(function, n, gradient=False).memory_analysis().temp_size_in_bytes for n in (4096, 16384)]
+    assert temporary[1] - temporary[0] <= 0.05 * 4 * HEADS * (16384 - 4096) * FEATURES
