@@ -23,14 +23,14 @@ from jaxtyping import Array, Bool, Complex, Float
 NEG_INF = -jnp.inf
 
 
-def posterior(term: Array, total: Array) -> Array:
-    """exp(term - total) <= 1: the share of one term in a log-sum-exp; 0 in an empty sum."""
-    return jnp.exp(term - jnp.where(total == NEG_INF, 0.0, total))
-
-
 def finite(shift: Array) -> Array:
     """0 in place of -inf: a shift that may be subtracted from -inf."""
     return jnp.where(shift == NEG_INF, 0.0, shift)
+
+
+def posterior(term: Array, total: Array) -> Array:
+    """exp(term - total) <= 1: the share of one term in a log-sum-exp; 0 in an empty sum."""
+    return jnp.exp(term - finite(total))
 
 
 @jax.custom_jvp
@@ -48,7 +48,7 @@ def _log_sigmoid_jvp(primals, tangents):
 def logaddexp(a: Float[Array, "*#shape"], b: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
     """log(exp(a) + exp(b)), elementwise with broadcasting: the monoid's operation, with finite gradients at -inf."""
     top = jnp.maximum(a, b)
-    below = jnp.minimum(a, b) - jnp.where(top == NEG_INF, 0.0, top)
+    below = jnp.minimum(a, b) - finite(top)
     return top + jnp.log1p(jnp.exp(below))
 
 
@@ -62,7 +62,7 @@ def _logaddexp_jvp(primals, tangents):
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _logsumexp(x: Array, axis: int) -> Array:
     top = jnp.max(x, axis=axis, keepdims=True)
-    shift = jnp.where(top == NEG_INF, 0.0, top)
+    shift = finite(top)
     return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))
 
 
@@ -100,7 +100,7 @@ def complex_log(x: Float[Array, "*shape"]) -> Complex[Array, "*shape"]:
 def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array, "..."]:
     """log-sum-exp of complex logarithms, shifted by the largest real part; for numbers that may cancel."""
     top = jnp.max(z.real, axis=axis, keepdims=True)
-    shift = jnp.where(top == NEG_INF, 0.0, top)
+    shift = finite(top)
     return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(z - shift), axis=axis))
 
 

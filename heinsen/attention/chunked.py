@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from heinsen.attention import means
 from heinsen.attention.means import Means
-from heinsen.attention.recurrent import LogState, MeanState, init_state
+from heinsen.attention.recurrent import LogState, MeanState, empty_state_for
 from heinsen.logspace import NEG_INF, finite, log_divide, logaddexp
 
 CHUNK = 64  # tokens; half of it for heads so narrow that the C x C products would outweigh all else
@@ -48,7 +48,7 @@ def attention(q, k, v, causal, state, resets):
 
 def _attend(q, k, values, causal, state, resets, in_logs):
     if state is None:
-        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
+        state = empty_state_for(k, values, in_logs)
     else:
         state = jax.tree.map(lambda part: part.astype(k.dtype), state)
     if causal:
@@ -70,8 +70,7 @@ def _within_documents(q, k, values, state, resets, in_logs):
     k_later = jnp.where(begins_next[..., None], NEG_INF, later(k, NEG_INF))
     tokens = _Tokens(q, k_later, later(values, NEG_INF if in_logs else 0.0), begins_next)
     tokens = jax.tree.map(lambda x: jnp.flip(x, axis=_token_axis(x)), tokens)
-    empty = init_state(state.h_z.shape[:-1], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
-    y_future, log_z_future, _ = _padded_run(tokens, empty, in_logs, with_log_z=True)
+    y_future, log_z_future, _ = _padded_run(tokens, empty_state_for(k, values, in_logs), in_logs, with_log_z=True)
     y_future, log_z_future = jnp.flip(y_future, axis=-2), jnp.flip(log_z_future, axis=-1)
     past_share, future_share = (share[..., None] for share in means.log_shares(log_z_past, log_z_future))
     if in_logs:
@@ -278,17 +277,21 @@ def _mean(sums, b):
     return log_divide(_log(sums.s), _log(sums.z)[..., None]) + finite(b)[..., None, :]
 
 
-def _lost(sums, some_weight, b):
-    """Whether some sum is so small that underflow may have taken terms from it; sums that are rightly 0 are not.
-
-    `some_weight` tells where there are weights at all, of queries or key features. Averages of real values (b is None)
-    are divided by their weights: only those can be too small.
-    """
-    lost = jnp.min(jnp.where(some_weight, sums.z, 1.0)) < _TINY
+def _one_for_none(sums, some_weight, b):
+    """The sums with 1 in place of those that are rightly 0: no weights (of a query or key feature), or no values."""
+    z = jnp.where(some_weight, sums.z, 1.0)
     if b is None:
-        return lost
-    some_value = some_weight[..., None] & (b > NEG_INF)[..., None, :]
-    return lost | (jnp.min(jnp.where(some_value, sums.s, 1.0)) < _TINY)
+        return _Sums(sums.s, z)
+    return _Sums(jnp.where(some_weight[..., None] & (b > NEG_INF)[..., None, :], sums.s, 1.0), z)
+
+
+def _lost(sums, in_logs):
+    """Whether some sum, of `_one_for_none`, is so small that underflow may have taken terms from it.
+
+    Averages of real values are divided by their weights: only those can be too small.
+    """
+    lost = jnp.min(sums.z) < _TINY
+    return lost | (jnp.min(sums.s) < _TINY) if in_logs else lost
 
 
 # ---- the fast pass -------------------------------------------------------------------------------
@@ -327,11 +330,7 @@ def _fast_forward(tokens, state, size, in_logs, with_log_z, remember):
             sums = _query_sums(f, m)
             y, s, z, log_z = out
             # Sums over nothing count as 1 from here on; their gradients are multiplied by features that are 0.
-            some_weight = f.r > NEG_INF
-            own_z = jnp.where(some_weight, sums.z, 1.0)
-            own_s = sums.s
-            if in_logs:
-                own_s = jnp.where(some_weight[..., None] & (raised.b > NEG_INF)[..., None, :], own_s, 1.0)
+            own_s, own_z = _one_for_none(sums, f.r > NEG_INF, raised.b)
             y = _write(y, _mean(sums, raised.b), i, size)
             if remember:
                 s, z = _write(s, own_s, i, size), _write(z, own_z, i, size, axis=-1)
@@ -353,9 +352,9 @@ def _fast_forward(tokens, state, size, in_logs, with_log_z, remember):
     (m, shifts, out), before = lax.scan(step, (m, shifts, out), jnp.arange(_n_chunks(tokens, size)))
     y, s, z, log_z = (None,) * 4 if out is None else out
     # States between chunks need no check: what they lost is as little to the queries that read them, and to the end.
-    lost = _lost(m, shifts.c > NEG_INF, shifts.b)
-    for sums in () if out is None else (z, s) if in_logs else (z,):
-        lost |= jnp.min(sums) < _TINY
+    lost = _lost(_one_for_none(m, shifts.c > NEG_INF, shifts.b), in_logs)
+    if out is not None:
+        lost |= _lost(_Sums(s, z), in_logs)
     return y, log_z, _end(m, shifts, in_logs), before, _Sums(s, z), lost
 
 
@@ -460,7 +459,7 @@ def _gradients(f, m, dsums, dend, in_logs):
 def _token_by_token(chunk, state):
     """((y, log Z), the state after) in normalised form."""
     if chunk.k is None:
-        return means.read(jax.tree.map(lambda part: jnp.expand_dims(part, state.h.ndim - 1), state), chunk.q), state
+        return means.read_one(state, chunk.q), state
     empty = jax.tree.map(lambda part: jnp.full_like(part, NEG_INF), state)
     if state.b is None:
         empty = empty._replace(mean=jnp.zeros_like(state.mean))
@@ -490,10 +489,10 @@ def _exact_chunk(chunk, state, in_logs):
     mean = jnp.exp(state.mean + means.lower(state.b, shifts.b)[..., None, :]) if in_logs else state.mean
     m = _Sums(mean * z[..., None], z)
     end = _next_state(f, m)
-    lost = _lost(end, shifts.c > NEG_INF, shifts.b)
+    lost = _lost(_one_for_none(end, shifts.c > NEG_INF, shifts.b), in_logs)
     if chunk.q is not None:
         sums = _query_sums(f, m)
-        lost |= _lost(sums, f.r > NEG_INF, shifts.b)
+        lost |= _lost(_one_for_none(sums, f.r > NEG_INF, shifts.b), in_logs)
 
     def by_matmuls():
         out = (None, None)

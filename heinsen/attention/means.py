@@ -30,13 +30,13 @@ def from_state(state: State) -> Means:
     if isinstance(state, MeanState):
         return Means(state.mean, state.h_z, None)
     log_mean = log_divide(state.h_s, state.h_z[..., None])
-    b = lax.stop_gradient(jnp.ceil(jnp.max(log_mean, axis=-2)))
+    b = whole(jnp.max(log_mean, axis=-2))
     return Means(log_mean - finite(b)[..., None, :], state.h_z, b)
 
 
 def of_token(k: Float[Array, "*batch K"], values: Float[Array, "*batch V"], in_logs: bool) -> Means:
     """The state of one token: its values are the averages of all key features."""
-    b = lax.stop_gradient(jnp.ceil(values)) if in_logs else None
+    b = whole(values) if in_logs else None
     mean = values - finite(b) if in_logs else values
     return Means(jnp.broadcast_to(mean[..., None, :], (*k.shape, values.shape[-1])), k, b)
 
@@ -59,7 +59,7 @@ def merge(x: Means, y: Means) -> Means:
     x_mean = (x.mean + x_share[..., None]) + lower(x.b, b)[..., None, :]
     y_mean = (y.mean + y_share[..., None]) + lower(y.b, b)[..., None, :]
     mean = logaddexp(x_mean, y_mean)
-    rise = lax.stop_gradient(finite(jnp.ceil(jnp.max(mean, axis=-2))))
+    rise = finite(whole(jnp.max(mean, axis=-2)))
     return Means(mean - rise[..., None, :], h, b + rise)
 
 
@@ -68,6 +68,11 @@ def log_shares(h_x: Array, h_y: Array) -> tuple[Array, Array]:
     above = jnp.where(h_y == NEG_INF, NEG_INF, h_y - finite(h_x))
     above = jnp.where((h_x == NEG_INF) & (h_y > NEG_INF), jnp.inf, above)
     return log_sigmoid(-above), log_sigmoid(above)
+
+
+def whole(largest: Array) -> Array:
+    """The shift that covers the largest logarithm."""
+    return lax.stop_gradient(jnp.ceil(largest))
 
 
 def lower(old: Array, new: Array) -> Array:
@@ -87,6 +92,11 @@ def read(means: Means, q: Float[Array, "*batch T K"]) -> tuple[Array, Array]:
     else:
         y = _log_average(log_weights, means.mean) + finite(means.b)
     return y, log_z + top
+
+
+def read_one(means: Means, q: Float[Array, "*batch T K"]) -> tuple[Array, Array]:
+    """`read` where all queries read the one state."""
+    return read(jax.tree.map(lambda part: jnp.expand_dims(part, means.h.ndim - 1), means), q)
 
 
 @jax.custom_vjp

@@ -9,7 +9,6 @@ Axes: K key features, V value features, T queries; `*batch` is any leading axes,
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -47,6 +46,11 @@ def init_state(
     return LogState(jnp.full((*batch_shape, d_key, d_value), NEG_INF, dtype), h_z)
 
 
+def empty_state_for(k: Array, values: Array, in_logs: bool) -> State:
+    """The state before any of the tokens k [*batch, T, K], values [*batch, T, V]: a `LogState` if values are log v."""
+    return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
+
+
 def update_state(state: State, k: Float[Array, "*batch K"], values: Float[Array, "*batch V"]) -> State:
     """Eq. (6): the state after one more token. `values` are log v for a `LogState`, v for a `MeanState`.
 
@@ -82,39 +86,10 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
         return query_state(state, q[..., None, :])[..., 0, :]
     if q.shape[:-2] + q.shape[-1:] != state.h_z.shape:
         raise ValueError(f"queries {q.shape} do not fit a state with h_z {state.h_z.shape}: expected [*batch, (T,) K]")
-    return read_states(type(state)(*(jnp.expand_dims(part, state.h_z.ndim - 1) for part in state)), q)
-
-
-def read_states(states: State, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
-    """What each of T queries reads from its own state; the fields have a token axis of T, or of 1 for all alike."""
-    log_weights = q + states.h_z
+    log_weights = q + state.h_z[..., None, :]
     log_z = logsumexp(log_weights, axis=-1)
-    if isinstance(states, LogState):
-        log_s = logsumexp(q[..., None] + states.h_s, axis=-2)
+    if isinstance(state, LogState):
+        log_s = logsumexp(q[..., None] + state.h_s[..., None, :, :], axis=-2)
         return log_divide(log_s, log_z[..., None])
     p = posterior(log_weights, log_z[..., None])
-    return jnp.sum(p[..., None] * states.mean, axis=-2)
-
-
-def attend_sequentially(q: Array | None, k: Array, values: Array, state: State, resets: Array | None):
-    """Causal attention token by token: (y [*batch, T, V], the state after all tokens), T*K*V time, K*V memory.
-
-    Eq. (6), then eq. (5), for each token; without q the state only (y is None). `resets` [*batch, T] is true where a
-    packed document begins: there the state is emptied first.
-    """
-    signed = isinstance(state, MeanState)
-    empty = init_state(state.h_z.shape[:-1], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
-
-    def step(state, token):
-        q_t, k_t, values_t, reset_t = token
-        if reset_t is not None:
-            keep = lambda old, new: jnp.where(
-                reset_t.reshape(reset_t.shape + (1,) * (old.ndim - reset_t.ndim)), new, old
-            )
-            state = jax.tree.map(keep, state, empty)
-        state = update_state(state, k_t, values_t)
-        return state, None if q_t is None else query_state(state, q_t)
-
-    token_first = lambda x: jnp.moveaxis(x, k.ndim - 2, 0)
-    state, y = jax.lax.scan(step, state, jax.tree.map(token_first, (q, k, values, resets)))
-    return None if q is None else jnp.moveaxis(y, 0, k.ndim - 2), state
+    return jnp.sum(p[..., None] * state.mean[..., None, :, :], axis=-2)

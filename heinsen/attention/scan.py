@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from heinsen.attention import means
 from heinsen.attention.means import Means
-from heinsen.attention.recurrent import init_state
+from heinsen.attention.recurrent import empty_state_for
 from heinsen.logspace import (
     NEG_INF,
     cumulative_logsumexp,
@@ -40,12 +40,10 @@ def attention(q, k, v, causal, state, resets):
 
 
 def _attend(q, k, values, causal, state, resets, in_logs):
-    if state is None:
-        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=not in_logs, dtype=k.dtype)
-    past = means.from_state(state)
+    past = means.from_state(empty_state_for(k, values, in_logs) if state is None else state)
     if not causal and resets is None:
         end = means.merge(past, _total(k, values, in_logs))
-        return _read_one(end, q), means.to_state(end)
+        return means.read_one(end, q)[0], means.to_state(end)
     states = _running_states(k, values, past, resets)
     end = states._replace(mean=states.mean[..., -1, :, :], h=states.h[..., -1, :])
     if not causal:
@@ -56,16 +54,12 @@ def _attend(q, k, values, causal, state, resets, in_logs):
     return means.read(states, q)[0], means.to_state(end)
 
 
-def _read_one(state, q):
-    return means.read(jax.tree.map(lambda part: jnp.expand_dims(part, state.h.ndim - 1), state), q)[0]
-
-
 def _total(k, values, in_logs):
     """The state of all tokens."""
     h = logsumexp(k, axis=-2)
     if not in_logs:
         return Means(jnp.einsum("...sk,...sv->...kv", posterior(k, h[..., None, :]), values), h, None)
-    b = jax.lax.stop_gradient(jnp.ceil(jnp.max(values, axis=-2)))
+    b = means.whole(jnp.max(values, axis=-2))
     log_weights = (k - finite(h)[..., None, :])[..., None]
     return Means(logsumexp(log_weights + (values - finite(b)[..., None, :])[..., None, :], axis=-3), h, b)
 
@@ -88,7 +82,7 @@ def _running_states(k, values, past, resets):
         from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
         update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
         return Means(gated_sum(jnp.exp(past_share), update, axis), h, None)
-    b = jnp.maximum(past.b, jax.lax.stop_gradient(jnp.ceil(jnp.max(values, axis=-2))))
+    b = jnp.maximum(past.b, means.whole(jnp.max(values, axis=-2)))
     update = own_share + (values - finite(b)[..., None, :])[..., None, :]
     past_mean = past.mean + means.lower(past.b, b)[..., None, :]
     mean = log_linear_recurrence(past_share, update, axis, initial=past_mean, method="associative")
