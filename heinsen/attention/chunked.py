@@ -10,6 +10,9 @@ max_k(q[t,k] + c[k]). Every factor is then at most 1, and so are the sums carrie
 log y = log(S / Z) + b, and the state is h_s = log M_s + c + b, h_z = log M_z + c. Real values of either sign take the
 same road with v in place of vf, b = 0 and y = S / Z.
 
+Chunks are taken in groups, one group after the other: the products and exponentials of a group's chunks at once, the
+states between them in turn. A group is large enough to keep a device busy, and small enough to stay in a CPU's cache.
+
 Terms are lost only where a factor underflows, below 1e-38: at most (tokens) * K * 1e-38 of any sum, so sums that all
 exceed `_TINY` are right to float32's rounding. That is checked once per call, and where it fails the call is repaired:
 every chunk is taken again from a state in logarithms, and those that lose terms even so token by token, in normalised
@@ -19,6 +22,7 @@ The backward pass keeps the inputs, the sums S and Z, and the states between chu
 dL/dM every gradient is a matmul whose terms are posterior weights <= 1 times cotangents.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +36,6 @@ from heinsen.attention.means import Means
 from heinsen.attention.recurrent import LogState, MeanState, empty_state_for
 from heinsen.logspace import NEG_INF, finite, log_divide, logaddexp
 
-CHUNK = 64  # tokens; half of it for heads so narrow that the C x C products would outweigh all else
 _TINY = 1e-27  # against what underflow takes from a sum: 1e-38 a term
 
 
@@ -90,9 +93,9 @@ class _Tokens(NamedTuple):
 def _padded_run(tokens, state, in_logs, with_log_z=False):
     """`_run` for any number of tokens: padding keys weigh nothing, padding queries are cut off."""
     x = tokens.k if tokens.q is None else tokens.q
-    n_tokens, d_key = x.shape[-2:]
-    size = min(CHUNK if d_key >= 32 else CHUNK // 2, n_tokens)
-    missing = -n_tokens % size
+    n_tokens = x.shape[-2]
+    split = _split(x.shape)
+    missing = split.n_tokens - n_tokens
 
     def pad(x, fill):
         if x is None or missing == 0:
@@ -102,9 +105,44 @@ def _padded_run(tokens, state, in_logs, with_log_z=False):
         return jnp.pad(x, widths, constant_values=fill)
 
     fills = _Tokens(0.0, NEG_INF, NEG_INF if in_logs else 0.0, False)
-    y, log_z, state = _run(_Tokens(*map(pad, tokens, fills)), state, size, in_logs, with_log_z)
+    y, log_z, state = _run(_Tokens(*map(pad, tokens, fills)), state, split, in_logs, with_log_z)
     cut = lambda x, axis: None if x is None else lax.slice_in_dim(x, 0, n_tokens, axis=axis)
     return cut(y, -2), cut(log_z, -1), state
+
+
+class _Split(NamedTuple):
+    """How tokens are taken: in n_groups, one after the other, of n_chunks chunks each of `size` tokens."""
+
+    n_groups: int
+    n_chunks: int
+    size: int
+
+    @property
+    def n_tokens(self):
+        return self.n_groups * self.n_chunks * self.size
+
+
+def chunk_size(d_key):
+    """Tokens in a chunk, for d_key key features a head."""
+    return 32 if d_key < 64 and jax.default_backend() == "cpu" else 64
+
+
+def chunks_in_group(elements):
+    """Chunks to take at once, if one has that many elements in its queries or keys, of all heads and sequences.
+
+    On CPUs the arrays of a group stay in cache, and yet are large enough for several threads; accelerators rather want
+    few large steps.
+    """
+    return max(1, (2**18 if jax.default_backend() == "cpu" else 2**26) // elements)
+
+
+def _split(shape):
+    """For queries or keys [*batch, T, K]; it may hold more tokens than T."""
+    *batch, n_tokens, d_key = shape
+    size = min(chunk_size(d_key), n_tokens)
+    n_chunks = -(-n_tokens // size)
+    n_groups = -(-n_chunks // chunks_in_group(math.prod(batch) * size * d_key))
+    return _Split(n_groups, -(-n_chunks // n_groups), size)
 
 
 def _token_axis(x):
@@ -112,24 +150,24 @@ def _token_axis(x):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _run(tokens, state, size, in_logs, with_log_z):
-    """Chunks of `size` one after the other: (y, log Z if asked for, the state after all).
+def _run(tokens, state, split, in_logs, with_log_z):
+    """Group by group: (y, log Z if asked for, the state after all).
 
     Without k and values the queries read `state`; without q there is no y and only the state goes on.
     """
-    return _run_forward(tokens, state, size, in_logs, with_log_z, remember=False)[0]
+    return _run_forward(tokens, state, split, in_logs, with_log_z, remember=False)[0]
 
 
-def _run_forward(tokens, state, size, in_logs, with_log_z, remember=True):
-    *out, before, sums, lost = _fast_forward(tokens, state, size, in_logs, with_log_z, remember)
-    out = _repair_forward(tokens, state, size, in_logs, lost, tuple(out))
+def _run_forward(tokens, state, split, in_logs, with_log_z, remember=True):
+    *out, before, sums, lost = _fast_forward(tokens, state, split, in_logs, with_log_z, remember)
+    out = _repair_forward(tokens, state, split, in_logs, lost, tuple(out))
     return out, (tokens, state, before, sums, lost)
 
 
-def _run_backward(size, in_logs, with_log_z, residuals, cotangents):
+def _run_backward(split, in_logs, with_log_z, residuals, cotangents):
     tokens, state, before, sums, lost = residuals
-    gradients = _fast_backward(tokens, state, before, sums, size, in_logs, cotangents)
-    dtokens, dstate = _repair_backward(tokens, state, size, in_logs, lost, cotangents, gradients, before)
+    gradients = _fast_backward(tokens, state, before, sums, split, in_logs, cotangents)
+    dtokens, dstate = _repair_backward(tokens, state, split, in_logs, lost, cotangents, gradients, before)
     return dtokens, dstate
 
 
@@ -137,11 +175,6 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 # ---- chunks, shifts, factors and sums ------------------------------------------------------------
-
-
-def _n_chunks(tokens, size):
-    x = tokens.k if tokens.q is None else tokens.q
-    return x.shape[-2] // size
 
 
 def _slice(arrays, i, size):
@@ -153,9 +186,43 @@ def _slice_last(x, i, size):
     return None if x is None else lax.dynamic_slice_in_dim(x, i * size, size, x.ndim - 1)
 
 
-def _write(arrays, chunks, i, size, axis=-2):
-    write = lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * size, x.ndim + axis)
+def _write(arrays, chunks, i, axis=-2):
+    def write(x, part):
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], x.ndim + axis)
+
     return jax.tree.map(write, arrays, chunks)
+
+
+def _part(arrays, split, last=False):
+    """A group's tokens [*batch, n*C, ...] as its chunks [*batch, n, C, ...]; `last`: tokens are the last axis."""
+
+    def part(x):
+        axis = x.ndim - 1 if last else _token_axis(x)
+        return x.reshape(*x.shape[:axis], split.n_chunks, split.size, *x.shape[axis + 1 :])
+
+    return jax.tree.map(part, arrays)
+
+
+def _join(chunks, axis=-2):
+    """A group's chunks as its tokens."""
+    join = lambda x: x.reshape(*x.shape[: axis - 1], -1, *x.shape[x.ndim + axis + 1 :])
+    return jax.tree.map(join, chunks)
+
+
+def _in_turn(step, carry, chunks, axis, reverse=False):
+    """`lax.scan` over the chunks of a group, which stay along `axis`: what would be moved for lax.scan is not small."""
+    n = jax.tree.leaves(chunks)[0].shape[axis]
+    take = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis, keepdims=False), chunks)
+
+    def body(j, carry_and_out):
+        carry, out = carry_and_out
+        i = n - 1 - j if reverse else j
+        carry, y = step(carry, take(i))
+        return carry, jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, axis), out, y)
+
+    shapes = jax.eval_shape(lambda: step(carry, take(0))[1])
+    out = jax.tree.map(lambda y: jnp.zeros((*y.shape[:axis], n, *y.shape[axis:]), y.dtype), shapes)
+    return lax.fori_loop(0, n, body, (carry, out))
 
 
 class _Shifts(NamedTuple):
@@ -229,27 +296,37 @@ def _masked(x, mask):
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def _kept(sums, f):
+def _kept(sums, keeps):
     """A state's sums, or their gradients, as far as they pass the chunk's document boundaries."""
-    return sums if f.keeps is None else _Sums(sums.s * f.keeps[..., None], sums.z * f.keeps)
+    return sums if keeps is None else _Sums(sums.s * keeps[..., None], sums.z * keeps)
+
+
+def _plus(sums, more):
+    return sums if more is None else _Sums(sums.s + more.s, sums.z + more.z)
 
 
 def _query_sums(f, m):
     """S and Z of a chunk's queries, which see the state m."""
     qf = _masked(f.qf, f.reads)
-    s, z = _einsum("...tk,...kv->...tv", qf, m.s), jnp.sum(qf * m.z[..., None, :], axis=-1)
+    # Products, also with vectors: sums of elementwise products take XLA five times as long on a CPU.
+    s, z = _einsum("...tk,...kv->...tv", qf, m.s), _einsum("...tk,...k->...t", qf, m.z)
     if f.kf is None:
         return _Sums(s, z)
     a = _einsum("...tk,...sk->...ts", f.qf, f.kf) * f.seen
     return _Sums(s + _einsum("...ts,...sv->...tv", a, f.vf), z + jnp.sum(a, axis=-1))
 
 
+def _own_sums(f):
+    """What a chunk adds to M_s and M_z."""
+    if f.kf is None:
+        return None
+    kf = _masked(f.kf, f.enters)
+    return _Sums(_einsum("...sk,...sv->...kv", kf, f.vf), jnp.sum(kf, axis=-2))
+
+
 def _next_state(f, m):
     """M_s and M_z after a chunk."""
-    if f.kf is None:
-        return m
-    m, kf = _kept(m, f), _masked(f.kf, f.enters)
-    return _Sums(m.s + _einsum("...sk,...sv->...kv", kf, f.vf), m.z + jnp.sum(kf, axis=-2))
+    return _plus(_kept(m, f.keeps), _own_sums(f))
 
 
 @jax.custom_jvp
@@ -314,42 +391,44 @@ def _end(m, shifts, in_logs):
     return LogState(jnp.log(m.s) + finite(shifts.c)[..., :, None] + finite(shifts.b)[..., None, :], h_z)
 
 
-def _fast_forward(tokens, state, size, in_logs, with_log_z, remember):
+def _fast_forward(tokens, state, split, in_logs, with_log_z, remember):
     """(y, log Z, end state, the sums and shifts before each chunk, the queries' sums, whether terms were lost).
 
-    Unless it is to `remember` them for the backward pass, the sums are the lowest of all chunks.
+    Unless it is to `remember` them for the backward pass, the sums are the lowest of all groups.
     """
 
     def step(carry, i):
         m, shifts, out = carry
-        chunk = _slice(tokens, i, size)
-        raised = _raise(shifts, chunk)
-        m = _rescale(m, shifts, raised)
-        f = _factors(chunk, raised, in_logs)
+        chunks = _part(_slice(tokens, i, split.n_chunks * split.size), split)
+        raised = _raise_in_turn(shifts, chunks, split)
+        f = _factors(chunks, raised, in_logs)
+        before, m, shifts = _states(f, m, shifts, raised)
         if f.qf is not None:
-            sums = _query_sums(f, m)
+            sums = _query_sums(f, before)
             y, s, z, log_z = out
             # Sums over nothing count as 1 from here on; their gradients are multiplied by features that are 0.
-            own_s, own_z = _one_for_none(sums, f.r > NEG_INF, raised.b)
-            y = _write(y, _mean(sums, raised.b), i, size)
+            own = _one_for_none(sums, f.r > NEG_INF, raised.b)
+            own_s, own_z = _join(own.s), _join(own.z, axis=-1)
+            y = _write(y, _join(_mean(sums, raised.b)), i)
             if remember:
-                s, z = _write(s, own_s, i, size), _write(z, own_z, i, size, axis=-1)
+                s, z = _write(s, own_s, i), _write(z, own_z, i, axis=-1)
             else:
                 s, z = jnp.minimum(s, own_s), jnp.minimum(z, own_z)
-            log_z = _write(log_z, jnp.log(sums.z) + finite(f.r), i, size, axis=-1) if with_log_z else None
+            if with_log_z:
+                log_z = _write(log_z, _join(jnp.log(sums.z) + finite(f.r), axis=-1), i, axis=-1)
             out = y, s, z, log_z
-        return (_next_state(f, m), raised, out), (m, raised) if remember else None
+        return (m, shifts, out), (before, raised) if remember else None
 
     m, shifts = _begin(state, in_logs)
     out = None
     if tokens.q is not None:
         *batch, n_tokens, _ = tokens.q.shape
-        d_value, n_sums = m.s.shape[-1], n_tokens if remember else size
+        d_value, n_sums = m.s.shape[-1], n_tokens if remember else split.n_chunks * split.size
         # To be overwritten. Buffers filled alike would be one for XLA, and then be copied.
         full = lambda fill, *last: jnp.full((*batch, *last), fill, m.z.dtype)
         out = full(0, n_tokens, d_value), full(1, n_sums, d_value), full(1, n_sums)
         out += (full(0, n_tokens) if with_log_z else None,)
-    (m, shifts, out), before = lax.scan(step, (m, shifts, out), jnp.arange(_n_chunks(tokens, size)))
+    (m, shifts, out), before = lax.scan(step, (m, shifts, out), jnp.arange(split.n_groups))
     y, s, z, log_z = (None,) * 4 if out is None else out
     # States between chunks need no check: what they lost is as little to the queries that read them, and to the end.
     lost = _lost(_one_for_none(m, shifts.c > NEG_INF, shifts.b), in_logs)
@@ -358,39 +437,77 @@ def _fast_forward(tokens, state, size, in_logs, with_log_z, remember):
     return y, log_z, _end(m, shifts, in_logs), before, _Sums(s, z), lost
 
 
-def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
+def _raise_in_turn(shifts, chunks, split):
+    """The shifts that cover each chunk of a group and all before it: [*batch, n, K or V]."""
+    raised = _raise(jax.tree.map(lambda x: x[..., None, :], shifts), chunks)
+    if chunks.k is None:
+        return jax.tree.map(lambda x: jnp.repeat(x, split.n_chunks, axis=-2), raised)
+    return jax.tree.map(lambda x: lax.cummax(x, axis=x.ndim - 2), raised)
+
+
+def _states(f, m, shifts, raised):
+    """The sums before each chunk of a group, relative to the shifts `raised`; the sums and shifts after the last."""
+
+    def step(carry, chunk):
+        m, shifts = carry
+        raised, own, keeps = chunk
+        m = _rescale(m, shifts, raised)
+        return (_plus(_kept(m, keeps), own), raised), m
+
+    (m, shifts), before = _in_turn(step, (m, shifts), (raised, _own_sums(f), f.keeps), shifts.c.ndim - 1)
+    return before, m, shifts
+
+
+def _state_gradients(f, own, dm, shifts, after):
+    """The gradients of the sums after each chunk of a group; those of the sums before the first, and their shifts.
+
+    `own` is what the queries of each chunk add to the gradient of the sums before it, `dm` is relative to `after`.
+    """
+
+    def step(carry, chunk):
+        dm, after = carry
+        shifts, own, keeps = chunk
+        dm = _rescale(dm, shifts, after)
+        return (_plus(_kept(dm, keeps), own), shifts), dm
+
+    (dm, shifts), dends = _in_turn(step, (dm, after), (shifts, own, f.keeps), after.c.ndim - 1, reverse=True)
+    return dends, dm, shifts
+
+
+def _fast_backward(tokens, state, before, sums, split, in_logs, cotangents):
     """The gradients of the tokens and of the state before them."""
     dy, dlog_z, dend = cotangents
+    group = split.n_chunks * split.size
 
     def step(carry, xs):
         dm, after, gradients = carry
         i, (m, shifts) = xs
-        chunk, dy_chunk = _slice((tokens, dy), i, size)
-        f = _factors(chunk, shifts, in_logs)
-        dm = _rescale(dm, shifts, after)
-        dsums = None
+        chunks, dy_chunks = _part(_slice((tokens, dy), i, group), split)
+        f = _factors(chunks, shifts, in_logs)
+        dsums = dlog_z_chunks = None
         if f.qf is not None:
-            s = gradients.values if overwrites else sums.s
-            own = _Sums(_slice(s, i, size), _slice_last(sums.z, i, size))
-            dsums = _of_mean(own, dy_chunk, _slice_last(dlog_z, i, size), in_logs)
-        dchunk, dm = _gradients(f, m, dsums, dm, in_logs)
+            s = _part(_slice(gradients.values if overwrites else sums.s, i, group), split)
+            z, dlog_z_chunks = _part((_slice_last(sums.z, i, group), _slice_last(dlog_z, i, group)), split, last=True)
+            dsums = _of_mean(_Sums(s, z), dy_chunks, dlog_z_chunks, in_logs)
+        dends, dm, after = _state_gradients(f, _from_queries(f, dsums), dm, shifts, after)
+        dchunks = _gradients(f, m, dsums, dends, in_logs)
         if f.qf is not None:
-            total = 0.0 if dlog_z is None else _slice_last(dlog_z, i, size)
+            total = 0.0 if dlog_z is None else dlog_z_chunks
             if in_logs:  # log y of a value that was always zero changes only by its log Z
-                total -= jnp.sum(jnp.where((shifts.b == NEG_INF)[..., None, :], dy_chunk, 0.0), axis=-1)
+                total -= jnp.sum(jnp.where((shifts.b == NEG_INF)[..., None, :], dy_chunks, 0.0), axis=-1)
             z = m.z if f.kf is None else m.z + jnp.sum(f.kf, axis=-2)
-            dchunk = dchunk._replace(q=_summing_to(total, dchunk.q, f.qf * z[..., None, :]))
-        return (dm, shifts, _write(gradients, dchunk, i, size)), None
+            dchunks = dchunks._replace(q=_summing_to(total, dchunks.q, f.qf * z[..., None, :]))
+        return (dm, after, _write(gradients, _join(dchunks), i)), None
 
-    m, shifts = _end_sums(tokens, before, size, in_logs)
+    m, shifts = _end_sums(tokens, before, split, in_logs)
     dm = _of_mean(m, dend.h_s if in_logs else dend.mean, dend.h_z, in_logs, state=True)
     full = lambda x, fill: None if x is None else jnp.full_like(x, fill)
     gradients = _Tokens(full(tokens.q, 0), full(tokens.k, 1), full(tokens.values, 2), None)  # not alike: see above
-    # Chunk by chunk S gives way to the gradient. (Of real values XLA would copy the whole of S for every chunk.)
+    # Group by group S gives way to the gradient. (Of real values XLA would copy the whole of S for every group.)
     overwrites = in_logs and tokens.q is not None and tokens.k is not None
     if overwrites:
         gradients = gradients._replace(values=sums.s)
-    xs = jnp.arange(_n_chunks(tokens, size)), before
+    xs = jnp.arange(split.n_groups), before
     (dm, shifts, gradients), _ = lax.scan(step, (dm, shifts, gradients), xs, reverse=True)
 
     m, first = _begin(state, in_logs)
@@ -400,10 +517,28 @@ def _fast_backward(tokens, state, before, sums, size, in_logs, cotangents):
     return gradients, MeanState(m.z[..., None] * dm.s, m.z * dm.z + jnp.sum(m.s * dm.s, axis=-1))
 
 
-def _end_sums(tokens, before, size, in_logs):
+def _state_before(states, i, split, axis):
+    """The state before chunk i, from all [n_groups, *batch, n_chunks, ...]; there are `axis` batch axes."""
+    group, chunk = i // split.n_chunks, i % split.n_chunks
+    pick = lambda x, i, axis: lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
+    return jax.tree.map(lambda x: pick(pick(x, group, 0), chunk, axis), states)
+
+
+def _write_state(states, state, i, split, axis):
+    at = {0: i // split.n_chunks, 1 + axis: i % split.n_chunks}
+
+    def write(x, part):
+        starts = [at.get(axis, 0) for axis in range(x.ndim)]
+        return lax.dynamic_update_slice(x, jnp.expand_dims(part, tuple(at)), starts)
+
+    return jax.tree.map(write, states, state)
+
+
+def _end_sums(tokens, before, split, in_logs):
     """The sums after the last chunk, and their shifts."""
-    m, shifts = jax.tree.map(lambda x: x[-1], before)
-    last = _slice(tokens._replace(q=None), _n_chunks(tokens, size) - 1, size)
+    n_chunks = split.n_groups * split.n_chunks
+    m, shifts = _state_before(before, n_chunks - 1, split, before[0].z.ndim - 3)
+    last = _slice(tokens._replace(q=None), n_chunks - 1, split.size)
     return _next_state(_factors(last, shifts, in_logs), m), shifts
 
 
@@ -429,28 +564,33 @@ def _summing_to(total, dq, weights):
     return dq - weights * _ratio(surplus, jnp.sum(weights, axis=-1))[..., None]
 
 
+def _from_queries(f, dsums):
+    """The gradient of the sums before a chunk by those of its queries."""
+    if dsums is None:
+        return None
+    qf = _masked(f.qf, f.reads)
+    return _Sums(_einsum("...tk,...tv->...kv", qf, dsums.s), _einsum("...tk,...t->...k", qf, dsums.z))
+
+
 def _gradients(f, m, dsums, dend, in_logs):
-    """Gradients of a chunk's tokens and of the sums m before it, from those of the queries' sums and of the end."""
-    dm = _kept(dend, f)
+    """Gradients of a chunk's tokens, from those of its queries' sums and of the sums after it."""
     dq = dk = dvalues = None
     if f.qf is not None:
-        qf = _masked(f.qf, f.reads)
         ds, dz = dsums.s, dsums.z[..., None]
-        dm = _Sums(dm.s + _einsum("...tk,...tv->...kv", qf, ds), dm.z + jnp.sum(qf * dz, axis=-2))
         dqf = _masked(_einsum("...tv,...kv->...tk", ds, m.s) + dz * m.z[..., None, :], f.reads)
     if f.kf is not None:
         dkf = _masked(_einsum("...sv,...kv->...sk", f.vf, dend.s) + dend.z[..., None, :], f.enters)
         dvf = _einsum("...sk,...kv->...sv", _masked(f.kf, f.enters), dend.s)
         if f.qf is not None:
-            a = _einsum("...tk,...sk->...ts", f.qf, f.kf) * f.seen
+            a = _einsum("...sk,...tk->...st", f.kf, f.qf) * jnp.swapaxes(f.seen, -1, -2)
             da = (_einsum("...tv,...sv->...ts", ds, f.vf) + dz) * f.seen
             dqf = dqf + _einsum("...ts,...sk->...tk", da, f.kf)
             dkf = dkf + _einsum("...ts,...tk->...sk", da, f.qf)
-            dvf = dvf + _einsum("...ts,...tv->...sv", a, ds)
+            dvf = dvf + _einsum("...st,...tv->...sv", a, ds)
         dk, dvalues = f.kf * dkf, f.vf * dvf if in_logs else dvf
     if f.qf is not None:
         dq = f.qf * dqf
-    return _Tokens(dq, dk, dvalues, None), dm
+    return _Tokens(dq, dk, dvalues, None)
 
 
 # ---- the repair: each chunk from an exact state, token by token where it must be -------------------
@@ -506,50 +646,54 @@ def _exact_chunk(chunk, state, in_logs):
     return lax.cond(lost, lambda: _token_by_token(chunk, state), by_matmuls)
 
 
-def _repair_forward(tokens, state, size, in_logs, lost, out):
+def _repair_forward(tokens, state, split, in_logs, lost, out):
     """The results of the fast pass, or, if it lost terms, exact ones: a loop that then runs at all."""
 
     def step(i, carry):
         state, y, log_z = carry
-        (y_chunk, log_z_chunk), state = _exact_chunk(_slice(tokens, i, size), state, in_logs)
-        y = y if y is None else _write(y, y_chunk, i, size)
-        log_z = log_z if log_z is None else _write(log_z, log_z_chunk, i, size, axis=-1)
+        (y_chunk, log_z_chunk), state = _exact_chunk(_slice(tokens, i, split.size), state, in_logs)
+        y = y if y is None else _write(y, y_chunk, i)
+        log_z = log_z if log_z is None else _write(log_z, log_z_chunk, i, axis=-1)
         return state, y, log_z
 
     y, log_z, end = out
-    n_chunks = jnp.where(lost, _n_chunks(tokens, size), 0)
+    n_chunks = jnp.where(lost, split.n_groups * split.n_chunks, 0)
     state, y, log_z = lax.fori_loop(0, n_chunks, step, (means.from_state(state), y, log_z))
     end = jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), means.to_state(state), end)
     return y, log_z, end
 
 
-def _repair_backward(tokens, state, size, in_logs, lost, cotangents, gradients, before):
+def _repair_backward(tokens, state, split, in_logs, lost, cotangents, gradients, before):
     """The gradients of the fast pass, or, if terms were lost, exact ones."""
     dy, dlog_z, dend = cotangents
-    n_chunks = _n_chunks(tokens, size)
+    size, n_chunks = split.size, split.n_groups * split.n_chunks
     n_repaired = jnp.where(lost, n_chunks, 0)
 
     def remember(i, carry):
         now, states = carry
-        states = jax.tree.map(lambda x, part: lax.dynamic_update_index_in_dim(x, part, i, 0), states, now)
+        states = _write_state(states, now, i, split, axis)
         return _exact_chunk(_slice(tokens._replace(q=None), i, size), now, in_logs)[1], states
 
     def step(j, carry):
         i = n_chunks - 1 - j
         dafter, dtokens = carry
         *inputs, resets = _slice(tokens, i, size)
-        begin = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), states)
+        begin = _state_before(states, i, split, axis)
         run = lambda inputs, mean, h: _exact_chunk(_Tokens(*inputs, resets), Means(mean, h, begin.b), in_logs)
         ((_, log_z), _), pull = jax.vjp(run, tuple(inputs), begin.mean, begin.h)
         dlog_z_chunk = jnp.zeros_like(log_z) if dlog_z is None and log_z is not None else _slice_last(dlog_z, i, size)
         dinputs, *dbegin = pull(((_slice(dy, i, size), dlog_z_chunk), _gradient_of(begin, *dafter)))
-        return tuple(dbegin), _write(dtokens, _Tokens(*dinputs, None), i, size)
+        return tuple(dbegin), _write(dtokens, _Tokens(*dinputs, None), i)
 
     first, to_first = jax.vjp(means.from_state, state)
+    axis = first.h.ndim - 1
     sums, shifts = before  # needed no more: arrays of the right shape
     states = Means(sums.s, sums.z, shifts.b)
     if tokens.k is None:
-        end, states = first, jax.tree.map(lambda x, part: jnp.broadcast_to(part, x.shape), states, first)
+        end, states = (
+            first,
+            jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), states, first),
+        )
     else:
         end, states = lax.fori_loop(0, n_repaired, remember, (first, states))
     dmeans = jax.vjp(means.to_state, end)[1](dend)[0]

@@ -21,13 +21,13 @@ from tests.attention.truth import Case, assert_close, assert_gradients_close, dr
 # One compilation serves all tests with the same shapes.
 merge_states, query_state = quick_jit(heinsen.merge_states), quick_jit(heinsen.query_state)
 
-# Few tokens, which compile fast, are several chunks of this size (or of half of it, as for few features).
-SMALL_CHUNK = 6
+# Few tokens, which compile fast, are several chunks of this size.
+SMALL_CHUNK = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One of the two functions, in one implementation; `chunk` is the size of its chunks, if it has any."""
+    """One of the two functions, in one implementation; `chunk` is the size of its chunks, where tests have set it."""
 
     function: str
     implementation: str
@@ -85,13 +85,13 @@ def implementation(request):
 
 @pytest.fixture(params=["log_attention", "attention"])
 def form(request, implementation, monkeypatch):
-    """Each function in each implementation, with small chunks."""
-    module = IMPLEMENTATIONS[implementation]
-    chunked = hasattr(module, "CHUNK")
-    assert chunked == (implementation == "chunked"), "these tests know the size of chunks as CHUNK"
-    if chunked:
-        monkeypatch.setattr(module, "CHUNK", SMALL_CHUNK)
-    return Form(request.param, implementation, SMALL_CHUNK if chunked else None)
+    """Each function in each implementation, with small chunks, two in a group."""
+    if implementation != "chunked":
+        return Form(request.param, implementation, None)
+    chunked = IMPLEMENTATIONS[implementation]
+    monkeypatch.setattr(chunked, "chunk_size", lambda d_key: SMALL_CHUNK)
+    monkeypatch.setattr(chunked, "chunks_in_group", lambda elements: 2)
+    return Form(request.param, implementation, SMALL_CHUNK)
 
 
 T = 7
@@ -191,8 +191,7 @@ def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
 @pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS.keys() - {"reference", "scan"}))
 def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, scale):
     """With chunks of the real size. (Equations and scan are no other computation when T is larger.)"""
-    form = Form(function, name, getattr(IMPLEMENTATIONS[name], "CHUNK", None))
-    check_wide(form, draw_case(rng, **LONG, scale=scale), rng)
+    check_wide(Form(function, name, None), draw_case(rng, **LONG, scale=scale), rng)
 
 
 @pytest.mark.parametrize("scale", [16, 32])

@@ -28,17 +28,16 @@ def inputs(draw):
     return tuple(x.astype(np.float32) for x in (q, k, log_v))
 
 
-@functools.partial(quick_jit, static_argnums=3)
-def _attend(q, k, log_v, size):
-    chunked.CHUNK, before = 2 * size, chunked.CHUNK  # narrow heads take half of it
-    try:
+@functools.partial(quick_jit, static_argnums=(3, 4))
+def _attend(q, k, log_v, size, in_group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunked, "chunk_size", lambda d_key: size)
+        patch.setattr(chunked, "chunks_in_group", lambda elements: in_group)
         return heinsen.log_attention(q, k, log_v, implementation="chunked", return_state=True)
-    finally:
-        chunked.CHUNK = before
 
 
-def attend(q, k, log_v, size=4):
-    return jax.tree.map(np.asarray, _attend(q, k, log_v, size))
+def attend(q, k, log_v, size=4, in_group=2):
+    return jax.tree.map(np.asarray, _attend(q, k, log_v, size, in_group))
 
 
 def same(a, b, tolerance=2e-4):
@@ -50,9 +49,9 @@ def same(a, b, tolerance=2e-4):
 
 
 @search
-@given(inputs(), st.sampled_from([1, 3, 5, 13]))
-def test_the_size_of_chunks_changes_nothing(arrays, size):
-    jax.tree.map(same, attend(*arrays, size), attend(*arrays))
+@given(inputs(), st.sampled_from([(1, 1), (1, 5), (3, 1), (3, 2), (5, 3), (13, 1)]))
+def test_the_size_of_chunks_and_groups_changes_nothing(arrays, sizes):
+    jax.tree.map(same, attend(*arrays, *sizes), attend(*arrays))
 
 
 @search
