@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.model import ModelConfig, Params, cross_entropy, forward
+from heinsen.model import ModelConfig, Params, next_token_losses
 from heinsen.parallel import place_batch, replicated, split_batch
 
 
@@ -32,8 +32,7 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
     """(params, {"tokens" [B, T + 1], "mask" [B, T]}) -> each sequence's sum of nats over masked targets, [B]."""
 
     def step(params, batch):
-        logits, _ = forward(model, params, batch["tokens"][:, :-1])
-        return jnp.sum(cross_entropy(logits, batch["tokens"][:, 1:]) * batch["mask"], axis=-1)
+        return jnp.sum(next_token_losses(model, params, batch["tokens"]) * batch["mask"], axis=-1)
 
     return jax.jit(step, in_shardings=(replicated(mesh), split_batch(mesh)), out_shardings=replicated(mesh))
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, log_attention
 from heinsen.logspace import NEG_INF, log_linear_recurrence, logaddexp
+from heinsen.loss import token_losses, weighted_loss
 
 Params = dict[str, Any]
 
@@ -90,11 +91,28 @@ def forward(
     return LanguageModel(config).apply({"params": params}, tokens, state)
 
 
-def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Negative log-likelihood of each target, in nats."""
-    # A masked sum rather than a gather, whose gradient would scatter into one more array of the logits' size.
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+def next_token_losses(config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, "B T"]:
+    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory."""
+    x_BxTxD = _hidden(config, params, tokens[:, :-1])
+    return token_losses(x_BxTxD, params["embedding"], tokens[:, 1:], config.dtype)
+
+
+def mean_loss(config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], n_parts: int = 1) -> Float[Array, ""]:
+    """The mean of the next tokens' losses, to be differentiated: see `heinsen.loss`.
+
+    Gradients are summed over the sequences of each of n_parts parts of the batch, then over the parts: with as many
+    parts as devices over which the batch is split, each device does the first by itself. n_parts divides B.
+    """
+    tokens = jnp.asarray(tokens)
+    x_BxTxD, targets_BxT = _hidden(config, params, tokens[:, :-1]), tokens[:, 1:]
+    weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    parts = [x.reshape(n_parts, -1, *x.shape[1:]) for x in (x_BxTxD, targets_BxT, weights_BxT)]
+    loss_of_part = lambda x, targets, weights: weighted_loss(x, params["embedding"], targets, weights, config.dtype)
+    return jnp.sum(jax.vmap(loss_of_part)(*parts))
+
+
+def _hidden(config, params, tokens):
+    return LanguageModel(config).apply({"params": params}, tokens, with_logits=False)[0]
 
 
 def count_params(params: Params) -> int:
@@ -105,7 +123,10 @@ class LanguageModel(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, tokens_BxT: Array, state: ModelState | None = None) -> tuple[Array, ModelState]:
+    def __call__(
+        self, tokens_BxT: Array, state: ModelState | None = None, with_logits: bool = True
+    ) -> tuple[Array, ModelState]:
+        """(logits [B, T, padded_vocab], or without them the hidden states [B, T, D] that they are made of; state)."""
         c = self.config
         embedding = self.param("embedding", _uniform(c.d_model), (c.padded_vocab_size, c.d_model))
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
@@ -129,8 +150,8 @@ class LanguageModel(nn.Module):
         )
         x_BxTxD, attention = layers(c, name="layers")(x_BxTxD, state.attention, segment_ids)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        logits = _matmul(x_BxTxD, embedding.T, c.dtype)
-        return logits, ModelState(position_BxTxD[:, -1], attention)
+        out = _matmul(x_BxTxD, embedding.T, c.dtype) if with_logits else x_BxTxD
+        return out, ModelState(position_BxTxD[:, -1], attention)
 
 
 def _forget(config: ModelConfig, state: ModelState, rows_B: Array) -> ModelState:

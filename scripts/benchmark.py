@@ -1,10 +1,15 @@
-"""Time and memory of the attention, forward and backward, against softmax attention at the same shapes.
+"""Time and memory of the attention, and of a whole training step.
 
-python scripts/benchmark.py attention [--out=benchmarks/attention] [--lengths=256,1024,4096,16384,65536]
+    python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
+    python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...]
 
-All contestants run in one process, a call of each in turn, and medians are compared. Those that would take longer than
---time_limit or more memory than the device has are left out from that length on. PyTorch's scaled_dot_product_attention
-and, on a GPU, flash-linear-attention take part if they are installed. Writes the results as JSON and a plot.
+attention: forward and backward, against softmax attention at the same shapes. PyTorch's scaled_dot_product_attention
+and, on a GPU, flash-linear-attention take part if they are installed. Those that would take longer than --time_limit or
+more memory than the device has are left out from that length on. Writes the results as JSON and a plot.
+
+step: the training step of a config on random tokens, against the rate of a 4096 x 4096 x 4096 matmul.
+
+All contestants run in one process, in turn, a call to warm up and a timed one each; medians are compared.
 """
 
 import dataclasses
@@ -22,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
+from ml_collections import config_flags
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-OUT = flags.DEFINE_string("out", "benchmarks/attention", "Folder for results.json and attention.png.")
+OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; none: benchmarks/attention or .../step.")
+CONFIG = config_flags.DEFINE_config_file("config", "configs/default.py", "step: config file; --config.a.b=value.")
 LENGTHS = flags.DEFINE_list("lengths", ["256", "1024", "4096", "16384", "65536"], "Numbers of tokens T.")
 ONLY = flags.DEFINE_list("only", [], "Names of the contestants to run; none: all there are.")
 DTYPES = flags.DEFINE_list("dtypes", [], "float32, bfloat16; none: float32, and bfloat16 too on accelerators.")
@@ -256,6 +263,7 @@ def race(entries: dict, shape: Shape, direction: str, out_of_race: dict) -> list
     for _ in range(REPEATS.value - 1):
         for name, entry in prepared.items():
             if statistics.median(times[name]) * len(times[name]) < 3 * TIME_LIMIT.value:
+                entry.call()  # the one before it has left other data in the caches
                 times[name].append(seconds(entry.call))
     return [
         dict(
@@ -347,7 +355,7 @@ def plot(results: list[dict], device: str, path: Path) -> None:
     plt.close(figure)
 
 
-def benchmark_attention() -> None:
+def benchmark_attention(out: Path) -> None:
     import jax
 
     from heinsen.parallel import keep_host_memory
@@ -364,7 +372,6 @@ def benchmark_attention() -> None:
     entries = {name: entry for name, entry in entries.items() if not ONLY.value or name in ONLY.value}
     keep_host_memory()
     device = device_name()
-    out = Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
 
     results: list[dict] = []
@@ -416,14 +423,94 @@ def positive_int(text: str) -> int:
     return number
 
 
-BENCHMARKS = {"attention": benchmark_attention}
+# ---- a training step -----------------------------------------------------------------------------
+
+
+def benchmark_step(out: Path) -> None:
+    import jax
+
+    from heinsen.config import ConfigError, from_mapping
+    from heinsen.model import count_params
+    from heinsen.parallel import keep_host_memory, make_mesh
+    from heinsen.training.loop import TrainConfig
+    from heinsen.training.metrics import train_flops_per_token
+    from heinsen.training.optimizer import make_optimizer
+    from heinsen.training.step import init_train_state, make_train_step
+
+    try:
+        config = from_mapping(TrainConfig, CONFIG.value.to_dict())
+    except ConfigError as error:
+        raise app.UsageError(str(error)) from error
+    keep_host_memory()
+    mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, config.total_steps)
+    state = init_train_state(config.model, optimizer, config.seed, mesh)
+    shape = config.accumulation_steps, config.batch_size // config.accumulation_steps, config.sequence_length + 1
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, config.model.vocab_size)
+    step = make_train_step(config.model, optimizer, mesh).lower(state, tokens).compile()
+    memory = step.memory_analysis()
+    size, dtype = 4096, "float32" if jax.default_backend() == "cpu" else config.model.dtype
+    matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    product = jax.jit(lambda x: x @ x).lower(matrix).compile()
+
+    def take_step():
+        nonlocal state
+        state, _ = step(state, tokens)
+        jax.block_until_ready(state)
+
+    multiply = lambda: product(matrix).block_until_ready()
+    step_seconds, product_seconds = [], []
+    for _ in range(REPEATS.value):
+        for call, times in ((take_step, step_seconds), (multiply, product_seconds)):
+            call()
+            times.append(seconds(call))
+        print(f"step {step_seconds[-1]:.3f} s, product {product_seconds[-1]:.3f} s", file=sys.stderr, flush=True)
+
+    n_params, n_tokens = count_params(state.params), config.batch_size * config.sequence_length
+    per_step = statistics.median(step_seconds)
+    rate = n_tokens * train_flops_per_token(n_params) / per_step
+    product_rate = 2 * size**3 / statistics.median(product_seconds) * jax.device_count()
+    summary = dict(
+        device=f"{jax.device_count()} x {device_name()}" if jax.device_count() > 1 else device_name(),
+        versions=versions(),
+        parameters=n_params,
+        tokens_per_step=n_tokens,
+        seconds_per_step=per_step,
+        fastest_seconds_per_step=min(step_seconds),
+        steps=len(step_seconds),
+        tokens_per_second=n_tokens / per_step,
+        flops_per_second=rate,  # 6 times the parameters a token
+        product_flops_per_second=product_rate,
+        product_dtype=dtype,
+        share_of_product_rate=rate / product_rate,
+        peak_bytes=memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes,
+        config=CONFIG.value.to_dict(),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"{summary['device']}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+    print(f"{n_params:,} parameters, {config.batch_size} x {config.sequence_length} tokens a step")
+    print(f"{per_step:.4g} s a step (fastest {min(step_seconds):.4g}), {n_tokens / per_step:,.0f} tokens/s")
+    print(
+        f"{rate / 1e9:,.0f} GFLOP/s by 6 N T: {rate / product_rate:.1%} of the {product_rate / 1e9:,.0f} that a "
+        f"{dtype} product of {size} x {size} matrices reaches"
+    )
+    print(f"{summary['peak_bytes'] / 2**30:.2f} GiB a device by XLA's analysis")
+    print(f"written: {out / 'results.json'}")
+
+
+BENCHMARKS = {"attention": benchmark_attention, "step": benchmark_step}
 
 
 def main(argv: list[str]) -> None:
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         raise app.UsageError(f"expected one of {', '.join(BENCHMARKS)}, got {argv[1:]}")
-    BENCHMARKS[argv[1]]()
+    BENCHMARKS[argv[1]](Path(OUT.value or f"benchmarks/{argv[1]}"))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    from configs import parse_flags
+
+    app.run(main, flags_parser=parse_flags)

@@ -29,11 +29,26 @@ def test_attention_is_timed_and_written_down(tmp_path):
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_training_step_is_timed_against_matmul(tmp_path):
+    config = ["--config=configs/demo.py", "--config.sequence_length=16", "--config.model.d_model=16"]
+    result = benchmark("step", *config, "--repeats=1", f"--out={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "results.json").read_text())
+    assert f"{summary['tokens_per_second']:,.0f} tokens/s" in result.stdout
+    flops = 6 * summary["parameters"] * summary["tokens_per_step"] / summary["seconds_per_step"]
+    assert summary["flops_per_second"] == pytest.approx(flops)
+    assert summary["tokens_per_step"] == 16 * summary["config"]["batch_size"]
+    assert summary["share_of_product_rate"] == pytest.approx(flops / summary["product_flops_per_second"])
+    assert summary["peak_bytes"] > 4 * 3 * summary["parameters"]  # at least AdamW's
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "expected one of attention"),
-        (["speed"], "expected one of attention"),
+        ([], "expected one of attention, step"),
+        (["speed"], "expected one of attention, step"),
+        (["step", "--config.batch_sise=1"], "batch_sise"),
+        (["step", "--config.model.n_heads=0"], "n_heads = 0"),
         (["attention", "--lengths=many"], "'many' is not a number of tokens"),
         (["attention", "--lengths=0"], "'0' is not a number of tokens"),
         (["attention", "--dtypes=float8"], "choose float32 or bfloat16"),

@@ -14,10 +14,10 @@ from heinsen.model import (
     ModelConfig,
     ModelState,
     count_params,
-    cross_entropy,
     forward,
     init_model_state,
     init_params,
+    mean_loss,
 )
 from heinsen.training.loop import TrainConfig
 from tests.attention.quick import quick_jit
@@ -215,7 +215,7 @@ def test_state_has_one_size(params):
 
 def test_remat_changes_neither_loss_nor_gradients(params, tokens):
     def loss(config):
-        return lambda params: cross_entropy(forward(config, params, tokens[:, :-1])[0], tokens[:, 1:]).mean()
+        return lambda params: mean_loss(config, params, tokens)
 
     plain, recomputing = (loss(dataclasses.replace(SMALL, remat=remat)) for remat in (False, True))
     count = lambda f: len(re.findall("remat|checkpoint", str(jax.make_jaxpr(f)(params))))
@@ -229,8 +229,7 @@ def test_remat_changes_neither_loss_nor_gradients(params, tokens):
 
 def test_gradients_are_those_of_the_float64_model(params, tokens, rng):
     """Along a random direction through all parameters."""
-    loss = lambda params: cross_entropy(forward(SMALL, params, tokens[:, :-1])[0], tokens[:, 1:]).mean()
-    grads = quick_jit(jax.grad(loss))(params)
+    grads = quick_jit(jax.grad(lambda params: mean_loss(SMALL, params, tokens)))(params)
     direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
     moved = lambda step: jax.tree.map(lambda x, d: np.float64(x) + step * d, params, direction)
@@ -247,18 +246,6 @@ def cross_entropy64(logits, targets):
     for index in np.ndindex(targets.shape):
         out[index] = log_z[index] - logits[index][targets[index]]
     return out
-
-
-@pytest.mark.parametrize("scale", [1, 1e4])
-def test_cross_entropy_is_the_negative_log_likelihood(rng, scale):
-    logits = (scale * rng.standard_normal((2, 5, 11))).astype(np.float32)
-    targets = rng.integers(0, 11, (2, 5))
-    got, want = cross_entropy(logits, targets), cross_entropy64(logits, targets)
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * scale)
-
-
-def test_cross_entropy_counts_in_nats():
-    np.testing.assert_allclose(cross_entropy(jnp.zeros((1, 8)), jnp.array([3])), np.log(8), rtol=1e-6)
 
 
 # ---- parameters ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from heinsen.model import ModelConfig, Params, cross_entropy, forward, init_params
+from heinsen.model import ModelConfig, Params, init_params, mean_loss
 from heinsen.parallel import replicated, split_batch
 
 
@@ -34,8 +34,7 @@ def make_train_step(
     """
 
     def loss_fn(params, tokens_BxT1):
-        logits, _ = forward(model, params, tokens_BxT1[:, :-1])
-        return cross_entropy(logits, tokens_BxT1[:, 1:]).mean()
+        return mean_loss(model, params, tokens_BxT1, n_parts=mesh.shape["data"])
 
     def gradients(params, tokens_AxBxT1):
         if tokens_AxBxT1.shape[0] == 1:

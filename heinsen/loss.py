@@ -1,0 +1,99 @@
+"""The loss of next tokens, in nats, from the last hidden states; the logits of few tokens at a time exist, never all.
+
+    loss[t] = LSE_v(x[t] . e[v]) - x[t] . e[target[t]]
+
+The gradient by the logits, softmax - one_hot, is at hand while the loss is computed, so `weighted_loss` takes its two
+products right then: nothing is computed twice, and what is kept is of the size of x and of the embedding.
+
+Axes: B batch, T tokens, D d_model; `vocab` rows of the embedding, all of which take part in the softmax.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Negative log-likelihood of each target, in nats."""
+    # A masked sum rather than a gather, whose gradient would scatter into one more array of the logits' size.
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
+
+
+def token_losses(
+    x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], targets: Int[Array, "B T"], dtype: str
+) -> Float[Array, "B T"]:
+    """Negative log-likelihood of each target. `dtype` is that of the matmul's inputs; the logits are float32."""
+    step = lambda _, chunk: (None, cross_entropy(_logits(chunk[0], embedding, dtype), chunk[1]))
+    return _over_chunks(step, None, (x, targets), len(embedding))[1]
+
+
+def weighted_loss(
+    x: Float[Array, "B T D"],
+    embedding: Float[Array, "vocab D"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    dtype: str,
+) -> Float[Array, ""]:
+    """The sum of the `token_losses` times weights."""
+    return _weighted_loss(*map(jnp.asarray, (x, embedding, targets, weights)), dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _weighted_loss(x, embedding, targets, weights, dtype):
+    return jnp.sum(weights * token_losses(x, embedding, targets, dtype))
+
+
+def _forward(x, embedding, targets, weights, dtype):
+    def step(dembedding, chunk):
+        x, targets, weights = chunk
+        logits = _logits(x, embedding, dtype)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        dlogits = jnp.exp(logits - log_z[..., None]) - _is_target(logits, targets)
+        dlogits = (dlogits * weights[..., None]).astype(dtype)
+        losses = log_z - jnp.sum(x.astype(dtype) * embedding[targets].astype(dtype), axis=-1, dtype=logits.dtype)
+        product = partial(jnp.einsum, preferred_element_type=logits.dtype)
+        dx = product("btv,vd->btd", dlogits, embedding.astype(dtype))
+        return dembedding + product("btv,btd->vd", dlogits, x.astype(dtype)), (losses, dx)
+
+    arrays = x, targets, weights
+    dembedding, (losses, dx) = _over_chunks(step, jnp.zeros_like(embedding), arrays, len(embedding))
+    return jnp.sum(weights * losses), (dx.astype(x.dtype), dembedding, losses)
+
+
+def _backward(dtype, residuals, g):
+    dx, dembedding, losses = residuals
+    return g * dx, g * dembedding, None, g * losses
+
+
+_weighted_loss.defvjp(_forward, _backward)
+
+
+def _logits(x, embedding, dtype):
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    return jnp.einsum("btd,vd->btv", x.astype(dtype), embedding.astype(dtype), preferred_element_type=accumulator)
+
+
+def _is_target(logits, targets):
+    return jnp.arange(logits.shape[-1]) == targets[..., None]
+
+
+def max_logits():
+    """How many logits may exist at once."""
+    return 2**24 if jax.default_backend() == "cpu" else 2**28
+
+
+def _over_chunks(step, carry, arrays, vocab):
+    """`lax.scan` over chunks of the arrays' axis T; padding is zeros."""
+    n_batch, n_tokens = arrays[0].shape[:2]
+    n_chunks = min(n_tokens, -(-n_batch * n_tokens * vocab // max_logits()))
+    size = -(-n_tokens // n_chunks)
+
+    def chunks(x):
+        x = jnp.pad(x, [(0, 0), (0, n_chunks * size - n_tokens)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(n_batch, n_chunks, size, *x.shape[2:]), 1, 0)
+
+    carry, out = jax.lax.scan(step, carry, jax.tree.map(chunks, arrays))
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(n_batch, n_chunks * size, *x.shape[3:])[:, :n_tokens]
+    return carry, jax.tree.map(join, out)
