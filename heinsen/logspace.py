@@ -215,7 +215,7 @@ def log_linear_recurrence(
       log_a, log_b: log_a may have size 1 on axes other than `axis`, where it is that of log_b.
       initial: log e[-1], log_b's shape without `axis` (None: -inf, nothing).
       method: "associative", a scan over affine maps (log_a, log_b) composed as (A1 + A2, logaddexp(b1 + A2, b2));
-        "sequential", one token after the other; None: sequential on CPUs (ten times faster there), else associative.
+        "sequential", one token after the other; None: sequential on CPUs, where it is faster, else associative.
 
     The gradient is the reverse recurrence r[t] = g[t] + exp(log_a[t+1] + e[t] - e[t+1]) r[t+1], every weight <= 1.
     """

@@ -9,7 +9,7 @@ more memory than the device has are left out from that length on. Writes the res
 
 step: the training step of a config on random tokens, against the rate of a 4096 x 4096 x 4096 matmul.
 
-All contestants run in one process, in turn, a call to warm up and a timed one each; medians are compared.
+All contestants run in one process, in turn: calls to warm up, then a timed one; medians are compared.
 """
 
 import dataclasses
@@ -42,6 +42,7 @@ FEATURES = flags.DEFINE_integer("features", 32, "K = V, features of keys and of 
 REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each.", lower_bound=1)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds a call may take.", lower_bound=0.0)
 
+WARM_UP = 0.3  # seconds
 DIRECTIONS = ("forward", "forward+backward")
 
 
@@ -134,6 +135,18 @@ def heinsen_form(function: str, implementation: str):
     return functools.partial(getattr(heinsen, function), implementation=implementation)
 
 
+def unchecked_form(q, k, v):
+    """The chunked form as if no term were ever lost: what exactness costs is what it gains."""
+    import importlib
+    from unittest import mock
+
+    import jax.numpy as jnp
+
+    chunked = importlib.import_module("heinsen.attention.chunked")
+    with mock.patch.object(chunked, "_lost", lambda *_: jnp.bool_(False)):
+        return heinsen_form("log_attention", "chunked")(q, k, v)
+
+
 def jax_softmax(dtype: str):
     import jax
 
@@ -220,6 +233,7 @@ def contestants() -> dict[str, Callable[[Shape, str], Prepared]]:
     found: dict[str, Callable[[Shape, str], Prepared]] = {
         name: functools.partial(prepare_jax, heinsen_form(*form)) for name, form in forms.items()
     }
+    found["heinsen chunked (unchecked)"] = functools.partial(prepare_jax, unchecked_form)
     found["softmax (jax)"] = lambda shape, direction: prepare_jax(jax_softmax(shape.dtype), shape, direction)
     try:
         import torch
@@ -240,6 +254,13 @@ def seconds(call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+def warm_up(call) -> None:
+    """Calls for WARM_UP seconds: caches hold other data, and threads that have slept wake slowly on some machines."""
+    start = time.perf_counter()
+    while time.perf_counter() - start < WARM_UP:
+        call()
 
 
 def race(entries: dict, shape: Shape, direction: str, out_of_race: dict) -> list[dict]:
@@ -263,7 +284,7 @@ def race(entries: dict, shape: Shape, direction: str, out_of_race: dict) -> list
     for _ in range(REPEATS.value - 1):
         for name, entry in prepared.items():
             if statistics.median(times[name]) * len(times[name]) < 3 * TIME_LIMIT.value:
-                entry.call()  # the one before it has left other data in the caches
+                warm_up(entry.call)
                 times[name].append(seconds(entry.call))
     return [
         dict(
@@ -360,6 +381,7 @@ def benchmark_attention(out: Path) -> None:
 
     from heinsen.parallel import keep_host_memory
 
+    keep_host_memory()
     lengths = sorted(positive_int(text) for text in LENGTHS.value)
     dtypes = DTYPES.value or ["float32"] + ([] if jax.default_backend() == "cpu" else ["bfloat16"])
     for dtype in dtypes:
@@ -370,7 +392,6 @@ def benchmark_attention(out: Path) -> None:
     if unknown:
         raise app.UsageError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(entries)}")
     entries = {name: entry for name, entry in entries.items() if not ONLY.value or name in ONLY.value}
-    keep_host_memory()
     device = device_name()
     out.mkdir(parents=True, exist_ok=True)
 

@@ -141,7 +141,12 @@ def _split(shape):
     *batch, n_tokens, d_key = shape
     size = min(chunk_size(d_key), n_tokens)
     n_chunks = -(-n_tokens // size)
-    n_groups = -(-n_chunks // chunks_in_group(math.prod(batch) * size * d_key))
+    at_most = chunks_in_group(math.prod(batch) * size * d_key)
+    # Padding copies all inputs and outputs, so groups are rather up to half as large if that leaves nothing to pad.
+    for in_group in range(min(at_most, n_chunks), at_most // 2, -1):
+        if n_chunks % in_group == 0:
+            return _Split(n_chunks // in_group, in_group, size)
+    n_groups = -(-n_chunks // at_most)
     return _Split(n_groups, -(-n_chunks // n_groups), size)
 
 
