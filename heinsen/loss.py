@@ -21,11 +21,17 @@ def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*sh
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
+def token_logits(x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], dtype: str) -> Float[Array, "B T vocab"]:
+    """x . e[v] of every token, accumulated in float32 at least; `dtype` is that of the matmul's inputs."""
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    return jnp.einsum("btd,vd->btv", x.astype(dtype), embedding.astype(dtype), preferred_element_type=accumulator)
+
+
 def token_losses(
     x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], targets: Int[Array, "B T"], dtype: str
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood of each target. `dtype` is that of the matmul's inputs; the logits are float32."""
-    step = lambda _, chunk: (None, cross_entropy(_logits(chunk[0], embedding, dtype), chunk[1]))
+    step = lambda _, chunk: (None, cross_entropy(token_logits(chunk[0], embedding, dtype), chunk[1]))
     return _over_chunks(step, None, (x, targets), len(embedding))[1]
 
 
@@ -48,7 +54,7 @@ def _weighted_loss(x, embedding, targets, weights, dtype):
 def _forward(x, embedding, targets, weights, dtype):
     def step(dembedding, chunk):
         x, targets, weights = chunk
-        logits = _logits(x, embedding, dtype)
+        logits = token_logits(x, embedding, dtype)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         dlogits = jnp.exp(logits - log_z[..., None]) - _is_target(logits, targets)
         dlogits = (dlogits * weights[..., None]).astype(dtype)
@@ -68,11 +74,6 @@ def _backward(dtype, residuals, g):
 
 
 _weighted_loss.defvjp(_forward, _backward)
-
-
-def _logits(x, embedding, dtype):
-    accumulator = jnp.promote_types(dtype, jnp.float32)
-    return jnp.einsum("btd,vd->btv", x.astype(dtype), embedding.astype(dtype), preferred_element_type=accumulator)
 
 
 def _is_target(logits, targets):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, log_attention
 from heinsen.logspace import NEG_INF, log_linear_recurrence, logaddexp
-from heinsen.loss import token_losses, weighted_loss
+from heinsen.loss import token_logits, token_losses, weighted_loss
 
 Params = dict[str, Any]
 
@@ -150,7 +150,7 @@ class LanguageModel(nn.Module):
         )
         x_BxTxD, attention = layers(c, name="layers")(x_BxTxD, state.attention, segment_ids)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        out = _matmul(x_BxTxD, embedding.T, c.dtype) if with_logits else x_BxTxD
+        out = token_logits(x_BxTxD, embedding, c.dtype) if with_logits else x_BxTxD
         return out, ModelState(position_BxTxD[:, -1], attention)
 
 
