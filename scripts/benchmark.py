@@ -137,7 +137,6 @@ def heinsen_form(function: str, implementation: str):
 
 def unchecked_form(q, k, v):
     """The chunked form as if no term were ever lost: what exactness costs is what it gains."""
-    import importlib
     from unittest import mock
 
     import jax.numpy as jnp
