@@ -11,6 +11,9 @@ DATA ?= data/stdlib
 RUN ?= runs/demo
 JOBS ?= auto
 
+# Large pages for what XLA allocates on a CPU (glibc; ignored elsewhere).
+export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 

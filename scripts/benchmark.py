@@ -327,7 +327,7 @@ def table(results: list[dict], field: str, scale: float, lengths: list[int], dir
 
 
 def comparisons(results: list[dict], lengths: list[int]) -> list[str]:
-    """What the chunked form gains over every other at the same length, and how its time per token grows."""
+    """What the chunked form gains over every other at the same length."""
     of = {(r["name"], r["direction"], r["dtype"], r["tokens"]): r["milliseconds"] for r in results}
     lines = []
     for name, direction, dtype, n_tokens in of:
@@ -335,10 +335,18 @@ def comparisons(results: list[dict], lengths: list[int]) -> list[str]:
         if own is not None and not name.startswith("heinsen chunked"):
             ratio = of[name, direction, dtype, n_tokens] / own
             lines.append(f"{direction}, {dtype}, T = {n_tokens}: {ratio:.2f} times as fast as {name}")
-        if name == "heinsen chunked" and n_tokens > 1024 and (name, direction, dtype, 1024) in of:
-            growth = own / n_tokens / (of[name, direction, dtype, 1024] / 1024)
-            lines.append(f"{direction}, {dtype}: time per token at T = {n_tokens} {growth:.3f} times that at T = 1024")
     return lines
+
+
+def growth(entry, lengths: list[int], dtype: str, direction: str) -> dict[int, float]:
+    """Time per token at each length as a multiple of that at the first, all in turn: the machine's pace changes."""
+    calls = {n: entry(Shape(n, dtype), direction).call for n in lengths}
+    times = {n: [] for n in lengths}
+    for _ in range(REPEATS.value):
+        for n, call in calls.items():
+            warm_up(call)
+            times[n].append(seconds(call) / n)
+    return {n: statistics.median(times[n]) / statistics.median(times[lengths[0]]) for n in lengths}
 
 
 def plot(results: list[dict], device: str, path: Path) -> None:
@@ -415,6 +423,14 @@ def benchmark_attention(out: Path) -> None:
     print()
     for line in comparisons(results, lengths):
         print(line)
+    grown = []
+    for dtype in dtypes:
+        for direction in DIRECTIONS:
+            of = dict(name="heinsen chunked", direction=direction, dtype=dtype)
+            long = [r["tokens"] for r in results if of.items() <= r.items() and r["tokens"] >= 1024]
+            for n, ratio in growth(entries[of["name"]], long, dtype, direction).items() if len(long) > 1 else ():
+                grown.append(dict(**of, tokens=n, since=long[0], ratio=ratio))
+                print(f"{direction}, {dtype}: time per token at T = {n} {ratio:.3f} times that at T = {long[0]}")
     for (name, direction, dtype), reason in out_of_race.items():
         print(f"left out: {name}, {direction}, {dtype}: {reason}")
     summary = dict(
@@ -424,6 +440,7 @@ def benchmark_attention(out: Path) -> None:
         heads=HEADS.value,
         features=FEATURES.value,
         results=results,
+        growth=grown,
         left_out=[
             dict(zip(("name", "direction", "dtype"), key, strict=True), why=out_of_race[key]) for key in out_of_race
         ],
