@@ -1,6 +1,8 @@
 # make train   a virtual environment in .venv, then the demo: a few minutes on 2 CPU cores
 # make test    the same with the test extras, then lint and tests
 #
+# make faults  the long form of the tests of interruptions and faults: one run killed 25 times, minutes
+#
 # On an accelerator: make train JAX=cuda13, or JAX=tpu.  Another interpreter: PYTHON=python3.12.  Fewer tests at a time
 # than there are cores: make test JOBS=2.
 
@@ -17,7 +19,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train test lint clean
+.PHONY: train test faults lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -30,6 +32,9 @@ test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(python) -m pytest --numprocesses=$(JOBS)
+
+faults: $(VENV)/installed-test
+	HEINSEN_KILLS=25 $(python) -m pytest --numprocesses=0 tests/faults tests/training/test_checkpoint.py tests/training/test_run.py tests/test_parallel.py
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

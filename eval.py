@@ -24,34 +24,42 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    import jax
     from tqdm import tqdm
 
     from heinsen.config import ConfigError, from_mapping
     from heinsen.data.dataset import DatasetError
     from heinsen.data.loader import evaluation_batches
-    from heinsen.evaluation import evaluate, make_eval_step
-    from heinsen.parallel import make_mesh
+    from heinsen.evaluation import evaluate, make_eval_step, mean_of_mixture
+    from heinsen.parallel import MeshError, n_batch_parts
     from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.loop import RunError, TrainConfig, load_params, open_split
+    from heinsen.training.loop import load_params, mesh_for_reading
+    from heinsen.training.run import RunError, TrainConfig, open_split
 
     try:
         config = from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
         split = SPLIT.value or config.data.validation_split
-        dataset = open_split(config, split)
-        mesh = make_mesh()
+        datasets = open_split(config, split)
+        mesh = mesh_for_reading(config)
         step, params = load_params(Path(WORKDIR.value), config.model, mesh)
-    except (ConfigError, DatasetError, RunError, CheckpointError) as error:
+    except (ConfigError, DatasetError, MeshError, RunError, CheckpointError) as error:
         sys.exit(f"error: {error}")
     # As many sequences at a time as training held, rounded up to a multiple of the devices.
-    per_pass = config.batch_size // config.accumulation_steps
-    batch_size = -(-per_pass // jax.device_count()) * jax.device_count()
-    batches = evaluation_batches(dataset, config.sequence_length, batch_size)
-    shown = tqdm(batches, desc=f"evaluating {split}", unit="batch", disable=not sys.stderr.isatty())
-    result = evaluate(make_eval_step(config.model, mesh), params, shown, mesh, dataset.num_bytes / dataset.num_tokens)
+    batch_size = -(-config.sequences_per_pass // n_batch_parts(mesh)) * n_batch_parts(mesh)
+    eval_step, parts = make_eval_step(config.model, mesh), []
+    for dataset, share in datasets:
+        batches = evaluation_batches(dataset, config.sequence_length, batch_size)
+        shown = tqdm(batches, desc=f"evaluating {dataset.path}", unit="batch", disable=not sys.stderr.isatty())
+        parts.append((share, evaluate(eval_step, params, shown, mesh, dataset.bytes_per_token)))
+    result = mean_of_mixture(parts)
+    n_bytes = sum(dataset.num_bytes for dataset, _ in datasets)
     rows = [
         ("run", f"{WORKDIR.value}, step {step}"),
-        ("split", f"{split}: {result.tokens:,} tokens, {dataset.num_bytes:,} bytes"),
+        ("split", f"{split}: {result.tokens:,} tokens, {n_bytes:,} bytes"),
+    ]
+    if len(parts) > 1:
+        for (dataset, share), (_, part) in zip(datasets, parts, strict=True):
+            rows.append((dataset.path.parent.name, f"{part.loss:.4f} nats a token, share {share:.3g}"))
+    rows += [
         ("loss", f"{result.loss:.4f} nats a token"),
         ("perplexity", f"{result.perplexity:.3f}"),
         ("bits per byte", f"{result.bits_per_byte:.4f}"),
@@ -63,7 +71,7 @@ def main(argv: list[str]) -> None:
 def define_config_flag(arguments: list[str]) -> None:
     """Define --config with the run's own config as its default, so that overrides of its fields are checked."""
     from configs import default
-    from heinsen.training.loop import RunError, load_run
+    from heinsen.training.run import RunError, load_run
 
     workdir = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "", flag_values=workdir)

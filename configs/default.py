@@ -15,8 +15,14 @@ def get_config() -> ConfigDict:
             sequence_length=1024,  # tokens predicted per sequence
             batch_size=480,  # sequences per optimizer step, over all devices and accumulation steps
             accumulation_steps=1,  # forward-backward passes per optimizer step
+            mesh=dict(  # devices along each axis (heinsen/parallel.py); -1 for one: all that the others leave
+                data=-1,  # split the batch, repeat the parameters
+                fsdp=1,  # split the batch, and the parameters and optimizer state too
+                tensor=1,  # split the heads
+                sequence=1,  # split the tokens of every sequence
+            ),
             data=dict(
-                path="data/pile",  # folder of token datasets, one a split (scripts/prepare_data.py)
+                path="data/pile",  # token datasets (scripts/prepare_data.py): a folder, or A:0.7,B:0.3 for a mixture
                 tokenizer="gpt2",
                 train_split="train",
                 validation_split="validation",
@@ -30,7 +36,7 @@ def get_config() -> ConfigDict:
                 d_key=32,
                 d_value=32,
                 dtype="float32",  # of matmul inputs: bfloat16 on accelerators
-                remat=False,  # recompute each layer in the backward pass: less memory, more time
+                remat="none",  # or to compute again in the backward pass: full (layers), dots (all but products)
                 implementation=placeholder(str),  # of log_attention: chunked, scan, reference; None for the best
                 document_token=placeholder(int),  # forget all before this id (gpt2: 50256, bytes: 256); None: never
             ),
@@ -49,6 +55,11 @@ def get_config() -> ConfigDict:
             validation_tokens=1_000_000,  # from the start of the split, at most
             checkpoint_every=1000,  # steps, and at the end
             keep_checkpoints=3,  # the newest ones
+            keep_every=placeholder(int),  # besides them keep those of every so many steps for ever; None: none
+            stop_after_skipped=10,  # steps in a row whose loss or gradient is not finite; each is skipped
+            spike_sigmas=placeholder(float),  # tell of losses so many standard deviations above the last; None: never
+            trace_steps=placeholder(str),  # FIRST:LAST, traced by jax.profiler into WORKDIR/trace; None: none
+            wandb_project=placeholder(str),  # log to Weights & Biases too (pip install wandb); None: no
             peak_flops=placeholder(float),  # per device and second, for the utilisation; None: known or measured
         )
     )

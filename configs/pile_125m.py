@@ -14,5 +14,5 @@ from configs import default
 def get_config() -> ConfigDict:
     config = default.get_config()
     config.model.dtype = "bfloat16"
-    config.model.remat = True
+    config.model.remat = "full"
     return config

@@ -28,13 +28,21 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / (math.log(2) * bytes_per_token)
 
 
+def mean_of_mixture(parts: list[tuple[float, Evaluation]]) -> Evaluation:
+    """The loss over tokens drawn from several datasets by their shares, from each dataset's own."""
+    loss = sum(share * part.loss for share, part in parts)
+    bytes_per_token = sum(share * part.loss / (math.log(2) * part.bits_per_byte) for share, part in parts)
+    tokens = sum(part.tokens for _, part in parts)
+    return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte(loss, bytes_per_token), tokens)
+
+
 def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
     """(params, {"tokens" [B, T + 1], "mask" [B, T]}) -> each sequence's sum of nats over masked targets, [B]."""
 
     def step(params, batch):
-        return jnp.sum(next_token_losses(model, params, batch["tokens"]) * batch["mask"], axis=-1)
+        return jnp.sum(next_token_losses(model, params, batch["tokens"], mesh) * batch["mask"], axis=-1)
 
-    return jax.jit(step, in_shardings=(replicated(mesh), split_batch(mesh)), out_shardings=replicated(mesh))
+    return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 
 
 def evaluate(

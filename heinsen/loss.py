@@ -5,6 +5,9 @@
 The gradient by the logits, softmax - one_hot, is at hand while the loss is computed, so `weighted_loss` takes its two
 products right then: nothing is computed twice, and what is kept is of the size of x and of the embedding.
 
+On a mesh every device takes its share of the batch and of the tokens, also of those that the axis `tensor` would have
+repeat the work, with the embedding whole: its gradient is summed over all devices once.
+
 Axes: B batch, T tokens, D d_model; `vocab` rows of the embedding, all of which take part in the softmax.
 """
 
@@ -12,7 +15,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
+
+from heinsen.parallel import AXES, BATCH, on_each_device
+
+_TOKENS = P(BATCH, ("sequence", "tensor"))  # [B, T, ...]
 
 
 def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -28,9 +37,20 @@ def token_logits(x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], d
 
 
 def token_losses(
-    x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], targets: Int[Array, "B T"], dtype: str
+    x: Float[Array, "B T D"],
+    embedding: Float[Array, "vocab D"],
+    targets: Int[Array, "B T"],
+    dtype: str,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood of each target. `dtype` is that of the matmul's inputs; the logits are float32."""
+    losses = partial(_token_losses, dtype=dtype)
+    if mesh is not None and mesh.size > 1:
+        losses = on_each_device(mesh, losses, in_specs=(_TOKENS, P(), _TOKENS), out_specs=_TOKENS)
+    return losses(x, embedding, targets)
+
+
+def _token_losses(x, embedding, targets, dtype):
     step = lambda _, chunk: (None, cross_entropy(token_logits(chunk[0], embedding, dtype), chunk[1]))
     return _over_chunks(step, None, (x, targets), len(embedding))[1]
 
@@ -41,14 +61,20 @@ def weighted_loss(
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
     dtype: str,
+    mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
     """The sum of the `token_losses` times weights."""
-    return _weighted_loss(*map(jnp.asarray, (x, embedding, targets, weights)), dtype)
+    arrays = tuple(map(jnp.asarray, (x, embedding, targets, weights)))
+    if mesh is None or mesh.size == 1:
+        return _weighted_loss(*arrays, dtype)
+    of_device = lambda *arrays: _weighted_loss(*arrays, dtype)[None]
+    specs = _TOKENS, P(), _TOKENS, _TOKENS
+    return jnp.sum(on_each_device(mesh, of_device, in_specs=specs, out_specs=P(AXES))(*arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _weighted_loss(x, embedding, targets, weights, dtype):
-    return jnp.sum(weights * token_losses(x, embedding, targets, dtype))
+    return jnp.sum(weights * _token_losses(x, embedding, targets, dtype))
 
 
 def _forward(x, embedding, targets, weights, dtype):

@@ -16,13 +16,22 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, log_attention
-from heinsen.logspace import NEG_INF, log_linear_recurrence, logaddexp
+from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, sharded
+from heinsen.logspace import NEG_INF, logaddexp
 from heinsen.loss import token_logits, token_losses, weighted_loss
+from heinsen.parallel import BATCH, constrain
 
 Params = dict[str, Any]
+
+# What the backward pass finds kept of each layer; the rest it computes again.
+REMAT_POLICIES = {
+    "none": None,  # no layer is computed again
+    "full": None,  # only what goes into a layer
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the products with its matrices
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +39,8 @@ class ModelConfig:
     """Sizes of the model; `configs/default.py` holds the paper's.
 
     vocab_size counts the tokenizer's ids; the embedding and the softmax have padded_vocab_size rows. dtype is that of
-    matmul inputs. remat recomputes each layer in the backward pass. implementation is log_attention's (None: the best).
+    matmul inputs. remat names what the backward pass computes again (REMAT_POLICIES). implementation is log_attention's
+    (None: the best).
     document_token is the id that begins a document, with which the model forgets all before; None: it never does.
     """
 
@@ -42,7 +52,7 @@ class ModelConfig:
     d_key: int
     d_value: int
     dtype: str
-    remat: bool
+    remat: str
     implementation: str | None
     document_token: int | None
 
@@ -60,6 +70,8 @@ class ModelConfig:
             )
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(f"model.remat = {self.remat!r}: choose {', '.join(REMAT_POLICIES)}")
         if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None"
@@ -91,28 +103,29 @@ def forward(
     return LanguageModel(config).apply({"params": params}, tokens, state)
 
 
-def next_token_losses(config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, "B T"]:
+def next_token_losses(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
+) -> Float[Array, "B T"]:
     """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory."""
-    x_BxTxD = _hidden(config, params, tokens[:, :-1])
-    return token_losses(x_BxTxD, params["embedding"], tokens[:, 1:], config.dtype)
+    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
+    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
 
 
-def mean_loss(config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], n_parts: int = 1) -> Float[Array, ""]:
-    """The mean of the next tokens' losses, to be differentiated: see `heinsen.loss`.
-
-    Gradients are summed over the sequences of each of n_parts parts of the batch, then over the parts: with as many
-    parts as devices over which the batch is split, each device does the first by itself. n_parts divides B.
-    """
+def mean_loss(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
+) -> Float[Array, ""]:
+    """The mean of the next tokens' losses, to be differentiated: see `heinsen.loss`."""
     tokens = jnp.asarray(tokens)
-    x_BxTxD, targets_BxT = _hidden(config, params, tokens[:, :-1]), tokens[:, 1:]
+    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
+    targets_BxT = tokens[:, 1:]
     weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
-    parts = [x.reshape(n_parts, -1, *x.shape[1:]) for x in (x_BxTxD, targets_BxT, weights_BxT)]
-    loss_of_part = lambda x, targets, weights: weighted_loss(x, params["embedding"], targets, weights, config.dtype)
-    return jnp.sum(jax.vmap(loss_of_part)(*parts))
+    return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
 
-def _hidden(config, params, tokens):
-    return LanguageModel(config).apply({"params": params}, tokens, with_logits=False)[0]
+def _hidden(config, params, tokens, mesh):
+    """The last hidden states, and the embedding, gathered once for both of its uses."""
+    params = params | {"embedding": constrain(mesh, params["embedding"])}
+    return LanguageModel(config, mesh).apply({"params": params}, tokens, with_logits=False)[0], params["embedding"]
 
 
 def count_params(params: Params) -> int:
@@ -120,7 +133,10 @@ def count_params(params: Params) -> int:
 
 
 class LanguageModel(nn.Module):
+    """On a mesh the batch divides over data x fsdp, tokens over sequence, heads over tensor (`heinsen.parallel`)."""
+
     config: ModelConfig
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -130,16 +146,21 @@ class LanguageModel(nn.Module):
         c = self.config
         embedding = self.param("embedding", _uniform(c.d_model), (c.padded_vocab_size, c.d_model))
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
-        if state is None:
-            state = init_model_state(c, tokens_BxT.shape[0])
+        # No attention states, rather than empty ones: those would exist for all layers at once.
+        is_first = state is None
+        if is_first:
+            state = ModelState(jnp.zeros((tokens_BxT.shape[0], c.d_model), jnp.float32), None)
         begins_BxT = segment_ids = None
         if c.document_token is not None:
             begins_BxT = tokens_BxT == c.document_token
             segment_ids = jnp.cumsum(begins_BxT, axis=-1)[:, None]
-            state = _forget(c, state, begins_BxT[:, 0])
-        position_BxTxD = Position(c, name="position")(x_BxTxD, state.position, begins_BxT)
+            state = state if is_first else _forget(c, state, begins_BxT[:, 0])
+        x_BxTxD = _of_tokens(self.mesh, x_BxTxD)
+        position_BxTxD = Position(c, self.mesh, name="position")(x_BxTxD, state.position, begins_BxT)
         x_BxTxD = x_BxTxD + position_BxTxD
-        layer = nn.remat(Layer, prevent_cse=False) if c.remat else Layer
+        layer = Layer
+        if c.remat != "none":
+            layer = nn.remat(Layer, prevent_cse=False, policy=REMAT_POLICIES[c.remat])
         layers = nn.scan(
             layer,
             variable_axes={"params": 0},
@@ -148,10 +169,15 @@ class LanguageModel(nn.Module):
             out_axes=0,
             length=c.n_layers,
         )
-        x_BxTxD, attention = layers(c, name="layers")(x_BxTxD, state.attention, segment_ids)
+        x_BxTxD, attention = layers(c, self.mesh, name="layers")(x_BxTxD, state.attention, segment_ids)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         out = token_logits(x_BxTxD, embedding, c.dtype) if with_logits else x_BxTxD
         return out, ModelState(position_BxTxD[:, -1], attention)
+
+
+def _of_tokens(mesh: Mesh | None, x_BxTxD: Array) -> Array:
+    """The residual stream, which only the batch and the tokens divide."""
+    return constrain(mesh, x_BxTxD, BATCH, "sequence", None)
 
 
 def _forget(config: ModelConfig, state: ModelState, rows_B: Array) -> ModelState:
@@ -165,6 +191,7 @@ class Position(nn.Module):
     """e_t = logaddexp(e_{t-1} + log_a_t, l_t), with log_a = log_sigmoid(c) and (c, l) a dense map of the embedding."""
 
     config: ModelConfig
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x_BxTxD: Array, initial_BxD: Array, begins_BxT: Array | None = None) -> Array:
@@ -174,34 +201,30 @@ class Position(nn.Module):
             begins = begins_BxT[..., None]
             log_b = jnp.where(begins, logaddexp(log_a, log_b), log_b)
             log_a = jnp.where(begins, NEG_INF, log_a)
-        return log_linear_recurrence(log_a, log_b, axis=1, initial=initial_BxD)
+        return sharded.log_linear_recurrence(self.mesh, log_a, log_b, initial_BxD)
 
 
 class Layer(nn.Module):
     """x + W3 GLU(W2 log_attention(split(W1 LayerNorm(x)))); also the attention state after the last token."""
 
     config: ModelConfig
+    mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x_BxTxD: Array, state: LogState, segment_ids: Array | None = None) -> tuple[Array, LogState]:
+    def __call__(
+        self, x_BxTxD: Array, state: LogState | None, segment_ids: Array | None = None
+    ) -> tuple[Array, LogState]:
         c = self.config
         n_batch, n_tokens, _ = x_BxTxD.shape
         h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, name="w1")(h)
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         q, k, log_v = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
-        log_y_BxHxTxV, state = log_attention(
-            q,
-            k,
-            log_v,
-            state=state,
-            segment_ids=segment_ids,
-            implementation=c.implementation,
-            return_state=True,
-        )
+        log_y_BxHxTxV, state = sharded.log_attention(self.mesh, q, k, log_v, state, segment_ids, c.implementation)
         log_y = log_y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
         h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(log_y))
-        return x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h), state
+        x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
+        return _of_tokens(self.mesh, x_BxTxD), state
 
 
 class Dense(nn.Module):

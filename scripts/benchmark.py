@@ -469,9 +469,9 @@ def benchmark_step(out: Path) -> None:
     from heinsen.config import ConfigError, from_mapping
     from heinsen.model import count_params
     from heinsen.parallel import keep_host_memory, make_mesh
-    from heinsen.training.loop import TrainConfig
-    from heinsen.training.metrics import train_flops_per_token
+    from heinsen.training.metrics import bytes_of, train_flops_per_token
     from heinsen.training.optimizer import make_optimizer
+    from heinsen.training.run import TrainConfig
     from heinsen.training.step import init_train_state, make_train_step
 
     try:
@@ -481,10 +481,9 @@ def benchmark_step(out: Path) -> None:
     keep_host_memory()
     mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, config.total_steps)
     state = init_train_state(config.model, optimizer, config.seed, mesh)
-    shape = config.accumulation_steps, config.batch_size // config.accumulation_steps, config.sequence_length + 1
+    shape = config.accumulation_steps, config.sequences_per_pass, config.sequence_length + 1
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.model.vocab_size)
     step = make_train_step(config.model, optimizer, mesh).lower(state, tokens).compile()
-    memory = step.memory_analysis()
     size, dtype = 4096, "float32" if jax.default_backend() == "cpu" else config.model.dtype
     matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
     product = jax.jit(lambda x: x @ x).lower(matrix).compile()
@@ -519,10 +518,7 @@ def benchmark_step(out: Path) -> None:
         product_flops_per_second=product_rate,
         product_dtype=dtype,
         share_of_product_rate=rate / product_rate,
-        peak_bytes=memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes,
+        peak_bytes=bytes_of(step),
         config=CONFIG.value.to_dict(),
     )
     out.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,8 @@ def main(argv: list[str]) -> None:
     from heinsen.decoding import Sampling, generate
     from heinsen.parallel import make_mesh
     from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.loop import RunError, load_params, load_run
+    from heinsen.training.loop import load_params
+    from heinsen.training.run import RunError, load_run
 
     try:
         sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value)

@@ -22,7 +22,7 @@ import numpy as np
 
 from configs import default
 from heinsen.config import from_mapping
-from heinsen.training.loop import TrainConfig
+from heinsen.training.run import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a command on a busy machine
@@ -198,7 +198,9 @@ def read_log(workdir: Path) -> list[dict[str, Any]]:
 
 def without_timing(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must repeat bit for bit: JSON holds the shortest digits that give a float back."""
-    return [{name: x for name, x in entry.items() if name not in ("tokens_per_second", "mfu")} for entry in log]
+    return [
+        {name: x for name, x in entry.items() if name not in ("tokens_per_second", "mfu", "data_wait")} for entry in log
+    ]
 
 
 def checkpoint_steps(workdir: Path) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from configs import default
 from heinsen.config import ConfigError, from_mapping
-from heinsen.training.loop import TrainConfig
+from heinsen.training.run import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -178,7 +178,7 @@ def fields_of_type(wanted, cls=TrainConfig, path=""):
             yield f"{path}{name}"
 
 
-INTS, FLOATS, STRINGS, BOOLS = (sorted(fields_of_type(kind)) for kind in (int, float, str, bool))
+INTS, FLOATS, STRINGS = (sorted(fields_of_type(kind)) for kind in (int, float, str))
 
 
 @pytest.mark.parametrize("path", INTS)
@@ -195,16 +195,16 @@ def test_only_numbers_are_floats(path, value):
         from_mapping(TrainConfig, changed(path, value))
 
 
-@pytest.mark.parametrize("path", [*STRINGS, *BOOLS])
+@pytest.mark.parametrize("path", STRINGS)
 @pytest.mark.parametrize("value", [None, 1], ids=repr)
-def test_only_strings_are_strings_and_only_bools_bools(path, value):
+def test_only_strings_are_strings(path, value):
     with pytest.raises(ConfigError, match=rf"config\.{path} = .*got {type(value).__name__}"):
         from_mapping(TrainConfig, changed(path, value))
 
 
 def test_an_integer_is_accepted_for_a_float():
     assert {"model.n_layers", "seed"} <= set(INTS) and "optimizer.clip_norm" in FLOATS
-    assert {"data.path", "model.dtype"} <= set(STRINGS) and "model.remat" in BOOLS
+    assert {"data.path", "model.dtype", "model.remat"} <= set(STRINGS)
     config = from_mapping(TrainConfig, changed("optimizer.clip_norm", 2))
     assert config.optimizer.clip_norm == 2.0 and type(config.optimizer.clip_norm) is float
     config = from_mapping(TrainConfig, changed("peak_flops", 10**12))
@@ -220,7 +220,7 @@ def test_none_is_accepted_where_the_type_says_so():
             from_mapping(TrainConfig, changed(path, value))
 
 
-@pytest.mark.parametrize("group", ["", "model", "optimizer", "data"])
+@pytest.mark.parametrize("group", ["", "model", "optimizer", "data", "mesh"])
 def test_unknown_and_missing_fields_are_named(group):
     where = f"config.{group}".rstrip(".")
     unknown = default.get_config().to_dict()

@@ -65,16 +65,11 @@ def test_a_sure_and_right_prediction_has_small_gradients_in_bfloat16(rng, chunks
     np.testing.assert_allclose(dx, want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
-def test_the_models_loss_is_the_mean_of_its_tokens_losses_in_any_number_of_parts(rng, chunks):
+def test_the_models_loss_is_the_mean_of_its_tokens_losses(rng, chunks):
     params = init_params(SMALL, jax.random.key(0))
     tokens = rng.integers(0, SMALL.vocab_size, (6, T + 1))
-    run = lambda n: quick_jit(jax.value_and_grad(lambda params: mean_loss(SMALL, params, tokens, n_parts=n)))(params)
-    whole, gradients = run(1)
-    np.testing.assert_allclose(whole, next_token_losses(SMALL, params, tokens).mean(), rtol=1e-6)
-    for n in (2, 6):
-        total, in_parts = run(n)
-        np.testing.assert_allclose(total, whole, rtol=1e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), in_parts, gradients)
+    mean = quick_jit(lambda params: mean_loss(SMALL, params, tokens))(params)
+    np.testing.assert_allclose(mean, next_token_losses(SMALL, params, tokens).mean(), rtol=1e-6)
 
 
 def test_no_logits_of_a_whole_batch_are_in_memory():

@@ -19,7 +19,7 @@ from heinsen.model import (
     init_params,
     mean_loss,
 )
-from heinsen.training.loop import TrainConfig
+from heinsen.training.run import TrainConfig
 from tests.attention.quick import quick_jit
 
 # No two sizes alike, so that no axis passes for another: D = 10, H = 3, K = 2, V = 4, H V = 12, W1 24 wide.
@@ -32,7 +32,7 @@ SMALL = ModelConfig(
     d_key=2,
     d_value=4,
     dtype="float32",
-    remat=False,
+    remat="none",
     implementation="reference",
     document_token=None,
 )
@@ -213,11 +213,12 @@ def test_state_has_one_size(params):
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-def test_remat_changes_neither_loss_nor_gradients(params, tokens):
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_remat_changes_neither_loss_nor_gradients(params, tokens, policy):
     def loss(config):
         return lambda params: mean_loss(config, params, tokens)
 
-    plain, recomputing = (loss(dataclasses.replace(SMALL, remat=remat)) for remat in (False, True))
+    plain, recomputing = (loss(dataclasses.replace(SMALL, remat=remat)) for remat in ("none", policy))
     count = lambda f: len(re.findall("remat|checkpoint", str(jax.make_jaxpr(f)(params))))
     assert count(recomputing) > count(plain)
     (a, grads_a), (b, grads_b) = (quick_jit(jax.value_and_grad(f))(params) for f in (plain, recomputing))
@@ -334,7 +335,7 @@ def test_with_a_document_token_steps_forget_as_the_whole_does(params, tokens):
 def test_parameters_follow_the_key_and_not_the_implementation():
     draw = quick_jit(init_params, static_argnums=0)
     first = draw(SMALL, jax.random.key(1))
-    changed = dataclasses.replace(SMALL, implementation="scan", remat=True, dtype="bfloat16")
+    changed = dataclasses.replace(SMALL, implementation="scan", remat="full", dtype="bfloat16")
     again = draw(changed, jax.random.key(1))
     other = draw(SMALL, jax.random.key(2))
     for a, b, c in zip(*map(jax.tree.leaves_with_path, (first, again, other)), strict=True):

@@ -1,16 +1,27 @@
-"""Four simulated devices against one, by the entry point."""
+"""Meshes of simulated devices, in one process and in two, against one device, by the entry point."""
+
+import re
+import signal
+import socket
+import time
 
 import pytest
 
+from heinsen.parallel import MeshConfig, MeshError, join_processes
 from heinsen.training.loop import train
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
+    LENGTH,
     STEPS,
+    Commands,
+    checkpoint_steps,
     copy_run,
+    finish,
     read_log,
     run_config,
     snapshot,
+    stop_when,
     train_command,
 )
 
@@ -33,15 +44,19 @@ def test_four_devices_give_the_losses_of_one(run, run_on_4_devices):
     assert four != one, "sums over four devices round differently: were there four?"
 
 
-def test_a_checkpoint_of_one_device_goes_on_on_four(run, commands, tmp_path):
+def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_path):
+    """And config.json then tells of the mesh, which is no part of what makes a run another one."""
     start = STEPS - CHECKPOINT_EVERY
     workdir = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= start)
-    resumed = commands.run(*train_command(run.data, workdir), devices=4)
+    changes = {"mesh__data": 2, "mesh__fsdp": 2}
+    resumed = commands.run(*train_command(run.data, workdir, **changes), devices=4)
     assert resumed.returncode == 0, resumed.stderr
     assert "parameters on 4 x cpu" in resumed.stderr and f"resuming after step {start}" in resumed.stderr
-    expected = losses(run.log)
-    assert losses(read_log(workdir)) == pytest.approx(expected, rel=1e-5)
+    assert "config.mesh.fsdp: 1 in the run, 2 in the command: going on with the command's" in resumed.stderr
+    assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-5)
     assert losses(read_log(workdir), after=start) != losses(run.log, after=start)
+    again = commands.run(*train_command(run.data, workdir, **changes), devices=4)
+    assert again.returncode == 0 and "going on with" not in again.stderr
 
 
 def test_a_checkpoint_of_four_devices_goes_on_on_one(run_on_4_devices, tmp_path, capfd):
@@ -53,12 +68,104 @@ def test_a_checkpoint_of_four_devices_goes_on_on_one(run_on_4_devices, tmp_path,
     assert losses(read_log(workdir)) == pytest.approx(losses(run_on_4_devices.log), rel=1e-5)
 
 
+EVERY_MESH = """
+import sys
+from pathlib import Path
+from heinsen.training.loop import train
+from tests.runs import run_config
+
+for i, sizes in enumerate([(1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4)]):
+    mesh = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor", "mesh__sequence"), sizes))
+    train(run_config(Path(sys.argv[1]), **mesh), Path(sys.argv[2]) / str(i))
+"""
+
+
+def test_every_axis_of_the_mesh_gives_the_losses_of_one_device(run, commands, tmp_path):
+    done = commands.run("-W", "error", "-c", EVERY_MESH, run.data, tmp_path, devices=4)
+    assert done.returncode == 0, done.stderr
+    expected = losses(run.log)
+    for i in range(3):
+        actual = losses(read_log(tmp_path / str(i)))
+        assert actual == pytest.approx(expected, rel=1e-4) and actual != expected
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def start_two(commands: Commands, data, workdir, **changes):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    two = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+    command = train_command(data, workdir, **changes)
+    return [commands.start(*command, *two, f"--process_id={i}", devices=2) for i in range(2)]
+
+
+def test_two_processes_of_two_devices_stop_together_go_on_and_give_the_losses_of_one(run, commands, tmp_path):
+    workdir = tmp_path / "run"
+    mesh = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2}
+    first, second = start_two(commands, run.data, workdir, **mesh)
+    try:
+        # To the one that is not the coordinator: the other hears of it.
+        stopped = stop_when(second, lambda: len(read_log(workdir)) > 12, signal.SIGTERM)
+        assert stopped.returncode == finish(first).returncode == 75, stopped.stderr
+    finally:
+        first.kill()
+    steps = checkpoint_steps(workdir)
+    assert steps and 10 <= steps[-1] < STEPS and f"saved {workdir}/checkpoints/{steps[-1]}" in stopped.stderr
+
+    processes = start_two(commands, run.data, workdir, **mesh)
+    done = [finish(process) for process in processes]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert "parameters on 4 x cpu" in done[0].stderr and f"resuming after step {steps[-1]}" in done[0].stderr
+    assert "validation loss" in done[0].stdout and "step" not in done[1].stderr
+    assert "validation loss" not in done[1].stdout, "the first process alone reports"
+    assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-4)
+
+
+def test_a_lost_process_ends_the_others_with_an_error(run, commands, tmp_path):
+    workdir = tmp_path / "run"
+    first, second = start_two(commands, run.data, workdir)
+    try:
+        stop_when(second, lambda: len(read_log(workdir)) > 12, signal.SIGKILL)
+        start = time.monotonic()
+        left = finish(first)
+        assert time.monotonic() - start < 60
+    finally:
+        first.kill()
+    assert left.returncode == 1
+    assert "error: another process of the run failed or was lost" in left.stderr
+    assert checkpoint_steps(workdir)[-1] == CHECKPOINT_EVERY
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("127.0.0.1:1",), "--num_processes and --process_id missing"),
+        (("127.0.0.1:1", 2), "--process_id missing"),
+        (("127.0.0.1:1", 2, 2), "--process_id=2 must be in"),
+        (("127.0.0.1:1", 0, 0), "--num_processes=0"),
+        (("127.0.0.1:1", 2, 0, True), "give no --coordinator"),
+    ],
+)
+def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
+    with pytest.raises(MeshError, match=re.escape(message)):
+        join_processes(*arguments)
+
+
+# ---- what lies where -----------------------------------------------------------------------------
+
+
 PLACEMENT = """
-import jax, numpy as np
-from heinsen.parallel import make_mesh, place_batch, replicated, split_batch
+import re
+import jax, numpy as np, jax.numpy as jnp
+from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch, process_rows, replicated, split_batch
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
+from tests.runs import run_config
 
 mesh = make_mesh()
-assert mesh.axis_names == ("data",) and mesh.devices.size == 4
+assert mesh.axis_names == AXES and mesh.shape["data"] == 4
 
 def rows_by_device(array, axis):
     shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
@@ -69,6 +176,7 @@ placed = place_batch(mesh, {"tokens": batch, "mask": batch > 3})
 assert placed.keys() == {"tokens", "mask"} and placed["mask"].dtype == bool
 assert rows_by_device(placed["tokens"], 0) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 np.testing.assert_array_equal(placed["tokens"], batch)
+assert process_rows(mesh, 8).tolist() == list(range(8))
 
 # [passes, batch, tokens]: every device takes part in every pass.
 passes = np.stack([batch[:4], batch[4:]])
@@ -77,26 +185,78 @@ assert [shard.data.shape for shard in placed.addressable_shards] == [(2, 1, 3)] 
 assert placed.sharding.is_equivalent_to(split_batch(mesh, axis=1), 3)
 np.testing.assert_array_equal(placed, passes)
 
-everywhere = jax.device_put(batch, replicated(mesh))
-assert [shard.data.shape for shard in everywhere.addressable_shards] == [(8, 3)] * 4
+# Sequences over data and fsdp alike, copies over the other axes.
+placed = place_batch(make_mesh(MeshConfig(1, 2, 1, 2)), {"tokens": batch})["tokens"]
+assert rows_by_device(placed, 0) == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
+
+# Parameters and both moments are split; initialisation never has them whole.
+config = run_config("unused", model__d_model=64, model__n_heads=8)
+optimizer = make_optimizer(config.optimizer, 100)
+size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+mesh = make_mesh(MeshConfig(1, 4, 1, 1))
+state = init_train_state(config.model, optimizer, 0, mesh)
+assert held(state) < 0.3 * size(state), "norms and biases alone are whole"
+assert held(state.params["layers"]["w1"]["kernel"]) * 4 == size(state.params["layers"]["w1"]["kernel"])
+one = init_train_state(config.model, optimizer, 0, jax.make_mesh((1,) * 4, AXES, devices=jax.devices()[:1],
+                       axis_types=(jax.sharding.AxisType.Auto,) * 4))
+jax.tree.map(np.testing.assert_array_equal, state, one)
+compiled = jax.jit(lambda: init_train_state(config.model, optimizer, 0, mesh)).lower().compile()
+assert compiled.memory_analysis().output_size_in_bytes < 0.3 * size(state)
+assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * size(state)
+
+def sent(sizes, n_tokens):
+    "Bytes of each collective of a step on a device, by its kind."
+    mesh = make_mesh(MeshConfig(*sizes))
+    tokens = jax.ShapeDtypeStruct((1, 4, n_tokens + 1), np.int32, sharding=split_batch(mesh, axis=1))
+    step = make_train_step(config.model, optimizer, mesh)
+    text = step.lower(abstract_train_state(config.model, optimizer, mesh), tokens).compile().as_text()
+    found = {}
+    for kind, shape in re.findall(r"= \\S*?f32\\[([\\d,]*)\\]\\S* (collective-permute|all-reduce|all-gather)\\(", text):
+        kind, shape = shape, kind
+        found[kind] = found.get(kind, 0) + 4 * int(np.prod([int(n) for n in shape.split(",") if n] or [1]))
+    return found
+
+short, long = sent((1, 1, 1, 4), 64), sent((1, 1, 1, 4), 256)
+assert short["collective-permute"] > 0 and short == long, f"communication grows with tokens: {short}, {long}"
 """
 
 
-def test_batches_are_split_and_a_batch_that_does_not_divide_is_refused(data, run, commands, tmp_path):
+def test_batches_and_parameters_lie_where_the_mesh_says(commands):
+    done = commands.run("-W", "error", "-c", PLACEMENT, devices=4)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_touched(data, run, commands, tmp_path):
     workdir = copy_run(run.workdir, tmp_path / "run")
     before = snapshot(workdir)
-    done = commands.run_all(
-        {
-            "placement": {"arguments": ["-W", "error", "-c", PLACEMENT], "devices": 4},
-            "new": {"arguments": train_command(data, tmp_path / "new", batch_size=6), "devices": 4},
-            "existing": {"arguments": train_command(data, workdir), "devices": 3},
-        }
-    )
-    assert done["placement"].returncode == 0, done["placement"].stderr
-    for name, n_devices, batch in [("new", 4, 6), ("existing", 3, BATCH)]:
-        numbers = f"{batch} sequences a pass (batch_size {batch} / accumulation_steps 1)"
+    cases = {
+        "batch": ({"batch_size": 6}, "6 sequences a pass (batch_size 6 / accumulation_steps 1) do not divide over 4"),
+        "devices": ({"mesh__data": 3}, "axes data 3 x fsdp 1 x tensor 1 x sequence 1 need 3 devices: there are 4"),
+        "left": ({"mesh__fsdp": 3}, "the mesh's axes data -1 x fsdp 3 x tensor 1 x sequence 1 do not divide 4 devices"),
+        "heads": ({"mesh__tensor": 4}, "model.n_heads = 2 do not divide over mesh.tensor = 4"),
+        "tokens": ({"mesh__sequence": 4, "sequence_length": 18}, "sequence_length = 18 does not divide into 4 parts"),
+        "model": (
+            {"mesh__fsdp": 4, "model__d_model": 30, "model__padded_vocab_size": 260},
+            "axis 1 of params/layers/w1/kernel (2, 30, 24) does not divide into 4 parts (mesh.fsdp 4)",
+        ),
+        "two": ({"mesh__fsdp": -1}, "mesh.data and mesh.fsdp are -1: only one axis"),
+        "none": ({"mesh__tensor": 0}, "mesh.tensor = 0: it must be positive"),
+    }  # fmt: skip
+    commands_of = {
+        name: {"arguments": train_command(data, tmp_path / "new", **changes), "devices": 4}
+        for name, (changes, _) in cases.items()
+    }
+    done = commands.run_all(commands_of | {"existing": {"arguments": train_command(data, workdir), "devices": 3}})
+    cases["existing"] = {}, f"{BATCH} sequences a pass (batch_size {BATCH} / accumulation_steps 1) do not divide over 3"
+    for name, (_, message) in cases.items():
         assert done[name].returncode == 1
-        message = f"error: {numbers} do not divide over {n_devices} devices"
-        assert done[name].stderr.startswith(message), done[name].stderr
-        assert "--config.batch_size" in done[name].stderr and "Traceback" not in done[name].stderr
+        assert done[name].stderr.startswith("error: ") and message in done[name].stderr, done[name].stderr
+        assert "Traceback" not in done[name].stderr
     assert not (tmp_path / "new").exists() and snapshot(workdir) == before
+
+
+def test_the_axis_that_takes_the_rest():
+    assert MeshConfig(-1, 2, 1, 2).sizes(8) == (2, 2, 1, 2)
+    assert MeshConfig(2, 2, 1, -1).sizes(4) == (2, 2, 1, 1)
+    assert LENGTH % 4 == 0  # the runs above divide

@@ -49,9 +49,15 @@ def attention(q, k, v, causal, state, resets):
     return _attend(q, k, v, causal, state, resets, False)
 
 
+def state_after(k, log_v, state, resets):
+    """The `LogState` after all tokens, which no query reads."""
+    return _padded_run(_Tokens(None, k, log_v, resets), state, in_logs=True)[2]
+
+
 def _attend(q, k, values, causal, state, resets, in_logs):
     if state is None:
-        state = empty_state_for(k, values, in_logs)
+        # XLA would spend seconds on folding what follows from so large a constant.
+        state = lax.optimization_barrier(empty_state_for(k, values, in_logs))
     else:
         state = jax.tree.map(lambda part: part.astype(k.dtype), state)
     if causal:

@@ -1,6 +1,6 @@
 """The token dataset on disk, and its reader.
 
-    DIR/<split>/shard-00000.npy, shard-00001.npy, ...   1-D little-endian uint16, memory-mapped
+    DIR/<split>/shard-00000.npy, shard-00001.npy, ...   1-D little-endian uint16
     DIR/<split>/metadata.json                           written last: its presence means "complete"
 
 The shards are one stream of tokens, cut at document boundaries; every document is followed by one
@@ -12,12 +12,24 @@ end-of-text token. `metadata.json` holds
     num_bytes       UTF-8 bytes of the documents' texts, end-of-text tokens not counted (for bits per byte)
     shards          a list of {file, num_tokens, num_documents, num_bytes, sha256 (of the file)}
     source          where the documents came from, and the settings that chose them
+
+A split that several machines prepared keeps its shards in one folder a part, `part-00000-of-00008/shard-00000.npy`;
+each part is a dataset with a metadata.json of its own, and the split's lists the shards of all.
+
+Shards are read by position, not mapped: a file that is cut while it is mapped kills its readers by SIGBUS, one that is
+read gives an error that says so. Nothing is held of a shard but its name and size.
 """
 
 import bisect
+import dataclasses
+import functools
 import hashlib
 import itertools
 import json
+import os
+import re
+import tokenize
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +49,34 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.npy"
 
 
+def part_name(index: int, count: int) -> str:
+    """The folder of one of `count` parts that were prepared apart."""
+    return f"part-{index:05d}-of-{count:05d}"
+
+
+_PART = re.compile(r"part-(\d{5,})-of-(\d{5,})")
+
+
+def find_parts(path: Path) -> dict[Path, tuple[int, int]]:
+    """The folders of parts in a split's folder, sorted, each with its (index, count)."""
+    matches = [(folder, _PART.fullmatch(folder.name)) for folder in sorted(path.glob("part-*-of-*"))]
+    return {folder: (int(match[1]), int(match[2])) for folder, match in matches if match and folder.is_dir()}
+
+
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TokenDataset:
-    """One split of a token dataset, memory-mapped.
+    """One split of a token dataset.
 
-    Opening it checks every shard's header and size; `verify` reads every byte.
+    Opening it checks every shard's header and size; `verify` reads every byte. Pickling it pickles its path: it is
+    opened, and checked, anew.
 
     Args:
       path: the folder of the split, `DIR/<split>`.
+      may_be_empty: take a split without tokens, as a part of a split may be.
 
     Attributes:
       path, metadata (the contents of metadata.json), num_tokens, num_documents, num_bytes, vocab_size,
@@ -58,7 +86,7 @@ class TokenDataset:
       DatasetError: the folder is missing, incomplete, damaged, empty or of another format version.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, may_be_empty: bool = False):
         self.path = Path(path)
         self.metadata = _read_metadata(self.path)
         try:
@@ -72,46 +100,56 @@ class TokenDataset:
                 raise DatasetError(
                     f"{self.path / METADATA_FILE}: dtype must be {TOKEN_DTYPE.name}, not {self.metadata['dtype']!r}"
                 )
-            self._shards = [map_shard(self.path / s["file"], s["num_tokens"]) for s in self.metadata["shards"]]
+            self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in self.metadata["shards"]]
             self._sha256 = {s["file"]: s["sha256"] for s in self.metadata["shards"]}
         except (KeyError, TypeError) as error:
             raise _damaged_metadata(self.path / METADATA_FILE, error) from error
         # _offsets[i] is the position of shard i's first token in the stream; one more for its end.
-        self._offsets = [0, *itertools.accumulate(len(shard) for shard in self._shards)]
+        self._offsets = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
         if self._offsets[-1] != self.num_tokens:
             raise DatasetError(
                 f"{self.path}: the shards hold {self._offsets[-1]} tokens, {METADATA_FILE} says {self.num_tokens}"
             )
-        if self.num_tokens == 0:
+        if self.num_tokens == 0 and not may_be_empty:
             raise DatasetError(f"{self.path} holds no tokens")
 
     def __len__(self) -> int:
         return self.num_tokens
 
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text for each token, end-of-text tokens included."""
+        return self.num_bytes / self.num_tokens
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` (excluded) of the stream, a new uint16 array `[stop - start]`.
 
-        Raises IndexError outside `0 <= start <= stop <= num_tokens`.
+        Raises IndexError outside `0 <= start <= stop <= num_tokens`, and DatasetError for a shard that can no longer
+        be read whole.
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of a split that holds {self.num_tokens}")
-        tokens = np.empty(stop - start, np.uint16)
+        tokens = np.empty(stop - start, TOKEN_DTYPE)
         index = bisect.bisect_right(self._offsets, start) - 1
         position = start
         while position < stop:
             offset, end = self._offsets[index], min(stop, self._offsets[index + 1])
-            tokens[position - start : end - start] = self._shards[index][position - offset : end - offset]
+            if end > position:
+                self._shards[index].read_into(tokens[position - start : end - start], position - offset)
             position, index = end, index + 1
-        return tokens
+        return tokens.astype(np.uint16, copy=False)  # copies on a big-endian machine only
 
     def verify(self) -> None:
         """Reads every shard whole and compares its SHA-256; raises DatasetError naming the damaged ones."""
-        damaged = [name for name, sha256 in self._sha256.items() if file_sha256(self.path / name) != sha256]
+        damaged = [name for name, sha256 in self._sha256.items() if not _is_intact(self.path / name, sha256)]
         if damaged:
+            remedies = dict.fromkeys(_remedy(self.path / name) for name in damaged)
             raise DatasetError(
-                f"{self.path}: SHA-256 differs from {METADATA_FILE} for {', '.join(damaged)}; "
-                "delete the folder and prepare the split again"
+                f"{self.path}: SHA-256 differs from {METADATA_FILE} for {', '.join(damaged)}; {'; '.join(remedies)}"
             )
+
+    def __reduce__(self):
+        return TokenDataset, (self.path,)
 
 
 def unigram_entropy(dataset: TokenDataset) -> float:
@@ -131,6 +169,14 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise DatasetError(f"no token dataset at {path}; make one with `{command} --tokenizer=TOKENIZER`")
     if not metadata_path.is_file():
+        if parts := find_parts(path):
+            finished = sum((part / METADATA_FILE).is_file() for part in parts)
+            count = max(count for _, count in parts.values())
+            raise DatasetError(
+                f"{path} is not a complete token dataset: it has no {METADATA_FILE}, and {finished} of {count} parts "
+                "are finished. Wait for the others, or give their commands again; the last one joins all. If all are "
+                "finished, give that of any part again."
+            )
         raise DatasetError(
             f"{path} is not a complete token dataset: it has no {METADATA_FILE}. If its preparation was "
             f"interrupted, give the same command again (`{command} ...`) and it goes on where it stopped; if "
@@ -149,23 +195,97 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _damaged_metadata(path: Path, error: Exception) -> DatasetError:
-    return DatasetError(f"{path} is damaged ({error!r}); delete the folder and prepare the split again")
+    joined = bool(find_parts(path.parent))
+    remedy = "the file and prepare any part" if joined else "the folder and prepare the split"
+    return DatasetError(f"{path} is damaged ({error!r}); delete {remedy} again")
 
 
-def map_shard(path: Path, num_tokens: int) -> np.ndarray:
-    """Memory-maps one shard, uint16 `[num_tokens]`; the checks read no more than its header."""
-    remedy = "the file is damaged: delete the folder and prepare the split again"
+def _remedy(shard: Path) -> str:
+    """What to do about a damaged shard."""
+    folder = shard.parent
+    if not _PART.fullmatch(folder.name):
+        return "delete the folder and prepare the split again"
+    return f"delete {folder} and {folder.parent / METADATA_FILE} and prepare that part again"
+
+
+def _is_intact(path: Path, sha256: str) -> bool:
     try:
-        shard = np.load(path, mmap_mode="r", allow_pickle=False)
+        return file_sha256(path) == sha256
+    except OSError:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """One file of tokens, found whole by `check_shard`; its first token lies `offset` bytes into it."""
+
+    path: Path
+    num_tokens: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.offset + self.num_tokens * TOKEN_DTYPE.itemsize
+
+    def read_into(self, tokens: np.ndarray, start: int) -> None:
+        """Fills `tokens`, contiguous TOKEN_DTYPE `[n]`, with the shard's from `start` on. Raises DatasetError."""
+        rest = memoryview(tokens).cast("B")
+        position = self.offset + start * TOKEN_DTYPE.itemsize
+        try:
+            file = _open(self)  # held until the end: another thread may push it out of the cache
+            while rest:
+                count = os.preadv(file.number, [rest], position)
+                if count == 0:
+                    raise self._changed(f"it ends at byte {os.fstat(file.number).st_size}, not {self.size}")
+                rest, position = rest[count:], position + count
+        except OSError as error:
+            raise self._changed(f"{error.strerror or error}") from error
+
+    def _changed(self, what: str) -> DatasetError:
+        return DatasetError(
+            f"{self.path} was whole when the dataset was opened and cannot be read now: {what}. Restore the file, or "
+            f"the access to it; if it is lost, {_remedy(self.path)}. Then give the same command again."
+        )
+
+
+class _Descriptor:
+    """A file open for reading, until nobody refers to it; positioned reads may share it between threads and forks."""
+
+    def __init__(self, path: Path):
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
+
+
+# One bound for all datasets of the process, as the limit on descriptors is the process's; a Shard is equal to none but
+# itself, so that a file put in another's place is never read for it.
+@functools.lru_cache(maxsize=256)
+def _open(shard: Shard) -> _Descriptor:
+    descriptor = _Descriptor(shard.path)
+    if (size := os.fstat(descriptor.number).st_size) != shard.size:
+        raise shard._changed(f"it has {size} bytes instead of {shard.size}")
+    return descriptor
+
+
+def check_shard(path: Path, num_tokens: int) -> Shard:
+    """The shard of `num_tokens` tokens at `path`; the checks read no more than its header. Raises DatasetError."""
+    try:
+        with path.open("rb") as file:
+            if (version := np.lib.format.read_magic(file)) != (1, 0):
+                raise ValueError(f"format version {version} of .npy")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            offset, size = file.tell(), os.fstat(file.fileno()).st_size
     except FileNotFoundError as error:
-        raise DatasetError(f"{path} is listed in {METADATA_FILE} but missing; {remedy}") from error
-    except (ValueError, EOFError, OSError) as error:  # no .npy header, or fewer bytes than it promises
-        raise DatasetError(f"{path} cannot be mapped: {error}; {remedy}") from error
-    if shard.dtype != TOKEN_DTYPE:
-        raise DatasetError(f"{path} has dtype {shard.dtype}, expected {TOKEN_DTYPE.name}; {remedy}")
-    if shard.shape != (num_tokens,):
-        raise DatasetError(f"{path} has shape {shard.shape}, {METADATA_FILE} says ({num_tokens},); {remedy}")
-    expected_size = shard.offset + shard.nbytes
-    if path.stat().st_size != expected_size:
-        raise DatasetError(f"{path} has {path.stat().st_size} bytes instead of {expected_size}; {remedy}")
-    return shard
+        raise DatasetError(f"{path} is listed in {METADATA_FILE} but missing: {_remedy(path)}") from error
+    except (ValueError, OSError, tokenize.TokenError) as error:  # no .npy header
+        raise DatasetError(f"{path} cannot be read: {error}; the file is damaged: {_remedy(path)}") from error
+    shard = Shard(path, num_tokens, offset)
+    if dtype != TOKEN_DTYPE:
+        problem = f"dtype {dtype}, expected {TOKEN_DTYPE.name}"
+    elif shape != (num_tokens,):
+        problem = f"shape {shape}, {METADATA_FILE} says ({num_tokens},)"
+    elif size != shard.size:
+        problem = f"{size} bytes instead of {shard.size}"
+    else:
+        return shard
+    raise DatasetError(f"{path} has {problem}; the file is damaged: {_remedy(path)}")

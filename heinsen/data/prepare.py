@@ -4,6 +4,9 @@ The parent reads the inputs in order and sends batches of raw documents to worke
 tokenise them; it takes the results in the same order, closes a shard at the first document boundary at or
 after `shard_tokens` tokens, and notes each finished shard in `progress.jsonl` together with the position
 in the inputs. The output is a function of inputs and settings alone, however often it was interrupted.
+
+Several machines that share a file system may each prepare a part of a split: every N-th input, into a folder of its
+own. Whoever finds all parts finished writes the metadata.json that joins them, and moves no shard.
 """
 
 import collections
@@ -21,6 +24,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -38,7 +42,9 @@ from heinsen.data.dataset import (
     PROGRESS_FILE,
     TOKEN_DTYPE,
     TokenDataset,
-    map_shard,
+    check_shard,
+    find_parts,
+    part_name,
     shard_name,
 )
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
@@ -111,90 +117,163 @@ def prepare(
         in the folder, or one that is running. What was finished before stays, and the same call goes on
         from there.
     """
+    tokenizer, inputs = _get_suitable_tokenizer(settings), find_inputs(settings)
+    folder, source = Path(out) / settings.split, _source(settings, inputs)
+    for part in find_parts(folder):
+        if (before := _recorded_source(part)) is not None:
+            _check_same(part, _STATE[before[0]], before[1], source)
+    job = _Job(settings, inputs, tokenizer, source, folder, settings.split)
+    return job.run(workers, skip_bad_documents)
+
+
+def prepare_part(
+    settings: Settings,
+    out: str | Path,
+    index: int,
+    count: int,
+    *,
+    workers: int | None = None,
+    skip_bad_documents: bool = False,
+) -> TokenDataset:
+    """Writes one of `count` parts of the split to `out/<split>/part-...`, or goes on with it, or finds it there.
+
+    The part holds the inputs `index`, `index + count`, ...; it may be empty. Once all parts are finished, the one that
+    finds them so writes `out/<split>/metadata.json`, which makes them one dataset.
+
+    Args:
+      settings: of the whole split; without limits, which would have to be counted over all parts.
+      index: from 0.
+      The others are those of `prepare`; workers may differ from part to part.
+
+    Returns:
+      The whole split if all parts are finished, else the part.
+
+    Raises:
+      PreparationError: as `prepare`; also where the folder holds parts made with other settings or of another number,
+        or there are fewer inputs than parts.
+    """
+    if count < 1 or not 0 <= index < count:
+        raise PreparationError(
+            f"shard_index = {index}, shard_count = {count}: the index must be from 0 to the count - 1"
+        )
+    for name in ("max_documents", "max_tokens"):
+        if (limit := getattr(settings, name)) is not None:
+            raise PreparationError(
+                f"{name} = {limit} and shard_count = {count}: no machine knows how much the others have; leave the "
+                "limit out and give fewer inputs, or prepare the split on one machine"
+            )
+    tokenizer, inputs = _get_suitable_tokenizer(settings), find_inputs(settings)
+    if len(inputs) < count:
+        hub = " A hub dataset is one input: download its files and give those." if inputs[0].kind == "hub" else ""
+        raise PreparationError(
+            f"{len(inputs)} input{'s' * (len(inputs) > 1)} for shard_count = {count}: each machine takes whole files, "
+            f"and needs one at least. Use --shard_count={len(inputs)} or less, or more and smaller files.{hub}"
+        )
+    folder, source = Path(out) / settings.split, _source(settings, inputs) | {"shard_count": count}
+    for neighbour in (folder, *find_parts(folder)):
+        if (before := _recorded_source(neighbour)) is not None:
+            _check_same(neighbour, _STATE[before[0]], _of_the_whole(before[1]), source)
+    name = part_name(index, count)
+    part_source = source | {"shard_index": index}
+    job = _Job(settings, inputs[index::count], tokenizer, part_source, folder / name, f"{settings.split}/{name}", True)
+    part = job.run(workers, skip_bad_documents)
+    return _join_parts(folder, source, count, tokenizer) or part
+
+
+def _get_suitable_tokenizer(settings: Settings) -> Tokenizer:
     tokenizer = get_tokenizer(settings.tokenizer)
     if tokenizer.vocab_size > np.iinfo(TOKEN_DTYPE).max + 1:
         raise PreparationError(
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens: too many for {TOKEN_DTYPE.name} shards"
         )
-    inputs = find_inputs(settings)
-    if workers is None:
-        workers = 1 if _are_small(inputs) else _num_cpus()
-    if workers < 1:
-        raise PreparationError(f"workers must be at least 1, got {workers}")
-    folder = Path(out) / settings.split
-    source = dataclasses.asdict(settings) | {
-        "sources": list(settings.sources),
-        "inputs": _fingerprint(inputs),
-    }
+    return tokenizer
 
-    if (dataset := _find_finished(folder, source, skip_bad_documents)) is not None:
-        return dataset
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / PROGRESS_FILE).open("a+b") as progress_file:
-        try:
-            fcntl.flock(progress_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PreparationError(f"another process is preparing {folder}; wait for it or stop it") from error
-        if (dataset := _find_finished(folder, source, skip_bad_documents)) is not None:  # until just now
+
+def _source(settings: Settings, inputs: Sequence["Input"]) -> dict[str, Any]:
+    """What is recorded, and compared, of settings and inputs."""
+    return dataclasses.asdict(settings) | {"sources": list(settings.sources), "inputs": _fingerprint(inputs)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One folder to prepare: a split, or a part of one. `label` names it in reports."""
+
+    settings: Settings
+    inputs: Sequence["Input"]
+    tokenizer: Tokenizer
+    source: dict[str, Any]
+    folder: Path
+    label: str
+    may_be_empty: bool = False
+
+    def run(self, workers: int | None, skip_bad_documents: bool) -> TokenDataset:
+        """Writes the folder, or goes on with it, or finds it finished."""
+        if workers is None:
+            workers = 1 if _are_small(self.inputs) else _num_cpus()
+        if workers < 1:
+            raise PreparationError(f"workers must be at least 1, got {workers}")
+        find_finished = lambda: _find_finished(self.folder, self.source, skip_bad_documents, self.may_be_empty)
+        if (dataset := find_finished()) is not None:
             return dataset
-        for leftover in folder.glob("*.tmp"):
-            leftover.unlink()
-        writer = _ShardWriter(folder, progress_file, source, skip_bad_documents)
-        try:
-            _run(settings, inputs, tokenizer, writer, workers, skip_bad_documents)
-        except BaseException:
-            if not writer.shards:
-                (folder / PROGRESS_FILE).unlink()  # nothing to go on from
-            raise
-        _write_metadata(folder, tokenizer, writer, source)
-        (folder / PROGRESS_FILE).unlink()
-    return TokenDataset(folder)
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / PROGRESS_FILE).open("a+b") as progress_file:
+            try:
+                fcntl.flock(progress_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise PreparationError(f"another process is preparing {folder}; wait for it or stop it") from error
+            if (dataset := find_finished()) is not None:  # until just now
+                return dataset
+            for leftover in folder.glob("*.tmp"):
+                leftover.unlink()
+            writer = _ShardWriter(folder, progress_file, self.source, skip_bad_documents)
+            try:
+                self._tokenize_inputs(writer, workers, skip_bad_documents)
+            except BaseException:
+                if not writer.shards:
+                    (folder / PROGRESS_FILE).unlink()  # nothing to go on from
+                raise
+            metadata = _metadata(self.tokenizer, writer.shards, writer.num_skipped, self.source)
+            with _atomic_writer(folder / METADATA_FILE) as file:
+                file.write(metadata)
+            (folder / PROGRESS_FILE).unlink()
+        return TokenDataset(folder, may_be_empty=self.may_be_empty)
 
+    def _tokenize_inputs(self, writer: "_ShardWriter", workers: int, skip_bad_documents: bool) -> None:
+        """Tokenises the inputs from the writer's position to their end, or to a limit of the settings."""
+        settings, inputs = self.settings, self.inputs
 
-def _run(
-    settings: Settings,
-    inputs: Sequence["Input"],
-    tokenizer: Tokenizer,
-    writer: "_ShardWriter",
-    workers: int,
-    skip_bad_documents: bool,
-) -> None:
-    """Tokenises the inputs from the writer's position to their end, or to a limit of the settings."""
-
-    def is_complete() -> bool:
-        return (settings.max_documents is not None and writer.num_documents >= settings.max_documents) or (
-            settings.max_tokens is not None and writer.num_tokens >= settings.max_tokens
-        )
-
-    documents = _read_documents(inputs, settings, start=writer.position)
-    report = _Progress(settings.split, len(inputs), writer)
-    batches = _tokenize_all(_batched(documents), settings, workers)
-    try:
-        if not is_complete():
-            for document, tokenized in itertools.chain.from_iterable(batches):
-                if isinstance(tokenized, str):
-                    if not skip_bad_documents:
-                        where = inputs[document.input].where(document.number)
-                        raise PreparationError(f"{where}: {tokenized}. {_REMEDY}")
-                    writer.skip()
-                else:
-                    writer.add(*tokenized)
-                writer.position = (document.input, document.number)
-                if writer.pending_tokens >= settings.shard_tokens:
-                    writer.close_shard()
-                report.update()
-                if is_complete():
-                    break
-        if writer.num_documents == 0:
-            raise PreparationError(
-                f"no documents for split {settings.split!r} in {', '.join(settings.sources)}"
-                + (f" ({writer.num_skipped} bad ones skipped)" if writer.num_skipped else "")
+        def is_complete() -> bool:
+            return (settings.max_documents is not None and writer.num_documents >= settings.max_documents) or (
+                settings.max_tokens is not None and writer.num_tokens >= settings.max_tokens
             )
-        writer.close_shard()
-    finally:
-        batches.close()
-        report.close()
-    report.summarize()
+
+        documents = _read_documents(inputs, settings, start=writer.position)
+        report = _Progress(self.label, len(inputs), writer)
+        batches = _tokenize_all(_batched(documents), settings, workers)
+        try:
+            if not is_complete():
+                for document, tokenized in itertools.chain.from_iterable(batches):
+                    if isinstance(tokenized, str):
+                        if not skip_bad_documents:
+                            where = inputs[document.input].where(document.number)
+                            raise PreparationError(f"{where}: {tokenized}. {_REMEDY}")
+                        writer.skip()
+                    else:
+                        writer.add(*tokenized)
+                    writer.position = (document.input, document.number)
+                    if writer.pending_tokens >= settings.shard_tokens:
+                        writer.close_shard()
+                    report.update()
+                    if is_complete():
+                        break
+            if writer.num_documents == 0 and not self.may_be_empty:
+                raise _no_documents(settings.split, settings.sources, writer.num_skipped)
+            writer.close_shard()
+        finally:
+            batches.close()
+            report.close()
+        report.summarize()
 
 
 # Inputs: files and hub datasets, read as raw documents.
@@ -599,14 +678,13 @@ class _ShardWriter:
             self.num_skipped = records[-1]["num_skipped_documents"]
             self.num_tokens, self.num_documents, self.num_bytes = _totals(self.shards)
             for shard in self.shards:
-                map_shard(self._folder / shard["file"], shard["num_tokens"])
+                check_shard(self._folder / shard["file"], shard["num_tokens"])
         except (ValueError, KeyError, TypeError) as error:
             raise PreparationError(
                 f"{self._folder} holds an unfinished preparation, but a damaged one ({error}); "
                 "delete the folder to prepare it anew"
             ) from error
-        what = "holds an unfinished preparation"
-        _check_same(self._folder, what, before, source, self.num_skipped, skip_bad_documents)
+        _check_same(self._folder, _UNFINISHED, before, source, self.num_skipped, skip_bad_documents)
         print(
             f"{self._folder}: going on after {len(self.shards)} finished shards "
             f"({self.num_documents:,} documents, {self.num_tokens:,} tokens)",
@@ -662,9 +740,9 @@ class _ShardWriter:
 
 
 @contextlib.contextmanager
-def _atomic_writer(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when it is whole and on the disk."""
-    temporary = path.with_name(path.name + ".tmp")
+def _atomic_writer(path: Path, suffix: str = ".tmp") -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole and on the disk; until then its name has the suffix."""
+    temporary = path.with_name(path.name + suffix)
     with temporary.open("w+b") as file:
         yield file
         file.flush()
@@ -676,8 +754,11 @@ def _totals(shards: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
     return tuple(sum(shard[key] for shard in shards) for key in ("num_tokens", "num_documents", "num_bytes"))
 
 
-def _write_metadata(folder: Path, tokenizer: Tokenizer, writer: _ShardWriter, source: dict[str, Any]) -> None:
-    num_tokens, num_documents, num_bytes = _totals(writer.shards)
+def _metadata(
+    tokenizer: Tokenizer, shards: Sequence[dict[str, Any]], num_skipped: int, source: dict[str, Any]
+) -> bytes:
+    """The contents of metadata.json."""
+    num_tokens, num_documents, num_bytes = _totals(shards)
     metadata = {
         "format_version": FORMAT_VERSION,
         "tokenizer": tokenizer.name,
@@ -687,22 +768,98 @@ def _write_metadata(folder: Path, tokenizer: Tokenizer, writer: _ShardWriter, so
         "num_tokens": num_tokens,
         "num_documents": num_documents,
         "num_bytes": num_bytes,
-        "num_skipped_documents": writer.num_skipped,
-        "shards": writer.shards,
+        "num_skipped_documents": num_skipped,
+        "shards": shards,
         "source": source,
     }
-    with _atomic_writer(folder / METADATA_FILE) as file:
-        file.write(json.dumps(metadata, indent=2).encode() + b"\n")
+    return json.dumps(metadata, indent=2).encode() + b"\n"
 
 
-def _find_finished(folder: Path, source: dict[str, Any], skip_bad_documents: bool) -> TokenDataset | None:
+def _join_parts(folder: Path, source: dict[str, Any], count: int, tokenizer: Tokenizer) -> TokenDataset | None:
+    """The split whose parts are all finished, its metadata.json written if need be; None if a part is not."""
+    folders = [folder / part_name(index, count) for index in range(count)]
+    finished = sum((part / METADATA_FILE).is_file() for part in folders)
+    if finished < count:
+        print(f"{folder}: {finished} of {count} parts are finished; the last one joins them", file=sys.stderr)
+        return None
+    parts = [TokenDataset(part, may_be_empty=True) for part in folders]
+    for part in parts:
+        _check_same(part.path, _FINISHED, _of_the_whole(part.metadata["source"]), source)
+    shards = [
+        shard | {"file": f"{part.path.name}/{shard['file']}"} for part in parts for shard in part.metadata["shards"]
+    ]
+    num_skipped = sum(part.metadata["num_skipped_documents"] for part in parts)
+    if not shards:
+        raise _no_documents(source["split"], source["sources"], num_skipped)
+    metadata, path = _metadata(tokenizer, shards, num_skipped, source), folder / METADATA_FILE
+    if not path.is_file():
+        _write_with_others(path, metadata)
+    elif path.read_bytes() != metadata:
+        raise PreparationError(f"{path} does not list what its parts hold; delete it and give the same command again")
+    dataset = TokenDataset(folder)
+    print(
+        f"{folder}: all {count} parts are finished and joined: {dataset.num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes in {len(shards)} shards",
+        file=sys.stderr,
+    )
+    return dataset
+
+
+def _write_with_others(path: Path, content: bytes) -> None:
+    """Writes a file that others, on any machine, may be writing at the same moment with the same content."""
+    try:
+        with _atomic_writer(path, suffix=f".{socket.gethostname()}.{os.getpid()}.tmp") as file:
+            file.write(content)
+    except FileNotFoundError:
+        if not path.is_file():  # else another was first, and took this one's for a leftover
+            raise
+    for leftover in path.parent.glob(f"{path.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def _no_documents(split: str, sources: Sequence[str], num_skipped: int) -> PreparationError:
+    skipped = f" ({num_skipped} bad ones skipped)" if num_skipped else ""
+    return PreparationError(f"no documents for split {split!r} in {', '.join(sources)}{skipped}")
+
+
+_FINISHED, _UNFINISHED = "was prepared", "holds an unfinished preparation"
+_STATE = {METADATA_FILE: _FINISHED, PROGRESS_FILE: _UNFINISHED}
+
+
+def _recorded_source(folder: Path) -> tuple[str, dict[str, Any]] | None:
+    """The file in `folder` that records with what inputs and settings it is being or was prepared, and that record."""
+    for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # it may be finished between two looks
+        try:
+            content = (folder / name).read_bytes()
+            if name == METADATA_FILE:
+                return name, dict(json.loads(content)["source"])
+            if b"\n" in content:
+                return name, dict(json.loads(content[: content.index(b"\n")]))
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError) as error:
+            what = "file" if find_parts(folder) else "folder"  # the parts are whole even so
+            raise PreparationError(
+                f"{folder / name} is damaged ({error!r}); delete the {what} and give the same command again"
+            ) from error
+    return None
+
+
+def _of_the_whole(source: dict[str, Any]) -> dict[str, Any]:
+    """A part's source without what sets it apart from the other parts."""
+    return {key: value for key, value in source.items() if key != "shard_index"}
+
+
+def _find_finished(
+    folder: Path, source: dict[str, Any], skip_bad_documents: bool, may_be_empty: bool
+) -> TokenDataset | None:
     """The finished dataset in `folder`, if there is one; an error if it was made with other settings."""
     if not (folder / METADATA_FILE).is_file():
         return None
-    dataset = TokenDataset(folder)
+    dataset = TokenDataset(folder, may_be_empty=may_be_empty)
     metadata = dataset.metadata
     skipped = metadata.get("num_skipped_documents", 0)
-    _check_same(folder, "was prepared", metadata.get("source", {}), source, skipped, skip_bad_documents)
+    _check_same(folder, _FINISHED, metadata.get("source", {}), source, skipped, skip_bad_documents)
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
     print(
         f"{folder}: already prepared with these settings ({dataset.num_documents:,} documents, "
@@ -717,8 +874,8 @@ def _check_same(
     what: str,
     before: dict[str, Any],
     now: dict[str, Any],
-    num_skipped: int,
-    skip_bad_documents: bool,
+    num_skipped: int = 0,
+    skip_bad_documents: bool = False,
 ) -> None:
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"

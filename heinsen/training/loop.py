@@ -1,78 +1,36 @@
-"""A run from its config to its last checkpoint: data, steps, validation, metrics, interruption, resumption."""
+"""A run from its config to its last checkpoint: data, steps, validation, interruption, resumption."""
 
 import dataclasses
-import json
 import math
 import os
 import signal
-import time
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
-from heinsen.config import differences, from_mapping
-from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.loader import evaluation_batches, train_iterator
-from heinsen.evaluation import Evaluation, bits_per_byte, evaluate, make_eval_step
+from heinsen.data.loader import EvaluationBatches, evaluation_batches, train_iterator
+from heinsen.data.mixture import bytes_per_token
+from heinsen.evaluation import Evaluation, bits_per_byte, evaluate, make_eval_step, mean_of_mixture
 from heinsen.model import ModelConfig, Params, count_params, init_params
-from heinsen.parallel import keep_host_memory, make_mesh, place_batch, replicated
-from heinsen.training.checkpoint import CheckpointError, Checkpoints, restore_params, with_sharding
-from heinsen.training.metrics import Console, MetricsLog, peak_flops_per_device, plot_loss, train_flops_per_token
-from heinsen.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from heinsen.training.step import init_train_state, make_train_step
-
-CONFIG_FILE = "config.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Token datasets path/train_split and path/validation_split, written by scripts/prepare_data.py."""
-
-    path: str
-    tokenizer: str
-    train_split: str
-    validation_split: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """A whole run; `configs/default.py` documents the fields and holds the defaults."""
-
-    seed: int
-    total_tokens: int
-    sequence_length: int
-    batch_size: int
-    accumulation_steps: int
-    data: DataConfig
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    log_every: int
-    validate_every: int
-    validation_tokens: int
-    checkpoint_every: int
-    keep_checkpoints: int
-    peak_flops: float | None
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in (int, float | None) and field.name != "seed" and value is not None and not value > 0:
-                raise ValueError(f"{field.name} = {value}: it must be positive")
-        if self.seed < 0:
-            raise ValueError(f"seed = {self.seed}: it must not be negative")
-        if self.batch_size % self.accumulation_steps:
-            raise ValueError(
-                f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
-            )
-        make_schedule(self.optimizer, self.total_steps)  # raises where the warm-up does not fit
-
-    @property
-    def total_steps(self) -> int:
-        return math.ceil(self.total_tokens / (self.batch_size * self.sequence_length))
-
-
-class RunError(RuntimeError):
-    """A run folder that cannot be used as asked."""
+from heinsen.parallel import (
+    MeshError,
+    keep_host_memory,
+    make_mesh,
+    n_batch_parts,
+    place_batch,
+    process_rows,
+    shardings,
+    with_shardings,
+)
+from heinsen.training.checkpoint import Checkpoints, restore_params
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.report import Reporter
+from heinsen.training.run import RunError, TrainConfig, claim_folder, open_split
+from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 
 
 class NonFiniteLossError(RuntimeError):
@@ -80,209 +38,232 @@ class NonFiniteLossError(RuntimeError):
 
 
 class RunInterrupted(Exception):
-    """SIGTERM or SIGINT arrived; the run's state is saved."""
+    """SIGTERM, SIGINT or a preemption notice arrived; the run's state is saved."""
 
 
-def open_split(config: TrainConfig, split: str) -> TokenDataset:
-    """A split of the run's data, whose tokenizer and vocabulary must be the run's. Raises DatasetError."""
-    dataset = TokenDataset(Path(config.data.path) / split)
-    if dataset.tokenizer_name != config.data.tokenizer:
-        raise DatasetError(
-            f"{dataset.path} holds {dataset.tokenizer_name!r} tokens, the config says data.tokenizer = "
-            f"{config.data.tokenizer!r}: set --config.data.tokenizer, or --config.data.path to another dataset"
-        )
-    if dataset.vocab_size > config.model.vocab_size:
-        raise DatasetError(
-            f"{dataset.path} has a vocabulary of {dataset.vocab_size} ids, the model one of {config.model.vocab_size}: "
-            f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size not below it"
-        )
-    if config.model.document_token not in (None, dataset.eot_id):
-        raise DatasetError(
-            f"documents of {dataset.path} begin with token {dataset.eot_id}, the model's with document_token = "
-            f"{config.model.document_token}: set --config.model.document_token={dataset.eot_id} or None"
-        )
-    return dataset
-
-
-def load_run(workdir: Path) -> TrainConfig:
-    """The config of an existing run. Raises RunError."""
-    path = workdir / CONFIG_FILE
-    if not path.is_file():
-        raise RunError(f"{workdir} is not a run folder: it has no {CONFIG_FILE}; give the --workdir of a train.py run")
-    return from_mapping(TrainConfig, _read_config(path))
-
-
-def _read_config(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}): restore it, or move the run folder away") from error
-
-
-def load_params(workdir: Path, model: ModelConfig, mesh: jax.sharding.Mesh) -> tuple[int, Params]:
-    """(step, parameters) of a run's newest checkpoint, replicated on the mesh. Raises CheckpointError."""
+def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
+    """(step, parameters) of a run's newest good checkpoint, split over the mesh. Raises CheckpointError, MeshError."""
     abstract = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
-    return restore_params(workdir, with_sharding(abstract, replicated(mesh)))
+    return restore_params(workdir, with_shardings(abstract, shardings(mesh, abstract)))
+
+
+def mesh_for_reading(config: TrainConfig) -> Mesh:
+    """The run's mesh where it fits these devices, else all of them along `data`, to evaluate or generate."""
+    try:
+        mesh = make_mesh(config.mesh)
+        check_mesh(config, mesh)
+    except MeshError:
+        return make_mesh()
+    return mesh
+
+
+def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises MeshError where the mesh does not divide the batch, the heads or the tokens."""
+    shape = mesh.shape
+    if config.sequences_per_pass % n_batch_parts(mesh):
+        raise MeshError(
+            f"{config.sequences_per_pass} sequences a pass (batch_size {config.batch_size} / accumulation_steps "
+            f"{config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices (mesh.data "
+            f"{shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
+            "--config.accumulation_steps or --config.mesh"
+        )
+    if config.model.n_heads % shape["tensor"]:
+        raise MeshError(f"model.n_heads = {config.model.n_heads} do not divide over mesh.tensor = {shape['tensor']}")
+    parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
+    if config.sequence_length % parts:
+        raise MeshError(
+            f"sequence_length = {config.sequence_length} does not divide into {parts} parts (mesh.sequence "
+            f"{shape['sequence']} x mesh.tensor {shape['tensor']})"
+        )
 
 
 def train(config: TrainConfig, workdir: Path) -> Evaluation:
     """Run, or go on with, the run in `workdir`; returns the last validation.
 
-    Raises DatasetError, RunError, CheckpointError before anything is written over; NonFiniteLossError and
-    RunInterrupted leave a whole checkpoint to go on from.
+    Raises DatasetError, MeshError, RunError, CheckpointError before anything is written over. Later NonFiniteLossError,
+    RunInterrupted, RunError and CheckpointError (a folder that cannot be written any more) and DatasetError (data that
+    cannot be read any more) leave whole checkpoints to go on from.
     """
     keep_host_memory()
-    mesh, main = make_mesh(), jax.process_index() == 0
-    per_pass = config.batch_size // config.accumulation_steps
-    if per_pass % jax.device_count():
-        raise RunError(
-            f"{per_pass} sequences a pass (batch_size {config.batch_size} / accumulation_steps "
-            f"{config.accumulation_steps}) do not divide over {jax.device_count()} devices: change "
-            "--config.batch_size or --config.accumulation_steps"
-        )
-    train_data, validation_data = (
-        open_split(config, config.data.train_split),
-        open_split(config, config.data.validation_split),
-    )
-    train_bytes_per_token = train_data.num_bytes / train_data.num_tokens
-    batches = train_iterator(
-        train_data,
-        config.sequence_length,
-        config.batch_size // jax.process_count(),
-        config.seed,
-        jax.process_index(),
-        jax.process_count(),
-    )
+    mesh, main = make_mesh(config.mesh), jax.process_index() == 0
+    check_mesh(config, mesh)
+    data = _Data.open(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    schedule = make_schedule(config.optimizer, config.total_steps)
-    train_step = make_train_step(config.model, optimizer, mesh)
-    eval_step = make_eval_step(config.model, mesh)
-    validation = evaluation_batches(
-        validation_data,
-        config.sequence_length,
-        per_pass // jax.process_count(),
-        jax.process_index(),
-        jax.process_count(),
-        max_tokens=config.validation_tokens,
-    )
-
-    _claim_folder(config, workdir, main)
-    with Checkpoints(workdir, config.keep_checkpoints) as checkpoints, _Signals() as signals:
-        start_step = checkpoints.latest or 0
-        if start_step == 0 and any(path.name.isdigit() for path in checkpoints.directory.iterdir()):
-            raise CheckpointError(
-                f"{checkpoints.directory} holds no whole checkpoint to resume from, only remains: restore one, or "
-                "move the folder away to start from the beginning"
-            )
-        initialise = lambda: init_train_state(config.model, optimizer, config.seed, mesh)
-        if start_step:
-            abstract = with_sharding(jax.eval_shape(initialise), replicated(mesh))
-            state = checkpoints.restore(start_step, abstract, batches)
+    abstract = abstract_train_state(config.model, optimizer, mesh)
+    changes = claim_folder(config, workdir, write=main)
+    with Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints, _Signals() as signals:
+        restored = checkpoints.restore_newest(abstract, config.fingerprint)
+        if restored is None:
+            start_step, state = 0, init_train_state(config.model, optimizer, config.seed, mesh)
         else:
-            state = initialise()
+            start_step, state, position = restored
+            data.batches.set_state(position)
         n_params = count_params(state.params)
-        log = MetricsLog(workdir, start_step) if main else None
-        console = Console(workdir.name, start_step, config.total_steps, main)
-        console.message(
-            f"{n_params:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
-            f"{config.total_steps:,} steps of {config.batch_size} x {config.sequence_length} tokens; "
-            + (f"resuming after step {start_step}" if start_step else f"run folder {workdir}")
-        )
-        peak_flops = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
-
-        def validate(step: int) -> Evaluation:
-            result = evaluate(
-                eval_step, state.params, validation, mesh, validation_data.num_bytes / validation_data.num_tokens
-            )
-            if not math.isfinite(result.loss):
-                raise NonFiniteLossError(_non_finite(step, f"validation loss {result.loss}", checkpoints))
-            return result
-
-        def report(step: int, metrics: dict[str, float]) -> None:
-            metrics = {"tokens": step * config.batch_size * config.sequence_length, **metrics}
-            if log is not None:
-                log.write(step, metrics)
-            console.report(step, metrics)
-
         try:
-            result, logged_step, logged_time = None, start_step, time.perf_counter()
-            for step in range(start_step + 1, config.total_steps + 1):
-                tokens = next(batches)["tokens"].reshape(config.accumulation_steps, -1, config.sequence_length + 1)
-                state, metrics = train_step(state, place_batch(mesh, {"tokens": tokens}, axis=1)["tokens"])
-                loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])  # waits for the step
-                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                    raise NonFiniteLossError(
-                        _non_finite(step, f"loss {loss} and gradient norm {grad_norm}", checkpoints)
-                    )
-                console.update(step)
-                if step % config.log_every == 0 or step == config.total_steps:
-                    seconds, logged_time = time.perf_counter() - logged_time, time.perf_counter()
-                    rate = (step - logged_step) * config.batch_size * config.sequence_length / seconds
-                    logged_step = step
-                    measured = {
-                        "loss": loss,
-                        "bits_per_byte": bits_per_byte(loss, train_bytes_per_token),
-                        "learning_rate": float(schedule(step - 1)),
-                        "grad_norm": grad_norm,
-                        "tokens_per_second": rate,
-                        "mfu": rate * train_flops_per_token(n_params) / peak_flops,
-                    }
-                    report(step, measured)
-                result = None
-                if step % config.validate_every == 0 or step == config.total_steps:
-                    pause = time.perf_counter()
-                    result = validate(step)
-                    report(step, {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte})
-                    logged_time += time.perf_counter() - pause
-                if step % config.checkpoint_every == 0 or step == config.total_steps or signals.received:
-                    checkpoints.save(step, state, batches)
-                if signals.received:
-                    checkpoints.wait()
-                    raise RunInterrupted(
-                        f"{signals.received} at step {step}: saved {checkpoints.path(step)}; the same command resumes"
-                    )
-            return result or validate(config.total_steps)
-        finally:
-            console.close()
-            if log is not None:
-                log.close()
-                plot_loss(workdir)
-
-
-def _claim_folder(config: TrainConfig, workdir: Path, main: bool) -> None:
-    """Write config.json into a new run folder, or check that the run there has this config."""
-    path, mapping = workdir / CONFIG_FILE, dataclasses.asdict(config)
-    if path.exists():
-        if lines := differences(_read_config(path), mapping):
+            with Reporter(config, workdir, start_step, n_params, main) as reporter:
+                reporter.message(
+                    f"{n_params:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
+                    f"{config.total_steps:,} steps of {config.batch_size} x {config.sequence_length} tokens; "
+                    + (f"resuming after step {start_step}" if start_step else f"run folder {workdir}")
+                )
+                for change in changes:
+                    reporter.message(f"{change}: going on with the command's")
+                step = make_train_step(config.model, optimizer, mesh)
+                return _Loop(config, mesh, data, step, checkpoints, signals, reporter).run(state, start_step)
+        except OSError as error:
             raise RunError(
-                f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
-                "Give another --workdir, or the run's own config to resume it."
+                f"{workdir} cannot be written: {error}. Make room there; the same command goes on from "
+                f"{_newest(checkpoints)}"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Data:
+    """What a run reads, this process's rows of it."""
+
+    batches: Any  # training batches for ever, a Grain iterator
+    bytes_per_token: float  # of the training text
+    validation: list[tuple[str, float, EvaluationBatches]]  # of each dataset: its name, share and batches
+
+    @classmethod
+    def open(cls, config: TrainConfig, mesh: Mesh) -> "_Data":
+        """Raises DatasetError."""
+        per_pass = config.sequences_per_pass
+        rows = process_rows(mesh, per_pass)
+        training = open_split(config, config.data.train_split)
+        validation = open_split(config, config.data.validation_split)
+        names = [dataset.path.parent.name for dataset, _ in validation]
+        if len(set(names)) < len(names):
+            names = [str(dataset.path.parent) for dataset, _ in validation]
+        return cls(
+            train_iterator(
+                training,
+                config.sequence_length,
+                config.batch_size,
+                config.seed,
+                rows=np.concatenate([first + rows for first in range(0, config.batch_size, per_pass)]),
+            ),
+            bytes_per_token(training),
+            [
+                (
+                    name,
+                    share,
+                    evaluation_batches(dataset, config.sequence_length, per_pass, rows, config.validation_tokens),
+                )
+                for name, (dataset, share) in zip(names, validation, strict=True)
+            ],
+        )
+
+
+class _Loop:
+    """The steps of a run.
+
+    The numbers of a step are fetched while the next one runs, and the batch after that is made meanwhile: the device
+    does not wait for Python. Only to save or to validate the loop waits for the step itself.
+    """
+
+    def __init__(self, config, mesh, data, train_step, checkpoints, signals, reporter):
+        self.config, self.mesh, self.data = config, mesh, data
+        self.train_step, self.eval_step = train_step, make_eval_step(config.model, mesh)
+        self.checkpoints, self.signals, self.reporter = checkpoints, signals, reporter
+        # Simulated devices that share a few cores deadlock in collectives when steps queue up.
+        self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
+
+    def run(self, state, start_step: int) -> Evaluation:
+        c, result, pending = self.config, None, None
+        for step in range(start_step + 1, c.total_steps + 1):
+            self.reporter.before(step)
+            with self.reporter.waiting_for_data():
+                tokens = next(self.data.batches)["tokens"].reshape(c.accumulation_steps, -1, c.sequence_length + 1)
+                placed = place_batch(self.mesh, {"tokens": tokens}, axis=1)["tokens"]
+            state, metrics = self.train_step(state, placed)
+            if pending is not None:
+                self.look_at(*pending)
+            last, stopping = step == c.total_steps, self.signals.stop_after(step)
+            saves = step % c.checkpoint_every == 0 or last or stopping
+            validates = step % c.validate_every == 0 or last
+            pending, result = (step, metrics), None
+            if saves or validates or self.always_waits or self.reporter.ends_trace(step):
+                self.look_at(*pending)
+                pending = None
+            if validates:
+                result, metrics = self.validate(step, state.params)
+                self.reporter.validation(step, metrics)
+            if saves:
+                with self.reporter.pause():
+                    self.checkpoints.save(step, state, self.data.batches.get_state(), c.fingerprint)
+            if stopping:
+                self.checkpoints.wait()
+                raise RunInterrupted(
+                    f"{stopping} at step {step}: saved {self.checkpoints.path(step)}; the same command resumes"
+                )
+        self.checkpoints.wait()
+        return result or self.validate(c.total_steps, state.params)[0]
+
+    def look_at(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Report a step. Raises NonFiniteLossError: too many skipped in a row, or parameters not finite."""
+        metrics = {name: x.item() for name, x in jax.device_get(metrics).items()}
+        in_a_row = metrics.pop("skipped_in_a_row")
+        if not math.isfinite(metrics["param_norm"]):
+            raise NonFiniteLossError(
+                f"parameters are no longer finite at step {step}: loss {metrics['loss']}, gradient norm "
+                f"{metrics['grad_norm']}. Stopped, nothing of it is saved. {self.advice()}"
             )
-    elif main:
-        workdir.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(mapping, indent=2) + "\n")
-        os.replace(temporary, path)
+        if in_a_row:
+            what = f"loss {metrics['loss']} and gradient norm {metrics['grad_norm']} at step {step}"
+            if in_a_row >= self.config.stop_after_skipped:
+                raise NonFiniteLossError(
+                    f"{what}: stopped after {in_a_row} such steps in a row (stop_after_skipped), which changed no "
+                    f"parameter. {self.advice()}"
+                )
+            self.reporter.message(f"{what}: skipped, {in_a_row} in a row, {metrics['skipped']} in all")
+        metrics["updates"] = step - 1 - metrics["skipped"] + (in_a_row > 0)
+        metrics["bits_per_byte"] = bits_per_byte(metrics["loss"], self.data.bytes_per_token)
+        self.reporter.step(step, metrics)
+
+    def advice(self) -> str:
+        return (
+            f"Go back to {_newest(self.checkpoints)} with a lower --config.optimizer.learning_rate, or look at the "
+            "data of these steps."
+        )
+
+    def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float]]:
+        """The mean over the datasets by their shares, and the metrics to report. Raises NonFiniteLossError."""
+        with self.reporter.pause():
+            parts = {
+                name: (share, evaluate(self.eval_step, params, batches, self.mesh, batches.dataset.bytes_per_token))
+                for name, share, batches in self.data.validation
+            }
+        result = mean_of_mixture(list(parts.values()))
+        if not math.isfinite(result.loss):
+            raise NonFiniteLossError(
+                f"validation loss {result.loss} at step {step}. Stopped, nothing of it is saved. {self.advice()}"
+            )
+        metrics = {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
+        if len(parts) > 1:
+            metrics |= {f"validation_loss/{name}": part.loss for name, (_, part) in parts.items()}
+        return result, metrics
 
 
-def _non_finite(step: int, what: str, checkpoints: Checkpoints) -> str:
+def _newest(checkpoints: Checkpoints) -> str:
     newest = checkpoints.latest
-    good = f"the last good checkpoint is {checkpoints.path(newest)}" if newest else "there is no checkpoint yet"
-    return (
-        f"{what} at step {step}: stopped, nothing of it is saved; {good}. Lower "
-        "--config.optimizer.learning_rate, or look at the data of that step."
-    )
+    return "the beginning, as there is no checkpoint yet" if newest is None else str(checkpoints.path(newest))
 
 
 class _Signals:
-    """Notes the first SIGTERM or SIGINT, for the loop to stop at a step's end; a second one takes effect at once."""
+    """Asks for a stop at a step's end, the same step in every process: SIGTERM, SIGINT, a cluster's preemption notice.
+
+    A second SIGINT (in a single process, SIGTERM too) takes effect at once.
+    """
 
     def __init__(self):
         self.received: str | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
+        self._alone = jax.process_count() == 1
 
     def __enter__(self) -> "_Signals":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # With several processes JAX's preemption service takes SIGTERM and tells all of them.
+        for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -290,6 +271,14 @@ class _Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def stop_after(self, step: int) -> str | None:
+        """What asks to stop after this step; to be called once a step, in every process."""
+        if self._alone:
+            return self.received
+        return "a request to stop" if multihost_utils.reached_preemption_sync_point(step) else None
+
     def _handle(self, number: int, _frame) -> None:
         self.received = signal.Signals(number).name
         self.__exit__()
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)

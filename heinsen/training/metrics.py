@@ -1,6 +1,7 @@
 """What a run reports: metrics.jsonl, TensorBoard events, the console, the loss plot; rates and utilisation."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -29,7 +30,7 @@ PEAK_FLOPS = {
 class MetricsLog:
     """Appends to WORKDIR/metrics.jsonl and TensorBoard events; entries past `start_step` (of a killed run) are dropped.
 
-    Each line is one object: step, tokens and the metrics of that step.
+    Each line is one object: step, tokens and the metrics of that step, null for what was not finite.
     """
 
     def __init__(self, workdir: Path, start_step: int):
@@ -42,7 +43,8 @@ class MetricsLog:
         self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        whole = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # NaN is not JSON
+        self._file.write(json.dumps({"step": step, **whole}) + "\n")
         self._file.flush()
         for name, value in metrics.items():
             self._events.add_scalar(name, value, step)
@@ -109,6 +111,13 @@ def train_flops_per_token(n_params: int) -> float:
     return 6.0 * n_params
 
 
+def bytes_of(compiled: jax.stages.Compiled) -> int:
+    """What exists at once on a device while a compiled function runs, by XLA's analysis, arguments included."""
+    memory = compiled.memory_analysis()
+    in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return in_and_out + memory.temp_size_in_bytes
+
+
 def peak_flops_per_device() -> float:
     """The device's matmul rate in FLOP/s: from the table, else a measured float32 product of 2048 x 2048 matrices."""
     kind = jax.devices()[0].device_kind
@@ -137,7 +146,7 @@ def plot_loss(workdir: Path) -> Path:
     entries = read_metrics(workdir)
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
-        points = [(entry["tokens"], entry[name]) for entry in entries if name in entry]
+        points = [(entry["tokens"], entry[name]) for entry in entries if entry.get(name) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=f"{label}: {points[-1][1]:.3f}", lw=1, ms=4)
             axes.legend()

@@ -1,7 +1,13 @@
 """The reader serves the shards as one stream, and refuses what is not a whole, undamaged dataset."""
 
+import gc
 import json
 import math
+import os
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +43,84 @@ def test_read_returns_a_copy(make_dataset, shards):
     dataset = TokenDataset(make_dataset(shards))
     dataset.read(0, dataset.num_tokens)[:] = 0
     np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), np.concatenate(shards))
+
+
+def test_pickled_reader_opens_the_dataset_anew(make_dataset, shards):
+    dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
+    np.testing.assert_array_equal(dataset.read(0, 5), stream[:5])
+    again = pickle.loads(pickle.dumps(dataset))
+    assert len(pickle.dumps(dataset)) < 1000
+    np.testing.assert_array_equal(again.read(0, len(stream)), stream)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_few_files_are_open_however_many_shards(make_dataset, rng):
+    """Also under several threads, whose reads close each other's least recently used files."""
+    shards = [rng.integers(0, 257, n) for n in rng.integers(1, 6, 400)]
+    dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
+    count_open = lambda: sum(
+        os.path.realpath(f"/proc/self/fd/{n}").startswith(str(dataset.path)) for n in os.listdir("/proc/self/fd")
+    )
+    assert count_open() == 0
+
+    def read(start):
+        np.testing.assert_array_equal(dataset.read(start, start + 9), stream[start : start + 9])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(read, rng.integers(0, len(stream) - 9, 3000).tolist()))
+    gc.collect()
+    assert 0 < count_open() <= 256
+
+
+# Shards that change while the dataset is open.
+
+
+def _truncate(path, rng):
+    os.truncate(path, rng.integers(path.stat().st_size))
+
+
+def _replace(path, rng):
+    """By another file, whole by itself, as another preparation would leave it."""
+    np.save(path.with_suffix(".new.npy"), np.zeros(1, np.uint16))
+    os.replace(path.with_suffix(".new.npy"), path)
+
+
+def _make_unreadable(path, rng):
+    path.unlink()
+    path.symlink_to(path)
+
+
+CHANGES = {
+    "truncated": (_truncate, "bytes instead of|ends at byte"),
+    "emptied": (lambda path, rng: os.truncate(path, 0), "bytes instead of|ends at byte 0"),
+    "removed": (lambda path, rng: path.unlink(), "No such file"),
+    "replaced": (_replace, "bytes instead of"),
+    "unreadable": (_make_unreadable, "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_shard_that_changes_is_an_error_and_no_crash(make_dataset, rng, name, is_open):
+    shards = [rng.integers(0, 257, n) for n in rng.integers(5, 60, 3)]
+    dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
+    path, (change, message) = dataset.path / "shard-00001.npy", CHANGES[name]
+    if is_open:
+        dataset.read(0, dataset.num_tokens)
+    change(path, rng)
+    if is_open and name in ("removed", "replaced", "unreadable"):  # the open file is still the old one
+        np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), stream)
+    else:
+        with pytest.raises(
+            DatasetError, match=rf"{path} was whole .* cannot be read now: .*({message}).*Restore the file"
+        ):
+            dataset.read(len(shards[0]), len(stream))
+    start = len(shards[0]) + len(shards[1])
+    np.testing.assert_array_equal(dataset.read(start, len(stream)), shards[2])
+    path.unlink(missing_ok=True)
+    np.save(path, shards[1].astype(np.uint16))
+    if not is_open:  # an open file that was cut is not looked for again under its name
+        np.testing.assert_array_equal(dataset.read(0, len(stream)), stream)
 
 
 def test_missing_folder_names_path_and_command(tmp_path):
@@ -129,6 +213,16 @@ def test_verify_finds_a_flipped_bit(make_dataset, shards, rng):
     path.write_bytes(content)
     with pytest.raises(DatasetError, match=rf"SHA-256 differs from metadata.json for {path.name};"):
         TokenDataset(folder).verify()
+
+
+def test_verify_names_every_damaged_shard_even_a_missing_one(make_dataset, shards, rng):
+    dataset = TokenDataset(make_dataset(shards))
+    flipped, missing = (dataset.path / f"shard-{i:05d}.npy" for i in rng.choice(len(shards), 2, replace=False))
+    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\xff")
+    missing.unlink()
+    with pytest.raises(DatasetError, match="SHA-256 differs") as error:
+        dataset.verify()
+    assert set(re.findall(r"shard-\d+\.npy", str(error.value))) == {flipped.name, missing.name}
 
 
 def test_unigram_entropy(make_dataset, rng):

@@ -1,7 +1,15 @@
-"""Training covers each window once an epoch, evaluation each token once, whatever the number of processes."""
+"""Training covers each window once an epoch, evaluation each token once, whoever reads which rows."""
 
+import io
 import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
 
@@ -35,6 +43,21 @@ def _take(iterator, count):
     return [batch["tokens"] for batch in itertools.islice(iterator, count)]
 
 
+def _random_rows(batch_size, count, rng):
+    """The rows of a batch dealt at random, unevenly, to `count` processes; none gets nothing."""
+    owner = rng.permutation(np.concatenate([np.arange(count), rng.integers(0, count, batch_size - count)]))
+    return [np.flatnonzero(owner == process) for process in range(count)]
+
+
+def _join_rows(per_process, rows):
+    """The global batches, from the processes' shares of each."""
+    for shares in zip(*per_process, strict=True):
+        whole = np.empty((sum(map(len, rows)), *shares[0].shape[1:]), shares[0].dtype)
+        for share, own_rows in zip(shares, rows, strict=True):
+            whole[own_rows] = share
+        yield whole
+
+
 def _order(stream, batches):
     """Numbers of the windows in `batches`; KeyError for a row that is no window."""
     windows = _windows(stream)
@@ -53,13 +76,12 @@ def test_windows_are_slices_of_the_stream(dataset, stream):
 @pytest.mark.parametrize("process_count", [1, 2, 3])
 def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rng, process_count):
     """No batch size or process count here divides the number of windows in general."""
-    batch_size, seed, epochs = 7, int(rng.integers(2**31)), 3
+    batch_size, seed, epochs = 7 * process_count, int(rng.integers(2**31)), 3
     windows = num_windows(dataset, LENGTH)
-    steps = -(-epochs * windows // (batch_size * process_count))
-    per_process = [
-        _take(train_iterator(dataset, LENGTH, batch_size, seed, p, process_count), steps) for p in range(process_count)
-    ]
-    order = _order(stream, [rows for step in zip(*per_process, strict=True) for rows in step])
+    steps = -(-epochs * windows // batch_size)
+    rows = _random_rows(batch_size, process_count, rng)
+    per_process = [_take(train_iterator(dataset, LENGTH, batch_size, seed, own), steps) for own in rows]
+    order = _order(stream, _join_rows(per_process, rows))
     orders = [order[e * windows : (e + 1) * windows] for e in range(epochs)]
     for epoch in orders:
         assert sorted(epoch) == list(range(windows))
@@ -77,16 +99,24 @@ def test_order_is_as_good_as_random(make_dataset, rng):
         assert np.count_nonzero(order == np.arange(rows)) < 12  # Poisson(0.3)
 
 
-@pytest.mark.parametrize("process_count", [2, 4])
-def test_global_batches_do_not_depend_on_the_number_of_processes(dataset, rng, process_count):
-    seed, steps = int(rng.integers(2**31)), 60
-    alone = _take(train_iterator(dataset, LENGTH, 8, seed), steps)
-    shares = [
-        _take(train_iterator(dataset, LENGTH, 8 // process_count, seed, p, process_count), steps)
-        for p in range(process_count)
-    ]
-    for whole, *parts in zip(alone, *shares, strict=True):
-        np.testing.assert_array_equal(whole, np.concatenate(parts))
+def test_each_batch_is_the_rows_asked_for(dataset, rng):
+    seed, steps, batch_size = int(rng.integers(2**31)), 60, 8
+    whole = _take(train_iterator(dataset, LENGTH, batch_size, seed), steps)
+    for rows in ([5], [0, 3, 4], [2, 7], range(batch_size)):
+        rows = np.array(rows, rng.choice([np.int32, np.uint8, np.int64]))
+        iterator = train_iterator(dataset, LENGTH, batch_size, seed, rows)
+        kept = rows.copy()
+        rows[:] = 0  # the caller's own array is no longer looked at
+        np.testing.assert_array_equal(_take(iterator, steps), [batch[kept] for batch in whole])
+
+
+def test_order_is_that_of_grains_own_batches(dataset, rng):
+    """A run's order must outlive this code: it is two shuffles by Grain, repeated, cut into batches."""
+    windows, seed = num_windows(dataset, LENGTH), int(rng.integers(2**31))
+    order = grain.MapDataset.range(windows).seed(seed).shuffle().shuffle().repeat().batch(7)
+    steps = 3 * windows // 7
+    expected = [[dataset.read(w * LENGTH, w * LENGTH + LENGTH + 1) for w in order[i].tolist()] for i in range(steps)]
+    np.testing.assert_array_equal(_take(train_iterator(dataset, LENGTH, 7, seed), steps), expected)
 
 
 def test_order_is_a_function_of_the_seed(dataset):
@@ -97,30 +127,40 @@ def test_order_is_a_function_of_the_seed(dataset):
 
 @pytest.mark.parametrize("stop", ["start", "middle", "before the seam", "after the seam"])
 def test_state_continues_exactly(dataset, stop):
-    batch_size = 7
+    batch_size, rows = 14, np.arange(7, 14)
     seam = num_windows(dataset, LENGTH) // batch_size
     done = {"start": 0, "middle": seam // 2, "before the seam": seam, "after the seam": seam + 3}[stop]
-    iterator = train_iterator(dataset, LENGTH, batch_size, 3, 1, 2)
+    iterator = train_iterator(dataset, LENGTH, batch_size, 3, rows)
     _take(iterator, done)
     state = iterator.get_state()
+    assert state == {"next_index": done}  # what checkpoints hold
     expected = _take(iterator, 2 * seam)
-    resumed = train_iterator(dataset, LENGTH, batch_size, 3, 1, 2)
+    resumed = train_iterator(dataset, LENGTH, batch_size, 3, rows)
     _take(resumed, 2)
     resumed.set_state(state)
     np.testing.assert_array_equal(_take(resumed, 2 * seam), expected)
     # The state is that of the global batch: one process takes up where two stopped.
-    alone = train_iterator(dataset, LENGTH, 2 * batch_size, 3)
+    alone = train_iterator(dataset, LENGTH, batch_size, 3)
     alone.set_state(state)
-    np.testing.assert_array_equal([b[batch_size:] for b in _take(alone, 2 * seam)], expected)
+    np.testing.assert_array_equal([b[rows] for b in _take(alone, 2 * seam)], expected)
+
+
+def test_lost_shard_is_an_error_and_the_batch_comes_once_it_is_back(make_dataset, stream):
+    dataset = TokenDataset(make_dataset([stream]))
+    iterator, again = (train_iterator(dataset, LENGTH, 8, 1) for _ in range(2))
+    shard = dataset.path / "shard-00000.npy"
+    shard.rename(shard.with_suffix(".away"))
+    with pytest.raises(DatasetError, match=f"{shard} was whole"):
+        next(iterator)
+    shard.with_suffix(".away").rename(shard)
+    np.testing.assert_array_equal(_take(iterator, 5), _take(again, 5))
 
 
 def test_too_few_windows(make_dataset, rng):
     dataset = TokenDataset(make_dataset([rng.integers(0, 257, 4 * LENGTH + 1)]))
-    next(train_iterator(dataset, LENGTH, 2, 0, 1, 2))
-    with pytest.raises(
-        DatasetError, match=r"21 tokens, which make 4 windows of 5 .* 6 rows of a batch \(3 a process, 2"
-    ):
-        train_iterator(dataset, LENGTH, 3, 0, 0, 2)
+    next(train_iterator(dataset, LENGTH, 4, 0, np.array([0, 2])))
+    with pytest.raises(DatasetError, match=r"21 tokens, which make 4 windows of 5 .* than the 6 rows of a batch\. Use"):
+        train_iterator(dataset, LENGTH, 6, 0, np.array([0, 2]))
     with pytest.raises(DatasetError, match="make 0 windows"):
         train_iterator(dataset, 21, 1, 0)
     np.testing.assert_array_equal(next(train_iterator(dataset, 20, 1, 0))["tokens"][0], dataset.read(0, 21))
@@ -131,15 +171,15 @@ def test_too_few_windows(make_dataset, rng):
 def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, process_count, max_tokens):
     if max_tokens == "random":
         max_tokens = int(rng.integers(2, len(stream)))
-    batch_size = int(rng.integers(1, 9))
-    per_process = [
-        evaluation_batches(dataset, LENGTH, batch_size, p, process_count, max_tokens) for p in range(process_count)
-    ]
+    batch_size = process_count * int(rng.integers(1, 9))
+    rows = _random_rows(batch_size, process_count, rng)
+    per_process = [evaluation_batches(dataset, LENGTH, batch_size, own, max_tokens) for own in rows]
+    assert {batches.num_tokens for batches in per_process} == {min(max_tokens or len(stream), len(stream))}
     lengths = {len(batches) for batches in per_process} | {len(list(batches)) for batches in per_process}
     assert len(lengths) == 1  # as announced, and the same in all processes
     inputs, targets = [], []
-    for batch in (b for step in zip(*per_process, strict=True) for b in step):
-        tokens, mask = batch["tokens"], batch["mask"]
+    shares = lambda name: _join_rows([[batch[name] for batch in batches] for batches in per_process], rows)
+    for tokens, mask in zip(shares("tokens"), shares("mask"), strict=True):
         assert tokens.shape == (batch_size, LENGTH + 1) and tokens.dtype == np.int32
         assert mask.shape == (batch_size, LENGTH) and mask.dtype == np.bool_
         assert (tokens[:, 1:][~mask] == 256).all()
@@ -163,9 +203,16 @@ def test_evaluation_of_a_split_that_fills_its_batches(make_dataset, rng):
     [
         {"sequence_length": 0},
         {"batch_size": 0},
-        {"process_index": 2, "process_count": 2},
-        {"process_index": -1},
+        {"rows": np.array([0, 2])},
+        {"rows": np.array([-1, 0])},
+        {"rows": np.array([1, 0])},
+        {"rows": np.array([0, 0])},
+        {"rows": np.array([], np.int64)},
+        {"rows": np.array([[0, 1]])},
+        {"rows": np.array([0.0])},
+        {"rows": np.array([True, False])},
     ],
+    ids=str,
 )
 def test_arguments_out_of_range(dataset, arguments):
     arguments = {"sequence_length": LENGTH, "batch_size": 2, **arguments}
@@ -177,3 +224,152 @@ def test_arguments_out_of_range(dataset, arguments):
         train_iterator(dataset, LENGTH, 2, seed=-1)
     with pytest.raises(ValueError, match="max_tokens"):
         evaluation_batches(dataset, LENGTH, 2, max_tokens=0)
+
+
+# Mixtures.
+
+
+@pytest.fixture
+def sources(make_dataset, rng):
+    """Three datasets of different sizes with weights, and their streams; no window is in two of them."""
+    streams = [rng.integers(85 * i, 85 * i + 85, n) for i, n in enumerate(rng.integers(300, 900, 3))]
+    datasets = [TokenDataset(make_dataset(np.array_split(s, 3), name=f"d{i}")) for i, s in enumerate(streams)]
+    return list(zip(datasets, rng.uniform(0.5, 5, 3).tolist(), strict=True)), streams
+
+
+def _deal(streams, batches):
+    """For each row of `batches`, (dataset, window)."""
+    order = []
+    for row in (row for batch in batches for row in batch):
+        which = row[0] // 85
+        order.append((int(which), *_order(streams[which], [row[None]])))
+    return order
+
+
+def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
+    """After any number of windows; and a dataset's epoch is whole whatever the others do meanwhile."""
+    mixture, streams = sources
+    steps, batch_size, seed = 150, 11, int(rng.integers(2**31))
+    rows = _random_rows(batch_size, 2, rng)
+    iterators = [train_iterator(mixture, LENGTH, batch_size, seed, own) for own in rows]
+    dealt = _deal(streams, _join_rows([_take(iterator, steps) for iterator in iterators], rows))
+    total, seen = sum(weight for _, weight in mixture), []
+    for which, (dataset, weight) in enumerate(mixture):
+        given = np.cumsum([source == which for source, _ in dealt])
+        assert np.abs(given - weight / total * np.arange(1, len(dealt) + 1)).max() <= 1.5
+        windows = num_windows(dataset, LENGTH)
+        order = [window for source, window in dealt if source == which]
+        epochs = [order[i : i + windows] for i in range(0, len(order), windows)]
+        for epoch in epochs[:-1]:
+            assert sorted(epoch) == list(range(windows))
+        assert len(set(epochs[-1])) == len(epochs[-1])
+        for a, b in itertools.pairwise(epochs):
+            assert np.mean(np.equal(a[: len(b)], b)) < 0.3 or len(b) < 20
+        seen.append(len(epochs))
+    assert max(seen) > 2
+
+
+def test_mixture_resumes_from_a_number(sources):
+    mixture, _ = sources
+    iterator = train_iterator(mixture, LENGTH, 6, 1)
+    _take(iterator, 100)
+    state = iterator.get_state()
+    assert state == {"next_index": 100}
+    expected = _take(iterator, 100)
+    resumed = train_iterator(mixture, LENGTH, 6, 1, np.array([1, 4]))
+    resumed.set_state(state)
+    np.testing.assert_array_equal(_take(resumed, 100), [batch[[1, 4]] for batch in expected])
+
+
+def test_mixture_of_one_is_that_dataset(dataset):
+    alone, mixed = (_take(train_iterator(data, LENGTH, 8, 3), 100) for data in (dataset, [(dataset, 0.3)]))
+    np.testing.assert_array_equal(alone, mixed)
+
+
+def test_datasets_of_one_size_get_different_orders(make_dataset, rng):
+    tokens = rng.permutation(250)
+    mixture = [(TokenDataset(make_dataset([tokens], name=name)), 1.0) for name in "ab"]
+    order = np.concatenate(_take(train_iterator(mixture, 1, 2, int(rng.integers(2**31))), 200))[:, 0]
+    assert np.mean(order[::2] == order[1::2]) < 0.05
+
+
+def test_mixture_with_too_small_a_dataset(make_dataset, rng):
+    large, small = (TokenDataset(make_dataset([rng.integers(0, 257, n)], name=str(n))) for n in (500, 11))
+    next(train_iterator([(large, 0.8), (small, 0.2)], LENGTH, 10, 0))
+    with pytest.raises(
+        DatasetError, match="/11 has 11 tokens, .* 2 windows .* fewer than the 3 that its weight gives it"
+    ):
+        train_iterator([(large, 0.7), (small, 0.3)], LENGTH, 10, 0)
+
+
+# Size.
+
+
+def _write_sparse(folder, num_shards, shard_tokens):
+    """A dataset whose shards have headers and sizes, but no blocks on the disk: all tokens are 0."""
+    folder.mkdir()
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (shard_tokens,)})
+    names = [f"shard-{i:05d}.npy" for i in range(num_shards)]
+    for name in names:
+        (folder / name).write_bytes(header.getvalue())
+        os.truncate(folder / name, header.tell() + 2 * shard_tokens)
+    counts = {"num_tokens": shard_tokens, "num_documents": 1, "num_bytes": shard_tokens, "sha256": ""}
+    metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16"}
+    metadata |= {"shards": [{"file": name, **counts} for name in names], "source": {}}
+    metadata |= {key: num_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+
+
+_AT_SCALE = """
+import json, os, re, sys, time
+from pathlib import Path
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.loader import train_iterator
+
+def megabytes(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+before, start = megabytes("VmRSS"), time.perf_counter()
+dataset = TokenDataset(sys.argv[1])
+opening = time.perf_counter() - start
+starts, read = [], dataset.read
+def recording_read(start, stop):
+    starts.append(start)
+    return read(start, stop)
+dataset.read = recording_read
+iterator = train_iterator(dataset, 1024, 480, 0)
+for _ in range(3):
+    assert next(iterator)["tokens"].shape == (480, 1025)
+start = time.perf_counter()
+iterator.set_state({"next_index": 500_000})
+next(iterator)
+seeking = time.perf_counter() - start
+print(json.dumps({"opening": opening, "seeking": seeking, "megabytes": megabytes("VmHWM") - before, "starts": starts,
+    "state": iterator.get_state(), "open_files": len(os.listdir("/proc/self/fd"))}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_300_billion_tokens_need_no_memory(tmp_path):
+    folder, num_shards, shard_tokens = tmp_path / "train", 3000, 100_000_000
+    _write_sparse(folder, num_shards, shard_tokens)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", _AT_SCALE, str(folder)],
+            cwd=Path(__file__).resolve().parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        shutil.rmtree(folder)
+    found = json.loads(run.stdout)
+    assert found["opening"] < 10 and found["seeking"] < 5  # seconds; both take a tenth on a quiet machine
+    assert found["megabytes"] < 30  # of 600,000 of tokens, and 1,100 of a permutation of the windows
+    assert found["state"] == {"next_index": 500_001}
+    assert found["open_files"] < 300
+    starts = np.array(found["starts"])
+    assert len(set(found["starts"])) == len(starts) == 4 * 480 and (starts % 1024 == 0).all()
+    counts = np.histogram(starts, 10, (0, num_shards * shard_tokens))[0]
+    assert counts.min() > 120  # of 192 expected

@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +19,8 @@ import pytest
 import zstandard
 
 from heinsen.data import prepare as prepare_module
-from heinsen.data.dataset import TokenDataset
-from heinsen.data.prepare import PreparationError, Settings, find_inputs, prepare
+from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.prepare import PreparationError, Settings, find_inputs, prepare, prepare_part
 from heinsen.data.tokenizer import get_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
@@ -44,10 +46,10 @@ def _settings(*sources, split="train", tokenizer="bytes", **changes):
 
 
 def _files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _check(folder, texts, tokenizer="bytes"):
+def _check(folder, texts, tokenizer="bytes", parts=0):
     """The split in `folder` holds `texts`, each followed by eot, and its books are right."""
     dataset = TokenDataset(folder)
     dataset.verify()
@@ -59,10 +61,9 @@ def _check(folder, texts, tokenizer="bytes"):
     shards = dataset.metadata["shards"]
     for key in ("num_tokens", "num_documents", "num_bytes"):
         assert sum(shard[key] for shard in shards) == dataset.metadata[key]
-    assert sorted(_files(folder)) == [
-        "metadata.json",
-        *(shard["file"] for shard in shards),
-    ]  # nothing is left over
+    folders = [f"part-{i:05d}-of-{parts:05d}/" for i in range(parts)]
+    books = [f"{name}metadata.json" for name in ["", *folders]]
+    assert sorted(_files(folder)) == sorted([*books, *(shard["file"] for shard in shards)])  # nothing is left over
     for shard in shards:
         tokens = np.load(folder / shard["file"])
         assert tokens.dtype == np.uint16
@@ -254,8 +255,9 @@ def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
     _check(folder, texts, "gpt2")
 
 
-def _interrupt(settings, out, shards):
-    """Stops a preparation, as Ctrl-C does, when it is about to close the shard after `shards`."""
+def _interrupt(settings, out, shards, part=None):
+    """Stops a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; of a part (index, count)
+    if one is given."""
     close_shard = prepare_module._ShardWriter.close_shard
 
     def close(writer):
@@ -265,8 +267,10 @@ def _interrupt(settings, out, shards):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_module._ShardWriter, "close_shard", close)
-        prepare(settings, out)
+        prepare_part(settings, out, *part) if part else prepare(settings, out)
     folder = out / settings.split
+    if part:
+        folder /= "part-{:05d}-of-{:05d}".format(*part)
     assert len(list(folder.glob("shard-*.npy"))) == shards and not (folder / "metadata.json").exists()
     return folder
 
@@ -356,6 +360,285 @@ def test_two_preparations_at_once_are_refused(tmp_path, documents, monkeypatch):
     prepare(settings, tmp_path / "out")
     assert len(refused) == 1
     _check(tmp_path / "out" / "train", documents)
+
+
+# In parts, by several machines.
+
+
+@pytest.fixture
+def corpus(tmp_path, rng):
+    """A folder of seven files and the texts of each; some texts are longer than a shard of 300 tokens."""
+    (tmp_path / "corpus").mkdir()
+    texts = {}
+    for name in "abcdefg":
+        texts[name] = [rng.bytes(n).hex() for n in rng.integers(1, 200, rng.integers(3, 9))]
+        (tmp_path / "corpus" / f"{name}.jsonl").write_bytes(_jsonl(texts[name]))
+    return tmp_path / "corpus", list(texts.values())
+
+
+def _joined(texts, count):
+    """Documents in the order of parts: each takes every `count`-th file."""
+    return [text for index in range(count) for file in texts[index::count] for text in file]
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_parts_make_one_dataset(tmp_path, corpus, rng, count, capsys):
+    source, texts = corpus
+    settings, folder = _settings(source, shard_tokens=300), tmp_path / "out" / "train"
+    for number, index in enumerate(rng.permutation(count).tolist()):
+        if number:
+            with pytest.raises(DatasetError, match=f"no metadata.json, and {number} of {count} parts are finished"):
+                TokenDataset(folder)
+        capsys.readouterr()
+        dataset = prepare_part(settings, tmp_path / "out", index, count)
+        _check(folder / f"part-{index:05d}-of-{count:05d}", [text for file in texts[index::count] for text in file])
+        found = f"{number + 1} of {count} parts are finished" if number < count - 1 else "finished and joined"
+        assert found in capsys.readouterr().err
+    assert dataset.path == folder
+    _check(folder, _joined(texts, count), parts=count)
+    metadata = dataset.metadata
+    assert [shard["file"] for shard in metadata["shards"]] == sorted(
+        path.relative_to(folder).as_posix() for path in folder.glob("part-*/shard-*.npy")
+    )
+    prepare(settings, tmp_path / "whole")
+    alone = TokenDataset(tmp_path / "whole" / "train").metadata
+    assert metadata["source"] == alone["source"] | {"shard_count": count}
+    assert {k: v for k, v in metadata.items() if k not in ("shards", "source")} == {
+        k: v for k, v in alone.items() if k not in ("shards", "source")
+    }
+
+
+def _prepare_parts(settings, out, count):
+    for index in range(count):
+        dataset = prepare_part(settings, out, index, count)
+    return dataset
+
+
+def test_finished_parts_are_left_alone(tmp_path, corpus, capsys):
+    settings, out = _settings(corpus[0]), tmp_path / "out"
+    _prepare_parts(settings, out, 2)
+    stamps = lambda: {path: path.stat().st_mtime_ns for path in (out / "train").rglob("*")}
+    before = stamps()
+    capsys.readouterr()
+    assert prepare_part(settings, out, 0, 2).path == out / "train"
+    message = capsys.readouterr().err
+    assert "part-00000-of-00002: already prepared" in message and "all 2 parts are finished and joined" in message
+    assert stamps() == before
+
+
+def test_parts_do_not_depend_on_workers_or_interruptions(tmp_path, corpus):
+    settings = _settings(corpus[0], shard_tokens=300)
+    _prepare_parts(settings, tmp_path / "out", 2)
+    again = tmp_path / "again"
+    prepare_part(settings, again, 1, 2, workers=2)
+    _interrupt(settings, again, 2, part=(0, 2))
+    prepare_part(settings, again, 0, 2)
+    assert _files(again / "train") == _files(tmp_path / "out" / "train")
+
+
+def test_joining_goes_on_after_a_kill(tmp_path, corpus, monkeypatch):
+    """Killed between the last part's metadata and the whole's: any part's command writes it."""
+    settings, out = _settings(corpus[0]), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_join_parts", lambda *_: None)
+        _prepare_parts(settings, out, 3)
+    whole = out / "train" / "metadata.json"
+    whole.with_name("metadata.json.other-machine.123.tmp").write_bytes(b'{"form')
+    assert not whole.exists()
+    prepare_part(settings, out, 1, 3)
+    _check(out / "train", _joined(corpus[1], 3), parts=3)
+
+
+def test_two_may_join_at_the_same_moment(tmp_path, corpus, monkeypatch):
+    """The second begins and ends while the first has written its file and not yet renamed it: it must be another's."""
+    settings, out = _settings(corpus[0]), tmp_path / "out"
+    prepare_part(settings, out, 0, 2)
+    replace, written, joined = os.replace, [], []
+
+    def replace_late(old, new):
+        if Path(new) == out / "train" / "metadata.json":
+            written.append(old)
+            if len(written) == 1:
+                with monkeypatch.context() as patch:
+                    patch.setattr(os, "getpid", lambda: -1)  # another process
+                    joined.append(prepare_part(settings, out, 0, 2))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    dataset = prepare_part(settings, out, 1, 2)
+    assert len(set(written)) == len(written) == 2
+    assert joined[0].path == dataset.path == out / "train" and joined[0].metadata == dataset.metadata
+    _check(out / "train", _joined(corpus[1], 2), parts=2)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]"])
+def test_damaged_metadata_of_the_whole_costs_no_part(tmp_path, corpus, text):
+    settings, out = _settings(corpus[0]), tmp_path / "out"
+    _prepare_parts(settings, out, 2)
+    before, path = _files(out), out / "train" / "metadata.json"
+    path.write_text(text)
+    with pytest.raises(DatasetError, match=f"{path} is damaged .* delete the file and prepare any part again"):
+        TokenDataset(out / "train")
+    with pytest.raises(PreparationError, match=f"{path} is damaged .* delete the file and give the same command again"):
+        prepare_part(settings, out, 0, 2)
+    path.unlink()
+    prepare_part(settings, out, 0, 2)
+    assert _files(out) == before
+    path.write_bytes(before["train/metadata.json"].replace(b"shard-00000", b"shard-00001"))
+    with pytest.raises(PreparationError, match=f"{path} does not list what its parts hold; delete it"):
+        prepare_part(settings, out, 1, 2)
+
+
+def test_empty_part_is_a_part(tmp_path, corpus):
+    source, texts = corpus
+    (source / "b.jsonl").write_bytes(b"\n")
+    settings, out = _settings(source), tmp_path / "out"
+    assert prepare_part(settings, out, 1, 7).num_tokens == 0
+    _prepare_parts(settings, out, 7)
+    _check(out / "train", _joined([[] if i == 1 else file for i, file in enumerate(texts)], 7), parts=7)
+    for path in source.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(PreparationError, match="no documents for split 'train'"):
+        _prepare_parts(settings, tmp_path / "empty", 2)
+    assert not (tmp_path / "empty" / "train" / "metadata.json").exists()
+
+
+def test_bad_document_is_skipped_in_its_part(tmp_path, corpus):
+    source, texts = corpus
+    with open(source / "b.jsonl", "ab") as file:
+        file.write(b"\n{")
+    settings, out = _settings(source), tmp_path / "out"
+    prepare_part(settings, out, 0, 2)
+    with pytest.raises(PreparationError, match=r"b\.jsonl, line .*invalid JSON"):
+        prepare_part(settings, out, 1, 2)
+    dataset = prepare_part(settings, out, 1, 2, skip_bad_documents=True)
+    assert dataset.metadata["num_skipped_documents"] == 1
+    _check(out / "train", _joined(texts, 2), parts=2)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_parts_with_other_settings_are_refused_and_nothing_is_touched(tmp_path, corpus, finished):
+    settings, out = _settings(corpus[0], shard_tokens=300), tmp_path / "out"
+    part = out / "train" / "part-00001-of-00003"
+    if finished:
+        prepare_part(settings, out, 1, 3)
+    else:
+        _interrupt(settings, out, 2, part=(1, 3))
+    before = _files(out)
+    what = "was prepared" if finished else "holds an unfinished preparation"
+    for change, index, count, message in [
+        ({"shard_tokens": 299}, 1, 3, "shard_tokens: 300 before, 299 now"),
+        ({"tokenizer": "gpt2"}, 0, 3, "tokenizer: 'bytes' before, 'gpt2' now"),
+        ({}, 0, 2, "shard_count: 3 before, 2 now"),
+        ({}, 1, 7, "shard_count: 3 before, 7 now"),
+    ]:
+        with pytest.raises(PreparationError, match=f"{part} {what} with other settings: {message}.*delete the folder"):
+            prepare_part(Settings(**{**vars(settings), **change}), out, index, count)
+        assert _files(out) == before
+    with pytest.raises(PreparationError, match=f"{part} {what} with other settings: shard_count: 3 before, None now"):
+        prepare(settings, out)
+    with open(corpus[0] / "g.jsonl", "ab") as file:  # an input of another part
+        file.write(b"\n")
+    with pytest.raises(PreparationError, match=f"{part} {what} with other settings: inputs: "):
+        prepare_part(settings, out, 1, 3)
+    assert _files(out) == before
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_parts_of_a_split_prepared_whole_are_refused(tmp_path, corpus, finished):
+    settings, out = _settings(corpus[0], shard_tokens=300), tmp_path / "out"
+    if finished:
+        prepare(settings, out)
+    else:
+        _interrupt(settings, out, 2)
+    before = _files(out)
+    with pytest.raises(PreparationError, match=f"{out}/train .* with other settings: shard_count: None before, 2 now"):
+        prepare_part(settings, out, 0, 2)
+    assert _files(out) == before
+
+
+def test_parts_that_differ_are_not_joined(tmp_path, corpus, monkeypatch):
+    """Two machines that begin at the same moment do not see each other's settings before the end."""
+    settings, out = _settings(corpus[0]), tmp_path / "out"
+    prepare_part(settings, out, 0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_recorded_source", lambda folder: None)
+        with pytest.raises(PreparationError, match="part-00000-of-00002 was prepared with other settings: text_field"):
+            prepare_part(_settings(corpus[0], text_field="meta"), out, 1, 2, skip_bad_documents=True)
+    assert not (out / "train" / "metadata.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "index", "count", "message"),
+    [
+        ({}, 0, 8, "7 inputs for shard_count = 8: .*--shard_count=7 or less"),
+        ({"sources": ("owner/corpus",)}, 0, 2, "1 input for shard_count = 2: .*A hub dataset is one input"),
+        ({"max_tokens": 10}, 0, 2, "max_tokens = 10 and shard_count = 2"),
+        ({"max_documents": 9}, 1, 2, "max_documents = 9 and shard_count = 2"),
+        ({}, 2, 2, "shard_index = 2, shard_count = 2: the index must be from 0"),
+        ({}, -1, 2, "shard_index = -1"),
+        ({}, 0, 0, "shard_count = 0"),
+    ],
+)
+def test_impossible_parts(tmp_path, corpus, change, index, count, message):
+    settings = Settings(**{**vars(_settings(corpus[0])), **change})
+    with pytest.raises(PreparationError, match=message):
+        prepare_part(settings, tmp_path / "out", index, count)
+    assert not (tmp_path / "out").exists()
+
+
+_KILLED = """
+import os, runpy, signal, sys
+from heinsen.data.prepare import _ShardWriter
+
+append = _ShardWriter._append
+def append_or_die(writer, line):
+    if len(writer.shards) == 2:  # the second one has its name, and is not recorded
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(writer, line)
+
+_ShardWriter._append = append_or_die
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_command_line_in_parts(tmp_path, rng):
+    """Kill one machine, give its command again, join, verify; then damage a shard, and do what the error says."""
+    source = tmp_path / "corpus"
+    source.mkdir()
+    texts = [[rng.bytes(20_000).hex() for _ in range(6)] for _ in range(3)]
+    for number, file in enumerate(texts):
+        (source / f"{number}.jsonl").write_bytes(_jsonl(file))
+    folder, data = tmp_path / "out" / "train", ["--split=train", f"--out={tmp_path / 'out'}"]
+    settings = _settings(source, shard_tokens=30_000)
+    arguments = [f"--source={source}", "--tokenizer=bytes", "--shard_tokens=30000", "--shard_count=2", *data]
+    run = functools.partial(subprocess.run, capture_output=True, text=True)
+
+    killed = run([sys.executable, "-c", _KILLED, str(SCRIPT), *arguments, "--shard_index=0"], cwd=SCRIPT.parents[1])
+    assert killed.returncode == -signal.SIGKILL and len(list(folder.rglob("shard-*.npy"))) == 2, killed.stderr
+    prepare_part(settings, tmp_path / "out", 1, 2)
+    result = run(_command(*arguments, "--shard_index=0", "--verify"))
+    assert "going on after" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
+    _check(folder, _joined(texts, 2), parts=2)
+    _prepare_parts(settings, tmp_path / "uninterrupted", 2)
+    before = _files(folder)
+    assert before == _files(tmp_path / "uninterrupted" / "train")
+
+    shard = folder / "part-00001-of-00002" / "shard-00001.npy"
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    message = r"SHA-256 differs from metadata.json for part-00001-of-00002/shard-00001.npy; delete (\S+) and (\S+) and"
+    for command in (_command("--verify", *data), _command(*arguments, "--shard_index=0", "--verify")):
+        result = run(command)
+        assert result.returncode == 1 and (found := re.search(message, result.stderr)), result.stderr
+    part, metadata = map(Path, found.groups())
+    assert (part, metadata) == (shard.parent, folder / "metadata.json")
+    metadata.unlink()
+    shutil.rmtree(part)
+    prepare_part(settings, tmp_path / "out", 1, 2)
+    assert _files(folder) == before
 
 
 # Bad input.
@@ -534,6 +817,10 @@ def test_command_line_errors_are_one_line(tmp_path):
     for arguments, message in [
         (["--source=missing.txt", "--split=train"], "no file matches"),
         ([f"--source={tmp_path}/a.txt", "--split=train,validation"], "a.txt would be in every split"),
+        (["--source=a.txt", "--split=train", "--shard_index=1"], "--shard_index=1 and --shard_count=None: give both"),
+        (["--split=train"], "no source given"),
+        (["--split=train", "--verify", "--shard_count=2"], "no --shard_count"),
+        (["--split=train", "--verify"], f"no token dataset at {tmp_path}/out/train"),
     ]:
         command = _command(*arguments, "--tokenizer=bytes", f"--out={tmp_path}/out")
         result = subprocess.run(command, capture_output=True, text=True)

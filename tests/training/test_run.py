@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import resource
 import signal
 import struct
+import time
 from pathlib import Path
 
 import jax
@@ -12,14 +14,13 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from heinsen.data.dataset import TokenDataset
-from heinsen.data.loader import train_iterator
-from heinsen.parallel import make_mesh, replicated
+from heinsen.parallel import make_mesh
 from heinsen.training import loop, metrics
-from heinsen.training.checkpoint import Checkpoints, with_sharding
-from heinsen.training.loop import NonFiniteLossError, RunInterrupted, TrainConfig, load_run, train
+from heinsen.training.checkpoint import CheckpointError, Checkpoints
+from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.step import init_train_state
+from heinsen.training.run import TrainConfig, load_run
+from heinsen.training.step import abstract_train_state
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
@@ -53,13 +54,10 @@ def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.
     """Its step, every number of parameters and optimizer state, and the data's position."""
     mesh = make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    abstract = jax.eval_shape(lambda: init_train_state(config.model, optimizer, config.seed, mesh))
-    dataset = TokenDataset(Path(config.data.path) / config.data.train_split)
-    batches = train_iterator(dataset, config.sequence_length, config.batch_size, config.seed)
-    with Checkpoints(workdir, KEEP) as checkpoints:
-        step = checkpoints.latest
-        state = checkpoints.restore(step, with_sharding(abstract, replicated(mesh)), batches)
-    return step, [np.asarray(leaf) for leaf in jax.tree.leaves(state)], batches.get_state()
+    abstract = abstract_train_state(config.model, optimizer, mesh)
+    with Checkpoints(workdir, KEEP, warn=pytest.fail) as checkpoints:
+        restored = checkpoints.restore_newest(abstract, config.fingerprint)
+    return restored.step, [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)], restored.position
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +106,11 @@ def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, 
             assert entry.keys() == {"step", "tokens", "validation_loss", "validation_bits_per_byte"}
             continue
         assert entry.keys() == {
-            "step", "tokens", "loss", "bits_per_byte", "learning_rate", "grad_norm", "tokens_per_second", "mfu"
+            "step", "tokens", "loss", "bits_per_byte", "grad_norm", "param_norm", "skipped", "learning_rate",
+            "tokens_per_second", "mfu", "data_wait",
         }  # fmt: skip
         assert entry["bits_per_byte"] == pytest.approx(entry["loss"] * bits_per_nat, rel=1e-12)
+        assert entry["skipped"] == 0 and 0 <= entry["data_wait"] < 1 and 0 < entry["param_norm"] < math.inf
         assert 0 < entry["grad_norm"] < math.inf and 0 < entry["tokens_per_second"] < math.inf
         assert entry["mfu"] == pytest.approx(entry["tokens_per_second"] * 6 * n_params / config.peak_flops, rel=1e-12)
         done = entry["step"] - 1
@@ -284,18 +284,48 @@ def at_step(monkeypatch, step: int, action) -> None:
     monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
 
 
-def test_signals_stop_at_the_end_of_their_step(run, config, last_checkpoint, tmp_path, monkeypatch):
-    """Before the first checkpoint; then at a step that is validated and saved anyway."""
+def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_path, monkeypatch):
+    """Before the first checkpoint; then before a step that is validated and saved anyway.
+
+    A step's metrics are written while the next one runs, at whose end the run then stops.
+    """
     workdir = tmp_path / "run"
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    for number, step in [(signal.SIGINT, 3), (signal.SIGTERM, 30)]:
+    for number, step in [(signal.SIGINT, 4), (signal.SIGTERM, 30)]:
         with monkeypatch.context() as patch:
-            at_step(patch, step, lambda number=number: os.kill(os.getpid(), number))
+            at_step(patch, step - 1, lambda number=number: os.kill(os.getpid(), number))
             with pytest.raises(RunInterrupted, match=rf"{number.name} at step {step}: saved .*/checkpoints/{step};"):
                 train(config, workdir)
         assert checkpoint_steps(workdir)[-1] == step
         assert read_log(workdir)[-1]["step"] == step
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    train(config, workdir)
+    assert_same_run(workdir, run, config, last_checkpoint)
+
+
+def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_on(
+    run, config, last_checkpoint, tmp_path, monkeypatch
+):
+    workdir, unlimited = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))  # of a file, in bytes
+
+    def fill():
+        while checkpoint_steps(workdir) != [10]:
+            time.sleep(0.01)
+        limit(30_000)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 18, fill)
+        try:
+            with pytest.raises(CheckpointError) as error:
+                train(config, workdir)
+        finally:
+            limit(unlimited[0])
+    assert str(error.value) == (
+        f"step 20 could not be saved to {workdir / 'checkpoints' / '20'}: File too large. When that is mended, the "
+        "same command goes on from checkpoint 10"
+    )
+    assert checkpoint_steps(workdir) == [10] and read_log(workdir)[-1]["step"] == 30
     train(config, workdir)
     assert_same_run(workdir, run, config, last_checkpoint)
 
@@ -319,22 +349,26 @@ def poisoned_after(steps: int):
     return make
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(run, config, last_checkpoint, tmp_path, monkeypatch):
+def test_parameters_that_are_not_finite_stop_the_run_and_are_not_saved(
+    run, config, last_checkpoint, tmp_path, monkeypatch
+):
     workdir = tmp_path / "run"
     with monkeypatch.context() as patch:
         # Step 30 would be saved.
         patch.setattr(loop, "make_train_step", poisoned_after(29))
         with pytest.raises(NonFiniteLossError) as error:
             train(config, workdir)
-    assert "loss nan" in str(error.value) and "at step 30" in str(error.value)
-    assert f"the last good checkpoint is {workdir / 'checkpoints' / '20'}" in str(error.value)
+    assert "parameters are no longer finite at step 30: loss nan" in str(error.value)
+    assert f"Go back to {workdir / 'checkpoints' / '20'} with a lower" in str(error.value)
     assert checkpoint_steps(workdir)[-1] == 20
     assert read_log(workdir)[-1]["step"] == 29 and all(map(math.isfinite, read_log(workdir)[-1].values()))
     train(config, workdir)
     assert_same_run(workdir, run, config, last_checkpoint)
 
 
-def test_a_loss_that_is_not_finite_before_the_first_checkpoint_says_that_there_is_none(config, tmp_path, monkeypatch):
+def test_parameters_that_are_not_finite_before_the_first_checkpoint_say_that_there_is_none(
+    config, tmp_path, monkeypatch
+):
     monkeypatch.setattr(loop, "make_train_step", poisoned_after(4))
     with pytest.raises(NonFiniteLossError, match="at step 5.*there is no checkpoint yet"):
         train(config, tmp_path / "run")

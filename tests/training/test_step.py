@@ -15,7 +15,7 @@ pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 # The plain scan compiles fastest, and its arithmetic does not depend on the batch.
-MODEL = ModelConfig(257, 264, 2, 16, 2, 4, 4, "float32", False, "scan", None)
+MODEL = ModelConfig(257, 264, 2, 16, 2, 4, 4, "float32", "none", "scan", None)
 BATCH, LENGTH = 8, 8
 RATE, CLIP = 0.5, 1e-3
 
@@ -115,6 +115,28 @@ def test_steps_consume_their_state_and_memorise_a_batch(rng):
     assert losses[0] == losses[1], "the first step of a warm-up has rate 0"
     assert abs(losses[0] - np.log(264)) < 0.5, "a fresh model knows nothing"
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(rng):
+    """Not the moments and the schedule either: the steps after it are those of a run that never met it."""
+    mesh = make_mesh()
+    optimizer = make_optimizer(OptimizerConfig(3e-2, 3e-3, 2, 0.9, 0.95, 1e-8, 0.1, 1.0), 40)
+    step = make_train_step(MODEL, optimizer, mesh)
+    good = [draw_tokens(rng, 1) for _ in range(4)]
+    # A token beyond the embedding reads NaN.
+    bad = good[0].at[0, 3, 4].set(10**6)
+    states, counts = {}, {}
+    for name, batches in {"met": [good[0], good[1], bad, bad, good[2], bad, good[3]], "never met": good}.items():
+        state, counts[name] = init_train_state(MODEL, optimizer, 0, mesh), []
+        for tokens in batches:
+            state, metrics = step(state, tokens)
+            counts[name].append((int(metrics["skipped"]), int(metrics["skipped_in_a_row"])))
+            assert np.isfinite(metrics["loss"]) == (tokens is not bad) and np.isfinite(metrics["param_norm"])
+        states[name] = state
+        np.testing.assert_allclose(metrics["param_norm"], np.linalg.norm(flat(state.params)), rtol=1e-5)
+    assert counts["met"] == [(0, 0), (0, 0), (1, 1), (2, 2), (2, 0), (3, 1), (3, 0)]
+    assert counts["never met"] == [(0, 0)] * 4
+    jax.tree.map(np.testing.assert_array_equal, states["met"][:2], states["never met"][:2])
 
 
 def test_initial_state_depends_on_the_seed_alone():

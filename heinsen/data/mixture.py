@@ -1,0 +1,108 @@
+"""Several token datasets in given proportions: `data/pile:0.7,data/code:0.3`.
+
+Windows are dealt out by a fixed rule rather than at random: of the first n windows, for any n, each of D datasets has
+given its share to within D / 2 windows. Which dataset gives the n-th, and which of its own it is, is a function of n
+and the weights alone: nothing has to be kept or replayed.
+
+(Grain's own `MapDataset.mix` rounds the weights to whole hundredths of the smallest one: of 0.7 and 0.3 it makes 233 to
+100, which is 600 windows off after two million.)
+"""
+
+import math
+import os.path
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from heinsen.data.dataset import DatasetError, TokenDataset
+
+Mixture = Sequence[tuple[TokenDataset, float]]
+
+
+def parse_mixture(path: str) -> list[tuple[Path, float]]:
+    """The folders that the config's `data.path` names, with weights that sum to 1.
+
+    `path` is one folder, `data/pile`, or several with positive weights, `data/pile:7,data/code:3`. Raises DatasetError.
+    """
+    entries = [entry.strip() for entry in path.split(",")]
+    if "" in entries:
+        raise _bad_mixture(path, "there is an empty entry")
+    if len(entries) == 1 and ":" not in path:
+        entries = [f"{entries[0]}:1"]
+    found: dict[str, float] = {}
+    for entry in entries:
+        folder, colon, text = entry.rpartition(":")
+        if not colon or not folder:
+            raise _bad_mixture(path, f"{entry!r} has no {'folder' if colon else 'weight'}")
+        try:
+            weight = float(text)
+        except ValueError as error:
+            raise _bad_mixture(path, f"the weight {text!r} of {folder!r} is not a number") from error
+        if not (math.isfinite(weight) and weight > 0):
+            raise _bad_mixture(path, f"the weight {text} of {folder!r} is not positive and finite")
+        folder = os.path.normpath(folder)
+        if folder in found:
+            raise _bad_mixture(path, f"{folder!r} is named twice")
+        found[folder] = weight
+    total = sum(map(Fraction, found.values()))
+    return [(Path(folder), float(Fraction(weight) / total)) for folder, weight in found.items()]
+
+
+def _bad_mixture(path: str, what: str) -> DatasetError:
+    return DatasetError(
+        f"data path {path!r}: {what}. Expected one folder, 'data/pile', or several with weights, "
+        "'data/pile:0.7,data/code:0.3' (to use a folder with ',' or ':' in its name, link to it by another one)"
+    )
+
+
+def open_mixture(path: str, split: str) -> list[tuple[TokenDataset, float]]:
+    """One split of the datasets that `path` names (see `parse_mixture`), with their weights. Raises DatasetError."""
+    mixture = [(TokenDataset(folder / split), weight) for folder, weight in parse_mixture(path)]
+    check_mixture(mixture)
+    return mixture
+
+
+def check_mixture(mixture: Mixture) -> None:
+    """Raises DatasetError if the datasets do not go together, ValueError if there is none or a weight is no weight."""
+    if not mixture:
+        raise ValueError("a mixture must hold at least one dataset")
+    first = mixture[0][0]
+    for dataset, weight in mixture:
+        if not (math.isfinite(weight) and weight > 0):
+            raise ValueError(f"the weight of {dataset.path} must be positive and finite, got {weight}")
+        for name in ("tokenizer_name", "vocab_size", "eot_id"):
+            if (value := getattr(dataset, name)) != (other := getattr(first, name)):
+                raise DatasetError(
+                    f"{first.path} and {dataset.path} cannot be mixed: {name} is {other!r} in the one and {value!r} in "
+                    "the other. Prepare both with the same tokenizer."
+                )
+
+
+def bytes_per_token(mixture: Mixture) -> float:
+    """UTF-8 bytes of text that a token of the mixture stands for, on average."""
+    total = sum(weight for _, weight in mixture)
+    return sum(weight / total * dataset.bytes_per_token for dataset, weight in mixture)
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Integers in exactly the proportions of the weights."""
+    fractions = [Fraction(weight) for weight in weights]
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * denominator) for fraction in fractions]
+
+
+def deal(index: int, weights: Sequence[int]) -> tuple[int, int]:
+    """(which dataset gives window `index` of a mixture, how many windows it has given before).
+
+    Of any number of windows, the first dataset gets its share rounded to the nearest integer; of those it leaves, the
+    second gets its share of the rest; and so on. That number never falls as windows are added, so that each window goes
+    to one dataset; each rounding is off by at most half a window.
+    """
+    rest = sum(weights)
+    for which, weight in enumerate(weights[:-1]):
+        given = (2 * index * weight + rest) // (2 * rest)
+        if (2 * (index + 1) * weight + rest) // (2 * rest) > given:
+            return which, given
+        index -= given
+        rest -= weight
+    return len(weights) - 1, index

@@ -1,0 +1,186 @@
+"""A run's config, its folder and its data: what identifies it, and what may change when it goes on."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from heinsen.config import differences, from_mapping
+from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.mixture import open_mixture
+from heinsen.model import ModelConfig
+from heinsen.parallel import MeshConfig
+from heinsen.training.optimizer import OptimizerConfig, make_schedule
+
+CONFIG_FILE = "config.json"
+
+# Fields that a run may go on with changed: they concern the machine, or what is told and kept.
+_MAY_CHANGE = (
+    "mesh", "accumulation_steps", "model.remat", "log_every", "validate_every", "validation_tokens",
+    "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas", "trace_steps",
+    "wandb_project", "peak_flops",
+)  # fmt: skip
+
+
+class RunError(RuntimeError):
+    """A run folder that cannot be used as asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Token datasets PATH/train_split and PATH/validation_split, written by scripts/prepare_data.py.
+
+    path is one folder, or several with their shares: A:0.7,B:0.3 (`heinsen.data.mixture`).
+    """
+
+    path: str
+    tokenizer: str
+    train_split: str
+    validation_split: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """A whole run; `configs/default.py` documents the fields and holds the defaults."""
+
+    seed: int
+    total_tokens: int
+    sequence_length: int
+    batch_size: int
+    accumulation_steps: int
+    mesh: MeshConfig
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    log_every: int
+    validate_every: int
+    validation_tokens: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    keep_every: int | None
+    stop_after_skipped: int
+    spike_sigmas: float | None
+    trace_steps: str | None
+    wandb_project: str | None
+    peak_flops: float | None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = field.type in (int, int | None, float | None)
+            if number and field.name != "seed" and value is not None and not value > 0:
+                raise ValueError(f"{field.name} = {value}: it must be positive")
+        if self.seed < 0:
+            raise ValueError(f"seed = {self.seed}: it must not be negative")
+        if self.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
+            )
+        make_schedule(self.optimizer, self.total_steps)  # raises where the warm-up does not fit
+        if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
+            raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")
+
+    @property
+    def total_steps(self) -> int:
+        return math.ceil(self.total_tokens / (self.batch_size * self.sequence_length))
+
+    @property
+    def sequences_per_pass(self) -> int:
+        return self.batch_size // self.accumulation_steps
+
+    @property
+    def traced(self) -> range | None:
+        """The steps that trace_steps names."""
+        if self.trace_steps is None:
+            return None
+        first, _, last = self.trace_steps.partition(":")
+        return range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all that may not change: checkpoints of another fingerprint are those of another run."""
+        text = json.dumps(_identity(dataclasses.asdict(self)), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A config without the fields that may change."""
+    return {
+        name: _identity(value, f"{path}{name}.") if isinstance(value, Mapping) else value
+        for name, value in mapping.items()
+        if path + name not in _MAY_CHANGE
+    }
+
+
+def open_split(config: TrainConfig, split: str) -> list[tuple[TokenDataset, float]]:
+    """A split of every dataset of the run's data with its share, in order.
+
+    Their tokenizer and vocabulary must be the run's. Raises DatasetError.
+    """
+    mixture = open_mixture(config.data.path, split)
+    for dataset, _ in mixture:
+        _check_dataset(config, dataset)
+    return mixture
+
+
+def _check_dataset(config: TrainConfig, dataset: TokenDataset) -> None:
+    if dataset.tokenizer_name != config.data.tokenizer:
+        raise DatasetError(
+            f"{dataset.path} holds {dataset.tokenizer_name!r} tokens, the config says data.tokenizer = "
+            f"{config.data.tokenizer!r}: set --config.data.tokenizer, or --config.data.path to another dataset"
+        )
+    if dataset.vocab_size > config.model.vocab_size:
+        raise DatasetError(
+            f"{dataset.path} has a vocabulary of {dataset.vocab_size} ids, the model one of {config.model.vocab_size}: "
+            f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size not below it"
+        )
+    if config.model.document_token not in (None, dataset.eot_id):
+        raise DatasetError(
+            f"documents of {dataset.path} begin with token {dataset.eot_id}, the model's with document_token = "
+            f"{config.model.document_token}: set --config.model.document_token={dataset.eot_id} or None"
+        )
+
+
+def load_run(workdir: Path) -> TrainConfig:
+    """The config of an existing run. Raises RunError."""
+    path = workdir / CONFIG_FILE
+    if not path.is_file():
+        raise RunError(f"{workdir} is not a run folder: it has no {CONFIG_FILE}; give the --workdir of a train.py run")
+    return from_mapping(TrainConfig, _read_config(path))
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise RunError(f"{path} is damaged ({error}): restore it, or move the run folder away") from error
+
+
+def claim_folder(config: TrainConfig, workdir: Path, write: bool) -> list[str]:
+    """Make a new run folder, or check that the run there is this one; its config.json is then this config.
+
+    Returns a line for each field that has changed and may. Raises RunError where others have, or where it cannot be
+    written. Only checks unless `write`.
+    """
+    path, mapping, changes = workdir / CONFIG_FILE, dataclasses.asdict(config), []
+    try:
+        if path.exists():
+            old = _read_config(path)
+            if lines := differences(_identity(old), _identity(mapping)):
+                raise RunError(
+                    f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
+                    "Give another --workdir, or the run's own config to resume it."
+                )
+            changes = differences(old, mapping)
+        if write and (changes or not path.exists()):
+            workdir.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(mapping, indent=2) + "\n")
+            os.replace(temporary, path)
+    except OSError as error:
+        raise RunError(f"{workdir} cannot be written: {error}. Give another --workdir, or make room in it.") from error
+    return changes

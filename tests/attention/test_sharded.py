@@ -1,0 +1,81 @@
+"""Attention and position recurrence on four simulated devices against one device, in float64, gradients included."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+AGAINST_ONE_DEVICE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from heinsen import LogState, logspace
+from heinsen.attention import log_attention, sharded
+from heinsen.parallel import AXES, MeshConfig, make_mesh, on_each_device, scan_before
+
+rng = np.random.default_rng(int(sys.argv[1]))
+draw = lambda *shape: jnp.asarray(rng.normal(size=shape))
+B, H, T, K, V, D = 4, 4, 24, 3, 5, 6
+
+
+def same(actual, wanted, what):
+    assert len(jax.tree.leaves(actual)) == len(jax.tree.leaves(wanted)) > 0
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted)):
+        assert x.dtype == jnp.float64
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11, err_msg=what)
+
+
+def value_and_gradients(function, arguments, weights):
+    def weighted(*arguments):
+        out = function(*arguments)
+        return sum(jnp.vdot(w, x) for w, x in zip(weights, jax.tree.leaves(out))), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(weighted, argnums=range(len(arguments)), has_aux=True))(*arguments)
+    return out, grads
+
+
+meshes = {sizes: make_mesh(MeshConfig(*sizes)) for sizes in [(1, 1, 1, 4), (1, 1, 2, 2)]}
+q, k, log_v = draw(B, H, T, K), 4 * draw(B, H, T, K), draw(B, H, T, V)
+before = LogState(draw(B, H, K, V), draw(B, H, K))
+weights = draw(B, H, T, V), draw(B, H, K, V), draw(B, H, K)
+# Documents that end within a device's tokens, at their end, in a device's first token; and one over three devices.
+documents = np.zeros((4, 1, T), int)
+documents[0, 0, [2, 6, 12]] = documents[1, 0, [7, 11]] = documents[2, 0, 3] = documents[2, 0, 23] = 1
+documents[3, 0, rng.choice(np.arange(1, T), 5)] = 1
+for segments in (None, jnp.asarray(np.cumsum(documents, axis=-1))):
+    one = lambda q, k, v, s: log_attention(q, k, v, state=s, segment_ids=segments, return_state=True)
+    wanted = value_and_gradients(one, (q, k, log_v, before), weights)
+    for sizes, mesh in meshes.items():
+        many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None)
+        same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, f"attention on {sizes}")
+
+log_a, log_b, initial = logspace.log_sigmoid(3 * draw(B, T, D)), 5 * draw(B, T, D), draw(B, D)
+log_a = log_a.at[:, [0, 5, 12], 1].set(-jnp.inf)  # forgets all before
+one = lambda a, b, e: logspace.log_linear_recurrence(a, b, 1, e)
+weights = [draw(B, T, D)]
+wanted = value_and_gradients(one, (log_a, log_b, initial), weights)
+for sizes, mesh in meshes.items():
+    many = lambda a, b, e: sharded.log_linear_recurrence(mesh, a, b, e)
+    same(value_and_gradients(many, (log_a, log_b, initial), weights), wanted, f"recurrence on {sizes}")
+
+# Matrices: their product is associative and not commutative.
+for n in (1, 2, 3, 4):
+    mesh = Mesh(np.array(jax.devices()[:n]).reshape(1, 1, 1, n), AXES)
+    x, first = rng.normal(size=(n, 2, 2)), np.eye(2)
+    run = on_each_device(mesh, lambda x: scan_before(lambda a, b: b @ a, x[0], jnp.eye(2), "sequence")[None],
+                         in_specs=P("sequence"), out_specs=P("sequence"))
+    expected = [first]
+    for i in range(n - 1):
+        expected.append(x[i] @ expected[-1])
+    np.testing.assert_allclose(run(jnp.asarray(x)), np.stack(expected), rtol=1e-12)
+"""
+
+
+def test_a_mesh_gives_outputs_states_and_gradients_of_one_device(request):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "JAX_ENABLE_X64": "1"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    command = [sys.executable, "-W", "error", "-c", AGAINST_ONE_DEVICE, str(request.config.option.seed)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"--seed={request.config.option.seed}: {done.stderr}"

@@ -1,0 +1,74 @@
+"""Faults of the machine in the middle of a run: a clear error, whole checkpoints, and the run goes on bit for bit."""
+
+import errno
+import os
+
+import pytest
+
+from heinsen.data.dataset import DatasetError
+from heinsen.training import metrics
+from heinsen.training.loop import train
+from heinsen.training.run import RunError
+from tests.runs import checkpoint_steps, read_log, run_config, without_timing
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """`at_step(n, action)`: call it when the run writes step n's metrics."""
+    write = metrics.MetricsLog.write
+
+    def act(step, action):
+        def write_and_act(self, written, values):
+            if written == step and "loss" in values:
+                action()
+            write(self, written, values)
+
+        monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
+
+    yield act
+
+
+def no_space():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_when_there_is_room(run, tmp_path, at_step):
+    """Where metrics are written; `tests/training/test_checkpoint.py` has it for checkpoints."""
+    config, workdir = run_config(run.data), tmp_path / "run"
+    at_step(25, no_space)
+    with pytest.raises(RunError) as error:
+        train(config, workdir)
+    assert f"{workdir} cannot be written" in str(error.value) and "No space left on device" in str(error.value)
+    assert f"goes on from {workdir / 'checkpoints' / '20'}" in str(error.value)
+    assert checkpoint_steps(workdir)[-1] == 20
+    at_step(0, no_space)
+    train(config, workdir)
+    assert without_timing(read_log(workdir)) == without_timing(run.log)
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/run", "/proc/run"])
+def test_a_folder_that_cannot_be_made_is_named(data, tmp_path, place):
+    (tmp_path / "a file").write_text("mine")
+    with pytest.raises(RunError, match="cannot be written.*Give another --workdir"):
+        train(run_config(data), tmp_path / place)
+    assert (tmp_path / "a file").read_text() == "mine"
+
+
+def test_data_that_vanish_under_a_run_are_named_and_it_goes_on_when_they_are_back(run, tmp_path, at_step):
+    """Not by a crash: a memory-mapped file cut short would end the process by SIGBUS."""
+    config, workdir = run_config(run.data), tmp_path / "run"
+    shard = run.data / "train" / "shard-00000.npy"
+    content = shard.read_bytes()
+    try:
+        at_step(25, lambda: os.truncate(shard, 200))
+        with pytest.raises(DatasetError, match="shard-00000.npy"):
+            train(config, workdir)
+    finally:
+        shard.write_bytes(content)
+    assert checkpoint_steps(workdir)[-1] == 20
+    at_step(0, no_space)
+    train(config, workdir)
+    assert without_timing(read_log(workdir)) == without_timing(run.log)

@@ -1,0 +1,77 @@
+"""SIGKILL at random moments of one run, in its saves too: it ends as if nothing had happened, in every bit.
+
+HEINSEN_KILLS says how often (`make faults`: 25).
+"""
+
+import os
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from heinsen.parallel import make_mesh
+from heinsen.training.checkpoint import Checkpoints
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.step import abstract_train_state
+from tests.runs import finish, read_log, run_config, train_command, without_timing
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+KILLS = int(os.environ.get("HEINSEN_KILLS", 2))
+STEPS = 40 * (KILLS + 1)
+CHANGES = {"total_tokens": STEPS * 4 * 16, "checkpoint_every": 7, "validate_every": 50, "validation_tokens": 50}
+
+
+def last_state(workdir, config) -> list[np.ndarray]:
+    mesh = make_mesh()
+    abstract = abstract_train_state(config.model, make_optimizer(config.optimizer, config.total_steps), mesh)
+    with Checkpoints(workdir, config.keep_checkpoints) as checkpoints:
+        restored = checkpoints.restore_newest(abstract, config.fingerprint)
+    assert restored.step == STEPS
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)]
+
+
+def saves(workdir) -> bool:
+    """Whether a checkpoint is being written: its folder has a longer name until it is whole."""
+    folder = workdir / "checkpoints"
+    return folder.exists() and any(not path.name.isdigit() for path in folder.iterdir())
+
+
+def kill(process, workdir, rng) -> str:
+    """At one of three kinds of moments: while it starts, after some steps, within a save."""
+    step = lambda: read_log(workdir)[-1]["step"] if read_log(workdir) else 0
+    kind = rng.choice(["starting", "stepping", "saving"], p=[0.15, 0.35, 0.5])
+    until, first = time.monotonic() + rng.uniform(0, 3), step() + rng.integers(1, 30)
+    now = {
+        "starting": lambda: time.monotonic() > until,
+        "stepping": lambda: step() >= first,
+        "saving": lambda: step() >= first and saves(workdir),
+    }[kind]
+    while not now() and process.poll() is None:
+        time.sleep(0.0003)
+    process.send_signal(signal.SIGKILL)
+    return f"{kind} at {step()}"
+
+
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(commands, data, rng, tmp_path, capsys):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    command = train_command(data, killed, **CHANGES)
+    other = commands.start(*train_command(data, undisturbed, **CHANGES))
+    moments = []
+    while len(moments) < KILLS:
+        process = commands.start(*command)
+        moments.append(kill(process, killed, rng))
+        if finish(process).returncode == 0:  # it was faster
+            break
+    with capsys.disabled():
+        print(f" [killed while {', '.join(moments)}]", end="")
+    assert finish(other).returncode == 0
+    done = commands.run(*command)
+    assert done.returncode == 0, done.stderr
+    config = run_config(data, **CHANGES)
+    for actual, wanted in zip(last_state(killed, config), last_state(undisturbed, config), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    assert without_timing(read_log(killed)) == without_timing(read_log(undisturbed))

@@ -1,0 +1,529 @@
+"""Checkpoints give back what was saved, bit for bit, or say that they are damaged; never anything else."""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen.parallel import with_shardings
+from heinsen.training.checkpoint import CheckpointError, Checkpoints, checksums, restore_params
+from tests.runs import checkpoint_steps, finish, snapshot
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+KEEP, HASH = 3, "the config's"
+STEPS = (10, 20, 30)
+METADATA = "_CHECKPOINT_METADATA"
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+    average: Any = None  # a field without arrays
+
+
+def draw_state(rng: np.random.Generator) -> State:
+    """Arrays of several types; the bits of the large ones are so random that Orbax cannot compress them."""
+    draw = lambda *shape: jnp.asarray(rng.integers(0, 2**32, shape, np.uint32)).view(jnp.float32)
+    params = {"layers": {"w": draw(3, 32, 40), "b": jnp.asarray(rng.normal(size=7), jnp.bfloat16)}}
+    return State(params, (jnp.asarray(rng.integers(100), jnp.int32), {"mu": draw(64, 20)}, jax.random.key(5)))
+
+
+def placed(state: Any) -> Any:
+    return with_shardings(jax.eval_shape(lambda: state), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
+def bits(tree: Any) -> list[bytes]:
+    data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(data(x)).tobytes() for x in jax.tree.leaves(tree)]
+
+
+class Saved(NamedTuple):
+    workdir: Path
+    states: dict[int, State]
+
+    def copy(self, workdir: Path) -> "Saved":
+        shutil.copytree(self.workdir, workdir)
+        return self._replace(workdir=workdir)
+
+    def path(self, step: int) -> Path:
+        return self.workdir / "checkpoints" / str(step)
+
+    def files(self, step: int) -> list[Path]:
+        return sorted(path for path in self.path(step).rglob("*") if path.is_file())
+
+    def restore(self, config_hash: str = HASH) -> tuple[int, list[str]]:
+        """The step that is restored, checked against what was saved then, and the warnings."""
+        warnings = []
+        with Checkpoints(self.workdir, KEEP, warn=warnings.append) as checkpoints:
+            step, state, position = checkpoints.restore_newest(placed(self.states[STEPS[0]]), config_hash)
+        assert bits(state) == bits(self.states[step]) and position == {"next_index": step}
+        assert jax.tree.structure(state) == jax.tree.structure(self.states[step])
+        return step, warnings
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Saved:
+    rng = np.random.default_rng(request.config.option.seed)
+    saved = Saved(tmp_path_factory.mktemp("checkpoints") / "run", {step: draw_state(rng) for step in STEPS})
+    with Checkpoints(saved.workdir, KEEP) as checkpoints:
+        for step, state in saved.states.items():
+            checkpoints.save(step, state, {"next_index": step}, HASH)
+    return saved
+
+
+@pytest.fixture
+def saved(one_run: Saved, tmp_path: Path) -> Saved:
+    return one_run.copy(tmp_path / "run")
+
+
+# ---- checksums -------------------------------------------------------------------------------
+
+
+def expected_checksum(words: np.ndarray) -> int:
+    """Over the words in row-major order, in Python's integers."""
+    total = 0
+    for i, word in enumerate(words.ravel().tolist()):
+        x = (word + i * 0x9E3779B9) % 2**32
+        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+        total += x ^ (x >> 16)
+    return total % 2**32
+
+
+def test_checksum_is_of_the_words_in_their_places(rng):
+    floats = rng.normal(size=(3, 4, 5)).astype(np.float32)
+    floats[0, 0, :3] = -0.0, np.nan, -np.inf
+    small = rng.integers(-128, 128, (4, 7), np.int8)
+    unsigned = rng.integers(0, 2**16, 9, np.uint16)
+    flags = rng.random((2, 3)) < 0.5
+    key = jax.random.key(int(rng.integers(2**31)))
+    cases = {
+        "float32": (floats, floats.view(np.uint32)),
+        "scalar": (floats[1, 2, 3], floats[1, 2, 3].view(np.uint32)),
+        "empty": (floats[:0], floats[:0].view(np.uint32)),
+        "bfloat16": (jnp.asarray(floats, jnp.bfloat16), np.asarray(jnp.asarray(floats, jnp.bfloat16)).view(np.uint16)),
+        "float16": (floats.astype(np.float16), floats.astype(np.float16).view(np.uint16)),
+        "int8": (small, small.astype(np.int64) % 2**32),
+        "uint16": (unsigned, unsigned),
+        "bool": (flags, flags.astype(np.uint32)),
+        "complex64": (floats * (1 + 2j), (floats * (1 + 2j)).astype(np.complex64).view(np.uint32)),
+        "key": (key, np.asarray(jax.random.key_data(key))),
+    }
+    arrays = {name: jnp.asarray(array) for name, (array, _) in cases.items()}
+    sums = dict(zip(sorted(arrays), checksums(arrays), strict=True))
+    assert {name: int(x) for name, x in sums.items()} == {name: expected_checksum(w) for name, (_, w) in cases.items()}
+    with jax.enable_x64(True):
+        wide = rng.normal(size=(4, 3))
+        assert int(checksums(jnp.asarray(wide))[0]) == expected_checksum(wide.view(np.uint32))
+
+
+def test_every_changed_bit_and_place_changes_the_checksum(rng):
+    words = rng.integers(0, 2**32, (37, 11), np.uint32)
+    variants = [words]
+    for bit in range(32):
+        place = tuple(rng.integers(words.shape))
+        variants.append(words.copy())
+        variants[-1][place] ^= np.uint32(1 << bit)
+    variants += [words ^ np.uint32(1 << 31), words[::-1], words[:, ::-1], np.roll(words, 1)]
+    pair = words.copy()  # two sign bits: a sum of words times odd numbers would not notice
+    pair[3, 4] ^= np.uint32(1 << 31)
+    pair[20, 7] ^= np.uint32(1 << 31)
+    variants.append(pair)
+    sums = [int(checksums(jnp.asarray(variant))[0]) for variant in variants]
+    assert len(set(sums)) == len(variants)
+
+
+# ---- what is saved and what stays ------------------------------------------------------------
+
+
+def test_a_run_without_checkpoints_restores_none(tmp_path, rng):
+    with Checkpoints(tmp_path, KEEP) as checkpoints:
+        assert checkpoints.restore_newest(placed(draw_state(rng)), HASH) is None
+        assert checkpoints.latest is None
+
+
+def test_the_newest_comes_back_bit_for_bit(saved):
+    before = snapshot(saved.workdir)
+    assert saved.restore() == (STEPS[-1], [])
+    step, params = restore_params(saved.workdir, placed(saved.states[10].params), warn=pytest.fail)
+    assert step == STEPS[-1] and bits(params) == bits(saved.states[step].params)
+    assert snapshot(saved.workdir) == before
+
+
+def test_the_newest_stay_and_every_so_many_steps(tmp_path, rng):
+    state = draw_state(rng)
+    with Checkpoints(tmp_path, 2, keep_every=20) as checkpoints:
+        for step in range(5, 60, 5):
+            checkpoints.save(step, state, {}, HASH)
+        checkpoints.save(55, state, {"not": "saved"}, HASH)
+        assert checkpoints.latest == 55
+    assert checkpoint_steps(tmp_path) == [20, 40, 50, 55]
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        assert checkpoints.restore_newest(placed(state), HASH).position == {}
+
+
+def test_parameters_are_read_alone(saved):
+    """Damage to the rest does not concern them."""
+    shutil.rmtree(saved.path(30) / "opt_state")
+    step, params = restore_params(saved.workdir, placed(saved.states[30].params), warn=pytest.fail)
+    assert step == 30 and bits(params) == bits(saved.states[30].params)
+    step, (warning,) = saved.restore()
+    assert step == 20 and "opt_state" in warning
+
+
+# ---- damage ----------------------------------------------------------------------------------
+
+
+def flip(path: Path, rng: np.random.Generator) -> None:
+    content = bytearray(path.read_bytes())
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    path.write_bytes(content)
+
+
+def truncate(path: Path, rng: np.random.Generator) -> None:
+    path.write_bytes(path.read_bytes()[: rng.integers(path.stat().st_size)])
+
+
+def delete(path: Path, rng: np.random.Generator) -> None:
+    path.unlink()
+
+
+def check_fallback(saved: Saved) -> str | None:
+    """What was saved last, or a warning and what was saved before: the reason in the warning."""
+    damaged = snapshot(saved.path(30))
+    step, warnings = saved.restore()
+    if step == 30:
+        assert warnings == [] and checkpoint_steps(saved.workdir) == list(STEPS)
+        return None
+    (warning,) = warnings
+    aside = saved.workdir / "damaged_checkpoints" / "30"
+    start, end = f"{saved.path(30)} is damaged: ", f". Using step 20; it is now {aside}"
+    assert step == 20 and warning.startswith(start) and warning.endswith(end)
+    assert checkpoint_steps(saved.workdir) == [10, 20] and snapshot(aside) == damaged, "nothing is lost"
+    return warning[len(start) : -len(end)]
+
+
+def test_values_with_a_flipped_bit_are_never_used(saved, rng, tmp_path):
+    reasons = []
+    for trial in range(20):
+        copy = saved.copy(tmp_path / str(trial))
+        files = copy.files(30)
+        large = [path for path in files if path.stat().st_size > 1000]
+        flip(large[rng.integers(len(large))] if trial % 2 else files[rng.integers(len(files))], rng)
+        reasons.append(check_fallback(copy))
+        shutil.rmtree(copy.workdir)
+    assert any(reason and "not as they were saved: " in reason for reason in reasons), "what Orbax does not notice"
+
+
+def test_a_file_that_is_cut_short_or_gone_is_never_missed(saved, rng, tmp_path):
+    for trial, damage in enumerate([truncate, delete] * 5):
+        copy = saved.copy(tmp_path / str(trial))
+        files = copy.files(30)
+        damage(files[rng.integers(len(files))], rng)
+        check_fallback(copy)
+        shutil.rmtree(copy.workdir)
+
+
+def edit_record(saved: Saved, step: int, change: Callable[[dict], None]) -> None:
+    path = saved.path(step) / METADATA
+    content = json.loads(path.read_text())
+    change(content["custom_metadata"])
+    path.write_text(json.dumps(content))
+
+
+def empty(saved: Saved) -> None:
+    shutil.rmtree(saved.path(30))
+    saved.path(30).mkdir()
+
+
+def a_file(saved: Saved) -> None:
+    shutil.rmtree(saved.path(30))
+    saved.path(30).write_text("")
+
+
+def no_metadata(saved: Saved) -> None:
+    (saved.path(30) / METADATA).unlink()
+
+
+def not_json(saved: Saved) -> None:
+    (saved.path(30) / METADATA).write_text('{"item_handlers": ')
+
+
+def other_types(saved: Saved) -> None:
+    (saved.path(30) / METADATA).write_text('{"item_handlers": 5}')
+
+
+def position(saved: Saved) -> None:
+    edit_record(saved, 30, lambda metadata: metadata["record"]["position"].update(next_index=31))
+
+
+def config_hash(saved: Saved) -> None:
+    edit_record(saved, 30, lambda metadata: metadata["record"].update(config_hash="the confih's"))
+
+
+def another_step(saved: Saved) -> None:
+    shutil.rmtree(saved.path(30))
+    shutil.copytree(saved.path(10), saved.path(30))
+
+
+def data(saved: Saved) -> None:
+    shutil.rmtree(saved.path(30) / "params" / "d")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (empty, ""),
+        (a_file, ""),
+        (no_metadata, "no record of its arrays"),
+        (not_json, "no record of its arrays"),
+        (other_types, "int"),
+        (position, "does not have its own hash"),
+        (config_hash, "does not have its own hash"),
+        (another_step, "it was saved as step 10"),
+        (data, "params"),
+    ],
+)
+def test_damage_is_named_and_the_one_before_is_used(saved, damage, reason):
+    damage(saved)
+    step, (warning,) = saved.restore()
+    assert step == 20 and warning.startswith(f"{saved.path(30)} is damaged: ") and reason in warning
+    assert (saved.workdir / "damaged_checkpoints" / "30").exists() and not saved.path(30).exists()
+
+
+def test_reading_parameters_falls_back_and_changes_nothing(saved, capsys):
+    data(saved)
+    before = snapshot(saved.workdir)
+    step, params = restore_params(saved.workdir, placed(saved.states[20].params))
+    assert step == 20 and bits(params) == bits(saved.states[20].params) and snapshot(saved.workdir) == before
+    assert capsys.readouterr().err.startswith(f"warning: {saved.path(30)} is damaged: ")
+
+
+def test_a_step_put_aside_is_saved_anew_as_often_as_needed(saved):
+    for name in ("30", "30.1"):
+        no_metadata(saved)
+        with Checkpoints(saved.workdir, KEEP, warn=lambda message: None) as checkpoints:
+            step, state, _ = checkpoints.restore_newest(placed(saved.states[10]), HASH)
+            assert step == 20 == checkpoints.latest
+            checkpoints.save(30, saved.states[30], {"next_index": 30}, HASH)
+        assert (saved.workdir / "damaged_checkpoints" / name).is_dir()
+        assert saved.restore() == (30, [])
+
+
+def test_only_damaged_checkpoints_are_refused_each_with_its_reason(saved):
+    saved.path(10).joinpath(METADATA).unlink()
+    shutil.rmtree(saved.path(20))
+    saved.path(20).mkdir()
+    data(saved)
+    before = snapshot(saved.workdir)
+    for call in (saved.restore, lambda: restore_params(saved.workdir, placed(saved.states[10].params))):
+        with pytest.raises(CheckpointError) as error:
+            call()
+        first, *reasons, remedy = str(error.value).splitlines()
+        assert first == f"{saved.workdir / 'checkpoints'} holds no usable checkpoint:" and "move the folder" in remedy
+        for line, step in zip(reasons, (30, 20, 10), strict=True):
+            assert line.startswith(f"  {saved.path(step)} cannot be restored: ")
+        assert snapshot(saved.workdir) == before and saved.path(20).exists()
+
+
+# ---- another run's ---------------------------------------------------------------------------
+
+
+def test_another_config_is_refused_at_once(saved):
+    """An older checkpoint with the right hash is no way out."""
+    with Checkpoints(saved.workdir, 4) as checkpoints:
+        checkpoints.save(40, saved.states[30], {}, "another's")
+    before = snapshot(saved.workdir)
+    with pytest.raises(CheckpointError, match=r"checkpoints/40 was saved by a run with another config.*--workdir"):
+        saved.restore()
+    assert snapshot(saved.workdir) == before
+
+
+def test_another_model_is_refused_with_what_differs(saved):
+    before = snapshot(saved.workdir)
+    params = placed(saved.states[10].params)
+    layers = params["layers"]
+    shorter = layers["w"].update(shape=(3, 32, 39))
+    for other, messages in [
+        ({**layers, "w": shorter}, ["params/layers/w is float32[3, 32, 40] in it, float32[3, 32, 39] in the model"]),
+        ({**layers, "b": layers["b"].update(dtype=jnp.float32)}, ["params/layers/b is bfloat16[7] in it, float32[7]"]),
+        (
+            {"w": layers["w"], "c": layers["b"]},
+            ["params/layers/b is bfloat16[7] in it, missing in", "params/layers/c is missing in it, bfloat16[7] in"],
+        ),
+    ]:
+        with pytest.raises(CheckpointError) as error:
+            restore_params(saved.workdir, {"layers": other})
+        assert f"{saved.path(30)} cannot be restored: it belongs to another model" in str(error.value)
+        assert all(message in str(error.value) for message in messages)
+    assert snapshot(saved.workdir) == before
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path, rng):
+    (tmp_path / "checkpoints").write_text("")
+    with (
+        pytest.raises(CheckpointError, match="checkpoints is not a folder"),
+        Checkpoints(tmp_path, KEEP) as checkpoints,
+    ):
+        checkpoints.restore_newest(placed(draw_state(rng)), HASH)
+
+
+# ---- other devices ---------------------------------------------------------------------------
+
+ON_FOUR_DEVICES = """
+import sys
+from pathlib import Path
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from heinsen.training.checkpoint import Checkpoints, checksums
+from tests.training.test_checkpoint import HASH, KEEP, State, bits
+
+workdir, *expected = Path(sys.argv[1]), *sys.argv[2:]
+shape = jax.ShapeDtypeStruct
+shapes = State(
+    {"layers": {"w": shape((3, 32, 40), "float32"), "b": shape((7,), "bfloat16")}},
+    (shape((), "int32"), {"mu": shape((64, 20), "float32")}, shape((), jax.random.key(0).dtype)),
+)
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+for axes, n_split in [((), 0), ((None, "x"), 2), (("x", "y"), 1), ((None, ("y", "x")), 2), ((None, None, "x"), 1)]:
+    def abstract(x):
+        fits = len(axes) <= len(x.shape) and (axes[:1] != ("x",) or x.shape[0] % 2 == 0)
+        return shape(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes) if fits else P()))
+
+    with Checkpoints(workdir, KEEP, warn=sys.exit) as checkpoints:
+        step, state, _ = checkpoints.restore_newest(jax.tree.map(abstract, shapes), HASH)
+    split = [x for x in jax.tree.leaves(state) if not x.sharding.is_fully_replicated]
+    assert len(split) == n_split, axes
+    assert [str(int(x)) for x in checksums(state)] == expected, axes
+with Checkpoints(workdir, KEEP) as checkpoints:
+    checkpoints.save(40, state, {"next_index": 40}, HASH)
+"""
+
+
+def test_checkpoints_and_checksums_are_the_same_on_other_devices(saved, commands):
+    expected = [str(int(x)) for x in checksums(saved.states[30])]
+    done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, saved.workdir, *expected, devices=4)
+    assert done.returncode == 0, done.stderr
+    assert saved._replace(states={**saved.states, 40: saved.states[30]}).restore() == (40, [])
+
+
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import jax
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import numpy as np
+from heinsen.training.checkpoint import Checkpoints
+from tests.training.test_checkpoint import HASH, KEEP, State
+
+workdir, values = Path(sys.argv[1]), np.random.default_rng(0).normal(size=(64, 50)).astype("f4")
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+state = State({"w": jax.make_array_from_callback(values.shape, NamedSharding(mesh, P("x")), values.__getitem__)}, ())
+abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+warnings = []
+with Checkpoints(workdir, KEEP, warn=warnings.append) as checkpoints:
+    for step in (10, 20, 30):
+        checkpoints.save(step, state, {"next_index": step}, HASH)
+    checkpoints.wait()
+    if jax.process_index() == 0:  # a part that the second process alone reads
+        parts = [path for path in (workdir / "checkpoints/30/params/ocdbt.process_1/d").iterdir()]
+        assert parts
+        for part in parts:
+            part.write_bytes(part.read_bytes()[:100])
+    multihost_utils.sync_global_devices("damaged")
+    step, state, position = checkpoints.restore_newest(abstract, HASH)
+    assert (step, position) == (20, {"next_index": 20})
+    for shard in state.params["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+    checkpoints.save(30, state, {"next_index": 30}, HASH)
+assert len(warnings) == (jax.process_index() == 0) and all("damaged: OUT_OF_RANGE" in text for text in warnings)
+"""
+
+
+def test_what_one_of_two_processes_cannot_read_is_damaged_for_both(commands, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [commands.start("-c", TWO_PROCESSES, tmp_path / "run", address, process) for process in (0, 1)]
+    for process in processes:
+        with process:
+            done = finish(process)
+            assert done.returncode == 0, done.stderr
+    assert checkpoint_steps(tmp_path / "run") == [10, 20, 30]
+    assert (tmp_path / "run" / "damaged_checkpoints" / "30").is_dir()
+
+
+# ---- saves that fail -------------------------------------------------------------------------
+
+NO_ROOM = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from heinsen.training.checkpoint import CheckpointError, Checkpoints
+from tests.training.test_checkpoint import HASH, KEEP, bits, draw_state, placed
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+workdir, state = Path(sys.argv[1]), draw_state(np.random.default_rng(int(sys.argv[2])))
+
+def fail(error_in_the_body=None, at_the_next_save=False):
+    warnings = []
+    with Checkpoints(workdir, KEEP, warn=warnings.append) as checkpoints:
+        restored = checkpoints.restore_newest(placed(state), HASH)
+        step = 10 if restored is None else restored.step + 10
+        limit(1000)
+        checkpoints.save(step, state, {}, HASH)
+        if at_the_next_save:
+            try:
+                checkpoints.save(step + 10, state, {}, HASH)
+            except CheckpointError as error:
+                warnings.append(str(error))
+            limit(resource.RLIM_INFINITY)
+            checkpoints.save(step + 20, state, {}, HASH)
+        if error_in_the_body is not None:
+            raise error_in_the_body
+    return warnings
+
+def message(step, then):
+    path = workdir / "checkpoints" / str(step)
+    return f"step {step} could not be saved to {path}: File too large. When that is mended, the same command {then}"
+
+def message_of(kind, *arguments):
+    try:
+        fail(*arguments)
+    except kind as error:
+        return str(error)
+
+from_nothing = message(10, "starts from the beginning: there is no checkpoint")
+assert message_of(CheckpointError) == from_nothing, message_of(CheckpointError)
+limit(resource.RLIM_INFINITY)
+warnings = fail(at_the_next_save=True)
+assert warnings == [from_nothing], warnings
+assert sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()) == ["30"]
+assert message_of(CheckpointError) == message(40, "goes on from checkpoint 30")
+limit(resource.RLIM_INFINITY)
+assert message_of(ZeroDivisionError, ZeroDivisionError("what ends the run")) == "what ends the run"
+limit(resource.RLIM_INFINITY)
+with Checkpoints(workdir, KEEP) as checkpoints:
+    restored = checkpoints.restore_newest(placed(state), HASH)
+    assert restored.step == 30 and bits(restored.state) == bits(state)
+    checkpoints.save(40, state, {}, HASH)
+assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["30", "40"], "remains of the failed saves"
+"""
+
+
+def test_a_save_that_fails_says_so_and_leaves_the_older_ones(commands, rng, tmp_path):
+    done = commands.run("-W", "error", "-c", NO_ROOM, tmp_path / "run", int(rng.integers(2**31)))
+    assert done.returncode == 0 and done.stderr == "", done.stderr

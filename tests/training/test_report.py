@@ -1,0 +1,155 @@
+"""What a run tells besides its metrics: spikes, skipped steps, traces, Weights & Biases."""
+
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from heinsen.config import ConfigError
+from heinsen.training import loop
+from heinsen.training.loop import NonFiniteLossError, train
+from heinsen.training.report import Spikes
+from heinsen.training.run import RunError
+from tests.runs import CHECKPOINT_EVERY, checkpoint_steps, read_log, run_config
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+
+# ---- spikes ----------------------------------------------------------------------------------
+
+
+def test_a_spike_is_so_many_standard_deviations_above_the_last_losses(rng):
+    losses = rng.normal(3.0, 0.1, Spikes.WINDOW + 50)
+    spikes = Spikes(sigmas=6.0)
+    for i, loss in enumerate(losses):
+        assert spikes.look(loss) is None, f"step {i}"
+    mean, sigma = np.mean(losses[-Spikes.WINDOW :]), np.std(losses[-Spikes.WINDOW :])
+    assert spikes.look(math.nan) is None and spikes.look(math.inf) is None
+    assert spikes.look(mean - 100 * sigma) is None, "below is none"
+    again = Spikes(6.0)
+    for loss in losses:
+        again.look(loss)
+    assert again.look(mean + 5.9 * sigma) is None
+    again = Spikes(6.0)
+    for loss in losses:
+        again.look(loss)
+    found = again.look(mean + 6.1 * sigma)
+    assert found == f"{mean + 6.1 * sigma:.4f}, after {mean:.4f} +- {sigma:.4f} over {Spikes.WINDOW} steps"
+
+
+def test_few_losses_are_no_ground_for_a_spike():
+    spikes = Spikes(3.0)
+    assert [spikes.look(x) for x in [1.0, 100.0] * (Spikes.ENOUGH // 2)] == [None] * Spikes.ENOUGH
+
+
+# ---- steps that are not finite ---------------------------------------------------------------
+
+
+def with_bad_batches(monkeypatch, bad_steps):
+    """Put a token that the model does not have, whose embedding reads NaN, into the batches of these steps."""
+    iterate = loop.train_iterator
+
+    def train_iterator(*arguments, **options):
+        batches = iterate(*arguments, **options)
+
+        class Batches:
+            get_state, set_state = batches.get_state, batches.set_state
+
+            def __next__(self):
+                step = batches.get_state()["next_index"] + 1
+                tokens = next(batches)["tokens"]
+                if step in bad_steps:
+                    tokens[0, 0] = 10**6
+                return {"tokens": tokens}
+
+        return Batches()
+
+    monkeypatch.setattr(loop, "train_iterator", train_iterator)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(data, tmp_path, monkeypatch, capfd):
+    with_bad_batches(monkeypatch, {5, 6, 20})
+    train(run_config(data, stop_after_skipped=3), tmp_path / "run")
+    told = capfd.readouterr().err
+    assert "loss nan and gradient norm nan at step 5: skipped, 1 in a row, 1 in all" in told
+    assert "at step 6: skipped, 2 in a row, 2 in all" in told and "at step 20: skipped, 1 in a row, 3 in all" in told
+    steps = [entry for entry in read_log(tmp_path / "run") if "loss" in entry]
+    assert [entry["step"] for entry in steps if entry["loss"] is None] == [5, 6, 20]
+    assert [entry["skipped"] for entry in steps] == [0] * 4 + [1] + [2] * 14 + [3] * 41
+    rates = {entry["step"]: entry["learning_rate"] for entry in steps}
+    assert rates[5] == rates[6] == rates[7] and rates[8] > rates[7], "a skipped step does not advance the schedule"
+    assert all(
+        math.isfinite(entry["validation_loss"]) for entry in read_log(tmp_path / "run") if "validation_loss" in entry
+    )
+
+
+def test_too_many_in_a_row_stop_the_run_at_the_last_checkpoint(data, tmp_path, monkeypatch):
+    with_bad_batches(monkeypatch, {13, 25, 26, 27})
+    with pytest.raises(NonFiniteLossError) as error:
+        train(run_config(data, stop_after_skipped=3), tmp_path / "run")
+    assert "loss nan and gradient norm nan at step 27: stopped after 3 such steps in a row" in str(error.value)
+    assert f"Go back to {tmp_path / 'run' / 'checkpoints' / '20'} with a lower" in str(error.value)
+    assert checkpoint_steps(tmp_path / "run")[-1] == 2 * CHECKPOINT_EVERY
+
+
+# ---- traces ----------------------------------------------------------------------------------
+
+
+def test_chosen_steps_are_traced(data, tmp_path, capfd):
+    train(run_config(data, trace_steps="3:4"), tmp_path / "run")
+    assert list((tmp_path / "run" / "trace").rglob("*.xplane.pb"))
+    assert f"trace of steps 3:4 written to {tmp_path / 'run' / 'trace'}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("steps", ["3", "4:3", "0:2", "a:b", ":", "1:2:3"])
+def test_steps_to_trace_are_two_numbers(data, steps):
+    with pytest.raises(ConfigError, match=f"trace_steps = '{steps}': expected FIRST:LAST"):
+        run_config(data, trace_steps=steps)
+
+
+# ---- Weights & Biases ------------------------------------------------------------------------
+
+
+class FakeWandb(types.ModuleType):
+    """Records what it is given; its server may be out of reach."""
+
+    def __init__(self, reachable: bool):
+        super().__init__("wandb")
+        self.reachable, self.started, self.logged, self.finished = reachable, [], [], 0
+        self.errors = types.SimpleNamespace(Error=ConnectionError)
+        self.Settings = dict
+
+    def init(self, **options):
+        import os
+
+        if not self.reachable and os.environ.get("WANDB_MODE") != "offline":
+            raise ConnectionError("no route to host")
+        self.started.append(options)
+        return types.SimpleNamespace(log=lambda m, step: self.logged.append((step, m)), finish=self.finish)
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, monkeypatch, reachable):
+    wandb = FakeWandb(reachable)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = run_config(data, wandb_project="tests", log_every=20)
+    train(config, tmp_path / "run")
+    expected = [(entry.pop("step"), entry) for entry in read_log(tmp_path / "run")]
+    assert wandb.logged == expected and wandb.finished == 1
+    train(config, tmp_path / "run")  # complete: goes on with the same run there
+    first, again = wandb.started
+    assert first["id"] == again["id"] and first["resume"] == "allow" and first["project"] == "tests"
+    assert first["config"]["model"]["n_layers"] == config.model.n_layers
+
+
+def test_wandb_that_is_not_installed_is_named(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(RunError, match="wandb is not installed: pip install wandb"):
+        train(run_config(data, wandb_project="tests"), tmp_path / "run")
