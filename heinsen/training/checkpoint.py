@@ -415,7 +415,7 @@ def _reason(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet_orbax(level: int) -> Iterator[None]:
     """Keep Orbax from reporting, once in every thread and task it passes, what also comes as an exception."""
-    loggers = logging.getLogger("absl"), logging.getLogger("asyncio")
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio", None)]
     of_orbax = lambda record: record.name == "asyncio" or "orbax" in record.pathname
     keep = lambda record: record.levelno < level or not of_orbax(record)
     for logger in loggers:

@@ -1,5 +1,6 @@
 """Checkpoints give back what was saved, bit for bit, or say that they are damaged; never anything else."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -456,10 +457,12 @@ def test_what_one_of_two_processes_cannot_read_is_damaged_for_both(commands, tmp
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = [commands.start("-c", TWO_PROCESSES, tmp_path / "run", address, process) for process in (0, 1)]
-    for process in processes:
-        with process:
-            done = finish(process)
-            assert done.returncode == 0, done.stderr
+    with contextlib.ExitStack() as stack:
+        for process in processes:
+            stack.enter_context(process)
+            stack.callback(process.kill)  # they could wait for each other
+        ends = [finish(process) for process in processes]
+    assert [end.returncode for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
     assert checkpoint_steps(tmp_path / "run") == [10, 20, 30]
     assert (tmp_path / "run" / "damaged_checkpoints" / "30").is_dir()
 
