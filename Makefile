@@ -34,7 +34,8 @@ test: $(VENV)/installed-test
 	$(python) -m pytest --numprocesses=$(JOBS)
 
 faults: $(VENV)/installed-test
-	HEINSEN_KILLS=25 $(python) -m pytest --numprocesses=0 tests/faults tests/training/test_checkpoint.py tests/training/test_run.py tests/test_parallel.py
+	$(python) -m pytest --numprocesses=0 -m "long or not long" tests/faults tests/test_parallel.py \
+		tests/training/test_checkpoint.py tests/training/test_run.py
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

@@ -90,4 +90,6 @@ if __name__ == "__main__":
         define_config_flag(sys.argv)
     except (AttributeError, KeyError) as error:  # a field that the config does not have
         sys.exit(f"FATAL Flags parsing error: --config has no such field: {error}")
+    except flags.Error as error:
+        sys.exit(f"FATAL Flags parsing error: {error}")
     app.run(main, flags_parser=parse_flags)

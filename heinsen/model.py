@@ -88,7 +88,11 @@ class ModelState(NamedTuple):
 def init_model_state(config: ModelConfig, batch_size: int) -> ModelState:
     """The state before any token: e_0 = 0 in the position recurrence, empty attention states."""
     attention = init_state((config.n_layers, batch_size, config.n_heads), config.d_key, config.d_value)
-    return ModelState(jnp.zeros((batch_size, config.d_model), jnp.float32), attention)
+    return ModelState(_no_position(config, batch_size), attention)
+
+
+def _no_position(config: ModelConfig, batch_size: int) -> Array:
+    return jnp.zeros((batch_size, config.d_model), jnp.promote_types(config.dtype, jnp.float32))
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
@@ -149,7 +153,7 @@ class LanguageModel(nn.Module):
         # No attention states, rather than empty ones: those would exist for all layers at once.
         is_first = state is None
         if is_first:
-            state = ModelState(jnp.zeros((tokens_BxT.shape[0], c.d_model), jnp.float32), None)
+            state = ModelState(_no_position(c, tokens_BxT.shape[0]), None)
         begins_BxT = segment_ids = None
         if c.document_token is not None:
             begins_BxT = tokens_BxT == c.document_token

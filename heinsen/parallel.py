@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXES = ("data", "fsdp", "tensor", "sequence")
@@ -77,7 +79,12 @@ class MeshConfig:
 def make_mesh(config: MeshConfig | None = None) -> Mesh:
     """All devices of all processes. Raises MeshError if the config does not fit their number."""
     sizes = (config or MeshConfig()).sizes(jax.device_count())
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    try:
+        devices = mesh_utils.create_device_mesh(sizes, allow_split_physical_axes=True)
+    except (NotImplementedError, ValueError) as error:  # a TPU's torus that cannot be cut so
+        shown = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
+        raise MeshError(f"a mesh of {shown} does not fit how the devices are connected: {error}") from error
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # ---- placement -----------------------------------------------------------------------------------
@@ -173,8 +180,8 @@ def on_each_device(mesh: Mesh | None, function: Callable, in_specs: Any, out_spe
 def scan_before(combine: Callable[[Any, Any], Any], x: Any, first: Any, axis: str) -> Any:
     """What the associative `combine(earlier, later)` makes of the x of all devices before this one along a mesh axis.
 
-    `first` for the device that has none before it. For `on_each_device`: with n devices, 1 + ceil(log2(n)) messages of
-    the size of x from each. Differentiable.
+    `first` for the device that has none before it. For `on_each_device`: with n devices, at most 1 + ceil(log2(n - 1))
+    messages of the size of x from each. Differentiable.
     """
     n, i = lax.axis_size(axis), lax.axis_index(axis)
 
@@ -222,29 +229,35 @@ def join_processes(
 ) -> None:
     """Make this process one of several that compute together; to be called before anything asks for devices.
 
-    Either from the three numbers, or, `from_cluster`, as the cluster's environment says (SLURM, Open MPI, TPU pods; by
-    `jax.distributed.initialize`). None: if srun or mpirun has started several of us. Raises MeshError.
+    Either from the three numbers, or, `from_cluster`, as the cluster's environment says (SLURM, Open MPI 4, TPU pods;
+    by `jax.distributed.initialize`). None: if srun or mpirun has started several of us. Raises MeshError.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
         raise MeshError(f"{' and '.join(missing)} missing: give all of {', '.join(given)}, or none of them")
+    remedy = "give --coordinator=HOST:PORT, --num_processes and --process_id"
     if missing:
-        if from_cluster is None:
-            from_cluster = any(int(os.environ.get(name) or 1) > 1 for name in _TASKS)
-        if from_cluster:
+        started = {name: int(os.environ.get(name) or 1) for name in (*_TASKS, "PMI_SIZE")}
+        if from_cluster is None and max(started[name] for name in _TASKS) == 1 < started["PMI_SIZE"]:
+            raise MeshError(f"an MPI that JAX does not know has started {started['PMI_SIZE']} processes: {remedy}")
+        if from_cluster or (from_cluster is None and max(started.values()) > 1):
             try:
                 jax.distributed.initialize()
             except (ValueError, RuntimeError) as error:
                 raise MeshError(
-                    f"the other processes of this run cannot be found or reached: {error}. Start it by srun or mpirun, "
-                    "or give --coordinator=HOST:PORT, --num_processes and --process_id"
+                    f"the other processes of this run cannot be found or reached: {error}. Start it by srun or Open "
+                    f"MPI 4, or {remedy}"
                 ) from error
+            _use_all_local_devices()
         return
     if from_cluster:
         raise MeshError("--distributed looks for the other processes by itself: give no --coordinator with it")
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise MeshError(f"--process_id={process_id} must be in [0, --num_processes={num_processes})")
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal():
+        raise MeshError(f"--coordinator={coordinator}: expected HOST:PORT of process 0")
     if num_processes == 1:
         return
     try:
@@ -254,6 +267,15 @@ def join_processes(
             f"process {process_id} of {num_processes} cannot join at {coordinator}: {error}. Are all of them "
             "started, and is the address that of process 0, with a free port?"
         ) from error
+    _use_all_local_devices()
 
 
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # how many processes srun or mpirun has started
+
+
+def _use_all_local_devices() -> None:
+    """Where a cluster runs one process a node. JAX gives each task one GPU, whatever their number on the node."""
+    slurm, mpi = os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if re.fullmatch(r"1(\(x\d+\))?", slurm) or mpi == "1":
+        jax.config.update("jax_cuda_visible_devices", "all")
+        jax.config.update("jax_rocm_visible_devices", "all")

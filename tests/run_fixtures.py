@@ -1,21 +1,31 @@
 """Fixtures of the small runs in runs.py; `pytest_plugins = ["tests.run_fixtures"]` in a test module brings them."""
 
 import contextlib
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from tests.runs import Commands, Run, draw_text, finish, train_command, write_split
+from tests.runs import TIMEOUT, Commands, Run, draw_text, train_command, write_split
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
-    return Commands(tmp_path_factory.mktemp("compiled"))
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of a pytest-xdist session see."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def commands(shared: Path) -> Commands:
+    return Commands(shared / "compiled")
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +48,47 @@ def compile_cache(commands: Commands) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of 124 training windows: 31 batches an epoch. The texts are the same in every session."""
-    folder = tmp_path_factory.mktemp("data") / "letters"
+    made = tmp_path_factory.mktemp("data") / "letters"
     rng = np.random.default_rng(0)
-    write_split(folder / "train", draw_text(rng, 2000))
-    write_split(folder / "validation", draw_text(rng, 333))
-    return folder
+    write_split(made / "train", draw_text(rng, 2000))
+    write_split(made / "validation", draw_text(rng, 333))
+    with contextlib.suppress(OSError):  # another process was first, with the same
+        made.rename(shared / "letters")
+    return shared / "letters"
 
 
 @pytest.fixture(scope="session")
-def started(commands: Commands, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
-    """The uninterrupted run on one device and on four, under way at the same time."""
-    workdirs = {devices: tmp_path_factory.mktemp("runs") / f"devices_{devices}" for devices in (1, 4)}
-    processes = {n: commands.start(*train_command(data, workdir), devices=n) for n, workdir in workdirs.items()}
-    with contextlib.ExitStack() as stack:
-        for process in processes.values():
-            stack.enter_context(process)  # closes its pipes and waits
-            stack.callback(process.kill)
-        yield {n: (process, workdirs[n]) for n, process in processes.items()}
+def started(commands: Commands, data: Path, shared: Path) -> Iterator[dict[int, Path]]:
+    """The uninterrupted run on one device and on four, under way at the same time: their folders, once a session."""
+    folders = {devices: shared / f"devices_{devices}" for devices in (1, 4)}
+    processes = []
+    for devices, folder in folders.items():
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            processes.append(commands.start_into(folder, *train_command(data, folder / "run"), devices=devices))
+    yield folders
+    for process in processes:  # others may be waiting for it
+        process.wait(TIMEOUT)
 
 
-def _wait(started: dict[int, Any], devices: int, data: Path) -> Run:
-    process, workdir = started[devices]
-    done = finish(process)
-    assert done.returncode == 0, done.stderr
-    return Run(workdir, data, done.stdout, done.stderr)
+def _wait(folder: Path, data: Path) -> Run:
+    deadline = time.monotonic() + TIMEOUT
+    while not (folder / "status").exists():
+        assert time.monotonic() < deadline, "the run takes too long"
+        time.sleep(0.05)
+    stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    assert (folder / "status").read_text() == "0\n", stderr
+    return Run(folder / "run", data, stdout, stderr)
 
 
 @pytest.fixture(scope="session")
-def run(started: dict[int, Any], data: Path) -> Run:
+def run(started: dict[int, Path], data: Path) -> Run:
     """The uninterrupted run on one device."""
-    return _wait(started, 1, data)
+    return _wait(started[1], data)
 
 
 @pytest.fixture(scope="session")
-def run_on_4_devices(started: dict[int, Any], data: Path) -> Run:
-    return _wait(started, 4, data)
+def run_on_4_devices(started: dict[int, Path], data: Path) -> Run:
+    return _wait(started[4], data)

@@ -42,6 +42,7 @@ OVERRIDES: dict[str, Any] = {
     "model.n_heads": 2,
     "model.d_key": 4,
     "model.d_value": 4,
+    "model.implementation": "scan",  # which is traced soonest
     "optimizer.learning_rate": 4e-3,
     "optimizer.final_learning_rate": 4e-4,
     "optimizer.warmup_steps": 8,
@@ -134,6 +135,14 @@ class Commands:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+        )
+
+    def start_into(self, folder: Path, *arguments: str | Path, devices: int = 1) -> subprocess.Popen:
+        """Writes the files stdout, stderr and, at the end, status there."""
+        script = '"$@" > "$0/stdout" 2> "$0/stderr"; echo $? > "$0/ended"; mv "$0/ended" "$0/status"'
+        command = ["sh", "-c", script, folder, sys.executable, *arguments]
+        return subprocess.Popen(
+            list(map(str, command)), cwd=ROOT, env=self.environment(devices), stdin=subprocess.DEVNULL
         )
 
     def run(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:

@@ -26,10 +26,6 @@ BAD_COMMANDS = {
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.optimizer.learning_rat=1"],
         ["--config has no such field", "learning_rat", 'Did you mean "learning_rate"'],
     ),
-    "train: mistyped group": (
-        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.modl.d_model=64"],
-        ["--config has no such field", 'Did you mean "model" instead of "modl"'],
-    ),
     "train: mistyped flag": (
         ["train.py", "--config=configs/demo.py", "--workdri={new}"],
         ["workdri", "Did you mean: workdir"],
@@ -37,10 +33,6 @@ BAD_COMMANDS = {
     "train: word for a number": (
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=many"],
         ["config.batch_size", "many"],
-    ),
-    "train: fraction for a whole number": (
-        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=4.5"],
-        ["config.batch_size", "4.5"],
     ),
     "train: None for a number": (
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=None"],
@@ -65,19 +57,11 @@ BAD_COMMANDS = {
         ["eval.py", "--workdir={run}", "--config.data.pth=x"],
         ["--config has no such field", 'Did you mean "path"'],
     ),
-    "eval: mistyped group": (
-        ["eval.py", "--workdir={run}", "--config.dta.path=x"],
-        ["--config has no such field", 'Did you mean "data"'],
-    ),
     "eval: missing split": (["eval.py", "--workdir={run}", "--split=test"], ["error: no token dataset at", "/test"]),
     "generate: no run": (["scripts/generate.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
     "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], ["error: {bare}", "checkpoint"]),
     "generate: empty prompt": (
         ["scripts/generate.py", "--workdir={run}", "--prompt="],
-        ["error: the prompt encodes to no tokens"],
-    ),
-    "generate: empty stdin": (
-        ["scripts/generate.py", "--workdir={run}", "--stdin"],
         ["error: the prompt encodes to no tokens"],
     ),
     "generate: prompt and stdin": (

@@ -65,7 +65,7 @@ def test_a_sure_and_right_prediction_has_small_gradients_in_bfloat16(rng, chunks
     np.testing.assert_allclose(dx, want, rtol=0, atol=2e-2 * np.abs(want).max())
 
 
-def test_the_models_loss_is_the_mean_of_its_tokens_losses(rng, chunks):
+def test_the_models_loss_is_the_mean_of_its_tokens_losses(rng):
     params = init_params(SMALL, jax.random.key(0))
     tokens = rng.integers(0, SMALL.vocab_size, (6, T + 1))
     mean = quick_jit(lambda params: mean_loss(SMALL, params, tokens))(params)

@@ -5,10 +5,12 @@ import signal
 import socket
 import time
 
+import jax
 import pytest
 
 from heinsen.parallel import MeshConfig, MeshError, join_processes
 from heinsen.training.loop import train
+from heinsen.training.run import load_run
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
@@ -48,15 +50,14 @@ def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_p
     """And config.json then tells of the mesh, which is no part of what makes a run another one."""
     start = STEPS - CHECKPOINT_EVERY
     workdir = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= start)
-    changes = {"mesh__data": 2, "mesh__fsdp": 2}
+    changes = {"mesh__fsdp": 2, "mesh__tensor": 2}
     resumed = commands.run(*train_command(run.data, workdir, **changes), devices=4)
     assert resumed.returncode == 0, resumed.stderr
     assert "parameters on 4 x cpu" in resumed.stderr and f"resuming after step {start}" in resumed.stderr
     assert "config.mesh.fsdp: 1 in the run, 2 in the command: going on with the command's" in resumed.stderr
     assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-5)
     assert losses(read_log(workdir), after=start) != losses(run.log, after=start)
-    again = commands.run(*train_command(run.data, workdir, **changes), devices=4)
-    assert again.returncode == 0 and "going on with" not in again.stderr
+    assert load_run(workdir).mesh == MeshConfig(-1, 2, 2, 1)
 
 
 def test_a_checkpoint_of_four_devices_goes_on_on_one(run_on_4_devices, tmp_path, capfd):
@@ -72,6 +73,7 @@ EVERY_MESH = """
 import sys
 from pathlib import Path
 from heinsen.training.loop import train
+from heinsen.training.run import load_run
 from tests.runs import run_config
 
 for i, sizes in enumerate([(1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4)]):
@@ -80,6 +82,7 @@ for i, sizes in enumerate([(1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4)]):
 """
 
 
+@pytest.mark.long
 def test_every_axis_of_the_mesh_gives_the_losses_of_one_device(run, commands, tmp_path):
     done = commands.run("-W", "error", "-c", EVERY_MESH, run.data, tmp_path, devices=4)
     assert done.returncode == 0, done.stderr
@@ -101,29 +104,21 @@ def start_two(commands: Commands, data, workdir, **changes):
     return [commands.start(*command, *two, f"--process_id={i}", devices=2) for i in range(2)]
 
 
-def test_two_processes_of_two_devices_stop_together_go_on_and_give_the_losses_of_one(run, commands, tmp_path):
+def test_two_processes_of_two_devices_give_the_losses_of_one(run, commands, tmp_path):
     workdir = tmp_path / "run"
-    mesh = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2}
-    first, second = start_two(commands, run.data, workdir, **mesh)
-    try:
-        # To the one that is not the coordinator: the other hears of it.
-        stopped = stop_when(second, lambda: len(read_log(workdir)) > 12, signal.SIGTERM)
-        assert stopped.returncode == finish(first).returncode == 75, stopped.stderr
-    finally:
-        first.kill()
-    steps = checkpoint_steps(workdir)
-    assert steps and 10 <= steps[-1] < STEPS and f"saved {workdir}/checkpoints/{steps[-1]}" in stopped.stderr
-
-    processes = start_two(commands, run.data, workdir, **mesh)
-    done = [finish(process) for process in processes]
+    done = [
+        finish(process)
+        for process in start_two(commands, run.data, workdir, mesh__data=1, mesh__fsdp=2, mesh__sequence=2)
+    ]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert "parameters on 4 x cpu" in done[0].stderr and f"resuming after step {steps[-1]}" in done[0].stderr
-    assert "validation loss" in done[0].stdout and "step" not in done[1].stderr
-    assert "validation loss" not in done[1].stdout, "the first process alone reports"
+    assert "parameters on 4 x cpu" in done[0].stderr and "step" not in done[1].stderr
+    assert "validation loss" in done[0].stdout and "validation loss" not in done[1].stdout, "the first alone reports"
     assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-4)
 
 
-def test_a_lost_process_ends_the_others_with_an_error(run, commands, tmp_path):
+@pytest.mark.long
+def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path):
+    """One is lost; both start again, stop together, go on on another mesh, and end with the losses of one device."""
     workdir = tmp_path / "run"
     first, second = start_two(commands, run.data, workdir)
     try:
@@ -137,6 +132,22 @@ def test_a_lost_process_ends_the_others_with_an_error(run, commands, tmp_path):
     assert "error: another process of the run failed or was lost" in left.stderr
     assert checkpoint_steps(workdir)[-1] == CHECKPOINT_EVERY
 
+    mesh = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2}
+    first, second = start_two(commands, run.data, workdir, **mesh)
+    try:
+        # To the one that is not the coordinator: the other hears of it.
+        stopped = stop_when(second, lambda: read_log(workdir)[-1]["step"] > 22, signal.SIGTERM)
+        assert stopped.returncode == finish(first).returncode == 75, stopped.stderr
+    finally:
+        first.kill()
+    step = checkpoint_steps(workdir)[-1]
+    assert 20 <= step < STEPS and f"saved {workdir}/checkpoints/{step}" in stopped.stderr
+
+    done = [finish(process) for process in start_two(commands, run.data, workdir, **mesh)]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert "parameters on 4 x cpu" in done[0].stderr and f"resuming after step {step}" in done[0].stderr
+    assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-4)
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -146,11 +157,43 @@ def test_a_lost_process_ends_the_others_with_an_error(run, commands, tmp_path):
         (("127.0.0.1:1", 2, 2), "--process_id=2 must be in"),
         (("127.0.0.1:1", 0, 0), "--num_processes=0"),
         (("127.0.0.1:1", 2, 0, True), "give no --coordinator"),
+        (("127.0.0.1", 2, 0), "--coordinator=127.0.0.1: expected HOST:PORT"),
+        ((":1", 2, 0), "--coordinator=:1: expected HOST:PORT"),
     ],
 )
 def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
     with pytest.raises(MeshError, match=re.escape(message)):
         join_processes(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("environment", "joins", "all_gpus"),
+    [
+        ({}, False, False),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}, False, False),  # srun --pty bash
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, True, True),
+        ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, True, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True, False),
+        ({"PMI_SIZE": "2"}, None, False),
+    ],
+)
+def test_processes_that_a_cluster_has_started_find_each_other(monkeypatch, environment, joins, all_gpus):
+    """By jax.distributed, which gives each its own GPU; a single process on a node gets all there are."""
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    calls, updates = [], []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.append((name, value)))
+    if joins is None:
+        with pytest.raises(MeshError, match="an MPI that JAX does not know has started 2 processes: give --coord"):
+            join_processes()
+    else:
+        join_processes()
+    assert calls == ([()] if joins else [])
+    assert (("jax_cuda_visible_devices", "all") in updates) == all_gpus
 
 
 # ---- what lies where -----------------------------------------------------------------------------
@@ -161,7 +204,8 @@ import re
 import jax, numpy as np, jax.numpy as jnp
 from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch, process_rows, replicated, split_batch
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
+from heinsen.model import mean_loss
+from heinsen.training.step import abstract_train_state, init_train_state
 from tests.runs import run_config
 
 mesh = make_mesh()
@@ -190,7 +234,7 @@ placed = place_batch(make_mesh(MeshConfig(1, 2, 1, 2)), {"tokens": batch})["toke
 assert rows_by_device(placed, 0) == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
 # Parameters and both moments are split; initialisation never has them whole.
-config = run_config("unused", model__d_model=64, model__n_heads=8)
+config = run_config("unused", model__d_model=64, model__n_heads=8, model__implementation=None)
 optimizer = make_optimizer(config.optimizer, 100)
 size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
 held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
@@ -206,11 +250,12 @@ assert compiled.memory_analysis().output_size_in_bytes < 0.3 * size(state)
 assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * size(state)
 
 def sent(sizes, n_tokens):
-    "Bytes of each collective of a step on a device, by its kind."
+    "Bytes of each collective of the gradient on a device, by its kind."
     mesh = make_mesh(MeshConfig(*sizes))
     tokens = jax.ShapeDtypeStruct((1, 4, n_tokens + 1), np.int32, sharding=split_batch(mesh, axis=1))
-    step = make_train_step(config.model, optimizer, mesh)
-    text = step.lower(abstract_train_state(config.model, optimizer, mesh), tokens).compile().as_text()
+    params = abstract_train_state(config.model, optimizer, mesh).params
+    loss = lambda params, tokens: mean_loss(config.model, params, tokens[0], mesh)
+    text = jax.jit(jax.grad(loss)).lower(params, tokens).compile().as_text()
     found = {}
     for kind, shape in re.findall(r"= \\S*?f32\\[([\\d,]*)\\]\\S* (collective-permute|all-reduce|all-gather)\\(", text):
         kind, shape = shape, kind
@@ -227,33 +272,49 @@ def test_batches_and_parameters_lie_where_the_mesh_says(commands):
     assert done.returncode == 0, done.stderr
 
 
+REFUSED = """
+import sys
+from pathlib import Path
+from heinsen.training.loop import train
+from heinsen.training.run import load_run
+from tests.runs import run_config
+
+for changes in eval(sys.argv[3]):
+    try:
+        train(run_config(Path(sys.argv[1]), **changes), Path(sys.argv[2]))
+    except ValueError as error:
+        print(error)
+"""
+
+
 def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_touched(data, run, commands, tmp_path):
-    workdir = copy_run(run.workdir, tmp_path / "run")
-    before = snapshot(workdir)
-    cases = {
-        "batch": ({"batch_size": 6}, "6 sequences a pass (batch_size 6 / accumulation_steps 1) do not divide over 4"),
-        "devices": ({"mesh__data": 3}, "axes data 3 x fsdp 1 x tensor 1 x sequence 1 need 3 devices: there are 4"),
-        "left": ({"mesh__fsdp": 3}, "the mesh's axes data -1 x fsdp 3 x tensor 1 x sequence 1 do not divide 4 devices"),
-        "heads": ({"mesh__tensor": 4}, "model.n_heads = 2 do not divide over mesh.tensor = 4"),
-        "tokens": ({"mesh__sequence": 4, "sequence_length": 18}, "sequence_length = 18 does not divide into 4 parts"),
-        "model": (
+    cases = [
+        ({"batch_size": 6}, "6 sequences a pass (batch_size 6 / accumulation_steps 1) do not divide over 4"),
+        ({"mesh__data": 3}, "axes data 3 x fsdp 1 x tensor 1 x sequence 1 need 3 devices: there are 4"),
+        ({"mesh__fsdp": 3}, "the mesh's axes data -1 x fsdp 3 x tensor 1 x sequence 1 do not divide 4 devices"),
+        ({"mesh__tensor": 4}, "model.n_heads = 2 do not divide over mesh.tensor = 4"),
+        ({"mesh__sequence": 4, "sequence_length": 18}, "sequence_length = 18 does not divide into 4 parts"),
+        (
             {"mesh__fsdp": 4, "model__d_model": 30, "model__padded_vocab_size": 260},
             "axis 1 of params/layers/w1/kernel (2, 30, 24) does not divide into 4 parts (mesh.fsdp 4)",
         ),
-        "two": ({"mesh__fsdp": -1}, "mesh.data and mesh.fsdp are -1: only one axis"),
-        "none": ({"mesh__tensor": 0}, "mesh.tensor = 0: it must be positive"),
-    }  # fmt: skip
-    commands_of = {
-        name: {"arguments": train_command(data, tmp_path / "new", **changes), "devices": 4}
-        for name, (changes, _) in cases.items()
-    }
-    done = commands.run_all(commands_of | {"existing": {"arguments": train_command(data, workdir), "devices": 3}})
-    cases["existing"] = {}, f"{BATCH} sequences a pass (batch_size {BATCH} / accumulation_steps 1) do not divide over 3"
-    for name, (_, message) in cases.items():
-        assert done[name].returncode == 1
-        assert done[name].stderr.startswith("error: ") and message in done[name].stderr, done[name].stderr
-        assert "Traceback" not in done[name].stderr
-    assert not (tmp_path / "new").exists() and snapshot(workdir) == before
+    ]
+    changes = repr([changes for changes, _ in cases])
+    refused = commands.run("-W", "error", "-c", REFUSED, data, tmp_path / "new", changes, devices=4)
+    messages = refused.stdout.splitlines()
+    assert len(messages) == len(cases), refused.stderr
+    for message, (_, expected) in zip(messages, cases, strict=True):
+        assert expected in message
+    assert not (tmp_path / "new").exists()
+
+    workdir = copy_run(run.workdir, tmp_path / "run")
+    before = snapshot(workdir)
+    done = commands.run(*train_command(data, workdir), devices=3)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    message = (
+        f"error: {BATCH} sequences a pass (batch_size {BATCH} / accumulation_steps 1) do not divide over 3 devices"
+    )
+    assert done.stderr.startswith(message) and snapshot(workdir) == before
 
 
 def test_the_axis_that_takes_the_rest():

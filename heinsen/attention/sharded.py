@@ -2,9 +2,9 @@
 
 Where the axis `sequence` of the mesh has n devices, each holds T / n neighbouring tokens of every sequence. It makes
 the state that its own tokens leave behind, receives that of all tokens before them by an associative combination along
-the axis (`heinsen.parallel.scan_before`), and goes on from there as if it were alone. Forward and backward, a device
-sends 1 + ceil(log2(n)) states of K (V + 1) numbers a head, whatever the number of tokens. Making its own state costs it
-K V multiply-adds a token and head more, about a sixth of the forward pass.
+the axis (`heinsen.parallel.scan_before`), and goes on from there as if it were alone. Forward, and again backward, a
+device sends at most 1 + ceil(log2(n - 1)) states of K (V + 1) numbers a head, whatever the number of tokens. Making its
+own state costs it K V multiply-adds a token and head more, about a sixth of the forward pass.
 
 Axes: B batch, H heads, T tokens, K key and V value features, D channels of the recurrence.
 """

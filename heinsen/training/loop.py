@@ -29,7 +29,7 @@ from heinsen.parallel import (
 from heinsen.training.checkpoint import Checkpoints, restore_params
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import Reporter
-from heinsen.training.run import RunError, TrainConfig, claim_folder, open_split
+from heinsen.training.run import RunError, TrainConfig, claim_folder, open_split, write_config
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 
 
@@ -43,8 +43,12 @@ class RunInterrupted(Exception):
 
 def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
     """(step, parameters) of a run's newest good checkpoint, split over the mesh. Raises CheckpointError, MeshError."""
-    abstract = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    abstract = _abstract_params(model)
     return restore_params(workdir, with_shardings(abstract, shardings(mesh, abstract)))
+
+
+def _abstract_params(model: ModelConfig) -> Params:
+    return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
 
 
 def mesh_for_reading(config: TrainConfig) -> Mesh:
@@ -52,6 +56,7 @@ def mesh_for_reading(config: TrainConfig) -> Mesh:
     try:
         mesh = make_mesh(config.mesh)
         check_mesh(config, mesh)
+        shardings(mesh, _abstract_params(config.model))
     except MeshError:
         return make_mesh()
     return mesh
@@ -98,6 +103,8 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
         else:
             start_step, state, position = restored
             data.batches.set_state(position)
+        if changes and main:
+            write_config(config, workdir)
         n_params = count_params(state.params)
         try:
             with Reporter(config, workdir, start_step, n_params, main) as reporter:
@@ -192,7 +199,7 @@ class _Loop:
             if saves:
                 with self.reporter.pause():
                     self.checkpoints.save(step, state, self.data.batches.get_state(), c.fingerprint)
-            if stopping:
+            if stopping and not last:
                 self.checkpoints.wait()
                 raise RunInterrupted(
                     f"{stopping} at step {step}: saved {self.checkpoints.path(step)}; the same command resumes"

@@ -1,5 +1,6 @@
 """What a run reports: metrics.jsonl, TensorBoard events, the console, the loss plot; rates and utilisation."""
 
+import contextlib
 import json
 import math
 import os
@@ -56,10 +57,15 @@ class MetricsLog:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """The objects of metrics.jsonl; a last line cut short by a kill is left out."""
+    """The objects of metrics.jsonl; lines cut short by a kill or damaged are left out."""
     path = workdir / METRICS_FILE
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    entries = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if line.endswith("\n"):
+                entries.append(json.loads(line))
+    return entries
 
 
 class Console:

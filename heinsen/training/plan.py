@@ -6,6 +6,7 @@ import time
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_rows, split_batch
 from heinsen.training.loop import check_mesh
@@ -128,7 +129,10 @@ def plan(config: TrainConfig, steps: int) -> Plan:
         "it needs more memory than there is": partial.bytes_device is not None and bytes_step > partial.bytes_device,
         f"{steps + 1} steps would take {at_best:.0f} s at the peak rate (--plan_steps)": at_best > _PATIENCE,
     }
-    if reason := next((reason for reason, applies in reasons.items() if applies), None):
+    verdict = np.asarray(list(reasons.values()))
+    if jax.process_count() > 1:  # one for all: what is measured differs between them
+        verdict = multihost_utils.broadcast_one_to_all(verdict)
+    if reason := next((reason for reason, applies in zip(reasons, verdict, strict=True) if applies), None):
         return dataclasses.replace(partial, not_timed=reason)
 
     state = init_train_state(config.model, optimizer, config.seed, mesh)

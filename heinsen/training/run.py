@@ -161,26 +161,40 @@ def _read_config(path: Path) -> dict:
 
 
 def claim_folder(config: TrainConfig, workdir: Path, write: bool) -> list[str]:
-    """Make a new run folder, or check that the run there is this one; its config.json is then this config.
+    """Make a new run folder (if `write`), or check that the run there is this one.
 
-    Returns a line for each field that has changed and may. Raises RunError where others have, or where it cannot be
-    written. Only checks unless `write`.
+    Returns a line for each field that has changed and may; `write_config` then makes it the run's. Raises RunError
+    where others have changed, or the folder cannot be written.
     """
-    path, mapping, changes = workdir / CONFIG_FILE, dataclasses.asdict(config), []
+    path = workdir / CONFIG_FILE
     try:
-        if path.exists():
-            old = _read_config(path)
-            if lines := differences(_identity(old), _identity(mapping)):
-                raise RunError(
-                    f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
-                    "Give another --workdir, or the run's own config to resume it."
-                )
-            changes = differences(old, mapping)
-        if write and (changes or not path.exists()):
-            workdir.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(mapping, indent=2) + "\n")
-            os.replace(temporary, path)
+        exists = path.exists()
     except OSError as error:
-        raise RunError(f"{workdir} cannot be written: {error}. Give another --workdir, or make room in it.") from error
-    return changes
+        raise _unwritable(workdir, error) from error
+    if not exists:
+        if write:
+            write_config(config, workdir)
+        return []
+    old, new = _read_config(path), dataclasses.asdict(config)
+    if lines := differences(_identity(old), _identity(new)):
+        raise RunError(
+            f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
+            "Give another --workdir, or the run's own config to resume it."
+        )
+    return differences(old, new)
+
+
+def write_config(config: TrainConfig, workdir: Path) -> None:
+    """Raises RunError."""
+    path = workdir / CONFIG_FILE
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise _unwritable(workdir, error) from error
+
+
+def _unwritable(workdir: Path, error: OSError) -> RunError:
+    return RunError(f"{workdir} cannot be written: {error}. Give another --workdir, or make room in it.")

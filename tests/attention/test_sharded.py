@@ -36,7 +36,7 @@ def value_and_gradients(function, arguments, weights):
     return out, grads
 
 
-meshes = {sizes: make_mesh(MeshConfig(*sizes)) for sizes in [(1, 1, 1, 4), (1, 1, 2, 2)]}
+mesh = make_mesh(MeshConfig(1, 1, 1, 4))
 q, k, log_v = draw(B, H, T, K), 4 * draw(B, H, T, K), draw(B, H, T, V)
 before = LogState(draw(B, H, K, V), draw(B, H, K))
 weights = draw(B, H, T, V), draw(B, H, K, V), draw(B, H, K)
@@ -44,21 +44,20 @@ weights = draw(B, H, T, V), draw(B, H, K, V), draw(B, H, K)
 documents = np.zeros((4, 1, T), int)
 documents[0, 0, [2, 6, 12]] = documents[1, 0, [7, 11]] = documents[2, 0, 3] = documents[2, 0, 23] = 1
 documents[3, 0, rng.choice(np.arange(1, T), 5)] = 1
-for segments in (None, jnp.asarray(np.cumsum(documents, axis=-1))):
-    one = lambda q, k, v, s: log_attention(q, k, v, state=s, segment_ids=segments, return_state=True)
-    wanted = value_and_gradients(one, (q, k, log_v, before), weights)
-    for sizes, mesh in meshes.items():
-        many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None)
-        same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, f"attention on {sizes}")
+# (tests/test_parallel.py has sequences without documents.)
+segments = jnp.asarray(np.cumsum(documents, axis=-1))
+one = lambda q, k, v, s: log_attention(q, k, v, state=s, segment_ids=segments, return_state=True)
+wanted = value_and_gradients(one, (q, k, log_v, before), weights)
+many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None)
+same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, "attention")
 
 log_a, log_b, initial = logspace.log_sigmoid(3 * draw(B, T, D)), 5 * draw(B, T, D), draw(B, D)
 log_a = log_a.at[:, [0, 5, 12], 1].set(-jnp.inf)  # forgets all before
 one = lambda a, b, e: logspace.log_linear_recurrence(a, b, 1, e)
 weights = [draw(B, T, D)]
 wanted = value_and_gradients(one, (log_a, log_b, initial), weights)
-for sizes, mesh in meshes.items():
-    many = lambda a, b, e: sharded.log_linear_recurrence(mesh, a, b, e)
-    same(value_and_gradients(many, (log_a, log_b, initial), weights), wanted, f"recurrence on {sizes}")
+many = lambda a, b, e: sharded.log_linear_recurrence(mesh, a, b, e)
+same(value_and_gradients(many, (log_a, log_b, initial), weights), wanted, "recurrence")
 
 # Matrices: their product is associative and not commutative.
 for n in (1, 2, 3, 4):

@@ -1,6 +1,6 @@
 """SIGKILL at random moments of one run, in its saves too: it ends as if nothing had happened, in every bit.
 
-HEINSEN_KILLS says how often (`make faults`: 25).
+HEINSEN_KILLS says how often.
 """
 
 import os
@@ -18,9 +18,9 @@ from heinsen.training.step import abstract_train_state
 from tests.runs import finish, read_log, run_config, train_command, without_timing
 
 pytest_plugins = ["tests.run_fixtures"]
-pytestmark = pytest.mark.usefixtures("compile_cache")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compile_cache")]
 
-KILLS = int(os.environ.get("HEINSEN_KILLS", 2))
+KILLS = int(os.environ.get("HEINSEN_KILLS", 25))
 STEPS = 40 * (KILLS + 1)
 CHANGES = {"total_tokens": STEPS * 4 * 16, "checkpoint_every": 7, "validate_every": 50, "validation_tokens": 50}
 

@@ -183,14 +183,14 @@ def a_run(run, tmp_path) -> Path:
 def test_another_config_in_the_folder_is_refused_with_the_fields_that_differ(a_run, config):
     before = snapshot(a_run)
     other = dataclasses.replace(
-        config, seed=7, model=dataclasses.replace(config.model, d_model=64, implementation="scan")
+        config, seed=7, model=dataclasses.replace(config.model, d_model=64, implementation="chunked")
     )
     with pytest.raises(RunError) as error:
         train(other, a_run)
     assert str(error.value).splitlines() == [
         f"{a_run} holds a run with another config:",
         "  config.model.d_model: 32 in the run, 64 in the command",
-        "  config.model.implementation: None in the run, 'scan' in the command",
+        "  config.model.implementation: 'scan' in the run, 'chunked' in the command",
         "  config.seed: 0 in the run, 7 in the command",
         "Give another --workdir, or the run's own config to resume it.",
     ]
@@ -277,7 +277,7 @@ def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(a_run, c
     assert snapshot(a_run) == before
 
 
-@pytest.mark.parametrize("damage", [truncated, emptied])
+@pytest.mark.parametrize("damage", [truncated, pytest.param(emptied, marks=pytest.mark.long)])
 def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(a_run, run, config, damage, capfd):
     """The damaged one is kept aside, and the run ends as if nothing had been."""
     newest = a_run / "checkpoints" / str(STEPS)

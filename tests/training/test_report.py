@@ -12,7 +12,7 @@ from heinsen.training import loop
 from heinsen.training.loop import NonFiniteLossError, train
 from heinsen.training.report import Spikes
 from heinsen.training.run import RunError
-from tests.runs import CHECKPOINT_EVERY, checkpoint_steps, read_log, run_config
+from tests.runs import BATCH, CHECKPOINT_EVERY, LENGTH, checkpoint_steps, read_log, run_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -98,8 +98,9 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_checkpoint(data, tmp_path, m
 # ---- traces ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_chosen_steps_are_traced(data, tmp_path, capfd):
-    train(run_config(data, trace_steps="3:4"), tmp_path / "run")
+    train(run_config(data, trace_steps="3:4", total_tokens=10 * BATCH * LENGTH), tmp_path / "run")
     assert list((tmp_path / "run" / "trace").rglob("*.xplane.pb"))
     assert f"trace of steps 3:4 written to {tmp_path / 'run' / 'trace'}" in capfd.readouterr().err
 
@@ -134,12 +135,12 @@ class FakeWandb(types.ModuleType):
         self.finished += 1
 
 
-@pytest.mark.parametrize("reachable", [True, False])
+@pytest.mark.parametrize("reachable", [pytest.param(True, marks=pytest.mark.long), False])
 def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, monkeypatch, reachable):
     wandb = FakeWandb(reachable)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = run_config(data, wandb_project="tests", log_every=20)
+    config = run_config(data, wandb_project="tests", log_every=5, total_tokens=10 * BATCH * LENGTH)
     train(config, tmp_path / "run")
     expected = [(entry.pop("step"), entry) for entry in read_log(tmp_path / "run")]
     assert wandb.logged == expected and wandb.finished == 1

@@ -186,6 +186,11 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == whole + '{"step": 3, "tokens": 192, "loss": 2.125}\n'
 
 
+def test_damaged_lines_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
+    assert metrics.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
 def test_entries_past_the_checkpoint_are_dropped(tmp_path):
     write_lines(tmp_path, "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, 6)))
     log = metrics.MetricsLog(tmp_path, start_step=3)
@@ -234,7 +239,12 @@ def some_steps_past_a_checkpoint(workdir: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "moment", [before_the_first_checkpoint, while_the_first_checkpoint_is_written, some_steps_past_a_checkpoint]
+    "moment",
+    [
+        pytest.param(before_the_first_checkpoint, marks=pytest.mark.long),
+        pytest.param(while_the_first_checkpoint_is_written, marks=pytest.mark.long),
+        some_steps_past_a_checkpoint,
+    ],
 )
 def test_a_killed_run_goes_on_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
     workdir = tmp_path / "killed"
