@@ -1,7 +1,7 @@
 # make train   a virtual environment in .venv, then the demo: a few minutes on 2 CPU cores
 # make test    the same with the test extras, then lint and tests
 #
-# make faults  the long form of the tests of interruptions and faults: one run killed 25 times, minutes
+# make faults  the long tests: a run killed 25 times, lost processes, every mesh; minutes
 #
 # On an accelerator: make train JAX=cuda13, or JAX=tpu.  Another interpreter: PYTHON=python3.12.  Fewer tests at a time
 # than there are cores: make test JOBS=2.
@@ -34,8 +34,7 @@ test: $(VENV)/installed-test
 	$(python) -m pytest --numprocesses=$(JOBS)
 
 faults: $(VENV)/installed-test
-	$(python) -m pytest --numprocesses=0 -m "long or not long" tests/faults tests/test_parallel.py \
-		tests/training/test_checkpoint.py tests/training/test_run.py
+	$(python) -m pytest --numprocesses=0 -m long
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

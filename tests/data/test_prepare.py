@@ -518,7 +518,7 @@ def test_bad_document_is_skipped_in_its_part(tmp_path, corpus):
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_parts_with_other_settings_are_refused_and_nothing_is_touched(tmp_path, corpus, finished):
-    settings, out = _settings(corpus[0], shard_tokens=300), tmp_path / "out"
+    settings, out = _settings(corpus[0], shard_tokens=50), tmp_path / "out"
     part = out / "train" / "part-00001-of-00003"
     if finished:
         prepare_part(settings, out, 1, 3)
@@ -527,7 +527,7 @@ def test_parts_with_other_settings_are_refused_and_nothing_is_touched(tmp_path, 
     before = _files(out)
     what = "was prepared" if finished else "holds an unfinished preparation"
     for change, index, count, message in [
-        ({"shard_tokens": 299}, 1, 3, "shard_tokens: 300 before, 299 now"),
+        ({"shard_tokens": 49}, 1, 3, "shard_tokens: 50 before, 49 now"),
         ({"tokenizer": "gpt2"}, 0, 3, "tokenizer: 'bytes' before, 'gpt2' now"),
         ({}, 0, 2, "shard_count: 3 before, 2 now"),
         ({}, 1, 7, "shard_count: 3 before, 7 now"),
