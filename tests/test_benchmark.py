@@ -31,6 +31,7 @@ def test_attention_is_timed_and_written_down(tmp_path):
     assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_training_step_is_timed_against_matmul(tmp_path):
     config = ["--config=configs/demo.py", "--config.sequence_length=16", "--config.model.d_model=16"]
     result = benchmark("step", *config, "--repeats=1", f"--out={tmp_path}")

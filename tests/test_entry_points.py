@@ -126,6 +126,7 @@ def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, f
     assert "Traceback" not in end.stderr and snapshot(folders["all"]) == before
 
 
+@pytest.mark.long
 def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(run, commands, tmp_path):
     """The loss of a step is that of the parameters before it: it does not see what the last update did."""
     workdir = tmp_path / "run"

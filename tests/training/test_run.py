@@ -313,6 +313,7 @@ def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_pat
     assert_same_run(workdir, run, config, last_checkpoint)
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_on(
     run, config, last_checkpoint, tmp_path, monkeypatch
 ):
