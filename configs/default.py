@@ -35,6 +35,7 @@ def get_config() -> ConfigDict:
                 n_heads=24,
                 d_key=32,
                 d_value=32,
+                attention="heinsen",  # or softmax, of all layers; or a pattern that repeats: heinsen*3,softmax
                 dtype="float32",  # of matmul inputs: bfloat16 on accelerators
                 remat="none",  # or to compute again in the backward pass: full (layers), dots (all but products)
                 implementation=placeholder(str),  # of log_attention: chunked, scan, reference; None for the best

@@ -35,10 +35,10 @@ _BOTH = ("fsdp", "tensor")
 PARAMETER_RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("embedding", (_BOTH, None)),  # [vocab, D]; gathered whole once a step
     ("position/dense/kernel", (_BOTH, None)),  # [D, 2D]
-    ("layers/w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
-    ("layers/w1/bias", (None, "tensor")),
-    ("layers/w2/kernel", (None, "tensor", "fsdp")),  # [L, H V, 2D], head by head
-    ("layers/w3/kernel", (None, "tensor", "fsdp")),  # [L, D, D]
+    ("w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
+    ("w1/bias", (None, "tensor")),
+    ("w2/kernel", (None, "tensor", "fsdp")),  # [L, H V, 2D], head by head
+    ("w3/kernel", (None, "tensor", "fsdp")),  # [L, D, D]
 )
 
 

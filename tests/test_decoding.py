@@ -16,7 +16,7 @@ from heinsen.model import ModelConfig, forward, init_model_state, init_params
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-MODEL = ModelConfig(257, 264, 2, 32, 2, 4, 4, "float32", "none", None, None)
+MODEL = ModelConfig(257, 264, 2, 32, 2, 4, 4, "heinsen", "float32", "none", None, None)
 GREEDY = Sampling(temperature=0.0)
 full_forward = jax.jit(forward, static_argnums=0)
 

@@ -9,6 +9,7 @@ own state costs it K V multiply-adds a token and head more, about a sixth of the
 Axes: B batch, H heads, T tokens, K key and V value features, D channels of the recurrence.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -22,7 +23,7 @@ from heinsen import logspace
 from heinsen.attention import chunked
 from heinsen.attention import log_attention as on_one_device
 from heinsen.attention.recurrent import LogState, empty_state_for, merge_states
-from heinsen.parallel import BATCH, on_each_device, scan_before
+from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
 _STATE = P(BATCH, "tensor")
@@ -60,6 +61,18 @@ def log_attention(
         out_specs=(_TOKENS, P("sequence", *_STATE)),
     )(q, k, log_v, state, segment_ids)
     return log_y, jax.tree.map(lambda x: x[-1], ends)
+
+
+def over_heads(mesh: Mesh | None, attend: Callable[..., Array]) -> Callable[..., Array]:
+    """attend(q, k, v, segment_ids) of whole sequences, with the batch and the heads divided. Raises MeshError."""
+    if mesh is None or mesh.size == 1:
+        return attend
+    if mesh.shape["sequence"] > 1:
+        raise MeshError(
+            f"mesh.sequence = {mesh.shape['sequence']}: only model.attention = heinsen divides a sequence's tokens"
+        )
+    heads = P(BATCH, "tensor")
+    return on_each_device(mesh, attend, in_specs=(heads, heads, heads, P(BATCH)), out_specs=heads)
 
 
 def _state_before(k, log_v, state, segment_ids):

@@ -14,7 +14,7 @@ from heinsen.training.optimizer import OptimizerConfig, decay_mask, make_optimiz
 
 PAPER = OptimizerConfig(6e-4, 6e-5, 2000, 0.9, 0.95, 1e-8, 0.1, 1.0)
 SMALL = dataclasses.replace(PAPER, warmup_steps=20)
-MODEL = ModelConfig(257, 264, 2, 8, 2, 4, 4, "float32", "none", None, None)
+MODEL = ModelConfig(257, 264, 2, 8, 2, 4, 4, "heinsen", "float32", "none", None, None)
 
 
 def exact_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:

@@ -15,7 +15,7 @@ pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 # The plain scan compiles fastest, and its arithmetic does not depend on the batch.
-MODEL = ModelConfig(257, 264, 2, 16, 2, 4, 4, "float32", "none", "scan", None)
+MODEL = ModelConfig(257, 264, 2, 16, 2, 4, 4, "heinsen", "float32", "none", "scan", None)
 BATCH, LENGTH = 8, 8
 RATE, CLIP = 0.5, 1e-3
 

@@ -1,0 +1,100 @@
+"""Softmax attention, the baseline: quadratic in the tokens, with a key-value cache that grows with them.
+
+    y[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s]     over the visible s
+
+Axes: B batch, H heads, T tokens, K features of keys and values alike, C the cache's capacity in tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+# Scores of one block of queries against a whole cache, in elements.
+_BLOCK_SCORES = 1 << 25
+
+
+class KVCache(NamedTuple):
+    """Keys and values by slot; whoever holds it knows which slots are filled."""
+
+    k: Float[Array, "B H C K"]
+    v: Float[Array, "B H C K"]
+
+
+def init_cache(batch_size: int, n_heads: int, capacity: int, d_key: int, d_value: int, dtype: str) -> KVCache:
+    return KVCache(
+        jnp.zeros((batch_size, n_heads, capacity, d_key), dtype),
+        jnp.zeros((batch_size, n_heads, capacity, d_value), dtype),
+    )
+
+
+def with_capacity(cache: KVCache, capacity: int) -> KVCache:
+    """The same cache with room for `capacity` tokens; never with less than it has."""
+    room = max(capacity - cache.k.shape[-2], 0)
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, room), (0, 0)]), cache)
+
+
+def append(
+    cache: KVCache,
+    k: Float[Array, "B H T K"],
+    v: Float[Array, "B H T V"],
+    slots: Int[Array, "B T"],
+    valid: Bool[Array, "B T"] | None,
+) -> KVCache:
+    """The cache with these tokens in their slots; those that are not valid, or have no room, are left out."""
+    if valid is not None:
+        slots = jnp.where(valid, slots, cache.k.shape[-2])
+
+    def write(buffer, x):
+        put = lambda buffer, x, slots: buffer.at[:, slots].set(x.astype(buffer.dtype), mode="drop", unique_indices=True)
+        return jax.vmap(put)(buffer, x, slots)
+
+    return KVCache(write(cache.k, k), write(cache.v, v))
+
+
+def softmax_attention(
+    q: Float[Array, "B H T K"],
+    k: Float[Array, "B H T K"],
+    v: Float[Array, "B H T K"],
+    segment_ids: Int[Array, "B 1 T"] | None = None,
+    causal: bool = True,
+) -> Float[Array, "B H T K"]:
+    """Of whole sequences; segment_ids as in `heinsen.log_attention`. On GPUs bfloat16 goes to cuDNN's flash kernel."""
+    mask = None if segment_ids is None else segment_ids[..., :, None] == segment_ids[..., None, :]
+    fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    y = jax.nn.dot_product_attention(
+        *(x.swapaxes(1, 2) for x in (q, k, v)), mask=mask, is_causal=causal, implementation="cudnn" if fused else None
+    )
+    return y.swapaxes(1, 2)
+
+
+def attend_cached(
+    q: Float[Array, "B H T K"], cache: KVCache, slots: Int[Array, "B T"], first: Int[Array, "B T"]
+) -> Float[Array, "B H T K"]:
+    """Each query sees the cache's slots from `first` to its own, which `append` has filled."""
+    n_batch, n_heads, n_tokens, d_key = q.shape
+    capacity = cache.k.shape[-2]
+
+    def block(queries):
+        q, slots, first = queries  # [B, H, t, K], [B, t], [B, t]
+        scores = jnp.einsum("bhtk,bhck->bhtc", q, cache.k, preferred_element_type=jnp.float32) * d_key**-0.5
+        place = jnp.arange(capacity)
+        seen = (first[..., None] <= place) & (place <= slots[..., None])
+        p = jax.nn.softmax(jnp.where(seen[:, None], scores, jnp.finfo(scores.dtype).min), axis=-1)
+        return jnp.einsum("bhtc,bhcv->bhtv", p.astype(cache.v.dtype), cache.v, preferred_element_type=q.dtype)
+
+    size = max(1, _BLOCK_SCORES // (n_batch * n_heads * capacity))
+    if n_tokens <= size:
+        return block((q, slots, first))
+    pad = -n_tokens % size
+    split = lambda x, axis: jnp.moveaxis(
+        jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)]).reshape(
+            *x.shape[:axis], -1, size, *x.shape[axis + 1 :]
+        ),
+        axis,
+        0,
+    )
+    y = lax.map(block, (split(q, 2), split(slots, 1), split(first, 1)))  # [blocks, B, H, size, V]
+    return jnp.moveaxis(y, 0, 2).reshape(n_batch, n_heads, -1, y.shape[-1])[:, :, :n_tokens]
