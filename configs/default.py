@@ -35,7 +35,15 @@ def get_config() -> ConfigDict:
                 n_heads=24,
                 d_key=32,
                 d_value=32,
-                attention="heinsen",  # or softmax, of all layers; or a pattern that repeats: heinsen*3,softmax
+                attention="heinsen",  # or softmax, sigmoid, linear; or a pattern that repeats: heinsen*3,softmax
+                sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
+                sigmoid_bias="0.0",  # sigmoid: added to its logits; a number, or -log_n
+                values="log",  # heinsen: W1 gives logarithms of values, W2 takes that of y; or real values and y
+                qk_norm=False,  # normalise queries and keys of each head by their root mean square, with learned scales
+                block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
+                position="recurrent",  # the paper's; learned, rotary (softmax and sigmoid layers), none
+                n_positions=placeholder(int),  # learned: how many there are, at least sequence_length
+                objective="next_token",  # or masked: a bidirectional model that fills in masked tokens
                 dtype="float32",  # of matmul inputs: bfloat16 on accelerators
                 remat="none",  # or to compute again in the backward pass: full (layers), dots (all but products)
                 implementation=placeholder(str),  # of log_attention: chunked, scan, reference; None for the best

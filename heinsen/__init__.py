@@ -1,10 +1,14 @@
 """heinsen: softmax attention with constant cost per token, in JAX."""
 
 from heinsen.attention import (
+    LinearState,
     LogState,
     MeanState,
     attention,
+    extend_context,
+    init_linear_state,
     init_state,
+    linear_attention,
     log_attention,
     merge_states,
     query_state,
@@ -16,10 +20,14 @@ from heinsen.version import __version__
 
 __all__ = [
     "__version__",
+    "LinearState",
     "LogState",
     "MeanState",
     "attention",
+    "extend_context",
+    "init_linear_state",
     "init_state",
+    "linear_attention",
     "log_attention",
     "merge_states",
     "query_state",

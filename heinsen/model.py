@@ -7,6 +7,9 @@ No MLP block, no dropout, no 1/sqrt(d): queries and keys are exponents, and the 
 attention. The residual stream, logarithms and scans are float32; matmul inputs are `ModelConfig.dtype`, their
 accumulators float32.
 
+In the same frame: other kinds of attention (`ATTENTION_KINDS`, of all layers or in patterns), the block of GPT-2
+(`BLOCKS`), other positions (`POSITIONS`), and bidirectional models that predict masked tokens (`OBJECTIVES`).
+
 Layers are stacked and scanned, in training and to read prompts; `forward` with parameters from `unstack` runs them one
 by one, without slicing them out of the stack: to decode, where reading the parameters is most of the work.
 
@@ -14,8 +17,10 @@ Axes: B batch, T tokens, D d_model, H heads, K key features, V value features, L
 """
 
 import dataclasses
+import math
 import re
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,7 +28,23 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, running, sharded, softmax
+from heinsen.attention import (
+    IMPLEMENTATIONS,
+    LinearState,
+    LogState,
+    MeanState,
+    init_linear_state,
+    init_state,
+    linear_attention,
+    query_state,
+    running,
+    sharded,
+    sigmoid_attention,
+    sigmoid_attention_cached,
+    softmax,
+    update_state,
+)
+from heinsen.attention import attention as real_attention
 from heinsen.attention.running import RunningState
 from heinsen.attention.softmax import KVCache
 from heinsen.logspace import NEG_INF, logaddexp
@@ -39,17 +60,25 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # the products with its matrices
 }
 
-ATTENTION_KINDS = ("heinsen", "softmax")
+ATTENTION_KINDS = ("heinsen", "softmax", "sigmoid", "linear")
+VALUES = ("log", "real")
+BLOCKS = ("heinsen", "gpt2")
+POSITIONS = ("recurrent", "learned", "rotary", "none")
+OBJECTIVES = ("next_token", "masked")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; `configs/default.py` holds the paper's.
+    """What the model is; `configs/default.py` holds the paper's.
 
     vocab_size counts the tokenizer's ids; the embedding and the softmax have padded_vocab_size rows. attention is the
-    kind of all layers, or a pattern that repeats, such as heinsen*3,softmax. dtype is that of matmul inputs. remat
-    names what the backward pass computes again (REMAT_POLICIES). implementation is log_attention's (None: the best).
-    document_token is the id that begins a document, with which the model forgets all before; None: it never does.
+    kind of all layers, or a pattern that repeats, such as heinsen*3,softmax. sigmoid_alpha and sigmoid_bias are those
+    of `heinsen.sigmoid_attention`; values are the heinsen kind's: "log" for `heinsen.log_attention`, "real" for
+    `heinsen.attention`. qk_norm normalises queries and keys by their root mean square, with learned scales. n_positions
+    bounds learned positions. objective is next_token, or masked for a bidirectional model. dtype is that of matmul
+    inputs. remat names what the backward pass computes again (REMAT_POLICIES). implementation is that of the heinsen
+    kind (None: the best). document_token is the id that begins a document, with which the model forgets all before;
+    None: it never does.
     """
 
     vocab_size: int
@@ -60,14 +89,22 @@ class ModelConfig:
     d_key: int
     d_value: int
     attention: str
+    sigmoid_alpha: float
+    sigmoid_bias: str
+    values: str
+    qk_norm: bool
+    block: str
+    position: str
+    n_positions: int | None
+    objective: str
     dtype: str
     remat: str
     implementation: str | None
     document_token: int | None
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value"):
-            if getattr(self, name) < 1:
+        for name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value", "n_positions"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"model.{name} = {getattr(self, name)}: it must be at least 1")
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
@@ -79,21 +116,71 @@ class ModelConfig:
             )
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
-        if self.remat not in REMAT_POLICIES:
-            raise ValueError(f"model.remat = {self.remat!r}: choose {', '.join(REMAT_POLICIES)}")
+        choices = {"remat": REMAT_POLICIES, "values": VALUES, "block": BLOCKS, "position": POSITIONS}
+        for name, allowed in (choices | {"objective": OBJECTIVES}).items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"model.{name} = {getattr(self, name)!r}: choose {', '.join(allowed)}")
         if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None"
             )
+        self._check_attention()
+        if self.position == "learned" and self.n_positions is None:
+            raise ValueError("model.n_positions = None: learned positions need their number, such as sequence_length")
+        if self.position == "rotary" and (self.d_key % 2 or not {"softmax", "sigmoid"} & set(self.pattern)):
+            raise ValueError(
+                f"model.position = 'rotary' rotates pairs of key features in softmax and sigmoid layers: "
+                f"model.attention = {self.attention!r} must have some, and model.d_key = {self.d_key} be even"
+            )
+        if self.objective == "masked" and self.padded_vocab_size == self.vocab_size:
+            raise ValueError(
+                f"model.objective = 'masked' takes the first padded row of the embedding for masked tokens: set "
+                f"model.padded_vocab_size = {self.padded_vocab_size} above vocab_size = {self.vocab_size}"
+            )
+
+    def _check_attention(self):
         if self.n_layers % len(self.pattern):
             raise ValueError(
                 f"model.attention = {self.attention!r} is a pattern of {len(self.pattern)} layers, which does not "
-                f"divide model.n_layers = {self.n_layers}"
+                f"divide model.n_layers = {self.n_layers}; choose a kind for all ({', '.join(ATTENTION_KINDS)}), or a "
+                "pattern whose length divides it"
             )
         if "softmax" in self.pattern and self.d_key != self.d_value:
             raise ValueError(
                 f"softmax attention needs model.d_key = {self.d_key} and model.d_value = {self.d_value} to be equal"
             )
+        if not math.isfinite(self.sigmoid_alpha):
+            raise ValueError(f"model.sigmoid_alpha = {self.sigmoid_alpha}: it must be finite")
+        try:
+            finite = self.bias == "-log_n" or math.isfinite(self.bias)
+        except ValueError:
+            finite = False
+        if not finite:
+            raise ValueError(f"model.sigmoid_bias = {self.sigmoid_bias!r}: expected a finite number, or -log_n")
+        if self.values == "real" and "heinsen" not in self.pattern:
+            raise ValueError(
+                f"model.values = 'real' is an option of heinsen attention, of which model.attention = "
+                f"{self.attention!r} has none: set it to log"
+            )
+
+    @property
+    def bias(self) -> float | Literal["-log_n"]:
+        """The sigmoid's, by sigmoid_bias. Raises ValueError."""
+        return "-log_n" if self.sigmoid_bias == "-log_n" else float(self.sigmoid_bias)
+
+    @property
+    def causal(self) -> bool:
+        return self.objective == "next_token"
+
+    @property
+    def mask_token(self) -> int:
+        """The id in a masked token's place, which no text has."""
+        return self.vocab_size
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether a mesh may divide a sequence's tokens (`heinsen.attention.sharded`)."""
+        return self.causal and set(self.pattern) == {"heinsen"} and self.values == "log"
 
     @property
     def pattern(self) -> tuple[str, ...]:
@@ -115,10 +202,10 @@ class ModelConfig:
     @property
     def has_cache(self) -> bool:
         """Whether some layer's state grows with the tokens."""
-        return "softmax" in self.pattern
+        return not {"softmax", "sigmoid"}.isdisjoint(self.pattern)
 
 
-LayerState = LogState | RunningState | KVCache
+LayerState = LogState | RunningState | MeanState | LinearState | KVCache
 
 
 class ModelState(NamedTuple):
@@ -142,20 +229,47 @@ class Tokens(NamedTuple):
 def init_model_state(config: ModelConfig, batch_size: int, capacity: int = 0) -> ModelState:
     """The state before any token: e_0 = 0 in the position recurrence, empty attention states.
 
-    Caches have room for `capacity` tokens (`with_capacity` gives them more).
+    Caches have room for `capacity` tokens (`with_capacity` gives them more). Raises ValueError for masked models.
     """
+    _check_causal(config)
+    batch = batch_size, config.n_heads
 
     def layer_state(kind):
         if kind == "heinsen":
-            return init_state((batch_size, config.n_heads), config.d_key, config.d_value, dtype=_accumulator(config))
-        return softmax.init_cache(batch_size, config.n_heads, capacity, config.d_key, config.d_value, config.dtype)
+            signed = config.values == "real"
+            return init_state(batch, config.d_key, config.d_value, signed=signed, dtype=_accumulator(config))
+        if kind == "linear":
+            return init_linear_state(batch, config.d_key, config.d_value, dtype=_accumulator(config))
+        return softmax.init_cache(*batch, capacity, config.d_key, config.d_value, config.dtype)
 
-    return ModelState(
-        jnp.zeros((batch_size, config.d_model), _accumulator(config)),
-        tuple(layer_state(config.kind(i)) for i in range(config.n_layers)),
-        jnp.zeros(batch_size, jnp.int32),
-        jnp.zeros(batch_size, jnp.int32),
+    return _nothing_before(config, batch_size)._replace(
+        attention=tuple(layer_state(config.kind(i)) for i in range(config.n_layers))
     )
+
+
+def _nothing_before(config: ModelConfig, batch_size: int) -> ModelState:
+    """The state before any token, without the layers' own."""
+    none = jnp.zeros(batch_size, jnp.int32)
+    return ModelState(
+        jnp.zeros((batch_size, config.d_model), _accumulator(config)), (None,) * config.n_layers, none, none
+    )
+
+
+def _check_causal(config: ModelConfig) -> None:
+    if not config.causal:
+        raise ValueError(
+            "model.objective = 'masked': the model reads whole texts in both directions and predicts no next token; "
+            "to generate or to continue a text take a model with objective = next_token"
+        )
+
+
+def check_room(config: ModelConfig, n_tokens: int) -> None:
+    """Raises ValueError where a document of n_tokens goes beyond the learned positions."""
+    if config.position == "learned" and n_tokens > config.n_positions:
+        raise ValueError(
+            f"{n_tokens} tokens go beyond the model.n_positions = {config.n_positions} positions that this model has "
+            "learned: give fewer (a prompt counts too), or take a model with other positions"
+        )
 
 
 def with_capacity(state: ModelState, capacity: int) -> ModelState:
@@ -225,7 +339,10 @@ def forward(
       params: of `init_params`, or of `unstack`.
       lengths: how many tokens each row has, where rows are padded at their end; None: T.
       last_only: logits of each row's last token only, [B, padded_vocab] (of its first, where a row has none).
+
+    Beyond learned positions (`check_room`) logits are NaN. Raises ValueError for masked models (`masked_logits`).
     """
+    _check_causal(config)
     x, state = LanguageModel(config, stacked="layers" in params).apply({"params": params}, tokens, state, lengths)
     if last_only:
         last = jnp.full(x.shape[0], x.shape[1] - 1) if lengths is None else jnp.maximum(lengths - 1, 0)
@@ -251,6 +368,35 @@ def mean_loss(
     targets_BxT = tokens[:, 1:]
     weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
+
+
+def masked_logits(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T"], mesh: Mesh | None = None
+) -> Float[Array, "B T padded_vocab"]:
+    """A masked model's logits of every token in its own place; `config.mask_token` stands for those not known."""
+    x_BxTxD, embedding = _hidden(config, params, tokens, mesh)
+    return token_logits(x_BxTxD, embedding, config.dtype)
+
+
+def masked_losses(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    targets: Int[Array, "B T"],
+    mesh: Mesh | None = None,
+) -> Float[Array, "B T"]:
+    """Negative log-likelihood of each target in the place of the token there, by a masked model, in nats."""
+    x_BxTxD, embedding = _hidden(config, params, tokens, mesh)
+    return token_losses(x_BxTxD, embedding, targets, config.dtype, mesh)
+
+
+def masked_loss(
+    config: ModelConfig, params: Params, batch: dict[str, Array], mesh: Mesh | None = None
+) -> Float[Array, ""]:
+    """The sum of the `masked_losses` of batch["tokens"] and ["targets"] times ["weights"], to be differentiated."""
+    x_BxTxD, embedding = _hidden(config, params, batch["tokens"], mesh)
+    weights_BxT = batch["weights"].astype(x_BxTxD.dtype)
+    return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
 
 
 def _hidden(config, params, tokens, mesh):
@@ -281,24 +427,31 @@ class LanguageModel(nn.Module):
         """(hidden states [B, T, D], of which the embedding makes logits; the state after all tokens)."""
         c = self.config
         n_batch, n_tokens = tokens_BxT.shape
-        embedding = self.param("embedding", _uniform(c.d_model), (c.padded_vocab_size, c.d_model))
+        keep_state = keep_state and c.causal
+        embedding = self.param("embedding", _initial(c, c.d_model), (c.padded_vocab_size, c.d_model))
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
         begins_BxT = None if c.document_token is None else tokens_BxT == c.document_token
         # No attention states, rather than empty ones: those would exist for all layers at once.
-        before = init_model_state(c, n_batch)._replace(attention=(None,) * c.n_layers) if state is None else state
+        before = _nothing_before(c, n_batch) if state is None else state
         if begins_BxT is not None and state is not None:
             before = _forget_where_it_begins(c, before, begins_BxT[:, 0], n_tokens)
         tokens = _tokens(before, n_tokens, lengths_B, begins_BxT)
         x_BxTxD = _of_tokens(self.mesh, x_BxTxD)
-        position_BxTxD = Position(c, self.mesh, name="position")(x_BxTxD, before.position, begins_BxT, tokens.valid)
-        x_BxTxD = x_BxTxD + position_BxTxD
+        position_BxD = before.position
+        if c.position == "recurrent":
+            e_BxTxD = Position(c, self.mesh, name="position")(x_BxTxD, position_BxD, begins_BxT, tokens.valid)
+            x_BxTxD, position_BxD = x_BxTxD + e_BxTxD, e_BxTxD[:, -1]
+        elif c.position == "learned":
+            if c.document_token is None:
+                check_room(c, n_tokens)
+            x_BxTxD = x_BxTxD + LearnedPosition(c, name="position")(tokens.slot - tokens.first)
         x_BxTxD, attention = self._layers(x_BxTxD, before.attention, tokens, keep_state)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         if not keep_state:
             return x_BxTxD, None
         n_seen = before.n_tokens + (n_tokens if lengths_B is None else lengths_B)
         start = jnp.take_along_axis(tokens.first, jnp.maximum(n_seen - before.n_tokens - 1, 0)[:, None], axis=1)[:, 0]
-        return x_BxTxD, ModelState(position_BxTxD[:, -1], attention, n_seen, start)
+        return x_BxTxD, ModelState(position_BxD, attention, n_seen, start)
 
     def _layers(self, x_BxTxD, states, tokens, keep_state):
         c, period = self.config, len(self.config.pattern)
@@ -355,7 +508,10 @@ def _of_tokens(mesh: Mesh | None, x_BxTxD: Array) -> Array:
 
 
 class Position(nn.Module):
-    """e_t = logaddexp(e_{t-1} + log_a_t, l_t), with log_a = log_sigmoid(c) and (c, l) a dense map of the embedding."""
+    """e_t = logaddexp(e_{t-1} + log_a_t, l_t), with log_a = log_sigmoid(c) and (c, l) a dense map of the embedding.
+
+    In a bidirectional model the sum of two, with maps of their own: of the tokens so far, and of those from the end on.
+    """
 
     config: ModelConfig
     mesh: Mesh | None = None
@@ -364,7 +520,18 @@ class Position(nn.Module):
     def __call__(
         self, x_BxTxD: Array, initial_BxD: Array, begins_BxT: Array | None = None, valid_BxT: Array | None = None
     ) -> Array:
-        c, log_b = jnp.split(Dense(2 * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), 2, axis=-1)
+        n_maps = 2 if self.config.causal else 4
+        maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), n_maps, axis=-1)
+        e_BxTxD = self._recurrence(*maps[:2], initial_BxD, begins_BxT, valid_BxT)
+        if self.config.causal:
+            return e_BxTxD
+        flip = lambda x: jnp.flip(x, axis=1)
+        # From the end, a document begins with its last token.
+        ends_BxT = None if begins_BxT is None else jnp.pad(begins_BxT[:, 1:], [(0, 0), (0, 1)])
+        from_end = (None if x is None else flip(x) for x in (ends_BxT, valid_BxT))
+        return e_BxTxD + flip(self._recurrence(*map(flip, maps[2:]), initial_BxD, *from_end))
+
+    def _recurrence(self, c, log_b, initial_BxD, begins_BxT, valid_BxT):
         log_a = nn.log_sigmoid(c)
         if begins_BxT is not None:  # e_{t-1} is 0 there, as before any token
             begins = begins_BxT[..., None]
@@ -373,9 +540,21 @@ class Position(nn.Module):
         if valid_BxT is not None:  # what is no token changes nothing
             log_a = jnp.where(valid_BxT[..., None], log_a, 0.0)
             log_b = jnp.where(valid_BxT[..., None], log_b, NEG_INF)
-        if x_BxTxD.shape[1] == 1:
+        if log_b.shape[1] == 1:
             return logaddexp(initial_BxD[:, None] + log_a, log_b)
         return sharded.log_linear_recurrence(self.mesh, log_a, log_b, initial_BxD)
+
+
+class LearnedPosition(nn.Module):
+    """A row of a table for each place in a document; NaN beyond the last."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, places_BxT: Array) -> Array:
+        c = self.config
+        table = self.param("embedding", _initial(c, c.d_model), (c.n_positions, c.d_model))
+        return jnp.take(table, places_BxT, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 class Layers(nn.Module):
@@ -398,7 +577,8 @@ class Layers(nn.Module):
 class Layer(nn.Module):
     """x + W3 GLU(W2 attention(split(W1 LayerNorm(x)))); also the attention's state after the last token, if kept.
 
-    The paper's attention takes W1's last part for logarithms of values and gives that of y.
+    The paper's attention takes W1's last part for logarithms of values and gives that of y; all others take it for
+    values. GPT-2's block is  x = x + Wo attention(split(W1 LayerNorm(x)));  x + Wout gelu(Win LayerNorm(x)).
     """
 
     config: ModelConfig
@@ -411,46 +591,118 @@ class Layer(nn.Module):
     ) -> tuple[Array, LayerState | None]:
         c = self.config
         n_batch, n_tokens, _ = x_BxTxD.shape
+        gpt2 = c.block == "gpt2"
+        # GPT-2's deviations: each of its layers adds to the residual stream twice.
+        deviation = 0.02 if gpt2 else None
+        of_residual = deviation and deviation / math.sqrt(2 * c.n_layers)
         h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, name="w1")(h)
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=deviation, name="w1")(h)
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         q, k, values = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
+        if c.qk_norm:
+            scale = lambda name: self.param(name, nn.initializers.ones, (c.n_heads, c.d_key))
+            q, k = _rms_norm(q, scale("q_scale")), _rms_norm(k, scale("k_scale"))
         y_BxHxTxV, state = _attend(c, self.kind, self.mesh, q, k, values, state, tokens)
         y = y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
-        h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(y))
-        x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
+        if gpt2:
+            x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, deviation=of_residual, name="attention_out")(y)
+            h = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(_of_tokens(self.mesh, x_BxTxD))
+            h = nn.gelu(Dense(4 * c.d_model, c.dtype, deviation=deviation, name="mlp_in")(h), approximate=True)
+            x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, deviation=of_residual, name="mlp_out")(h)
+        else:
+            h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(y))
+            x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
         return _of_tokens(self.mesh, x_BxTxD), state if keep_state else None
 
 
+def _rms_norm(x_BxHxTxK: Array, scale_HxK: Array) -> Array:
+    return x_BxHxTxK * jax.lax.rsqrt(jnp.mean(x_BxHxTxK**2, axis=-1, keepdims=True) + 1e-5) * scale_HxK[:, None]
+
+
 def _attend(config, kind, mesh, q, k, values, state, tokens):
-    """One layer's attention, causal: (log y for the paper's, else y; the state after all tokens)."""
-    if kind == "heinsen":
-        if tokens.valid is not None:
-            k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
+    """One layer's attention: (log y for the paper's, else y; the state after all tokens)."""
+    if tokens.valid is not None and kind in ("heinsen", "linear"):
+        k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
+    if config.position == "rotary" and kind in ("softmax", "sigmoid"):
+        places = tokens.slot - tokens.first
+        q, k = _rotate(q, places), _rotate(k, places)
+    if kind == "heinsen" and config.values == "log":
         if isinstance(state, RunningState):
             log_y, state = running.step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0])
             return log_y[:, :, None], state
-        return sharded.log_attention(mesh, q, k, values, state, tokens.segment_ids, config.implementation)
-    q, k, values = (x.astype(config.dtype) for x in (q, k, values))
+        segment_ids = tokens.segment_ids
+        return sharded.log_attention(
+            mesh, q, k, values, state, segment_ids, config.implementation, causal=config.causal
+        )
+    attend = {"heinsen": _heinsen, "softmax": _softmax, "sigmoid": _sigmoid, "linear": _linear}[kind]
+    return sharded.over_heads(mesh, partial(attend, config))(q, k, values, state, tokens)
+
+
+def _heinsen(config, q, k, v, state, tokens):
+    if state is not None and q.shape[-2] == 1:
+        state = update_state(state, k[:, :, 0], v[:, :, 0])
+        return query_state(state, q), state
+    options = dict(causal=config.causal, segment_ids=tokens.segment_ids, implementation=config.implementation)
+    return real_attention(q, k, v, state=state, return_state=True, **options)
+
+
+def _linear(config, q, k, v, state, tokens):
+    options = dict(causal=config.causal, segment_ids=tokens.segment_ids)
+    return linear_attention(q, k, v, state=state, return_state=True, **options)
+
+
+def _softmax(config, q, k, v, state, tokens):
+    q, k, v = (x.astype(config.dtype) for x in (q, k, v))
     if state is None:
-        y = sharded.over_heads(mesh, softmax.softmax_attention)(q, k, values, tokens.segment_ids)
-        return y, KVCache(k, values)
-    cache = softmax.append(state, k, values, tokens.slot, tokens.valid)
+        return softmax.softmax_attention(q, k, v, tokens.segment_ids, config.causal), KVCache(k, v)
+    cache = softmax.append(state, k, v, tokens.slot, tokens.valid)
     return softmax.attend_cached(q, cache, tokens.slot, tokens.first), cache
 
 
+def _sigmoid(config, q, k, v, state, tokens):
+    q, k, v = (x.astype(config.dtype) for x in (q, k, v))
+    of_config = dict(alpha=config.sigmoid_alpha, bias=config.bias)
+    if state is None:
+        options = dict(causal=config.causal, segment_ids=tokens.segment_ids, **of_config)
+        return sigmoid_attention(q, k, v, **options), KVCache(k, v)
+    cache = softmax.append(state, k, v, tokens.slot, tokens.valid)
+    n, offset, first = tokens.slot[:, -1:] + 1, tokens.slot[:, :1], tokens.first[:, None]
+    return sigmoid_attention_cached(q, cache.k, cache.v, n, offset=offset, first=first, **of_config), cache
+
+
+def _rotate(x_BxHxTxK: Array, places_BxT: Array) -> Array:
+    """Rotary positions: feature i and feature i + K/2, turned by the place times 10000^(-2i/K)."""
+    half = x_BxHxTxK.shape[-1] // 2
+    angles = places_BxT[:, None, :, None] * 10000.0 ** (-jnp.arange(half) / half)
+    a, b = x_BxHxTxK[..., :half], x_BxHxTxK[..., half:]
+    cos, sin = jnp.cos(angles).astype(a.dtype), jnp.sin(angles).astype(a.dtype)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
 class Dense(nn.Module):
-    """x W + b with weights and bias uniform(-1, 1)/sqrt(fan_in); inputs in `dtype`, output and accumulation float32."""
+    """x W + b; inputs in `dtype`, output and accumulation float32.
+
+    Weights and bias begin uniform(-1, 1)/sqrt(fan_in); or, with a deviation, weights normal with it and a bias of 0.
+    """
 
     features: int
     dtype: str
     use_bias: bool = True
+    deviation: float | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         fan_in = x.shape[-1]
-        y = _matmul(x, self.param("kernel", _uniform(fan_in), (fan_in, self.features)), self.dtype)
-        return y + self.param("bias", _uniform(fan_in), (self.features,)) if self.use_bias else y
+        of_weights, of_bias = _uniform(fan_in), _uniform(fan_in)
+        if self.deviation is not None:
+            of_weights, of_bias = nn.initializers.normal(self.deviation), nn.initializers.zeros
+        y = _matmul(x, self.param("kernel", of_weights, (fan_in, self.features)), self.dtype)
+        return y + self.param("bias", of_bias, (self.features,)) if self.use_bias else y
+
+
+def _initial(config: ModelConfig, fan_in: int):
+    """How the block's embeddings begin."""
+    return nn.initializers.normal(0.02) if config.block == "gpt2" else _uniform(fan_in)
 
 
 def _uniform(fan_in: int):

@@ -33,12 +33,17 @@ BATCH = ("data", "fsdp")  # the axes of the mesh that split the sequences of a b
 # moments have the same paths. What is not named here is small and repeated everywhere.
 _BOTH = ("fsdp", "tensor")
 PARAMETER_RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("position/embedding", (None, None)),  # [n_positions, D], learned: small
     ("embedding", (_BOTH, None)),  # [vocab, D]; gathered whole once a step
-    ("position/dense/kernel", (_BOTH, None)),  # [D, 2D]
+    ("position/dense/kernel", (_BOTH, None)),  # [D, 2D], or [D, 4D] in two directions
     ("w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
     ("w1/bias", (None, "tensor")),
     ("w2/kernel", (None, "tensor", "fsdp")),  # [L, H V, 2D], head by head
     ("w3/kernel", (None, "tensor", "fsdp")),  # [L, D, D]
+    ("attention_out/kernel", (None, "tensor", "fsdp")),  # [L, H V, D], head by head
+    ("mlp_in/kernel", (None, "fsdp", "tensor")),  # [L, D, 4D]
+    ("mlp_in/bias", (None, "tensor")),
+    ("mlp_out/kernel", (None, "tensor", "fsdp")),  # [L, 4D, D]
 )
 
 

@@ -11,12 +11,13 @@ import scipy.stats
 
 from heinsen import decoding
 from heinsen.decoding import Sampling, decode_step, generate, prefill, sample
-from heinsen.model import ModelConfig, forward, init_model_state, init_params
+from heinsen.model import forward, init_model_state, init_params
+from tests.models import model_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-MODEL = ModelConfig(257, 264, 2, 32, 2, 4, 4, "heinsen", "float32", "none", None, None)
+MODEL = model_config()
 GREEDY = Sampling(temperature=0.0)
 full_forward = jax.jit(forward, static_argnums=0)
 

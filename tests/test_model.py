@@ -12,7 +12,6 @@ from configs import pile_125m
 from heinsen.attention import LogState
 from heinsen.config import from_mapping
 from heinsen.model import (
-    ModelConfig,
     ModelState,
     count_params,
     forward,
@@ -22,9 +21,10 @@ from heinsen.model import (
 )
 from heinsen.training.run import TrainConfig
 from tests.attention.quick import quick_jit
+from tests.models import model_config
 
 # No two sizes alike, so that no axis passes for another: D = 10, H = 3, K = 2, V = 4, H V = 12, W1 24 wide.
-SMALL = ModelConfig(
+SMALL = model_config(
     vocab_size=13,
     padded_vocab_size=16,
     n_layers=2,
@@ -32,11 +32,7 @@ SMALL = ModelConfig(
     n_heads=3,
     d_key=2,
     d_value=4,
-    attention="heinsen",
-    dtype="float32",
-    remat="none",
     implementation="reference",
-    document_token=None,
 )
 B, T = 2, 7
 

@@ -14,10 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.attention import chunked, reference, scan
 from heinsen.attention.checks import check_inputs
+from heinsen.attention.linear import LinearState, init_linear_state, linear_attention
 from heinsen.attention.recurrent import (
     LogState,
     MeanState,
     State,
+    extend_context,
     init_state,
     merge_states,
     query_state,
@@ -26,10 +28,14 @@ from heinsen.attention.recurrent import (
 from heinsen.attention.sigmoid import sigmoid_attention, sigmoid_attention_cached
 
 __all__ = [
+    "LinearState",
     "LogState",
     "MeanState",
     "attention",
+    "extend_context",
+    "init_linear_state",
     "init_state",
+    "linear_attention",
     "log_attention",
     "merge_states",
     "query_state",

@@ -93,3 +93,18 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
         return log_divide(log_s, log_z[..., None])
     p = posterior(log_weights, log_z[..., None])
     return jnp.sum(p[..., None] * state.mean[..., None, :, :], axis=-2)
+
+
+def extend_context(
+    state: State,
+    k: Float[Array, "*batch K"],
+    values: Float[Array, "*batch V"],
+    q: Float[Array, "*batch T K"],
+) -> tuple[Array, State]:
+    """Eq. (8): what T queries read once one more token is in their context, and the state with it.
+
+    What `log_attention(..., causal=False)` of the whole context gives (`attention`, for a `MeanState`), at a cost that
+    does not depend on how many tokens the context has. Arguments and errors as in `update_state` and `query_state`.
+    """
+    state = update_state(state, k, values)
+    return query_state(state, q), state

@@ -11,6 +11,7 @@ Axes: B batch, H heads, T tokens, K key and V value features, D channels of the 
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +39,18 @@ def log_attention(
     state: LogState | None,
     segment_ids: Int[Array, "B 1 T"] | None,
     implementation: str | None,
+    causal: bool = True,
 ) -> tuple[Float[Array, "B H T V"], LogState]:
-    """`heinsen.log_attention`, causal, and the state after all tokens.
+    """`heinsen.log_attention`, and the state after all tokens.
 
-    The batch divides over the mesh's data x fsdp, heads over tensor, tokens over sequence.
+    The batch divides over the mesh's data x fsdp, heads over tensor, tokens over sequence if causal. Raises MeshError.
     """
-    attend = partial(on_one_device, implementation=implementation, return_state=True)
+    attend = partial(on_one_device, implementation=implementation, causal=causal, return_state=True)
     if mesh is None or mesh.size == 1:
         return attend(q, k, log_v, state=state, segment_ids=segment_ids)
+    if not causal:
+        whole = lambda q, k, log_v, state, segment_ids: attend(q, k, log_v, state=state, segment_ids=segment_ids)
+        return over_heads(mesh, whole)(q, k, log_v, state, segment_ids)
 
     def on_each(q, k, log_v, state, segment_ids):
         if mesh.shape["sequence"] > 1:
@@ -63,16 +68,20 @@ def log_attention(
     return log_y, jax.tree.map(lambda x: x[-1], ends)
 
 
-def over_heads(mesh: Mesh | None, attend: Callable[..., Array]) -> Callable[..., Array]:
-    """attend(q, k, v, segment_ids) of whole sequences, with the batch and the heads divided. Raises MeshError."""
+def over_heads(mesh: Mesh | None, attend: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
+    """attend(q, k, v, state, tokens) -> (y, state after) of whole sequences, with the batch and the heads divided.
+
+    q, k, v and the arrays of both states are [B, H, ...], those of `tokens`, any tree, [B, ...]. Raises MeshError.
+    """
     if mesh is None or mesh.size == 1:
         return attend
     if mesh.shape["sequence"] > 1:
         raise MeshError(
-            f"mesh.sequence = {mesh.shape['sequence']}: only model.attention = heinsen divides a sequence's tokens"
+            f"mesh.sequence = {mesh.shape['sequence']}: only the causal attention of log values (model.attention = "
+            "heinsen, model.values = log) divides a sequence's tokens"
         )
     heads = P(BATCH, "tensor")
-    return on_each_device(mesh, attend, in_specs=(heads, heads, heads, P(BATCH)), out_specs=heads)
+    return on_each_device(mesh, attend, in_specs=(heads, heads, heads, heads, P(BATCH)), out_specs=(heads, heads))
 
 
 def _state_before(k, log_v, state, segment_ids):

@@ -63,7 +63,7 @@ def mesh_for_reading(config: TrainConfig) -> Mesh:
 
 
 def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises MeshError where the mesh does not divide the batch, the heads or the tokens."""
+    """Raises MeshError where the mesh does not divide the batch, the heads or the tokens, or this model's tokens."""
     shape = mesh.shape
     if config.sequences_per_pass % n_batch_parts(mesh):
         raise MeshError(
@@ -74,6 +74,12 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
         )
     if config.model.n_heads % shape["tensor"]:
         raise MeshError(f"model.n_heads = {config.model.n_heads} do not divide over mesh.tensor = {shape['tensor']}")
+    if shape["sequence"] > 1 and not config.model.splits_sequences:
+        raise MeshError(
+            f"mesh.sequence = {shape['sequence']} divides the tokens of a sequence, which needs model.attention = "
+            f"heinsen in all layers, model.values = log and model.objective = next_token: they are "
+            f"{config.model.attention}, {config.model.values} and {config.model.objective}; use the mesh's other axes"
+        )
     parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
     if config.sequence_length % parts:
         raise MeshError(

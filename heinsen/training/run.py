@@ -80,6 +80,11 @@ class TrainConfig:
             raise ValueError(
                 f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
             )
+        if self.model.position == "learned" and self.sequence_length > self.model.n_positions:
+            raise ValueError(
+                f"sequence_length = {self.sequence_length} is longer than model.n_positions = "
+                f"{self.model.n_positions}: raise it, or shorten the sequences"
+            )
         make_schedule(self.optimizer, self.total_steps)  # raises where the warm-up does not fit
         if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
             raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")

@@ -9,12 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.model import ModelConfig, init_params
+from heinsen.model import init_params
 from heinsen.training.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
+from tests.models import model_config
 
 PAPER = OptimizerConfig(6e-4, 6e-5, 2000, 0.9, 0.95, 1e-8, 0.1, 1.0)
 SMALL = dataclasses.replace(PAPER, warmup_steps=20)
-MODEL = ModelConfig(257, 264, 2, 8, 2, 4, 4, "heinsen", "float32", "none", None, None)
+MODEL = model_config(d_model=8)
 
 
 def exact_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:

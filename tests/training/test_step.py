@@ -6,16 +6,17 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.model import ModelConfig, forward
+from heinsen.model import forward
 from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
+from tests.models import model_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 # The plain scan compiles fastest, and its arithmetic does not depend on the batch.
-MODEL = ModelConfig(257, 264, 2, 16, 2, 4, 4, "heinsen", "float32", "none", "scan", None)
+MODEL = model_config(d_model=16, implementation="scan")
 BATCH, LENGTH = 8, 8
 RATE, CLIP = 0.5, 1e-3
 

@@ -1,0 +1,373 @@
+"""Kinds of attention, blocks and positions in one frame: each against a float64 model of loops and quadratic forms."""
+
+import importlib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen.attention import LinearState, LogState, MeanState
+from heinsen.attention.softmax import KVCache
+from heinsen.config import ConfigError
+from heinsen.model import (
+    check_room,
+    count_params,
+    forward,
+    init_model_state,
+    init_params,
+    mean_loss,
+)
+from heinsen.parallel import MeshError
+from heinsen.training.loop import check_mesh
+from tests.attention.quick import quick_jit
+from tests.models import model_config
+from tests.runs import run_config
+
+pytest_plugins = ["tests.run_fixtures"]
+
+B, T = 2, 8
+DOCUMENT = 3
+
+# No two sizes alike but where a kind asks for it; every kind, option, block and position once at least.
+SIZES = dict(vocab_size=13, padded_vocab_size=16, d_model=10, n_heads=3, d_key=2, d_value=4, implementation="scan")
+EQUAL = dict(d_key=4, d_value=4)
+VARIANTS = {
+    "gpt2": dict(attention="softmax", block="gpt2", position="learned", n_positions=T, **EQUAL),
+    "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
+    "linear": dict(attention="linear", document_token=DOCUMENT),
+    "real": dict(values="real", position="none", block="gpt2", qk_norm=True, document_token=DOCUMENT),
+    "hybrid": dict(
+        attention="heinsen,softmax,sigmoid,linear",
+        n_layers=4,
+        sigmoid_bias="-1.5",
+        position="rotary",
+        qk_norm=True,
+        document_token=DOCUMENT,
+        **EQUAL,
+    ),
+    "packed gpt2": dict(
+        attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
+    ),
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def config(request):
+    return model_config(**SIZES | VARIANTS[request.param])
+
+
+def draw_params(config, rng):
+    """Random everywhere: fresh norms and biases would hide theirs."""
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+    def draw(path, x):
+        is_scale = path[-1].key in ("scale", "q_scale", "k_scale")
+        size = 0.3 if is_scale else 1 / np.sqrt(x.shape[-2] if path[-1].key == "kernel" else 2)
+        return np.float32(is_scale + size * rng.standard_normal(x.shape))
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def draw_tokens(config, rng):
+    tokens = rng.integers(4, config.vocab_size, (B, T))
+    if config.document_token is not None:
+        tokens[0, [2, 3, 6]] = tokens[1, [0, 5]] = DOCUMENT
+    return np.int32(tokens)
+
+
+# ---- the reference -------------------------------------------------------------------------------
+
+
+def norm64(x, norm):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * norm["scale"] + norm["bias"]
+
+
+def sigmoid64(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def rotate64(x, place):
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * place[:, None] * 10000.0 ** (-np.arange(half) / half))
+    z = (x[:, :half] + 1j * x[:, half:]) * turn
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def attention64(config, kind, q, k, v):
+    """One head of one document, [T, K], [T, K], [T, V] -> [T, V]: the weights of all pairs."""
+    n = len(q)
+    seen = np.tril(np.ones((n, n))) if config.causal else np.ones((n, n))
+    if config.position == "rotary" and kind in ("softmax", "sigmoid"):
+        q, k = rotate64(q, np.arange(n)), rotate64(k, np.arange(n))
+    if kind == "sigmoid":
+        count = seen.sum(-1, keepdims=True)
+        bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
+        return seen * sigmoid64(q @ k.T / np.sqrt(config.d_key) + bias) / count**config.sigmoid_alpha @ v
+    if kind == "softmax":
+        weights = np.exp(q @ k.T / np.sqrt(config.d_key))
+    elif kind == "linear":
+        f = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+        weights = f(q) @ f(k).T
+    else:
+        weights = np.exp(q) @ np.exp(k).T
+    weights = seen * weights / (seen * weights).sum(-1, keepdims=True)
+    return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.values == "log" else weights @ v
+
+
+def recurrence64(c, l):  # noqa: E741
+    e, out = np.zeros(c.shape[-1]), []
+    for t in range(len(c)):
+        e = np.log(sigmoid64(c[t]) * np.exp(e) + np.exp(l[t]))
+        out.append(e)
+    return np.stack(out)
+
+
+def layer64(config, kind, x, p):
+    n_k = config.d_key
+    h = norm64(x, p["norm"]) @ p["w1"]["kernel"] + p["w1"]["bias"]
+    heads = []
+    for i, qkv in enumerate(np.split(h, config.n_heads, axis=-1)):
+        q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
+        if config.qk_norm:
+            unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+            q, k = unit(q) * p["q_scale"][i], unit(k) * p["k_scale"][i]
+        heads.append(attention64(config, kind, q, k, v))
+    y = np.concatenate(heads, axis=-1)
+    dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)
+    if config.block == "heinsen":
+        h = dense("w2", y)
+        return x + dense("w3", h[:, : config.d_model] * sigmoid64(h[:, config.d_model :]))
+    x = x + dense("attention_out", y)
+    h = dense("mlp_in", norm64(x, p["mlp_norm"]))
+    gelu = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+    return x + dense("mlp_out", gelu)
+
+
+def document64(config, params, tokens):
+    """Logits of the tokens of one document, by themselves."""
+    x = params["embedding"][tokens]
+    if config.position == "learned":
+        x = x + params["position"]["embedding"][: len(x)]
+    elif config.position == "recurrent":
+        maps = x @ params["position"]["dense"]["kernel"] + params["position"]["dense"]["bias"]
+        maps = np.split(maps, maps.shape[-1] // config.d_model, axis=-1)
+        e = recurrence64(*maps[:2])
+        x = x + (e if config.causal else e + recurrence64(*(m[::-1] for m in maps[2:]))[::-1])
+    kinds, layers = config.attention.split(","), params["layers"]
+    for i in range(config.n_layers):
+        own = layers if len(kinds) == 1 else layers[f"layer_{i % len(kinds)}"]
+        own = jax.tree.map(lambda p, i=i: p[i // len(kinds)], own)
+        x = layer64(config, kinds[i % len(kinds)], x, own)
+    return norm64(x, params["norm"]) @ params["embedding"].T
+
+
+def logits64(config, params, tokens):
+    """Each document of each row by itself."""
+    params = jax.tree.map(np.float64, params)
+    rows = []
+    for row in tokens:
+        begins = np.flatnonzero(row == config.document_token) if config.document_token is not None else []
+        rows.append(np.concatenate([document64(config, params, d) for d in np.split(row, begins) if len(d)]))
+    return np.stack(rows)
+
+
+def losses64(logits, targets):
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return log_z - np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+
+
+def slope64(loss, params, direction):
+    """The derivative of a loss along a direction through all parameters."""
+    moved = lambda step: jax.tree.map(lambda x, d: np.float64(x) + step * d, params, direction)
+    return (loss(moved(1e-5)) - loss(moved(-1e-5))) / 2e-5
+
+
+def assert_close(got, want, tolerance):
+    assert np.abs(np.asarray(got, np.float64) - want).max() <= tolerance * np.abs(want).max()
+
+
+# ---- the models ----------------------------------------------------------------------------------
+
+
+def test_logits_and_gradients_are_those_of_the_float64_model(rng, config):
+    params, tokens = draw_params(config, rng), draw_tokens(config, rng)
+
+    def run(params, tokens):
+        return forward(config, params, tokens)[0], jax.grad(lambda p: mean_loss(config, p, tokens))(params)
+
+    logits, grads = quick_jit(run)(params, tokens)
+    assert_close(logits, logits64(config, params, tokens), 2e-5)
+    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
+    loss = lambda params: losses64(logits64(config, params, tokens[:, :-1]), tokens[:, 1:]).mean()
+    numeric = slope64(loss, params, direction)
+    scale = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
+    assert abs(numeric - slope) < 1e-4 * max(scale, abs(slope))
+    assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(grads))
+
+
+def test_pieces_and_steps_equal_the_whole(rng, config):
+    """From nothing, and after a piece of 4 tokens: another piece, or token by token; none sees what comes later."""
+    params, tokens = draw_params(config, rng), draw_tokens(config, rng)
+    want = logits64(config, params, tokens)
+    read = quick_jit(lambda params, tokens, state: forward(config, params, tokens, state))
+    empty = init_model_state(config, B, capacity=T)
+    first, middle = read(params, tokens[:, :4], empty)
+    assert_close(first, want[:, :4], 2e-5)
+    assert_close(read(params, tokens[:, 4:], middle)[0], want[:, 4:], 2e-5)
+    for start, state in ((0, empty), (4, middle)):
+        for t in range(start, T):
+            logits, state = read(params, tokens[:, t : t + 1], state)
+            assert_close(logits[:, 0], want[:, t], 3e-5)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, empty)
+
+
+def test_each_kind_has_its_own_state():
+    config = model_config(**SIZES | VARIANTS["hybrid"])
+    kinds = [type(state) for state in init_model_state(config, B, 5).attention]
+    assert kinds == [LogState, KVCache, KVCache, LinearState] and config.has_cache
+    real = model_config(values="real")
+    assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
+
+
+@pytest.mark.parametrize("name", ["w1", "mlp_in", "attention_out", "mlp_out"])
+def test_gpt2_begins_with_normal_weights_and_no_bias(name):
+    config = model_config(**VARIANTS["gpt2"], d_model=64, n_layers=8, n_heads=16)
+    params = quick_jit(init_params, static_argnums=0)(config, jax.random.key(1))
+    deviation = 0.02 / 4 if name.endswith("out") else 0.02  # sqrt(2 * 8 layers)
+    kernel = np.float64(params["layers"][name]["kernel"])
+    assert abs(kernel.std() / deviation - 1) < 0.05 and abs(kernel.mean()) < 0.05 * deviation
+    assert not np.any(params["layers"][name]["bias"])
+    assert abs(np.std(params["embedding"]) / 0.02 - 1) < 0.05
+
+
+def test_gpt2_small_has_its_124439808_parameters_and_differs_in_its_model_only():
+    config = run_config_of("gpt2_124m")
+    shapes = jax.eval_shape(lambda: init_params(config.model, jax.random.key(0)))
+    assert count_params(shapes) == 124_439_808
+    assert jax.tree.map(jnp.shape, shapes["layers"]) == {
+        "norm": {"scale": (12, 768), "bias": (12, 768)},
+        "w1": {"kernel": (12, 768, 2304), "bias": (12, 2304)},
+        "attention_out": {"kernel": (12, 768, 768), "bias": (12, 768)},
+        "mlp_norm": {"scale": (12, 768), "bias": (12, 768)},
+        "mlp_in": {"kernel": (12, 768, 3072), "bias": (12, 3072)},
+        "mlp_out": {"kernel": (12, 3072, 768), "bias": (12, 768)},
+    }
+    ours, theirs = (importlib.import_module(f"configs.{n}").get_config() for n in ("gpt2_124m", "pile_125m"))
+    assert ours.model.to_dict() != theirs.model.to_dict()
+    del ours.model, theirs.model
+    assert ours.to_dict() == theirs.to_dict()
+
+
+def run_config_of(name):
+    from heinsen.config import from_mapping
+    from heinsen.training.run import TrainConfig
+
+    return from_mapping(TrainConfig, importlib.import_module(f"configs.{name}").get_config().to_dict())
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(attention="relu"), "'relu' is no kind of attention; choose heinsen, softmax, sigmoid, linear"),
+        (dict(attention="heinsen*0"), "is no kind of attention"),
+        (
+            dict(attention="heinsen*2,softmax"),
+            "a pattern of 3 layers, which does not divide model.n_layers = 2; choose",
+        ),
+        (dict(attention="softmax", d_value=8), "model.d_key = 4 and model.d_value = 8 to be equal"),
+        (dict(sigmoid_alpha=float("nan")), "model.sigmoid_alpha = nan: it must be finite"),
+        (dict(sigmoid_alpha=float("inf")), "model.sigmoid_alpha = inf: it must be finite"),
+        (dict(sigmoid_bias="log_n"), "model.sigmoid_bias = 'log_n': expected a finite number, or -log_n"),
+        (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
+        (dict(values="complex"), "model.values = 'complex': choose log, real"),
+        (dict(values="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
+        (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
+        (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
+        (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
+        (dict(position="learned", n_positions=0), "model.n_positions = 0: it must be at least 1"),
+        (dict(position="rotary"), "model.attention = 'heinsen' must have some"),
+        (dict(position="rotary", attention="sigmoid", d_key=5), "model.d_key = 5 be even"),
+        (dict(objective="denoise"), "model.objective = 'denoise': choose next_token, masked"),
+        (dict(objective="masked", padded_vocab_size=257), "set model.padded_vocab_size = 257 above vocab_size = 257"),
+    ],
+    ids=str,
+)
+def test_impossible_models_are_refused_with_what_to_choose(changes, message):
+    with pytest.raises(ConfigError) as error:
+        model_config(**changes)
+    assert message in str(error.value)
+
+
+def test_learned_positions_end_with_a_clear_error_or_nan(rng):
+    """As long as a document may begin anywhere, only the numbers tell."""
+    config = model_config(**SIZES | VARIANTS["packed gpt2"] | dict(n_positions=4))
+    params, tokens = draw_params(config, rng), draw_tokens(config, rng)
+    logits = quick_jit(lambda params, tokens: forward(config, params, tokens)[0])(params, tokens)
+    beyond = np.zeros((B, T), bool)
+    beyond[1, 4] = True  # the fifth token of a document, which begins with the row
+    np.testing.assert_array_equal(np.isnan(logits).any(-1), beyond)
+    check_room(config, 4)
+    with pytest.raises(ValueError, match="5 tokens go beyond the model.n_positions = 4 positions"):
+        check_room(config, 5)
+    alone = model_config(**SIZES | VARIANTS["gpt2"] | dict(n_positions=4))
+    with pytest.raises(ValueError, match="8 tokens go beyond"):
+        forward(alone, params, tokens)
+    with pytest.raises(ConfigError, match=r"sequence_length = 16 is longer than model.n_positions = 8: raise it"):
+        run_config("unused", model__position="learned", model__n_positions=8)
+
+
+@pytest.mark.parametrize("name, splits", [("hybrid", False), ("real", False), ("gpt2", False), (None, True)])
+def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits):
+    changes = {f"model__{key}": value for key, value in VARIANTS.get(name, {}).items()}
+    config = run_config("unused", **{**changes, "model__n_positions": 16, "model__document_token": None})
+    mesh = types.SimpleNamespace(shape={"data": 1, "fsdp": 1, "tensor": 1, "sequence": 2})
+    if splits:
+        check_mesh(config, mesh)
+        return
+    with pytest.raises(MeshError, match=r"mesh.sequence = 2 divides .* needs model.attention = heinsen .*other axes"):
+        check_mesh(config, mesh)
+
+
+ON_FOUR_DEVICES = """
+import jax, numpy as np
+from heinsen.model import init_params, mean_loss
+from heinsen.parallel import MeshConfig, make_mesh, split_batch
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.step import abstract_train_state
+from tests.models import model_config
+from tests.runs import run_config
+
+pytest_plugins = ["tests.run_fixtures"]
+from tests.test_kinds import VARIANTS
+
+for name, changes in VARIANTS.items():
+    model = model_config(implementation="scan", **changes)
+    params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 257, (4, 9))
+    tokens[:, 4] = 3
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(model, p, tokens)))(params)
+    for sizes in ((1, 2, 2, 1), (4, 1, 1, 1)):
+        mesh = make_mesh(MeshConfig(*sizes))
+        optimizer = make_optimizer(run_config("unused").optimizer, 100)
+        where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
+        split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
+        assert sizes[1] == 1 or model.block == "heinsen" or any("mlp_out" in name for name in split), split
+        step = jax.jit(jax.value_and_grad(lambda p, t: mean_loss(model, p, t, mesh)), in_shardings=(where, split_batch(mesh)))
+        got, got_grads = step(params, tokens)
+        np.testing.assert_allclose(got, loss, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads)):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    print(name)
+"""
+
+
+@pytest.mark.long
+def test_every_kind_has_the_loss_and_gradients_of_one_device_on_meshes(commands):
+    done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, devices=4)
+    assert done.returncode == 0 and done.stdout.split("\n")[:-1] == list(VARIANTS), done.stderr
