@@ -2,6 +2,9 @@
 
     python eval.py --workdir=RUN [--split=validation] [--config.any.field=value ...]
 
+Of a masked model (model.objective) the pseudo-perplexity: in seven rounds one in seven of a window's tokens is hidden,
+the same ones every time, so that every token is predicted once from the others (heinsen/masking.py).
+
 Prints a table, and one JSON object on the last line of stdout. --config fields override those of the run, for example
 --config.data.path=... for other data.
 """
@@ -30,6 +33,7 @@ def main(argv: list[str]) -> None:
     from heinsen.data.dataset import DatasetError
     from heinsen.data.loader import evaluation_batches
     from heinsen.evaluation import evaluate, make_eval_step, mean_of_mixture
+    from heinsen.masking import evaluation_rounds, make_masked_eval_step
     from heinsen.parallel import MeshError, n_batch_parts
     from heinsen.training.checkpoint import CheckpointError
     from heinsen.training.loop import load_params, mesh_for_reading
@@ -45,11 +49,13 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: {error}")
     # As many sequences at a time as training held, rounded up to a multiple of the devices.
     batch_size = -(-config.sequences_per_pass // n_batch_parts(mesh)) * n_batch_parts(mesh)
-    eval_step, parts = make_eval_step(config.model, mesh), []
+    masked, parts = not config.model.causal, []
+    eval_step = (make_masked_eval_step if masked else make_eval_step)(config.model, mesh)
     for dataset, share in datasets:
         batches = evaluation_batches(dataset, config.sequence_length, batch_size)
         shown = tqdm(batches, desc=f"evaluating {dataset.path}", unit="batch", disable=not sys.stderr.isatty())
-        parts.append((share, evaluate(eval_step, params, shown, mesh, dataset.bytes_per_token)))
+        rounds = evaluation_rounds(config.model, shown) if masked else shown
+        parts.append((share, evaluate(eval_step, params, rounds, mesh, dataset.bytes_per_token)))
     result = mean_of_mixture(parts)
     n_bytes = sum(dataset.num_bytes for dataset, _ in datasets)
     rows = [
@@ -61,11 +67,14 @@ def main(argv: list[str]) -> None:
             rows.append((dataset.path.parent.name, f"{part.loss:.4f} nats a token, share {share:.3g}"))
     rows += [
         ("loss", f"{result.loss:.4f} nats a token"),
-        ("perplexity", f"{result.perplexity:.3f}"),
+        ("pseudo-perplexity" if masked else "perplexity", f"{result.perplexity:.3f}"),
         ("bits per byte", f"{result.bits_per_byte:.4f}"),
     ]
-    print("\n".join(f"{name:<14} {value}" for name, value in rows))
-    print(json.dumps({"workdir": WORKDIR.value, "step": step, "split": split, **dataclasses.asdict(result)}))
+    print("\n".join(f"{name:<{17 if masked else 14}} {value}" for name, value in rows))
+    summary = {"workdir": WORKDIR.value, "step": step, "split": split, **dataclasses.asdict(result)}
+    if masked:
+        summary["pseudo_perplexity"] = summary.pop("perplexity")
+    print(json.dumps(summary))
 
 
 def define_config_flag(arguments: list[str]) -> None:

@@ -393,9 +393,9 @@ def masked_losses(
 def masked_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
-    """The sum of the `masked_losses` of batch["tokens"] and ["targets"] times ["weights"], to be differentiated."""
+    """The mean by batch["weights"] of the `masked_losses` of ["tokens"] and ["targets"], to be differentiated."""
     x_BxTxD, embedding = _hidden(config, params, batch["tokens"], mesh)
-    weights_BxT = batch["weights"].astype(x_BxTxD.dtype)
+    weights_BxT = (batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1)).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
 
 

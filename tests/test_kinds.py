@@ -341,25 +341,22 @@ from tests.models import model_config
 from tests.runs import run_config
 from tests.test_kinds import VARIANTS
 
-for name, changes in VARIANTS.items():
-    model = model_config(implementation="scan", **changes)
+for name in ("gpt2", "sigmoid", "linear", "real"):
+    model = model_config(implementation="scan", **VARIANTS[name])
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 257, (4, 9))
     tokens[:, 4] = 3
     loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(model, p, tokens)))(params)
-    for sizes in ((1, 2, 2, 1), (4, 1, 1, 1)):
-        mesh = make_mesh(MeshConfig(*sizes))
-        optimizer = make_optimizer(run_config("unused").optimizer, 100)
-        where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
-        split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
-        assert sizes[1] == 1 or model.block == "heinsen" or any("mlp_out" in name for name in split), split
-        loss_on_mesh = lambda p, t: mean_loss(model, p, t, mesh)
-        step = jax.jit(jax.value_and_grad(loss_on_mesh), in_shardings=(where, split_batch(mesh)))
-        got, got_grads = step(params, tokens)
-        jax.block_until_ready((got, got_grads))
-        np.testing.assert_allclose(got, loss, rtol=1e-5)
-        for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads)):
-            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    mesh = make_mesh(MeshConfig(1, 2, 2, 1))
+    optimizer = make_optimizer(run_config("unused").optimizer, 100)
+    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
+    split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
+    assert len(split) == (9 if model.block == "gpt2" else 7) - (model.position in ("none", "rotary", "learned")), split
+    on_mesh = jax.value_and_grad(lambda params, tokens: mean_loss(model, params, tokens, mesh))
+    got, got_grads = jax.block_until_ready(jax.jit(on_mesh, in_shardings=(where, split_batch(mesh)))(params, tokens))
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads)):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
     print(name)
 """
 
@@ -367,4 +364,4 @@ for name, changes in VARIANTS.items():
 @pytest.mark.long
 def test_every_kind_has_the_loss_and_gradients_of_one_device_on_meshes(commands):
     done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, devices=4)
-    assert done.returncode == 0 and done.stdout.split("\n")[:-1] == list(VARIANTS), done.stderr
+    assert done.returncode == 0 and done.stdout.split("\n")[:-1] == ["gpt2", "sigmoid", "linear", "real"], done.stderr

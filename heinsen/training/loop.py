@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from jax.sharding import Mesh
 from heinsen.data.loader import EvaluationBatches, evaluation_batches, train_iterator
 from heinsen.data.mixture import bytes_per_token
 from heinsen.evaluation import Evaluation, bits_per_byte, evaluate, make_eval_step, mean_of_mixture
-from heinsen.model import ModelConfig, Params, count_params, init_params
+from heinsen.masking import evaluation_rounds, make_masked_eval_step, mask_tokens
+from heinsen.model import ModelConfig, Params, count_params, init_params, masked_loss, mean_loss
 from heinsen.parallel import (
     MeshError,
     keep_host_memory,
@@ -121,7 +123,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
                 )
                 for change in changes:
                     reporter.message(f"{change}: going on with the command's")
-                step = make_train_step(config.model, optimizer, mesh)
+                step = make_train_step(config.model, optimizer, mesh, loss_of(config.model))
                 return _Loop(config, mesh, data, step, checkpoints, signals, reporter).run(state, start_step)
         except OSError as error:
             raise RunError(
@@ -130,11 +132,33 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
             ) from error
 
 
+def loss_of(model: ModelConfig) -> Callable[..., jax.Array]:
+    """The function for `make_train_step` to minimise, of the batches that `passes` makes."""
+    return mean_loss if model.causal else masked_loss
+
+
+def passes(config: TrainConfig, tokens: np.ndarray, step: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays [A, R, ...] of a step's A accumulation passes from its windows [A R, T + 1].
+
+    rows: the places of the windows in the global batch. A masked model reads, and fills in, what others predict.
+    """
+    arrays = {"tokens": tokens}
+    if not config.model.causal:
+        arrays = mask_tokens(config.model, tokens[:, 1:], config.seed, step, rows)
+    return {name: x.reshape(config.accumulation_steps, -1, x.shape[-1]) for name, x in arrays.items()}
+
+
+def as_batch(config: TrainConfig, arrays: dict[str, Any]) -> Any:
+    """What `loss_of` takes of them: the tokens alone, but for a masked model."""
+    return arrays["tokens"] if config.model.causal else arrays
+
+
 @dataclasses.dataclass(frozen=True)
 class _Data:
     """What a run reads, this process's rows of it."""
 
     batches: Any  # training batches for ever, a Grain iterator
+    rows: np.ndarray  # of the global batch, those read here
     bytes_per_token: float  # of the training text
     validation: list[tuple[str, float, EvaluationBatches]]  # of each dataset: its name, share and batches
 
@@ -143,19 +167,15 @@ class _Data:
         """Raises DatasetError."""
         per_pass = config.sequences_per_pass
         rows = process_rows(mesh, per_pass)
+        of_batch = np.concatenate([first + rows for first in range(0, config.batch_size, per_pass)])
         training = open_split(config, config.data.train_split)
         validation = open_split(config, config.data.validation_split)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
             names = [str(dataset.path.parent) for dataset, _ in validation]
         return cls(
-            train_iterator(
-                training,
-                config.sequence_length,
-                config.batch_size,
-                config.seed,
-                rows=np.concatenate([first + rows for first in range(0, config.batch_size, per_pass)]),
-            ),
+            train_iterator(training, config.sequence_length, config.batch_size, config.seed, rows=of_batch),
+            of_batch,
             bytes_per_token(training),
             [
                 (
@@ -177,7 +197,8 @@ class _Loop:
 
     def __init__(self, config, mesh, data, train_step, checkpoints, signals, reporter):
         self.config, self.mesh, self.data = config, mesh, data
-        self.train_step, self.eval_step = train_step, make_eval_step(config.model, mesh)
+        make = make_eval_step if config.model.causal else make_masked_eval_step
+        self.train_step, self.eval_step = train_step, make(config.model, mesh)
         self.checkpoints, self.signals, self.reporter = checkpoints, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -187,9 +208,9 @@ class _Loop:
         for step in range(start_step + 1, c.total_steps + 1):
             self.reporter.before(step)
             with self.reporter.waiting_for_data():
-                tokens = next(self.data.batches)["tokens"].reshape(c.accumulation_steps, -1, c.sequence_length + 1)
-                placed = place_batch(self.mesh, {"tokens": tokens}, axis=1)["tokens"]
-            state, metrics = self.train_step(state, placed)
+                arrays = passes(c, next(self.data.batches)["tokens"], step, self.data.rows)
+                placed = place_batch(self.mesh, arrays, axis=1)
+            state, metrics = self.train_step(state, as_batch(c, placed))
             if pending is not None:
                 self.look_at(*pending)
             last, stopping = step == c.total_steps, self.signals.stop_after(step)
@@ -242,9 +263,14 @@ class _Loop:
 
     def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float]]:
         """The mean over the datasets by their shares, and the metrics to report. Raises NonFiniteLossError."""
+        model = self.config.model
+        rounds = lambda batches: batches if model.causal else evaluation_rounds(model, batches)
         with self.reporter.pause():
             parts = {
-                name: (share, evaluate(self.eval_step, params, batches, self.mesh, batches.dataset.bytes_per_token))
+                name: (
+                    share,
+                    evaluate(self.eval_step, params, rounds(batches), self.mesh, batches.dataset.bytes_per_token),
+                )
                 for name, share, batches in self.data.validation
             }
         result = mean_of_mixture(list(parts.values()))

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_rows, split_batch
-from heinsen.training.loop import check_mesh
+from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_rows, split_batch, with_shardings
+from heinsen.training.loop import as_batch, check_mesh, loss_of, passes
 from heinsen.training.metrics import bytes_of, peak_flops_per_device, train_flops_per_token
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
@@ -96,10 +96,16 @@ def plan(config: TrainConfig, steps: int) -> Plan:
     check_mesh(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
-    shape = config.accumulation_steps, config.sequences_per_pass, config.sequence_length + 1
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=split_batch(mesh, axis=1))
+    n_windows = config.accumulation_steps * len(process_rows(mesh, config.sequences_per_pass))
+    windows = n_windows, config.sequence_length + 1
+    random = np.random.default_rng(0).integers(config.model.vocab_size, size=windows, dtype=np.int32)
+    arrays = passes(config, random, 1, np.arange(n_windows))
+    whole = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
+    abstract_arrays = {name: jax.ShapeDtypeStruct(whole(x), x.dtype) for name, x in arrays.items()}
+    abstract_batch = as_batch(config, with_shardings(abstract_arrays, split_batch(mesh, axis=1)))
     start = time.perf_counter()
-    compiled = make_train_step(config.model, optimizer, mesh).lower(abstract, tokens).compile()
+    step = make_train_step(config.model, optimizer, mesh, loss_of(config.model))
+    compiled = step.lower(abstract, abstract_batch).compile()
     seconds_compiling = time.perf_counter() - start
 
     on_device = lambda x: x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
@@ -136,9 +142,7 @@ def plan(config: TrainConfig, steps: int) -> Plan:
         return dataclasses.replace(partial, not_timed=reason)
 
     state = init_train_state(config.model, optimizer, config.seed, mesh)
-    rows = len(process_rows(mesh, config.sequences_per_pass))
-    random = np.random.default_rng(0).integers(config.model.vocab_size, size=(shape[0], rows, shape[2]), dtype=np.int32)
-    batch = place_batch(mesh, {"tokens": random}, axis=1)["tokens"]
+    batch = as_batch(config, place_batch(mesh, arrays, axis=1))
     seconds = []
     for _ in range(steps + 1):  # the first to warm up
         start = time.perf_counter()
