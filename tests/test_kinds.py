@@ -331,29 +331,34 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
         check_mesh(config, mesh)
 
 
+NAMES = ["gpt2", "sigmoid", "linear", "real", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
-from heinsen.model import init_params, mean_loss
+from heinsen.masking import mask_tokens
+from heinsen.model import init_params
 from heinsen.parallel import MeshConfig, make_mesh, split_batch
+from heinsen.training.loop import loss_of
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state
 from tests.models import model_config
 from tests.runs import run_config
-from tests.test_kinds import VARIANTS
+from tests.test_kinds import NAMES, VARIANTS
 
-for name in ("gpt2", "sigmoid", "linear", "real"):
-    model = model_config(implementation="scan", **VARIANTS[name])
+for name in NAMES:
+    model = model_config(implementation="scan", **VARIANTS.get(name, {"objective": "masked", "document_token": 3}))
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 257, (4, 9))
     tokens[:, 4] = 3
-    loss, grads = jax.jit(jax.value_and_grad(lambda p: mean_loss(model, p, tokens)))(params)
+    batch = tokens if model.causal else mask_tokens(model, tokens[:, 1:], 0, 0, np.arange(4))
+    gradient = lambda mesh: jax.value_and_grad(lambda params, batch: loss_of(model)(model, params, batch, mesh))
+    loss, grads = jax.jit(gradient(None))(params, batch)
     mesh = make_mesh(MeshConfig(1, 2, 2, 1))
     optimizer = make_optimizer(run_config("unused").optimizer, 100)
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
-    assert len(split) == (9 if model.block == "gpt2" else 7) - (model.position in ("none", "rotary", "learned")), split
-    on_mesh = jax.value_and_grad(lambda params, tokens: mean_loss(model, params, tokens, mesh))
-    got, got_grads = jax.block_until_ready(jax.jit(on_mesh, in_shardings=(where, split_batch(mesh)))(params, tokens))
+    assert len(split) == 1 + (model.position == "recurrent") + (6 if model.block == "gpt2" else 4), split
+    on_mesh = jax.jit(gradient(mesh), in_shardings=(where, split_batch(mesh)))
+    got, got_grads = jax.block_until_ready(on_mesh(params, batch))
     np.testing.assert_allclose(got, loss, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads)):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
@@ -364,4 +369,4 @@ for name in ("gpt2", "sigmoid", "linear", "real"):
 @pytest.mark.long
 def test_every_kind_has_the_loss_and_gradients_of_one_device_on_meshes(commands):
     done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, devices=4)
-    assert done.returncode == 0 and done.stdout.split("\n")[:-1] == ["gpt2", "sigmoid", "linear", "real"], done.stderr
+    assert done.returncode == 0 and done.stdout.splitlines() == NAMES, done.stderr

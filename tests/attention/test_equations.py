@@ -201,6 +201,18 @@ def test_eq8_all_queries_read_the_updated_state(rng, q, k, log_v):
     assert np.abs(np.asarray(changed) - want).max() > 1e-3
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_eq8_a_token_more_in_the_context_updates_all_queries_at_constant_cost(rng, q, k, log_v, signed):
+    values = normal(rng, *log_v.shape) if signed else log_v
+    v = values if signed else np.exp(np.float64(values))
+    extend = quick_jit(heinsen.extend_context)
+    state = init_state((2,), K, V, signed=signed)
+    for t in range(T):
+        y, state = extend(state, k[:, t], values[:, t], q)
+        assert_close(y if signed else np.exp(np.float64(y)), eq1_64(q, k[:, : t + 1], v[:, : t + 1]))
+    assert extend._cache_size() == 1, "one program, of one cost, for contexts of any length"
+
+
 def test_eq8_of_signed_values(q, k, v):
     _, states = step_by_step(init_state((2,), K, V, signed=True), q, k, v)
     assert_close(query_state(states[-1], q), eq1_64(q, k, v))
