@@ -222,7 +222,7 @@ def forward(
     """Logits of every next token, and the state after the last; `state` is what came before (None: nothing).
 
     Args:
-      params: of `init_params`, or of `unstack`.
+      params: of `init_params`, or of `unstack`; "head", if there, makes the logits in the embedding's stead.
       lengths: how many tokens each row has, where rows are padded at their end; None: T.
       last_only: logits of each row's last token only, [B, padded_vocab] (of its first, where a row has none).
     """
@@ -230,8 +230,10 @@ def forward(
     if last_only:
         last = jnp.full(x.shape[0], x.shape[1] - 1) if lengths is None else jnp.maximum(lengths - 1, 0)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    logits = token_logits(x, params["embedding"], config.dtype)
-    return logits[:, 0] if last_only else logits, state
+    head = params.get("head", params["embedding"])
+    if last_only:  # the embedding first: XLA's CPU library is up to twice as fast so
+        return _matmul(head, x[:, 0].T, config.dtype).T, state
+    return token_logits(x, head, config.dtype), state
 
 
 def next_token_losses(
