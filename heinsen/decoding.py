@@ -415,7 +415,7 @@ def save_prefix(path: Path, config: ModelConfig, params: Params, prefix: Prefix)
 def load_prefix(path: Path, config: ModelConfig, params: Params) -> Prefix:
     """What `save_prefix` wrote. Raises StateError: no such file, a damaged one, or a state of another model."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(str(file["header"]))
             if header["version"] != STATE_VERSION:
                 raise StateError(

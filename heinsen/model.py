@@ -126,8 +126,8 @@ class ModelState(NamedTuple):
 
     position: Float[Array, "B D"]
     attention: tuple[LayerState, ...]  # of each layer, with leading axis B
-    n_tokens: Int[Array, " B"]
-    document_start: Int[Array, " B"]  # how many of them came before the present document
+    n_tokens: Int[Array, " B"]  # seen since the state was empty: the next slot of the caches
+    document_start: Int[Array, " B"]  # the slot of the present document's first token
 
 
 class Tokens(NamedTuple):
