@@ -1,13 +1,18 @@
-"""Time and memory of the attention, and of a whole training step.
+"""Time and memory of the attention, of a whole training step, and of decoding.
 
     python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
     python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...]
+    python scripts/benchmark.py decode [--config=configs/NAME.py --contexts=1000,10000,100000,1000000 --batches=1,32]
 
 attention: forward and backward, against softmax attention at the same shapes. PyTorch's scaled_dot_product_attention
 and, on a GPU, flash-linear-attention take part if they are installed. Those that would take longer than --time_limit or
 more memory than the device has are left out from that length on. Writes the results as JSON and a plot.
 
 step: the training step of a config on random tokens, against the rate of a 4096 x 4096 x 4096 matmul.
+
+decode: time per token and memory against the context before it, for a config's model and for the same model with
+softmax attention and its key-value cache, both with random parameters and states made up as if so many tokens had been
+read; against the time to read the parameters once. Caches that do not fit into memory are left out.
 
 All contestants run in one process, in turn: calls to warm up, then a timed one; medians are compared.
 """
@@ -33,6 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; none: benchmarks/attention or .../step.")
 CONFIG = config_flags.DEFINE_config_file("config", "configs/default.py", "step: config file; --config.a.b=value.")
+CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens before.")
+BATCHES = flags.DEFINE_list("batches", ["1", "32"], "decode: texts at a time; all contexts with the first.")
+CALL_TOKENS = flags.DEFINE_integer("call_tokens", 32, "decode: tokens drawn a call.", lower_bound=1)
 LENGTHS = flags.DEFINE_list("lengths", ["256", "1024", "4096", "16384", "65536"], "Numbers of tokens T.")
 ONLY = flags.DEFINE_list("only", [], "Names of the contestants to run; none: all there are.")
 DTYPES = flags.DEFINE_list("dtypes", [], "float32, bfloat16; none: float32, and bfloat16 too on accelerators.")
@@ -389,7 +397,7 @@ def benchmark_attention(out: Path) -> None:
     from heinsen.parallel import keep_host_memory
 
     keep_host_memory()
-    lengths = sorted(positive_int(text) for text in LENGTHS.value)
+    lengths = sorted(positive_int(text, "lengths") for text in LENGTHS.value)
     dtypes = DTYPES.value or ["float32"] + ([] if jax.default_backend() == "cpu" else ["bfloat16"])
     for dtype in dtypes:
         if dtype not in ("float32", "bfloat16"):
@@ -450,13 +458,13 @@ def benchmark_attention(out: Path) -> None:
     print(f"written: {out / 'results.json'}, {out / 'attention.png'}")
 
 
-def positive_int(text: str) -> int:
+def positive_int(text: str, flag: str) -> int:
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise app.UsageError(f"--lengths: {text!r} is not a number of tokens; expected e.g. --lengths=256,1024")
+        raise app.UsageError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,1024")
     return number
 
 
@@ -534,7 +542,186 @@ def benchmark_step(out: Path) -> None:
     print(f"written: {out / 'results.json'}")
 
 
-BENCHMARKS = {"attention": benchmark_attention, "step": benchmark_step}
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def made_up_prefix(model, batch: int, context: int, room: int):
+    """A prefix as if `context` tokens had been read: running sums of their size, filled caches with room for more."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from heinsen.attention import LogState
+    from heinsen.decoding import Prefix
+    from heinsen.model import init_model_state
+
+    rng = np.random.default_rng(0)
+    draw = lambda x, size=0.0: jnp.asarray(size + rng.standard_normal(x.shape, np.float32), x.dtype)
+    shapes = jax.eval_shape(lambda: init_model_state(model, batch, context + room))
+    # Caches are filled with one number: drawing them would take longer than all the rest.
+    fill = lambda s: (
+        LogState(*(draw(x, np.log(context)) for x in s))
+        if isinstance(s, LogState)
+        else jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype), s)
+    )
+    state = shapes._replace(
+        position=draw(shapes.position),
+        attention=tuple(map(fill, shapes.attention)),
+        n_tokens=jnp.full(batch, context, jnp.int32),
+        document_start=jnp.zeros(batch, jnp.int32),
+    )
+    return Prefix(jnp.zeros((batch, model.padded_vocab_size), state.position.dtype), state)
+
+
+def benchmark_decode(out: Path) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from heinsen.config import ConfigError, from_mapping
+    from heinsen.decoding import Sampling, decode, step_params
+    from heinsen.model import count_params, init_model_state, init_params
+    from heinsen.parallel import keep_host_memory
+    from heinsen.training.run import TrainConfig
+
+    contexts = sorted(positive_int(text, "contexts") for text in CONTEXTS.value)
+    batches = [positive_int(text, "batches") for text in BATCHES.value]
+    try:
+        own = from_mapping(TrainConfig, CONFIG.value.to_dict()).model
+        models = {own.attention: own, "softmax": dataclasses.replace(own, attention="softmax")}
+    except (ConfigError, ValueError) as error:
+        raise app.UsageError(str(error)) from error
+    keep_host_memory()
+    n_call = CALL_TOKENS.value
+    room = n_call * (REPEATS.value + 2)
+    params = {name: step_params(m, init_params(m, jax.random.key(0))) for name, m in models.items()}
+    n_params = {name: count_params(p) - p["embedding"].size for name, p in params.items()}
+    n_bytes = {name: sum(x.nbytes for x in jax.tree.leaves(p)) - p["embedding"].nbytes for name, p in params.items()}
+    numbers = jnp.ones(n_bytes[own.attention] // 4, jnp.float32)
+    add_up = jax.jit(jnp.sum)
+    read = lambda: add_up(numbers).block_until_ready()
+    times: dict[tuple, list[float]] = {"read": []}
+    held, left_out = {}, []
+
+    def contestant(name, batch, context):
+        model = models[name]
+        size = sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(jax.eval_shape(lambda: init_model_state(model, batch, context + room)))
+        )
+        if (free := device_memory()) is not None and size > 0.9 * free:
+            left_out.append(dict(name=name, batch=batch, context=context, state_bytes=size))
+            return None
+        prefix = made_up_prefix(model, batch, context, room)
+        held[name, batch, context] = sum(x.nbytes for x in jax.tree.leaves(prefix.state))
+        keys = jax.random.split(jax.random.key(0), batch)
+
+        def call():
+            nonlocal prefix
+            tokens, prefix, _ = decode(model, params[name], prefix, keys, Sampling(temperature=0.0), n_call)
+            return tokens
+
+        return call
+
+    def take_turns(calls: dict):
+        calls = {key: call for key, call in calls.items() if call is not None}
+        for call in calls.values():
+            call()
+        for _ in range(REPEATS.value):
+            for key, call in [("read", read), *calls.items()]:
+                times.setdefault(key, []).append(seconds(call) / (1 if key == "read" else n_call))
+        for key in calls:
+            print(f"{key}: {1e3 * statistics.median(times[key]):.2f} ms a step", file=sys.stderr, flush=True)
+
+    read()
+    constant = {n: not models[n].has_cache for n in models}
+    # States of one size are all held at once and take turns; caches come one after the other, for want of memory.
+    take_turns(
+        {
+            (name, batch, context): contestant(name, batch, context)
+            for name in models
+            if constant[name]
+            for batch in batches
+            for context in (contexts if batch == batches[0] else contexts[:1])
+        }
+    )
+    for name in models:
+        for batch in batches if not constant[name] else ():
+            for context in contexts if batch == batches[0] else contexts[:1]:
+                take_turns({(name, batch, context): contestant(name, batch, context)})
+
+    reading = statistics.median(times.pop("read"))
+    results = [
+        dict(
+            name=name, batch=batch, context=context, milliseconds_per_step=1e3 * statistics.median(t),
+            fastest_milliseconds_per_step=1e3 * min(t), tokens_per_second=batch / statistics.median(t),
+            state_bytes=held[name, batch, context],
+        )
+        for (name, batch, context), t in times.items()
+    ]  # fmt: skip
+    print(f"{device_name()}; {', '.join(f'{name} {version}' for name, version in versions().items())}")
+    print(
+        f"{n_params[own.attention]:,} parameters, {own.dtype}; reading their {n_bytes[own.attention] / 2**20:.0f} MiB "
+        f"once takes {1e3 * reading:.1f} ms"
+    )
+    print(f"{'attention':<20} {'batch':>5} {'context':>9} {'ms a step':>10} {'tokens/s':>9} {'state, MiB':>11}")
+    for r in results:
+        print(
+            f"{r['name']:<20} {r['batch']:>5} {r['context']:>9} {r['milliseconds_per_step']:>10.2f} "
+            f"{r['tokens_per_second']:>9.1f} {r['state_bytes'] / 2**20:>11.3f}"
+        )
+    for r in left_out:
+        why = f"left out: a state of {r['state_bytes'] / 2**30:.1f} GiB"
+        print(f"{r['name']:<20} {r['batch']:>5} {r['context']:>9}   {why}")
+    of = {(r["name"], r["batch"], r["context"]): r for r in results}
+    first, last = (of.get((own.attention, batches[0], c)) for c in (contexts[0], contexts[-1]))
+    if first and last and first is not last:
+        ratio = last["milliseconds_per_step"] / first["milliseconds_per_step"]
+        print(f"{own.attention}: a token after {last['context']} takes {ratio:.3f} times that after {first['context']}")
+    if first:
+        print(f"{own.attention}: {first['milliseconds_per_step'] / 1e3 / reading:.2f} times the reading")
+    for batch in batches[1:]:
+        if first and (many := of.get((own.attention, batch, contexts[0]))):
+            ratio = many["tokens_per_second"] / first["tokens_per_second"]
+            print(f"{own.attention}: batch {batch} gives {ratio:.1f} times the tokens/s of batch {batches[0]}")
+    out.mkdir(parents=True, exist_ok=True)
+    summary = dict(
+        device=device_name(), versions=versions(), parameters=n_params[own.attention], dtype=own.dtype,
+        read_milliseconds=1e3 * reading, call_tokens=n_call, results=results, left_out=left_out,
+        config=CONFIG.value.to_dict(),
+    )  # fmt: skip
+    (out / "results.json").write_text(json.dumps(summary, indent=1) + "\n")
+    plot_decode(results, batches[0], summary, out / "decode.png")
+    print(f"written: {out / 'results.json'}, {out / 'decode.png'}")
+
+
+def plot_decode(results: list[dict], batch: int, summary: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
+    fields = ("milliseconds_per_step", 1.0, "ms per token"), ("state_bytes", 2.0**-20, "MiB of state")
+    for ax, (field, scale, label) in zip(axes, fields, strict=True):
+        for name in dict.fromkeys(r["name"] for r in results):
+            of = [r for r in results if r["name"] == name and r["batch"] == batch]
+            ax.plot([r["context"] for r in of], [scale * r[field] for r in of], "o-", label=name)
+        lost = [r for r in summary["left_out"] if r["batch"] == batch]
+        if field == "state_bytes" and lost:
+            style = dict(marker="x", linestyle="none", color="grey", label="does not fit here")
+            ax.plot([r["context"] for r in lost], [scale * r[field] for r in lost], **style)
+        ax.set(xscale="log", yscale="log", xlabel="tokens read before", ylabel=label)
+        ax.grid(True, which="both", alpha=0.3)
+        ax.legend()
+    axes[0].axhline(summary["read_milliseconds"], color="grey", linestyle=":")
+    axes[0].annotate("parameters read once", (axes[0].get_xlim()[0], summary["read_milliseconds"]), va="bottom")
+    figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters, batch {batch}: {summary['device']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+BENCHMARKS = {"attention": benchmark_attention, "step": benchmark_step, "decode": benchmark_decode}
 
 
 def main(argv: list[str]) -> None:

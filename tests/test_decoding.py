@@ -1,5 +1,6 @@
 """Generation: the recurrent form against the parallel one, and draws against exact probabilities."""
 
+import dataclasses
 import itertools
 import math
 
@@ -10,7 +11,23 @@ import pytest
 import scipy.stats
 
 from heinsen import decoding
-from heinsen.decoding import Sampling, decode_step, generate, prefill, sample
+from heinsen.attention import LogState, running
+from heinsen.decoding import (
+    Sampling,
+    StateError,
+    StopStrings,
+    continue_texts,
+    decode,
+    decode_step,
+    fork,
+    generate,
+    load_prefix,
+    prefill,
+    read,
+    sample,
+    save_prefix,
+    step_params,
+)
 from heinsen.model import forward, init_model_state, init_params
 from tests.models import model_config
 
@@ -24,6 +41,10 @@ full_forward = jax.jit(forward, static_argnums=0)
 
 @pytest.fixture
 def params(rng):
+    return draw_params(rng, MODEL)
+
+
+def draw_params(rng, config):
     """A model with opinions: logits with a standard deviation of about 2, lowest for the token just read."""
 
     def draw(path, x):
@@ -33,7 +54,7 @@ def params(rng):
         size = 1 / math.sqrt(x.shape[-2]) if name.endswith("kernel") else 0.4
         return jnp.asarray(size * rng.standard_normal(x.shape), x.dtype)
 
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0))))
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
 
 
 def draw_tokens(rng, *shape: int) -> jax.Array:
@@ -43,35 +64,53 @@ def draw_tokens(rng, *shape: int) -> jax.Array:
 # ---- prefill and steps -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_prompt", [1, 13])
-def test_prefill_and_steps_equal_the_forward_pass_at_every_position(rng, params, n_prompt):
-    tokens = draw_tokens(rng, 2, 24)
-    expected, end = full_forward(MODEL, params, tokens)
+@pytest.mark.parametrize("attention", ["heinsen", "softmax", "heinsen,softmax"])
+@pytest.mark.parametrize("document_token", [None, 5])
+def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, attention, document_token):
+    """Also the steps of the decoding form, of parameters that are not stacked."""
+    config = dataclasses.replace(MODEL, attention=attention, document_token=document_token)
+    params = draw_params(rng, config)
+    tokens = np.where(np.asarray(draw_tokens(rng, 2, 24)) == 5, 6, draw_tokens(rng, 2, 24))
+    tokens[0, [0, 15]] = tokens[1, 4] = 5
+    expected, end = full_forward(config, params, tokens)
     assert np.std(expected) > 1
-    logits, state = prefill(MODEL, params, tokens[:, :n_prompt])
-    for position in range(n_prompt - 1, 24):
-        if position >= n_prompt:
-            logits, state = decode_step(MODEL, params, tokens[:, position], state)
-        np.testing.assert_allclose(logits, expected[:, position], atol=1e-4, err_msg=f"position {position}")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, end)
+    lengths = rng.permutation([int(rng.integers(1, 8)), 13])
+    ragged = np.where(np.arange(13) < lengths[:, None], tokens[:, :13], 77)
+    logits, state = prefill(config, params, ragged, init_model_state(config, 2, 24), lengths)
+    rows = np.arange(2)
+    np.testing.assert_allclose(logits, expected[rows, lengths - 1], atol=1e-4)
+    begin = lambda s: running.begin_steps(s) if isinstance(s, LogState) else s
+    quick_state, own = state._replace(attention=tuple(map(begin, state.attention))), step_params(config, params)
+    for step in range(24 - 13):
+        now, at = tokens[rows, lengths + step], (rows, lengths + step)
+        logits, state = decode_step(config, params, now, jax.tree.map(jnp.copy, state))
+        np.testing.assert_allclose(logits, expected[at], atol=1e-4, err_msg=f"step {step}")
+        logits, quick_state = decode_step(config, own, now, jax.tree.map(jnp.copy, quick_state))
+        np.testing.assert_allclose(logits, expected[at], atol=1e-4, err_msg=f"step {step}")
+    if document_token is None:
+        np.testing.assert_array_equal(state.n_tokens, lengths + 11)
+    else:
+        without = dataclasses.replace(config, document_token=None)
+        assert np.abs(full_forward(without, params, tokens)[0] - expected).max() > 0.1
 
 
 def test_a_prompt_read_in_pieces_equals_one_read_at_once(rng, params, monkeypatch):
     tokens = draw_tokens(rng, 2, 13)
-    read, lengths = decoding._prefill_piece, []
-    monkeypatch.setattr(decoding, "_prefill_piece", lambda *args: (lengths.append(args[2].shape[1]), read(*args))[1])
+    read_piece, lengths = decoding._prefill_piece, []
+    monkeypatch.setattr(
+        decoding, "_prefill_piece", lambda *args: (lengths.append(args[2].shape[1]), read_piece(*args))[1]
+    )
     expected, expected_state = prefill(MODEL, params, tokens)
-    monkeypatch.setattr(decoding, "PREFILL_PIECE", 5)
+    monkeypatch.setattr(decoding, "PREFILL_PIECE", 4)
     logits, state = prefill(MODEL, params, tokens)
-    assert lengths == [13, 5, 5, 3]
+    assert lengths == [16, 4, 4, 4, 1], "padded to powers of two"
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, expected_state)
     # The same by hand: the state of an earlier call.
-    _, state = prefill(MODEL, params, tokens[:, :10])
-    assert lengths[4:] == [5, 5]
-    logits, _ = prefill(MODEL, params, tokens[:, 10:], state)
+    state = prefill(MODEL, params, tokens[:, :8]).state
+    logits, _ = prefill(MODEL, params, tokens[:, 8:], state)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
-    without, _ = prefill(MODEL, params, tokens[:, 10:])
+    without, _ = prefill(MODEL, params, tokens[:, 8:])
     assert np.abs(without - expected).max() > 0.1, "what came before matters"
 
 
@@ -80,7 +119,7 @@ def test_state_keeps_its_size_and_the_one_given_is_donated(rng, params):
     tokens = draw_tokens(rng, 2, 13)
     _, state = prefill(MODEL, params, tokens)
     assert sizes(state) == sizes(init_model_state(MODEL, 2))
-    for position in range(13):
+    for position in range(3):
         given = state
         _, state = decode_step(MODEL, params, tokens[:, position], state)
         assert sizes(state) == sizes(given)
@@ -91,6 +130,8 @@ def test_state_keeps_its_size_and_the_one_given_is_donated(rng, params):
 def test_an_empty_prompt_is_refused(params):
     with pytest.raises(ValueError, match="the prompt has no tokens"):
         prefill(MODEL, params, jnp.zeros((1, 0), jnp.int32))
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        prefill(MODEL, params, jnp.zeros((2, 3), jnp.int32), lengths=np.array([0, 3]))
     with pytest.raises(ValueError, match="the prompt has no tokens"):
         next(generate(MODEL, params, np.array([], np.int32), GREEDY, seed=0))
 
@@ -156,9 +197,159 @@ def test_generation_stops_before_the_stop_id(rng, params):
     assert list(generate(MODEL, params, prompt, Sampling(), 0, max_tokens=20, stop_id=missing)) == written
 
 
+def collect(pieces) -> np.ndarray:
+    return np.concatenate([tokens for tokens, _ in pieces], axis=1)
+
+
+def test_rows_do_not_depend_on_each_other_nor_on_the_tokens_a_call(rng, params):
+    prompts = [np.asarray(draw_tokens(rng, n)) for n in (3, 9, 5)]
+    own = step_params(MODEL, params)
+    alone = [list(generate(MODEL, params, prompts[0], Sampling(), 3, max_tokens=10))]
+    together = {
+        n: collect(
+            continue_texts(MODEL, own, read(MODEL, params, prompts), Sampling(), 3, max_tokens=10, tokens_per_call=n)
+        )
+        for n in (4, 32)
+    }
+    assert together[32].shape == (3, 10)
+    np.testing.assert_array_equal(together[4], together[32])
+    np.testing.assert_array_equal(together[32][:1], alone)
+    assert len({tuple(row) for row in together[32].tolist()}) == 3
+
+
+def test_forks_go_on_from_one_reading_in_their_own_ways(rng, params):
+    prompt = np.asarray(draw_tokens(rng, 7))
+    forked = fork(read(MODEL, params, [prompt]), 4)
+    written = collect(continue_texts(MODEL, step_params(MODEL, params), forked, Sampling(), 5, max_tokens=12))
+    assert len({tuple(row) for row in written.tolist()}) == 4
+    np.testing.assert_array_equal(written[0], list(generate(MODEL, params, prompt, Sampling(), 5, max_tokens=12)))
+
+
+def test_each_row_stops_by_itself(rng, params):
+    own, prefix = step_params(MODEL, params), read(MODEL, params, [draw_tokens(rng, 5)] * 3)
+    free = collect(continue_texts(MODEL, own, prefix, Sampling(), 7, max_tokens=12, tokens_per_call=5))
+    stop_id = int(free[1, 6])
+    stopped = collect(
+        continue_texts(MODEL, own, prefix, Sampling(), 7, max_tokens=12, tokens_per_call=5, stop_id=stop_id)
+    )
+    for row, tokens in enumerate(free):
+        end = list(tokens).index(stop_id) if stop_id in tokens else 12
+        np.testing.assert_array_equal(stopped[row], np.where(np.arange(12) < end, tokens, -1)[: stopped.shape[1]])
+    assert (stopped[1] == -1).any()
+
+
+def test_repetition_is_penalised_as_defined(rng, params):
+    """Of tokens in the prompt and of those drawn since; a huge penalty allows none twice while others are likelier."""
+    prompt = np.asarray(draw_tokens(rng, 7))
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.8)
+    written = list(generate(MODEL, params, prompt, sampling, seed=0, max_tokens=10))
+    text = list(prompt)
+    for token in written:
+        padded = np.zeros((1, 19), np.int32)
+        padded[0, : len(text)] = text
+        logits = np.array(full_forward(MODEL, params, padded)[0][0, len(text) - 1, :257])
+        used = logits[text]
+        logits[text] = np.where(used > 0, used / 1.8, used * 1.8)
+        assert token == np.argmax(logits)
+        text.append(token)
+    plain = list(generate(MODEL, params, prompt, GREEDY, seed=0, max_tokens=10))
+    logits = jnp.asarray(rng.standard_normal((1, 257)))
+    seen = jnp.zeros((1, 257), bool).at[0, jnp.argmax(logits)].set(True)
+    assert sample(None, logits, Sampling(0.0, repetition_penalty=50.0), 257, seen) != sample(None, logits, GREEDY, 257)
+    assert written != plain or not set(plain) & set(prompt.tolist())
+
+
+def test_texts_of_extreme_exponents_are_decoded_exactly(rng, params):
+    """Log values spread over some hundred nats: averages underflow, and the tokens are drawn again in logarithms."""
+    bias = np.array(params["layers"]["w1"]["bias"])  # [L, H (2K + V)]
+    shaped = bias.reshape(2, 2, 12)
+    shaped[..., 8:] = 0
+    kernel = np.array(params["layers"]["w1"]["kernel"]).reshape(2, 32, 2, 12)
+    kernel[..., 8:] *= 100
+    params["layers"]["w1"] = {
+        "kernel": jnp.asarray(kernel.reshape(2, 32, 24)),
+        "bias": jnp.asarray(shaped.reshape(2, 24)),
+    }
+    params["layers"]["w2"]["kernel"] = params["layers"]["w2"]["kernel"] / 100
+    own, tokens = step_params(MODEL, params), draw_tokens(rng, 1, 40)
+    exact = []
+    wrapped = decoding._decode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "_decode", lambda *args: (exact.append(args[3]), wrapped(*args))[1])
+        written, after, _ = decode(
+            MODEL, own, prefill(MODEL, params, tokens), jax.random.split(jax.random.key(0), 1), GREEDY, 8
+        )
+    assert exact == [False, True]
+    text = jnp.concatenate([tokens, written], axis=1)
+    logits, state = full_forward(MODEL, params, text)
+    np.testing.assert_array_equal(jnp.argmax(logits[:, 39:-1, :257], axis=-1), written)
+    np.testing.assert_allclose(after.logits, logits[:, -1], atol=1e-3)
+
+
+# ---- states on disk --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["heinsen", "softmax"])
+def test_a_saved_state_goes_on_as_the_one_in_memory(rng, tmp_path, attention):
+    config = dataclasses.replace(MODEL, attention=attention)
+    params = draw_params(rng, config)
+    own, prefix = step_params(config, params), read(config, params, [draw_tokens(rng, 9)])
+    save_prefix(tmp_path / "state", config, params, prefix)
+    loaded = load_prefix(tmp_path / "state", config, params)
+    write = lambda prefix: collect(continue_texts(config, own, prefix, Sampling(), 1, max_tokens=9))
+    np.testing.assert_array_equal(write(loaded), write(prefix))
+    if attention == "heinsen":
+        jax.tree.map(np.testing.assert_array_equal, loaded, prefix)
+    # Where only speed differs, the state is as good.
+    load_prefix(tmp_path / "state", dataclasses.replace(config, implementation="scan", remat="full"), params)
+
+
+def test_states_of_other_models_and_damaged_ones_are_refused_by_name(rng, params, tmp_path):
+    path = tmp_path / "state"
+    save_prefix(path, MODEL, params, read(MODEL, params, [[1, 2, 3]]))
+    with pytest.raises(StateError, match="another model: model.document_token None there, 5 here"):
+        load_prefix(path, dataclasses.replace(MODEL, document_token=5), params)
+    with pytest.raises(StateError, match="with other parameters"):
+        load_prefix(path, MODEL, params | {"embedding": params["embedding"] + 1})
+    with pytest.raises(StateError, match="nowhere does not exist"):
+        load_prefix(tmp_path / "nowhere", MODEL, params)
+    whole = path.read_bytes()
+    for cut in (0, 100, len(whole) // 2, len(whole) - 3):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(StateError, match="no saved state, or a damaged one"):
+            load_prefix(path, MODEL, params)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 16
+    path.write_bytes(flipped)
+    with pytest.raises(StateError, match="no saved state, or a damaged one"):
+        load_prefix(path, MODEL, params)
+
+
+# ---- stop strings ----------------------------------------------------------------------------
+
+
+def test_stop_strings_end_a_text_wherever_its_pieces_are_cut(rng):
+    text = "".join(rng.choice(list("abc"), 60))
+    strings = ["cab" + "a" * int(rng.integers(1, 3)), "bbcb", "cc"]
+    found = min((text.index(s) for s in strings if s in text), default=len(text))
+    cuts = np.sort(rng.integers(0, 61, 9))
+    stop, out = StopStrings(strings), ""
+    for start, end in zip([0, *cuts], [*cuts, 60], strict=True):
+        out += stop.feed(text[start:end])
+        assert text.startswith(out)
+    assert out + ("" if stop.found else stop.flush()) == text[:found]
+    assert stop.found == (found < 60)
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        StopStrings(["x", ""])
+
+
 # ---- sampling --------------------------------------------------------------------------------
 
 VOCAB, PADDED = 12, 16
+quick_sample = jax.jit(sample, static_argnums=(2, 3))
 DRAWS = 20_000
 
 
@@ -173,6 +364,8 @@ def exact_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     if sampling.top_p < 1:
         assert np.abs(reached - sampling.top_p).min() > 1e-4
         kept = kept[: np.searchsorted(reached, sampling.top_p) + 1]
+    enough = np.exp(logits[kept] - logits[kept[0]]) >= sampling.min_p
+    kept = kept[enough]
     out = np.zeros(len(logits))
     out[kept] = p[: len(kept)] / p[: len(kept)].sum()
     return out
@@ -181,8 +374,8 @@ def exact_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 def count_draws(rng, logits: np.ndarray, sampling: Sampling, n_draws: int = DRAWS) -> np.ndarray:
     """How often each token is drawn; the ids past the vocabulary have by far the largest logits."""
     padded = np.concatenate([logits, np.full(PADDED - VOCAB, 50.0)]).astype(np.float32)
-    key = jax.random.key(int(rng.integers(2**31)))
-    drawn = sample(key, jnp.broadcast_to(padded, (n_draws, PADDED)), sampling, VOCAB)
+    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), n_draws)
+    drawn = quick_sample(keys, jnp.broadcast_to(padded, (n_draws, PADDED)), sampling, VOCAB)
     assert drawn.shape == (n_draws,)
     counts = np.bincount(drawn, minlength=VOCAB)
     assert len(counts) == VOCAB, "an id past the vocabulary"
@@ -204,6 +397,8 @@ def count_draws(rng, logits: np.ndarray, sampling: Sampling, n_draws: int = DRAW
         Sampling(top_p=1e-6),
         Sampling(temperature=1.5, top_k=7, top_p=0.8),
         Sampling(temperature=0.3, top_p=0.9),
+        Sampling(min_p=0.2),
+        Sampling(temperature=2.0, top_k=9, top_p=0.95, min_p=0.3),
     ],
     ids=str,
 )
@@ -218,7 +413,9 @@ def test_draws_have_the_exact_probabilities(rng, sampling):
     counts = count_draws(rng, logits, sampling)
     kept = expected > 0
     assert counts[~kept].sum() == 0
-    if sampling.top_k or sampling.top_p < 1:
+    if sampling.min_p:
+        assert 1 <= kept.sum() < VOCAB
+    elif sampling.top_k or sampling.top_p < 1:
         assert 1 <= kept.sum() <= min(sampling.top_k or VOCAB, VOCAB)
     likely = expected * DRAWS >= 5  # chi-square needs this many
     observed = np.append(counts[likely], counts[kept & ~likely].sum())
@@ -233,8 +430,9 @@ def test_each_row_is_drawn_by_its_own_logits(rng):
     logits = np.full((5, PADDED), -100.0, np.float32)
     wanted = rng.permutation(VOCAB)[:5]
     logits[np.arange(5), wanted] = 100.0
-    for sampling in (Sampling(), GREEDY, Sampling(top_k=2), Sampling(top_p=0.5)):
-        np.testing.assert_array_equal(sample(jax.random.key(0), jnp.asarray(logits), sampling, VOCAB), wanted)
+    keys = jax.random.split(jax.random.key(0), 5)
+    for sampling in (Sampling(), GREEDY, Sampling(top_k=2), Sampling(top_p=0.5), Sampling(min_p=0.5)):
+        np.testing.assert_array_equal(sample(keys, jnp.asarray(logits), sampling, VOCAB), wanted)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=4), Sampling(top_p=0.35)], ids=str)
@@ -263,6 +461,12 @@ def test_a_tiny_temperature_takes_the_likeliest_token(rng, temperature):
         ("top_p", 1.5),
         ("top_p", -0.5),
         ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("repetition_penalty", math.inf),
     ],
 )
 def test_bad_values_name_their_field(field, value):

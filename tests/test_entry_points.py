@@ -5,6 +5,7 @@ Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py
 
 import codecs
 import math
+import re
 import shutil
 
 import numpy as np
@@ -76,6 +77,14 @@ BAD_COMMANDS = {
         ["scripts/generate.py", "--workdir={run}", "--temperature=nan"],
         ["error: temperature = nan"],
     ),
+    "generate: samples without end": (
+        ["scripts/generate.py", "--workdir={run}", "--samples=2", "--max_tokens=0"],
+        ["error: --max_tokens=0 writes without end"],
+    ),
+    "generate: no state": (
+        ["scripts/generate.py", "--workdir={run}", "--load_state={new}"],
+        ["error: {new} does not exist", "--save_state"],
+    ),
 }
 
 
@@ -145,14 +154,19 @@ def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(r
 
 
 @pytest.fixture(scope="module")
-def written(run, commands):
+def written(run, commands, tmp_path_factory):
     command = ["scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=40"]
     before = snapshot(run.workdir)
+    state = tmp_path_factory.mktemp("state") / "state"
+    save = commands.run(*command, "--prompt=some te", "--max_tokens=0", f"--save_state={state}")
+    assert save.returncode == 0 and save.stdout == "some te\n", save.stderr
     ends = commands.run_all(
         {
             "greedy": {"arguments": [*command, "--prompt=some text", "--temperature=0"]},
             "stdin": {"arguments": [*command, "--stdin", "--seed=3", "--top_k=20"], "stdin": "some text"},
             "document": {"arguments": [*command, "--stop_at_eot", "--max_tokens=400"]},
+            "samples": {"arguments": [*command, "--prompt=some text", "--samples=2", "--min_p=0.05", "--stop=e"]},
+            "state": {"arguments": [*command, f"--load_state={state}", "--prompt=xt", "--temperature=0"]},
         }
     )
     assert snapshot(run.workdir) == before
@@ -182,6 +196,17 @@ def test_generate_without_a_prompt_writes_one_document(run, written):
     tokenizer = get_tokenizer("bytes")
     assert written["document"] == expected_text(run, None, Sampling(), 0, 400, tokenizer.eot_id)
     assert 0 < len(written["document"]) < 400 and "endoftext" not in written["document"]
+
+
+def test_generate_goes_on_from_a_saved_state(written):
+    assert written["state"] == "xt" + written["greedy"].removeprefix("some text")
+
+
+def test_generate_writes_several_samples_up_to_a_stop_string(run, written):
+    first = expected_text(run, "some text", Sampling(min_p=0.05), 0, 40).removesuffix("\n").removeprefix("some text")
+    samples = re.fullmatch(r"---- 1 of 2\n(.*)\n---- 2 of 2\n(.*)\n", written["samples"], re.DOTALL).groups()
+    assert samples[0] == "some text" + first.split("e")[0] and samples[1].startswith("some text")
+    assert not any("e" in text.removeprefix("some text") for text in samples)
 
 
 def test_generate_streams_valid_utf8_without_end_until_the_reader_leaves(run, commands):

@@ -12,6 +12,7 @@ import pytest
 from heinsen.attention import LinearState, LogState, MeanState
 from heinsen.attention.softmax import KVCache
 from heinsen.config import ConfigError, from_mapping
+from heinsen.decoding import Sampling, _longest_document, decode, read
 from heinsen.model import (
     check_room,
     count_params,
@@ -317,6 +318,26 @@ def test_learned_positions_end_with_a_clear_error_or_nan(rng):
         forward(alone, params, tokens)
     with pytest.raises(ConfigError, match=r"sequence_length = 16 is longer than model.n_positions = 8: raise it"):
         run_config("unused", model__position="learned", model__n_positions=8)
+
+
+def test_prompts_that_padding_takes_beyond_the_learned_positions_are_read_and_longer_ones_refused(rng):
+    changes = dict(attention="linear", block="gpt2", position="learned", n_positions=6)
+    config = model_config(**SIZES | changes)
+    params, tokens = draw_params(config, rng), draw_tokens(config, rng)
+    prefix = read(config, params, [tokens[0, :3], tokens[1, :6]])
+    for row, length in enumerate((3, 6)):
+        assert_close(prefix.logits[row], logits64(config, params, tokens[row : row + 1, :length])[0, -1], 2e-5)
+    with pytest.raises(ValueError, match="7 tokens go beyond the model.n_positions = 6"):
+        read(config, params, [tokens[0, :3], tokens[1, :7]])
+    with pytest.raises(ValueError, match="7 tokens go beyond"):
+        read(config, params, [tokens[0, :3], tokens[1, :1]], prefix.state)
+    with pytest.raises(ValueError, match="8 tokens go beyond"):
+        decode(config, params, prefix, None, Sampling(), 2)
+    # Documents that begin anew have positions of their own.
+    documents = dataclasses.replace(config, document_token=DOCUMENT)
+    before = init_model_state(documents, 1)._replace(n_tokens=jnp.array([9]), document_start=jnp.array([5]))
+    longest = lambda *row: _longest_document(documents, before, np.array([row]), np.array([len(row)]))
+    assert [longest(5, 6), longest(5, DOCUMENT, 6), longest(DOCUMENT, *[5] * 6, DOCUMENT)] == [6, 5, 7]
 
 
 @pytest.mark.parametrize("name, splits", [("hybrid", False), ("real", False), ("gpt2", False), (None, True)])
