@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
                 attention="heinsen",  # or softmax, sigmoid, linear; or a pattern that repeats: heinsen*3,softmax
                 sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
                 sigmoid_bias="0.0",  # sigmoid: added to its logits; a number, or -log_n
-                values="log",  # heinsen: W1 gives logarithms of values, W2 takes that of y; or real values and y
+                value_domain="log",  # heinsen: W1 gives logarithms of values, W2 takes that of y; or real values and y
                 qk_norm=False,  # normalise queries and keys of each head by their root mean square, with learned scales
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
                 position="recurrent",  # the paper's; learned, rotary (softmax and sigmoid layers), none

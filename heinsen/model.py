@@ -61,7 +61,7 @@ REMAT_POLICIES = {
 }
 
 ATTENTION_KINDS = ("heinsen", "softmax", "sigmoid", "linear")
-VALUES = ("log", "real")
+VALUE_DOMAINS = ("log", "real")
 BLOCKS = ("heinsen", "gpt2")
 POSITIONS = ("recurrent", "learned", "rotary", "none")
 OBJECTIVES = ("next_token", "masked")
@@ -73,7 +73,7 @@ class ModelConfig:
 
     vocab_size counts the tokenizer's ids; the embedding and the softmax have padded_vocab_size rows. attention is the
     kind of all layers, or a pattern that repeats, such as heinsen*3,softmax. sigmoid_alpha and sigmoid_bias are those
-    of `heinsen.sigmoid_attention`; values are the heinsen kind's: "log" for `heinsen.log_attention`, "real" for
+    of `heinsen.sigmoid_attention`; value_domain is the heinsen kind's: "log" for `heinsen.log_attention`, "real" for
     `heinsen.attention`. qk_norm normalises queries and keys by their root mean square, with learned scales. n_positions
     bounds learned positions. objective is next_token, or masked for a bidirectional model. dtype is that of matmul
     inputs. remat names what the backward pass computes again (REMAT_POLICIES). implementation is that of the heinsen
@@ -91,7 +91,7 @@ class ModelConfig:
     attention: str
     sigmoid_alpha: float
     sigmoid_bias: str
-    values: str
+    value_domain: str
     qk_norm: bool
     block: str
     position: str
@@ -116,7 +116,7 @@ class ModelConfig:
             )
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
-        choices = {"remat": REMAT_POLICIES, "values": VALUES, "block": BLOCKS, "position": POSITIONS}
+        choices = {"remat": REMAT_POLICIES, "value_domain": VALUE_DOMAINS, "block": BLOCKS, "position": POSITIONS}
         for name, allowed in (choices | {"objective": OBJECTIVES}).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"model.{name} = {getattr(self, name)!r}: choose {', '.join(allowed)}")
@@ -157,9 +157,9 @@ class ModelConfig:
             finite = False
         if not finite:
             raise ValueError(f"model.sigmoid_bias = {self.sigmoid_bias!r}: expected a finite number, or -log_n")
-        if self.values == "real" and "heinsen" not in self.pattern:
+        if self.value_domain == "real" and "heinsen" not in self.pattern:
             raise ValueError(
-                f"model.values = 'real' is an option of heinsen attention, of which model.attention = "
+                f"model.value_domain = 'real' is an option of heinsen attention, of which model.attention = "
                 f"{self.attention!r} has none: set it to log"
             )
 
@@ -180,7 +180,7 @@ class ModelConfig:
     @property
     def splits_sequences(self) -> bool:
         """Whether a mesh may divide a sequence's tokens (`heinsen.attention.sharded`)."""
-        return self.causal and set(self.pattern) == {"heinsen"} and self.values == "log"
+        return self.causal and set(self.pattern) == {"heinsen"} and self.value_domain == "log"
 
     @property
     def pattern(self) -> tuple[str, ...]:
@@ -236,7 +236,7 @@ def init_model_state(config: ModelConfig, batch_size: int, capacity: int = 0) ->
 
     def layer_state(kind):
         if kind == "heinsen":
-            signed = config.values == "real"
+            signed = config.value_domain == "real"
             return init_state(batch, config.d_key, config.d_value, signed=signed, dtype=_accumulator(config))
         if kind == "linear":
             return init_linear_state(batch, config.d_key, config.d_value, dtype=_accumulator(config))
@@ -630,7 +630,7 @@ def _attend(config, kind, mesh, q, k, values, state, tokens):
     if config.position == "rotary" and kind in ("softmax", "sigmoid"):
         places = tokens.slot - tokens.first
         q, k = _rotate(q, places), _rotate(k, places)
-    if kind == "heinsen" and config.values == "log":
+    if kind == "heinsen" and config.value_domain == "log":
         if isinstance(state, RunningState):
             log_y, state = running.step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0])
             return log_y[:, :, None], state

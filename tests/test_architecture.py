@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from configs import default
 from heinsen.config import ConfigError, from_mapping
@@ -156,6 +157,15 @@ def test_config_files_change_only_what_default_has(name):
 
     values = importlib.import_module(f"configs.{name}").get_config().to_dict()
     assert set(fields(values)) == set(fields(default.get_config().to_dict()))
+
+
+def test_every_field_can_be_set_by_a_flag():
+    """--config.model.values=... would set a method of the ConfigDict."""
+    groups = [default.get_config()]
+    while groups:
+        group = groups.pop()
+        assert not [name for name in group if hasattr(ConfigDict, name)]
+        groups += [x for _, x in group.items() if isinstance(x, ConfigDict)]
 
 
 def changed(path: str, value) -> dict:

@@ -42,7 +42,7 @@ VARIANTS = {
     ),
     "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
     "linear": dict(attention="linear", document_token=DOCUMENT),
-    "real": dict(values="real", position="none", block="gpt2", qk_norm=True, document_token=DOCUMENT),
+    "real": dict(value_domain="real", position="none", block="gpt2", qk_norm=True, document_token=DOCUMENT),
     "hybrid": dict(
         attention="heinsen,softmax,sigmoid,linear",
         n_layers=4,
@@ -230,7 +230,7 @@ def test_each_kind_has_its_own_state():
     config = model_config(**SIZES | VARIANTS["hybrid"])
     kinds = [type(state) for state in init_model_state(config, B, 5).attention]
     assert kinds == [LogState, KVCache, KVCache, LinearState] and config.has_cache
-    real = model_config(values="real")
+    real = model_config(value_domain="real")
     assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
 
 
@@ -284,8 +284,8 @@ def run_config_of(name):
         (dict(sigmoid_alpha=float("inf")), "model.sigmoid_alpha = inf: it must be finite"),
         (dict(sigmoid_bias="log_n"), "model.sigmoid_bias = 'log_n': expected a finite number, or -log_n"),
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
-        (dict(values="complex"), "model.values = 'complex': choose log, real"),
-        (dict(values="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
+        (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
+        (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -348,7 +348,9 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
     if splits:
         check_mesh(config, mesh)
         return
-    with pytest.raises(MeshError, match=r"mesh.sequence = 2 divides .* needs model.attention = heinsen .*other axes"):
+    with pytest.raises(
+        MeshError, match=r"mesh.sequence = 2 divides .* needs model.attention = heinsen .* Use the mesh's other axes"
+    ):
         check_mesh(config, mesh)
 
 

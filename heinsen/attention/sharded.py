@@ -78,7 +78,7 @@ def over_heads(mesh: Mesh | None, attend: Callable[..., tuple[Array, Any]]) -> C
     if mesh.shape["sequence"] > 1:
         raise MeshError(
             f"mesh.sequence = {mesh.shape['sequence']}: only the causal attention of log values (model.attention = "
-            "heinsen, model.values = log) divides a sequence's tokens"
+            "heinsen, model.value_domain = log) divides a sequence's tokens"
         )
     heads = P(BATCH, "tensor")
     return on_each_device(mesh, attend, in_specs=(heads, heads, heads, heads, P(BATCH)), out_specs=(heads, heads))

@@ -79,8 +79,9 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
     if shape["sequence"] > 1 and not config.model.splits_sequences:
         raise MeshError(
             f"mesh.sequence = {shape['sequence']} divides the tokens of a sequence, which needs model.attention = "
-            f"heinsen in all layers, model.values = log and model.objective = next_token: they are "
-            f"{config.model.attention}, {config.model.values} and {config.model.objective}; use the mesh's other axes"
+            "heinsen in all layers, model.value_domain = log and model.objective = next_token: they are "
+            f"{config.model.attention}, {config.model.value_domain} and {config.model.objective}. Use the mesh's other "
+            "axes"
         )
     parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
     if config.sequence_length % parts:
