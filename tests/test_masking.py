@@ -33,6 +33,7 @@ from tests.test_kinds import (
 )
 
 pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
 
 MODEL = model_config(**SIZES, objective="masked", document_token=DOCUMENT)
 
