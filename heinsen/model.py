@@ -226,14 +226,28 @@ def forward(
       lengths: how many tokens each row has, where rows are padded at their end; None: T.
       last_only: logits of each row's last token only, [B, padded_vocab] (of its first, where a row has none).
     """
-    x, state = LanguageModel(config, stacked="layers" in params).apply({"params": params}, tokens, state, lengths)
+    x, state = hidden_states(config, params, tokens, state, lengths)
     if last_only:
         last = jnp.full(x.shape[0], x.shape[1] - 1) if lengths is None else jnp.maximum(lengths - 1, 0)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    head = params.get("head", params["embedding"])
-    if last_only:  # the embedding first: XLA's CPU library is up to twice as fast so
-        return _matmul(head, x[:, 0].T, config.dtype).T, state
-    return token_logits(x, head, config.dtype), state
+        return logits_of(config, params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]), state
+    return token_logits(x, params.get("head", params["embedding"]), config.dtype), state
+
+
+def logits_of(config: ModelConfig, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B padded_vocab"]:
+    """The logits that hidden states make, of one token a sequence."""
+    # The embedding first: XLA's CPU library is up to twice as fast so.
+    return _matmul(params.get("head", params["embedding"]), x.T, config.dtype).T
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    state: ModelState | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T D"], ModelState]:
+    """What `forward` makes its logits of, by a product with the embedding; arguments and state as there."""
+    return LanguageModel(config, stacked="layers" in params).apply({"params": params}, tokens, state, lengths)
 
 
 def next_token_losses(
