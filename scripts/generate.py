@@ -11,7 +11,7 @@ from absl import app, flags, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
 PROMPT = flags.DEFINE_string("prompt", None, "Text to continue; none: a new document.")
 STDIN = flags.DEFINE_bool("stdin", False, "Read the prompt from standard input.")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Tokens to write; 0: without end.", lower_bound=0)
