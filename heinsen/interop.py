@@ -222,7 +222,7 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError as error:
         raise InteropError(f"{folder} holds no exported weights: it has no {CONFIG_FILE}; {_HOW}") from error
     except (OSError, ValueError) as error:
-        raise InteropError(f"{path} is damaged ({error}): copy it anew, or {_HOW}") from error
+        raise InteropError(f"{path} is damaged ({error}): copy the folder anew, or {_HOW}") from error
     if not is_manifest(mapping):
         raise InteropError(f"{folder} holds no exported weights: its {CONFIG_FILE} is of something else; {_HOW}")
     if mapping.get("format_version") != FORMAT_VERSION:
@@ -249,7 +249,7 @@ def load_folder(folder: Path) -> tuple[ModelConfig, str, Params]:
     fit its config.
     """
     manifest, path = read_manifest(folder), folder / WEIGHTS_FILE
-    again = f"copy it anew, or {_HOW}"
+    again = f"copy the folder anew, or {_HOW}"
     try:
         size = path.stat().st_size
         if size != manifest.weights.bytes:

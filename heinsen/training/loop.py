@@ -75,7 +75,7 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
 def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
     """(step, parameters) that `init_from` names, split over the mesh.
 
-    Raises RunError where they are of another model or tokenizer, CheckpointError, MeshError.
+    Raises RunError where they are of another model or tokenizer, ConfigError, CheckpointError, MeshError.
     """
     source = Path(config.init_from)
     old = load_run(source)
@@ -136,7 +136,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     data = _Data.open(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
-    initial = None
+    initial = None  # read before anything is written; a run that is resumed has its own
     if config.init_from is not None and not has_checkpoints(workdir):
         initial = load_initial_params(config, mesh)
     changes = claim_folder(config, workdir, write=main)

@@ -12,7 +12,7 @@ from typing import Any
 from heinsen.config import differences, from_mapping
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
-from heinsen.interop import is_manifest
+from heinsen.interop import InteropError, is_manifest, read_manifest
 from heinsen.model import ModelConfig
 from heinsen.parallel import MeshConfig
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
@@ -159,11 +159,12 @@ def load_run(workdir: Path) -> TrainConfig:
             "--out of scripts/export.py"
         )
     config = _read_config(path)
-    if not is_manifest(config):
-        return from_mapping(TrainConfig, config)
-    if not isinstance(config.get("run"), Mapping):
-        raise RunError(f"{path} is damaged (it holds no run): copy it anew, or export the run again")
-    return from_mapping(TrainConfig, config["run"], "config.run")
+    if is_manifest(config):
+        try:
+            config = read_manifest(workdir).run
+        except InteropError as error:
+            raise RunError(str(error)) from error
+    return from_mapping(TrainConfig, config)
 
 
 def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:
