@@ -16,7 +16,7 @@ from ml_collections import config_flags
 
 from configs import parse_flags
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or of scripts/export.py.", required=True)
 SPLIT = flags.DEFINE_string("split", None, "Split of the run's data; none: the run's validation split.")
 
 
