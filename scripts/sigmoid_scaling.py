@@ -23,6 +23,7 @@ Prints a table, and writes results.json, sigmoid_scaling.png and sigmoid_scaling
 import dataclasses
 import functools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -319,6 +320,12 @@ def with_error(fit: tuple[float, float] | None) -> str:
     return "-" if fit is None else f"{fit[0]:.4f} +- {fit[1]:.4f}"
 
 
+def concise(fit: tuple[float, float]) -> str:
+    """0.9974(8): the error in units of the last digit."""
+    digits = max(0, -math.floor(math.log10(fit[1]))) if fit[1] > 0 else 4
+    return f"{fit[0]:.{digits}f}({round(fit[1] * 10**digits)})"
+
+
 def table(found: dict[str, Any]) -> list[str]:
     long = found["fitted_long"]
     header = [
@@ -331,10 +338,11 @@ def table(found: dict[str, Any]) -> list[str]:
         f"{'departure':>11}",
         f"{'convergence':>20}",
     ]
+    off_all, off_long = found["growth_of_fluctuation"]
     lines = [
-        f"{found['tokens']}: {found['population']:,} to draw from; |I| = {found['norm_of_integral']:.3f}, "
-        f"n* = {found['crossover']:.1f}. Independent tokens' fluctuation changes growth at these n by "
-        f"{found['growth_of_fluctuation'][0]:.4f}, {found['growth_of_fluctuation'][1]:.4f}:",
+        f"{found['tokens']}: {found['population']:,} to draw from; |I| = {found['norm_of_integral']:.3f}, n* = "
+        f"{found['crossover']:.1f}: growth of independent tokens {off_all:+.4f} off its law, {off_long:+.4f} from "
+        f"{long[0]} on",
         "".join(header),
     ]
     for row in found["results"]:
@@ -396,23 +404,23 @@ def plot_growth(axis, found: dict[str, Any]) -> None:
         law = norm_by_law(lengths, row["alpha"], square, found["variance_of_one"])
         axis.loglog(n, law, color=color, linewidth=1)
         axis.loglog(n, n ** (1 - row["alpha"]) * square**0.5, ":", color=color, linewidth=1)
-        exponent, error = row["growth_of_long"]
-        label = rf"$\alpha$ = {row['alpha']:g}: {exponent:.3f} $\pm$ {error:.3f}"
+        label = rf"$\alpha$ = {row['alpha']:g}: {concise(row['growth_of_long'])}"
         axis.loglog(n, row["norms"], "o", color=color, markersize=3, label=label)
     for name, marker in (("softmax", "s"), ("heinsen", "^")):
         row = next(row for row in found["results"] if row["form"] == name)
-        label = rf"{name}: {row['growth_of_long'][0]:.3f} $\pm$ {row['growth_of_long'][1]:.3f}"
+        label = f"{name}: {concise(row['growth_of_long'])}"
         axis.loglog(n, row["norms"], marker, color="0.45", markersize=3, markerfacecolor="none", label=label)
     axis.set_xscale("log", base=2)
     axis.minorticks_off()
-    axis.set_ylim(top=axis.get_ylim()[1] * 1e3)  # room for the legend
+    axis.set_ylim(top=axis.get_ylim()[1] * 3e4)  # room for the legend
     axis.legend(
-        title=rf"exponent of $n$, fitted from $n$ = {found['fitted_long'][0]} on",
+        title=rf"fitted exponent of $n \geq {found['fitted_long'][0]}$",
         title_fontsize=7,
+        alignment="left",
         ncol=2,
         loc="upper left",
-        handlelength=1.0,
-        columnspacing=1.0,
+        handlelength=0.8,
+        columnspacing=0.8,
     )
     axis.set(xlabel="keys $n$", ylabel=r"$\|y\|$", title=f"output norm, {found['tokens']}")
 
@@ -423,12 +431,13 @@ def plot_convergence(axis, studies: list[dict[str, Any]]) -> None:
         if row is None:
             continue
         n, errors = np.array(found["lengths"], float), np.array(row["errors"]) / found["norm_of_integral"]
-        exponent, error = row["convergence"]
-        label = rf"{found['tokens']}: $n^{{{exponent:.3f} \pm {error:.3f}}}$"
+        label = f"{found['tokens']}: {concise(row['convergence'])}"
         (line,) = axis.loglog(n, errors, marker, markersize=3, label=label)
-        axis.loglog(n, np.sqrt(found["crossover"] / n), color=line.get_color(), linewidth=1)
+        if not found["tokens"].endswith("in order"):
+            axis.loglog(n, np.sqrt(found["crossover"] / n), color=line.get_color(), linewidth=1)
     axis.set_xscale("log", base=2)
-    axis.legend(loc="lower left", title=r"lines: independent tokens", title_fontsize=7)
+    axis.set_ylim(bottom=axis.get_ylim()[0] / 6)  # room for the legend
+    axis.legend(loc="lower left", title="fitted exponent of all $n$", title_fontsize=7, alignment="left")
     axis.set(xlabel="keys $n$", ylabel=r"$\|y - I\| \, / \, \|I\|$", title=r"convergence at $\alpha = 1$")
 
 
