@@ -130,8 +130,13 @@ def random_tokens(rng: np.random.Generator, mean: float) -> Tokens:
     return Tokens("random tokens", *np.einsum("nw,phwd->phnd", x, draw_maps(rng, WIDTH), optimize=True), False)
 
 
-def text_tokens(rng: np.random.Generator, workdir: Path, data: Path | None, at_most: int) -> list[Tokens]:
-    """The last hidden states (LayerNorm outputs) of the run's model on text; in order, and drawn independently."""
+def text_tokens(
+    rng: np.random.Generator, workdir: Path, data: Path | None, at_most: int, at_least: int = QUERIES
+) -> list[Tokens]:
+    """The last hidden states (LayerNorm outputs) of the run's model on text; in order, and drawn independently.
+
+    Raises ConfigError, RunError, DatasetError, CheckpointError, and ValueError if there are fewer than `at_least`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -146,13 +151,16 @@ def text_tokens(rng: np.random.Generator, workdir: Path, data: Path | None, at_m
         split = data.name
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data.parent)))
     length = config.sequence_length
-    windows = [
-        dataset.read(0, n * length).reshape(n, length)
-        for dataset, share in open_split(config, split)
-        if (n := min(int(at_most * share), dataset.num_tokens) // length)
-    ]
-    if not windows:
-        raise ValueError(f"--tokens={at_most} and {split} of {config.data.path}: not one window of {length} tokens")
+    windows = [np.zeros((0, length), np.uint16)]
+    for dataset, share in open_split(config, split):
+        n = min(int(at_most * share), dataset.num_tokens) // length
+        windows.append(dataset.read(0, n * length).reshape(n, length))
+    windows = np.concatenate(windows)
+    if windows.size < (at_least := max(at_least, QUERIES)):
+        raise ValueError(
+            f"{config.data.path}, {split}: windows of {length} hold {windows.size:,} of at most {at_most:,} tokens, a "
+            f"sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
+        )
     _, params = load_params(workdir, config.model, make_mesh())
     model = LanguageModel(config.model)
     maps = draw_maps(rng, config.model.d_model).astype(np.float32)
@@ -162,7 +170,7 @@ def text_tokens(rng: np.random.Generator, workdir: Path, data: Path | None, at_m
         x = model.apply({"params": params}, tokens, with_logits=False)[0]
         return jnp.einsum("btw,phwd->phbtd", x, maps)
 
-    windows, parts, start = np.concatenate(windows), [], time.monotonic()
+    parts, start = [], time.monotonic()
     size = min(len(windows), max(1, 2**15 // length))
     for begin in range(0, len(windows), size):
         begin = min(begin, len(windows) - size)  # all calls of one shape; what comes twice is cut off below
@@ -484,19 +492,17 @@ def main(argv: list[str]) -> None:
     from heinsen.training.run import RunError
 
     rng, out = np.random.default_rng(FLAGS.seed), Path(FLAGS.out)
-    kinds = [random_tokens(rng, FLAGS.mean)]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if FLAGS.workdir is not None:
-            data = None if FLAGS.data is None else Path(FLAGS.data)
-            kinds += text_tokens(rng, Path(FLAGS.workdir), data, FLAGS.tokens)
-            if (n_tokens := kinds[-1].k.shape[1]) < max(lengths[-1], QUERIES):
-                raise ValueError(
-                    f"the text gives {n_tokens:,} tokens, fewer than the longest sequence of {lengths[-1]:,}: give "
-                    "smaller --lengths, or more --tokens of a larger split"
-                )
-    except (ConfigError, CheckpointError, DatasetError, RunError, ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: --out={out} cannot be made: {error}")
+    kinds = [random_tokens(rng, FLAGS.mean)]
+    if FLAGS.workdir is not None:
+        data = None if FLAGS.data is None else Path(FLAGS.data)
+        try:
+            kinds += text_tokens(rng, Path(FLAGS.workdir), data, FLAGS.tokens, lengths[-1])
+        except (ConfigError, CheckpointError, DatasetError, RunError, ValueError) as error:
+            sys.exit(f"error: {error}")
     forms = make_forms()
     run = together(forms)
     studies = [study(forms, run, tokens, lengths, FLAGS.sequences, rng) for tokens in kinds]

@@ -135,8 +135,8 @@ def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
     want = np.einsum("nw,phwd->phnd", hidden, sigmoid_scaling.draw_maps(rng, config.model.d_model))
     for got, expected in zip((in_order.q, in_order.k, in_order.v), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-2)
-    with pytest.raises(ValueError, match="--tokens=5 .*not one window of 16 tokens"):
-        sigmoid_scaling.text_tokens(rng, run.workdir, None, 5)
+    with pytest.raises(ValueError, match="windows of 16 hold 96 of at most 100 tokens, a sequence 97:"):
+        sigmoid_scaling.text_tokens(rng, run.workdir, None, at_most, 97)
 
 
 # ---- the command -------------------------------------------------------------------------------------
