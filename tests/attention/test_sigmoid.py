@@ -142,7 +142,7 @@ def test_queries_see_nothing_of_what_comes_after_them(rng, small_blocks):
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 def test_every_token_twice_multiplies_the_output_by_2_to_the_power_of_1_minus_alpha(alpha, rng):
-    with jax.enable_x64():
+    with jax.enable_x64(True):
         q, k, v = (rng.standard_normal((2, T, d)) for d in (K, K, V))
         run = quick_jit(functools.partial(sigmoid_attention, alpha=alpha), static_argnames="causal")
         twice = [np.repeat(x, 2, axis=1) for x in (q, k, v)]
