@@ -8,6 +8,8 @@ from heinsen.attention import (
     log_attention,
     merge_states,
     query_state,
+    sigmoid_attention,
+    sigmoid_attention_cached,
     update_state,
 )
 from heinsen.version import __version__
@@ -21,5 +23,7 @@ __all__ = [
     "log_attention",
     "merge_states",
     "query_state",
+    "sigmoid_attention",
+    "sigmoid_attention_cached",
     "update_state",
 ]

@@ -132,6 +132,7 @@ def test_flax_and_orbax_stay_in_one_module_each(package):
 def test_public_names_exist():
     heinsen = importlib.import_module("heinsen")
     public = {"log_attention", "attention", "init_state", "update_state", "query_state", "merge_states"}
+    public |= {"sigmoid_attention", "sigmoid_attention_cached"}
     assert public <= set(heinsen.__all__)
     assert all(hasattr(heinsen, name) for name in heinsen.__all__)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from heinsen.attention import chunked, reference, scan
+from heinsen.attention.checks import check_inputs
 from heinsen.attention.recurrent import (
     LogState,
     MeanState,
@@ -22,6 +23,7 @@ from heinsen.attention.recurrent import (
     query_state,
     update_state,
 )
+from heinsen.attention.sigmoid import sigmoid_attention, sigmoid_attention_cached
 
 __all__ = [
     "LogState",
@@ -31,6 +33,8 @@ __all__ = [
     "log_attention",
     "merge_states",
     "query_state",
+    "sigmoid_attention",
+    "sigmoid_attention_cached",
     "update_state",
 ]
 
@@ -96,7 +100,7 @@ def attention(
 
 def _attend(function, q, k, values, causal, state, segment_ids, implementation, return_state):
     in_logs = function == "log_attention"
-    _check_inputs(q, k, values, causal, segment_ids, "log_v" if in_logs else "v")
+    check_inputs(q, k, values, causal, segment_ids, "log_v" if in_logs else "v")
     if state is not None:
         _check_state(state, k, values, LogState if in_logs else MeanState)
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
@@ -118,38 +122,6 @@ def _choose(implementation: str | None, n_tokens: int) -> ModuleType:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
     return IMPLEMENTATIONS[implementation]
-
-
-def _check_inputs(q, k, values, causal, segment_ids, values_name):
-    for name, x in (("q", q), ("k", k), (values_name, values)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32"
-            )
-        if x.ndim < 2 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
-    shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k differ in their last axis, the number of key features: {shapes}")
-    if k.shape[-2] != values.shape[-2]:
-        raise ValueError(f"k and {values_name} differ in their number of tokens (axis -2): {shapes}")
-    if not q.shape[:-2] == k.shape[:-2] == values.shape[:-2]:
-        raise ValueError(f"q, k and {values_name} differ in their leading axes: {shapes}")
-    if q.shape[-2] != k.shape[-2]:
-        if causal:
-            raise ValueError(f"causal attention needs as many queries as keys: {shapes}; pass causal=False")
-        if segment_ids is not None:
-            raise ValueError(f"segment_ids need as many queries as keys: {shapes}")
-    if segment_ids is not None:
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(f"segment_ids have dtype {segment_ids.dtype}: expected integers")
-        try:
-            fits = jnp.broadcast_shapes(segment_ids.shape, k.shape[:-1]) == k.shape[:-1]
-            fits = fits and segment_ids.shape[-1:] == k.shape[-2:-1]
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
 
 
 def _check_state(state: State, k, values, kind: type):

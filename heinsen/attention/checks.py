@@ -1,0 +1,40 @@
+"""What every public attention function asks of its arrays."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str) -> None:
+    """q [*batch, T, K], k [*batch, S, K] and values [*batch, S, V], which the caller calls `values_name`.
+
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
+    """
+    for name, x in (("q", q), ("k", k), (values_name, values)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32"
+            )
+        if x.ndim < 2 or 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
+    shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k differ in their last axis, the number of key features: {shapes}")
+    if k.shape[-2] != values.shape[-2]:
+        raise ValueError(f"k and {values_name} differ in their number of tokens (axis -2): {shapes}")
+    if not q.shape[:-2] == k.shape[:-2] == values.shape[:-2]:
+        raise ValueError(f"q, k and {values_name} differ in their leading axes: {shapes}")
+    if q.shape[-2] != k.shape[-2]:
+        if causal:
+            raise ValueError(f"causal attention needs as many queries as keys: {shapes}; pass causal=False")
+        if segment_ids is not None:
+            raise ValueError(f"segment_ids need as many queries as keys: {shapes}")
+    if segment_ids is not None:
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise TypeError(f"segment_ids have dtype {segment_ids.dtype}: expected integers")
+        try:
+            fits = jnp.broadcast_shapes(segment_ids.shape, k.shape[:-1]) == k.shape[:-1]
+            fits = fits and segment_ids.shape[-1:] == k.shape[-2:-1]
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
