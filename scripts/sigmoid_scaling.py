@@ -140,7 +140,7 @@ def text_tokens(
     import jax
     import jax.numpy as jnp
 
-    from heinsen.model import LanguageModel
+    from heinsen.model import hidden_states
     from heinsen.parallel import make_mesh
     from heinsen.training.loop import load_params
     from heinsen.training.run import load_run, open_split
@@ -162,12 +162,11 @@ def text_tokens(
             f"sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
         )
     _, params = load_params(workdir, config.model, make_mesh())
-    model = LanguageModel(config.model)
     maps = draw_maps(rng, config.model.d_model).astype(np.float32)
 
     @jax.jit
     def seen_by_heads(params, tokens, maps):
-        x = model.apply({"params": params}, tokens, with_logits=False)[0]
+        x, _ = hidden_states(config.model, params, tokens)
         return jnp.einsum("btw,phwd->phbtd", x, maps)
 
     parts, start = [], time.monotonic()
