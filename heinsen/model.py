@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.attention import IMPLEMENTATIONS, LogState, init_state, sharded
 from heinsen.logspace import NEG_INF, logaddexp
@@ -91,6 +91,13 @@ def init_model_state(config: ModelConfig, batch_size: int) -> ModelState:
     return ModelState(_no_position(config, batch_size), attention)
 
 
+def forget(config: ModelConfig, state: ModelState, rows_B: Bool[Array, " B"]) -> ModelState:
+    """The state of those rows as before any token, of the others as it is."""
+    empty = init_model_state(config, rows_B.shape[0])
+    pick = lambda axis: lambda new, old: jnp.where(rows_B.reshape((-1,) + (1,) * (old.ndim - 1 - axis)), new, old)
+    return ModelState(pick(0)(empty.position, state.position), jax.tree.map(pick(1), empty.attention, state.attention))
+
+
 def _no_position(config: ModelConfig, batch_size: int) -> Array:
     return jnp.zeros((batch_size, config.d_model), jnp.promote_types(config.dtype, jnp.float32))
 
@@ -108,28 +115,45 @@ def forward(
 
 
 def next_token_losses(
-    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory."""
-    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
-    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T+1"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], ModelState]:
+    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory.
+
+    `state` is what came before (None: nothing). With return_state also the state after all tokens but the last.
+    """
+    x_BxTxD, embedding, state = _hidden(config, params, tokens[:, :-1], mesh, state)
+    losses_BxT = token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    return (losses_BxT, state) if return_state else losses_BxT
 
 
 def mean_loss(
-    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T+1"],
+    mesh: Mesh | None = None,
+    weights: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """The mean of the next tokens' losses, to be differentiated: see `heinsen.loss`."""
+    """The mean of the next tokens' losses, by their weights (None: equal), to be differentiated: see `heinsen.loss`."""
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
+    x_BxTxD, embedding, _ = _hidden(config, params, tokens[:, :-1], mesh)
     targets_BxT = tokens[:, 1:]
-    weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    if weights is None:
+        weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    else:
+        weights_BxT = (weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
 
-def _hidden(config, params, tokens, mesh):
-    """The last hidden states, and the embedding, gathered once for both of its uses."""
+def _hidden(config, params, tokens, mesh, state=None):
+    """The last hidden states, the embedding, gathered once for both of its uses, and the model's state."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
-    return LanguageModel(config, mesh).apply({"params": params}, tokens, with_logits=False)[0], params["embedding"]
+    x_BxTxD, state = LanguageModel(config, mesh).apply({"params": params}, tokens, state, with_logits=False)
+    return x_BxTxD, params["embedding"], state
 
 
 def count_params(params: Params) -> int:
@@ -158,7 +182,7 @@ class LanguageModel(nn.Module):
         if c.document_token is not None:
             begins_BxT = tokens_BxT == c.document_token
             segment_ids = jnp.cumsum(begins_BxT, axis=-1)[:, None]
-            state = state if is_first else _forget(c, state, begins_BxT[:, 0])
+            state = state if is_first else forget(c, state, begins_BxT[:, 0])
         x_BxTxD = _of_tokens(self.mesh, x_BxTxD)
         position_BxTxD = Position(c, self.mesh, name="position")(x_BxTxD, state.position, begins_BxT)
         x_BxTxD = x_BxTxD + position_BxTxD
@@ -182,13 +206,6 @@ class LanguageModel(nn.Module):
 def _of_tokens(mesh: Mesh | None, x_BxTxD: Array) -> Array:
     """The residual stream, which only the batch and the tokens divide."""
     return constrain(mesh, x_BxTxD, BATCH, "sequence", None)
-
-
-def _forget(config: ModelConfig, state: ModelState, rows_B: Array) -> ModelState:
-    """The state of those rows as before any token."""
-    empty = init_model_state(config, rows_B.shape[0])
-    pick = lambda axis: lambda new, old: jnp.where(rows_B.reshape((-1,) + (1,) * (old.ndim - 1 - axis)), new, old)
-    return ModelState(pick(0)(empty.position, state.position), jax.tree.map(pick(1), empty.attention, state.attention))
 
 
 class Position(nn.Module):
