@@ -201,8 +201,8 @@ def position_table(positions) -> str:
     ranges = {r.first: r for r in positions.ranges}
     labels = {r.first: reach(r) for r in [*positions.ranges, *positions.contexts]}
     lines = [
-        f"Loss by position in the document of the same tokens, in windows of {positions.window} and streaming; last:",
-        "loss in windows by the number of tokens before it in the window.",
+        f"Loss by position in the document (tokens before it), in windows of {positions.window} and streaming; right:",
+        "loss in windows by the tokens before it that the window shows.",
         f"{'position':>12} {'tokens':>12} {'windows':>9} {'streaming':>10}  {'difference [95%]':<26} {'in window':>9}",
     ]
     for first, label in sorted(labels.items()):
