@@ -59,14 +59,17 @@ def filled(documents, rng, window=WINDOW, forgets=False, scale=1.0):
 # ---- the model's losses ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[None, EOT], ids=["context across documents", "document_token"])
+FORGETS = pytest.param(EOT, id="document_token", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(None, id="context across documents"), FORGETS])
 def model(request, data):
     return dataclasses.replace(run_config(data).model, n_layers=1, document_token=request.param)
 
 
 def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
     documents = draw_documents(rng, tmp_path / "split", rng.permutation([1, 2, 15, 16, 17, 70, 40, 33, 5, 8]))
-    params, mesh = init_params(model, jax.random.key(0)), make_mesh()
+    params, mesh = quick_jit(init_params, static_argnums=0)(model, jax.random.key(0)), make_mesh()
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(x.dtype), params)
 
     streamed = Sums(documents, WINDOW, model.document_token is not None)

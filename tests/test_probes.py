@@ -1,9 +1,9 @@
 """Probes: the answers stand in the context, only they count, and scripts/recall.py trains a model on them."""
 
+import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +15,7 @@ from tests.test_model import SMALL
 pytest_plugins = ["tests.run_fixtures"]
 
 VOCAB = 30
+MODEL = dataclasses.replace(SMALL, n_layers=1, implementation="scan")
 
 
 def recalled(task, row):
@@ -79,21 +80,21 @@ def test_accuracy_counts_answers_of_which_every_token_is_right():
 
 
 def test_only_answers_count(rng):
-    params = init_params(SMALL, jax.random.key(0))
-    probe = Task("associative", SMALL.vocab_size).draw(rng, 3, 3)
-    losses = np.float64(quick_jit(next_token_losses, static_argnums=0)(SMALL, params, probe.tokens))
-    loss, grads = quick_jit(jax.value_and_grad(answer_loss, 1), static_argnums=0)(SMALL, params, probe._asdict())
+    params = quick_jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
+    probe = Task("associative", MODEL.vocab_size).draw(rng, 3, 3)
+    losses = np.float64(quick_jit(next_token_losses, static_argnums=0)(MODEL, params, probe.tokens))
+    loss = quick_jit(answer_loss, static_argnums=0)(MODEL, params, probe._asdict())
     assert loss == pytest.approx(losses[probe.answers > 0].mean(), rel=1e-5)
     assert loss != pytest.approx(losses.mean(), rel=1e-3)
-    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(grads)) > 0
-    right = quick_jit(right_answers, static_argnums=0)(SMALL, params, probe.tokens)
+    right = quick_jit(right_answers, static_argnums=0)(MODEL, params, probe.tokens)
     assert right.shape == probe.answers.shape
     likely = np.exp(-losses) > 1 / 2  # then no other id can be likelier
     assert np.asarray(right)[likely].all()
 
 
+@pytest.mark.long
 def test_recall_script_trains_and_measures(commands, tmp_path):
-    """A model that sees two pairs of four keys learns them in a few steps."""
+    """With one pair in the context, a few steps are enough to answer it."""
     arguments = ["scripts/recall.py", "--task=associative", "--lengths=1", "--test_lengths=1,3", "--steps=40"]
     arguments += ["--config.model.vocab_size=10", "--config.model.padded_vocab_size=16", "--config.model.d_model=16"]
     arguments += ["--config.model.n_layers=1", "--config.model.implementation=scan", "--config.log_every=20"]
