@@ -28,10 +28,12 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / (math.log(2) * bytes_per_token)
 
 
-def mean_of_mixture(parts: list[tuple[float, Evaluation]]) -> Evaluation:
-    """The loss over tokens drawn from several datasets by their shares, from each dataset's own."""
+def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: float) -> Evaluation:
+    """The loss over tokens drawn from several datasets by their shares, from each dataset's own.
+
+    bytes_per_token: of the mixture (`heinsen.data.mixture.bytes_per_token`).
+    """
     loss = sum(share * part.loss for share, part in parts)
-    bytes_per_token = sum(share * part.loss / (math.log(2) * part.bits_per_byte) for share, part in parts)
     tokens = sum(part.tokens for _, part in parts)
     return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte(loss, bytes_per_token), tokens)
 

@@ -251,28 +251,46 @@ def hidden_states(
 
 
 def next_token_losses(
-    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory."""
-    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
-    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T+1"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], ModelState]:
+    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory.
+
+    `state` is what came before (None: nothing). With return_state also the state after all tokens but the last.
+    """
+    x_BxTxD, embedding, state = _hidden(config, params, tokens[:, :-1], mesh, state, return_state)
+    losses_BxT = token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    return (losses_BxT, state) if return_state else losses_BxT
 
 
 def mean_loss(
-    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T+1"],
+    mesh: Mesh | None = None,
+    weights: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """The mean of the next tokens' losses, to be differentiated: see `heinsen.loss`."""
+    """The mean of the next tokens' losses, by their weights (None: equal), to be differentiated: see `heinsen.loss`."""
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
+    x_BxTxD, embedding, _ = _hidden(config, params, tokens[:, :-1], mesh)
     targets_BxT = tokens[:, 1:]
-    weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    if weights is None:
+        weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    else:
+        weights_BxT = (weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
 
-def _hidden(config, params, tokens, mesh):
-    """The last hidden states, and the embedding, gathered once for both of its uses."""
+def _hidden(config, params, tokens, mesh, state=None, keep_state=False):
+    """The last hidden states, the embedding, gathered once for both of its uses, and the model's state if kept."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
-    return LanguageModel(config, mesh).apply({"params": params}, tokens, keep_state=False)[0], params["embedding"]
+    apply = LanguageModel(config, mesh).apply
+    x_BxTxD, state = apply({"params": params}, tokens, state, keep_state=keep_state)
+    return x_BxTxD, params["embedding"], state
 
 
 def count_params(params: Params) -> int:

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parent.parent
 
 # logspace -> attention -> model -> the rest; a unit imports units of lower rank, or its own modules.
 RANKS = {"logspace": 0, "loss": 0, "attention": 1, "model": 2}
-RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "interop": 3, "harness": 4, "sweep": 4}
+RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "by_document": 3, "probes": 3, "interop": 3}
+RANKS |= {"harness": 4, "sweep": 4}
 LEAVES = {"data", "parallel", "config", "version"}  # import nothing of heinsen but themselves
 OUTSIDE = {"configs", "absl", "ml_collections", "tests", "scripts", "train", "eval"}
 ONLY_IN = {

@@ -179,6 +179,7 @@ class _Data:
     batches: Any  # training batches for ever, a Grain iterator
     bytes_per_token: float  # of the training text
     validation: list[tuple[str, float, EvaluationBatches]]  # of each dataset: its name, share and batches
+    validation_bytes_per_token: float
 
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> "_Data":
@@ -207,6 +208,7 @@ class _Data:
                 )
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],
+            bytes_per_token(validation),
         )
 
 
@@ -289,7 +291,7 @@ class _Loop:
                 name: (share, evaluate(self.eval_step, params, batches, self.mesh, batches.dataset.bytes_per_token))
                 for name, share, batches in self.data.validation
             }
-        result = mean_of_mixture(list(parts.values()))
+        result = mean_of_mixture(list(parts.values()), self.data.validation_bytes_per_token)
         if not math.isfinite(result.loss):
             raise NonFiniteLossError(
                 f"validation loss {result.loss} at step {step}. Stopped, nothing of it is saved. {self.advice()}"

@@ -43,31 +43,33 @@ def abstract_train_state(model: ModelConfig, optimizer: optax.GradientTransforma
 
 
 def make_train_step(
-    model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, loss: Callable[..., jax.Array] = mean_loss
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """(state, tokens [A, B, T + 1]) -> (state, metrics): the mean over A accumulated passes of B rows.
 
+    Another `loss`, (model, params, batch, mesh) -> scalar, may take a tree of arrays [A, B, ...] instead of tokens.
     The state given is donated. A step whose loss or gradient is not finite changes nothing but the count of such steps.
 
     metrics: "loss" in nats a token; "grad_norm", the gradient's before clipping; "param_norm"; "skipped" and
     "skipped_in_a_row", the counts after the step.
     """
 
-    def loss_fn(params, tokens_BxT1):
-        return mean_loss(model, params, tokens_BxT1, mesh)
+    def loss_fn(params, batch):
+        return loss(model, params, batch, mesh)
 
-    def gradients(params, tokens_AxBxT1):
-        if tokens_AxBxT1.shape[0] == 1:
-            return jax.value_and_grad(loss_fn)(params, tokens_AxBxT1[0])
+    def gradients(params, batches):
+        n_passes = jax.tree.leaves(batches)[0].shape[0]
+        if n_passes == 1:
+            return jax.value_and_grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batches))
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        add = lambda total, tokens: (jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, tokens)), None)
-        total, _ = jax.lax.scan(add, zeros, tokens_AxBxT1)
-        return jax.tree.map(lambda x: x / tokens_AxBxT1.shape[0], total)
+        add = lambda total, batch: (jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, batch)), None)
+        total, _ = jax.lax.scan(add, zeros, batches)
+        return jax.tree.map(lambda x: x / n_passes, total)
 
-    def step(state, tokens_AxBxT1):
-        loss, grads = gradients(state.params, tokens_AxBxT1)
+    def step(state, batches):
+        value, grads = gradients(state.params, batches)
         grad_norm = optax.tree.norm(grads)
-        usable = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        usable = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updated = optax.apply_updates(state.params, updates), opt_state
         kept = jax.tree.map(lambda new, old: jnp.where(usable, new, old), updated, (state.params, state.opt_state))
@@ -75,7 +77,7 @@ def make_train_step(
             "all": state.skipped["all"] + ~usable,
             "in_a_row": jnp.where(usable, 0, state.skipped["in_a_row"] + 1),
         }
-        metrics = {"loss": loss, "grad_norm": grad_norm, "param_norm": optax.tree.norm(kept[0])}
+        metrics = {"loss": value, "grad_norm": grad_norm, "param_norm": optax.tree.norm(kept[0])}
         metrics |= {"skipped": skipped["all"], "skipped_in_a_row": skipped["in_a_row"]}
         return TrainState(*kept, skipped), metrics
 
