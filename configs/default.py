@@ -11,6 +11,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
             seed=0,
+            init_from=placeholder(str),  # start from the weights of another run or of scripts/export.py; None: random
             total_tokens=300_000_000_000,  # predicted tokens over the whole run; the last step may overshoot
             sequence_length=1024,  # tokens predicted per sequence
             batch_size=480,  # sequences per optimizer step, over all devices and accumulation steps

@@ -34,7 +34,9 @@ from heinsen.model import (
     capacity,
     check_room,
     forward,
+    hidden_states,
     init_model_state,
+    logits_of,
     unstack,
     with_capacity,
 )
@@ -109,13 +111,8 @@ def prefill(
     check_room(config, _longest_document(config, state, tokens, lengths))
     state = _with_room(config, state, int(np.max(state.n_tokens + lengths)))
     prefix = Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
-    for start in range(0, int(lengths.max()), PREFILL_PIECE):
-        own = np.clip(lengths - start, 0, PREFILL_PIECE)
-        piece = tokens[:, start : start + own.max()]
-        # Padded to a power of two, so that prompts of all lengths are read by few compiled programs.
-        padded = min(PREFILL_PIECE, 1 << int(own.max() - 1).bit_length())
-        piece = np.pad(piece, [(0, 0), (0, padded - own.max())])
-        prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == padded else own)
+    for _, own, piece in _pieces(tokens, lengths):
+        prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == piece.shape[1] else own)
     return prefix
 
 
@@ -135,6 +132,62 @@ def _longest_document(config, state, tokens_BxT, lengths_B):
         begins = np.flatnonzero(row[:length] == config.document_token) if config.document_token is not None else []
         longest = max(longest, *np.diff([-before, *begins, length]))
     return int(longest)
+
+
+def score(
+    config: ModelConfig,
+    params: Params,
+    prefix: Prefix,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], Prefix]:
+    """Of texts that go on from a prefix: each token's log-likelihood in nats, whether it was the likeliest, the prefix
+    with them. Read piece by piece, as by `prefill`.
+
+    Args:
+      params: of `init_params`.
+      lengths: how many tokens each row has, where rows are padded at their end (there both results are 0); None: T.
+
+    Raises ValueError for a text beyond the model's learned positions.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+    log_p, likeliest = np.zeros(tokens.shape), np.zeros(tokens.shape, bool)
+    check_room(config, _longest_document(config, prefix.state, tokens, lengths))
+    room = int(np.max(prefix.state.n_tokens + lengths))
+    prefix = prefix._replace(state=_with_room(config, prefix.state, room))
+    for start, own, piece in _pieces(tokens, lengths):
+        *found, prefix = _score_piece(config, params, piece, prefix, own)
+        width = min(piece.shape[1], tokens.shape[1] - start)
+        for whole, part in zip((log_p, likeliest), found, strict=True):
+            whole[:, start : start + width] = np.asarray(part)[:, :width]
+    return log_p, likeliest, prefix
+
+
+@partial(jax.jit, static_argnums=0)
+def _score_piece(config, params, tokens_BxT, prefix, lengths_B):
+    x_BxTxD, state = hidden_states(config, params, tokens_BxT, prefix.state, lengths_B)
+
+    def next_token(logits, token):
+        x, target = token
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], axis=1)[:, 0]
+        likeliest = jnp.argmax(logits[:, : config.vocab_size], axis=-1)
+        return logits_of(config, params, x), (log_p, likeliest == target)
+
+    steps = x_BxTxD.swapaxes(0, 1), tokens_BxT.T
+    _, (log_p, likeliest) = jax.lax.scan(next_token, prefix.logits, steps)
+    within = jnp.arange(tokens_BxT.shape[1]) < lengths_B[:, None]
+    last = jnp.take_along_axis(x_BxTxD, jnp.maximum(lengths_B - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = jnp.where((lengths_B > 0)[:, None], logits_of(config, params, last), prefix.logits)
+    return jnp.where(within, log_p.T, 0.0), within & likeliest.T, Prefix(logits, state)
+
+
+def _pieces(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(first column, each row's number of tokens, the tokens), padded to a power of two: few compiled programs."""
+    for start in range(0, int(lengths.max()), PREFILL_PIECE):
+        own = np.clip(lengths - start, 0, PREFILL_PIECE)
+        padded = min(PREFILL_PIECE, 1 << int(own.max() - 1).bit_length())
+        yield start, own, np.pad(tokens[:, start : start + own.max()], [(0, 0), (0, padded - own.max())])
 
 
 def _with_room(config: ModelConfig, state: ModelState, n_tokens: int) -> ModelState:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.model import ModelConfig, Params, next_token_losses
+from heinsen.masking import window_losses
+from heinsen.model import ModelConfig, Params
 from heinsen.parallel import place_batch, replicated, split_batch
 
 
@@ -28,10 +29,12 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / (math.log(2) * bytes_per_token)
 
 
-def mean_of_mixture(parts: list[tuple[float, Evaluation]]) -> Evaluation:
-    """The loss over tokens drawn from several datasets by their shares, from each dataset's own."""
+def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: float) -> Evaluation:
+    """The loss over tokens drawn from several datasets by their shares, from each dataset's own.
+
+    bytes_per_token: of the mixture (`heinsen.data.mixture.bytes_per_token`).
+    """
     loss = sum(share * part.loss for share, part in parts)
-    bytes_per_token = sum(share * part.loss / (math.log(2) * part.bits_per_byte) for share, part in parts)
     tokens = sum(part.tokens for _, part in parts)
     return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte(loss, bytes_per_token), tokens)
 
@@ -40,7 +43,7 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
     """(params, {"tokens" [B, T + 1], "mask" [B, T]}) -> each sequence's sum of nats over masked targets, [B]."""
 
     def step(params, batch):
-        return jnp.sum(next_token_losses(model, params, batch["tokens"], mesh) * batch["mask"], axis=-1)
+        return jnp.sum(window_losses(model, params, batch["tokens"], mesh) * batch["mask"], axis=-1)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 

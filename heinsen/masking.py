@@ -6,19 +6,16 @@ accumulation passes, and after an interruption. Evaluation hides every token onc
 
 With a document_token, that token is neither hidden nor put in another's place: it tells where documents begin.
 
-Axes: R rows of a batch, T tokens.
+Axes: B or R rows of a batch, T tokens.
 """
-
-from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
-from heinsen.model import ModelConfig, Params, masked_losses
-from heinsen.parallel import replicated, split_batch
+from heinsen.model import ModelConfig, Params, masked_losses, next_token_losses
 
 FRACTION = 0.15  # of the tokens that training hides
 BECOME_MASK, BECOME_ANY = 0.8, 0.1  # of those; the rest stay
@@ -49,28 +46,27 @@ def mask_tokens(
     return {"tokens": hidden, "targets": tokens, "weights": weights}
 
 
-def evaluation_rounds(model: ModelConfig, batches: Iterable[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
-    """Every batch {"tokens" [R, T + 1], "mask" [R, T]} seven times, its mask split: round i has tokens i, i + 7, ..."""
-    for batch in batches:
-        place = np.arange(batch["mask"].shape[1]) % ROUNDS
-        mask = batch["mask"] & (batch["tokens"][:, 1:] != model.document_token)
-        for i in range(ROUNDS):
-            yield {"tokens": batch["tokens"], "mask": mask & (place == i)}
+def window_losses(
+    model: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
+) -> Float[Array, "B T"]:
+    """The loss of every token but each window's first, in nats: of a next-token model `next_token_losses`.
 
-
-def make_masked_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
-    """(params, a round of `evaluation_rounds`) -> each sequence's sum of nats over its hidden tokens, [R].
-
-    For `heinsen.evaluation.evaluate`. All tokens of the mask are hidden at once, the sequence's others are seen.
-    The mean over all rounds is the logarithm of the pseudo-perplexity: every token is predicted exactly once from the
-    6/7 of its sequence that are seen with it. (Hiding one token at a time, the other usual definition, would cost T
-    passes rather than 7, and gives lower values.) It is no likelihood of the text, and not to be compared with the
-    perplexity of a next-token model, which sees nothing of what comes after.
+    A masked model reads the T tokens in seven rounds, which hide tokens 0, 7, 14, ..., then 1, 8, 15, ..., and so on:
+    each token is predicted once, from the 6/7 of the window that are seen with it. The exponential of the mean is the
+    pseudo-perplexity reported. (Hiding one token at a time, the other usual definition, takes T rounds, and gives lower
+    values.) It is no likelihood of the text, and not to be compared with the perplexity of a next-token model, which
+    sees nothing of what comes after. A document_token is told, at no loss.
     """
+    if model.causal:
+        return next_token_losses(model, params, tokens, mesh)
+    targets = tokens[:, 1:]
+    told = jnp.zeros(targets.shape, bool) if model.document_token is None else targets == model.document_token
+    place = jnp.arange(targets.shape[1]) % ROUNDS
 
-    def step(params, batch):
-        targets_RxT = batch["tokens"][:, 1:]
-        tokens_RxT = jnp.where(batch["mask"], model.mask_token, targets_RxT)
-        return jnp.sum(masked_losses(model, params, tokens_RxT, targets_RxT, mesh) * batch["mask"], axis=-1)
+    def add_round(losses, i):
+        hidden = (place == i) & ~told
+        seen = jnp.where(hidden, model.mask_token, targets)
+        return losses + jnp.where(hidden, masked_losses(model, params, seen, targets, mesh), 0), None
 
-    return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
+    dtype = jnp.promote_types(model.dtype, jnp.float32)
+    return jax.lax.scan(add_round, jnp.zeros(targets.shape, dtype), jnp.arange(ROUNDS))[0]

@@ -342,33 +342,65 @@ def forward(
 
     Beyond learned positions (`check_room`) logits are NaN. Raises ValueError for masked models (`masked_logits`).
     """
-    _check_causal(config)
-    x, state = LanguageModel(config, stacked="layers" in params).apply({"params": params}, tokens, state, lengths)
+    x, state = hidden_states(config, params, tokens, state, lengths)
     if last_only:
         last = jnp.full(x.shape[0], x.shape[1] - 1) if lengths is None else jnp.maximum(lengths - 1, 0)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    head = params.get("head", params["embedding"])
-    if last_only:  # the embedding first: XLA's CPU library is up to twice as fast so
-        return _matmul(head, x[:, 0].T, config.dtype).T, state
-    return token_logits(x, head, config.dtype), state
+        return logits_of(config, params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]), state
+    return token_logits(x, params.get("head", params["embedding"]), config.dtype), state
+
+
+def logits_of(config: ModelConfig, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B padded_vocab"]:
+    """The logits that hidden states make, of one token a sequence."""
+    # The embedding first: XLA's CPU library is up to twice as fast so.
+    return _matmul(params.get("head", params["embedding"]), x.T, config.dtype).T
+
+
+def hidden_states(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    state: ModelState | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[Float[Array, "B T D"], ModelState]:
+    """What `forward` makes its logits of, by a product with the embedding; arguments, state and errors as there."""
+    _check_causal(config)
+    return LanguageModel(config, stacked="layers" in params).apply({"params": params}, tokens, state, lengths)
 
 
 def next_token_losses(
-    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory."""
-    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
-    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T+1"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T"] | tuple[Float[Array, "B T"], ModelState]:
+    """Negative log-likelihood of every token but each sequence's first, in nats; whole logits are never in memory.
+
+    `state` is what came before (None: nothing). With return_state also the state after all tokens but the last.
+    """
+    _check_causal(config)
+    x_BxTxD, embedding, state = _hidden(config, params, tokens[:, :-1], mesh, state, return_state)
+    losses_BxT = token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    return (losses_BxT, state) if return_state else losses_BxT
 
 
 def mean_loss(
-    config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"], mesh: Mesh | None = None
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T+1"],
+    mesh: Mesh | None = None,
+    weights: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """The mean of the next tokens' losses, to be differentiated: see `heinsen.loss`."""
+    """The mean of the next tokens' losses, by their weights (None: equal), to be differentiated: see `heinsen.loss`."""
+    _check_causal(config)
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding = _hidden(config, params, tokens[:, :-1], mesh)
+    x_BxTxD, embedding, _ = _hidden(config, params, tokens[:, :-1], mesh)
     targets_BxT = tokens[:, 1:]
-    weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    if weights is None:
+        weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    else:
+        weights_BxT = (weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
 
@@ -376,7 +408,7 @@ def masked_logits(
     config: ModelConfig, params: Params, tokens: Int[Array, "B T"], mesh: Mesh | None = None
 ) -> Float[Array, "B T padded_vocab"]:
     """A masked model's logits of every token in its own place; `config.mask_token` stands for those not known."""
-    x_BxTxD, embedding = _hidden(config, params, tokens, mesh)
+    x_BxTxD, embedding, _ = _hidden(config, params, tokens, mesh)
     return token_logits(x_BxTxD, embedding, config.dtype)
 
 
@@ -388,7 +420,7 @@ def masked_losses(
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood of each target in the place of the token there, by a masked model, in nats."""
-    x_BxTxD, embedding = _hidden(config, params, tokens, mesh)
+    x_BxTxD, embedding, _ = _hidden(config, params, tokens, mesh)
     return token_losses(x_BxTxD, embedding, targets, config.dtype, mesh)
 
 
@@ -396,15 +428,17 @@ def masked_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
     """The mean by batch["weights"] of the `masked_losses` of ["tokens"] and ["targets"], to be differentiated."""
-    x_BxTxD, embedding = _hidden(config, params, batch["tokens"], mesh)
+    x_BxTxD, embedding, _ = _hidden(config, params, batch["tokens"], mesh)
     weights_BxT = (batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1)).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
 
 
-def _hidden(config, params, tokens, mesh):
-    """The last hidden states, and the embedding, gathered once for both of its uses."""
+def _hidden(config, params, tokens, mesh, state=None, keep_state=False):
+    """The last hidden states, the embedding, gathered once for both of its uses, and the model's state if kept."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
-    return LanguageModel(config, mesh).apply({"params": params}, tokens, keep_state=False)[0], params["embedding"]
+    apply = LanguageModel(config, mesh).apply
+    x_BxTxD, state = apply({"params": params}, tokens, state, keep_state=keep_state)
+    return x_BxTxD, params["embedding"], state
 
 
 def count_params(params: Params) -> int:

@@ -18,10 +18,8 @@ from absl import app, flags, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
-PROMPT = flags.DEFINE_multi_string(
-    "prompt", None, "Text to continue; several are continued together; none: a new document."
-)
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
+PROMPT = flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated. None: a new document.")
 STDIN = flags.DEFINE_bool("stdin", False, "Read the prompt from standard input.")
 LOAD_STATE = flags.DEFINE_string("load_state", None, "Go on after what --save_state has kept in this file.")
 SAVE_STATE = flags.DEFINE_string("save_state", None, "Keep what was read and written in this file.")

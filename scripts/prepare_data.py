@@ -48,6 +48,11 @@ _WORKERS = flags.DEFINE_integer(
 )
 _SHARD_TOKENS = flags.DEFINE_integer("shard_tokens", 100_000_000, "Close a shard after so many tokens.", lower_bound=1)
 _TEXT_FIELD = flags.DEFINE_string("text_field", "text", "Field or column that holds a document's text.")
+_SOURCE_FIELD = flags.DEFINE_string(
+    "source_field",
+    "meta.pile_set_name",
+    "Field or column that names a document's source, kept for evaluation by source; empty: keep none.",
+)
 _MAX_DOCUMENTS = flags.DEFINE_integer("max_documents", None, "Stop after so many documents.", lower_bound=1)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "Stop once so many tokens are reached.", lower_bound=1)
 _SKIP = flags.DEFINE_bool("skip_bad_documents", False, "Count and leave out bad documents instead of stopping.")
@@ -80,6 +85,7 @@ def _prepare(sources: tuple[str, ...]) -> Iterator[TokenDataset]:
             tokenizer=_TOKENIZER.value,
             shard_tokens=_SHARD_TOKENS.value,
             text_field=_TEXT_FIELD.value,
+            source_field=_SOURCE_FIELD.value or None,
             max_documents=_MAX_DOCUMENTS.value,
             max_tokens=_MAX_TOKENS.value,
             hub_config=_HUB_CONFIG.value,

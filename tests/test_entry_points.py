@@ -1,4 +1,4 @@
-"""train.py, eval.py and scripts/generate.py as commands: bad input ends in one line that says what is wrong.
+"""The entry points as commands: bad input ends in one line that says what is wrong.
 
 Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py's numbers in test_evaluation.py.
 """
@@ -59,6 +59,14 @@ BAD_COMMANDS = {
         ["--config has no such field", 'Did you mean "path"'],
     ),
     "eval: missing split": (["eval.py", "--workdir={run}", "--split=test"], ["error: no token dataset at", "/test"]),
+    "eval: a plot of another kind": (
+        ["eval.py", "--workdir={run}", "--by_position={new}/plot.txt"],
+        ["error: --by_position={new}/plot.txt: expected the name of a file that ends in .png"],
+    ),
+    "recall: more keys than ids": (
+        ["scripts/recall.py", "--task=associative", "--lengths=4,500", "--out={new}"],
+        ["error: length 500 of task 'associative': it must be from 1 to 127, as model.vocab_size = 256"],
+    ),
     "generate: no run": (["scripts/generate.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
     "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], ["error: {bare}", "checkpoint"]),
     "generate: empty prompt": (

@@ -117,21 +117,34 @@ def test_sums_are_float64_and_over_the_masked_targets():
 
 @pytest.fixture(scope="module")
 def other_data(tmp_path_factory) -> Path:
+    """Of three documents and more, which name their sources in turn."""
     folder = tmp_path_factory.mktemp("other")
-    write_split(folder / "test", draw_text(np.random.default_rng(1), 150))
+    text = draw_text(np.random.default_rng(1), 150)
+    text[[30, 90]] = EOT
+    names = ["books", "web", None]
+    write_split(folder / "test", text)
+    np.save(folder / "test" / "sources.npy", np.arange(np.sum(text == EOT), dtype=np.uint16) % 3)
+    metadata = json.loads((folder / "test" / "metadata.json").read_text())
+    metadata["shards"][0]["sources"] = {"file": "sources.npy", "names": names, "sha256": ""}
+    (folder / "test" / "metadata.json").write_text(json.dumps(metadata))
     return folder
 
 
 @pytest.fixture(scope="module")
-def reports(run, other_data, commands):
-    """What eval.py prints: as it is, of other data, and on devices that do not divide the batch."""
+def plot(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("plots") / "new" / "positions.png"
+
+
+@pytest.fixture(scope="module")
+def reports(run, other_data, plot, commands):
+    """What eval.py prints: as it is, of other data, and by position on devices that do not divide the batch."""
     before = snapshot(run.workdir)
     command = ["eval.py", f"--workdir={run.workdir}"]
     done = commands.run_all(
         {
             "own": {"arguments": command},
             "other": {"arguments": [*command, "--split=test", f"--config.data.path={other_data}"]},
-            "three devices": {"arguments": command, "devices": 3},
+            "three devices": {"arguments": [*command, f"--by_position={plot}"], "devices": 3},
         }
     )
     assert snapshot(run.workdir) == before, "evaluation leaves the run as it is"
@@ -142,12 +155,16 @@ def reports(run, other_data, commands):
 
 def test_last_line_of_eval_is_the_result_in_json(reports, run, model, params, dataset):
     assert BATCH % 3
+    keys = {"workdir", "step", "split", "mode", "documents", "tokens"}
+    keys |= {"loss", "loss_interval", "perplexity", "bits_per_byte", "bits_per_byte_interval"}
     _, expected = measure(model, params, dataset)
     for name in ("own", "three devices"):
         result = json.loads(reports[name][-1])
-        assert result.keys() == {"workdir", "step", "split", "loss", "perplexity", "bits_per_byte", "tokens"}
+        assert result.keys() == keys | ({"by_position"} if name == "three devices" else set())
         assert (result["workdir"], result["step"], result["split"]) == (str(run.workdir), STEPS, "validation")
-        assert result["tokens"] == dataset.num_tokens
+        assert (result["tokens"], result["documents"]) == (dataset.num_tokens, dataset.num_documents)
+        assert result["mode"] == "windows"
+        assert result["loss_interval"][0] < result["loss"] < result["loss_interval"][1]
         for field in ("loss", "perplexity", "bits_per_byte"):
             assert result[field] == pytest.approx(getattr(expected, field), rel=1e-5), (name, field)
 
@@ -170,3 +187,33 @@ def test_another_split_of_other_data_can_be_evaluated(reports, other_data, model
     assert (result["split"], result["tokens"]) == ("test", 150)
     assert result["loss"] == pytest.approx(direct_nats(model, params, tokens).mean(), rel=1e-5)
     assert result["loss"] != json.loads(reports["own"][-1])["loss"]
+    table = "\n".join(reports["other"][:-1])
+    assert result["sources"].keys() == {"books", "web", "(none named)"}
+    assert sum(source["tokens"] for source in result["sources"].values()) == 150
+    for name, source in result["sources"].items():
+        assert name in table and f"{source['loss']:.4f}" in table
+    nats, ends = direct_nats(model, params, tokens), np.flatnonzero(tokens == EOT) + 1
+    books = np.concatenate(np.split(nats, ends[:-1])[::3])
+    assert result["sources"]["books"]["loss"] == pytest.approx(books.mean(), rel=1e-5)
+
+
+def test_by_position_compares_windows_and_streaming(reports, plot, model, params, dataset):
+    """Streaming on three devices too is every document alone and whole."""
+    table, found = "\n".join(reports["three devices"][:-1]), json.loads(reports["three devices"][-1])["by_position"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    tokens = dataset.read(0, dataset.num_tokens)
+    ends = np.flatnonzero(tokens == EOT) + 1
+    lengths = np.diff(ends, prepend=0)
+    rows = np.full((len(ends), lengths.max() + 1), EOT, np.int32)
+    for row, end, length in zip(rows, ends, lengths, strict=True):
+        row[1 : length + 1] = tokens[end - length : end]
+    logits = np.asarray(jax.jit(forward, static_argnums=0)(model, params, rows[:, :-1])[0], np.float64)
+    nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
+    position = np.arange(1, lengths.max() + 1)
+    for r in found["ranges"]:
+        own = (position >= r["first"]) & (position <= r["last"]) & (position <= lengths[:, None])
+        assert r["tokens"] == own.sum() and r["streaming"] == pytest.approx(nats[own].mean(), rel=1e-4)
+        assert f"{r['streaming']:.4f}" in table
+    assert sum(r["tokens"] for r in found["ranges"]) == dataset.num_tokens
+    assert found["window"] == LENGTH and found["far"]["tokens"] > 0
+    assert f"A context beyond {LENGTH} tokens" in table

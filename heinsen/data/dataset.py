@@ -10,8 +10,15 @@ end-of-text token. `metadata.json` holds
     num_tokens      tokens in all shards, end-of-text tokens included
     num_documents
     num_bytes       UTF-8 bytes of the documents' texts, end-of-text tokens not counted (for bits per byte)
-    shards          a list of {file, num_tokens, num_documents, num_bytes, sha256 (of the file)}
+    shards          a list of {file, num_tokens, num_documents, num_bytes, sha256 (of the file)}; with
+                    sources: {file, names, sha256} where a document of the shard names its source
     source          where the documents came from, and the settings that chose them
+
+The sources of a shard's documents (The Pile: `meta.pile_set_name`) are in `shard-00000.sources.npy`, 1-D little-endian
+uint16, one number a document: its place in the shard's `names`, where null stands for documents that name none.
+
+The format version rises when readers of the version before would misread what is written. What they may ignore, as the
+sources, is added without: every dataset of version 1 stays readable, with sources and without.
 
 A split that several machines prepared keeps its shards in one folder a part, `part-00000-of-00008/shard-00000.npy`;
 each part is a dataset with a metadata.json of its own, and the split's lists the shards of all.
@@ -49,6 +56,11 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.npy"
 
 
+def sources_name(index: int) -> str:
+    """The file of the sources of a shard's documents."""
+    return f"shard-{index:05d}.sources.npy"
+
+
 def part_name(index: int, count: int) -> str:
     """The folder of one of `count` parts that were prepared apart."""
     return f"part-{index:05d}-of-{count:05d}"
@@ -80,7 +92,7 @@ class TokenDataset:
 
     Attributes:
       path, metadata (the contents of metadata.json), num_tokens, num_documents, num_bytes, vocab_size,
-      eot_id, tokenizer_name.
+      eot_id, tokenizer_name, has_sources (whether any document names its source).
 
     Raises:
       DatasetError: the folder is missing, incomplete, damaged, empty or of another format version.
@@ -100,8 +112,11 @@ class TokenDataset:
                 raise DatasetError(
                     f"{self.path / METADATA_FILE}: dtype must be {TOKEN_DTYPE.name}, not {self.metadata['dtype']!r}"
                 )
-            self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in self.metadata["shards"]]
-            self._sha256 = {s["file"]: s["sha256"] for s in self.metadata["shards"]}
+            shards = self.metadata["shards"]
+            self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in shards]
+            self._sources = [check_sources(self.path, s) for s in shards]
+            self._sha256 = {file["file"]: file["sha256"] for s in shards for file in (s, s.get("sources")) if file}
+            self.has_sources: bool = any("sources" in s for s in shards)
         except (KeyError, TypeError) as error:
             raise _damaged_metadata(self.path / METADATA_FILE, error) from error
         # _offsets[i] is the position of shard i's first token in the stream; one more for its end.
@@ -138,6 +153,28 @@ class TokenDataset:
                 self._shards[index].read_into(tokens[position - start : end - start], position - offset)
             position, index = end, index + 1
         return tokens.astype(np.uint16, copy=False)  # copies on a big-endian machine only
+
+    def read_sources(self) -> tuple[list[str | None], np.ndarray]:
+        """(names, the place in them of every document's source, int32 `[num_documents]`), in order of appearance.
+
+        None is the name of documents that name no source. Raises DatasetError for a file that can no longer be read
+        whole, or holds numbers without a name.
+        """
+        places: dict[str | None, int] = {}
+        pieces = [np.empty(0, np.int32)]
+        for record, sources in zip(self.metadata["shards"], self._sources, strict=True):
+            shard, names = sources or (None, [None])
+            indices = np.zeros(num_documents := record["num_documents"], TOKEN_DTYPE)
+            if shard is not None:
+                shard.read_into(indices, 0)
+                if num_documents and indices.max() >= len(names):
+                    raise DatasetError(
+                        f"{shard.path} holds the number {indices.max()} of a source, and there are {len(names)} names; "
+                        f"the file is damaged: {_remedy(shard.path)}"
+                    )
+            own = np.array([places.setdefault(name, len(places)) for name in names], np.int32)
+            pieces.append(own[indices])
+        return list(places), np.concatenate(pieces)
 
     def verify(self) -> None:
         """Reads every shard whole and compares its SHA-256; raises DatasetError naming the damaged ones."""
@@ -265,6 +302,14 @@ def _open(shard: Shard) -> _Descriptor:
     if (size := os.fstat(descriptor.number).st_size) != shard.size:
         raise shard._changed(f"it has {size} bytes instead of {shard.size}")
     return descriptor
+
+
+def check_sources(folder: Path, record: dict[str, Any]) -> tuple[Shard, list[str | None]] | None:
+    """The sources of a shard's documents by its record in metadata.json, and their names; None if it has none."""
+    if "sources" not in record:
+        return None
+    sources = record["sources"]
+    return check_shard(folder / sources["file"], record["num_documents"]), list(sources["names"])
 
 
 def check_shard(path: Path, num_tokens: int) -> Shard:

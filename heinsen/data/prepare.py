@@ -43,9 +43,11 @@ from heinsen.data.dataset import (
     TOKEN_DTYPE,
     TokenDataset,
     check_shard,
+    check_sources,
     find_parts,
     part_name,
     shard_name,
+    sources_name,
 )
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 
@@ -56,6 +58,7 @@ _BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
 _READ_BYTES = 1 << 20
 _PROGRESS_SECONDS = 10  # between progress lines where stderr is no terminal
 _SUFFIXES = (".jsonl", ".jsonl.zst", ".txt", ".parquet")
+_MAX_SOURCES = 1000  # different ones in a shard: a field with more does not name sources
 _REMEDY = "Correct the input, or leave such documents out with --skip_bad_documents."
 
 
@@ -75,6 +78,8 @@ class Settings:
       tokenizer: what `get_tokenizer` takes.
       shard_tokens: a shard is closed at the first document boundary at or after so many tokens.
       text_field: the field (.jsonl, hub) or column (.parquet) that holds a document's text.
+      source_field: the field or column, after dots one within it, that names the source a document is from, kept
+        beside the shards; documents whose field is missing or holds no text name none. None: nobody's is kept.
       max_documents: stop after so many documents.
       max_tokens: stop after the document with which so many tokens are reached.
       hub_config: configuration of a hub dataset.
@@ -86,6 +91,7 @@ class Settings:
     tokenizer: str
     shard_tokens: int = 100_000_000
     text_field: str = "text"
+    source_field: str | None = "meta.pile_set_name"
     max_documents: int | None = None
     max_tokens: int | None = None
     hub_config: str | None = None
@@ -284,16 +290,18 @@ class Document(NamedTuple):
 
     `input` indexes the inputs, `number` counts lines or rows from 1: together, the position after it.
     `form` says what `content` is: bytes of a JSON object, bytes of UTF-8 text, a value that should be text,
-    or the description of what made the rest of the input unreadable.
+    or the description of what made the rest of the input unreadable. `source` is what names the document's source,
+    where the reader has it; within a JSON object it is found by the worker.
     """
 
     input: int
     number: int
     form: Literal["json", "utf8", "value", "unreadable"]
     content: Any
+    source: Any = None
 
 
-RawDocument = tuple[int, str, Any]  # the last three fields of Document
+RawDocument = tuple[int, str, Any] | tuple[int, str, Any, Any]  # the fields of Document after the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,14 +477,27 @@ def _read_parquet(source: Input, settings: Settings) -> Iterator[RawDocument]:
                     f"{source.name}: column {name!r} holds {kind}, not strings; "
                     "name the one with the text by --text_field"
                 )
-            for batch in file.iter_batches(columns=[name], batch_size=1024):
-                for number, cell in enumerate(batch.column(0), start=number + 1):  # noqa: B020
-                    if cell.is_valid:
-                        yield number, "utf8", cell.as_buffer().to_pybytes()  # Arrow does not check UTF-8
+            outer = (settings.source_field or "").split(".")[0]
+            named = [settings.source_field] if outer in schema.names else []
+            for batch in file.iter_batches(columns=[name, *named], batch_size=1024):
+                sources = batch.column(outer) if outer in batch.schema.names else itertools.repeat(None, len(batch))
+                rows = zip(batch.column(name), sources, strict=True)
+                for number, (cell, source) in enumerate(rows, start=number + 1):  # noqa: B020
+                    if cell.is_valid:  # Arrow does not check UTF-8
+                        row = {outer: _as_python(source)}
+                        yield number, "utf8", cell.as_buffer().to_pybytes(), _get_field(row, settings.source_field)
                     else:
                         yield number, "value", None
     except (pyarrow.ArrowException, OSError) as error:
         yield number + 1, "unreadable", f"damaged parquet data ({error}): the rest cannot be read"
+
+
+def _as_python(cell: Any) -> Any:
+    """What a cell of Arrow's holds; None where it, or text within it, is no UTF-8."""
+    try:
+        return None if cell is None else cell.as_py()
+    except UnicodeDecodeError:
+        return None
 
 
 def _read_hub(source: Input, settings: Settings) -> Iterator[RawDocument]:
@@ -492,7 +513,7 @@ def _read_hub(source: Input, settings: Settings) -> Iterator[RawDocument]:
                     f"{source.name}, row {number}: no field {settings.text_field!r} but {', '.join(row)}; "
                     "name the one with the text by --text_field"
                 )
-            yield number, "value", row[settings.text_field]
+            yield number, "value", row[settings.text_field], _get_field(row, settings.source_field)
     except PreparationError:
         raise
     except Exception as error:  # network, hub and the dataset's own loading code
@@ -526,15 +547,15 @@ def _batched(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 # Tokenising.
 
-# Tokens (uint16, eot included) and number of UTF-8 bytes of a document, or what is wrong with it.
-Tokenized = tuple[np.ndarray, int] | str
+# Tokens (uint16, eot included), number of UTF-8 bytes and source of a document, or what is wrong with it.
+Tokenized = tuple[np.ndarray, int, str | None] | str
 
 
 def _tokenize_all(
     batches: Iterator[list[Document]], settings: Settings, workers: int
 ) -> Iterator[Iterator[tuple[Document, Tokenized]]]:
     """Each batch's documents with their tokens, in order, tokenised ahead by `workers` processes."""
-    work = functools.partial(_tokenize, settings.tokenizer, settings.text_field)
+    work = functools.partial(_tokenize, settings.tokenizer, settings.text_field, settings.source_field)
     if workers == 1:
         for batch in batches:
             yield zip(batch, _split(work(_contents(batch))), strict=True)
@@ -561,8 +582,8 @@ def _tokenize_all(
         pool.shutdown(cancel_futures=True)
 
 
-def _contents(batch: list[Document]) -> list[tuple[str, Any]]:
-    return [(document.form, document.content) for document in batch]
+def _contents(batch: list[Document]) -> list[tuple[str, Any, Any]]:
+    return [(document.form, document.content, document.source) for document in batch]
 
 
 def _start_worker() -> None:
@@ -579,15 +600,19 @@ def _start_worker() -> None:
 _get_tokenizer_once = functools.cache(get_tokenizer)
 
 
+# Tokens of all documents joined; of each, the number of tokens (or what is wrong), of bytes, and the source.
+_Batch = tuple[np.ndarray, list[int | str], list[int], list[str | None]]
+
+
 def _tokenize(
-    tokenizer_name: str, text_field: str, contents: list[tuple[str, Any]]
-) -> tuple[np.ndarray, list[int | str], list[int]]:
-    """Tokens of all documents joined; of each, the number of tokens (or what is wrong), and of bytes."""
+    tokenizer_name: str, text_field: str, source_field: str | None, contents: list[tuple[str, Any, Any]]
+) -> _Batch:
     tokenizer = _get_tokenizer_once(tokenizer_name)
-    pieces, lengths, sizes = [], [], []
-    for form, content in contents:
+    pieces, lengths, sizes, sources = [], [], [], []
+    for form, content, source in contents:
+        sources.append(None)
         try:
-            text = _get_text(form, content, text_field)
+            text, source = _get_text(form, content, text_field, source_field, source)
             sizes.append(len(text.encode("utf-8")))
         except UnicodeEncodeError as error:
             character = error.object[error.start]
@@ -600,25 +625,41 @@ def _tokenize(
             ids = tokenizer.encode(text)
             pieces.append(np.append(ids, tokenizer.eot_id).astype(TOKEN_DTYPE))
             lengths.append(len(ids) + 1)
-    return np.concatenate(pieces) if pieces else np.empty(0, TOKEN_DTYPE), lengths, sizes
+            sources[-1] = _source_name(source)
+    return np.concatenate(pieces) if pieces else np.empty(0, TOKEN_DTYPE), lengths, sizes, sources
 
 
-def _split(result: tuple[np.ndarray, list[int | str], list[int]]) -> Iterator[Tokenized]:
-    tokens, lengths, sizes = result
+def _split(result: _Batch) -> Iterator[Tokenized]:
+    tokens, lengths, sizes, sources = result
     start = 0
-    for length, size in zip(lengths, sizes, strict=True):
+    for length, size, source in zip(lengths, sizes, sources, strict=True):
         if isinstance(length, str):
             yield length
         else:
-            yield tokens[start : start + length], size
+            yield tokens[start : start + length], size, source
             start += length
+
+
+def _get_field(row: Any, field: str | None) -> Any:
+    """What nested mappings hold at `field`, "outer.inner"; None if they hold nothing there."""
+    for name in field.split(".") if field is not None else ():
+        row = row.get(name) if isinstance(row, dict) else None
+    return row if field is not None else None
+
+
+def _source_name(source: Any) -> str | None:
+    """A document's source as one line of text that has a UTF-8 form; None for what is no text, or blank."""
+    if not isinstance(source, str):
+        return None
+    return sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
 
 
 class _BadDocumentError(Exception):
     """What is wrong with a document."""
 
 
-def _get_text(form: str, content: Any, text_field: str) -> str:
+def _get_text(form: str, content: Any, text_field: str, source_field: str | None, source: Any) -> tuple[str, Any]:
+    """A document's text, and what names its source."""
     if form == "unreadable":
         raise _BadDocumentError(content)
     if form == "value":
@@ -636,10 +677,10 @@ def _get_text(form: str, content: Any, text_field: str) -> str:
             if not isinstance(record, dict) or text_field not in record:
                 fields = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
                 raise _BadDocumentError(f"no text field {text_field!r} but {fields or 'an empty object'}")
-            text = record[text_field]
+            text, source = record[text_field], _get_field(record, source_field)
     if not isinstance(text, str):
         raise _BadDocumentError(f"the text is not a string but {type(text).__name__}")
-    return text
+    return text, source
 
 
 # Output.
@@ -679,6 +720,7 @@ class _ShardWriter:
             self.num_tokens, self.num_documents, self.num_bytes = _totals(self.shards)
             for shard in self.shards:
                 check_shard(self._folder / shard["file"], shard["num_tokens"])
+                check_sources(self._folder, shard)
         except (ValueError, KeyError, TypeError) as error:
             raise PreparationError(
                 f"{self._folder} holds an unfinished preparation, but a damaged one ({error}); "
@@ -699,9 +741,18 @@ class _ShardWriter:
     def _clear_pending(self) -> None:
         self._pending: list[np.ndarray] = []
         self.pending_tokens = self._pending_bytes = 0
+        self._names: dict[str | None, int] = {}  # of sources, by first appearance in the shard
+        self._pending_sources: list[int] = []
 
-    def add(self, tokens: np.ndarray, num_bytes: int) -> None:
+    def add(self, tokens: np.ndarray, num_bytes: int, source: str | None) -> None:
         self._pending.append(tokens)
+        self._pending_sources.append(self._names.setdefault(source, len(self._names)))
+        if len(self._names) > _MAX_SOURCES:
+            raise PreparationError(
+                f"more than {_MAX_SOURCES} different sources in {self._folder / shard_name(len(self.shards))}, "
+                f"the last {source!r}: a field with so many does not tell where documents come from. Give another "
+                "--source_field, or --source_field= to keep none"
+            )
         self.pending_tokens += len(tokens)
         self._pending_bytes += num_bytes
         self.num_tokens += len(tokens)
@@ -716,27 +767,35 @@ class _ShardWriter:
         if not self._pending:
             return
         name = shard_name(len(self.shards))
-        sha256 = hashlib.sha256()
-        with _atomic_writer(self._folder / name) as file:
-            header = {"descr": TOKEN_DTYPE.str, "fortran_order": False, "shape": (self.pending_tokens,)}
-            np.lib.format.write_array_header_1_0(file, header)
-            file.seek(0)
-            sha256.update(file.read())
-            for tokens in self._pending:
-                data = np.ascontiguousarray(tokens).data
-                file.write(data)
-                sha256.update(data)
-        self.shards.append(
-            {
-                "file": name,
-                "num_tokens": self.pending_tokens,
-                "num_documents": len(self._pending),
-                "num_bytes": self._pending_bytes,
-                "sha256": sha256.hexdigest(),
-            }
-        )
+        shard = {
+            "file": name,
+            "num_tokens": self.pending_tokens,
+            "num_documents": len(self._pending),
+            "num_bytes": self._pending_bytes,
+            "sha256": _write_array(self._folder / name, self._pending),
+        }
+        if self._names.keys() != {None}:
+            name = sources_name(len(self.shards))
+            sha256 = _write_array(self._folder / name, [np.array(self._pending_sources, TOKEN_DTYPE)])
+            shard["sources"] = {"file": name, "names": list(self._names), "sha256": sha256}
+        self.shards.append(shard)
         self._append({"shard": self.shards[-1], "position": self.position, "num_skipped_documents": self.num_skipped})
         self._clear_pending()
+
+
+def _write_array(path: Path, pieces: Sequence[np.ndarray]) -> str:
+    """Writes the pieces, 1-D of TOKEN_DTYPE, as one .npy file and returns its SHA-256."""
+    sha256 = hashlib.sha256()
+    with _atomic_writer(path) as file:
+        header = {"descr": TOKEN_DTYPE.str, "fortran_order": False, "shape": (sum(map(len, pieces)),)}
+        np.lib.format.write_array_header_1_0(file, header)
+        file.seek(0)
+        sha256.update(file.read())
+        for piece in pieces:
+            data = np.ascontiguousarray(piece).data
+            file.write(data)
+            sha256.update(data)
+    return sha256.hexdigest()
 
 
 @contextlib.contextmanager
@@ -785,9 +844,8 @@ def _join_parts(folder: Path, source: dict[str, Any], count: int, tokenizer: Tok
     parts = [TokenDataset(part, may_be_empty=True) for part in folders]
     for part in parts:
         _check_same(part.path, _FINISHED, _of_the_whole(part.metadata["source"]), source)
-    shards = [
-        shard | {"file": f"{part.path.name}/{shard['file']}"} for part in parts for shard in part.metadata["shards"]
-    ]
+    source = _of_the_whole(parts[0].metadata["source"])  # older versions recorded less
+    shards = [_in_folder(part.path.name, shard) for part in parts for shard in part.metadata["shards"]]
     num_skipped = sum(part.metadata["num_skipped_documents"] for part in parts)
     if not shards:
         raise _no_documents(source["split"], source["sources"], num_skipped)
@@ -803,6 +861,12 @@ def _join_parts(folder: Path, source: dict[str, Any], count: int, tokenizer: Tok
         file=sys.stderr,
     )
     return dataset
+
+
+def _in_folder(folder: str, record: dict[str, Any]) -> dict[str, Any]:
+    """A shard's record as seen from outside its folder."""
+    moved = record | {"file": f"{folder}/{record['file']}"}
+    return moved | {"sources": _in_folder(folder, record["sources"])} if "sources" in record else moved
 
 
 def _write_with_others(path: Path, content: bytes) -> None:
@@ -863,7 +927,8 @@ def _find_finished(
     (folder / PROGRESS_FILE).unlink(missing_ok=True)
     print(
         f"{folder}: already prepared with these settings ({dataset.num_documents:,} documents, "
-        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes)",
+        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes)"
+        + ("" if "source_field" in metadata.get("source", {}) else ", by a version that kept no sources of documents"),
         file=sys.stderr,
     )
     return dataset
@@ -877,6 +942,8 @@ def _check_same(
     num_skipped: int = 0,
     skip_bad_documents: bool = False,
 ) -> None:
+    # Versions that kept no sources of documents recorded no field of theirs: what they prepared stays good.
+    before = {key: value for key, value in now.items() if key == "source_field"} | before
     differences = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
         for key in sorted(before.keys() | now.keys())

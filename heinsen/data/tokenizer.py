@@ -68,6 +68,12 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def _decode_bytes(self, ids: np.ndarray) -> bytes: ...
 
+    def sizes(self) -> np.ndarray:
+        """How many bytes of text each id stands for, int64 `[vocab_size]`; `eot_id` for none."""
+        sizes = np.array([len(self._decode_bytes(np.array([token]))) for token in range(self.vocab_size)])
+        sizes[self.eot_id] = 0
+        return sizes
+
     def decode(self, ids: ArrayLike) -> str:
         """Text of the token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")

@@ -186,6 +186,11 @@ class Checkpoints:
         )
 
 
+def has_checkpoints(workdir: Path) -> bool:
+    """Whether `restore_newest` would find any, whole or damaged. Raises CheckpointError."""
+    return bool(_steps(workdir / CHECKPOINTS))
+
+
 def restore_params(
     workdir: Path, abstract_params: Any, warn: Callable[[str], None] = _print_warning
 ) -> tuple[int, Any]:

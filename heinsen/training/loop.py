@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from heinsen.data.loader import EvaluationBatches, evaluation_batches, train_iterator
 from heinsen.data.mixture import bytes_per_token
 from heinsen.evaluation import Evaluation, bits_per_byte, evaluate, make_eval_step, mean_of_mixture
-from heinsen.masking import evaluation_rounds, make_masked_eval_step, mask_tokens
+from heinsen.interop import InteropError, is_export, load_folder, read_manifest
+from heinsen.masking import mask_tokens
 from heinsen.model import ModelConfig, Params, count_params, init_params, masked_loss, mean_loss
 from heinsen.parallel import (
     MeshError,
@@ -28,10 +29,18 @@ from heinsen.parallel import (
     shardings,
     with_shardings,
 )
-from heinsen.training.checkpoint import Checkpoints, restore_params
+from heinsen.training.checkpoint import CheckpointError, Checkpoints, has_checkpoints, restore_params
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import Reporter
-from heinsen.training.run import RunError, TrainConfig, claim_folder, open_split, write_config
+from heinsen.training.run import (
+    RunError,
+    TrainConfig,
+    check_same_model,
+    claim_folder,
+    load_run,
+    open_split,
+    write_config,
+)
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 
 
@@ -44,9 +53,41 @@ class RunInterrupted(Exception):
 
 
 def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
-    """(step, parameters) of a run's newest good checkpoint, split over the mesh. Raises CheckpointError, MeshError."""
+    """(step, parameters) of a run's newest good checkpoint, or of exported weights, split over the mesh.
+
+    Raises CheckpointError, MeshError, and RunError for exported weights of another model.
+    """
     abstract = _abstract_params(model)
-    return restore_params(workdir, with_shardings(abstract, shardings(mesh, abstract)))
+    abstract = with_shardings(abstract, shardings(mesh, abstract))
+    if not is_export(workdir):
+        return restore_params(workdir, abstract)
+    try:
+        manifest = read_manifest(workdir)
+        check_same_model(manifest.model, model, workdir)
+        _, _, params = load_folder(workdir)
+    except InteropError as error:
+        raise CheckpointError(str(error)) from error
+
+    def place(x, like):  # each device its own part
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda part: x[part].astype(like.dtype))
+
+    return manifest.step, jax.tree.map(place, params, abstract)
+
+
+def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
+    """(step, parameters) that `init_from` names, split over the mesh.
+
+    Raises RunError where they are of another model or tokenizer, ConfigError, CheckpointError, MeshError.
+    """
+    source = Path(config.init_from)
+    old = load_run(source)
+    check_same_model(old.model, config.model, source)
+    if old.data.tokenizer != config.data.tokenizer:
+        raise RunError(
+            f"{source} holds the weights of a model of {old.data.tokenizer!r} tokens, the config says data.tokenizer = "
+            f"{config.data.tokenizer!r}: give other weights, or data of the same tokens"
+        )
+    return load_params(source, config.model, mesh)
 
 
 def _abstract_params(model: ModelConfig) -> Params:
@@ -104,11 +145,16 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     data = _Data.open(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
+    initial = None  # read before anything is written; a run that is resumed has its own
+    if config.init_from is not None and not has_checkpoints(workdir):
+        initial = load_initial_params(config, mesh)
     changes = claim_folder(config, workdir, write=main)
     with Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints, _Signals() as signals:
         restored = checkpoints.restore_newest(abstract, config.fingerprint)
         if restored is None:
             start_step, state = 0, init_train_state(config.model, optimizer, config.seed, mesh)
+            if initial is not None:
+                state = state._replace(params=initial[1])
         else:
             start_step, state, position = restored
             data.batches.set_state(position)
@@ -122,6 +168,8 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
                     f"{config.total_steps:,} steps of {config.batch_size} x {config.sequence_length} tokens; "
                     + (f"resuming after step {start_step}" if start_step else f"run folder {workdir}")
                 )
+                if initial is not None:
+                    reporter.message(f"starting from the parameters of {config.init_from} after step {initial[0]}")
                 for change in changes:
                     reporter.message(f"{change}: going on with the command's")
                 step = make_train_step(config.model, optimizer, mesh, loss_of(config.model))
@@ -162,6 +210,7 @@ class _Data:
     rows: np.ndarray  # of the global batch, those read here
     bytes_per_token: float  # of the training text
     validation: list[tuple[str, float, EvaluationBatches]]  # of each dataset: its name, share and batches
+    validation_bytes_per_token: float
 
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> "_Data":
@@ -186,6 +235,7 @@ class _Data:
                 )
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],
+            bytes_per_token(validation),
         )
 
 
@@ -198,8 +248,7 @@ class _Loop:
 
     def __init__(self, config, mesh, data, train_step, checkpoints, signals, reporter):
         self.config, self.mesh, self.data = config, mesh, data
-        make = make_eval_step if config.model.causal else make_masked_eval_step
-        self.train_step, self.eval_step = train_step, make(config.model, mesh)
+        self.train_step, self.eval_step = train_step, make_eval_step(config.model, mesh)
         self.checkpoints, self.signals, self.reporter = checkpoints, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -264,17 +313,12 @@ class _Loop:
 
     def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float]]:
         """The mean over the datasets by their shares, and the metrics to report. Raises NonFiniteLossError."""
-        model = self.config.model
-        rounds = lambda batches: batches if model.causal else evaluation_rounds(model, batches)
         with self.reporter.pause():
             parts = {
-                name: (
-                    share,
-                    evaluate(self.eval_step, params, rounds(batches), self.mesh, batches.dataset.bytes_per_token),
-                )
+                name: (share, evaluate(self.eval_step, params, batches, self.mesh, batches.dataset.bytes_per_token))
                 for name, share, batches in self.data.validation
             }
-        result = mean_of_mixture(list(parts.values()))
+        result = mean_of_mixture(list(parts.values()), self.data.validation_bytes_per_token)
         if not math.isfinite(result.loss):
             raise NonFiniteLossError(
                 f"validation loss {result.loss} at step {step}. Stopped, nothing of it is saved. {self.advice()}"

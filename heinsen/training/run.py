@@ -12,6 +12,7 @@ from typing import Any
 from heinsen.config import differences, from_mapping
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
+from heinsen.interop import InteropError, is_manifest, read_manifest
 from heinsen.model import ModelConfig
 from heinsen.parallel import MeshConfig
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
@@ -24,6 +25,9 @@ _MAY_CHANGE = (
     "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas", "trace_steps",
     "wandb_project", "peak_flops",
 )  # fmt: skip
+
+# Fields of a model that say nothing about its weights, at any value.
+_NOT_OF_WEIGHTS = {"dtype": "float32", "remat": "none", "implementation": None, "document_token": None}
 
 
 class RunError(RuntimeError):
@@ -48,6 +52,7 @@ class TrainConfig:
     """A whole run; `configs/default.py` documents the fields and holds the defaults."""
 
     seed: int
+    init_from: str | None
     total_tokens: int
     sequence_length: int
     batch_size: int
@@ -151,11 +156,27 @@ def _check_dataset(config: TrainConfig, dataset: TokenDataset) -> None:
 
 
 def load_run(workdir: Path) -> TrainConfig:
-    """The config of an existing run. Raises RunError."""
+    """The config of an existing run, or of the run whose weights scripts/export.py wrote there. Raises RunError."""
     path = workdir / CONFIG_FILE
     if not path.is_file():
-        raise RunError(f"{workdir} is not a run folder: it has no {CONFIG_FILE}; give the --workdir of a train.py run")
-    return from_mapping(TrainConfig, _read_config(path))
+        raise RunError(
+            f"{workdir} is not a run folder: it has no {CONFIG_FILE}; give the --workdir of a train.py run, or the "
+            "--out of scripts/export.py"
+        )
+    config = _read_config(path)
+    if is_manifest(config):
+        try:
+            config = read_manifest(workdir).run
+        except InteropError as error:
+            raise RunError(str(error)) from error
+    return from_mapping(TrainConfig, config)
+
+
+def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:
+    """Raises RunError with what differs where the weights of one in `source` mean nothing to the other."""
+    whole = lambda model: {"model": dataclasses.asdict(dataclasses.replace(model, **_NOT_OF_WEIGHTS))}
+    if lines := differences(whole(old), whole(new)):
+        raise RunError(f"{source} holds the weights of another model:\n  " + "\n  ".join(lines))
 
 
 def _read_config(path: Path) -> dict:
@@ -181,6 +202,11 @@ def claim_folder(config: TrainConfig, workdir: Path, write: bool) -> list[str]:
             write_config(config, workdir)
         return []
     old, new = _read_config(path), dataclasses.asdict(config)
+    if is_manifest(old):
+        raise RunError(
+            f"{workdir} holds exported weights: give a --workdir of its own, and --config.init_from={workdir} to start "
+            "from them"
+        )
     if lines := differences(_identity(old), _identity(new)):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"

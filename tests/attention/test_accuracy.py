@@ -57,13 +57,28 @@ def draw(rng, n_tokens, sigma_k, sigma_v, batch=(6,)):
     return [normal(sigma_k), normal(sigma_k), normal(sigma_v), normal(1)]
 
 
-@pytest.mark.parametrize("n_tokens", [1, 63, 256])
-def test_every_dynamic_range(rng, n_tokens):
-    for sigma_k in SIGMAS:
-        for sigma_v in SIGMAS:
+def check_grid(rng, n_tokens, sigmas_k, sigmas_v):
+    for sigma_k in sigmas_k:
+        for sigma_v in sigmas_v:
             bar = 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4
             # A single token's query and key change nothing.
             check(draw(rng, n_tokens, sigma_k, sigma_v), bar, floor=0.1 if n_tokens == 1 else 0.0)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 63])
+def test_every_dynamic_range(rng, n_tokens):
+    check_grid(rng, n_tokens, SIGMAS, SIGMAS)
+
+
+def test_a_row_and_a_column_of_the_dynamic_ranges_over_many_chunks(rng):
+    fixed = rng.choice(SIGMAS, 2)
+    check_grid(rng, 256, SIGMAS, fixed[:1])
+    check_grid(rng, 256, fixed[1:], SIGMAS)
+
+
+@pytest.mark.long
+def test_every_dynamic_range_over_many_chunks(rng):
+    check_grid(rng, 256, SIGMAS, SIGMAS)
 
 
 @pytest.mark.parametrize("sigma_k, sigma_v", [(0.1, 64), (1, 1), (8, 8), (32, 4), (64, 64)])

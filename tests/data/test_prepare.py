@@ -641,6 +641,156 @@ def test_command_line_in_parts(tmp_path, rng):
     assert _files(folder) == before
 
 
+# Sources of documents.
+
+
+def _named(texts, names):
+    """JSON lines as The Pile has them; of each a name, or anything else in its place."""
+    records = [{"text": text, "meta": {"pile_set_name": name}} for text, name in zip(texts, names, strict=True)]
+    return "\n".join(map(json.dumps, records)).encode()
+
+
+def _sources(folder):
+    """Name of every document's source, shard by shard, by the contract alone."""
+    found = []
+    for shard in json.loads((folder / "metadata.json").read_text())["shards"]:
+        names = [None] * shard["num_documents"]
+        if "sources" in shard:
+            numbers = np.load(folder / shard["sources"]["file"])
+            assert numbers.dtype == np.uint16 and numbers.shape == (shard["num_documents"],)
+            names = [shard["sources"]["names"][number] for number in numbers]
+            assert set(names) == set(shard["sources"]["names"]) != {None}
+        found += names
+    return found
+
+
+@pytest.fixture
+def named(tmp_path, rng):
+    """`(folder of five files, texts of each, names of each)`: some documents, and a whole file, name none."""
+    (tmp_path / "named").mkdir()
+    texts = [[rng.bytes(n).hex() for n in rng.integers(1, 120, 8)] for _ in range(5)]
+    names = [rng.choice(["Pile-CC", "ArXiv", "漢", None], 8).tolist() for _ in texts]
+    names[2] = [None] * 8
+    for index, (own, own_names) in enumerate(zip(texts, names, strict=True)):
+        (tmp_path / "named" / f"{index}.jsonl").write_bytes(_named(own, own_names))
+    return tmp_path / "named", texts, names
+
+
+def test_sources_are_kept_beside_the_shards(tmp_path, named):
+    source, texts, names = named
+    dataset = prepare(_settings(source, shard_tokens=300), tmp_path / "out", workers=1)
+    flat = [name for own in names for name in own]
+    assert _sources(dataset.path) == flat
+    found, numbers = dataset.read_sources()
+    assert [found[number] for number in numbers] == flat
+    plain = [shard for shard in dataset.metadata["shards"] if "sources" not in shard]
+    assert plain, "shards without a source have no such file"
+    np.testing.assert_array_equal(
+        dataset.read(0, dataset.num_tokens),
+        np.concatenate([np.append(list(text.encode()), 256) for own in texts for text in own]),
+    )
+    alone = prepare(_settings(source, shard_tokens=300, source_field=None), tmp_path / "none")
+    assert not alone.has_sources and not list(alone.path.glob("*.sources.npy"))
+    assert [shard["sha256"] for shard in alone.metadata["shards"]] == [
+        shard["sha256"] for shard in dataset.metadata["shards"]
+    ]
+
+
+def test_sources_do_not_depend_on_interruptions_or_parts(tmp_path, named):
+    source, _, names = named
+    settings = _settings(source, shard_tokens=300)
+    prepare(settings, tmp_path / "out")
+    _interrupt_named(settings, tmp_path / "again", 2)
+    prepare(settings, tmp_path / "again")
+    assert _files(tmp_path / "again") == _files(tmp_path / "out")
+
+    dataset = _prepare_parts(settings, tmp_path / "parts", 2)
+    dataset.verify()
+    assert _sources(dataset.path) == [name for own in names[::2] + names[1::2] for name in own]
+    other = tmp_path / "parts again"
+    prepare_part(settings, other, 1, 2)
+    _interrupt_named(settings, other, 1, part=(0, 2))
+    prepare_part(settings, other, 0, 2)
+    assert _files(other) == _files(tmp_path / "parts")
+
+
+def _interrupt_named(settings, out, shards, part=None):
+    """`_interrupt`, which counts the files of shards, where there are those of sources too."""
+    glob = Path.glob
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "glob", lambda path, pattern: [p for p in glob(path, pattern) if ".sources" not in p.name])
+        _interrupt(settings, out, shards, part)
+
+
+def test_damaged_sources_are_found(tmp_path, named):
+    settings = _settings(named[0])
+    dataset = prepare(settings, tmp_path / "out")
+    path = dataset.path / "shard-00000.sources.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DatasetError, match=r"SHA-256 differs .* for shard-00000.sources.npy; delete the folder"):
+        TokenDataset(dataset.path).verify()
+    path.write_bytes(content[:-2])
+    with pytest.raises(DatasetError, match="shard-00000.sources.npy has .* bytes instead of"):
+        prepare(settings, tmp_path / "out")
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_datasets_made_before_there_were_sources_stay_good(tmp_path, named, parts, capsys):
+    """Version 1 without sources and without the setting: read, and found prepared by the same command."""
+    settings, out = _settings(named[0]), tmp_path / "out"
+    make = lambda settings: _prepare_parts(settings, out, parts) if parts else prepare(settings, out)
+    make(_settings(named[0], source_field=None))
+    for path in out.rglob("metadata.json"):
+        metadata = json.loads(path.read_text())
+        assert metadata["format_version"] == 1
+        del metadata["source"]["source_field"]
+        path.write_text(json.dumps(metadata, indent=2) + "\n")
+    before = _files(out)
+    capsys.readouterr()
+    dataset = make(settings)
+    assert "kept no sources of documents" in capsys.readouterr().err
+    assert _files(out) == before and not dataset.has_sources
+    assert dataset.read_sources()[0] == [None] and len(dataset.read_sources()[1]) == dataset.num_documents
+
+
+def test_another_source_field(tmp_path):
+    lines = [{"text": str(i), "from": value} for i, value in enumerate(["  a\n b ", "", 7, None, ["a"], "\ud800"])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    dataset = prepare(_settings(tmp_path / "a.jsonl", source_field="from"), tmp_path / "out")
+    assert _sources(dataset.path) == ["a b", None, None, None, None, "?"]
+    with pytest.raises(PreparationError, match="source_field: 'from' before, 'meta.pile_set_name' now"):
+        prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out")
+
+
+def test_skipped_documents_have_no_source(tmp_path):
+    lines = [_named(["a"], ["x"]), b'{"meta": {"pile_set_name": "y"}}', b"{", _named(["b"], ["z"])]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    dataset = prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out", skip_bad_documents=True)
+    assert _sources(dataset.path) == ["x", "z"]
+
+
+def test_sources_of_parquet_and_hub(tmp_path, monkeypatch):
+    rows = {"text": ["a", "b", "c"], "meta": [{"pile_set_name": "x", "n": 1}, None, {"pile_set_name": "y", "n": 2}]}
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["d"], "meta": ["no struct"]}), tmp_path / "b.parquet")
+    dataset = prepare(_settings(tmp_path / "a.parquet", tmp_path / "b.parquet"), tmp_path / "out")
+    assert _sources(dataset.path) == ["x", None, "y", None]
+    dataset = prepare(_settings(tmp_path / "b.parquet", source_field="meta"), tmp_path / "flat")
+    assert _sources(dataset.path) == ["no struct"]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict(rows))
+    assert _sources(prepare(_settings("owner/corpus"), tmp_path / "hub").path) == ["x", None, "y"]
+
+
+def test_a_field_with_ever_new_names_is_no_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_MAX_SOURCES", 5)
+    (tmp_path / "a.jsonl").write_bytes(_named("abcdef", "abcdef"))
+    with pytest.raises(PreparationError, match="more than 5 different sources in .*the last 'f'.*--source_field="):
+        prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out")
+    prepare(_settings(tmp_path / "a.jsonl", source_field=None), tmp_path / "out")
+    _check(tmp_path / "out" / "train", list("abcdef"))
+
+
 # Bad input.
 
 _GOOD = b'{"text": "good"}\n'

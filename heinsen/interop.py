@@ -1,0 +1,340 @@
+"""Parameters to and from the published PyTorch module's names, and folders of weights that travel.
+
+    DIR/weights.safetensors   the parameters
+    DIR/config.json           `Manifest`: model, tokenizer's name, run, and the size and SHA-256 of the weights
+    DIR/README.md             a model card
+
+The paper's model is written in the layout "reference", the published module's state_dict: any tool that reads
+safetensors has what `load_state_dict` takes. Other models are written in the layout "native": our own parameters, by
+their paths. A safetensors file has no checksum of its own, so the manifest holds one.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from heinsen.config import ConfigError, from_mapping
+from heinsen.data.dataset import file_sha256
+from heinsen.model import ModelConfig, Params, init_params
+
+FORMAT, FORMAT_VERSION = "heinsen export", 1
+CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "weights.safetensors", "README.md"
+DTYPES = ("float32", "bfloat16")
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Our parameters, by their path joined with dots -> the published module's. It has an array a layer, we one of all
+# layers; its matrices ("weight" of a Linear) are [out, in], ours ("kernel") [in, out].
+_REFERENCE_NAMES = {
+    "embedding": "embed.weight",  # tied with the head
+    "position.dense.kernel": "embed_pos.dense.weight",
+    "position.dense.bias": "embed_pos.dense.bias",
+    "layers.norm.scale": "layers.{layer}.feedforward1.0.weight",
+    "layers.norm.bias": "layers.{layer}.feedforward1.0.bias",
+    "layers.w1.kernel": "layers.{layer}.feedforward1.1.weight",
+    "layers.w1.bias": "layers.{layer}.feedforward1.1.bias",
+    "layers.w2.kernel": "layers.{layer}.feedforward2.0.weight",
+    "layers.w2.bias": "layers.{layer}.feedforward2.0.bias",
+    "layers.w3.kernel": "layers.{layer}.feedforward2.2.weight",
+    "norm.scale": "lnorm.weight",
+    "norm.bias": "lnorm.bias",
+}
+
+
+class InteropError(ValueError):
+    """Parameters that do not fit a model, or a folder of weights that is missing, damaged or in the way."""
+
+
+# ---- the published module's layout ---------------------------------------------------------------
+
+
+def is_reference_model(config: ModelConfig) -> bool:
+    """Whether the model is the published module's: its attention, and its parameters by names and shapes."""
+    of_logs = set(config.pattern) == {"heinsen"} and config.value_domain == "log"
+    return of_logs and _shapes(config) == _reference_model_shapes(config)
+
+
+def to_reference_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
+    """The published module's state_dict, in the dtypes of `params`; every array is contiguous.
+
+    Raises InteropError for another kind of model, and for parameters that do not fit the config.
+    """
+    _require_reference(config)
+    arrays = _flatten(params)
+    _check(_reference_model_shapes(config), arrays, "parameters")
+    return {
+        theirs: np.asarray(_turn(ours, arrays[ours] if layer is None else arrays[ours][layer]), order="C")
+        for ours, theirs, layer in _pairs(config)
+    }
+
+
+def from_reference_state_dict(config: ModelConfig, state_dict: Mapping[str, np.ndarray]) -> Params:
+    """Our parameters from the published module's, in the dtypes that those have.
+
+    Raises InteropError for another kind of model, and one for all tensors that are missing, unknown or ill-shaped.
+    """
+    _require_reference(config)
+    arrays = {name: np.asarray(x) for name, x in state_dict.items()}
+    shapes = _reference_model_shapes(config)
+    wanted = {}
+    for ours, theirs, layer in _pairs(config):
+        shape = shapes[ours] if layer is None else shapes[ours][1:]
+        wanted[theirs] = shape[::-1] if ours.endswith("kernel") else shape
+    _check(wanted, arrays, "tensors")
+    found: dict[str, Any] = {}
+    for ours, theirs, layer in _pairs(config):
+        turned = _turn(ours, arrays[theirs])
+        found[ours] = turned if layer is None else [*found.get(ours, []), turned]
+    return _unflatten({ours: np.stack(x) if isinstance(x, list) else x for ours, x in found.items()})
+
+
+def _pairs(config: ModelConfig) -> Iterator[tuple[str, str, int | None]]:
+    """(our name, the published name, layer or None) of each of the published module's tensors."""
+    for ours, theirs in _REFERENCE_NAMES.items():
+        for layer in range(config.n_layers) if "{layer}" in theirs else (None,):
+            yield ours, theirs.format(layer=layer), layer
+
+
+def _turn(ours: str, x: np.ndarray) -> np.ndarray:
+    return x.T if ours.endswith("kernel") else x
+
+
+def _reference_model_shapes(config: ModelConfig) -> Shapes:
+    """Of the paper's parameters, as they are here."""
+    n_layers, d = config.n_layers, config.d_model
+    wide, values = config.n_heads * (2 * config.d_key + config.d_value), config.n_heads * config.d_value
+    return {
+        "embedding": (config.padded_vocab_size, d),
+        "position.dense.kernel": (d, 2 * d),
+        "position.dense.bias": (2 * d,),
+        "layers.norm.scale": (n_layers, d),
+        "layers.norm.bias": (n_layers, d),
+        "layers.w1.kernel": (n_layers, d, wide),
+        "layers.w1.bias": (n_layers, wide),
+        "layers.w2.kernel": (n_layers, values, 2 * d),
+        "layers.w2.bias": (n_layers, 2 * d),
+        "layers.w3.kernel": (n_layers, d, d),
+        "norm.scale": (d,),
+        "norm.bias": (d,),
+    }
+
+
+def _require_reference(config: ModelConfig) -> None:
+    if not is_reference_model(config):
+        raise InteropError(f"the published module has no such model: {config}. Use save_folder, which keeps any model")
+
+
+# ---- parameters by name --------------------------------------------------------------------------
+
+
+def _shapes(config: ModelConfig) -> Shapes:
+    abstract = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return {name: x.shape for name, x in _named_leaves(abstract)}
+
+
+def _flatten(params: Params) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in _named_leaves(params)}
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
+
+
+def _unflatten(arrays: Mapping[str, np.ndarray]) -> Params:
+    params: Params = {}
+    for name, x in arrays.items():
+        *groups, last = name.split(".")
+        group = params
+        for key in groups:
+            group = group.setdefault(key, {})
+        group[last] = x
+    return params
+
+
+def _check(wanted: Shapes, found: Mapping[str, np.ndarray], what: str) -> None:
+    """One InteropError for all that is missing, unknown, ill-shaped, or no floating-point number."""
+    lines = []
+    if missing := [name for name in wanted if name not in found]:
+        lines.append(f"missing: {', '.join(missing)}")
+    if unknown := [name for name in found if name not in wanted]:
+        lines.append(f"unknown: {', '.join(unknown)}")
+    for name in (name for name in wanted if name in found):
+        if found[name].shape != wanted[name]:
+            lines.append(f"{name} is {list(found[name].shape)}, not {list(wanted[name])}")
+        elif not jnp.issubdtype(found[name].dtype, jnp.floating):
+            lines.append(f"{name} is {found[name].dtype}, not a floating-point type")
+    if lines:
+        raise InteropError(f"the {what} do not fit the model:\n  " + "\n  ".join(lines))
+
+
+# ---- folders -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsFile:
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What config.json of a folder says. layout: "reference" or "native"; run: the config of the run it is from."""
+
+    format: str
+    format_version: int
+    layout: str
+    dtype: str
+    model: ModelConfig
+    tokenizer: str
+    step: int
+    weights: WeightsFile
+    run: dict
+
+
+def is_export(folder: Path) -> bool:
+    """Whether this is a folder of `save_folder`, whole or not."""
+    try:
+        return is_manifest(json.loads((folder / CONFIG_FILE).read_text()))
+    except (OSError, ValueError):
+        return False
+
+
+def is_manifest(config: Any) -> bool:
+    """Whether the contents of a config.json are a folder of weights', rather than a run's."""
+    return isinstance(config, dict) and config.get("format") == FORMAT
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises InteropError if it is missing, damaged, or of another version."""
+    path = folder / CONFIG_FILE
+    try:
+        mapping = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise InteropError(f"{folder} holds no exported weights: it has no {CONFIG_FILE}; {_HOW}") from error
+    except (OSError, ValueError) as error:
+        raise InteropError(f"{path} is damaged ({error}): copy the folder anew, or {_HOW}") from error
+    if not is_manifest(mapping):
+        raise InteropError(f"{folder} holds no exported weights: its {CONFIG_FILE} is of something else; {_HOW}")
+    if mapping.get("format_version") != FORMAT_VERSION:
+        raise InteropError(
+            f"{path} has format version {mapping.get('format_version')}, this code reads {FORMAT_VERSION}: use the "
+            "version of heinsen that wrote it"
+        )
+    try:
+        manifest = from_mapping(Manifest, mapping, str(path))
+    except ConfigError as error:
+        raise InteropError(str(error)) from error
+    if manifest.layout not in ("reference", "native"):
+        raise InteropError(f"{path} has layout {manifest.layout!r}: expected reference or native")
+    return manifest
+
+
+_HOW = "make it by `python scripts/export.py --workdir=RUN --out=DIR`"
+
+
+def load_folder(folder: Path) -> tuple[ModelConfig, str, Params]:
+    """(model config, tokenizer name, parameters as NumPy arrays of the dtype on disk) of a folder of `save_folder`.
+
+    Raises InteropError for a folder that is missing or damaged in any bit of its weights, and for weights that do not
+    fit its config.
+    """
+    manifest, path = read_manifest(folder), folder / WEIGHTS_FILE
+    again = f"copy the folder anew, or {_HOW}"
+    try:
+        size = path.stat().st_size
+        if size != manifest.weights.bytes:
+            raise InteropError(f"{path} has {size} bytes instead of {manifest.weights.bytes}: {again}")
+        if file_sha256(path) != manifest.weights.sha256:
+            raise InteropError(f"{path} is damaged, its SHA-256 is not that of {CONFIG_FILE}: {again}")
+        arrays = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InteropError(f"{path} cannot be read ({error}): {again}") from error
+    try:
+        if manifest.layout == "reference":
+            return manifest.model, manifest.tokenizer, from_reference_state_dict(manifest.model, arrays)
+        _check(_shapes(manifest.model), arrays, "tensors")
+    except InteropError as error:
+        raise InteropError(f"{path}: {error}") from error
+    return manifest.model, manifest.tokenizer, _unflatten(arrays)
+
+
+def save_folder(
+    folder: Path,
+    config: ModelConfig,
+    tokenizer: str,
+    params: Params,
+    *,
+    step: int,
+    run: Mapping[str, Any],
+    card: str,
+    dtype: str = "float32",
+    overwrite: bool = False,
+) -> Manifest:
+    """Write a folder that `load_folder` reads.
+
+    A new folder appears whole or not at all. In one that is there, each file is replaced whole; a reader in between
+    finds that the weights are not those of config.json.
+
+    Args:
+      step: of the run, whose parameters these are.
+      run: the run's whole config, as JSON.
+      card: the text of README.md.
+      dtype: of the numbers on disk, one of DTYPES; rounded to the nearest.
+      overwrite: replace the weights of an earlier call. No other folder with anything in it is ever written to.
+
+    Raises:
+      InteropError: something is in the way, the parameters do not fit the config, or the disk does not take them.
+        Nothing is changed then.
+    """
+    if dtype not in DTYPES:
+        raise InteropError(f"dtype = {dtype!r}: choose {' or '.join(DTYPES)}")
+    exists = _check_free(folder, overwrite)
+    if is_reference_model(config):
+        layout, arrays = "reference", to_reference_state_dict(config, params)
+    else:
+        layout, arrays = "native", _flatten(params)
+        _check(_shapes(config), arrays, "parameters")
+    # safetensors writes the memory as it lies, whatever the strides.
+    arrays = {name: np.asarray(x, jnp.dtype(dtype), order="C") for name, x in arrays.items()}
+    folder = folder.resolve()
+    temporary = (folder if exists else folder.parent) / f".{folder.name}.{os.getpid()}.tmp"
+    try:
+        temporary.mkdir(parents=True)
+        (temporary / CARD_FILE).write_text(card)
+        save_file(arrays, temporary / WEIGHTS_FILE)
+        shutil.copymode(temporary / CARD_FILE, temporary / WEIGHTS_FILE)  # safetensors lets nobody else read it
+        weights = WeightsFile((temporary / WEIGHTS_FILE).stat().st_size, file_sha256(temporary / WEIGHTS_FILE))
+        manifest = Manifest(FORMAT, FORMAT_VERSION, layout, dtype, config, tokenizer, step, weights, dict(run))
+        (temporary / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+        if exists:
+            for name in (WEIGHTS_FILE, CARD_FILE, CONFIG_FILE):
+                os.replace(temporary / name, folder / name)
+        else:
+            os.rename(temporary, folder)  # onto nothing, or an empty folder
+    except (OSError, SafetensorError) as error:
+        raise InteropError(f"{folder} cannot be written: {error}. Give another folder, or make room there") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return manifest
+
+
+def _check_free(folder: Path, overwrite: bool) -> bool:
+    """Whether the folder holds an export, to be replaced. Raises InteropError where it holds what may not be."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if not is_export(folder):
+        raise InteropError(f"{folder} is there and holds something else: give a new folder")
+    if not overwrite:
+        raise InteropError(f"{folder} holds exported weights: give a new folder, or --overwrite to replace them")
+    return True

@@ -1,0 +1,63 @@
+"""A sweep whose runs are not training: a script that logs, saves and obeys SIGTERM as train.py does, in no time.
+
+python fake.py FOLDER BEHAVIOUR     as the run itself: finish, crash, or slow (many steps, 20 a second)
+python -m tests.sweep.fake SWEEP    as the sweep command: a slow run and a quick one, one at a time
+"""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+STEPS, SLOW_STEPS = 4, 30
+
+
+def train(folder: Path, behaviour: str) -> int:
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    with (folder / "starts").open("a") as file:
+        file.write("start\n")
+    saved = folder / "saved"
+    first = int(saved.read_text()) + 1 if saved.exists() else 1
+    for step in range(first, (SLOW_STEPS if behaviour == "slow" else STEPS) + 1):
+        entry = {"step": step, "tokens": 10 * step, "loss": 5 / step, "tokens_per_second": 100.0}
+        if step % 2 == 0:
+            entry |= {"validation_loss": 6 / step, "validation_bits_per_byte": 2 / step}
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+        saved.write_text(str(step))
+        if behaviour == "crash" and step == 3:
+            print("error: this is what went wrong", flush=True)
+            return 1
+        if behaviour == "slow":
+            time.sleep(0.05)
+        if asked:
+            return 75
+    return 0
+
+
+def sweep(path: Path) -> None:
+    """Raises SweepInterrupted."""
+    from heinsen.sweep.folder import Screen, SweepFolder, SweepRun
+    from heinsen.sweep.launch import LocalLauncher, drive
+    from heinsen.sweep.search import ListSearch
+    from heinsen.sweep.space import Definition
+
+    behaviours = ("slow", "finish")
+    points = [{"behaviour": behaviour, "seed": seed} for seed, behaviour in enumerate(behaviours)]
+    definition = Definition("fake", {}, {}, {"behaviour": ("slow", "finish")}, (0, 1), "grid", None, 0)
+    runs = [SweepRun(p, SLOW_STEPS if p["behaviour"] == "slow" else STEPS, 10) for p in points]
+    folder = SweepFolder.open_or_create(path, definition, runs)
+    with folder.lock() as lock:
+        drive(folder, ListSearch(folder), LocalLauncher(folder, command, lock, parallel=1), Screen(sys.stderr))
+
+
+def command(run, where: Path) -> list[str]:
+    return [sys.executable, __file__, str(where), run.point["behaviour"]]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        sys.exit(train(Path(sys.argv[1]), sys.argv[2]))
+    sweep(Path(sys.argv[1]))

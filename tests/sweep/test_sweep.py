@@ -1,0 +1,453 @@
+"""A sweep as a whole: its runs end as they should, or are stopped and go on; and scripts/sweep.py as a command."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from heinsen.sweep.folder import Screen, SweepFolder, SweepRun, table
+from heinsen.sweep.job import is_held, read_status
+from heinsen.sweep.launch import LocalLauncher, SlurmLauncher, SweepInterrupted, divide, drive, visible_gpus
+from heinsen.sweep.search import ListSearch, OptunaSearch
+from heinsen.sweep.space import Definition, Range, SweepError
+from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
+from tests.sweep import fake
+
+pytest_plugins = ["tests.run_fixtures"]
+
+BASE = {"seed": 0}
+
+
+def definition(space, **changes):
+    fields = dict(config="c.py", overrides={}, base=BASE, seeds=None, search="grid", trials=None, search_seed=0)
+    return Definition(**(fields | {"space": space} | changes))
+
+
+def starts(folder, run):
+    """How often a fake run has been started."""
+    file = folder.folder(run) / "starts"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def drive_here(folder, **options):
+    """Run a sweep of fakes, two at a time; what it says and the runs in the end."""
+    said = io.StringIO()
+    with folder.lock() as lock:
+        launcher = LocalLauncher(folder, fake.command, lock, parallel=2)
+        views = drive(folder, ListSearch(folder), launcher, Screen(said), **options)
+    return said.getvalue(), {view.run.point["behaviour"]: view for view in views}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A sweep of three fakes of which one crashes, run once: its folder, what was said, its runs."""
+    path = tmp_path_factory.mktemp("sweep") / "fakes"
+    space = {"behaviour": ("finish", "crash", "other")}
+    runs = [SweepRun({"behaviour": name}, fake.STEPS, 10) for name in space["behaviour"]]
+    folder = SweepFolder.open_or_create(path, definition(space), runs)
+    return folder, *drive_here(folder)
+
+
+def test_a_crashed_run_is_reported_and_the_rest_go_on(ended):
+    folder, said, views = ended
+    assert {name: view.state for name, view in views.items()} == {
+        "finish": "finished",
+        "crash": "crashed",
+        "other": "finished",
+    }
+    assert views["crash"].returncode == 1 and views["crash"].step == 3
+    assert "behaviour=crash: crashed" in said and "    error: this is what went wrong" in said
+    assert "behaviour=finish: finished" in said and f"validation loss {6 / fake.STEPS:.4f}" in said
+    assert "2 finished" in table(folder.views())[-1] and "1 crashed" in table(folder.views())[-1]
+
+
+def test_the_csv_has_a_line_a_run(ended):
+    folder, _, views = ended
+    with (folder.path / "sweep.csv").open(newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {f"behaviour={name}" for name in views}
+    row = rows["behaviour=finish"]
+    assert (row["behaviour"], row["state"], row["step"], row["total_steps"]) == ("finish", "finished", "4", "4")
+    assert float(row["validation_loss"]) == 6 / fake.STEPS and float(row["bits_per_byte"]) == 2 / fake.STEPS
+
+
+def test_cores_are_divided_among_the_runs_of_a_time(ended):
+    folder, _, _ = ended
+    cores = sorted(os.sched_getaffinity(0))
+    for run in folder.runs:
+        assert read_status(folder.folder(run))["cores"] in divide(cores, 2)
+
+
+def test_what_has_ended_is_not_repeated_and_retry_repeats_the_crashed(ended):
+    folder, _, _ = ended
+    finished = {run.name: starts(folder, run) for run in folder.runs}
+    said, views = drive_here(SweepFolder.load(folder.path))
+    assert {run.name: starts(folder, run) for run in folder.runs} == finished == dict.fromkeys(finished, 1)
+    assert "2 of 3 runs have finished before" in said and "--retry" in said and views["crash"].state == "crashed"
+    _, views = drive_here(SweepFolder.load(folder.path), retry=True)
+    again = {run.point["behaviour"]: starts(folder, run) for run in folder.runs}
+    assert again == {"finish": 1, "crash": 2, "other": 1}
+    assert views["crash"].state == "finished", "it went on from step 3"
+
+
+def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_path):
+    folder, _, _ = ended
+    before = snapshot(folder.path)
+    other = dataclasses.replace(folder.definition, space={"behaviour": ("finish",)}, base={"seed": 7})
+    with pytest.raises(SweepError) as refusal:
+        SweepFolder.open_or_create(folder.path, other, folder.runs[:1])
+    assert "--sweep.behaviour: finish, crash, other in the folder, finish in the command" in str(refusal.value)
+    assert "config.seed: 0 in the folder, 7 in the command" in str(refusal.value)
+    assert snapshot(folder.path) == before
+    (tmp_path / "file").write_text("something else")
+    with pytest.raises(SweepError, match="holds no sweep"):
+        SweepFolder.open_or_create(tmp_path, folder.definition, folder.runs)
+    with pytest.raises(SweepError, match="holds no sweep"):
+        SweepFolder.load(tmp_path)
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "sweep.json").write_text((folder.path / "sweep.json").read_text()[:-20])
+    with pytest.raises(SweepError, match="is damaged"):
+        SweepFolder.load(damaged)
+
+
+def test_two_commands_do_not_run_one_sweep(ended, monkeypatch):
+    folder, _, _ = ended
+    with folder.lock() as (path, token):
+        assert is_held(folder.path / "sweep.lock", token) and not is_held(folder.path / "sweep.lock", "another")
+        monkeypatch.setattr("heinsen.sweep.folder.wait_for_lock", lambda file, seconds: _wait_for_lock(file, 0.0))
+        with pytest.raises(SweepError, match="another command is running"), folder.lock():
+            pass
+    assert not is_held(folder.path / "sweep.lock", token)
+
+
+_wait_for_lock = sys.modules["heinsen.sweep.job"].wait_for_lock
+
+
+# ---- stopped and continued -----------------------------------------------------------------------
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A sweep killed by -9 in its first run, then by SIGTERM, then left to its end: the states after each."""
+    path = tmp_path_factory.mktemp("killed") / "sweep"
+    first, states = path / "behaviour=slow__seed=0", []
+
+    def note():
+        folder = SweepFolder.load(path)
+        wait_until(lambda: all(view.state != "running" for view in folder.views()), "a run outlives its sweep")
+        states.append({view.name: (view.state, view.step) for view in folder.views()})
+
+    def wait_for_step(step):
+        wait_until(lambda: first.exists() and len(read_log(first)) >= step, "the first run makes no steps")
+
+    command = [sys.executable, "-m", "tests.sweep.fake", str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
+    wait_for_step(2)
+    process.kill()
+    process.wait()
+    note()
+
+    reached = states[0][first.name][1]
+    terminate = threading.Thread(target=lambda: (wait_for_step(reached + 3), os.kill(os.getpid(), signal.SIGTERM)))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # should it come too late, it is not for the tests
+    terminate.start()
+    with pytest.raises(SweepInterrupted, match="the same command goes on"):
+        fake.sweep(path)
+    terminate.join()
+    signal.signal(signal.SIGTERM, before)
+    note()
+    fake.sweep(path)
+    note()
+    return SweepFolder.load(path), states
+
+
+def test_runs_of_a_killed_sweep_save_and_the_same_command_goes_on(killed):
+    folder, (by_kill, by_term, in_the_end) = killed
+    first, *others = (run.name for run in folder.runs)
+    assert by_kill[first][0] == by_term[first][0] == "interrupted"
+    assert 0 < by_kill[first][1] < by_term[first][1] < fake.SLOW_STEPS
+    assert all(by_term[name] == ("waiting", 0) for name in others), "one at a time"
+    assert {state for state, _ in in_the_end.values()} == {"finished"}
+    steps = [entry["step"] for entry in read_log(folder.folder(folder.runs[0]))]
+    assert steps == list(range(1, fake.SLOW_STEPS + 1)), "no step is lost and none made twice"
+    assert [starts(folder, run) for run in folder.runs] == [3, 1]
+
+
+# ---- searches ------------------------------------------------------------------------------------
+
+
+class InstantLauncher:
+    """Runs that take a validation a look: `losses(point)` are those of a run."""
+
+    starting, stopping = "started", "stopping"
+
+    def __init__(self, folder, losses, room=2):
+        self.folder, self.losses, self.room = folder, losses, room
+        self.under_way, self.started = {}, []
+
+    def free(self):
+        return self.room - len(self.under_way)
+
+    def start(self, runs):
+        for run in runs:
+            where = self.folder.folder(run)
+            where.mkdir(parents=True, exist_ok=True)
+            self.under_way[run.name] = (where, list(enumerate(self.losses(run.point), 1)))
+            self.started.append(run)
+
+    def active(self):
+        for name, (where, left) in list(self.under_way.items()):
+            if left:
+                step, loss = left.pop(0)
+                entry = {"step": step, "tokens": step, "loss": loss, "validation_loss": loss}
+                with (where / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+            state = "pruned" if (where / "stop").exists() else "running" if left else "finished"
+            (where / "status.json").write_text(json.dumps({"state": state, "started": 0.0, "ended": 1.0}))
+            if state != "running":
+                del self.under_way[name]
+        return set(self.under_way)
+
+    def end(self):
+        return ""
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No waiting between looks, and fake runs count as alive without a lock."""
+    monkeypatch.setattr("heinsen.sweep.launch._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("heinsen.sweep.folder.is_held", lambda path: True)
+
+
+def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
+    pytest.importorskip("optuna")
+    space = {"rate": Range(1e-5, 1e-1, True, False), "kind": ("good", "bad")}
+    losses = lambda p: [abs(np.log10(p["rate"]) + 3) + (p["kind"] == "bad") + 1 / step for step in range(1, 7)]
+
+    def search(trials):
+        whole = definition(space, search="optuna", trials=trials)
+        folder = SweepFolder.open_or_create(tmp_path / "sweep", whole, [])
+        launcher = InstantLauncher(folder, losses)
+        make_run = lambda p: SweepRun(p, 6, 1, "too fast" if p["rate"] > 5e-2 else None)
+        said = io.StringIO()
+        views = drive(folder, OptunaSearch(folder, make_run), launcher, Screen(said))
+        return views, launcher.started, said.getvalue()
+
+    first, started, _ = search(6)
+    assert len(started) == len(first) == 6 - sum(view.state == "refused" for view in first)
+    views, started, said = search(18)
+    assert len(views) <= 18 and not {run.name for run in started} & {view.name for view in first}
+    states = [view.state for view in views]
+    assert set(states) <= {"finished", "pruned", "refused"} and "pruned" in states
+    assert all(f"{v.name}: refused, too fast" in said for v in views[len(first) :] if v.state == "refused")
+    assert all(0 < view.step < 6 for view in views if view.state == "pruned")
+    finished = [view for view in views if view.state == "finished"]
+    assert min(view.validation_loss for view in finished) < 1.0
+    pruned = [view.run.point["kind"] for view in views if view.state == "pruned"]
+    assert pruned.count("bad") > 0
+
+
+def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
+    pytest.importorskip("optuna")
+    whole = definition({"rate": Range(0.0, 1.0, False, False)}, search="optuna", trials=5)
+
+    class Stopping(InstantLauncher):
+        def active(self):
+            if len(super().active()) == 2 and len(self.started) == 4:
+                raise KeyboardInterrupt
+            return set(self.under_way)
+
+        def end(self):
+            for where, _ in self.under_way.values():
+                (where / "status.json").write_text(json.dumps({"state": "interrupted"}))
+            return "stopped"
+
+    def search(kind):
+        folder = SweepFolder.open_or_create(tmp_path / "sweep", whole, [])
+        launcher = kind(folder, lambda point: [point["rate"]] * 3)
+        make_run = lambda point: SweepRun(point, 3, 1)
+        return launcher.started, lambda: drive(folder, OptunaSearch(folder, make_run), launcher, Screen(io.StringIO()))
+
+    first, run = search(Stopping)
+    with pytest.raises(SweepInterrupted):
+        run()
+    left = [view.name for view in SweepFolder.load(tmp_path / "sweep").views() if view.state == "interrupted"]
+    assert len(left) == 2
+    second, run = search(InstantLauncher)
+    views = run()
+    assert {run.name for run in second[:2]} == set(left)
+    assert len(first) + len(second) - 2 == len(views) == 5
+    assert all(view.state in ("finished", "pruned") for view in views)
+
+
+def test_a_missing_optuna_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    folder = SweepFolder.open_or_create(tmp_path / "s", definition({"a": (1,)}, search="optuna", trials=1), [])
+    with pytest.raises(SweepError, match="pip install 'optuna"):
+        OptunaSearch(folder, lambda point: SweepRun(point, 1, 1))
+
+
+# ---- launchers -----------------------------------------------------------------------------------
+
+
+def test_devices_are_divided_in_order(rng, monkeypatch):
+    for _ in range(20):
+        items, parts = list(range(rng.integers(1, 40))), int(rng.integers(1, 12))
+        divided = divide(items, parts)
+        assert len(divided) == parts and all(divided)
+        if len(items) >= parts:
+            assert sum(divided, []) == items and max(map(len, divided)) - min(map(len, divided)) <= 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert visible_gpus() == ["3", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+def test_each_run_at_a_time_gets_a_gpu_of_its_own(ended, monkeypatch):
+    folder, _, _ = ended
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    taken = {}
+
+    class Executor:
+        def submit(self, task):
+            taken[task.folder] = task.environment["CUDA_VISIBLE_DEVICES"]
+            return type("Job", (), {"done": lambda self: False})()
+
+    monkeypatch.setattr("heinsen.sweep.launch._executor", lambda *_, **__: Executor())
+    launcher = LocalLauncher(folder, fake.command, ("lock", "token"))
+    assert launcher.free() == 2
+    launcher.start(folder.runs[:2])
+    assert launcher.free() == 0 and sorted(taken.values()) == ["3", "5"]
+    with pytest.raises(SweepError, match="--parallel=3 is more than there are GPUs"):
+        LocalLauncher(folder, fake.command, ("lock", "token"), parallel=3)
+
+
+def test_slurm_that_is_not_there_is_named(ended, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SweepError, match="SLURM is not installed here"):
+        SlurmLauncher(ended[0], fake.command, None, None, 60, 0, 1)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+SMALL = [f"--config.{name}={value}" for name, value in OVERRIDES.items() if name != "optimizer.learning_rate"]
+GOOD = ["--config=configs/default.py", "--workdir={new}", *SMALL, "--config.data.path={data}"]
+
+BAD_COMMANDS = {
+    "no such field": (
+        [*GOOD, "--sweep.optimizer.learning_rat=1"],
+        ["--sweep.optimizer.learning_rat=1", 'Did you mean "learning_rate"'],
+    ),
+    "a group": ([*GOOD, "--sweep.model=1"], ["--sweep.model=1: model is a group", "n_layers"]),
+    "ill-typed": ([*GOOD, "--sweep.batch_size=4,many"], ["--sweep.batch_size", "many"]),
+    "None for a number": ([*GOOD, "--sweep.batch_size=4,None"], ["batch_size"]),
+    "impossible value": ([*GOOD, "--sweep.seed=0,-1"], ["seed=-1", "it must not be negative"]),
+    "empty": ([*GOOD, "--sweep.batch_size="], ["--sweep.batch_size=: an empty value"]),
+    "twice": ([*GOOD, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
+    "no value": ([*GOOD, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
+    "nothing swept": (GOOD, ["nothing to sweep"]),
+    "a range in a grid": ([*GOOD, "--sweep.optimizer.learning_rate=1e-4..1e-2:log"], ["--search=random"]),
+    "an impossible end": (
+        [*GOOD, "--sweep.optimizer.b1=0.5..1.5", "--search=optuna", "--trials=2"],
+        ["b1=1.5", "it must lie in [0, 1)"],
+    ),
+    "unknown launcher": ([*GOOD, "--sweep.seed=1,2", "--launcher=cloud"], ["--launcher=cloud: choose local or slurm"]),
+    "bad time": ([*GOOD, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
+    "no config": (["--workdir={new}", "--sweep.seed=1"], ["--config=configs/NAME.py is missing"]),
+    "missing config": (["--workdir={new}", "--config=configs/no.py", "--sweep.seed=1"], ["configs/no.py"]),
+    "no data": (
+        [*GOOD, "--config.data.path={new}/data", "--sweep.seed=1,2"],
+        ["no token dataset at {new}/data/train"],
+    ),
+    "status of nothing": (["--workdir={new}", "--status"], ["holds no sweep"]),
+    "report of nothing": (["--workdir={new}", "--report"], ["holds no sweep"]),
+}
+
+# All in one process, each as if it were the command: importing JAX takes longer than all of them together.
+RUNNER = """
+import contextlib, io, json, sys
+sys.argv = ["scripts/sweep.py"]
+sys.path.insert(0, "scripts")
+import sweep
+from absl import flags
+ends = {}
+for name, arguments in json.load(sys.stdin).items():
+    for fields in sweep.FIELDS.values():
+        fields.clear()
+    flags.FLAGS.unparse_flags()
+    for flag in ("workdir", "config", "seeds", "search", "trials", "launcher", "time", "status", "report"):
+        flags.FLAGS[flag].value = flags.FLAGS[flag].default
+    try:
+        sweep.main(sweep.parse_flags(["sweep.py", *arguments]))
+        ends[name] = "no error"
+    except SystemExit as end:
+        ends[name] = str(end)
+print(json.dumps(ends))
+"""
+
+
+@pytest.fixture(scope="module")
+def bad_ends(data, tmp_path_factory):
+    new = tmp_path_factory.mktemp("bad") / "new"
+    fill = lambda text: text.replace("{new}", str(new)).replace("{data}", str(data))
+    cases = {name: list(map(fill, arguments)) for name, (arguments, _) in BAD_COMMANDS.items()}
+    end = subprocess.run(
+        [sys.executable, "-c", RUNNER], cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True
+    )
+    assert end.returncode == 0, end.stderr
+    assert not new.exists(), "nothing is written before all is checked"
+    return json.loads(end.stdout), fill
+
+
+@pytest.mark.parametrize("name", BAD_COMMANDS)
+def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
+    ends, fill = bad_ends
+    assert ends[name].startswith(("error: ", "FATAL Flags parsing error: ")), ends[name]
+    for text in BAD_COMMANDS[name][1]:
+        assert fill(text) in ends[name]
+
+
+def test_a_sweep_of_two_real_runs(run, commands, tmp_path):
+    """By the command, and drawn by scripts/plot_runs.py. The first is the fixture's run: what that compiled is used."""
+    folder = tmp_path / "sweep"
+    fill = lambda text: text.replace("{new}", str(folder)).replace("{data}", str(run.data))
+    rate = f"--config.optimizer.learning_rate={OVERRIDES['optimizer.learning_rate']}"
+    end = commands.run("scripts/sweep.py", *map(fill, GOOD), rate, "--sweep.seed=1,0", "--parallel=2")
+    assert end.returncode == 0, end.stderr
+    runs = [folder / f"seed={seed}" for seed in (0, 1)]
+    losses = []
+    for seed, path in enumerate(runs):
+        assert json.loads((path / "config.json").read_text())["seed"] == seed
+        assert read_log(path)[-1]["step"] == STEPS
+        losses.append(read_log(path)[-1]["validation_loss"])
+        assert f"{losses[-1]:.4f}" in end.stdout
+    assert abs(losses[0] - run.log[-1]["validation_loss"]) < 1e-3 < abs(losses[0] - losses[1])
+    assert f"best {min(losses):.4f}" in end.stdout
+    cases = {
+        "plot": ["scripts/plot_runs.py", *runs, f"--out={tmp_path}/plot.svg", "--x=flops", "--log_x"],
+        "report": ["scripts/sweep.py", f"--workdir={folder}", "--report"],
+    }
+    ends = commands.run_all({name: {"arguments": arguments} for name, arguments in cases.items()})
+    assert all(end.returncode == 0 for end in ends.values()), [end.stderr for end in ends.values()]
+    rows = [line.split() for line in ends["plot"].stdout.splitlines() if line.startswith(str(folder))]
+    assert [row[1] for row in rows] == [f"{loss:.4f}" for loss in losses]
+    assert (tmp_path / "plot.svg").read_text().count("<path") > 10
+    assert re.search(rf"<b>{min(losses):.4f}</b>", (folder / "report.html").read_text())

@@ -1,0 +1,182 @@
+"""The page of a sweep: its numbers against independent ones, and that it needs nothing from outside."""
+
+import base64
+import html.parser
+import itertools
+import json
+import re
+import shutil
+import statistics
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from heinsen.sweep.folder import SweepFolder, SweepRun
+from heinsen.sweep.report import effect_of, grid_of, seed_spread, swept_fields, write_report
+from heinsen.sweep.space import Definition, Range
+
+
+def definition(space, **changes):
+    fields = dict(config="c.py", overrides={}, base={}, seeds=None, search="grid", trials=None, search_seed=0)
+    return Definition(**(fields | {"space": space} | changes))
+
+
+def finished(point, loss):
+    return SimpleNamespace(run=SimpleNamespace(point=point), validation_loss=loss)
+
+
+@pytest.fixture
+def grid(rng):
+    """A grid with seeds, two of whose runs are missing, in random order: its definition and {point: loss}."""
+    space = {"a.rate": (1e-4, 1e-3, 1e-2), "b.name": ("x", "y"), "seed": (0, 1)}
+    points = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
+    chosen = [points[i] for i in rng.permutation(len(points))[:-2]]
+    return definition(space), [
+        finished(point, float(loss)) for point, loss in zip(chosen, rng.normal(3, 1, 10), strict=True)
+    ]
+
+
+def test_marginal_effects_are_means_over_everything_else(grid):
+    whole, runs = grid
+    for field, values in whole.space.items():
+        effect = effect_of(whole, field, runs)
+        assert [group.label for group in effect.groups] == [str(value) for value in values]
+        means = []
+        for value, group in zip(values, effect.groups, strict=True):
+            losses = [run.validation_loss for run in runs if run.run.point[field] == value]
+            assert sorted(group.losses) == sorted(losses)
+            means.append(sum(losses) / len(losses))
+        np.testing.assert_allclose(effect.size, max(means) - min(means))
+    assert effect_of(whole, "b.name", [run for run in runs if run.run.point["b.name"] == "x"]) is None
+
+
+def test_ranges_are_cut_into_parts_of_as_many_runs(rng):
+    rates = rng.uniform(0, 1, 11)
+    runs = [finished({"rate": float(rate)}, float(rate)) for rate in rates]
+    effect = effect_of(definition({"rate": Range(0, 1, False, False)}, search="random", trials=11), "rate", runs)
+    assert [len(group.losses) for group in effect.groups] == [3, 3, 3, 2]
+    np.testing.assert_array_equal(np.concatenate([group.losses for group in effect.groups]), np.sort(rates))
+
+
+def test_the_spread_over_seeds_is_within_equal_settings(grid):
+    whole, runs = grid
+    spread, freedom = seed_spread(runs)
+    pairs = [
+        [r.validation_loss for r in runs if (r.run.point["a.rate"], r.run.point["b.name"]) == each]
+        for each in itertools.product(whole.space["a.rate"], whole.space["b.name"])
+    ]
+    pairs = [pair for pair in pairs if len(pair) == 2]
+    assert freedom == len(pairs)
+    np.testing.assert_allclose(spread, np.sqrt(sum((a - b) ** 2 / 2 for a, b in pairs) / len(pairs)))
+    assert seed_spread([run for run in runs if run.run.point["seed"] == 0]) is None
+
+
+def test_the_heat_map_holds_the_mean_of_each_pair(grid):
+    _, runs = grid
+    ys, xs, means = grid_of(runs, "b.name", "a.rate")
+    assert ys == ["x", "y"] and xs == [1e-4, 1e-3, 1e-2]
+    for i, j in np.ndindex(means.shape):
+        losses = [r.validation_loss for r in runs if r.run.point["b.name"] == ys[i] and r.run.point["a.rate"] == xs[j]]
+        expected = statistics.fmean(losses) if losses else np.nan
+        np.testing.assert_allclose(means[i, j], expected)
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def make_sweep(path, rng, space, states, **changes):
+    """A sweep's folder with logs that look like training, its runs in the states given."""
+    whole = definition(space, **changes)
+    runs = [SweepRun(point, 100, 64) for point in whole.points()]
+    folder = SweepFolder.open_or_create(path, whole, runs)
+    for i, run in enumerate(runs):
+        state, where = states.get(i, "finished"), folder.folder(run)
+        if state == "waiting":
+            continue
+        where.mkdir()
+        end, floor = 100 if state == "finished" else 40, rng.uniform(2, 3)
+        entries = []
+        for step in range(5, end + 1, 5):
+            loss = floor + 3 / np.sqrt(step) + 0.05 * rng.normal()
+            entries.append({"step": step, "tokens": 64 * step, "loss": loss, "tokens_per_second": 1e4})
+            if step % 20 == 0:
+                entries.append(
+                    {"step": step, "tokens": 64 * step, "validation_loss": loss, "validation_bits_per_byte": loss / 3}
+                )
+        (where / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        (where / "status.json").write_text(json.dumps({"state": state, "returncode": 1, "started": 0.0, "ended": 60.0}))
+        (where / "train.log").write_text("step 40\nerror: <loss> is no longer finite\n")
+    return folder
+
+
+@pytest.fixture(params=["grid", "random"])
+def page(request, rng, tmp_path):
+    if request.param == "grid":
+        space = {"optimizer.rate": (1e-4, 1e-3, 1e-2), "model.kind": ("one", "<two>")}
+        folder = make_sweep(tmp_path / "s", rng, space, {2: "crashed", 5: "waiting"}, seeds=(0, 1))
+    else:
+        space = {"optimizer.rate": Range(1e-5, 1e-1, True, False), "size": Range(1, 64, True, True), "kind": ("a", "b")}
+        folder = make_sweep(tmp_path / "s", rng, space, {3: "pruned", 7: "crashed"}, search="random", trials=24)
+    return request.param, folder, write_report(folder, folder.views())
+
+
+class Outside(html.parser.HTMLParser):
+    """What a page would load, and the tags that are still open at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources, self.open = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.sources += [value for name, value in attributes if name in ("src", "href", "data", "action")]
+        if tag not in ("meta", "link", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(page):
+    kind, folder, path = page
+    text = path.read_text()
+    parser = Outside()
+    parser.feed(text)
+    assert not parser.open
+    assert all(source.startswith("data:") for source in parser.sources)
+    images = [base64.b64decode(s.partition("base64,")[2]).decode() for s in parser.sources if "svg" in s]
+    assert len(images) == (5 if kind == "grid" else 5) and all("<svg" in image for image in images)
+    assert not re.search(r"url\((?!#)|@import|<script", text + "".join(images)), "nor do its figures"
+    best = min(view.validation_loss for view in folder.views() if view.state == "finished")
+    assert f"<b>{best:.4f}</b>" in text
+    assert "error: &lt;loss&gt; is no longer finite" in text and "<two>" not in text
+    assert text.count("<tr><td class=") == len(folder.runs), "all runs are listed"
+
+
+def test_a_sweep_without_finished_runs_has_a_page_too(tmp_path, rng):
+    folder = make_sweep(tmp_path / "s", rng, {"a": (1, 2)}, {0: "waiting", 1: "waiting"})
+    assert "No run has finished yet" in write_report(folder, folder.views()).read_text()
+    assert swept_fields(folder.views()) == ["a"]
+
+
+@pytest.mark.long
+def test_a_browser_shows_the_page_without_a_network(page, tmp_path):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    import matplotlib.pyplot as plt
+
+    _, _, path = page
+    shot = tmp_path / "page.png"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,2600"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    command = [chromium, *options, f"--screenshot={shot}", path.absolute().as_uri()]
+    subprocess.run(command, capture_output=True, timeout=300, check=True)
+    pixels = plt.imread(shot)[..., :3]
+    assert pixels.shape[:2] == (2600, 1200)
+    inked = (pixels < 0.97).any(axis=2)
+    assert inked[:300].mean() > 0.01 and inked[600:1800].mean() > 0.02, "the text and the figures are drawn"
+    orange = np.abs(pixels - np.array([0xC2, 0x41, 0x0C]) / 255).max(axis=2) < 0.02
+    assert orange.sum() > 200, "the means of the marginal effects"
+    assert not inked[:, -10:].any(), "nothing runs over the right edge"

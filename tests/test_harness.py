@@ -1,0 +1,120 @@
+"""Answers to the lm-evaluation-harness: equal to what the forward pass says directly, token by token."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from heinsen import decoding, harness
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.decoding import Sampling, generate
+from heinsen.harness import Answers, as_lm
+from tests.test_decoding import MODEL, draw_params, full_forward
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+LENGTH = 24  # of the texts that `direct` sees, padded
+
+
+@pytest.fixture
+def answers(rng):
+    return Answers(MODEL, draw_params(rng, MODEL), get_tokenizer("bytes"), batch_size=3)
+
+
+def direct(answers: Answers, text: str, n_last: int) -> tuple[float, bool]:
+    """Log-likelihood of the last n tokens of a document that begins with `text`, and whether all were the likeliest."""
+    ids = [256, *text.encode()]
+    tokens = np.zeros((1, LENGTH), np.int32)
+    tokens[0, : len(ids)] = ids
+    logits = np.float64(full_forward(MODEL, answers.params, tokens)[0][0])
+    log_p = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    log_p -= logits.max(-1, keepdims=True)
+    places = range(len(ids) - 1 - n_last, len(ids) - 1)
+    best = [np.argmax(logits[i, :257]) == ids[i + 1] for i in places]
+    return sum(log_p[i, ids[i + 1]] for i in places), all(best)
+
+
+def test_likelihoods_are_those_of_the_forward_pass_and_contexts_are_read_once(rng, answers, monkeypatch):
+    requests = [("ab", "c"), ("hello", " world"), ("ab", "def"), ("", "xy"), ("hello", "!"), ("ab", "c"), ("x ", "y z")]
+    read, contexts = harness.read, []
+    monkeypatch.setattr(harness, "read", lambda *args: (contexts.extend(map(tuple, args[2])), read(*args))[1])
+    got = answers.loglikelihood(requests)
+    for (context, continuation), (log_p, greedy) in zip(requests, got, strict=True):
+        # The space at the end of a context counts to the continuation.
+        n = len((context + continuation).encode()) - len(context.rstrip().encode())
+        expected, best = direct(answers, context + continuation, n)
+        assert log_p == pytest.approx(expected, abs=1e-3) and greedy == best
+    assert len(contexts) == len(set(contexts)) == 4
+    likeliest = "".join(map(chr, generate(MODEL, answers.params, [256, 97], Sampling(0.0), 0, max_tokens=1)))
+    if likeliest.isascii() and likeliest:
+        assert answers.loglikelihood([("a", likeliest)])[0][1]
+
+
+def test_whole_texts_are_scored_from_their_first_token_without_a_limit(rng, answers, monkeypatch):
+    texts = ["a", "".join(map(chr, rng.integers(97, 120, 20))), "", "some text"]
+    got = answers.loglikelihood_rolling(texts)
+    expected = [direct(answers, text, len(text))[0] if text else 0.0 for text in texts]
+    np.testing.assert_allclose(got, expected, atol=2e-3)
+    monkeypatch.setattr(decoding, "PREFILL_PIECE", 8)
+    np.testing.assert_allclose(answers.loglikelihood_rolling(texts), expected, atol=2e-3)
+
+
+def test_generation_ends_at_the_strings_and_limits_of_the_task(rng, answers):
+    write = lambda text, n: bytes(generate(MODEL, answers.params, [256, *text.encode()], Sampling(0.0), 0, n, 256))
+    full = {text: write(text, 9).decode("utf-8", errors="replace") for text in ("one", "two", "three", "fo")}
+    stop = full["two"][4:6]
+    requests = [(text, {"until": ["\n\n\n"], "max_gen_toks": 9}) for text in full] + [
+        ("two", {"until": stop, "max_gen_toks": 9, "do_sample": False, "temperature": 0.7}),
+        ("one", {"until": [], "max_gen_toks": 4}),
+    ]
+    got = answers.generate_until(requests)
+    assert got[:4] == list(full.values())
+    assert got[4] == full["two"][: full["two"].index(stop)]
+    assert got[5] == write("one", 4).decode("utf-8", errors="replace")
+    drawn = [("one", {"do_sample": True, "temperature": 1.5, "top_k": 50, "max_gen_toks": 9})]
+    assert answers.generate_until(drawn) != [full["one"]]
+
+
+def test_bad_requests_are_named(answers):
+    with pytest.raises(ValueError, match="an empty continuation after 'abc'"):
+        answers.loglikelihood([("abc", "")])
+    with pytest.raises(ValueError, match=r"generation arguments \['num_beams'\] are not known"):
+        answers.generate_until([("a", {"num_beams": 4})])
+
+
+@pytest.mark.long
+def test_the_harness_gets_the_same_numbers_for_local_tasks(rng, answers, tmp_path):
+    """Multiple choice, rolling perplexity and generation, from local YAML over local JSONL, by lm-eval itself."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'heinsen[harness]'")
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"q": "one and", "a": [" two", " too", " x"], "right": int(i)} for i in rng.integers(0, 3, 4)]
+    rows += [{"q": "abc", "a": ["d", "z", "!"], "right": 0}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = (
+        "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {0}/rows.jsonl\ntest_split: test\n"
+        "output_type: {1}\nmetadata:\n  version: 1\n"
+    )
+    choice = (
+        'task: choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{a}}"\ndoc_to_target: "{{right}}"\ntarget_delimiter: ""\n'
+    )
+    (tmp_path / "choice.yaml").write_text(
+        choice + common.format(tmp_path, "multiple_choice") + "metric_list:\n  - metric: acc\n"
+    )
+    (tmp_path / "rolling.yaml").write_text(
+        'task: rolling\ndoc_to_text: ""\ndoc_to_target: "{{q}}"\n'
+        + common.format(tmp_path, "loglikelihood_rolling")
+        + "metric_list:\n  - metric: bits_per_byte\n"
+    )
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    result = lm_eval.simple_evaluate(
+        model=as_lm(answers), tasks=["choice", "rolling"], task_manager=manager, bootstrap_iters=10
+    )["results"]
+    right = [
+        row["right"] == int(np.argmax([direct(answers, row["q"] + a, len(a))[0] for a in row["a"]])) for row in rows
+    ]
+    assert result["choice"]["acc,none"] == pytest.approx(np.mean(right))
+    nats = sum(direct(answers, row["q"], len(row["q"]))[0] for row in rows)
+    n_bytes = sum(len(row["q"]) for row in rows)
+    assert result["rolling"]["bits_per_byte,none"] == pytest.approx(-nats / n_bytes / math.log(2), rel=1e-4)
