@@ -173,7 +173,7 @@ def ask_tasks() -> None:
     }
     for task, metrics in results.items():
         for name, value in metrics.items():
-            if "_stderr," not in name:
+            if "," in name and "_stderr," not in name:  # metric,filter
                 error = metrics.get(name.replace(",", "_stderr,", 1))
                 print(f"{task:<24} {name:<24} {value:.4f}" + (f" +- {error:.4f}" if error is not None else ""))
     print(json.dumps({"workdir": WORKDIR.value, "step": step, "tasks": results}))

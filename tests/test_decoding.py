@@ -163,6 +163,20 @@ def test_greedy_generation_takes_the_likeliest_token_of_repeated_forward_passes(
     assert list(generate(MODEL, params, prompt, GREEDY, seed=0, max_tokens=12)) == written
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["heinsen", "heinsen,softmax"])
+def test_two_thousand_greedy_tokens_are_those_of_the_forward_pass_from_every_split(rng, attention):
+    """The text that decoding writes is the text that one forward pass over all of it would write."""
+    config = dataclasses.replace(MODEL, attention=attention)
+    params, prompt = draw_params(rng, config), np.asarray(draw_tokens(rng, 11))
+    text = np.array([*prompt, *generate(config, params, prompt, GREEDY, seed=0, max_tokens=2000)])
+    logits = np.asarray(full_forward(config, params, text[None])[0])[0, 10:-1, :257]
+    np.testing.assert_array_equal(np.argmax(logits, axis=-1), text[11:])
+    for split in rng.integers(11, 2011, 3):
+        rest = generate(config, params, text[:split], GREEDY, seed=1, max_tokens=2011 - split)
+        np.testing.assert_array_equal(list(rest), text[split:])
+
+
 def test_draws_depend_on_the_seed_and_greedy_ones_do_not(rng, params):
     prompt = np.asarray(draw_tokens(rng, 7))
     write = lambda sampling, seed: list(generate(MODEL, params, prompt, sampling, seed, max_tokens=20))
