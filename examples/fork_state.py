@@ -1,0 +1,79 @@
+"""Read a text once, keep what was read as a state of constant size, and go on from it many times.
+
+    python examples/fork_state.py
+
+The model is small and untrained: what it writes is noise, and all that is shown holds for a trained one, which
+`heinsen.training.loop.load_params` reads from a run folder. scripts/generate.py does the same from the command line, by
+--save_state and --load_state.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.decoding import Sampling, continue_texts, fork, load_prefix, read, save_prefix, step_params
+from heinsen.model import ModelConfig, init_params
+
+TOKENIZER = get_tokenizer("bytes")
+MODEL = ModelConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    padded_vocab_size=264,
+    n_layers=2,
+    d_model=32,
+    n_heads=2,
+    d_key=8,
+    d_value=8,
+    attention="heinsen",
+    dtype="float32",
+    remat="none",
+    implementation=None,
+    document_token=None,
+)
+DOCUMENT = "It was read once. "
+
+
+def write(params, prefix, seed: int, n_tokens: int) -> list[str]:
+    """A continuation of each row of the prefix; row r of one seed always draws the same."""
+    pieces = continue_texts(MODEL, step_params(MODEL, params), prefix, Sampling(), seed, max_tokens=n_tokens)
+    tokens = np.concatenate([tokens for tokens, _ in pieces], axis=1)
+    return [TOKENIZER.decode_bytes(row).decode("utf-8", "replace") for row in tokens]
+
+
+def main(n_tokens: int = 32, copies: int = 3, lengths: tuple[int, ...] = (30, 500)) -> dict[str, object]:
+    """Print what reading, forking and keeping give; returns it."""
+    params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
+    sizes = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "document.state"
+        for n in lengths:
+            document = TOKENIZER.encode(DOCUMENT * n)
+            prefix = read(MODEL, params, [document])
+            save_prefix(path, MODEL, params, prefix)
+            sizes[len(document)] = path.stat().st_size
+            print(f"{len(document):7,} tokens read; the file that keeps them has {sizes[len(document)]:,} bytes")
+
+        print(f"\n{copies} ways to go on from the last, in one batch, the text not read again:")
+        forked = write(params, fork(prefix, copies), seed=1, n_tokens=n_tokens)
+        for text in forked:
+            print(f"  ...{text!r}")
+
+        loaded = load_prefix(path, MODEL, params)
+        again = write(params, fork(loaded, copies), seed=1, n_tokens=n_tokens)
+        print(f"\nfrom the file, the same: {again == forked}")
+
+    question = TOKENIZER.encode("And what came then? ")
+    asked = read(MODEL, params, [question], state=loaded.state)
+    whole = read(MODEL, params, [np.concatenate([document, question])])
+    error = float(np.max(np.abs(asked.logits - whole.logits)))
+    print(f"{len(question)} more tokens after the state give the logits of the whole text, to {error:.0e}")
+    return {"sizes": sizes, "forked": forked, "again": again, "error": error}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""docs/REPLICATION.md: its commands are ones that the programs take, its figures follow from their sources."""
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from configs import pile_125m
+from heinsen.config import from_mapping
+from heinsen.training.run import TrainConfig
+from tests.runs import ROOT, TIMEOUT
+
+TEXT = (ROOT / "docs" / "REPLICATION.md").read_text()
+CONFIG = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
+N_PARAMS = 124_879_872
+
+# Parses the arguments of many commands as their programs do, in one process; prints the error of each, or null.
+PARSE = r"""
+import contextlib, io, json, runpy, sys
+import absl.app, absl.logging, ml_collections.config_flags
+from absl import flags
+
+def parse(program, arguments):
+    before, argv = set(flags.FLAGS), [program, *arguments]
+    sys.argv = argv  # where config_flags looks for overrides
+    try:
+        module = runpy.run_path(program)
+        if program == "eval.py":
+            module["define_config_flag"](argv)
+        rest = module.get("parse_flags", flags.FLAGS)(argv)
+        if program == "train.py":
+            from heinsen.config import from_mapping
+            from heinsen.training.run import TrainConfig
+            from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
+        if program == "scripts/sweep.py":
+            fields = module["FIELDS"]
+            first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}
+            module["check"](module["CONFIG"].value, fields["config"], first)
+        takes_words = program in ("scripts/plot_runs.py", "scripts/prepare_data.py")
+        return None if takes_words or len(rest) == 1 else f"unexpected {rest[1:]}"
+    except (SystemExit, Exception) as error:
+        return repr(error)
+    finally:
+        for name in set(flags.FLAGS) - before:
+            delattr(flags.FLAGS, name)
+        flags.FLAGS.unparse_flags()
+
+commands = json.load(sys.stdin)
+with contextlib.redirect_stdout(io.StringIO()):
+    errors = [parse(*command) for command in commands]
+print(json.dumps(errors))
+"""
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """(program, arguments) of every command of this repository in the indented blocks of a Markdown text."""
+    lines = re.sub(r"\\\n\s+", "", text).splitlines()
+    found = []
+    for line in (line for line in lines if line.startswith("    ")):
+        for part in re.split(r"\bdo |; done|&", line):
+            words = shlex.split(part.strip(), comments=True)
+            if words[:1] == ["python"]:
+                found.append((words[1], [word.replace("$i", "0") for word in words[2:]]))
+            elif words[:1] == ["sbatch"]:
+                found.append(("train.py", words[words.index("scripts/train.slurm") + 1 :]))
+    return found
+
+
+def errors_of(found: list[tuple[str, list[str]]], runs) -> list[str | None]:
+    """What each program says to its arguments; `runs` stands for the folder runs/."""
+    moved = [(program, [a.replace("=runs/", f"={runs}/") for a in arguments]) for program, arguments in found]
+    result = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input=json.dumps(moved),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """A folder with the config of the run that the text speaks of."""
+    (tmp_path / "pile_125m").mkdir()
+    (tmp_path / "pile_125m" / "config.json").write_text(json.dumps(dataclasses.asdict(CONFIG)))
+    return tmp_path
+
+
+def test_every_command_is_one_that_its_program_takes(runs):
+    found = commands(TEXT)
+    assert len(found) >= 20
+    assert {program for program, _ in found} == {
+        *("train.py", "eval.py"),
+        *(f"scripts/{name}.py" for name in ("prepare_data", "plot_runs", "export", "generate", "sweep")),
+    }
+    broken = [
+        ("train.py", ["--config=configs/pile_125m.py", "--config.optimizer.learning_rat=1"]),
+        ("train.py", ["--config=configs/pile_125m.py", "--config.model.remat=half"]),
+        ("train.py", ["--config=configs/pile_125m.py", "--plam"]),
+        ("eval.py", [f"--workdir={runs}/none"]),
+        ("scripts/prepare_data.py", ["--tokenizer=gpt3", "--split=train", "--out=x"]),
+        ("scripts/sweep.py", ["--config=configs/pile_125m.py", "--workdir=x", "--sweep.model.n_layer=1"]),
+        ("scripts/export.py", ["--workdir=x", "--out=y", "word"]),
+    ]
+    errors = errors_of([*found, *broken], runs)
+    told = [(command, error) for command, error in zip(found, errors, strict=False) if error]
+    assert not told, told
+    assert all(errors[len(found) :]), errors[len(found) :]
+
+
+def test_links_lead_somewhere():
+    titles = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+        for line in (ROOT / "docs" / "SCALING.md").read_text().splitlines()
+        if line.startswith("#")
+    }
+    wanted = re.findall(r"\(SCALING\.md#([\w-]+)\)", TEXT)
+    assert len(wanted) >= 3 and set(wanted) <= titles
+    for name in set(re.findall(r"`((?:configs|docs|scripts|tests)/[\w./]+)`", TEXT)):
+        assert (ROOT / name).exists(), name
+
+
+def test_figures_follow_from_what_they_are_computed_from():
+    steps, flops = CONFIG.total_steps, 6 * N_PARAMS * 300e9
+    hours = [flops / (share * 989e12) / 3600 for share in (0.4, 0.2)]
+    tokens_a_byte = 0.29335
+    told = [
+        f"{steps:,} steps of {CONFIG.batch_size} x {CONFIG.sequence_length}",
+        f"= {flops:.3g} FLOPs".replace("e+", "e"),
+        f"{hours[0]:.0f} to {hours[1]:.0f} hours of one H100",
+        f"**{2.47 * tokens_a_byte / math.log(2):.3f}**",
+        f"{1254.20 * 2**30 * tokens_a_byte / 1e9:.0f}e9, 824.5e9",
+        f"0.29335 = {824.5 * tokens_a_byte:.0f}e9",
+        f"{12.07 + 0.75 + 1.55 + 0.60 + 10.01:.2f}% of The Pile's bytes",
+        f"so 296e9 take {round(296e9 / 4.68e6, -3):,.0f} s, {296e9 / 4.68e6 / 3600:.1f} hours",
+        f"1 / 0.29335 = {1 / tokens_a_byte:.2f}",
+        f"stays at {math.log(CONFIG.model.vocab_size):.1f}",
+        f"{math.ceil(3e9 / (480 * 1024)):,} steps.",
+    ]
+    flowing = " ".join(TEXT.split())
+    assert [words for words in told if words not in flowing] == []
+
+
+def test_the_table_on_the_way_is_that_of_the_anchors():
+    with open(ROOT / "docs" / "anchors.csv", newline="") as file:
+        anchors = [(float(row["tokens"]), float(row["low"]), float(row["high"])) for row in csv.DictReader(file)]
+    rows = re.findall(r"^\| (\d+e9) \| [\d.]+% \| ([\d.]+) to ([\d.]+) \|", TEXT, re.MULTILINE)
+    assert len(rows) == len(anchors) == 7
+    for (tokens, low, high), anchor in zip(rows, anchors, strict=True):
+        assert float(tokens) == anchor[0]
+        assert abs(float(low) - anchor[1]) < 0.0051 and abs(float(high) - anchor[2]) < 0.0051
