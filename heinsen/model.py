@@ -693,6 +693,8 @@ def _softmax(config, q, k, v, state, tokens):
     q, k, v = (x.astype(config.dtype) for x in (q, k, v))
     if state is None:
         return softmax.softmax_attention(q, k, v, tokens.segment_ids, config.causal), KVCache(k, v)
+    if q.shape[-2] == 1 and tokens.valid is None:
+        return softmax.step_cached(q, k, v, state, tokens.slot, tokens.first)
     cache = softmax.append(state, k, v, tokens.slot, tokens.valid)
     return softmax.attend_cached(q, cache, tokens.slot, tokens.first), cache
 

@@ -34,7 +34,7 @@ from tests.models import model_config
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-MODEL = model_config()
+MODEL = model_config(implementation="scan")  # which is compiled soonest
 GREEDY = Sampling(temperature=0.0)
 full_forward = jax.jit(forward, static_argnums=0)
 

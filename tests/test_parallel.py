@@ -104,6 +104,7 @@ def start_two(commands: Commands, data, workdir, **changes):
     return [commands.start(*command, *two, f"--process_id={i}", devices=2) for i in range(2)]
 
 
+@pytest.mark.long
 def test_two_processes_of_two_devices_give_the_losses_of_one(run, commands, tmp_path):
     workdir = tmp_path / "run"
     done = [

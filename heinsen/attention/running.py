@@ -11,8 +11,10 @@ whether any could have mattered. If so, take the steps again by `update_state` a
 Axes: K key features, V value features; `*batch` is any leading axes, the same in every argument.
 """
 
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -53,10 +55,14 @@ def step(
     kept, added = posterior(state.since.h_z, h_z), posterior(k, h_z)
     mean = kept[..., None] * rescaled + added[..., None] * posterior(log_v, log_scale)[..., None, :]
     log_weights = q + state.before.h_z, q + h_z
-    log_z = logsumexp(logaddexp(*log_weights))[..., None]
-    weights_before, weights = (posterior(x, log_z)[..., None] for x in log_weights)
-    y_before = jnp.sum(weights_before * state.before.mean, axis=-2)
-    y = posterior(state.log_scale_before, log_scale) * y_before + jnp.sum(weights * mean, axis=-2)
+    log_z = logsumexp(jnp.concatenate(log_weights, axis=-1))[..., None]
+    # Products of matrices, which XLA's CPU library is ten times as fast at as at a sum of products.
+    read = partial(jnp.einsum, "...k,...kv->...v", precision=jax.lax.Precision.HIGHEST)
+    y_before, y_since = (
+        read(posterior(x, log_z), part.mean)
+        for x, part in zip(log_weights, (state.before, MeanState(mean, h_z)), strict=True)
+    )
+    y = posterior(state.log_scale_before, log_scale) * y_before + y_since
     smallest = jnp.minimum(state.smallest, jnp.min(y, axis=-1))
     return jnp.log(y) + log_scale, RunningState(
         state.before, MeanState(mean, h_z), state.log_scale_before, log_scale, smallest

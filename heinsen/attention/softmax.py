@@ -98,3 +98,26 @@ def attend_cached(
     )
     y = lax.map(block, (split(q, 2), split(slots, 1), split(first, 1)))  # [blocks, B, H, size, V]
     return jnp.moveaxis(y, 0, 2).reshape(n_batch, n_heads, -1, y.shape[-1])[:, :, :n_tokens]
+
+
+def step_cached(
+    q: Float[Array, "B H 1 K"],
+    k: Float[Array, "B H 1 K"],
+    v: Float[Array, "B H 1 K"],
+    cache: KVCache,
+    slots: Int[Array, "B 1"],
+    first: Int[Array, "B 1"],
+) -> tuple[Float[Array, "B H 1 K"], KVCache]:
+    """`append` of one token and `attend_cached` of its query, without a copy of the cache."""
+    to_scores = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores, own = to_scores(cache.k), to_scores(k)
+    place = jnp.arange(cache.k.shape[-2])
+    seen = (first[..., None] <= place) & (place < slots[..., None])
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
+    p, p_own = jnp.exp(scores - top), jnp.exp(own - top)
+    y = jnp.einsum("bhtc,bhcv->bhtv", p.astype(v.dtype), cache.v, preferred_element_type=jnp.float32) + p_own * v
+    y = y / (jnp.sum(p, axis=-1, keepdims=True) + p_own)
+    # What is written depends on what was read, so that XLA writes in place: else it reads from a copy.
+    later = (0 * y).astype(k.dtype)
+    return y.astype(q.dtype), append(cache, k + later, v + later, slots, None)

@@ -70,12 +70,6 @@ def test_every_dynamic_range(rng, n_tokens):
     check_grid(rng, n_tokens, SIGMAS, SIGMAS)
 
 
-def test_a_row_and_a_column_of_the_dynamic_ranges_over_many_chunks(rng):
-    fixed = rng.choice(SIGMAS, 2)
-    check_grid(rng, 256, SIGMAS, fixed[:1])
-    check_grid(rng, 256, fixed[1:], SIGMAS)
-
-
 @pytest.mark.long
 def test_every_dynamic_range_over_many_chunks(rng):
     check_grid(rng, 256, SIGMAS, SIGMAS)

@@ -204,6 +204,7 @@ def _processes_of(mark):
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+@pytest.mark.long
 def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
     """Kills whole preparations with worker processes at random moments until one gets through."""
     words = np.array(["".join(rng.choice(list("abcdefghijklmnop"), n)) for n in rng.integers(1, 12, 4000)])

@@ -425,6 +425,7 @@ def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
         assert fill(text) in ends[name]
 
 
+@pytest.mark.long
 def test_a_sweep_of_two_real_runs(run, commands, tmp_path):
     """By the command, and drawn by scripts/plot_runs.py. The first is the fixture's run: what that compiled is used."""
     folder = tmp_path / "sweep"
