@@ -645,7 +645,7 @@ def benchmark_decode(out: Path) -> None:
         }
     )
     for name in models:
-        for batch in batches if not constant[name] else ():
+        for batch in reversed(batches) if not constant[name] else ():
             for context in contexts if batch == batches[0] else contexts[:1]:
                 take_turns({(name, batch, context): contestant(name, batch, context)})
 
