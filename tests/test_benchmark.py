@@ -17,6 +17,7 @@ def benchmark(*arguments):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_attention_is_timed_and_written_down(tmp_path):
     small = ["--lengths=32", "--heads=2", "--features=4", "--repeats=2", f"--out={tmp_path}"]
     result = benchmark("attention", "--only=heinsen chunked,softmax (jax)", *small)

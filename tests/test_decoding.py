@@ -64,8 +64,9 @@ def draw_tokens(rng, *shape: int) -> jax.Array:
 # ---- prefill and steps -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["heinsen", "softmax", "heinsen,softmax"])
-@pytest.mark.parametrize("document_token", [None, 5])
+@pytest.mark.parametrize(
+    "attention, document_token", [("heinsen", None), ("heinsen", 5), ("softmax", 5), ("heinsen,softmax", None)]
+)
 def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, attention, document_token):
     """Also the steps of the decoding form, of parameters that are not stacked."""
     config = dataclasses.replace(MODEL, attention=attention, document_token=document_token)
