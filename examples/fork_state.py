@@ -16,25 +16,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs import default
+from heinsen.config import from_mapping
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, continue_texts, fork, load_prefix, read, save_prefix, step_params
 from heinsen.model import ModelConfig, init_params
 
 TOKENIZER = get_tokenizer("bytes")
-MODEL = ModelConfig(
-    vocab_size=TOKENIZER.vocab_size,
-    padded_vocab_size=264,
-    n_layers=2,
-    d_model=32,
-    n_heads=2,
-    d_key=8,
-    d_value=8,
-    attention="heinsen",
-    dtype="float32",
-    remat="none",
-    implementation=None,
-    document_token=None,
+SIZES = dict(
+    vocab_size=TOKENIZER.vocab_size, padded_vocab_size=264, n_layers=2, d_model=32, n_heads=2, d_key=8, d_value=8
 )
+MODEL = from_mapping(ModelConfig, default.get_config().model.to_dict() | SIZES)
 DOCUMENT = "It was read once. "
 
 
