@@ -46,6 +46,7 @@ def test_a_training_step_is_timed_against_matmul(tmp_path):
     assert summary["peak_bytes"] > 4 * 3 * summary["parameters"]  # at least AdamW's
 
 
+@pytest.mark.long
 def test_decoding_is_timed_against_the_context(tmp_path):
     sizes = dict(n_layers=2, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=60, padded_vocab_size=64)
     config = [f"--config.model.{name}={size}" for name, size in sizes.items()]

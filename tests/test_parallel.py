@@ -46,6 +46,7 @@ def test_four_devices_give_the_losses_of_one(run, run_on_4_devices):
     assert four != one, "sums over four devices round differently: were there four?"
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_path):
     """And config.json then tells of the mesh, which is no part of what makes a run another one."""
     start = STEPS - CHECKPOINT_EVERY

@@ -59,6 +59,7 @@ def test_a_folder_that_cannot_be_made_is_named(data, tmp_path, place):
     assert (tmp_path / "a file").read_text() == "mine"
 
 
+@pytest.mark.long
 def test_data_that_vanish_under_a_run_are_named(run, tmp_path, at_step):
     """Not by a crash: a memory-mapped file cut short would end the process by SIGBUS."""
     data = shutil.copytree(run.data, tmp_path / "data")

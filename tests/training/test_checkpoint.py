@@ -225,6 +225,7 @@ def test_values_with_a_flipped_bit_are_never_used(saved, rng, tmp_path):
     assert any(reason and "not as they were saved: " in reason for reason in reasons), "what Orbax does not notice"
 
 
+@pytest.mark.long
 def test_a_file_that_is_cut_short_or_gone_is_never_missed(saved, rng, tmp_path):
     for trial, damage in enumerate([truncate, delete] * 5):
         copy = saved.copy(tmp_path / str(trial))
