@@ -119,6 +119,7 @@ def test_random_tokens_lie_around_a_mean_as_long_as_asked(rng):
         assert low < share < high
 
 
+@pytest.mark.long
 def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
     """Maps of the hidden states that the model's logits are made of: seen from outside, logits are linear in them."""
     at_most, state = 100, rng.bit_generator.state

@@ -948,6 +948,7 @@ def test_settings_out_of_range(changes):
 # The command line.
 
 
+@pytest.mark.long
 def test_command_line_prepares_both_stdlib_splits(tmp_path):
     arguments = [
         "--source=stdlib",
