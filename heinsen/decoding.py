@@ -108,8 +108,8 @@ def prefill(
     if n_tokens == 0 or lengths.min() < 1:
         raise ValueError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
     state = init_model_state(config, n_rows) if state is None else state
-    check_room(config, _longest_document(config, state, tokens, lengths))
-    state = _with_room(config, state, int(np.max(state.n_tokens + lengths)))
+    _check_positions(config, state, tokens, lengths)
+    state = _with_room(state, lengths)
     prefix = Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
     for _, own, piece in _pieces(tokens, lengths):
         prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == piece.shape[1] else own)
@@ -122,6 +122,12 @@ def _prefill_piece(config, params, tokens_BxT, prefix, lengths_B):
     if lengths_B is not None:
         logits = jnp.where((lengths_B > 0)[:, None], logits, prefix.logits)
     return Prefix(logits, state)
+
+
+def _check_positions(config, state, tokens_BxT, lengths_B):
+    """Raises ValueError where these tokens go beyond learned positions; looks at nothing where there are none."""
+    if config.position == "learned":
+        check_room(config, _longest_document(config, state, tokens_BxT, lengths_B))
 
 
 def _longest_document(config, state, tokens_BxT, lengths_B):
@@ -153,9 +159,8 @@ def score(
     tokens = np.asarray(tokens, np.int32)
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     log_p, likeliest = np.zeros(tokens.shape), np.zeros(tokens.shape, bool)
-    check_room(config, _longest_document(config, prefix.state, tokens, lengths))
-    room = int(np.max(prefix.state.n_tokens + lengths))
-    prefix = prefix._replace(state=_with_room(config, prefix.state, room))
+    _check_positions(config, prefix.state, tokens, lengths)
+    prefix = prefix._replace(state=_with_room(prefix.state, lengths))
     for start, own, piece in _pieces(tokens, lengths):
         *found, prefix = _score_piece(config, params, piece, prefix, own)
         width = min(piece.shape[1], tokens.shape[1] - start)
@@ -190,12 +195,13 @@ def _pieces(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.n
         yield start, own, np.pad(tokens[:, start : start + own.max()], [(0, 0), (0, padded - own.max())])
 
 
-def _with_room(config: ModelConfig, state: ModelState, n_tokens: int) -> ModelState:
-    """The state with caches for so many tokens at least; they grow by doubling, which few compiled programs follow."""
+def _with_room(state: ModelState, n_more: np.ndarray | int) -> ModelState:
+    """The state with caches for so many tokens more; they grow by doubling, which few compiled programs follow."""
     room = capacity(state)
-    return (
-        state if room is None or room >= n_tokens else with_capacity(state, max(128, 1 << (n_tokens - 1).bit_length()))
-    )
+    if room is None:
+        return state
+    n_tokens = int(np.max(state.n_tokens + n_more))
+    return state if room >= n_tokens else with_capacity(state, max(128, 1 << (n_tokens - 1).bit_length()))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -283,9 +289,7 @@ def decode(
     if config.position == "learned":
         check_room(config, int(np.max(prefix.state.n_tokens - prefix.state.document_start)) + n_tokens)
     buffer = n_tokens if buffer is None else buffer
-    state = prefix.state
-    if capacity(state) is not None:
-        state = _with_room(config, state, int(np.max(state.n_tokens)) + n_tokens)
+    state = _with_room(prefix.state, n_tokens)
     for exact in (False, True):
         caches, rest = _split(state)
         arguments = (caches, prefix._replace(state=rest), keys, first, n_tokens, stop_id, seen)

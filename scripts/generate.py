@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: {error}")
     prefix, n_rows = fork(prefix, SAMPLES.value), len(texts) * SAMPLES.value
     stop_id = tokenizer.eot_id if STOP_AT_EOT.value else None
-    streams = n_rows == 1 if STREAM.value is None else STREAM.value
+    streams = shows_as_it_comes(n_rows)
     read_texts = [prompt for prompt in prompts for _ in range(SAMPLES.value)]
     pieces = continue_texts(
         model, step_params(model, params), prefix, sampling, SEED.value, max_tokens, stop_id, read_texts,
@@ -135,14 +135,18 @@ def main(argv: list[str]) -> None:
             sys.exit(f"error: the state cannot be saved: {error}. Give another --save_state")
 
 
+def shows_as_it_comes(n_texts: int) -> bool:
+    return n_texts == 1 if STREAM.value is None else STREAM.value
+
+
 def check_flags(n_prompts: int) -> None:
     """Raises ValueError for flags that do not go together."""
-    if SAVE_STATE.value is not None and n_prompts * SAMPLES.value > 1:
+    n_texts = n_prompts * SAMPLES.value
+    if SAVE_STATE.value is not None and n_texts > 1:
         raise ValueError("--save_state keeps one text: give one prompt and --samples=1")
-    if STREAM.value and n_prompts * SAMPLES.value > 1:
+    if STREAM.value and n_texts > 1:
         raise ValueError("--stream shows one text as it comes: give one prompt and --samples=1")
-    streams = n_prompts * SAMPLES.value == 1 if STREAM.value is None else STREAM.value
-    if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not streams:
+    if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not shows_as_it_comes(n_texts):
         raise ValueError("--max_tokens=0 writes without end, which only one text that is streamed can: give a number")
 
 
