@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from heinsen.masking import window_losses
-from heinsen.model import ModelConfig, Params
+from heinsen.model import ModelConfig, Params, activation_rms
 from heinsen.parallel import place_batch, replicated, split_batch
 
 
@@ -44,6 +44,15 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
 
     def step(params, batch):
         return jnp.sum(window_losses(model, params, batch["tokens"], mesh) * batch["mask"], axis=-1)
+
+    return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
+
+
+def make_activation_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
+    """(params, tokens [B, T + 1]) -> `activation_rms` of the T tokens that are read."""
+
+    def step(params, tokens):
+        return activation_rms(model, params, tokens[:, :-1], mesh)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 

@@ -66,6 +66,8 @@ BLOCKS = ("heinsen", "gpt2")
 POSITIONS = ("recurrent", "learned", "rotary", "none")
 OBJECTIVES = ("next_token", "masked")
 
+_RMS = "rms"  # the collection of variables in which layers tell `activation_rms` theirs
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -433,6 +435,17 @@ def masked_loss(
     return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
 
 
+def activation_rms(
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T"], mesh: Mesh | None = None
+) -> dict[str, Float[Array, " L"]]:
+    """Root mean squares, layer by layer: "attention", of what it gives on (the paper's: log y); "residual", after it."""
+    model = LanguageModel(config, mesh)
+    _, found = model.apply({"params": params}, tokens, keep_state=False, mutable=[_RMS])
+    period, layers = len(config.pattern), found[_RMS]["layers"]
+    places = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
+    return {name: jnp.stack([place[name] for place in places], axis=1).reshape(-1) for name in places[0]}
+
+
 def _hidden(config, params, tokens, mesh, state=None, keep_state=False):
     """The last hidden states, the embedding, gathered once for both of its uses, and the model's state if kept."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
@@ -502,7 +515,7 @@ class LanguageModel(nn.Module):
             module = nn.remat(module, prevent_cse=False, policy=REMAT_POLICIES[c.remat], static_argnums=(4,))
         scanned = nn.scan(
             module,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, _RMS: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             out_axes=0,
@@ -642,6 +655,7 @@ class Layer(nn.Module):
             q, k = _rms_norm(q, scale("q_scale")), _rms_norm(k, scale("k_scale"))
         y_BxHxTxV, state = _attend(c, self.kind, self.mesh, q, k, values, state, tokens)
         y = y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
+        self._tell_rms("attention", y)
         if gpt2:
             x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, deviation=of_residual, name="attention_out")(y)
             h = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(_of_tokens(self.mesh, x_BxTxD))
@@ -650,7 +664,15 @@ class Layer(nn.Module):
         else:
             h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(y))
             x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
+        self._tell_rms("residual", x_BxTxD)
         return _of_tokens(self.mesh, x_BxTxD), state if keep_state else None
+
+
+    def _tell_rms(self, name: str, x: Array) -> None:
+        """To `activation_rms`, where that is what is asked for."""
+        if self.is_mutable_collection(_RMS) and not self.is_initializing():
+            rms = jnp.sqrt(jnp.mean(jnp.square(x.astype(_accumulator(self.config)))))
+            self.sow(_RMS, name, rms, reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
 
 def _rms_norm(x_BxHxTxK: Array, scale_HxK: Array) -> Array:

@@ -2,10 +2,11 @@
 
     python scripts/sweep.py --config=configs/NAME.py --workdir=DIR --sweep.FIELD=V1,V2 [--sweep.FIELD=...] [--seeds=3]
     python scripts/sweep.py ... --sweep.optimizer.learning_rate=1e-5..1e-2:log --search=random --trials=20
+    python scripts/sweep.py ... --sweep.model.n_layers=2,4 --sweep.model.d_model=128,256 --search=zip
     python scripts/sweep.py --workdir=DIR --status
     python scripts/sweep.py --workdir=DIR --report
 
---config.FIELD=VALUE holds for every run. Values with commas: --sweep.FIELD='["A,B","C"]'. All are checked before the
+A zip takes the first values of all fields together, then the second ones. --config.FIELD=VALUE holds for every run. Values with commas: --sweep.FIELD='["A,B","C"]'. All are checked before the
 first run starts. The same command goes on with a sweep that was stopped or killed; what has finished is not repeated.
 Each run is a run folder of train.py, for example DIR/learning_rate=0.001__seed=0; beside them sweep.json, sweep.csv,
 report.html.
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the sweep.", required=True)
 CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field in every run.")
 SEEDS = flags.DEFINE_integer("seeds", None, "Runs of each point, of seeds that follow the config's.", lower_bound=1)
-SEARCH = flags.DEFINE_string("search", "grid", "grid, random or optuna (pip install optuna; median pruning).")
+SEARCH = flags.DEFINE_string("search", "grid", "grid, zip, random or optuna (pip install optuna; median pruning).")
 TRIALS = flags.DEFINE_integer("trials", None, "Points of a random search or of Optuna; more may follow later.")
 SEARCH_SEED = flags.DEFINE_integer("search_seed", 0, "Of the points that a search draws.", lower_bound=0)
 LAUNCHER = flags.DEFINE_string("launcher", "local", "local: on this machine; slurm: array jobs, from a login node.")
@@ -109,7 +110,7 @@ def run_sweep(path: Path) -> None:
         config=config,
         overrides=overrides,
         base=base,
-        space=parse_space(FIELDS["sweep"], convert),
+        space=parse_space(FIELDS["sweep"], convert, SEARCH.value),
         seeds=None if SEEDS.value is None else tuple(range(base["seed"], base["seed"] + SEEDS.value)),
         search=SEARCH.value,
         trials=TRIALS.value,

@@ -49,6 +49,7 @@ OVERRIDES: dict[str, Any] = {
     "log_every": 1,
     "validate_every": VALIDATE_EVERY,
     "validation_tokens": 300,
+    "log_activations": True,
     "checkpoint_every": CHECKPOINT_EVERY,
     "keep_checkpoints": KEEP,
     "peak_flops": 1e12,

@@ -14,6 +14,7 @@ from heinsen.attention.softmax import KVCache
 from heinsen.config import ConfigError, from_mapping
 from heinsen.decoding import Sampling, _longest_document, decode, read
 from heinsen.model import (
+    activation_rms,
     check_room,
     count_params,
     forward,
@@ -126,7 +127,8 @@ def recurrence64(c, l):  # noqa: E741
     return np.stack(out)
 
 
-def layer64(config, kind, x, p):
+def layer64(config, kind, x, p, told):
+    """Appends its attention and what it gives on to `told`."""
     n_k = config.d_key
     h = norm64(x, p["norm"]) @ p["w1"]["kernel"] + p["w1"]["bias"]
     heads = []
@@ -140,15 +142,17 @@ def layer64(config, kind, x, p):
     dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)
     if config.block == "heinsen":
         h = dense("w2", y)
-        return x + dense("w3", h[:, : config.d_model] * sigmoid64(h[:, config.d_model :]))
-    x = x + dense("attention_out", y)
-    h = dense("mlp_in", norm64(x, p["mlp_norm"]))
-    gelu = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
-    return x + dense("mlp_out", gelu)
+        x = x + dense("w3", h[:, : config.d_model] * sigmoid64(h[:, config.d_model :]))
+    else:
+        x = x + dense("attention_out", y)
+        h = dense("mlp_in", norm64(x, p["mlp_norm"]))
+        x = x + dense("mlp_out", 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))))
+    told.append((y, x))
+    return x
 
 
-def document64(config, params, tokens):
-    """Logits of the tokens of one document, by themselves."""
+def document64(config, params, tokens, told):
+    """Logits of the tokens of one document, by themselves; each layer tells `told` of them."""
     x = params["embedding"][tokens]
     if config.position == "learned":
         x = x + params["position"]["embedding"][: len(x)]
@@ -161,17 +165,17 @@ def document64(config, params, tokens):
     for i in range(config.n_layers):
         own = layers if len(kinds) == 1 else layers[f"layer_{i % len(kinds)}"]
         own = jax.tree.map(lambda p, i=i: p[i // len(kinds)], own)
-        x = layer64(config, kinds[i % len(kinds)], x, own)
+        x = layer64(config, kinds[i % len(kinds)], x, own, told)
     return norm64(x, params["norm"]) @ params["embedding"].T
 
 
-def logits64(config, params, tokens):
+def logits64(config, params, tokens, told=None):
     """Each document of each row by itself."""
     params = jax.tree.map(np.float64, params)
-    rows = []
+    rows, told = [], [] if told is None else told
     for row in tokens:
         begins = np.flatnonzero(row == config.document_token) if config.document_token is not None else []
-        rows.append(np.concatenate([document64(config, params, d) for d in np.split(row, begins) if len(d)]))
+        rows.append(np.concatenate([document64(config, params, d, told) for d in np.split(row, begins) if len(d)]))
     return np.stack(rows)
 
 
@@ -193,14 +197,20 @@ def assert_close(got, want, tolerance):
 # ---- the models ----------------------------------------------------------------------------------
 
 
-def test_logits_and_gradients_are_those_of_the_float64_model(rng, config):
+def test_logits_activations_and_gradients_are_those_of_the_float64_model(rng, config):
     params, tokens = draw_params(config, rng), draw_tokens(config, rng)
 
     def run(params, tokens):
-        return forward(config, params, tokens)[0], jax.grad(lambda p: mean_loss(config, p, tokens))(params)
+        logits, _ = forward(config, params, tokens)
+        return logits, activation_rms(config, params, tokens), jax.grad(lambda p: mean_loss(config, p, tokens))(params)
 
-    logits, grads = quick_jit(run)(params, tokens)
-    assert_close(logits, logits64(config, params, tokens), 2e-5)
+    (logits, rms, grads), told = quick_jit(run)(params, tokens), []
+    assert_close(logits, logits64(config, params, tokens, told), 2e-5)
+    for index, name in enumerate(("attention", "residual")):
+        of_layers = [
+            np.concatenate([each[index] for each in told[i :: config.n_layers]]) for i in range(len(rms[name]))
+        ]
+        assert_close(rms[name], np.array([np.sqrt(np.mean(x**2)) for x in of_layers]), 2e-5)
     direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
     loss = lambda params: losses64(logits64(config, params, tokens[:, :-1]), tokens[:, 1:]).mean()

@@ -15,6 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 # Scores of one block of queries against a whole cache, in elements.
 _BLOCK_SCORES = 1 << 25
 
+# Queries of one block on a CPU, and how many blocks there are at most: each is compiled by itself.
+_SMALLEST_BLOCK, _MOST_BLOCKS = 128, 16
+_UNSEEN = -1e30  # a score; finite, so that gradients are
+
 
 class KVCache(NamedTuple):
     """Keys and values by slot; whoever holds it knows which slots are filled."""
@@ -62,12 +66,50 @@ def softmax_attention(
     causal: bool = True,
 ) -> Float[Array, "B H T K"]:
     """Of whole sequences; segment_ids as in `heinsen.log_attention`. On GPUs bfloat16 goes to cuDNN's flash kernel."""
+    if jax.default_backend() == "cpu":
+        return _by_blocks(q, k, v, segment_ids, causal)
     mask = None if segment_ids is None else segment_ids[..., :, None] == segment_ids[..., None, :]
     fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
     y = jax.nn.dot_product_attention(
         *(x.swapaxes(1, 2) for x in (q, k, v)), mask=mask, is_causal=causal, implementation="cudnn" if fused else None
     )
     return y.swapaxes(1, 2)
+
+
+def _by_blocks(q, k, v, segment_ids, causal):
+    """`softmax_attention` in the pieces that a CPU's cache holds: a head and some queries at a time, scores made twice.
+
+    Two to eight times as fast there as `jax.nn.dot_product_attention`, whose scores are all in memory at once.
+    """
+    n_tokens, d_key = q.shape[-2:]
+    size = max(_SMALLEST_BLOCK, -(-n_tokens // _MOST_BLOCKS))
+
+    @jax.checkpoint
+    def block(q, k, v, offset, ids, ids_of_keys):
+        scores = jnp.einsum("tk,sk->ts", q, k, preferred_element_type=dtype) * d_key**-0.5
+        if causal:
+            sees = (offset + jnp.arange(q.shape[0]))[:, None] >= jnp.arange(k.shape[0])
+            scores = jnp.where(sees, scores, _UNSEEN)
+        if ids is not None:
+            scores = jnp.where(ids[:, None] == ids_of_keys, scores, _UNSEEN)
+        p = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+        y = jnp.einsum("ts,sv->tv", p.astype(v.dtype), v, preferred_element_type=dtype)
+        return (y / jnp.sum(p, axis=-1, keepdims=True)).astype(v.dtype)
+
+    def head(arrays):
+        q, k, v, ids = arrays
+        blocks = []
+        for start in range(0, n_tokens, size):
+            stop = min(start + size, n_tokens)
+            here, seen = slice(start, stop), slice(0, stop if causal else n_tokens)
+            of_ids = (None, None) if ids is None else (ids[here], ids[seen])
+            blocks.append(block(q[here], k[seen], v[seen], start, *of_ids))
+        return jnp.concatenate(blocks)
+
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    ids = None if segment_ids is None else jnp.broadcast_to(segment_ids, q.shape[:-1])
+    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, ids))
+    return lax.map(head, heads).reshape(v.shape)
 
 
 def attend_cached(

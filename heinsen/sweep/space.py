@@ -13,7 +13,7 @@ import numpy as np
 
 Value = int | float | str | bool | None
 Point = dict[str, Value]  # field -> value
-SEARCHES = ("grid", "random", "optuna")
+SEARCHES = ("grid", "zip", "random", "optuna")
 SEED = "seed"  # the field that --seeds varies
 LONGEST_NAME = 100  # characters of a run's folder name
 
@@ -52,15 +52,18 @@ class Range:
 Space = dict[str, tuple[Value, ...] | Range]
 
 
-def parse_space(texts: Mapping[str, str], convert: Callable[[str, str], Value]) -> Space:
+def parse_space(texts: Mapping[str, str], convert: Callable[[str, str], Value], search: str = "grid") -> Space:
     """The space of `--sweep.FIELD=TEXT` flags: V1,V2,... or a JSON list, LOW..HIGH or LOW..HIGH:log.
 
-    convert(field, text) gives the value that the config makes of it, or raises SweepError.
+    convert(field, text) gives the value that the config makes of it, or raises SweepError. For a search that takes the
+    values of all fields together ("zip") they stay in order, and may repeat.
     """
-    return {field: _parse_values(field, text, convert) for field, text in texts.items()}
+    return {field: _parse_values(field, text, convert, search) for field, text in texts.items()}
 
 
-def _parse_values(field: str, text: str, convert: Callable[[str, str], Value]) -> tuple[Value, ...] | Range:
+def _parse_values(
+    field: str, text: str, convert: Callable[[str, str], Value], search: str
+) -> tuple[Value, ...] | Range:
     flag = f"--sweep.{field}={text}"
     if match := _RANGE.fullmatch(text.strip()):
         low, high = convert(field, match["low"]), convert(field, match["high"])
@@ -76,6 +79,8 @@ def _parse_values(field: str, text: str, convert: Callable[[str, str], Value]) -
             return Range(low, high, log, type(low) is int and type(high) is int)
     texts = _split(flag, text)
     values = [convert(field, each) for each in texts]
+    if search == "zip":
+        return tuple(values)
     repeated = [each for i, each in enumerate(texts) if values[i] in values[:i]]
     if repeated:
         raise SweepError(f"{flag}: {', '.join(repeated)} stands there twice")
@@ -146,22 +151,29 @@ class Definition:
         if both := sorted(self.overrides.keys() & self.space.keys()):
             raise SweepError(f"{', '.join(both)}: given by --config and by --sweep, choose one")
         ranges = [field for field, values in self.space.items() if isinstance(values, Range)]
-        if self.search == "grid":
+        if self.search in ("grid", "zip"):
             if ranges:
                 raise SweepError(f"--sweep.{ranges[0]} is a range: give --search=random --trials=N, or list its values")
             if self.trials is not None:
-                raise SweepError("--trials is for --search=random and --search=optuna: a grid tries all there is")
+                raise SweepError(
+                    f"--trials is for --search=random and --search=optuna: --search={self.search} tries all there is"
+                )
+            lengths = {field: len(values) for field, values in self.space.items()}
+            if self.search == "zip" and len(set(lengths.values())) > 1:
+                counts = ", ".join(f"--sweep.{field} has {n}" for field, n in lengths.items())
+                raise SweepError(f"--search=zip takes one value of each field for each run: {counts}")
         elif self.trials is None or self.trials < 1:
             raise SweepError(f"--search={self.search} needs --trials=N, how many to try")
         if self.search == "optuna" and self.seeds is not None:
             raise SweepError("--seeds is for grids and random search: Optuna judges each trial by one run")
 
     def points(self) -> list[Point]:
-        """Those of the grid or of the random search, in the order of their runs; none of Optuna's."""
+        """Those of the grid, the zip or the random search, in the order of their runs; none of Optuna's."""
         if self.search == "optuna":
             return []
-        if self.search == "grid":
-            values = itertools.product(*self.space.values())
+        if self.search in ("grid", "zip"):
+            combine = itertools.product if self.search == "grid" else zip
+            values = combine(*self.space.values()) if self.space else [()]
             points = [dict(zip(self.space, each, strict=True)) for each in values]
         else:
             points = [self.draw(trial) for trial in range(self.trials)]
@@ -202,7 +214,7 @@ class Definition:
         rows = {f"--sweep.{field}": _values_text(values) for field, values in sorted(self.space.items())}
         rows["seeds"] = "one" if self.seeds is None else ", ".join(map(str, self.seeds))
         rows["--search"] = self.search
-        if self.search != "grid":
+        if self.search not in ("grid", "zip"):
             rows["--search_seed"] = str(self.search_seed)
         return rows
 

@@ -15,7 +15,14 @@ from jax.sharding import Mesh
 
 from heinsen.data.loader import EvaluationBatches, evaluation_batches, train_iterator
 from heinsen.data.mixture import bytes_per_token
-from heinsen.evaluation import Evaluation, bits_per_byte, evaluate, make_eval_step, mean_of_mixture
+from heinsen.evaluation import (
+    Evaluation,
+    bits_per_byte,
+    evaluate,
+    make_activation_step,
+    make_eval_step,
+    mean_of_mixture,
+)
 from heinsen.interop import InteropError, is_export, load_folder, read_manifest
 from heinsen.masking import mask_tokens
 from heinsen.model import ModelConfig, Params, count_params, init_params, masked_loss, mean_loss
@@ -249,6 +256,7 @@ class _Loop:
     def __init__(self, config, mesh, data, train_step, checkpoints, signals, reporter):
         self.config, self.mesh, self.data = config, mesh, data
         self.train_step, self.eval_step = train_step, make_eval_step(config.model, mesh)
+        self.activation_step = make_activation_step(config.model, mesh) if config.log_activations else None
         self.checkpoints, self.signals, self.reporter = checkpoints, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -318,6 +326,7 @@ class _Loop:
                 name: (share, evaluate(self.eval_step, params, batches, self.mesh, batches.dataset.bytes_per_token))
                 for name, share, batches in self.data.validation
             }
+            activations = self.activations(params) if self.activation_step is not None else {}
         result = mean_of_mixture(list(parts.values()), self.data.validation_bytes_per_token)
         if not math.isfinite(result.loss):
             raise NonFiniteLossError(
@@ -326,7 +335,14 @@ class _Loop:
         metrics = {"validation_loss": result.loss, "validation_bits_per_byte": result.bits_per_byte}
         if len(parts) > 1:
             metrics |= {f"validation_loss/{name}": part.loss for name, (_, part) in parts.items()}
-        return result, metrics
+        return result, metrics | activations
+
+    def activations(self, params: Params) -> dict[str, float]:
+        """The metrics that `log_activations` asks for, of the first batch of validation."""
+        _, _, batches = self.data.validation[0]
+        tokens = place_batch(self.mesh, {"tokens": next(iter(batches))["tokens"]})["tokens"]
+        found = jax.device_get(self.activation_step(params, tokens))
+        return {f"{name}_rms/layer_{i}": float(x) for name, of_layers in found.items() for i, x in enumerate(of_layers)}
 
 
 def _newest(checkpoints: Checkpoints) -> str:

@@ -22,7 +22,7 @@ CONFIG_FILE = "config.json"
 # Fields that a run may go on with changed: they concern the machine, or what is told and kept.
 _MAY_CHANGE = (
     "mesh", "accumulation_steps", "model.remat", "log_every", "validate_every", "validation_tokens",
-    "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas", "trace_steps",
+    "log_activations", "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas", "trace_steps",
     "wandb_project", "peak_flops",
 )  # fmt: skip
 
@@ -64,6 +64,7 @@ class TrainConfig:
     log_every: int
     validate_every: int
     validation_tokens: int
+    log_activations: bool
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None

@@ -23,8 +23,8 @@ def convert(field, text):
         raise SweepError(f"--sweep.{field}: {text!r} is no {KINDS[field].__name__}") from error
 
 
-def parse(**texts):
-    return parse_space({name.replace("__", "."): text for name, text in texts.items()}, convert)
+def parse(search="grid", **texts):
+    return parse_space({name.replace("__", "."): text for name, text in texts.items()}, convert, search)
 
 
 def definition(space, **changes):
@@ -121,6 +121,17 @@ def test_a_grid_has_every_combination_once():
     assert definition({}, seeds=(0, 1)).points() == [{"seed": 0}, {"seed": 1}]
 
 
+def test_a_zip_takes_the_values_of_all_fields_together():
+    space = parse(a__rate="3,1,3", b__name="x,y,z", search="zip")
+    points = definition(space, search="zip", seeds=(5, 6)).points()
+    assert points == [
+        {"a.rate": rate, "b.name": name, "seed": seed}
+        for rate, name in ((3, "x"), (1, "y"), (3, "z"))
+        for seed in (5, 6)
+    ]
+    assert definition({}, search="zip", seeds=(0, 1)).points() == [{"seed": 0}, {"seed": 1}]
+
+
 def test_more_trials_keep_the_first_ones(rng):
     space = parse(a__rate="1e-5..1e-2:log", b__name="x,y")
     seed = int(rng.integers(1000))
@@ -140,6 +151,9 @@ def test_more_trials_keep_the_first_ones(rng):
         ({"a": (1,)}, dict(search="random"), "needs --trials"),
         ({"a": (1,)}, dict(search="random", trials=0), "needs --trials"),
         ({"a": Range(0, 1, False, False)}, {}, "--sweep.a is a range"),
+        ({"a": Range(0, 1, False, False)}, dict(search="zip"), "--sweep.a is a range"),
+        ({"a": (1,)}, dict(search="zip", trials=3), "--trials is for"),
+        ({"a": (1, 2), "b": (3,)}, dict(search="zip"), "--sweep.a has 2, --sweep.b has 1"),
         ({"seed": (1,)}, dict(seeds=(0, 1)), "exclude each other"),
         ({"a": (1,)}, dict(seeds=(0, 1), search="optuna", trials=2), "--seeds is for"),
         ({"a": (1,)}, dict(overrides={"a": "3"}), "by --config and by --sweep"),

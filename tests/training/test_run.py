@@ -103,7 +103,9 @@ def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, 
     o = config.optimizer
     for entry in run.log:
         if "validation_loss" in entry:
-            assert entry.keys() == {"step", "tokens", "validation_loss", "validation_bits_per_byte"}
+            layers = [f"{name}_rms/layer_{i}" for name in ("attention", "residual") for i in range(model.n_layers)]
+            assert entry.keys() == {"step", "tokens", "validation_loss", "validation_bits_per_byte", *layers}
+            assert all(0 < entry[name] < math.inf for name in layers)
             continue
         assert entry.keys() == {
             "step", "tokens", "loss", "bits_per_byte", "grad_norm", "param_norm", "skipped", "learning_rate",

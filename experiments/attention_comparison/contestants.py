@@ -1,0 +1,52 @@
+"""Who takes part, and what tells them apart."""
+
+import dataclasses
+
+from experiments.attention_comparison import config
+from heinsen.config import from_mapping
+from heinsen.sweep.folder import RunView
+from heinsen.sweep.space import Value
+from heinsen.training.run import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """Fields of the model."""
+
+    attention: str
+    block: str = "heinsen"
+    n_layers: int = 4
+    sigmoid_alpha: float = 1.0
+    sigmoid_bias: str = "0.0"
+
+    def settings(self, learning_rate: float) -> dict[str, Value]:
+        fields = {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
+        return fields | {"optimizer.learning_rate": learning_rate}
+
+    def runs_of(self, runs: list[RunView]) -> list[RunView]:
+        fields = {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
+        return [run for run in runs if fields.items() <= run.run.point.items()]
+
+
+# In GPT-2's block two layers have as many parameters as four in the paper's.
+CONTESTANTS = {
+    "heinsen": Contestant("heinsen"),
+    "softmax": Contestant("softmax"),
+    "sigmoid": Contestant("sigmoid"),
+    "linear": Contestant("linear"),
+    "heinsen*3,softmax": Contestant("heinsen*3,softmax"),
+    "softmax, GPT-2's block": Contestant("softmax", "gpt2", 2),
+}
+# Which sigmoid attention trains? "sigmoid" above has alpha = 1.
+SIGMOIDS = {
+    "alpha 0.5": Contestant("sigmoid", sigmoid_alpha=0.5),
+    "alpha 1.5": Contestant("sigmoid", sigmoid_alpha=1.5),
+    "alpha 0, bias -log n": Contestant("sigmoid", sigmoid_alpha=0.0, sigmoid_bias="-log_n"),
+}
+
+
+def train_config(contestant: Contestant) -> TrainConfig:
+    """Of a run, as config.py has it."""
+    mapping = config.get_config()
+    mapping.model.update(dataclasses.asdict(contestant))
+    return from_mapping(TrainConfig, mapping.to_dict())

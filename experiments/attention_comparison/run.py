@@ -1,0 +1,110 @@
+"""Every kind of attention in one frame: tuned alike, trained alike, on the same text; then recall, speed, and a report.
+
+    python experiments/attention_comparison/run.py --corpus=CORPUS --out=runs/attention_comparison [--parallel=2]
+
+CORPUS holds {train-*,validation,test}.jsonl.zst. The same command goes on where it was stopped. config.py is what all
+contestants share. OUT receives data/, the sweeps tuning/, final/ and sigmoid/, test/, recall/, and the report:
+report.md, results.json, curves.png, sigmoid.png, recall.png.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from experiments import tools
+from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, Contestant
+from heinsen.sweep.folder import RunView
+from heinsen.sweep.space import SweepError
+
+CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+OUT = flags.DEFINE_string("out", "runs/attention_comparison", "Folder of the experiment.")
+PARALLEL = flags.DEFINE_integer("parallel", os.cpu_count(), "Runs at a time, which share the cores.", lower_bound=1)
+
+RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3", "1.2e-2"], "The grid of the tuning.")
+TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Of each run of the tuning.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", None, "Of each run that counts; none: config.py's.", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each contestant, of seeds 1, 2, ...", lower_bound=1)
+RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Steps of each probe of recall.", lower_bound=101)
+
+CONFIG = Path(__file__).resolve().parent / "config.py"
+RECALL_LENGTHS = (4, 8, 16, 32)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    out = Path(OUT.value)
+    tools.share_compilations(out)
+    try:
+        tools.prepare_bytes(Path(CORPUS.value), out / "data")
+        tuning, final, sigmoid = train(out)
+        tested = test(out, {"final": final, "sigmoid": sigmoid})
+        recall = recall_of(out)
+        speed_file = out / "speed.json"
+        speed = tools.in_turn({speed_file: ["experiments/attention_comparison/speed.py"]}, 1)[speed_file]
+    except (tools.ExperimentError, SweepError) as error:
+        sys.exit(f"error: {error}")
+    from experiments.attention_comparison import report
+
+    report.write(out, tuning, final, sigmoid, tested, recall, speed)
+
+
+def train(out: Path) -> tuple[list[RunView], ...]:
+    """The runs of the three sweeps."""
+    everyone = CONTESTANTS | SIGMOIDS
+    data = f"--config.data.path={(out / 'data').absolute()}"
+    settings = [each.settings(float(rate)) for each in everyone.values() for rate in RATES.value]
+    tuning = tools.sweep(
+        CONFIG, out / "tuning", settings, PARALLEL.value, data, f"--config.total_tokens={TUNING_TOKENS.value}"
+    )
+    best = {name: best_rate(tuning, each) for name, each in everyone.items()}
+    options = [data, "--config.log_activations=True", "--config.seed=1"]
+    options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
+    runs = lambda of: [each.settings(best[name]) for name, each in of.items()]
+    final = tools.sweep(CONFIG, out / "final", runs(CONTESTANTS), PARALLEL.value, *options, f"--seeds={SEEDS.value}")
+    sigmoid = tools.sweep(CONFIG, out / "sigmoid", runs(SIGMOIDS), PARALLEL.value, *options, "--seeds=1")
+    return tuning, final, sigmoid
+
+
+def best_rate(tuning: list[RunView], contestant: Contestant) -> float:
+    """The learning rate of the lowest validation loss."""
+    runs = contestant.runs_of(tuning)
+    best = min(runs, key=lambda run: math.inf if run.validation_loss is None else run.validation_loss)
+    return best.run.point["optimizer.learning_rate"]
+
+
+def test(out: Path, sweeps: dict[str, list[RunView]]) -> dict[str, dict]:
+    """{run: what eval.py says of it on the test split}, of {folder of a sweep: its runs}."""
+    files = {run.name: out / "test" / f"{run.name}.json" for runs in sweeps.values() for run in runs}
+    commands = {
+        files[run.name]: ["eval.py", f"--workdir={(out / folder / run.name).absolute()}", "--split=test"]
+        for folder, runs in sweeps.items()
+        for run in runs
+    }
+    found = tools.in_turn(commands, PARALLEL.value)
+    return {name: found[file] for name, file in files.items()}
+
+
+def recall_of(out: Path) -> dict[str, dict]:
+    """{kind: what scripts/recall.py says of a small model of it}."""
+    kinds = [name for name, each in CONTESTANTS.items() if each.block == "heinsen"]
+    lengths = ",".join(map(str, RECALL_LENGTHS))
+    commands = {
+        out / "recall" / kind / "stdout.json": [
+            "scripts/recall.py", "--task=associative", f"--lengths={lengths}", f"--steps={RECALL_STEPS.value}",
+            f"--out={(out / 'recall' / kind).absolute()}", "--config.model.n_layers=4",
+            f"--config.model.attention={kind}",
+        ]
+        for kind in kinds
+    }  # fmt: skip
+    found = tools.in_turn(commands, PARALLEL.value)
+    return {kind: found[out / "recall" / kind / "stdout.json"] for kind in kinds}
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,73 @@
+"""L(N, D) = E + A / N^alpha + B / D^beta, fitted to runs (Hoffmann et al. 2022, arXiv:2203.15556, eqs. 2 and 3).
+
+N parameters, D tokens, L nats a token. As there: the Huber loss of log L, from many starting points, with A, B and E as
+exponentials. The bands are those of a residual bootstrap: the law is fitted again to losses that differ from the fit by
+residuals drawn from its own, as large as the degrees of freedom make them.
+"""
+
+import dataclasses
+
+import numpy as np
+from scipy.optimize import least_squares
+
+N_COEFFICIENTS = 5
+_DELTA = 1e-3  # of the Huber loss, in log L
+_LOWEST, _HIGHEST = np.array([-30.0, -30.0, -6.0, 0.0, 0.0]), np.array([40.0, 40.0, 2.0, 2.5, 2.5])  # log A, log B, ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """E in nats; A and B as their logarithms, for they span many orders of magnitude."""
+
+    log_a: float
+    log_b: float
+    log_e: float
+    alpha: float
+    beta: float
+
+    def __call__(self, n_params: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
+        """The loss in nats a token."""
+        return np.exp(_log_loss(np.array(dataclasses.astuple(self)), np.log(n_params), np.log(tokens)))
+
+
+def fit(n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0, n_starts: int = 40) -> Law:
+    """The law of the smallest Huber loss. Raises ValueError where there are no more runs than coefficients."""
+    if len(loss) <= N_COEFFICIENTS:
+        raise ValueError(f"{len(loss)} runs cannot tell {N_COEFFICIENTS} coefficients: more than so many are needed")
+    return Law(*_fit(np.log(n_params), np.log(tokens), np.log(loss), np.random.default_rng(seed), n_starts))
+
+
+def bootstrap(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n: int, seed: int = 0) -> list[Law]:
+    """`n` laws fitted to losses as far from this one as those given."""
+    rng = np.random.default_rng(seed)
+    log_n, log_d = np.log(n_params), np.log(tokens)
+    start = np.array(dataclasses.astuple(law))
+    expected = _log_loss(start, log_n, log_d)
+    residuals = np.log(loss) - expected
+    residuals = (residuals - residuals.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
+    draws = (expected + rng.choice(residuals, len(loss)) for _ in range(n))
+    return [Law(*_fit(log_n, log_d, draw, rng, 4, start)) for draw in draws]
+
+
+def _log_loss(x, log_n, log_d):
+    log_a, log_b, log_e, alpha, beta = x
+    return np.logaddexp(np.logaddexp(log_a - alpha * log_n, log_b - beta * log_d), log_e)
+
+
+def _fit(log_n, log_d, log_loss, rng, n_starts, first=None):
+    def residuals(x):
+        return _log_loss(x, log_n, log_d) - log_loss
+
+    def start():
+        alpha, beta = rng.uniform(0.05, 1.2, 2)
+        size = rng.uniform(-2, 2, 2)  # of both terms in the middle of the runs, in log nats
+        return np.array(
+            [size[0] + alpha * log_n.mean(), size[1] + beta * log_d.mean(), rng.uniform(-3, 1), alpha, beta]
+        )
+
+    starts = [] if first is None else [first]
+    starts += [start() for _ in range(n_starts - len(starts))]
+    options = dict(loss="huber", f_scale=_DELTA, x_scale=(1.0, 1.0, 1.0, 0.1, 0.1), max_nfev=2000)
+    inside = [np.clip(x, _LOWEST, _HIGHEST) for x in starts]
+    fits = [least_squares(residuals, x, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
+    return min(fits, key=lambda fit: fit.cost).x.tolist()

@@ -1,0 +1,48 @@
+"""Softmax attention of whole sequences, as it is computed on a CPU: against the quadratic form in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+from heinsen.attention import softmax
+from tests.attention.quick import quick_jit
+
+B, H, K = 2, 3, 4
+
+
+def by_pairs(q, k, v, sees, slopes):
+    """y, and the gradients of sum(slopes y) by q, k and v, in float64."""
+    q, k, v, slopes = map(np.float64, (q, k, v, slopes))
+    scores = np.where(sees, q @ k.swapaxes(-1, -2) / np.sqrt(K), -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    of_p = slopes @ v.swapaxes(-1, -2)
+    of_scores = p * (of_p - (p * of_p).sum(-1, keepdims=True)) / np.sqrt(K)
+    return p @ v, (of_scores @ k, of_scores.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ slopes)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [True, False])
+def test_blocks_of_queries_equal_all_pairs(rng, monkeypatch, causal, documents):
+    monkeypatch.setattr(softmax, "_SMALLEST_BLOCK", 8)
+    n_tokens = 37  # the last block is a part of one
+    q, k, v, slopes = (np.float32(scale * rng.standard_normal((B, H, n_tokens, K))) for scale in (3, 3, 1, 1))
+    ids = np.cumsum(rng.random((B, 1, n_tokens)) < 0.2, axis=-1) if documents else None
+    sees = np.tril(np.ones((n_tokens, n_tokens), bool)) if causal else True
+    if documents:
+        sees = sees & (ids[..., :, None] == ids[..., None, :])
+
+    @quick_jit
+    def run(q, k, v):
+        y, back = jax.vjp(lambda *qkv: softmax.softmax_attention(*qkv, ids, causal), q, k, v)
+        return y, back(slopes)
+
+    for got, want in zip(jax.tree.leaves(run(q, k, v)), jax.tree.leaves(by_pairs(q, k, v, sees, slopes)), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
+def test_blocks_are_few_however_long_the_sequence():
+    """Each block is compiled by itself."""
+    shape = jax.ShapeDtypeStruct((1, 1, 100_000, 4), np.float32)
+    text = str(jax.make_jaxpr(softmax.softmax_attention)(shape, shape, shape))
+    assert text.count("dot_general[") == 2 * 16

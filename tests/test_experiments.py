@@ -1,0 +1,166 @@
+"""The experiments: the law they fit, who takes part, and (long) both whole, from their command to their report."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import zstandard
+
+from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
+from experiments.attention_comparison.report import growth, n_remembered, versus
+from experiments.ladder import config as ladder_config
+from experiments.ladder.law import Law, bootstrap, fit
+from experiments.ladder.run import n_params, parse_size, settings
+from heinsen.config import from_mapping
+from heinsen.model import count_params, init_params
+from heinsen.training.run import TrainConfig
+
+pytest_plugins = ["tests.run_fixtures"]
+
+
+def size_of(config):
+    return count_params(jax.eval_shape(lambda: init_params(config.model, jax.random.key(0))))
+
+
+def draw_law(rng):
+    alpha, beta = rng.uniform(0.2, 0.6, 2)
+    a, b = rng.uniform(0.3, 1.5, 2)  # nats in the middle of the runs below
+    return Law(
+        np.log(a) + alpha * np.log(4e5), np.log(b) + beta * np.log(2e6), np.log(rng.uniform(0.5, 2)), alpha, beta
+    )
+
+
+def draw_runs(rng, n=14):
+    sizes = np.exp(rng.uniform(np.log(1e5), np.log(2e6), n))
+    return sizes, sizes * np.exp(rng.uniform(np.log(2), np.log(20), n))
+
+
+def test_a_law_is_found_again(rng):
+    law, (sizes, tokens) = draw_law(rng), draw_runs(rng)
+    found = fit(sizes, tokens, law(sizes, tokens), n_starts=10)
+    np.testing.assert_allclose(found(sizes, tokens), law(sizes, tokens), rtol=1e-6)
+    np.testing.assert_allclose(found(5e6, 1e8), law(5e6, 1e8), rtol=1e-3)
+
+
+def test_the_bands_are_as_wide_as_the_noise(rng):
+    """Of 20 runs and 5 coefficients a fit is off by half the noise at its runs."""
+    law, noise, (sizes, tokens) = draw_law(rng), np.exp(rng.uniform(-7, -4)), draw_runs(rng, 20)
+    losses = law(sizes, tokens) * np.exp(noise * rng.standard_normal(20))
+    best = fit(sizes, tokens, losses, n_starts=4)
+    others = bootstrap(best, sizes, tokens, losses, 8)
+    width = np.std([np.log(other(sizes, tokens) / best(sizes, tokens)) for other in others])
+    assert noise / 6 < width < 2 * noise
+
+
+def test_too_few_runs_are_no_law(rng):
+    sizes, tokens = draw_runs(rng, 5)
+    with pytest.raises(ValueError, match="5 runs cannot tell 5 coefficients"):
+        fit(sizes, tokens, sizes)
+
+
+def test_contestants_have_as_many_parameters_within_1_percent():
+    sizes = {name: size_of(train_config(each)) for name, each in (CONTESTANTS | SIGMOIDS).items()}
+    assert max(sizes.values()) < 1.01 * min(sizes.values()), sizes
+
+
+def test_what_is_remembered_grows_with_the_text_only_where_there_is_a_cache():
+    for name, each in CONTESTANTS.items():
+        few, many = (n_remembered(each, n) for n in (100, 1000))
+        grows = "softmax" in name or name == "sigmoid"
+        assert (many > few) == grows
+    heads, features = 4, 32
+    assert n_remembered(CONTESTANTS["heinsen"], 100) >= 4 * heads * features * features
+    assert n_remembered(CONTESTANTS["softmax"], 100) == 4 * heads * 2 * 100 * features
+
+
+def test_the_law_of_sigmoid_attention_over_a_window():
+    assert growth(CONTESTANTS["sigmoid"]) == growth(SIGMOIDS["alpha 0, bias -log n"]) == 1
+    t = np.arange(1, 513)
+    assert growth(SIGMOIDS["alpha 0.5"]) == pytest.approx(np.sqrt(np.mean(t)))
+    assert growth(SIGMOIDS["alpha 1.5"]) == pytest.approx(np.sqrt(np.mean(1 / t)))
+
+
+def test_differences_are_those_of_equal_seeds():
+    bits = {"a": {1: 2.0, 2: 3.0, 3: 4.0}, "b": {1: 2.1, 2: 3.2, 3: 4.3}}
+    text = versus(bits, "b", "a")  # 0.2 +- 4.303 * 0.1 / sqrt(3)
+    assert text == "b is +0.2000 [-0.0484, +0.4484] above it."
+
+
+def test_the_ladder_counts_parameters_as_the_model_has_them(rng):
+    size = int(rng.integers(1, 9)), 32 * int(rng.integers(1, 12))
+    mapping = ladder_config.get_config()
+    mapping.update_from_flattened_dict(settings("heinsen", size, 4.0, 3e-3))
+    config = from_mapping(TrainConfig, mapping.to_dict())
+    assert size_of(config) == n_params(size)
+    assert config.total_tokens == 4 * n_params(size)
+    assert config.optimizer.learning_rate == pytest.approx(3e-3 * 128 / size[1])
+
+
+@pytest.mark.parametrize("text", ["4", "0x128", "4x100", "4x-32", ""])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="LAYERSxWIDTH"):
+        parse_size(text)
+
+
+# ---- whole ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of words, some likelier than others, in the format of The Pile."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), n)) for n in rng.integers(2, 7, 50)]
+    for name, count in (("train-00", 400), ("validation", 20), ("test", 20)):
+        lines = []
+        for i in range(count):
+            text = " ".join(rng.choice(words, 100, p=np.arange(1, 51) / 1275))
+            lines.append(json.dumps({"text": text, "meta": {"pile_set_name": "AB"[i % 2]}}))
+        (folder / f"{name}.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines).encode()))
+    return folder
+
+
+@pytest.mark.long
+def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
+    arguments = [f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=1x32,2x32,1x64", "--next=2x64"]
+    command = ["experiments/ladder/run.py", *arguments, "--tokens_per_parameter=1,2", "--longer=3"]
+    end = commands.run(*command)
+    assert end.returncode == 0, end.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["runs"]) == 18 and len(results["next"]) == 2
+    assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())
+    report = (tmp_path / "report.md").read_text()
+    assert "a miss of" in report and report in end.stdout
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
+    before = (tmp_path / "prediction.json").stat().st_mtime_ns
+    assert commands.run(*command).returncode == 0
+    assert (tmp_path / "prediction.json").stat().st_mtime_ns == before, "what was predicted stays"
+
+
+@pytest.mark.long
+def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
+    command = ["experiments/attention_comparison/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--seeds=2"]
+    command += ["--learning_rates=3e-3", "--tuning_tokens=110000", "--tokens=110000", "--recall_steps=101"]
+    end = commands.run(*command)
+    assert end.returncode == 0, end.stderr
+    report = (tmp_path / "report.md").read_text()
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["bits_per_byte"]) == set(CONTESTANTS) and set(results["sources"]) == {"A", "B"}
+    for name, of_seeds in results["bits_per_byte"].items():
+        assert name in report and set(of_seeds) == {"1", "2"}
+    for figure in ("curves", "recall", "sigmoid"):
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
+        (["ladder/run.py", "--corpus={}", "--sizes=4x128", "--longer=0"], "2 runs of each kind"),
+        (["attention_comparison/run.py", "--corpus={}/none"], "has failed"),
+    ],
+)
+def test_bad_commands_are_named(commands, tmp_path, arguments, message):
+    script, *rest = (argument.format(tmp_path) for argument in arguments)
+    end = commands.run(f"experiments/{script}", f"--out={tmp_path / 'out'}", *rest)
+    assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr
