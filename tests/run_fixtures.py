@@ -1,6 +1,7 @@
 """Fixtures of the small runs in runs.py; `pytest_plugins = ["tests.run_fixtures"]` in a test module brings them."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import zstandard
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from tests.runs import TIMEOUT, Commands, Run, draw_text, train_command, write_split
@@ -92,3 +94,17 @@ def run(started: dict[int, Path], data: Path) -> Run:
 @pytest.fixture(scope="session")
 def run_on_4_devices(started: dict[int, Path], data: Path) -> Run:
     return _wait(started[4], data)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of words, some likelier than others, in the format of The Pile."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), n)) for n in rng.integers(2, 7, 50)]
+    for name, count in (("train-00", 400), ("validation", 20), ("test", 20)):
+        lines = []
+        for i in range(count):
+            text = " ".join(rng.choice(words, 100, p=np.arange(1, 51) / 1275))
+            lines.append(json.dumps({"text": text, "meta": {"pile_set_name": "AB"[i % 2]}}))
+        (folder / f"{name}.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines).encode()))
+    return folder

@@ -5,7 +5,6 @@ import json
 import jax
 import numpy as np
 import pytest
-import zstandard
 
 from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
 from experiments.attention_comparison.report import growth, n_remembered, versus
@@ -104,20 +103,6 @@ def test_sizes_that_are_none_are_refused(text):
 
 
 # ---- whole ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """Documents of words, some likelier than others, in the format of The Pile."""
-    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefgh"), n)) for n in rng.integers(2, 7, 50)]
-    for name, count in (("train-00", 400), ("validation", 20), ("test", 20)):
-        lines = []
-        for i in range(count):
-            text = " ".join(rng.choice(words, 100, p=np.arange(1, 51) / 1275))
-            lines.append(json.dumps({"text": text, "meta": {"pile_set_name": "AB"[i % 2]}}))
-        (folder / f"{name}.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines).encode()))
-    return folder
 
 
 @pytest.mark.long

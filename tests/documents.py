@@ -1,0 +1,76 @@
+"""The commands that a Markdown text tells its readers to run."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.runs import ROOT, TIMEOUT
+
+# Parses the arguments of many commands as their programs do, in one process; prints the error of each, or null.
+PARSE = r"""
+import contextlib, io, json, runpy, sys
+import absl.app, absl.logging, ml_collections.config_flags
+from absl import flags
+
+def parse(program, arguments):
+    before, argv = set(flags.FLAGS), [program, *arguments]
+    sys.argv = argv  # where config_flags looks for overrides
+    try:
+        module = runpy.run_path(program)
+        if program == "eval.py":
+            module["define_config_flag"](argv)
+        rest = module.get("parse_flags", flags.FLAGS)(argv)
+        if program == "train.py":
+            from heinsen.config import from_mapping
+            from heinsen.training.run import TrainConfig
+            from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
+        if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
+            fields = module["FIELDS"]
+            first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}
+            module["check"](module["CONFIG"].value, fields["config"], first)
+        takes_words = program in ("scripts/plot_runs.py", "scripts/prepare_data.py")
+        return None if takes_words or len(rest) == 1 else f"unexpected {rest[1:]}"
+    except (SystemExit, Exception) as error:
+        return repr(error)
+    finally:
+        for name in set(flags.FLAGS) - before:
+            delattr(flags.FLAGS, name)
+        flags.FLAGS.unparse_flags()
+
+commands = json.load(sys.stdin)
+with contextlib.redirect_stdout(io.StringIO()):
+    errors = [parse(*command) for command in commands]
+print(json.dumps(errors))
+"""
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """(program, arguments) of every command of this repository in the indented blocks of a Markdown text."""
+    lines = re.sub(r"\\\n\s+", "", text).splitlines()
+    found = []
+    for line in (line for line in lines if line.startswith("    ")):
+        for part in re.split(r"\bdo |; done|[&|] ", line):
+            words = shlex.split(part.strip(), comments=True)
+            if words[:1] == ["python"]:
+                found.append((words[1], [word.replace("$i", "0") for word in words[2:]]))
+            elif words[:1] == ["sbatch"]:
+                found.append(("train.py", words[words.index("scripts/train.slurm") + 1 :]))
+    return found
+
+
+def errors_of(found: list[tuple[str, list[str]]], runs: Path) -> list[str | None]:
+    """What each program says to its arguments; `runs` stands for the folder runs/."""
+    moved = [(program, [a.replace("=runs/", f"={runs}/") for a in arguments]) for program, arguments in found]
+    result = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input=json.dumps(moved),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
