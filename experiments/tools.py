@@ -44,11 +44,21 @@ def prepare_bytes(corpus: Path, data: Path) -> None:
         )
 
 
-def sweep(config: Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str) -> list[RunView]:
-    """One run of each settings (and seed, by --seeds), through scripts/sweep.py; what is finished is not repeated."""
+def sweep(
+    config: Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str, may_crash: bool = False
+) -> list[RunView]:
+    """One run of each settings (and seed, by --seeds), through scripts/sweep.py; what is finished is not repeated.
+
+    Raises ExperimentError, and where runs `may_crash` only if some have neither finished nor crashed.
+    """
     fields = [f"--sweep.{field}={json.dumps([text_of(run[field]) for run in runs])}" for field in runs[0]]
     where = [f"--config={config.relative_to(ROOT)}", f"--workdir={out.absolute()}", f"--parallel={parallel}"]
-    script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments)
+    try:
+        script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments)
+    except ExperimentError:
+        ended = may_crash and all(run.state in ("finished", "crashed") for run in SweepFolder.load(out).views())
+        if not ended:
+            raise
     script("scripts/sweep.py", f"--workdir={out.absolute()}", "--report")
     return SweepFolder.load(out).views()
 

@@ -1,12 +1,15 @@
 """Who takes part, and what tells them apart."""
 
 import dataclasses
+import math
 
 from experiments.attention_comparison import config
 from heinsen.config import from_mapping
 from heinsen.sweep.folder import RunView
 from heinsen.sweep.space import Value
 from heinsen.training.run import TrainConfig
+
+RATE = "optimizer.learning_rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +24,7 @@ class Contestant:
 
     def settings(self, learning_rate: float) -> dict[str, Value]:
         fields = {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
-        return fields | {"optimizer.learning_rate": learning_rate}
+        return fields | {RATE: learning_rate}
 
     def runs_of(self, runs: list[RunView]) -> list[RunView]:
         fields = {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
@@ -50,3 +53,8 @@ def train_config(contestant: Contestant) -> TrainConfig:
     mapping = config.get_config()
     mapping.model.update(dataclasses.asdict(contestant))
     return from_mapping(TrainConfig, mapping.to_dict())
+
+
+def loss(run: RunView) -> float:
+    """Of the last validation; infinite where the run has crashed."""
+    return run.validation_loss if run.state == "finished" else math.inf

@@ -10,13 +10,12 @@ import jax
 import numpy as np
 
 from experiments import tools
-from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, Contestant, train_config
+from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, loss, train_config
 from heinsen.model import activation_rms, count_params, init_model_state, init_params
 from heinsen.sweep.folder import RunView
 from heinsen.sweep.space import SEED
 from heinsen.training.metrics import read_metrics
 
-RATE = "optimizer.learning_rate"
 HELD = 512, 65536  # tokens, after which what a model remembers is counted
 
 
@@ -41,7 +40,7 @@ def write(
         bits_per_byte=bits,
         sources=by_source(final, tested),
         tuning={
-            name: {run.run.point[RATE]: run.validation_loss for run in each.runs_of(tuning)}
+            name: dict(sorted((run.run.point[RATE], loss(run)) for run in each.runs_of(tuning)))
             for name, each in (CONTESTANTS | SIGMOIDS).items()
         },
         parameters={name: n_params(each) for name, each in CONTESTANTS.items()},
@@ -181,13 +180,7 @@ def report(results: dict) -> list[str]:
         "",
         f"Validation loss in nats a byte of shorter runs of one seed, by the learning rate.{at_the_edge(results)}",
         "",
-        *table(
-            ["", *(f"{rate:g}" for rate in results["tuning"]["heinsen"])],
-            [
-                [name, *(f"**{x:.4f}**" if x == min(of.values()) else f"{x:.4f}" for x in of.values())]
-                for name, of in results["tuning"].items()
-            ],
-        ),
+        *tuning_table(results["tuning"]),
         "",
         "## Sources",
         "",
@@ -236,8 +229,15 @@ def at_the_edge(results: dict) -> str:
     return f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
 
 
+def tuning_table(tuning: dict[str, dict[float, float]]) -> list[str]:
+    rates = sorted({rate for of in tuning.values() for rate in of})
+    mark = lambda x, of: "" if x is None else f"**{x:.4f}**" if x == min(of.values()) else f"{x:.4f}"  # inf: crashed
+    rows = [[name, *(mark(of.get(rate), of) for rate in rates)] for name, of in tuning.items()]
+    return table(["", *(f"{rate:g}" for rate in rates)], rows)
+
+
 def best_rate(losses: dict[float, float]) -> float:
-    return min(losses, key=lambda rate: math.inf if losses[rate] is None else losses[rate])
+    return min(losses, key=losses.get)
 
 
 def sigmoid_report(results: dict) -> list[str]:

@@ -3,7 +3,7 @@
     python experiments/attention_comparison/run.py --corpus=CORPUS --out=runs/attention_comparison [--parallel=2]
 
 CORPUS holds {train-*,validation,test}.jsonl.zst. The same command goes on where it was stopped. config.py is what all
-contestants share. OUT receives data/, the sweeps tuning/, final/ and sigmoid/, test/, recall/, and the report:
+contestants share. OUT receives data/, the sweeps tuning*/, final/ and sigmoid/, test/, recall/, and the report:
 report.md, results.json, curves.png, sigmoid.png, recall.png.
 """
 
@@ -17,7 +17,7 @@ from absl import app, flags
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from experiments import tools
-from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, Contestant
+from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, loss
 from heinsen.sweep.folder import RunView
 from heinsen.sweep.space import SweepError
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
         recall = recall_of(out)
         speed_file = out / "speed.json"
         speed = tools.in_turn({speed_file: ["experiments/attention_comparison/speed.py"]}, 1)[speed_file]
-    except (tools.ExperimentError, SweepError) as error:
+    except (tools.ExperimentError, SweepError, ValueError) as error:
         sys.exit(f"error: {error}")
     from experiments.attention_comparison import report
 
@@ -58,10 +58,7 @@ def train(out: Path) -> tuple[list[RunView], ...]:
     """The runs of the three sweeps."""
     everyone = CONTESTANTS | SIGMOIDS
     data = f"--config.data.path={(out / 'data').absolute()}"
-    settings = [each.settings(float(rate)) for each in everyone.values() for rate in RATES.value]
-    tuning = tools.sweep(
-        CONFIG, out / "tuning", settings, PARALLEL.value, data, f"--config.total_tokens={TUNING_TOKENS.value}"
-    )
+    tuning = tune(out, data)
     best = {name: best_rate(tuning, each) for name, each in everyone.items()}
     options = [data, "--config.log_activations=True", "--config.seed=1"]
     options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
@@ -71,11 +68,31 @@ def train(out: Path) -> tuple[list[RunView], ...]:
     return tuning, final, sigmoid
 
 
+def tune(out: Path, data: str) -> list[RunView]:
+    """The runs of the grid; whoever is best at its end gets the next rate, half as high or twice, and then another."""
+    everyone = CONTESTANTS | SIGMOIDS
+    options = data, f"--config.total_tokens={TUNING_TOKENS.value}"
+    wanted = [each.settings(rate) for each in everyone.values() for rate in map(float, RATES.value)]
+    tuning = tools.sweep(CONFIG, out / "tuning", wanted, PARALLEL.value, *options, may_crash=True)
+    for extension in range(1, 3):
+        beyond = []
+        for each in everyone.values():
+            rates, best = [run.run.point[RATE] for run in each.runs_of(tuning)], best_rate(tuning, each)
+            if len(rates) > 1 and best in (min(rates), max(rates)):
+                beyond.append(each.settings(best / 2 if best == min(rates) else best * 2))
+        if beyond:
+            folder = out / f"tuning_{extension}"
+            tuning += tools.sweep(CONFIG, folder, beyond, PARALLEL.value, *options, may_crash=True)
+    return tuning
+
+
 def best_rate(tuning: list[RunView], contestant: Contestant) -> float:
-    """The learning rate of the lowest validation loss."""
+    """The learning rate of the lowest validation loss. Raises ExperimentError."""
     runs = contestant.runs_of(tuning)
-    best = min(runs, key=lambda run: math.inf if run.validation_loss is None else run.validation_loss)
-    return best.run.point["optimizer.learning_rate"]
+    best = min(runs, key=loss)
+    if loss(best) == math.inf:
+        raise tools.ExperimentError(f"{contestant} has crashed at all learning rates: give lower --learning_rates")
+    return best.run.point[RATE]
 
 
 def test(out: Path, sweeps: dict[str, list[RunView]]) -> dict[str, dict]:

@@ -353,7 +353,7 @@ def _newest(checkpoints: Checkpoints) -> str:
 class _Signals:
     """Asks for a stop at a step's end, the same step in every process: SIGTERM, SIGINT, a cluster's preemption notice.
 
-    A second SIGINT (in a single process, SIGTERM too) takes effect at once.
+    A second SIGINT takes effect at once. A second SIGTERM does nothing: SLURM may send it to a job more than once.
     """
 
     def __init__(self):
@@ -368,7 +368,7 @@ class _Signals:
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in list(self._previous.items()):
             signal.signal(number, handler)
 
     def stop_after(self, step: int) -> str | None:
@@ -379,6 +379,7 @@ class _Signals:
 
     def _handle(self, number: int, _frame) -> None:
         self.received = signal.Signals(number).name
-        self.__exit__()
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous.pop(number))
         if not self._alone:
             os.kill(os.getpid(), signal.SIGTERM)

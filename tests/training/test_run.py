@@ -303,9 +303,9 @@ def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_pat
     """
     workdir = tmp_path / "run"
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    for number, step in [(signal.SIGINT, 4), (signal.SIGTERM, 30)]:
+    for number, times, step in [(signal.SIGINT, 1, 4), (signal.SIGTERM, 2, 30)]:
         with monkeypatch.context() as patch:
-            at_step(patch, step - 1, lambda number=number: os.kill(os.getpid(), number))
+            at_step(patch, step - 1, lambda sent=[number] * times: [os.kill(os.getpid(), each) for each in sent])
             with pytest.raises(RunInterrupted, match=rf"{number.name} at step {step}: saved .*/checkpoints/{step};"):
                 train(config, workdir)
         assert checkpoint_steps(workdir)[-1] == step
