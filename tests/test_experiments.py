@@ -108,7 +108,7 @@ def test_sizes_that_are_none_are_refused(text):
 @pytest.mark.long
 def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
     arguments = [f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=1x32,2x32,1x64", "--next=2x64"]
-    command = ["experiments/ladder/run.py", *arguments, "--tokens_per_parameter=1,2", "--longer=3"]
+    command = ["experiments/ladder/run.py", *arguments, "--tokens_per_parameter=1,2,3"]
     end = commands.run(*command)
     assert end.returncode == 0, end.stderr
     results = json.loads((tmp_path / "results.json").read_text())
@@ -141,7 +141,7 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
     "arguments, message",
     [
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
-        (["ladder/run.py", "--corpus={}", "--sizes=4x128", "--longer=0"], "2 runs of each kind"),
+        (["ladder/run.py", "--corpus={}", "--sizes=4x128"], "2 runs of each kind"),
         (["attention_comparison/run.py", "--corpus={}/none"], "has failed"),
     ],
 )

@@ -30,15 +30,14 @@ OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer("parallel", os.cpu_count(), "Runs at a time, which share the cores.", lower_bound=1)
 SIZES = flags.DEFINE_list("sizes", ["3x96", "4x96", "3x128", "4x128", "4x160"], "Layers x width of what is fitted.")
 RATIOS = flags.DEFINE_list("tokens_per_parameter", ["2", "4"], "Tokens of each size, by its parameters.")
-LONGER = flags.DEFINE_integer("longer", 8, "The same, for the three smallest sizes besides; 0: none.", lower_bound=0)
-NEXT = flags.DEFINE_string("next", "5x192", "The size to predict, on the most tokens a parameter of all sizes.")
+NEXT = flags.DEFINE_string("next", "4x192", "The size to predict, on the most tokens a parameter of all sizes.")
 RATES = flags.DEFINE_list(
     "learning_rates", ["heinsen:3e-3", "softmax:3e-3"], "KIND:RATE at width 128, from attention_comparison."
 )
 
 CONFIG = Path(__file__).resolve().parent / "config.py"
 WIDTH, HEAD = 128, 32
-N_BOOTSTRAP = 200
+N_BOOTSTRAP = 100
 
 
 def main(argv: list[str]) -> None:
@@ -50,8 +49,6 @@ def main(argv: list[str]) -> None:
         sizes, ratios = [parse_size(text) for text in SIZES.value], [parse_ratio(text) for text in RATIOS.value]
         of_next = parse_size(NEXT.value), max(ratios)
         pairs = [(size, ratio) for ratio in ratios for size in sizes]
-        if LONGER.value:
-            pairs += [(size, LONGER.value) for size in sorted(sizes, key=n_params)[:3]]
         if len(pairs) <= law.N_COEFFICIENTS:
             raise ValueError(f"{len(pairs)} runs of each kind: a law of {law.N_COEFFICIENTS} coefficients needs more")
     except ValueError as error:
