@@ -63,7 +63,7 @@ def get_config() -> ConfigDict:
             log_every=10,  # steps
             validate_every=1000,  # steps, and at the end
             validation_tokens=1_000_000,  # from the start of the split, at most
-            log_activations=False,  # validations tell each layer's root mean squares: of its attention, and after it
+            log_activations=False,  # with validations, each layer's root mean squares: of its attention, and after it
             checkpoint_every=1000,  # steps, and at the end
             keep_checkpoints=3,  # the newest ones
             keep_every=placeholder(int),  # besides them keep those of every so many steps for ever; None: none

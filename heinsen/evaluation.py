@@ -49,10 +49,10 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
 
 
 def make_activation_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
-    """(params, tokens [B, T + 1]) -> `activation_rms` of the T tokens that are read."""
+    """(params, windows [B, T + 1]) -> `activation_rms` of the tokens that the model reads of them, none masked."""
 
     def step(params, tokens):
-        return activation_rms(model, params, tokens[:, :-1], mesh)
+        return activation_rms(model, params, tokens[:, :-1] if model.causal else tokens[:, 1:], mesh)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 

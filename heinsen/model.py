@@ -438,7 +438,10 @@ def masked_loss(
 def activation_rms(
     config: ModelConfig, params: Params, tokens: Int[Array, "B T"], mesh: Mesh | None = None
 ) -> dict[str, Float[Array, " L"]]:
-    """Root mean squares, layer by layer: "attention", of what it gives on (the paper's: log y); "residual", after it."""
+    """Root mean squares, layer by layer: "attention", of what it gives on (the paper's: log y); "residual", after it.
+
+    Of parameters that are stacked, as `init_params` makes them.
+    """
     model = LanguageModel(config, mesh)
     _, found = model.apply({"params": params}, tokens, keep_state=False, mutable=[_RMS])
     period, layers = len(config.pattern), found[_RMS]["layers"]
@@ -666,7 +669,6 @@ class Layer(nn.Module):
             x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
         self._tell_rms("residual", x_BxTxD)
         return _of_tokens(self.mesh, x_BxTxD), state if keep_state else None
-
 
     def _tell_rms(self, name: str, x: Array) -> None:
         """To `activation_rms`, where that is what is asked for."""

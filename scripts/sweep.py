@@ -6,10 +6,12 @@
     python scripts/sweep.py --workdir=DIR --status
     python scripts/sweep.py --workdir=DIR --report
 
-A zip takes the first values of all fields together, then the second ones. --config.FIELD=VALUE holds for every run. Values with commas: --sweep.FIELD='["A,B","C"]'. All are checked before the
-first run starts. The same command goes on with a sweep that was stopped or killed; what has finished is not repeated.
-Each run is a run folder of train.py, for example DIR/learning_rate=0.001__seed=0; beside them sweep.json, sweep.csv,
-report.html.
+A zip takes the first values of all fields together, then the second ones. --config.FIELD=VALUE holds for every run.
+Values with commas: --sweep.FIELD='["A,B","C"]'. All are checked before the first run starts. The same command goes on
+with a sweep that was stopped or killed; what has finished is not repeated. Each run is a run folder of train.py, for
+example DIR/learning_rate=0.001__seed=0; beside them sweep.json, sweep.csv, report.html.
+
+Leaves with status 3 where runs have crashed, 75 where it was interrupted, 1 for what is wrong with the command.
 """
 
 import math
@@ -40,6 +42,7 @@ STATUS = flags.DEFINE_bool("status", False, "Show how the runs get on; on a term
 REPORT = flags.DEFINE_bool("report", False, "Write DIR/report.html of what there is.")
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: run again
+EXIT_UNFINISHED = 3  # runs have crashed
 
 FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # of the command line: {field: text}
 
@@ -146,7 +149,8 @@ def run_sweep(path: Path) -> None:
     print("\n".join(table(views)))
     print(f"{path / 'sweep.csv'}; --report --workdir={path} writes report.html")
     if failed := [view.name for view in views if view.state in ("crashed", "interrupted", "waiting")]:
-        sys.exit(f"error: {len(failed)} of {len(views)} runs have not finished: {', '.join(failed)}")
+        print(f"error: {len(failed)} of {len(views)} runs have not finished: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(EXIT_UNFINISHED)
 
 
 def show_status(path: Path) -> None:

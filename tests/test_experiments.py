@@ -2,24 +2,16 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
 from experiments.attention_comparison.report import growth, n_remembered, versus
-from experiments.ladder import config as ladder_config
 from experiments.ladder.law import Law, bootstrap, fit
-from experiments.ladder.run import n_params, parse_size, settings
-from heinsen.config import from_mapping
-from heinsen.model import count_params, init_params
-from heinsen.training.run import TrainConfig
+from experiments.ladder.run import model_config, parse_rate, parse_size, settings
+from experiments.tools import ExperimentError, n_params, numbers
 
 pytest_plugins = ["tests.run_fixtures"]
-
-
-def size_of(config):
-    return count_params(jax.eval_shape(lambda: init_params(config.model, jax.random.key(0))))
 
 
 def draw_law(rng):
@@ -59,7 +51,7 @@ def test_too_few_runs_are_no_law(rng):
 
 
 def test_contestants_have_as_many_parameters_within_1_percent():
-    sizes = {name: size_of(train_config(each)) for name, each in (CONTESTANTS | SIGMOIDS).items()}
+    sizes = {name: n_params(train_config(each)) for name, each in (CONTESTANTS | SIGMOIDS).items()}
     assert max(sizes.values()) < 1.01 * min(sizes.values()), sizes
 
 
@@ -74,10 +66,12 @@ def test_what_is_remembered_grows_with_the_text_only_where_there_is_a_cache():
 
 
 def test_the_law_of_sigmoid_attention_over_a_window():
-    assert growth(CONTESTANTS["sigmoid"]) == growth(SIGMOIDS["alpha 0, bias -log n"]) == 1
     t = np.arange(1, 513)
-    assert growth(SIGMOIDS["alpha 0.5"]) == pytest.approx(np.sqrt(np.mean(t)))
-    assert growth(SIGMOIDS["alpha 1.5"]) == pytest.approx(np.sqrt(np.mean(1 / t)))
+    assert growth(CONTESTANTS["sigmoid"]) == pytest.approx(1 / 2)
+    assert growth(SIGMOIDS["alpha 0.5"]) == pytest.approx(np.sqrt(np.mean(t)) / 2)
+    assert growth(SIGMOIDS["alpha 1.5"]) == pytest.approx(np.sqrt(np.mean(1 / t)) / 2)
+    n_sigmoids = [sum(1 / (1 + np.exp(np.log(n))) for _ in range(n)) for n in t]
+    assert growth(SIGMOIDS["alpha 0, bias -log n"]) == pytest.approx(np.sqrt(np.mean(np.square(n_sigmoids))))
 
 
 def test_differences_are_those_of_equal_seeds():
@@ -86,20 +80,31 @@ def test_differences_are_those_of_equal_seeds():
     assert text == "b is +0.2000 [-0.0484, +0.4484] above it."
 
 
-def test_the_ladder_counts_parameters_as_the_model_has_them(rng):
+def test_the_ladder_takes_tokens_and_rates_by_the_size(rng):
     size = int(rng.integers(1, 9)), 32 * int(rng.integers(1, 12))
-    mapping = ladder_config.get_config()
-    mapping.update_from_flattened_dict(settings("heinsen", size, 4.0, 3e-3))
-    config = from_mapping(TrainConfig, mapping.to_dict())
-    assert size_of(config) == n_params(size)
-    assert config.total_tokens == 4 * n_params(size)
-    assert config.optimizer.learning_rate == pytest.approx(3e-3 * 128 / size[1])
+    n_layers, d = size
+    n = n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
+    assert n_params(model_config(size)) == n
+    run = settings("heinsen", size, 4.0, 3e-3)
+    assert run["total_tokens"] == 4 * n and run["optimizer.learning_rate"] == pytest.approx(3e-3 * 128 / d)
 
 
 @pytest.mark.parametrize("text", ["4", "0x128", "4x100", "4x-32", ""])
 def test_sizes_that_are_none_are_refused(text):
-    with pytest.raises(ValueError, match="LAYERSxWIDTH"):
+    with pytest.raises(ExperimentError, match="LAYERSxWIDTH"):
         parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["3e-3", ":3e-3", "heinsen:fast", "heinsen:-1", "heinsen:", ""])
+def test_rates_that_are_none_are_refused(text):
+    with pytest.raises(ExperimentError, match="--learning_rates: "):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("texts", [[], ["1", "0"], ["2", "inf"], ["nan"], ["x"]])
+def test_numbers_that_are_none_are_refused(texts):
+    with pytest.raises(ExperimentError, match="--flag: '.*' is not a positive number"):
+        numbers("flag", texts)
 
 
 # ---- whole ----------------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
     assert end.returncode == 0, end.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["runs"]) == 18 and len(results["next"]) == 2
-    assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())
+    assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())["predictions"]
     report = (tmp_path / "report.md").read_text()
     assert "a miss of" in report and report in end.stdout
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
@@ -141,7 +146,6 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
     "arguments, message",
     [
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
-        (["ladder/run.py", "--corpus={}", "--sizes=4x128"], "2 runs of each kind"),
         (["attention_comparison/run.py", "--corpus={}/none"], "has failed"),
     ],
 )

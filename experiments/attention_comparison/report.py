@@ -1,9 +1,9 @@
 """report.md, results.json and the figures of the comparison, from what was measured."""
 
+import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -11,10 +11,13 @@ import numpy as np
 
 from experiments import tools
 from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, loss, train_config
-from heinsen.model import activation_rms, count_params, init_model_state, init_params
+from experiments.tools import figure, save, table
+from heinsen.data.loader import evaluation_batches
+from heinsen.model import activation_rms, init_model_state, init_params
 from heinsen.sweep.folder import RunView
 from heinsen.sweep.space import SEED
 from heinsen.training.metrics import read_metrics
+from heinsen.training.run import open_split
 
 HELD = 512, 65536  # tokens, after which what a model remembers is counted
 
@@ -43,13 +46,13 @@ def write(
             name: dict(sorted((run.run.point[RATE], loss(run)) for run in each.runs_of(tuning)))
             for name, each in (CONTESTANTS | SIGMOIDS).items()
         },
-        parameters={name: n_params(each) for name, each in CONTESTANTS.items()},
+        parameters={name: tools.n_params(train_config(each)) for name, each in CONTESTANTS.items()},
         remembered={name: [n_remembered(each, n) for n in HELD] for name, each in CONTESTANTS.items()},
         speed=speed,
         recall={kind: {of["length"]: of["answers"] for of in found["accuracy"]} for kind, found in recall.items()},
         sigmoid=sigmoid_results(out, final, sigmoid, tested),
     )
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    tools.write(out / "results.json", json.dumps(without_infinity(results), indent=1) + "\n")
     plot_curves(out, final)
     plot_recall(out, results["recall"])
     plot_sigmoid(out, results)
@@ -58,12 +61,14 @@ def write(
     print(f"written: {out / 'report.md'}, results.json, curves.png, recall.png, sigmoid.png")
 
 
+def without_infinity(results):
+    """For JSON, which has none: null, of a run that has crashed."""
+    if isinstance(results, dict):
+        return {name: without_infinity(x) for name, x in results.items()}
+    return None if results == math.inf else results
+
+
 # ---- numbers --------------------------------------------------------------------------------------
-
-
-def n_params(contestant: Contestant) -> int:
-    model = train_config(contestant).model
-    return count_params(jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
 
 
 def n_remembered(contestant: Contestant, n_tokens: int) -> int:
@@ -96,7 +101,7 @@ def sigmoid_results(out: Path, final: list[RunView], sigmoid: list[RunView], tes
         found[name] = dict(
             bits_per_byte=tested[runs[0].name]["bits_per_byte"],
             learning_rate=runs[0].run.point[RATE],
-            at_first=first_rms(each),
+            at_first=first_rms(each, out / "data"),
             steps=[entry["step"] for entry in entries],
             attention=[of(entry, "attention") for entry in entries],
             residual=[of(entry, "residual") for entry in entries],
@@ -105,22 +110,24 @@ def sigmoid_results(out: Path, final: list[RunView], sigmoid: list[RunView], tes
     return found
 
 
-def first_rms(contestant: Contestant) -> list[float]:
-    """Of every layer's attention on random bytes, before any training."""
+def first_rms(contestant: Contestant, data: Path) -> list[float]:
+    """Of every layer's attention before any training, on the batch that the runs log theirs of."""
     config = train_config(contestant)
-    tokens = np.random.default_rng(0).integers(0, 256, (config.batch_size, config.sequence_length))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data)))
+    ((dataset, _),) = open_split(config, config.data.validation_split)
+    tokens = next(iter(evaluation_batches(dataset, config.sequence_length, config.batch_size)))["tokens"][:, :-1]
     params = init_params(config.model, jax.random.key(1))
     return activation_rms(config.model, params, tokens)["attention"].tolist()
 
 
 def growth(contestant: Contestant) -> float:
-    """The root mean square over t = 1..T of what the law has the output of t grow with: t^(1 - alpha).
+    """The root mean square over t = 1..T of the sum of all weights where the logits are 0: t^(1 - alpha) / 2.
 
-    With bias -log n the weights are about exp(logit) / n, so that the sum grows as that of alpha = 1.
+    With bias -log t and alpha = 0 it is t sigmoid(-log t) = t / (t + 1).
     """
-    alpha = 1.0 if contestant.sigmoid_bias == "-log_n" else contestant.sigmoid_alpha
-    t = np.arange(1, train_config(contestant).sequence_length + 1)
-    return float(np.sqrt(np.mean(t ** (2 * (1 - alpha)))))
+    t = np.arange(1.0, train_config(contestant).sequence_length + 1)
+    weights = t / (t + 1) if contestant.sigmoid_bias == "-log_n" else t ** (1 - contestant.sigmoid_alpha) / 2
+    return float(np.sqrt(np.mean(weights**2)))
 
 
 # ---- words ----------------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ def growth(contestant: Contestant) -> float:
 def report(results: dict) -> list[str]:
     bits = results["bits_per_byte"]
     means = {name: statistics.fmean(of.values()) for name, of in bits.items()}
-    spread = lambda of: statistics.stdev(of.values()) if len(of) > 1 else math.nan
+    spread = lambda of: f" +- {statistics.stdev(of.values()):.4f}" if len(of) > 1 else ""
     ranking = sorted(means, key=means.get)
     first, config = ranking[0], train_config(CONTESTANTS["heinsen"])
     lines = [
@@ -137,21 +144,23 @@ def report(results: dict) -> list[str]:
         "",
         f"`python experiments/attention_comparison/run.py`, {results['machine']}, jax {results['jax']}. Every "
         f"contestant has read the same {results['tokens']:,} bytes of the same text in windows of "
-        f"{config.sequence_length}, with the same optimizer and its own best learning rate of one grid. Bits a byte "
-        "are those of the whole test split.",
+        f"{config.sequence_length}, with the same optimizer and its own best learning rate of one grid, extended where "
+        "the best lay at its end. Bits a byte are those of the whole test split.",
         "",
         f"**Lowest: {first}, {means[first]:.4f} bits a byte.** "
         + " ".join(versus(bits, name, first) for name in ranking[1:]),
         "",
-        "The +- is the standard deviation over seeds; numbers remembered are those that the layers keep of the text to "
-        f"go on from it, after {HELD[0]:,} and {HELD[1]:,} tokens.",
+        f"The +- is the standard deviation over {len(bits[first])} seeds; in brackets are 95% intervals of the mean "
+        "difference between runs of equal seeds (Student's t): of the seeds alone, not of the text, and with no "
+        "correction for five comparisons with the one that turned out lowest. Remembered are the numbers that the "
+        f"layers keep of the text to go on from it, after {HELD[0]:,} and {HELD[1]:,} tokens.",
         "",
         *table(
             ["", "bits a byte", "each seed", "parameters", "learning rate", "remembered"],
             [
                 [
                     name,
-                    f"{means[name]:.4f} +- {spread(bits[name]):.4f}",
+                    f"{means[name]:.4f}{spread(bits[name])}",
                     ", ".join(f"{x:.4f}" for x in bits[name].values()),
                     f"{results['parameters'][name]:,}",
                     f"{best_rate(results['tuning'][name]):g}",
@@ -178,7 +187,7 @@ def report(results: dict) -> list[str]:
         "",
         "## Tuning",
         "",
-        f"Validation loss in nats a byte of shorter runs of one seed, by the learning rate.{at_the_edge(results)}",
+        f"Validation loss in nats a token of shorter runs of one seed, by the learning rate.{at_the_edge(results)}",
         "",
         *tuning_table(results["tuning"]),
         "",
@@ -262,9 +271,10 @@ def sigmoid_report(results: dict) -> list[str]:
     return [
         "## Which sigmoid attention trains?",
         "",
-        "One seed each at its own learning rate. The law has outputs grow as n^(1 - alpha): of a window that is a "
-        "ratio to alpha = 1, beside the one measured before training (mean over layers). Root mean squares are of "
-        "every layer's attention, and of the residual stream after it.",
+        "One seed each at its own learning rate. By the law outputs grow as n^(1 - alpha), so that root mean squares "
+        "over a window should stand in a certain ratio to those of alpha = 1; beside it the ratio measured before "
+        "training (means over layers, validation text). Then each layer's, of its attention and of the residual stream "
+        "after it.",
         "",
         *table(
             [
@@ -278,26 +288,12 @@ def sigmoid_report(results: dict) -> list[str]:
     ]  # fmt: skip
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    line = lambda cells: "| " + " | ".join(cells) + " |"
-    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
-
-
 # ---- figures --------------------------------------------------------------------------------------
-
-
-def figure():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(figsize=(8, 5), layout="constrained")
 
 
 def plot_curves(out: Path, final: list[RunView]) -> None:
     """Validation by bytes read: the mean over seeds, in a band from the lowest to the highest."""
-    fig, axes = figure()
+    fig, axes = figure(figsize=(8, 5))
     for index, (name, each) in enumerate(CONTESTANTS.items()):
         logs = [read_metrics(out / "final" / run.name) for run in each.runs_of(final)]
         points = [[(e["tokens"], e["validation_bits_per_byte"]) for e in log if "validation_loss" in e] for log in logs]
@@ -313,7 +309,7 @@ def plot_curves(out: Path, final: list[RunView]) -> None:
 
 
 def plot_recall(out: Path, recall: dict[str, dict]) -> None:
-    fig, axes = figure()
+    fig, axes = figure(figsize=(8, 5))
     for kind, of in recall.items():
         axes.plot([int(n) for n in of], list(of.values()), "o-", ms=4, lw=1.2, label=kind)
     axes.set(xlabel="things in the context", ylabel="right answers", ylim=(-0.02, 1.02))
@@ -324,7 +320,7 @@ def plot_recall(out: Path, recall: dict[str, dict]) -> None:
 
 
 def plot_sigmoid(out: Path, results: dict) -> None:
-    fig, axes = figure()
+    fig, axes = figure(figsize=(8, 5))
     for index, (name, of) in enumerate(results["sigmoid"].items()):
         values = [statistics.fmean(of["at_first"]), *(statistics.fmean(layers) for layers in of["attention"])]
         axes.plot([0, *of["steps"]], values, "o-", color=f"C{index}", ms=3, lw=1.2, label=name)
@@ -332,10 +328,3 @@ def plot_sigmoid(out: Path, results: dict) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     save(fig, out / "sigmoid.png")
-
-
-def save(fig, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    fig.savefig(path, dpi=120)
-    plt.close(fig)

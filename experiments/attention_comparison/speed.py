@@ -1,6 +1,6 @@
 """Tokens a second of a training step for every contestant, one step of each in turn; JSON on the last line of stdout.
 
-python experiments/attention_comparison/speed.py [--lengths=512,2048,8192 --repeats=9]
+python experiments/attention_comparison/speed.py
 """
 
 import json
@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import app, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-LENGTHS = flags.DEFINE_list("lengths", ["512", "2048", "8192"], "Tokens of a sequence.")
-TOKENS = flags.DEFINE_integer("tokens", 8192, "Tokens of a step, in sequences of one length.", lower_bound=1)
-REPEATS = flags.DEFINE_integer("repeats", 9, "Timed steps of each contestant.", lower_bound=1)
+LENGTHS = (512, 2048, 8192)  # tokens of a sequence
+TOKENS = 8192  # of a step, in sequences of one length
+REPEATS = 9  # timed steps of each contestant
 
 
 def main(argv: list[str]) -> None:
@@ -27,17 +27,17 @@ def main(argv: list[str]) -> None:
 
     keep_host_memory()
     table = {name: {} for name in CONTESTANTS}
-    for length in map(int, LENGTHS.value):
+    for length in LENGTHS:
         steps = {name: prepare(contestant, length) for name, contestant in CONTESTANTS.items()}
         seconds = {name: [] for name in steps}
-        for _ in range(REPEATS.value):
+        for _ in range(REPEATS):
             for name, step in steps.items():
                 step()  # what the others have left in the caches is gone
                 start = time.perf_counter()
                 step()
                 seconds[name].append(time.perf_counter() - start)
         for name, times in seconds.items():
-            table[name][length] = TOKENS.value // length * length / statistics.median(times)
+            table[name][length] = TOKENS / statistics.median(times)
             print(f"T = {length:>6}  {name:<24} {table[name][length]:>10,.0f} tokens/s", flush=True)
     print(json.dumps(table))
 
@@ -56,8 +56,7 @@ def prepare(contestant, length: int):
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     states = [init_train_state(config.model, optimizer, 0, mesh)]
     train_step = make_train_step(config.model, optimizer, mesh)
-    rows = max(TOKENS.value // length, 1)
-    tokens = np.random.default_rng(0).integers(0, 256, (1, rows, length + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, TOKENS // length, length + 1), np.int32)
 
     def step():
         state, metrics = train_step(states.pop(), tokens)

@@ -12,7 +12,8 @@ from scipy.optimize import least_squares
 
 N_COEFFICIENTS = 5
 _DELTA = 1e-3  # of the Huber loss, in log L
-_LOWEST, _HIGHEST = np.array([-30.0, -30.0, -6.0, 0.0, 0.0]), np.array([40.0, 40.0, 2.0, 2.5, 2.5])  # log A, log B, ...
+# Of log A, log B, log E, alpha and beta.
+_LOWEST, _HIGHEST = np.array([-30.0, -30.0, -6.0, 0.0, 0.0]), np.array([40.0, 40.0, 2.0, 2.5, 2.5])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,15 @@ def bootstrap(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarr
     log_n, log_d = np.log(n_params), np.log(tokens)
     start = np.array(dataclasses.astuple(law))
     expected = _log_loss(start, log_n, log_d)
-    residuals = np.log(loss) - expected
-    residuals = (residuals - residuals.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
-    draws = (expected + rng.choice(residuals, len(loss)) for _ in range(n))
+    of_runs = residuals(law, n_params, tokens, loss)
+    draws = (expected + rng.choice(of_runs, len(loss)) for _ in range(n))
     return [Law(*_fit(log_n, log_d, draw, rng, 4, start)) for draw in draws]
+
+
+def residuals(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """Of log loss, about their mean, as large as the degrees of freedom make them: what a new run may be off by."""
+    off = np.log(loss) - np.log(law(n_params, tokens))
+    return (off - off.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
 
 
 def _log_loss(x, log_n, log_d):
@@ -55,7 +61,7 @@ def _log_loss(x, log_n, log_d):
 
 
 def _fit(log_n, log_d, log_loss, rng, n_starts, first=None):
-    def residuals(x):
+    def off(x):
         return _log_loss(x, log_n, log_d) - log_loss
 
     def start():
@@ -69,5 +75,5 @@ def _fit(log_n, log_d, log_loss, rng, n_starts, first=None):
     starts += [start() for _ in range(n_starts - len(starts))]
     options = dict(loss="huber", f_scale=_DELTA, x_scale=(1.0, 1.0, 1.0, 0.1, 0.1), max_nfev=2000)
     inside = [np.clip(x, _LOWEST, _HIGHEST) for x in starts]
-    fits = [least_squares(residuals, x, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
+    fits = [least_squares(off, x, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
     return min(fits, key=lambda fit: fit.cost).x.tolist()

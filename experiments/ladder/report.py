@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from experiments import tools
-from experiments.attention_comparison.report import table
-from experiments.ladder.law import N_COEFFICIENTS, Law
+from experiments.ladder.law import Law
+from experiments.tools import table
 
-Laws = Mapping[str, tuple[Law, list[Law]]]  # of each kind: the best, and those of the bootstrap
+Laws = Mapping[str, tuple[Law, list[Law], np.ndarray]]  # of each kind: the best, the bootstrap's, the residuals
 
 
 def write(out: Path, runs: list[dict], laws: Laws, prediction: dict[str, dict], found: list[dict]) -> None:
@@ -22,11 +22,12 @@ def write(out: Path, runs: list[dict], laws: Laws, prediction: dict[str, dict], 
         machine=tools.machine(),
         jax=jax.__version__,
         runs=[run | {"expected": float(laws[run["kind"]][0](run["n_params"], run["tokens"]))} for run in runs],
-        laws={kind: coefficients(*of) for kind, of in laws.items()},
+        laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
+        residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
         prediction=prediction,
         next=found,
     )
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    tools.write(out / "results.json", json.dumps(results, indent=1) + "\n")
     plot(out / "ladder.png", results, laws)
     (out / "report.md").write_text("\n".join(report(results)) + "\n")
     print((out / "report.md").read_text())
@@ -46,24 +47,21 @@ def coefficients(best: Law, others: list[Law]) -> dict[str, list[float]]:
 
 def report(results: dict) -> list[str]:
     kinds = list(results["laws"])
-    spread = lambda kind: (
-        100
-        * math.sqrt(
-            sum(math.log(run["loss"] / run["expected"]) ** 2 for run in of_kind(results["runs"], kind))
-            / max(len(of_kind(results["runs"], kind)) - N_COEFFICIENTS, 1)
-        )
-    )
     interval = lambda of: f"{of[0]:.3f} [{of[1]:.3f}, {of[2]:.3f}]"
     return [
         "# A scaling ladder",
         "",
         f"`python experiments/ladder/run.py`, {results['machine']}, jax {results['jax']}. The paper's model on bytes, "
-        "its attention or softmax in its place; L(N, D) = E + A / N^alpha + B / D^beta in nats a byte, with 95% "
-        "intervals of a residual bootstrap.",
+        "with its own attention and with others in its place, one seed of each; L(N, D) = E + A / N^alpha + B / D^beta "
+        "in nats a token (a byte, or a document's end), with 95% intervals of a residual bootstrap. Learning rates are "
+        "tuned at width 128, and times 128 / width.",
         "",
         f"**The next size, {results['next'][0]['size']} ({results['next'][0]['n_params']:,} parameters, "
-        f"{results['next'][0]['tokens']:,} bytes), predicted before it was trained:** "
+        f"{results['next'][0]['tokens']:,} tokens), predicted before it was trained:** "
         + " ".join(miss(results["prediction"][run["kind"]], run) for run in results["next"]),
+        "",
+        "The interval is meant to hold 95% of new runs: the law's own uncertainty and the residuals. A coefficient "
+        "whose interval is wide is not known from so few sizes; the law between them may be known all the same.",
         "",
         *table(
             ["", "E", "alpha", "beta", "log A", "log B", "residuals (standard deviation)"],
@@ -71,7 +69,7 @@ def report(results: dict) -> list[str]:
                 [
                     kind,
                     *(interval(results["laws"][kind][name]) for name in ("E", "alpha", "beta", "log_a", "log_b")),
-                    f"{spread(kind):.2f}%",
+                    f"{100 * results['residuals'][kind]:.2f}%",
                 ]
                 for kind in kinds
             ],
@@ -81,15 +79,22 @@ def report(results: dict) -> list[str]:
         "",
         "## Runs",
         "",
-        "Validation loss in nats a byte, and how far it is from the law; of the next size, from the prediction.",
+        "Validation loss in nats a token, and how far it is from the law; of the next size, from the prediction.",
         "",
         *table(
-            ["layers x width", "parameters", "bytes", *(f"{kind}: loss, residual, bits a byte" for kind in kinds)],
+            [
+                "layers x width",
+                "parameters",
+                "tokens",
+                "learning rates",
+                *(f"{kind}: loss, residual, bits a byte" for kind in kinds),
+            ],
             [
                 [
                     key[0],
                     f"{key[1]:,}",
                     f"{key[2]:,}",
+                    ", ".join(f"{rate:.3g}" for rate in sorted({run["learning_rate"] for run in by_kind.values()})),
                     *(cell(by_kind[kind]) if kind in by_kind else "" for kind in kinds),
                 ]
                 for key, by_kind in together(results).items()
@@ -125,22 +130,17 @@ def cell(run: dict) -> str:
 
 def plot(path: Path, results: dict, laws: Laws) -> None:
     """Losses by parameters with the law's bands, each number of bytes a parameter a curve; and the residuals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, (axes, below) = plt.subplots(2, 1, figsize=(8, 8), layout="constrained", sharex=True, height_ratios=[3, 1])
+    fig, (axes, below) = tools.figure(2, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 1])
     ratio_of = lambda run: round(run["tokens"] / run["n_params"], 1)
     marks = dict(zip(sorted({ratio_of(run) for run in results["runs"]}), "osD^v*", strict=False))
     n = np.geomspace(
         *(run["n_params"] for run in (min(results["runs"], key=lambda r: r["n_params"]), results["next"][0]))
     )
-    for index, (kind, (best, others)) in enumerate(laws.items()):
+    for index, (kind, (best, others, _)) in enumerate(laws.items()):
         color = f"C{index}"
         for ratio, mark in marks.items():
             runs = [run for run in of_kind(results["runs"], kind) if ratio_of(run) == ratio]
-            label = f"{kind}, {ratio:g} bytes a parameter"
+            label = f"{kind}, {ratio:g} tokens a parameter"
             axes.plot([r["n_params"] for r in runs], [r["loss"] for r in runs], mark, color=color, ms=5, label=label)
             axes.plot(n, best(n, ratio * n), "-", color=color, lw=1)
             residuals = [100 * (r["loss"] / r["expected"] - 1) for r in runs]
@@ -154,7 +154,7 @@ def plot(path: Path, results: dict, laws: Laws) -> None:
         axes.plot(run["n_params"], run["loss"], "X", color=color, ms=9, mec="k", label=f"{kind}, the next size")
         below.plot(run["n_params"], 100 * (run["loss"] / guess["loss"] - 1), "X", color=color, ms=9, mec="k")
     axes.set(
-        xscale="log", yscale="log", ylabel="validation loss (nats a byte)", title="The next size was predicted first"
+        xscale="log", yscale="log", ylabel="validation loss (nats a token)", title="The next size was predicted first"
     )
     axes.yaxis.set_major_formatter("{x:.1f}")
     axes.yaxis.set_minor_formatter("{x:.1f}")
@@ -163,5 +163,4 @@ def plot(path: Path, results: dict, laws: Laws) -> None:
     for each in (axes, below):
         each.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
+    tools.save(fig, path)

@@ -5,6 +5,7 @@
 Axes: B batch, H heads, T tokens, K features of keys and values alike, C the cache's capacity in tokens.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -83,32 +84,28 @@ def _by_blocks(q, k, v, segment_ids, causal):
     """
     n_tokens, d_key = q.shape[-2:]
     size = max(_SMALLEST_BLOCK, -(-n_tokens // _MOST_BLOCKS))
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
 
-    @jax.checkpoint
-    def block(q, k, v, offset, ids, ids_of_keys):
-        scores = jnp.einsum("tk,sk->ts", q, k, preferred_element_type=dtype) * d_key**-0.5
+    # Products have a batch axis, so that no policy of remat keeps the scores.
+    @partial(jax.checkpoint, static_argnums=(4,))
+    def block(q, k, v, ids, start):  # [1, T, K], [1, T, K], [1, T, V], [1, T] or None
+        here = slice(start, min(start + size, n_tokens))
+        seen = slice(0, here.stop if causal else n_tokens)
+        scores = jnp.einsum("htk,hsk->hts", q[:, here], k[:, seen], preferred_element_type=dtype) * d_key**-0.5
         if causal:
-            sees = (offset + jnp.arange(q.shape[0]))[:, None] >= jnp.arange(k.shape[0])
+            sees = jnp.arange(here.start, here.stop)[:, None] >= jnp.arange(seen.stop)
             scores = jnp.where(sees, scores, _UNSEEN)
         if ids is not None:
-            scores = jnp.where(ids[:, None] == ids_of_keys, scores, _UNSEEN)
+            scores = jnp.where(ids[:, here, None] == ids[:, None, seen], scores, _UNSEEN)
         p = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-        y = jnp.einsum("ts,sv->tv", p.astype(v.dtype), v, preferred_element_type=dtype)
+        y = jnp.einsum("hts,hsv->htv", p.astype(v.dtype), v[:, seen], preferred_element_type=dtype)
         return (y / jnp.sum(p, axis=-1, keepdims=True)).astype(v.dtype)
 
     def head(arrays):
-        q, k, v, ids = arrays
-        blocks = []
-        for start in range(0, n_tokens, size):
-            stop = min(start + size, n_tokens)
-            here, seen = slice(start, stop), slice(0, stop if causal else n_tokens)
-            of_ids = (None, None) if ids is None else (ids[here], ids[seen])
-            blocks.append(block(q[here], k[seen], v[seen], start, *of_ids))
-        return jnp.concatenate(blocks)
+        return jnp.concatenate([block(*arrays, start) for start in range(0, n_tokens, size)], axis=1)
 
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
     ids = None if segment_ids is None else jnp.broadcast_to(segment_ids, q.shape[:-1])
-    heads = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (q, k, v, ids))
+    heads = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), (q, k, v, ids))
     return lax.map(head, heads).reshape(v.shape)
 
 

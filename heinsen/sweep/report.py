@@ -29,7 +29,9 @@ def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
     definition = folder.definition
     parts = [_head(folder, views), _best(folder, done)]
     if done:
-        effects = [effect for field in swept_fields(views) if (effect := effect_of(definition, field, done))]
+        # Of a zip, whose fields vary together, no field has an effect of its own.
+        fields = swept_fields(views) if definition.search != "zip" else []
+        effects = [effect for field in fields if (effect := effect_of(definition, field, done))]
         effects.sort(key=lambda effect: (effect.field == SEED, -effect.size))
         parts.append(_effects(definition, effects, done))
         parts.append(_maps(definition, effects, done))

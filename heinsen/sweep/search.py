@@ -1,4 +1,4 @@
-"""Which run comes next: those of a list (grid, random search), or what Optuna proposes."""
+"""Which run comes next: those of a list (grid, zip, random search), or what Optuna proposes."""
 
 import warnings
 from collections.abc import Callable, Collection

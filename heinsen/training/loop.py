@@ -338,7 +338,7 @@ class _Loop:
         return result, metrics | activations
 
     def activations(self, params: Params) -> dict[str, float]:
-        """The metrics that `log_activations` asks for, of the first batch of validation."""
+        """The metrics that `log_activations` asks for, of the first batch of validation, of the first dataset."""
         _, _, batches = self.data.validation[0]
         tokens = place_batch(self.mesh, {"tokens": next(iter(batches))["tokens"]})["tokens"]
         found = jax.device_get(self.activation_step(params, tokens))

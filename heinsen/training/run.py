@@ -22,12 +22,15 @@ CONFIG_FILE = "config.json"
 # Fields that a run may go on with changed: they concern the machine, or what is told and kept.
 _MAY_CHANGE = (
     "mesh", "accumulation_steps", "model.remat", "log_every", "validate_every", "validation_tokens",
-    "log_activations", "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas", "trace_steps",
-    "wandb_project", "peak_flops",
+    "log_activations", "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas",
+    "trace_steps", "wandb_project", "peak_flops",
 )  # fmt: skip
 
 # Fields of a model that say nothing about its weights, at any value.
 _NOT_OF_WEIGHTS = {"dtype": "float32", "remat": "none", "implementation": None, "document_token": None}
+
+# Fields that older runs lack, with what those did.
+_ADDED = {"log_activations": False}
 
 
 class RunError(RuntimeError):
@@ -170,7 +173,7 @@ def load_run(workdir: Path) -> TrainConfig:
             config = read_manifest(workdir).run
         except InteropError as error:
             raise RunError(str(error)) from error
-    return from_mapping(TrainConfig, config)
+    return from_mapping(TrainConfig, _ADDED | config)
 
 
 def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from heinsen.attention import softmax
+from heinsen.model import REMAT_POLICIES
 from tests.attention.quick import quick_jit
 
 B, H, K = 2, 3, 4
@@ -46,3 +47,15 @@ def test_blocks_are_few_however_long_the_sequence():
     shape = jax.ShapeDtypeStruct((1, 1, 100_000, 4), np.float32)
     text = str(jax.make_jaxpr(softmax.softmax_attention)(shape, shape, shape))
     assert text.count("dot_general[") == 2 * 16
+
+
+def test_no_policy_of_remat_keeps_the_scores():
+    shape = jax.ShapeDtypeStruct((1, 4, 1024, 8), np.float32)
+
+    def temporary(policy):
+        attend = jax.checkpoint(lambda q, k, v: softmax.softmax_attention(q, k, v).sum(), policy=REMAT_POLICIES[policy])
+        compiled = jax.jit(jax.grad(attend, argnums=(0, 1, 2))).lower(shape, shape, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    scores = 4 * 4 * 1024**2
+    assert temporary("dots") < 1.1 * temporary("full") < scores / 2
