@@ -460,6 +460,7 @@ def first_loss(run, source):
     return float(jax.jit(mean_loss, static_argnums=0)(model, load_params(source, model, make_mesh())[1], batch))
 
 
+@pytest.mark.long
 def test_a_run_from_exported_weights_starts_at_their_loss_and_goes_on_without_them(run, exported, tmp_path):
     source, workdir = tmp_path / "export", tmp_path / "run"
     shutil.copytree(exported[0], source)
