@@ -29,9 +29,9 @@ from heinsen.training.run import TrainConfig
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer("parallel", None, "Runs at a time; none: one a GPU, or one a core.", lower_bound=1)
-SIZES = flags.DEFINE_list("sizes", ["3x96", "4x96", "3x128", "4x128", "4x160"], "Layers x width of what is fitted.")
+SIZES = flags.DEFINE_list("sizes", ["2x96", "3x96", "4x96", "3x128", "4x128"], "Layers x width of what is fitted.")
 RATIOS = flags.DEFINE_list("tokens_per_parameter", ["2", "4"], "Tokens of each size, by its parameters.")
-NEXT = flags.DEFINE_string("next", "4x192", "The size to predict, on the most tokens a parameter of all sizes.")
+NEXT = flags.DEFINE_string("next", "4x160", "The size to predict, on the most tokens a parameter of all sizes.")
 RATES = flags.DEFINE_list(
     "learning_rates", ["heinsen:3e-3", "softmax:3e-3"], "KIND:RATE at width 128, from attention_comparison."
 )
