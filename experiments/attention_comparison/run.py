@@ -27,7 +27,7 @@ RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3", "1.2e-2"]
 TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Of each run of the tuning.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", None, "Of each run that counts; none: config.py's.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Runs of each contestant, of seeds 1, 2, ...", lower_bound=1)
-RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Steps of each probe of recall.", lower_bound=101)
+RECALL_STEPS = flags.DEFINE_integer("recall_steps", 1000, "Steps of each probe of recall.", lower_bound=101)
 
 CONFIG = Path(__file__).resolve().parent / "config.py"
 RECALL_LENGTHS = (4, 8, 16, 32)
