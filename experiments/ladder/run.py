@@ -106,7 +106,7 @@ def settings(kind: str, size: tuple[int, int], ratio: float, rate: float) -> too
     return fields_of(size) | {
         "model.attention": kind,
         "total_tokens": round(ratio * tools.n_params(model_config(size))),
-        "optimizer.learning_rate": rate * WIDTH / size[1],
+        "optimizer.learning_rate": float(f"{rate * WIDTH / size[1]:.4g}"),
     }
 
 
