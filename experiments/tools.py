@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from heinsen.files import write_whole
 from heinsen.sweep.folder import RunView, SweepFolder
 from heinsen.sweep.launch import divide, usable_cores, visible_gpus
 from heinsen.sweep.space import Value, text_of
@@ -109,7 +110,7 @@ def in_turn(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path,
             raise ExperimentError(f"python {shlex.join(arguments)} has failed:\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
         file.parent.mkdir(parents=True, exist_ok=True)
-        write(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
+        write_whole(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
         return result
 
     pool = ThreadPoolExecutor(parallel)
@@ -118,13 +119,6 @@ def in_turn(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path,
         return {file: future.result() for file, future in futures.items()}
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def write(file: Path, text: str) -> None:
-    """Whole, or not at all."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, file)
 
 
 # ---- reports --------------------------------------------------------------------------------------
@@ -139,11 +133,9 @@ def machine() -> str:
 
 
 def n_params(config: TrainConfig) -> int:
-    import jax
+    from heinsen.model import abstract_params, count_params
 
-    from heinsen.model import count_params, init_params
-
-    return count_params(jax.eval_shape(lambda: init_params(config.model, jax.random.key(0))))
+    return count_params(abstract_params(config.model))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file, save_file
 
 from heinsen.config import ConfigError, from_mapping
 from heinsen.data.dataset import file_sha256
-from heinsen.model import ModelConfig, Params, init_params
+from heinsen.model import ModelConfig, Params, abstract_params
 
 FORMAT, FORMAT_VERSION = "heinsen export", 1
 CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "weights.safetensors", "README.md"
@@ -138,8 +138,7 @@ def _require_reference(config: ModelConfig) -> None:
 
 
 def _shapes(config: ModelConfig) -> Shapes:
-    abstract = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    return {name: x.shape for name, x in _named_leaves(abstract)}
+    return {name: x.shape for name, x in _named_leaves(abstract_params(config))}
 
 
 def _flatten(params: Params) -> dict[str, np.ndarray]:

@@ -316,6 +316,11 @@ def init_params(config: ModelConfig, key: Array) -> Params:
     return LanguageModel(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
+def abstract_params(config: ModelConfig) -> Params:
+    """The shapes and dtypes of `init_params`, without the numbers."""
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
 def unstack(config: ModelConfig, params: Params) -> Params:
     """The parameters with each layer's own, for `forward` to run the layers one by one."""
     period = len(config.pattern)

@@ -8,7 +8,8 @@ import pytest
 from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
 from experiments.attention_comparison.report import growth, n_remembered, versus
 from experiments.ladder.law import Law, bootstrap, fit
-from experiments.ladder.run import model_config, parse_rate, parse_size, settings
+from experiments.ladder.run import n_params as n_params_of
+from experiments.ladder.run import parse_rate, parse_size, settings
 from experiments.tools import ExperimentError, n_params, numbers
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -84,7 +85,7 @@ def test_the_ladder_takes_tokens_and_rates_by_the_size(rng):
     size = int(rng.integers(1, 9)), 32 * int(rng.integers(1, 12))
     n_layers, d = size
     n = n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
-    assert n_params(model_config(size)) == n
+    assert n_params_of(size) == n
     run = settings("heinsen", size, 4.0, 3e-3)
     assert run["total_tokens"] == 4 * n and run["optimizer.learning_rate"] == pytest.approx(3e-3 * 128 / d)
 

@@ -1,7 +1,6 @@
 """Who takes part, and what tells them apart."""
 
 import dataclasses
-import math
 
 from experiments.attention_comparison import config
 from heinsen.config import from_mapping
@@ -22,13 +21,16 @@ class Contestant:
     sigmoid_alpha: float = 1.0
     sigmoid_bias: str = "0.0"
 
+    @property
+    def fields(self) -> dict[str, Value]:
+        """Of a run's config."""
+        return {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
+
     def settings(self, learning_rate: float) -> dict[str, Value]:
-        fields = {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
-        return fields | {RATE: learning_rate}
+        return self.fields | {RATE: learning_rate}
 
     def runs_of(self, runs: list[RunView]) -> list[RunView]:
-        fields = {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
-        return [run for run in runs if fields.items() <= run.run.point.items()]
+        return [run for run in runs if self.fields.items() <= run.run.point.items()]
 
 
 # In GPT-2's block two layers have as many parameters as four in the paper's.
@@ -53,8 +55,3 @@ def train_config(contestant: Contestant) -> TrainConfig:
     mapping = config.get_config()
     mapping.model.update(dataclasses.asdict(contestant))
     return from_mapping(TrainConfig, mapping.to_dict())
-
-
-def loss(run: RunView) -> float:
-    """Of the last validation; infinite where the run has crashed."""
-    return run.validation_loss if run.state == "finished" else math.inf

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from experiments import tools
-from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, loss, train_config
+from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, train_config
 from experiments.tools import figure, save, table
 from heinsen.data.loader import evaluation_batches
+from heinsen.files import write_whole
 from heinsen.model import activation_rms, init_model_state, init_params
 from heinsen.sweep.folder import RunView
 from heinsen.sweep.space import SEED
@@ -53,7 +54,7 @@ def write(
         recall={kind: {of["length"]: of["answers"] for of in found["accuracy"]} for kind, found in recall.items()},
         sigmoid=sigmoid_results(out, final, sigmoid, tested),
     )
-    tools.write(out / "results.json", json.dumps(without_infinity(results), indent=1) + "\n")
+    write_whole(out / "results.json", json.dumps(without_infinity(results), indent=1) + "\n")
     plot_curves(out, final)
     plot_recall(out, results["recall"])
     plot_sigmoid(out, results)
@@ -70,6 +71,11 @@ def without_infinity(results):
 
 
 # ---- numbers --------------------------------------------------------------------------------------
+
+
+def loss(run: RunView) -> float:
+    """Of the last validation; infinite where the run has crashed."""
+    return run.validation_loss if run.state == "finished" else math.inf
 
 
 def n_remembered(contestant: Contestant, n_tokens: int) -> int:

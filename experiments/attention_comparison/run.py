@@ -7,7 +7,6 @@ contestants share. OUT receives data/, the sweeps tuning*/, final/ and sigmoid/,
 report.md, results.json, curves.png, sigmoid.png, recall.png.
 """
 
-import math
 import sys
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from absl import app, flags
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from experiments import tools
-from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, loss
-from heinsen.sweep.folder import RunView
+from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant
+from heinsen.sweep.folder import RunView, best_of
 from heinsen.sweep.space import SweepError
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
@@ -89,9 +88,8 @@ def tune(out: Path, data: str, rates: list[float], parallel: int) -> list[RunVie
 
 def best_rate(tuning: list[RunView], contestant: Contestant) -> float:
     """The learning rate of the lowest validation loss. Raises ExperimentError."""
-    runs = contestant.runs_of(tuning)
-    best = min(runs, key=loss)
-    if loss(best) == math.inf:
+    best = best_of(contestant.runs_of(tuning))
+    if best is None:
         raise tools.ExperimentError(
             f"{contestant} has crashed at all learning rates: give lower --learning_rates, in another --out"
         )

@@ -1,22 +1,14 @@
-"""The paper's kind of model on bytes, at any size; run.py says which sizes and how many tokens.
+"""The comparison's config, whose learning rates the ladder takes; run.py says which sizes and how many tokens.
 
 python experiments/ladder/run.py --corpus=CORPUS --out=runs/ladder
 """
 
 from ml_collections import ConfigDict
 
-from configs import default
+from experiments.attention_comparison import config as comparison
 
 
 def get_config() -> ConfigDict:
-    config = default.get_config()
-    config.total_tokens = 2_000_000
-    config.sequence_length = 512
-    config.batch_size = 4
-    config.data.tokenizer = "bytes"
-    config.model.update(vocab_size=257, padded_vocab_size=264)
-    config.model.update(n_layers=4, d_model=128, n_heads=4, d_key=32, d_value=32)
-    config.optimizer.update(learning_rate=3e-3, final_learning_rate=1e-4, warmup_steps=50)
-    config.update(log_every=20, validate_every=1_000_000, validation_tokens=400_000, checkpoint_every=500)
-    config.keep_checkpoints = 1
+    config = comparison.get_config()
+    config.update(validate_every=1_000_000, validation_tokens=400_000)  # at the end alone
     return config

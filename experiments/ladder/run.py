@@ -10,6 +10,7 @@ width. The prediction for the next size is written before it is trained (predict
 sweeps ladder/ and next/, and the report: report.md, results.json, ladder.png.
 """
 
+import functools
 import json
 import re
 import sys
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from experiments import tools
 from experiments.ladder import config, law
 from heinsen.config import from_mapping
+from heinsen.files import write_whole
 from heinsen.sweep.space import SweepError
 from heinsen.training.run import TrainConfig
 
@@ -90,11 +92,11 @@ def parse_rate(text: str) -> tuple[str, float]:
     return kind, tools.numbers("learning_rates", [rate])[0]
 
 
-def model_config(size: tuple[int, int]) -> TrainConfig:
-    """config.py's, of that size."""
+@functools.cache
+def n_params(size: tuple[int, int]) -> int:
     mapping = config.get_config()
     mapping.update_from_flattened_dict(fields_of(size))
-    return from_mapping(TrainConfig, mapping.to_dict())
+    return tools.n_params(from_mapping(TrainConfig, mapping.to_dict()))
 
 
 def fields_of(size: tuple[int, int]) -> dict[str, int]:
@@ -105,7 +107,7 @@ def fields_of(size: tuple[int, int]) -> dict[str, int]:
 def settings(kind: str, size: tuple[int, int], ratio: float, rate: float) -> tools.Settings:
     return fields_of(size) | {
         "model.attention": kind,
-        "total_tokens": round(ratio * tools.n_params(model_config(size))),
+        "total_tokens": round(ratio * n_params(size)),
         "optimizer.learning_rate": float(f"{rate * WIDTH / size[1]:.4g}"),
     }
 
@@ -121,7 +123,7 @@ def train(out: Path, runs: list[tools.Settings], parallel: int) -> list[dict]:
             dict(
                 kind=point["model.attention"],
                 size="{}x{}".format(*size),
-                n_params=tools.n_params(model_config(size)),
+                n_params=n_params(size),
                 tokens=view.tokens,
                 learning_rate=point["optimizer.learning_rate"],
                 loss=view.validation_loss,
@@ -143,7 +145,7 @@ def predict(file: Path, laws: dict, size: tuple[int, int], ratio: float) -> dict
 
     What stands there stays. Raises ExperimentError where that is another size's.
     """
-    n = tools.n_params(model_config(size))
+    n = n_params(size)
     what = dict(size="{}x{}".format(*size), tokens=round(ratio * n), kinds=list(laws))
     if not file.exists():
         rng, found = np.random.default_rng(0), {}
@@ -151,7 +153,7 @@ def predict(file: Path, laws: dict, size: tuple[int, int], ratio: float) -> dict
             draws = [other(n, ratio * n) * np.exp(rng.choice(residuals, 20)) for other in others]
             low, high = np.percentile(draws, [2.5, 97.5])
             found[kind] = dict(loss=float(best(n, ratio * n)), low=float(low), high=float(high))
-        tools.write(file, json.dumps(what | {"predictions": found}, indent=1) + "\n")
+        write_whole(file, json.dumps(what | {"predictions": found}, indent=1) + "\n")
     kept = json.loads(file.read_text())
     if wrong := [f"{name} {kept[name]}" for name, value in what.items() if kept[name] != value]:
         raise tools.ExperimentError(f"{file} is of another size ({', '.join(wrong)}): give another --out")

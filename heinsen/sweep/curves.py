@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from heinsen.config import ConfigError
-from heinsen.model import count_params, init_params
+from heinsen.model import abstract_params, count_params
 from heinsen.training.metrics import METRICS_FILE, read_metrics, train_flops_per_token
 from heinsen.training.run import RunError, TrainConfig, load_run
 
@@ -55,7 +54,7 @@ class RunLog:
 
     @property
     def n_params(self) -> int:
-        return count_params(jax.eval_shape(lambda: init_params(self.config.model, jax.random.key(0))))
+        return count_params(abstract_params(self.config.model))
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, values) of what has been logged under `name`, finite numbers only."""

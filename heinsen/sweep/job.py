@@ -19,6 +19,8 @@ import sys
 import time
 from pathlib import Path
 
+from heinsen.files import write_whole
+
 STATUS_FILE, LOCK_FILE, STOP_FILE, LOG_FILE = "status.json", "lock", "stop", "train.log"
 EXIT_INTERRUPTED = 75  # of train.py: saved, run again
 POLL_SECONDS = 0.2
@@ -138,10 +140,7 @@ class TrainingJob:
         return prepare
 
     def _write_status(self, folder: Path, **changes) -> None:
-        path = folder / STATUS_FILE
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(read_status(folder) | changes) + "\n")
-        os.replace(temporary, path)
+        write_whole(folder / STATUS_FILE, json.dumps(read_status(folder) | changes) + "\n")
 
 
 def read_status(folder: Path) -> dict:

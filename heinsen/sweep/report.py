@@ -6,13 +6,13 @@ import html
 import io
 import itertools
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from heinsen.files import write_whole
 from heinsen.sweep.curves import smooth, thin
 from heinsen.sweep.folder import REPORT_FILE, RunView, SweepFolder, best_of, is_number, summary
 from heinsen.sweep.space import SEED, Definition, Range, Value, text_of
@@ -39,9 +39,7 @@ def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
     name = html.escape(folder.path.absolute().name)
     page = _PAGE.replace("{title}", f"Sweep {name}").replace("{body}", "\n".join(filter(None, parts)))
     path = folder.path / REPORT_FILE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, page)
     return path
 
 

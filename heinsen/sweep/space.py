@@ -14,6 +14,7 @@ import numpy as np
 Value = int | float | str | bool | None
 Point = dict[str, Value]  # field -> value
 SEARCHES = ("grid", "zip", "random", "optuna")
+_LISTED = ("grid", "zip")  # searches that try all that is listed
 SEED = "seed"  # the field that --seeds varies
 LONGEST_NAME = 100  # characters of a run's folder name
 
@@ -151,7 +152,7 @@ class Definition:
         if both := sorted(self.overrides.keys() & self.space.keys()):
             raise SweepError(f"{', '.join(both)}: given by --config and by --sweep, choose one")
         ranges = [field for field, values in self.space.items() if isinstance(values, Range)]
-        if self.search in ("grid", "zip"):
+        if self.search in _LISTED:
             if ranges:
                 raise SweepError(f"--sweep.{ranges[0]} is a range: give --search=random --trials=N, or list its values")
             if self.trials is not None:
@@ -171,7 +172,7 @@ class Definition:
         """Those of the grid, the zip or the random search, in the order of their runs; none of Optuna's."""
         if self.search == "optuna":
             return []
-        if self.search in ("grid", "zip"):
+        if self.search in _LISTED:
             combine = itertools.product if self.search == "grid" else zip
             values = combine(*self.space.values()) if self.space else [()]
             points = [dict(zip(self.space, each, strict=True)) for each in values]
@@ -214,7 +215,7 @@ class Definition:
         rows = {f"--sweep.{field}": _values_text(values) for field, values in sorted(self.space.items())}
         rows["seeds"] = "one" if self.seeds is None else ", ".join(map(str, self.seeds))
         rows["--search"] = self.search
-        if self.search not in ("grid", "zip"):
+        if self.search not in _LISTED:
             rows["--search_seed"] = str(self.search_seed)
         return rows
 

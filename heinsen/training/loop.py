@@ -25,7 +25,7 @@ from heinsen.evaluation import (
 )
 from heinsen.interop import InteropError, is_export, load_folder, read_manifest
 from heinsen.masking import mask_tokens
-from heinsen.model import ModelConfig, Params, count_params, init_params, masked_loss, mean_loss
+from heinsen.model import ModelConfig, Params, abstract_params, count_params, masked_loss, mean_loss
 from heinsen.parallel import (
     MeshError,
     keep_host_memory,
@@ -64,7 +64,7 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
 
     Raises CheckpointError, MeshError, and RunError for exported weights of another model.
     """
-    abstract = _abstract_params(model)
+    abstract = abstract_params(model)
     abstract = with_shardings(abstract, shardings(mesh, abstract))
     if not is_export(workdir):
         return restore_params(workdir, abstract)
@@ -97,16 +97,12 @@ def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
     return load_params(source, config.model, mesh)
 
 
-def _abstract_params(model: ModelConfig) -> Params:
-    return jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
-
-
 def mesh_for_reading(config: TrainConfig) -> Mesh:
     """The run's mesh where it fits these devices, else all of them along `data`, to evaluate or generate."""
     try:
         mesh = make_mesh(config.mesh)
         check_mesh(config, mesh)
-        shardings(mesh, _abstract_params(config.model))
+        shardings(mesh, abstract_params(config.model))
     except MeshError:
         return make_mesh()
     return mesh

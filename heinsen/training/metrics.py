@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
+
+from heinsen.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -37,9 +38,7 @@ class MetricsLog:
     def __init__(self, workdir: Path, start_step: int):
         path = workdir / METRICS_FILE
         kept = [entry for entry in read_metrics(workdir) if entry["step"] <= start_step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        os.replace(temporary, path)
+        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._file = path.open("a")
         self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 

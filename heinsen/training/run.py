@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from heinsen.config import differences, from_mapping
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
+from heinsen.files import write_whole
 from heinsen.interop import InteropError, is_manifest, read_manifest
 from heinsen.model import ModelConfig
 from heinsen.parallel import MeshConfig
@@ -224,9 +224,7 @@ def write_config(config: TrainConfig, workdir: Path) -> None:
     path = workdir / CONFIG_FILE
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     except OSError as error:
         raise _unwritable(workdir, error) from error
 
