@@ -53,15 +53,15 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    from heinsen.by_document import by_position, estimate, estimate_sources, plot_by_position
     from heinsen.config import ConfigError, from_mapping
     from heinsen.data.dataset import DatasetError
     from heinsen.data.documents import find_documents
     from heinsen.data.tokenizer import get_tokenizer
+    from heinsen.evaluation.by_document import by_position, estimate, estimate_sources, plot_by_position
     from heinsen.parallel import MeshError
     from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.loop import load_params, mesh_for_reading
     from heinsen.training.run import RunError, TrainConfig, open_split
+    from heinsen.weights import load_params, mesh_for_reading
 
     if TASKS.value:
         return ask_tasks()
@@ -145,11 +145,11 @@ def ask_tasks() -> None:
         sys.exit("error: --tasks needs the lm-evaluation-harness: pip install 'lm-eval>=0.4.9'")
     from heinsen.config import ConfigError, from_mapping
     from heinsen.data.tokenizer import get_tokenizer
-    from heinsen.harness import Answers, as_lm
+    from heinsen.evaluation.harness import Answers, as_lm
     from heinsen.parallel import MeshError, make_mesh
     from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.loop import load_params
     from heinsen.training.run import RunError, TrainConfig
+    from heinsen.weights import load_params
 
     show = lambda batches, what: shown(batches, what, sum(map(len, batches)), len, "texts")
     try:
@@ -181,10 +181,10 @@ def ask_tasks() -> None:
 
 def measure(mode: str, config, params, mesh, documents):
     """The sums of losses over one dataset's documents, with progress on stderr."""
-    from heinsen import by_document
     from heinsen.data.documents import DocumentBatches
     from heinsen.data.loader import evaluation_batches
-    from heinsen.model import check_room, init_model_state
+    from heinsen.evaluation import by_document
+    from heinsen.models import check_room, init_model_state
     from heinsen.parallel import n_batch_parts
 
     up_to_devices = lambda n: -(-n // n_batch_parts(mesh)) * n_batch_parts(mesh)

@@ -20,7 +20,7 @@ from configs import default
 from heinsen.config import from_mapping
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, continue_texts, fork, load_prefix, read, save_prefix, step_params
-from heinsen.model import ModelConfig, init_params
+from heinsen.models import ModelConfig, init_params
 
 TOKENIZER = get_tokenizer("bytes")
 SIZES = dict(

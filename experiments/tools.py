@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 from heinsen.sweep.folder import RunView, SweepFolder
 from heinsen.sweep.launch import divide, usable_cores, visible_gpus
 from heinsen.sweep.space import Value, text_of
@@ -110,7 +110,7 @@ def in_turn(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path,
             raise ExperimentError(f"python {shlex.join(arguments)} has failed:\n{done.stderr[-2000:]}")
         result = json.loads(done.stdout.splitlines()[-1])
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
+        write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
         return result
 
     pool = ThreadPoolExecutor(parallel)
@@ -133,7 +133,7 @@ def machine() -> str:
 
 
 def n_params(config: TrainConfig) -> int:
-    from heinsen.model import abstract_params, count_params
+    from heinsen.models import abstract_params, count_params
 
     return count_params(abstract_params(config.model))
 

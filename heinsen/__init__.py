@@ -1,6 +1,6 @@
 """heinsen: softmax attention with constant cost per token, in JAX."""
 
-from heinsen.attention import (
+from heinsen.ops.api import (
     LinearState,
     LogState,
     MeanState,

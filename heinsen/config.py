@@ -9,10 +9,12 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from heinsen.errors import HeinsenError
+
 T = TypeVar("T")
 
 
-class ConfigError(ValueError):
+class ConfigError(HeinsenError, ValueError):
     """A config value that cannot be used; the message names the field, the value and the remedy."""
 
 

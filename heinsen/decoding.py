@@ -25,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen.attention import LogState, running
-from heinsen.attention.softmax import KVCache
-from heinsen.model import (
+from heinsen.errors import HeinsenError
+from heinsen.models import (
     ModelConfig,
     ModelState,
     Params,
@@ -40,12 +39,15 @@ from heinsen.model import (
     unstack,
     with_capacity,
 )
+from heinsen.ops import states
+from heinsen.ops.softmax import KVCache
+from heinsen.ops.states import LogState
 
 PREFILL_PIECE = 512  # tokens of a prompt read at once: bounds the memory of a prompt of any length
 STATE_VERSION = 1
 
 
-class StateError(ValueError):
+class StateError(HeinsenError, ValueError):
     """A saved state that cannot be used here."""
 
 
@@ -305,7 +307,7 @@ def decode(
 def _decode(config, sampling, buffer, exact, params, caches, prefix, keys, first, n_tokens, stop_id, seen):
     state = prefix.state._replace(attention=_joined(prefix.state.attention, caches))
     if not exact:
-        begin = lambda s: running.begin_steps(s) if isinstance(s, LogState) else s
+        begin = lambda s: states.begin_steps(s) if isinstance(s, LogState) else s
         state = state._replace(attention=tuple(map(begin, state.attention)))
     n_rows = prefix.logits.shape[0]
 
@@ -332,8 +334,8 @@ def _decode(config, sampling, buffer, exact, params, caches, prefix, keys, first
     if not exact:
         attention = []
         for layer_state in state.attention:
-            if isinstance(layer_state, running.RunningState):
-                layer_state, fits = running.end_steps(layer_state)
+            if isinstance(layer_state, states.RunningState):
+                layer_state, fits = states.end_steps(layer_state)
                 was_exact &= jnp.all(fits)
             attention.append(layer_state)
         state = state._replace(attention=tuple(attention))

@@ -25,7 +25,8 @@ from safetensors.numpy import load_file, save_file
 
 from heinsen.config import ConfigError, from_mapping
 from heinsen.data.dataset import file_sha256
-from heinsen.model import ModelConfig, Params, abstract_params
+from heinsen.errors import HeinsenError
+from heinsen.models import ModelConfig, Params, abstract_params
 
 FORMAT, FORMAT_VERSION = "heinsen export", 1
 CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "weights.safetensors", "README.md"
@@ -51,7 +52,7 @@ _REFERENCE_NAMES = {
 }
 
 
-class InteropError(ValueError):
+class InteropError(HeinsenError, ValueError):
     """Parameters that do not fit a model, or a folder of weights that is missing, damaged or in the way."""
 
 

@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from heinsen.errors import HeinsenError
+
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = ("data", "fsdp")  # the axes of the mesh that split the sequences of a batch
 
@@ -47,7 +49,7 @@ PARAMETER_RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
-class MeshError(ValueError):
+class MeshError(HeinsenError, ValueError):
     """A mesh that does not fit the devices, the model or the batch."""
 
 

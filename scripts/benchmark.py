@@ -149,7 +149,7 @@ def unchecked_form(q, k, v):
 
     import jax.numpy as jnp
 
-    chunked = importlib.import_module("heinsen.attention.chunked")
+    chunked = importlib.import_module("heinsen.ops.chunk")
     with mock.patch.object(chunked, "_lost", lambda *_: jnp.bool_(False)):
         return heinsen_form("log_attention", "chunked")(q, k, v)
 
@@ -475,7 +475,7 @@ def benchmark_step(out: Path) -> None:
     import jax
 
     from heinsen.config import ConfigError, from_mapping
-    from heinsen.model import count_params
+    from heinsen.models import count_params
     from heinsen.parallel import keep_host_memory, make_mesh
     from heinsen.training.metrics import bytes_of, train_flops_per_token
     from heinsen.training.optimizer import make_optimizer
@@ -551,9 +551,9 @@ def made_up_prefix(model, batch: int, context: int, room: int):
     import jax.numpy as jnp
     import numpy as np
 
-    from heinsen.attention import LogState
     from heinsen.decoding import Prefix
-    from heinsen.model import init_model_state
+    from heinsen.models import init_model_state
+    from heinsen.ops.states import LogState
 
     rng = np.random.default_rng(0)
     draw = lambda x, size=0.0: jnp.asarray(size + rng.standard_normal(x.shape, np.float32), x.dtype)
@@ -579,7 +579,7 @@ def benchmark_decode(out: Path) -> None:
 
     from heinsen.config import ConfigError, from_mapping
     from heinsen.decoding import Sampling, decode, step_params
-    from heinsen.model import count_params, init_model_state, init_params
+    from heinsen.models import count_params, init_model_state, init_params
     from heinsen.parallel import keep_host_memory
     from heinsen.training.run import TrainConfig
 

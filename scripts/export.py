@@ -30,11 +30,11 @@ def main(argv: list[str]) -> None:
 
     from heinsen.config import ConfigError
     from heinsen.interop import InteropError, is_export, save_folder
-    from heinsen.model import count_params
+    from heinsen.models import count_params
     from heinsen.parallel import make_mesh
     from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.loop import load_params
     from heinsen.training.run import RunError, load_run
+    from heinsen.weights import load_params
 
     workdir, out = Path(WORKDIR.value), Path(OUT.value)
     try:
@@ -120,7 +120,7 @@ def model_card(config: Any, workdir: Path, out: Path, step: int, n_params: int, 
                 "from pathlib import Path\n"
                 "\n"
                 "from heinsen.interop import load_folder\n"
-                "from heinsen.model import forward\n"
+                "from heinsen.models import forward\n"
                 "\n"
                 f'config, tokenizer, params = load_folder(Path("{out}"))\n'
                 "logits, state = forward(config, params, tokens)  # tokens: integers [batch, time]"

@@ -59,11 +59,11 @@ def main(argv: list[str]) -> None:
         save_prefix,
         step_params,
     )
-    from heinsen.model import check_room
+    from heinsen.models import check_room
     from heinsen.parallel import make_mesh
     from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.loop import load_params
     from heinsen.training.run import RunError, load_run
+    from heinsen.weights import load_params
 
     try:
         sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)

@@ -23,7 +23,7 @@ from ml_collections import config_flags
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs import parse_flags
-from heinsen.probes import TASKS
+from heinsen.evaluation.probes import TASKS
 
 CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> None:
     import jax
 
     from heinsen.config import ConfigError, from_mapping
-    from heinsen.model import count_params, init_model_state
+    from heinsen.evaluation.probes import Task
+    from heinsen.models import count_params, init_model_state
     from heinsen.parallel import MeshError, keep_host_memory, make_mesh
-    from heinsen.probes import Task
     from heinsen.training.run import TrainConfig
 
     out = Path(OUT.value or f"recall/{TASK.value}")
@@ -133,8 +133,8 @@ def train(config, task, lengths, mesh, name):
     """(parameters, the loss of the last round over all lengths)."""
     import numpy as np
 
+    from heinsen.evaluation.probes import answer_loss
     from heinsen.parallel import place_batch
-    from heinsen.probes import answer_loss
     from heinsen.training.metrics import Console
     from heinsen.training.optimizer import make_optimizer
     from heinsen.training.step import init_train_state, make_train_step
@@ -166,12 +166,12 @@ def train(config, task, lengths, mesh, name):
 
 
 def test(config, task, length, mesh, params):
-    """heinsen.probes.Accuracy on sequences that training has not seen."""
+    """heinsen.evaluation.probes.Accuracy on sequences that training has not seen."""
     import jax
     import numpy as np
 
+    from heinsen.evaluation.probes import Probe, accuracy, right_answers
     from heinsen.parallel import place_batch, replicated, split_batch
-    from heinsen.probes import Probe, accuracy, right_answers
 
     step = jax.jit(
         lambda params, tokens: right_answers(config.model, params, tokens),

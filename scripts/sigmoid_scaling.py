@@ -140,10 +140,10 @@ def text_tokens(
     import jax
     import jax.numpy as jnp
 
-    from heinsen.model import hidden_states
+    from heinsen.models import hidden_states
     from heinsen.parallel import make_mesh
-    from heinsen.training.loop import load_params
     from heinsen.training.run import load_run, open_split
+    from heinsen.weights import load_params
 
     config = load_run(workdir)
     split = config.data.validation_split

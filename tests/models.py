@@ -4,7 +4,7 @@ from typing import Any
 
 from configs import default
 from heinsen.config import from_mapping
-from heinsen.model import ModelConfig
+from heinsen.models import ModelConfig
 
 SIZES = dict(vocab_size=257, padded_vocab_size=264, n_layers=2, d_model=32, n_heads=2, d_key=4, d_value=4)
 

@@ -8,8 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from heinsen import by_document
-from heinsen.by_document import (
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.documents import DocumentBatches, find_documents
+from heinsen.data.loader import evaluation_batches
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.evaluation import by_document
+from heinsen.evaluation.by_document import (
     Sums,
     by_position,
     estimate,
@@ -20,13 +24,9 @@ from heinsen.by_document import (
     measure_windows,
     plot_by_position,
 )
-from heinsen.data.dataset import TokenDataset
-from heinsen.data.documents import DocumentBatches, find_documents
-from heinsen.data.loader import evaluation_batches
-from heinsen.data.tokenizer import get_tokenizer
-from heinsen.model import forward, init_model_state, init_params
+from heinsen.models import forward, init_model_state, init_params
 from heinsen.parallel import make_mesh
-from tests.attention.quick import quick_jit
+from tests.ops.quick import quick_jit
 from tests.runs import EOT, run_config, write_split
 
 pytest_plugins = ["tests.run_fixtures"]

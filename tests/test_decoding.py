@@ -11,7 +11,6 @@ import pytest
 import scipy.stats
 
 from heinsen import decoding
-from heinsen.attention import LogState, running
 from heinsen.decoding import (
     Sampling,
     StateError,
@@ -28,7 +27,9 @@ from heinsen.decoding import (
     save_prefix,
     step_params,
 )
-from heinsen.model import forward, init_model_state, init_params
+from heinsen.models import forward, init_model_state, init_params
+from heinsen.ops import states
+from heinsen.ops.states import LogState
 from tests.models import model_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -80,7 +81,7 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
     logits, state = prefill(config, params, ragged, init_model_state(config, 2, 24), lengths)
     rows = np.arange(2)
     np.testing.assert_allclose(logits, expected[rows, lengths - 1], atol=1e-4)
-    begin = lambda s: running.begin_steps(s) if isinstance(s, LogState) else s
+    begin = lambda s: states.begin_steps(s) if isinstance(s, LogState) else s
     quick_state, own = state._replace(attention=tuple(map(begin, state.attention))), step_params(config, params)
     for step in range(24 - 13):
         now, at = tokens[rows, lengths + step], (rows, lengths + step)

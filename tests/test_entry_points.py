@@ -14,7 +14,7 @@ import pytest
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
-from heinsen.training.loop import load_params
+from heinsen.weights import load_params
 from tests.runs import BATCH, LENGTH, checkpoint_steps, finish, read_log, run_config, snapshot, train_command
 
 pytest_plugins = ["tests.run_fixtures"]

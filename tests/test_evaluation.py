@@ -10,10 +10,10 @@ import pytest
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import evaluation_batches
-from heinsen.evaluation import bits_per_byte, evaluate, make_eval_step
-from heinsen.model import forward
+from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step
+from heinsen.models import forward
 from heinsen.parallel import make_mesh
-from heinsen.training.loop import load_params
+from heinsen.weights import load_params
 from tests.runs import BATCH, EOT, LENGTH, STEPS, draw_text, run_config, snapshot, write_split
 
 pytest_plugins = ["tests.run_fixtures"]

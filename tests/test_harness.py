@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from heinsen import decoding, harness
+from heinsen import decoding
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
-from heinsen.harness import Answers, as_lm
+from heinsen.evaluation import harness
+from heinsen.evaluation.harness import Answers, as_lm
 from tests.test_decoding import MODEL, draw_params, full_forward
 
 pytest_plugins = ["tests.run_fixtures"]

@@ -20,7 +20,7 @@ from heinsen.config import from_mapping
 from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
-from heinsen.evaluation import evaluate, make_eval_step
+from heinsen.evaluation.loss import evaluate, make_eval_step
 from heinsen.interop import (
     InteropError,
     from_reference_state_dict,
@@ -31,13 +31,14 @@ from heinsen.interop import (
     save_folder,
     to_reference_state_dict,
 )
-from heinsen.model import forward, init_params, mean_loss
+from heinsen.models import forward, init_params, mean_loss
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import CheckpointError
-from heinsen.training.loop import load_initial_params, load_params, train
+from heinsen.training.loop import train
 from heinsen.training.run import RunError, TrainConfig, load_run, open_split
-from tests.attention.quick import quick_jit
+from heinsen.weights import load_initial_params, load_params
 from tests.models import model_config
+from tests.ops.quick import quick_jit
 from tests.runs import (
     BATCH,
     LENGTH,
@@ -211,7 +212,10 @@ def another_kind(config, key):
 def test_other_models_travel_under_our_own_names(params, tmp_path, monkeypatch):
     assert is_reference_model(SMALL) and save(tmp_path / "papers", params).layout == "reference"
     assert set(load_file(tmp_path / "papers" / "weights.safetensors")) == set(SHAPES)
-    monkeypatch.setattr("heinsen.interop.init_params", another_kind)
+    monkeypatch.setattr(
+        "heinsen.interop.abstract_params",
+        lambda config: jax.eval_shape(lambda: another_kind(config, jax.random.key(0))),
+    )
     other = jax.tree.map(np.asarray, another_kind(SMALL, jax.random.key(1)))
     other["layers"]["out"]["kernel"] = other["layers"]["out"]["kernel"].swapaxes(1, 2)  # lies otherwise in memory
     assert not is_reference_model(SMALL)
@@ -226,7 +230,7 @@ def test_other_models_travel_under_our_own_names(params, tmp_path, monkeypatch):
         save(tmp_path / "third", {"embedding": other["embedding"]})
     assert not (tmp_path / "third").exists()
     monkeypatch.setattr(
-        "heinsen.interop.init_params", lambda *_: {**other, "bias": np.ones(3), "embedding": np.ones(4)}
+        "heinsen.interop.abstract_params", lambda *_: {**other, "bias": np.ones(3), "embedding": np.ones(4)}
     )
     with pytest.raises(InteropError, match=r"missing: bias\n  embedding is \[16, 10\], not \[4\]"):
         load_folder(tmp_path / "other")

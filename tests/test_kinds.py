@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen.attention import LinearState, LogState, MeanState
-from heinsen.attention.softmax import KVCache
 from heinsen.config import ConfigError, from_mapping
 from heinsen.decoding import Sampling, _longest_document, decode, read
-from heinsen.model import (
+from heinsen.models import (
     activation_rms,
     check_room,
     count_params,
@@ -22,11 +20,13 @@ from heinsen.model import (
     init_params,
     mean_loss,
 )
+from heinsen.ops.linear import LinearState
+from heinsen.ops.softmax import KVCache
+from heinsen.ops.states import LogState, MeanState
 from heinsen.parallel import MeshError
-from heinsen.training.loop import check_mesh
-from heinsen.training.run import TrainConfig
-from tests.attention.quick import quick_jit
+from heinsen.training.run import TrainConfig, check_mesh
 from tests.models import model_config
+from tests.ops.quick import quick_jit
 from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -367,8 +367,8 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
 NAMES = ["gpt2", "sigmoid", "linear", "real", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
-from heinsen.masking import mask_tokens
-from heinsen.model import init_params
+from heinsen.models.masking import mask_tokens
+from heinsen.models import init_params
 from heinsen.parallel import MeshConfig, make_mesh, split_batch
 from heinsen.training.loop import loss_of
 from heinsen.training.optimizer import make_optimizer

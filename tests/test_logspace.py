@@ -21,7 +21,7 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
-from tests.attention.quick import quick_jit
+from tests.ops.quick import quick_jit
 
 INF = np.inf
 FLOAT32_EPS = np.finfo(np.float32).eps

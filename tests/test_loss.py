@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen import loss
-from heinsen.loss import cross_entropy, token_losses, weighted_loss
-from heinsen.model import init_params, mean_loss, next_token_losses
-from tests.attention.quick import quick_jit
+from heinsen.models import cross_entropy as loss
+from heinsen.models import init_params, mean_loss, next_token_losses
+from heinsen.models.cross_entropy import cross_entropy, token_losses, weighted_loss
+from tests.ops.quick import quick_jit
 from tests.test_model import SMALL
 
 B, T, D, VOCAB = 3, 7, 5, 11

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from heinsen.decoding import Sampling, generate, prefill
-from heinsen.loss import token_losses
-from heinsen.masking import FRACTION, ROUNDS, mask_tokens, window_losses
-from heinsen.model import (
+from heinsen.models import (
     LanguageModel,
     forward,
     init_model_state,
@@ -19,10 +17,12 @@ from heinsen.model import (
     mean_loss,
     next_token_losses,
 )
+from heinsen.models.cross_entropy import token_losses
+from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
 from heinsen.training.loop import train
 from heinsen.training.plan import plan
-from tests.attention.quick import quick_jit
 from tests.models import model_config
+from tests.ops.quick import quick_jit
 from tests.runs import copy_run, read_log, run_config, without_timing
 from tests.test_kinds import (
     DOCUMENT,

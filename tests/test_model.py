@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from configs import pile_125m
-from heinsen.attention import LogState
 from heinsen.config import from_mapping
-from heinsen.model import (
+from heinsen.models import (
     ModelState,
     count_params,
     forward,
@@ -19,9 +18,10 @@ from heinsen.model import (
     init_params,
     mean_loss,
 )
+from heinsen.ops.states import LogState
 from heinsen.training.run import TrainConfig
-from tests.attention.quick import quick_jit
 from tests.models import model_config
+from tests.ops.quick import quick_jit
 
 # No two sizes alike, so that no axis passes for another: D = 10, H = 3, K = 2, V = 4, H V = 12, W1 24 wide.
 SMALL = model_config(

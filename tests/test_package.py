@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import heinsen
-from heinsen.attention import reference
+from heinsen.ops import api, reference
 from tests.runs import ROOT, TIMEOUT
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -119,7 +119,7 @@ def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
 @pytest.fixture
 def example(compile_cache, monkeypatch):
     """example(name): the module of examples/name.py, with the form of the attention that compiles soonest."""
-    monkeypatch.setattr(sys.modules["heinsen.attention"], "_choose", lambda *_: reference)
+    monkeypatch.setattr(api, "_choose", lambda *_: reference)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def load(name):

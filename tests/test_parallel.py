@@ -259,7 +259,7 @@ def test_batches_and_parameters_lie_where_the_mesh_says(commands):
 COMMUNICATION = """
 import re
 import jax, numpy as np
-from heinsen.model import mean_loss
+from heinsen.models import mean_loss
 from heinsen.parallel import MeshConfig, make_mesh, split_batch
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from heinsen.model import init_params, next_token_losses
-from heinsen.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
-from tests.attention.quick import quick_jit
+from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
+from heinsen.models import init_params, next_token_losses
+from tests.ops.quick import quick_jit
 from tests.test_model import SMALL
 
 pytest_plugins = ["tests.run_fixtures"]

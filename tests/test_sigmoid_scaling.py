@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from heinsen.model import forward
+from heinsen.models import forward
 from heinsen.parallel import make_mesh
-from heinsen.training.loop import load_params
 from heinsen.training.run import load_run
+from heinsen.weights import load_params
 from scripts import sigmoid_scaling
 from scripts.sigmoid_scaling import Form, Tokens, fit_exponent, make_forms, measure_doubling, moments, together
 

@@ -13,8 +13,8 @@ from experiments import tools
 from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, train_config
 from experiments.tools import figure, save, table
 from heinsen.data.loader import evaluation_batches
-from heinsen.files import write_whole
-from heinsen.model import activation_rms, init_model_state, init_params
+from heinsen.files import write_atomically
+from heinsen.models import activation_rms, init_model_state, init_params
 from heinsen.sweep.folder import RunView
 from heinsen.sweep.space import SEED
 from heinsen.training.metrics import read_metrics
@@ -54,7 +54,7 @@ def write(
         recall={kind: {of["length"]: of["answers"] for of in found["accuracy"]} for kind, found in recall.items()},
         sigmoid=sigmoid_results(out, final, sigmoid, tested),
     )
-    write_whole(out / "results.json", json.dumps(without_infinity(results), indent=1) + "\n")
+    write_atomically(out / "results.json", json.dumps(without_infinity(results), indent=1) + "\n")
     plot_curves(out, final)
     plot_recall(out, results["recall"])
     plot_sigmoid(out, results)

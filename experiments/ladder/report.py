@@ -12,7 +12,7 @@ import numpy as np
 from experiments import tools
 from experiments.ladder.law import Law
 from experiments.tools import table
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 
 Laws = Mapping[str, tuple[Law, list[Law], np.ndarray]]  # of each kind: the best, the bootstrap's, the residuals
 
@@ -28,7 +28,7 @@ def write(out: Path, runs: list[dict], laws: Laws, prediction: dict[str, dict], 
         prediction=prediction,
         next=found,
     )
-    write_whole(out / "results.json", json.dumps(results, indent=1) + "\n")
+    write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
     plot(out / "ladder.png", results, laws)
     (out / "report.md").write_text("\n".join(report(results)) + "\n")
     print((out / "report.md").read_text())

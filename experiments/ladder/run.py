@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from experiments import tools
 from experiments.ladder import config, law
 from heinsen.config import from_mapping
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 from heinsen.sweep.space import SweepError
 from heinsen.training.run import TrainConfig
 
@@ -153,7 +153,7 @@ def predict(file: Path, laws: dict, size: tuple[int, int], ratio: float) -> dict
             draws = [other(n, ratio * n) * np.exp(rng.choice(residuals, 20)) for other in others]
             low, high = np.percentile(draws, [2.5, 97.5])
             found[kind] = dict(loss=float(best(n, ratio * n)), low=float(low), high=float(high))
-        write_whole(file, json.dumps(what | {"predictions": found}, indent=1) + "\n")
+        write_atomically(file, json.dumps(what | {"predictions": found}, indent=1) + "\n")
     kept = json.loads(file.read_text())
     if wrong := [f"{name} {kept[name]}" for name, value in what.items() if kept[name] != value]:
         raise tools.ExperimentError(f"{file} is of another size ({', '.join(wrong)}): give another --out")

@@ -42,13 +42,15 @@ from typing import Any
 
 import numpy as np
 
+from heinsen.errors import HeinsenError
+
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
 PROGRESS_FILE = "progress.jsonl"  # of an unfinished preparation
 TOKEN_DTYPE = np.dtype("<u2")
 
 
-class DatasetError(ValueError):
+class DatasetError(HeinsenError, ValueError):
     """A token dataset that is missing, incomplete or damaged."""
 
 

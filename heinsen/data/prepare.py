@@ -50,6 +50,7 @@ from heinsen.data.dataset import (
     sources_name,
 )
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.errors import HeinsenError
 
 STDLIB = "stdlib"
 STDLIB_SPLITS = ("train", "validation")
@@ -62,7 +63,7 @@ _MAX_SOURCES = 1000  # different ones in a shard: a field with more does not nam
 _REMEDY = "Correct the input, or leave such documents out with --skip_bad_documents."
 
 
-class PreparationError(ValueError):
+class PreparationError(HeinsenError, ValueError):
     """Inputs or settings from which no token dataset can be made; finished shards are kept."""
 
 

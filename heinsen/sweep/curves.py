@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from heinsen.config import ConfigError
-from heinsen.model import abstract_params, count_params
+from heinsen.errors import HeinsenError
+from heinsen.models import abstract_params, count_params
 from heinsen.training.metrics import METRICS_FILE, read_metrics, train_flops_per_token
 from heinsen.training.run import RunError, TrainConfig, load_run
 
@@ -28,7 +29,7 @@ _NAMES = {
 }
 
 
-class CurveError(ValueError):
+class CurveError(HeinsenError, ValueError):
     """A run or a file of anchors that cannot be drawn."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from heinsen.config import differences
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 from heinsen.sweep.job import LOCK_FILE, LOG_FILE, STOP_FILE, is_held, read_status, wait_for_lock
 from heinsen.sweep.space import Definition, Point, SweepError, changes, folder_name, text_of
 from heinsen.training.metrics import METRICS_FILE, read_metrics
@@ -124,7 +124,7 @@ class SweepFolder:
         )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path / SWEEP_FILE, json.dumps(mapping, indent=1) + "\n")
+            write_atomically(self.path / SWEEP_FILE, json.dumps(mapping, indent=1) + "\n")
         except OSError as error:
             raise SweepError(f"{self.path} cannot be written: {error}. Give another --workdir, or make room") from error
 

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 
 STATUS_FILE, LOCK_FILE, STOP_FILE, LOG_FILE = "status.json", "lock", "stop", "train.log"
 EXIT_INTERRUPTED = 75  # of train.py: saved, run again
@@ -140,7 +140,7 @@ class TrainingJob:
         return prepare
 
     def _write_status(self, folder: Path, **changes) -> None:
-        write_whole(folder / STATUS_FILE, json.dumps(read_status(folder) | changes) + "\n")
+        write_atomically(folder / STATUS_FILE, json.dumps(read_status(folder) | changes) + "\n")
 
 
 def read_status(folder: Path) -> dict:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 from heinsen.sweep.curves import smooth, thin
 from heinsen.sweep.folder import REPORT_FILE, RunView, SweepFolder, best_of, is_number, summary
 from heinsen.sweep.space import SEED, Definition, Range, Value, text_of
@@ -39,7 +39,7 @@ def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
     name = html.escape(folder.path.absolute().name)
     page = _PAGE.replace("{title}", f"Sweep {name}").replace("{body}", "\n".join(filter(None, parts)))
     path = folder.path / REPORT_FILE
-    write_whole(path, page)
+    write_atomically(path, page)
     return path
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from heinsen.errors import HeinsenError
+
 Value = int | float | str | bool | None
 Point = dict[str, Value]  # field -> value
 SEARCHES = ("grid", "zip", "random", "optuna")
@@ -23,7 +25,7 @@ _DIGITS = 4  # of a number drawn from a range: more tell nothing, and make long 
 _SAFE = re.compile(r"[A-Za-z0-9.+-]+(_[A-Za-z0-9.+-]+)*")
 
 
-class SweepError(ValueError):
+class SweepError(HeinsenError, ValueError):
     """A sweep that cannot be run as asked; the message names the flag or the file, and the remedy."""
 
 

@@ -28,10 +28,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from heinsen.errors import HeinsenError
+
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged_checkpoints"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(HeinsenError, RuntimeError):
     """No usable checkpoint where one is needed, or one that cannot be saved."""
 
 

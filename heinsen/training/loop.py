@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from heinsen.data.loader import EvaluationBatches, evaluation_batches, train_iterator
 from heinsen.data.mixture import bytes_per_token
-from heinsen.evaluation import (
+from heinsen.errors import HeinsenError
+from heinsen.evaluation.loss import (
     Evaluation,
     bits_per_byte,
     evaluate,
@@ -23,116 +24,35 @@ from heinsen.evaluation import (
     make_eval_step,
     mean_of_mixture,
 )
-from heinsen.interop import InteropError, is_export, load_folder, read_manifest
-from heinsen.masking import mask_tokens
-from heinsen.model import ModelConfig, Params, abstract_params, count_params, masked_loss, mean_loss
+from heinsen.models import ModelConfig, Params, count_params, masked_loss, mean_loss
+from heinsen.models.masking import mask_tokens
 from heinsen.parallel import (
-    MeshError,
     keep_host_memory,
     make_mesh,
-    n_batch_parts,
     place_batch,
     process_rows,
-    shardings,
-    with_shardings,
 )
-from heinsen.training.checkpoint import CheckpointError, Checkpoints, has_checkpoints, restore_params
+from heinsen.training.checkpoint import Checkpoints, has_checkpoints
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import Reporter
 from heinsen.training.run import (
     RunError,
     TrainConfig,
-    check_same_model,
+    check_mesh,
     claim_folder,
-    load_run,
     open_split,
     write_config,
 )
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
+from heinsen.weights import load_initial_params
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(HeinsenError, RuntimeError):
     """The loss or the gradient is no longer finite."""
 
 
 class RunInterrupted(Exception):
     """SIGTERM, SIGINT or a preemption notice arrived; the run's state is saved."""
-
-
-def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
-    """(step, parameters) of a run's newest good checkpoint, or of exported weights, split over the mesh.
-
-    Raises CheckpointError, MeshError, and RunError for exported weights of another model.
-    """
-    abstract = abstract_params(model)
-    abstract = with_shardings(abstract, shardings(mesh, abstract))
-    if not is_export(workdir):
-        return restore_params(workdir, abstract)
-    try:
-        manifest = read_manifest(workdir)
-        check_same_model(manifest.model, model, workdir)
-        _, _, params = load_folder(workdir)
-    except InteropError as error:
-        raise CheckpointError(str(error)) from error
-
-    def place(x, like):  # each device its own part
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda part: x[part].astype(like.dtype))
-
-    return manifest.step, jax.tree.map(place, params, abstract)
-
-
-def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
-    """(step, parameters) that `init_from` names, split over the mesh.
-
-    Raises RunError where they are of another model or tokenizer, ConfigError, CheckpointError, MeshError.
-    """
-    source = Path(config.init_from)
-    old = load_run(source)
-    check_same_model(old.model, config.model, source)
-    if old.data.tokenizer != config.data.tokenizer:
-        raise RunError(
-            f"{source} holds the weights of a model of {old.data.tokenizer!r} tokens, the config says data.tokenizer = "
-            f"{config.data.tokenizer!r}: give other weights, or data of the same tokens"
-        )
-    return load_params(source, config.model, mesh)
-
-
-def mesh_for_reading(config: TrainConfig) -> Mesh:
-    """The run's mesh where it fits these devices, else all of them along `data`, to evaluate or generate."""
-    try:
-        mesh = make_mesh(config.mesh)
-        check_mesh(config, mesh)
-        shardings(mesh, abstract_params(config.model))
-    except MeshError:
-        return make_mesh()
-    return mesh
-
-
-def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises MeshError where the mesh does not divide the batch, the heads or the tokens, or this model's tokens."""
-    shape = mesh.shape
-    if config.sequences_per_pass % n_batch_parts(mesh):
-        raise MeshError(
-            f"{config.sequences_per_pass} sequences a pass (batch_size {config.batch_size} / accumulation_steps "
-            f"{config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices (mesh.data "
-            f"{shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
-            "--config.accumulation_steps or --config.mesh"
-        )
-    if config.model.n_heads % shape["tensor"]:
-        raise MeshError(f"model.n_heads = {config.model.n_heads} do not divide over mesh.tensor = {shape['tensor']}")
-    if shape["sequence"] > 1 and not config.model.splits_sequences:
-        raise MeshError(
-            f"mesh.sequence = {shape['sequence']} divides the tokens of a sequence, which needs model.attention = "
-            "heinsen in all layers, model.value_domain = log and model.objective = next_token: they are "
-            f"{config.model.attention}, {config.model.value_domain} and {config.model.objective}. Use the mesh's other "
-            "axes"
-        )
-    parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
-    if config.sequence_length % parts:
-        raise MeshError(
-            f"sequence_length = {config.sequence_length} does not divide into {parts} parts (mesh.sequence "
-            f"{shape['sequence']} x mesh.tensor {shape['tensor']})"
-        )
 
 
 def train(config: TrainConfig, workdir: Path) -> Evaluation:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from heinsen.files import write_whole
+from heinsen.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -38,7 +38,7 @@ class MetricsLog:
     def __init__(self, workdir: Path, start_step: int):
         path = workdir / METRICS_FILE
         kept = [entry for entry in read_metrics(workdir) if entry["step"] <= start_step]
-        write_whole(path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        write_atomically(path, "".join(json.dumps(entry) + "\n" for entry in kept))
         self._file = path.open("a")
         self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 

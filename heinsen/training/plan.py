@@ -9,10 +9,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_rows, split_batch, with_shardings
-from heinsen.training.loop import as_batch, check_mesh, loss_of, passes
+from heinsen.training.loop import as_batch, loss_of, passes
 from heinsen.training.metrics import bytes_of, peak_flops_per_device, train_flops_per_token
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
+from heinsen.training.run import TrainConfig, check_mesh
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 
 _PATIENCE = 300.0  # seconds that the timed steps may take

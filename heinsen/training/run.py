@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from heinsen.config import differences, from_mapping
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
-from heinsen.files import write_whole
+from heinsen.errors import HeinsenError
+from heinsen.files import write_atomically
 from heinsen.interop import InteropError, is_manifest, read_manifest
-from heinsen.model import ModelConfig
-from heinsen.parallel import MeshConfig
+from heinsen.models import ModelConfig
+from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
 CONFIG_FILE = "config.json"
@@ -33,7 +36,7 @@ _NOT_OF_WEIGHTS = {"dtype": "float32", "remat": "none", "implementation": None, 
 _ADDED = {"log_activations": False}
 
 
-class RunError(RuntimeError):
+class RunError(HeinsenError, RuntimeError):
     """A run folder that cannot be used as asked."""
 
 
@@ -130,6 +133,33 @@ def _identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     }
 
 
+def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises MeshError where the mesh does not divide the batch, the heads or the tokens, or this model's tokens."""
+    shape = mesh.shape
+    if config.sequences_per_pass % n_batch_parts(mesh):
+        raise MeshError(
+            f"{config.sequences_per_pass} sequences a pass (batch_size {config.batch_size} / accumulation_steps "
+            f"{config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices (mesh.data "
+            f"{shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
+            "--config.accumulation_steps or --config.mesh"
+        )
+    if config.model.n_heads % shape["tensor"]:
+        raise MeshError(f"model.n_heads = {config.model.n_heads} do not divide over mesh.tensor = {shape['tensor']}")
+    if shape["sequence"] > 1 and not config.model.splits_sequences:
+        raise MeshError(
+            f"mesh.sequence = {shape['sequence']} divides the tokens of a sequence, which needs model.attention = "
+            "heinsen in all layers, model.value_domain = log and model.objective = next_token: they are "
+            f"{config.model.attention}, {config.model.value_domain} and {config.model.objective}. Use the mesh's other "
+            "axes"
+        )
+    parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
+    if config.sequence_length % parts:
+        raise MeshError(
+            f"sequence_length = {config.sequence_length} does not divide into {parts} parts (mesh.sequence "
+            f"{shape['sequence']} x mesh.tensor {shape['tensor']})"
+        )
+
+
 def open_split(config: TrainConfig, split: str) -> list[tuple[TokenDataset, float]]:
     """A split of every dataset of the run's data with its share, in order.
 
@@ -224,7 +254,7 @@ def write_config(config: TrainConfig, workdir: Path) -> None:
     path = workdir / CONFIG_FILE
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+        write_atomically(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
     except OSError as error:
         raise _unwritable(workdir, error) from error
 

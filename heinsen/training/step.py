@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from heinsen.model import ModelConfig, Params, init_params, mean_loss
+from heinsen.models import ModelConfig, Params, init_params, mean_loss
 from heinsen.parallel import replicated, shardings, split_batch, with_shardings
 
 

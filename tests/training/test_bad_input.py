@@ -15,8 +15,9 @@ from heinsen.config import ConfigError, differences, from_mapping
 from heinsen.data.dataset import DatasetError
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import CheckpointError
-from heinsen.training.loop import load_params, train
+from heinsen.training.loop import train
 from heinsen.training.run import RunError, TrainConfig, load_run, open_split
+from heinsen.weights import load_params
 from tests.runs import (
     CHECKPOINT_EVERY,
     STEPS,

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.model import init_params
+from heinsen.models import init_params
 from heinsen.training.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
 from tests.models import model_config
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.model import forward
+from heinsen.models import forward
 from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step

@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 
 from heinsen.data.documents import Documents
 from heinsen.data.loader import Batch
-from heinsen.masking import window_losses
-from heinsen.model import ModelConfig, ModelState, Params, forget, next_token_losses
+from heinsen.models import ModelConfig, ModelState, Params, forget, next_token_losses
+from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
 
 RESAMPLES = 1000

@@ -12,7 +12,8 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from heinsen import LogState, logspace
-from heinsen.attention import log_attention, sharded
+from heinsen.ops import sharded
+from heinsen.ops.api import log_attention
 from heinsen.parallel import AXES, MeshConfig, make_mesh, on_each_device, scan_before
 
 rng = np.random.default_rng(int(sys.argv[1]))

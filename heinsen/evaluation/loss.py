@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.masking import window_losses
-from heinsen.model import ModelConfig, Params, activation_rms
+from heinsen.models import ModelConfig, Params, activation_rms
+from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
 
 

@@ -12,9 +12,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from heinsen.attention import means
-from heinsen.attention.means import Means
-from heinsen.attention.recurrent import empty_state_for
 from heinsen.logspace import (
     NEG_INF,
     cumulative_logsumexp,
@@ -24,6 +21,18 @@ from heinsen.logspace import (
     logaddexp,
     logsumexp,
     posterior,
+)
+from heinsen.ops.states import (
+    NormalizedState,
+    denormalize_state,
+    empty_state_for,
+    log_shares,
+    merge_normalized,
+    normalize_state,
+    read_normalized,
+    read_normalized_per_token,
+    shift_difference,
+    whole_shift,
 )
 
 
@@ -40,10 +49,10 @@ def attention(q, k, v, causal, state, resets):
 
 
 def _attend(q, k, values, causal, state, resets, in_logs):
-    past = means.from_state(empty_state_for(k, values, in_logs) if state is None else state)
+    past = normalize_state(empty_state_for(k, values, in_logs) if state is None else state)
     if not causal and resets is None:
-        end = means.merge(past, _total(k, values, in_logs))
-        return means.read_one(end, q)[0], means.to_state(end)
+        end = merge_normalized(past, _total(k, values, in_logs))
+        return read_normalized(end, q)[0], denormalize_state(end)
     states = _running_states(k, values, past, resets)
     end = states._replace(mean=states.mean[..., -1, :, :], h=states.h[..., -1, :])
     if not causal:
@@ -51,17 +60,17 @@ def _attend(q, k, values, causal, state, resets, in_logs):
         states = states._replace(mean=at_end(states.mean), h=at_end(states.h))
     if in_logs:
         states = states._replace(b=states.b[..., None, :])
-    return means.read(states, q)[0], means.to_state(end)
+    return read_normalized_per_token(states, q)[0], denormalize_state(end)
 
 
 def _total(k, values, in_logs):
     """The state of all tokens."""
     h = logsumexp(k, axis=-2)
     if not in_logs:
-        return Means(jnp.einsum("...sk,...sv->...kv", posterior(k, h[..., None, :]), values), h, None)
-    b = means.whole(jnp.max(values, axis=-2))
+        return NormalizedState(jnp.einsum("...sk,...sv->...kv", posterior(k, h[..., None, :]), values), h, None)
+    b = whole_shift(jnp.max(values, axis=-2))
     log_weights = (k - finite(h)[..., None, :])[..., None]
-    return Means(logsumexp(log_weights + (values - finite(b)[..., None, :])[..., None, :], axis=-3), h, b)
+    return NormalizedState(logsumexp(log_weights + (values - finite(b)[..., None, :])[..., None, :], axis=-3), h, b)
 
 
 def _running_states(k, values, past, resets):
@@ -73,7 +82,7 @@ def _running_states(k, values, past, resets):
     before = jnp.concatenate([past_h, h[..., :-1, :]], axis=-2)
     if resets is not None:
         before = _unless(resets, before)
-    past_share, own_share = means.log_shares(before, k)
+    past_share, own_share = log_shares(before, k)
     if resets is not None:  # of nothing and nothing, too
         past_share = _unless(resets, past_share)
     past_share, own_share = past_share[..., None], own_share[..., None]
@@ -81,12 +90,12 @@ def _running_states(k, values, past, resets):
         update = jnp.exp(own_share) * values[..., None, :]
         from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
         update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
-        return Means(gated_sum(jnp.exp(past_share), update, axis), h, None)
-    b = jnp.maximum(past.b, means.whole(jnp.max(values, axis=-2)))
+        return NormalizedState(gated_sum(jnp.exp(past_share), update, axis), h, None)
+    b = jnp.maximum(past.b, whole_shift(jnp.max(values, axis=-2)))
     update = own_share + (values - finite(b)[..., None, :])[..., None, :]
-    past_mean = past.mean + means.lower(past.b, b)[..., None, :]
+    past_mean = past.mean + shift_difference(past.b, b)[..., None, :]
     mean = log_linear_recurrence(past_share, update, axis, initial=past_mean, method="associative")
-    return Means(mean, h, b)
+    return NormalizedState(mean, h, b)
 
 
 def _unless(begins, log_sums):

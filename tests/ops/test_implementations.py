@@ -1,6 +1,6 @@
 """Every implementation of `log_attention` and `attention` against float64 truth, and the laws it must obey.
 
-A new entry of `heinsen.attention.IMPLEMENTATIONS` is tested here without further ado.
+A new entry of `heinsen.ops.api.IMPLEMENTATIONS` is tested here without further ado.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, init_state
-from heinsen.attention import IMPLEMENTATIONS
-from tests.attention.quick import quick_jit
-from tests.attention.truth import Case, assert_close, assert_gradients_close, draw_case, truth
+from heinsen.ops.api import IMPLEMENTATIONS
+from tests.ops.quick import quick_jit
+from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
 
 # One compilation serves all tests with the same shapes.
 merge_states, query_state = quick_jit(heinsen.merge_states), quick_jit(heinsen.query_state)

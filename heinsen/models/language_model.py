@@ -28,27 +28,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen.attention import (
-    IMPLEMENTATIONS,
-    LinearState,
-    LogState,
-    MeanState,
-    init_linear_state,
-    init_state,
-    linear_attention,
-    query_state,
-    running,
-    sharded,
-    sigmoid_attention,
-    sigmoid_attention_cached,
-    softmax,
-    update_state,
-)
-from heinsen.attention import attention as real_attention
-from heinsen.attention.running import RunningState
-from heinsen.attention.softmax import KVCache
 from heinsen.logspace import NEG_INF, logaddexp
-from heinsen.loss import token_logits, token_losses, weighted_loss
+from heinsen.models.cross_entropy import token_logits, token_losses, weighted_loss
+from heinsen.ops import sharded, softmax, states
+from heinsen.ops.api import IMPLEMENTATIONS
+from heinsen.ops.api import attention as real_attention
+from heinsen.ops.linear import LinearState, init_linear_state, linear_attention
+from heinsen.ops.sigmoid import sigmoid_attention, sigmoid_attention_cached
+from heinsen.ops.softmax import KVCache
+from heinsen.ops.states import LogState, MeanState, RunningState, init_state, query_state, update_state
 from heinsen.parallel import BATCH, constrain
 
 Params = dict[str, Any]
@@ -181,7 +169,7 @@ class ModelConfig:
 
     @property
     def splits_sequences(self) -> bool:
-        """Whether a mesh may divide a sequence's tokens (`heinsen.attention.sharded`)."""
+        """Whether a mesh may divide a sequence's tokens (`heinsen.ops.sharded`)."""
         return self.causal and set(self.pattern) == {"heinsen"} and self.value_domain == "log"
 
     @property
@@ -296,7 +284,7 @@ def forget(config: ModelConfig, state: ModelState, rows: Bool[Array, " B"]) -> M
         if isinstance(old, KVCache):
             return old  # its slots are free again
         if isinstance(old, RunningState):
-            new = running.begin_steps(new)._replace(smallest=old.smallest)
+            new = states.begin_steps(new)._replace(smallest=old.smallest)
         return pick(new, old)
 
     attention = tuple(map(of_layer, empty.attention, state.attention))
@@ -399,7 +387,7 @@ def mean_loss(
     mesh: Mesh | None = None,
     weights: Float[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """The mean of the next tokens' losses, by their weights (None: equal), to be differentiated: see `heinsen.loss`."""
+    """Mean of the next-token losses by `weights` (None: equal), made to be differentiated."""
     _check_causal(config)
     tokens = jnp.asarray(tokens)
     x_BxTxD, embedding, _ = _hidden(config, params, tokens[:, :-1], mesh)
@@ -695,7 +683,7 @@ def _attend(config, kind, mesh, q, k, values, state, tokens):
         q, k = _rotate(q, places), _rotate(k, places)
     if kind == "heinsen" and config.value_domain == "log":
         if isinstance(state, RunningState):
-            log_y, state = running.step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0])
+            log_y, state = states.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0])
             return log_y[:, :, None], state
         segment_ids = tokens.segment_ids
         return sharded.log_attention(

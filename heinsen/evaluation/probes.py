@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen.model import ModelConfig, Params, forward, mean_loss
+from heinsen.models import ModelConfig, Params, forward, mean_loss
 
 _START, _QUERY, _N_MARKS = 0, 1, 2  # ids that begin a sequence and its queries; the others are content
 _NAME, _NUMBER = 2, 3  # tokens of a phonebook's names and numbers

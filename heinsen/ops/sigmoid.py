@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from heinsen.attention.checks import check_inputs
+from heinsen.ops.checks import check_inputs
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512  # tokens
 _PAIRS = 2**21  # of a query and a key in two blocks and all their leading axes, unless the blocks are the smallest

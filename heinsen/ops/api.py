@@ -12,10 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from heinsen.attention import chunked, reference, scan
-from heinsen.attention.checks import check_inputs
-from heinsen.attention.linear import LinearState, init_linear_state, linear_attention
-from heinsen.attention.recurrent import (
+from heinsen.ops import chunk, reference, scan
+from heinsen.ops.checks import check_inputs
+from heinsen.ops.linear import LinearState, init_linear_state, linear_attention
+from heinsen.ops.sigmoid import sigmoid_attention, sigmoid_attention_cached
+from heinsen.ops.states import (
     LogState,
     MeanState,
     State,
@@ -25,7 +26,6 @@ from heinsen.attention.recurrent import (
     query_state,
     update_state,
 )
-from heinsen.attention.sigmoid import sigmoid_attention, sigmoid_attention_cached
 
 __all__ = [
     "LinearState",
@@ -48,7 +48,7 @@ __all__ = [
 IMPLEMENTATIONS: dict[str, ModuleType] = {
     "reference": reference,
     "scan": scan,
-    "chunked": chunked,
+    "chunked": chunk,
 }
 
 
@@ -124,7 +124,7 @@ def _attend(function, q, k, values, causal, state, segment_ids, implementation, 
 
 def _choose(implementation: str | None, n_tokens: int) -> ModuleType:
     if implementation is None:
-        return chunked if n_tokens > 1 else scan
+        return chunk if n_tokens > 1 else scan
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
     return IMPLEMENTATIONS[implementation]

@@ -31,10 +31,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.attention import means
-from heinsen.attention.means import Means
-from heinsen.attention.recurrent import LogState, MeanState, empty_state_for
 from heinsen.logspace import NEG_INF, finite, log_divide, logaddexp
+from heinsen.ops.states import (
+    LogState,
+    MeanState,
+    NormalizedState,
+    denormalize_state,
+    empty_state_for,
+    log_shares,
+    merge_normalized,
+    normalize_state,
+    normalized_token,
+    read_normalized,
+    read_normalized_per_token,
+    shift_difference,
+)
 
 _TINY = 1e-27  # against what underflow takes from a sum: 1e-38 a term
 
@@ -81,7 +92,7 @@ def _within_documents(q, k, values, state, resets, in_logs):
     tokens = jax.tree.map(lambda x: jnp.flip(x, axis=_token_axis(x)), tokens)
     y_future, log_z_future, _ = _padded_run(tokens, empty_state_for(k, values, in_logs), in_logs, with_log_z=True)
     y_future, log_z_future = jnp.flip(y_future, axis=-2), jnp.flip(log_z_future, axis=-1)
-    past_share, future_share = (share[..., None] for share in means.log_shares(log_z_past, log_z_future))
+    past_share, future_share = (share[..., None] for share in log_shares(log_z_past, log_z_future))
     if in_logs:
         return logaddexp(y_past + past_share, y_future + future_share), state
     return jnp.exp(past_share) * y_past + jnp.exp(future_share) * y_future, state
@@ -610,7 +621,7 @@ def _gradients(f, m, dsums, dend, in_logs):
 def _token_by_token(chunk, state):
     """((y, log Z), the state after) in normalised form."""
     if chunk.k is None:
-        return means.read_one(state, chunk.q), state
+        return read_normalized(state, chunk.q), state
     empty = jax.tree.map(lambda part: jnp.full_like(part, NEG_INF), state)
     if state.b is None:
         empty = empty._replace(mean=jnp.zeros_like(state.mean))
@@ -619,10 +630,10 @@ def _token_by_token(chunk, state):
         if token.resets is not None:
             begins = lambda x: token.resets.reshape(token.resets.shape + (1,) * (x.ndim - token.resets.ndim))
             state = jax.tree.map(lambda old, new: jnp.where(begins(old), new, old), state, empty)
-        state = means.merge(state, means.of_token(token.k, token.values, state.b is not None))
+        state = merge_normalized(state, normalized_token(token.k, token.values, state.b is not None))
         if token.q is None:
             return state, None
-        return state, means.read(state, token.q)
+        return state, read_normalized_per_token(state, token.q)
 
     state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, _token_axis(x), 0), chunk))
     if out is None:
@@ -631,13 +642,13 @@ def _token_by_token(chunk, state):
 
 
 def _exact_chunk(chunk, state, in_logs):
-    """((y, log Z), the state after) from `Means`, by matmuls if they lose nothing; to be differentiated by JAX."""
+    """((y, log Z), the state after) of a `NormalizedState`, by matmuls if they lose nothing; JAX differentiates it."""
     shifts = _raise(lax.stop_gradient(_Shifts(state.h, state.b)), lax.stop_gradient(chunk))
     if in_logs:
-        shifts = shifts._replace(b=jnp.ceil(shifts.b))  # whole, as in `Means`
+        shifts = shifts._replace(b=jnp.ceil(shifts.b))  # whole, as in `NormalizedState`
     f = _factors(chunk, shifts, in_logs)
     z = jnp.exp(state.h - finite(shifts.c))
-    mean = jnp.exp(state.mean + means.lower(state.b, shifts.b)[..., None, :]) if in_logs else state.mean
+    mean = jnp.exp(state.mean + shift_difference(state.b, shifts.b)[..., None, :]) if in_logs else state.mean
     m = _Sums(mean * z[..., None], z)
     end = _next_state(f, m)
     lost = _lost(_one_for_none(end, shifts.c > NEG_INF, shifts.b), in_logs)
@@ -652,7 +663,7 @@ def _exact_chunk(chunk, state, in_logs):
         if chunk.k is None:
             return out, state
         mean = _ratio(end.s, end.z[..., None])
-        return out, Means(_log(mean) if in_logs else mean, _log(end.z) + finite(shifts.c), shifts.b)
+        return out, NormalizedState(_log(mean) if in_logs else mean, _log(end.z) + finite(shifts.c), shifts.b)
 
     return lax.cond(lost, lambda: _token_by_token(chunk, state), by_matmuls)
 
@@ -669,8 +680,8 @@ def _repair_forward(tokens, state, split, in_logs, lost, out):
 
     y, log_z, end = out
     n_chunks = jnp.where(lost, split.n_groups * split.n_chunks, 0)
-    state, y, log_z = lax.fori_loop(0, n_chunks, step, (means.from_state(state), y, log_z))
-    end = jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), means.to_state(state), end)
+    state, y, log_z = lax.fori_loop(0, n_chunks, step, (normalize_state(state), y, log_z))
+    end = jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), denormalize_state(state), end)
     return y, log_z, end
 
 
@@ -690,16 +701,16 @@ def _repair_backward(tokens, state, split, in_logs, lost, cotangents, gradients,
         dafter, dtokens = carry
         *inputs, resets = _slice(tokens, i, size)
         begin = _state_before(states, i, split, axis)
-        run = lambda inputs, mean, h: _exact_chunk(_Tokens(*inputs, resets), Means(mean, h, begin.b), in_logs)
+        run = lambda inputs, mean, h: _exact_chunk(_Tokens(*inputs, resets), NormalizedState(mean, h, begin.b), in_logs)
         ((_, log_z), _), pull = jax.vjp(run, tuple(inputs), begin.mean, begin.h)
         dlog_z_chunk = jnp.zeros_like(log_z) if dlog_z is None and log_z is not None else _slice_last(dlog_z, i, size)
         dinputs, *dbegin = pull(((_slice(dy, i, size), dlog_z_chunk), _gradient_of(begin, *dafter)))
         return tuple(dbegin), _write(dtokens, _Tokens(*dinputs, None), i)
 
-    first, to_first = jax.vjp(means.from_state, state)
+    first, to_first = jax.vjp(normalize_state, state)
     axis = first.h.ndim - 1
     sums, shifts = before  # needed no more: arrays of the right shape
-    states = Means(sums.s, sums.z, shifts.b)
+    states = NormalizedState(sums.s, sums.z, shifts.b)
     if tokens.k is None:
         end, states = (
             first,
@@ -707,7 +718,7 @@ def _repair_backward(tokens, state, split, in_logs, lost, cotangents, gradients,
         )
     else:
         end, states = lax.fori_loop(0, n_repaired, remember, (first, states))
-    dmeans = jax.vjp(means.to_state, end)[1](dend)[0]
+    dmeans = jax.vjp(denormalize_state, end)[1](dend)[0]
     dtokens, dstate = gradients
     (*dmeans,), dtokens = lax.fori_loop(0, n_repaired, step, ((dmeans.mean, dmeans.h), dtokens))
     exact = to_first(_gradient_of(first, *dmeans))[0]
@@ -715,5 +726,5 @@ def _repair_backward(tokens, state, split, in_logs, lost, cotangents, gradients,
 
 
 def _gradient_of(like, dmean, dh):
-    """A gradient in the form of `Means`; none is taken by b, to which all the rest is relative."""
-    return Means(dmean, dh, None if like.b is None else jnp.zeros_like(like.b))
+    """A gradient in the form of `NormalizedState`; none is taken by b, to which all the rest is relative."""
+    return NormalizedState(dmean, dh, None if like.b is None else jnp.zeros_like(like.b))

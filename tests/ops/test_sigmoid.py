@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from heinsen import sigmoid_attention, sigmoid_attention_cached
-from heinsen.attention import sigmoid
-from tests.attention.quick import quick_jit
-from tests.attention.truth import assert_close, document_numbers, draw_case
+from heinsen.ops import sigmoid
+from tests.ops.quick import quick_jit
+from tests.ops.truth import assert_close, document_numbers, draw_case
 
 T, K, V = 11, 4, 3
 BLOCK = 4  # which does not divide T

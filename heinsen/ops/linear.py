@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from heinsen.attention.checks import check_inputs
+from heinsen.ops.checks import check_inputs
 
 _CHUNK = 64  # tokens
 

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import heinsen
-from heinsen.attention import chunked
-from tests.attention.quick import quick_jit
+from heinsen.ops import chunk as chunked
+from tests.ops.quick import quick_jit
 
 T, K, V = 13, 3, 2
 search = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

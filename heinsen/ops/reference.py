@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Complex, Float
 
-from heinsen.attention.recurrent import LogState, MeanState, merge_states
 from heinsen.logspace import (
     NEG_INF,
     complex_logsumexp,
@@ -19,6 +18,7 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.states import LogState, MeanState, merge_states
 
 
 def equation_1(

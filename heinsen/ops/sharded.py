@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import logspace
-from heinsen.attention import chunked
-from heinsen.attention import log_attention as on_one_device
-from heinsen.attention.recurrent import LogState, empty_state_for, merge_states
+from heinsen.ops import chunk
+from heinsen.ops.api import log_attention as on_one_device
+from heinsen.ops.states import LogState, empty_state_for, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
@@ -102,7 +102,7 @@ def _state_before(k, log_v, state, segment_ids):
         resets = jnp.concatenate([begins[..., None], changes], axis=-1)
         forgets = jnp.any(resets, axis=-1)
         resets = jnp.broadcast_to(resets, k.shape[:-1])
-    own = chunked.state_after(k, log_v, begin, resets)
+    own = chunk.state_after(k, log_v, begin, resets)
 
     def combine(earlier, later):
         """Of (whether a document begins, the state after all)."""

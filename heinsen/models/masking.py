@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from heinsen.model import ModelConfig, Params, masked_losses, next_token_losses
+from heinsen.models import ModelConfig, Params, masked_losses, next_token_losses
 
 FRACTION = 0.15  # of the tokens that training hides
 BECOME_MASK, BECOME_ANY = 0.8, 0.1  # of those; the rest stay

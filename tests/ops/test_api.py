@@ -10,9 +10,9 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, init_state, log_attention, merge_states, query_state, update_state
-from heinsen.attention import IMPLEMENTATIONS
-from tests.attention.quick import quick_jit
-from tests.attention.truth import assert_close, assert_gradients_close, draw_case, truth
+from heinsen.ops.api import IMPLEMENTATIONS
+from tests.ops.quick import quick_jit
+from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 T, K, V = 3, 2, 4
 

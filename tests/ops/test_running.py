@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen.attention import LogState, init_state, query_state, update_state
-from heinsen.attention.running import begin_steps, end_steps, step
-from tests.attention.quick import quick_jit
+from heinsen.ops.states import LogState, begin_steps, end_steps, init_state, query_state, take_step, update_state
+from tests.ops.quick import quick_jit
 
 BATCH, K, V = (2, 3), 4, 5
 
@@ -29,7 +28,7 @@ def in_logs(state, tokens):
 @quick_jit
 def in_averages(state, tokens):
     def body(state, token):
-        log_y, state = step(state, *token)
+        log_y, state = take_step(state, *token)
         return state, log_y
 
     state, log_y = jax.lax.scan(body, begin_steps(state), tokens)
@@ -87,7 +86,7 @@ def test_error_stays_small_over_very_many_tokens(rng, n_tokens):
     def run(state):
         def one_call(i, state):
             tokens = draw(i)
-            body = lambda j, s: step(s, tokens[j, :K], tokens[j, :K], tokens[j, K:])[1]
+            body = lambda j, s: take_step(s, tokens[j, :K], tokens[j, :K], tokens[j, K:])[1]
             return end_steps(jax.lax.fori_loop(0, 32, body, begin_steps(state)))[0]
 
         return jax.lax.fori_loop(0, n_calls, one_call, state)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from heinsen import init_linear_state, linear_attention
-from heinsen.attention import linear
-from tests.attention.quick import quick_jit
-from tests.attention.truth import assert_close, document_numbers, draw_case
+from heinsen.ops import linear
+from tests.ops.quick import quick_jit
+from tests.ops.truth import assert_close, document_numbers, draw_case
 
 T, K, V = 11, 4, 3
 CHUNK = 4  # which does not divide T

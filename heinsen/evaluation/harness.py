@@ -14,7 +14,7 @@ import numpy as np
 
 from heinsen.data.tokenizer import Tokenizer
 from heinsen.decoding import Prefix, Sampling, StopStrings, continue_texts, read, score, step_params
-from heinsen.model import ModelConfig, Params
+from heinsen.models import ModelConfig, Params
 
 MAX_GENERATED = 256  # tokens, where a task names no limit
 

@@ -9,10 +9,10 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, init_state
-from heinsen.attention import reference
 from heinsen.logspace import complex_log
-from tests.attention.quick import quick_jit
-from tests.attention.truth import assert_close
+from heinsen.ops import reference
+from tests.ops.quick import quick_jit
+from tests.ops.truth import assert_close
 
 T, K, V = 7, 4, 3
 

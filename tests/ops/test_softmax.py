@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from heinsen.attention import softmax
-from heinsen.model import REMAT_POLICIES
-from tests.attention.quick import quick_jit
+from heinsen.models import REMAT_POLICIES
+from heinsen.ops import softmax
+from tests.ops.quick import quick_jit
 
 B, H, K = 2, 3, 4
 

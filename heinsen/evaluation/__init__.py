@@ -1,0 +1,1 @@
+"""Losses over splits and documents, recall probes, and the lm-evaluation-harness."""

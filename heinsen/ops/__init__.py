@@ -1,0 +1,1 @@
+"""Attention on arrays: no parameters, no Flax. `heinsen.ops.api` has the public functions."""
