@@ -31,7 +31,7 @@ def parse(program, arguments):
             fields = module["FIELDS"]
             first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}
             module["check"](module["CONFIG"].value, fields["config"], first)
-        takes_words = program in ("scripts/plot_runs.py", "scripts/prepare_data.py")
+        takes_words = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
         return None if takes_words or len(rest) == 1 else f"unexpected {rest[1:]}"
     except (SystemExit, Exception) as error:
         return repr(error)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import commands, errors_of
 from tests.runs import ROOT
 
 PAGES = sorted(path for pattern in ("*.md", "docs/*.md", "experiments/*/*.md") for path in ROOT.glob(pattern))
@@ -83,6 +84,16 @@ def test_every_program_of_a_map_exists(page):
     layout = re.findall(r"^    .*$", (ROOT / page).read_text().split("    configs/", 1)[1], re.MULTILINE)
     named = {name for line in layout for name in re.findall(r"\b[\w]+\.py\b", line)}
     assert len(named) >= 8 and sorted(named - {path.name for path in PROGRAMS}) == []
+
+
+@pytest.mark.parametrize(("page", "at_least"), [("CONTRIBUTING.md", 4), ("docs/SCALING.md", 6)])
+def test_programs_accept_the_commands_of_a_page(page, at_least, tmp_path):
+    text = re.sub(r"(?:\w+=\S+ )?(?:\.venv/bin/)?python ", "python ", (ROOT / page).read_text())
+    text = re.sub(r"^.*=\.\.\. .*$", "", text, flags=re.MULTILINE)  # a command with something left to fill in
+    found = [(program, arguments) for program, arguments in commands(text) if program.endswith(".py")]
+    assert len(found) >= at_least
+    rejected = [(command, error) for command, error in zip(found, errors_of(found, tmp_path), strict=True) if error]
+    assert not rejected, "\n".join(map(str, rejected))
 
 
 def test_no_phrase_comes_back_that_was_edited_out():
