@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from heinsen.decoding.prompts import Prefix, read, with_room
@@ -31,7 +30,7 @@ from heinsen.models import (
 
 @partial(jax.jit, static_argnums=0, donate_argnums=3)
 def decode_step(
-    config: ModelConfig, params: Params, tokens: Int[ArrayLike, " B"], state: ModelState
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, " B"], state: ModelState
 ) -> tuple[Float[Array, "B padded_vocab"], ModelState]:
     """Read one more token per sequence: (the next token's logits, the new state). `state` is donated.
 
@@ -59,7 +58,7 @@ def decode(
     n_tokens: int,
     first: int = 0,
     stop_id: int | None = None,
-    seen: Bool[ArrayLike, "B vocab"] | None = None,
+    seen: Bool[Array | np.ndarray, "B vocab"] | None = None,
     buffer: int | None = None,
 ) -> tuple[Int[np.ndarray, "B N"], Prefix, Bool[Array, "B vocab"] | None]:
     """Draw n_tokens tokens in one compiled loop: (the tokens, the prefix with them, `seen` with them).
@@ -165,11 +164,9 @@ def continue_texts(
     """
     n_rows = prefix.logits.shape[0]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(n_rows))
-    seen = None
+    seen: Array | np.ndarray | None = None
     if sampling.repetition_penalty != 1:
-        seen = np.zeros((n_rows, config.vocab_size), bool)
-        for row, text in enumerate(texts or ()):
-            seen[row, np.asarray(text, np.int32)] = True
+        seen = _mark_seen(n_rows, config.vocab_size, texts or ())
     prefix = jax.tree.map(jnp.copy, prefix) if config.has_cache else prefix  # `decode` donates caches
     n_drawn, ended = 0, np.zeros(n_rows, bool)
     while not ended.all() and (max_tokens is None or n_drawn < max_tokens):
@@ -181,6 +178,16 @@ def continue_texts(
         ended |= (tokens < 0).any(axis=1)
         n_drawn += n
         yield tokens, prefix
+
+
+def _mark_seen(
+    n_rows: int, vocab_size: int, texts: Sequence[Sequence[int] | np.ndarray]
+) -> Bool[np.ndarray, "B vocab"]:
+    """Return which tokens each row's text has."""
+    seen = np.zeros((n_rows, vocab_size), bool)
+    for row, text in enumerate(texts):
+        seen[row, np.asarray(text, np.int32)] = True
+    return seen
 
 
 def generate(

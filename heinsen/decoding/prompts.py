@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models import (
@@ -39,9 +38,9 @@ class Prefix(NamedTuple):
 def prefill(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     state: ModelState | None = None,
-    lengths: Int[ArrayLike, " B"] | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Prefix:
     """Read prompts in parallel, piece by piece, after what `state` has read (None: nothing).
 
@@ -88,17 +87,17 @@ def longest_document(
     longest = 0
     begun = np.asarray(state.n_tokens) - np.asarray(state.document_start)
     for row, length, before in zip(tokens, lengths, begun, strict=True):
-        begins = np.flatnonzero(row[:length] == config.document_token) if config.document_token is not None else []
-        longest = max(longest, *np.diff([-before, *begins, length]))
-    return int(longest)
+        begins = np.flatnonzero(row[:length] == config.document_token)  # none where document_token is None
+        longest = max(longest, *np.diff([-before, *begins, length]).tolist())
+    return longest
 
 
 def score(
     config: ModelConfig,
     params: Params,
     prefix: Prefix,
-    tokens: Int[ArrayLike, "B T"],
-    lengths: Int[ArrayLike, " B"] | None = None,
+    tokens: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], Prefix]:
     """Score texts that continue a prefix, read piece by piece as by `prefill`.
 

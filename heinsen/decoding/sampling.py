@@ -65,6 +65,7 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Below 1e-30 the division could overflow; the largest logit stays 0 and is drawn alone long before.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / max(sampling.temperature, 1e-30)
+    assert keys is not None
     draw = jax.vmap(jax.random.categorical)
     if 0 < sampling.top_k < vocab_size or sampling.top_p < 1:
         # Drawn by rank, so that tokens of equal probability do not slip in beyond the limit.

@@ -31,7 +31,7 @@ def save_prefix(path: Path, config: ModelConfig, params: Params, prefix: Prefix)
     """
     logits, state = jax.tree.map(np.asarray, prefix)
     prefix = Prefix(logits, trim_caches(config, state, int(state.n_tokens.max())))
-    arrays = {f"array_{i}": _as_bits(x) for i, x in enumerate(jax.tree.leaves(prefix))}
+    arrays: dict[str, Any] = {f"array_{i}": _as_bits(x) for i, x in enumerate(jax.tree.leaves(prefix))}
     header = {
         "version": STATE_VERSION,
         "rows": len(prefix.logits),
@@ -55,10 +55,9 @@ def load_prefix(path: Path, config: ModelConfig, params: Params) -> Prefix:
         )
     empty = jax.eval_shape(lambda: init_model_state(config, header["rows"]))
     logits = jax.ShapeDtypeStruct((), empty.position.dtype)
-    leaves, structure = jax.tree.flatten((logits, empty))
-    return Prefix(
-        *structure.unflatten([jnp.asarray(x.view(leaf.dtype)) for x, leaf in zip(arrays, leaves, strict=True)])
-    )
+    leaves, structure = jax.tree.flatten(Prefix(logits, empty))
+    loaded = [jnp.asarray(x.view(leaf.dtype)) for x, leaf in zip(arrays, leaves, strict=True)]
+    return jax.tree.unflatten(structure, loaded)
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
@@ -59,9 +59,9 @@ class LanguageModel(nn.Module):
     @nn.compact
     def __call__(
         self,
-        tokens_BxT: Int[ArrayLike, "B T"],
+        tokens_BxT: Int[Array, "B T"],
         state: ModelState | None = None,
-        lengths_B: Int[ArrayLike, " B"] | None = None,
+        lengths_B: Int[Array, " B"] | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Array, "B T D"], ModelState | None]:
         """Return the last hidden states, of which the embedding makes logits, and the state after all tokens."""
@@ -268,9 +268,9 @@ def count_params(params: Params) -> int:
 def forward(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     state: ModelState | None = None,
-    lengths: Int[ArrayLike, " B"] | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
     last_only: bool = False,
 ) -> tuple[Float[Array, "B T padded_vocab"] | Float[Array, "B padded_vocab"], ModelState]:
     """Return the logits of every next token, and the state after the last token.
@@ -283,40 +283,47 @@ def forward(
 
     Logits beyond learned positions are NaN (`check_room`). Raises ValueError for masked models (see `masked_logits`).
     """
-    x, state = hidden_states(config, params, tokens, state, lengths)
+    x, after = hidden_states(config, params, tokens, state, lengths)
     if last_only:
         last = jnp.full(x.shape[0], x.shape[1] - 1) if lengths is None else jnp.maximum(lengths - 1, 0)
-        return logits_of(config, params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]), state
-    return token_logits(x, params.get("head", params["embedding"]), config.dtype), state
+        return logits_of(config, params, jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]), after
+    return token_logits(x, _head(params), config.dtype), after
 
 
 def logits_of(config: ModelConfig, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B padded_vocab"]:
     """Return the logits for hidden states of one token per sequence."""
     # The embedding first: XLA's CPU library is up to twice as fast so.
-    return matmul(params.get("head", params["embedding"]), x.T, config.dtype).T
+    return matmul(_head(params), x.T, config.dtype).T
+
+
+def _head(params: Params) -> Array:
+    return params["head"] if "head" in params else params["embedding"]
 
 
 def hidden_states(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     state: ModelState | None = None,
-    lengths: Int[ArrayLike, " B"] | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], ModelState]:
     """Return what `forward` multiplies with the embedding, and the state; arguments and errors as there."""
     check_causal(config)
-    return LanguageModel(config, stacked="layers" in params).apply({"params": params}, tokens, state, lengths)
+    model = LanguageModel(config, stacked="layers" in params)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, lengths)
+    return result
 
 
 def activation_rms(
-    config: ModelConfig, params: Params, tokens: Int[ArrayLike, "B T"], mesh: Mesh | None = None
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> dict[str, Float[Array, " L"]]:
     """Return root mean squares of every layer: "attention", its mixer's output; "residual", the stream after it.
 
     `params` are stacked, as from `init_params`.
     """
     model = LanguageModel(config, mesh)
-    _, found = model.apply({"params": params}, tokens, keep_state=False, mutable=[_RMS])
+    found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RMS])[1]
     period, layers = len(config.pattern), found[_RMS]["layers"]
     places = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
     return {name: jnp.stack([place[name] for place in places], axis=1).reshape(-1) for name in places[0]}

@@ -3,11 +3,11 @@
 Axes: B batch, T predicted tokens, N = T + 1 tokens of a window, D d_model.
 """
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
@@ -21,7 +21,7 @@ from heinsen.parallel import constrain
 def next_token_losses(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B N"],
+    tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
     state: ModelState | None = None,
     return_state: Literal[False] = False,
@@ -32,7 +32,7 @@ def next_token_losses(
 def next_token_losses(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B N"],
+    tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
     state: ModelState | None = None,
     *,
@@ -43,7 +43,7 @@ def next_token_losses(
 def next_token_losses(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B N"],
+    tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
     state: ModelState | None = None,
     return_state: bool = False,
@@ -55,20 +55,17 @@ def next_token_losses(
     """
     check_causal(config)
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding, state = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
+    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
     losses_BxT = token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
-    if not return_state:
-        return losses_BxT
-    assert state is not None
-    return losses_BxT, state
+    return losses_BxT if after is None else (losses_BxT, after)
 
 
 def mean_loss(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B N"],
+    tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
-    weights: Float[ArrayLike, "B N-1"] | None = None,
+    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
 ) -> Float[Array, ""]:
     """Return the mean of `next_token_losses` by `weights` (None: equal). Fast to differentiate."""
     check_causal(config)
@@ -78,12 +75,12 @@ def mean_loss(
     if weights is None:
         weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
     else:
-        weights_BxT = (weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
+        weights_BxT = jnp.asarray(weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
 
 def masked_logits(
-    config: ModelConfig, params: Params, tokens: Int[ArrayLike, "B T"], mesh: Mesh | None = None
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> Float[Array, "B T padded_vocab"]:
     """Return a masked model's logits for every token, in its own place; `config.mask_token` stands for unknown ones."""
     x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
@@ -93,17 +90,17 @@ def masked_logits(
 def masked_losses(
     config: ModelConfig,
     params: Params,
-    tokens: Int[ArrayLike, "B T"],
-    targets: Int[ArrayLike, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    targets: Int[Array | np.ndarray, "B T"],
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
     """Return a masked model's negative log-likelihood of each target, in the place of the token there."""
     x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
-    return token_losses(x_BxTxD, embedding, targets, config.dtype, mesh)
+    return token_losses(x_BxTxD, embedding, jnp.asarray(targets), config.dtype, mesh)
 
 
 def masked_loss(
-    config: ModelConfig, params: Params, batch: dict[str, Array], mesh: Mesh | None = None
+    config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
     """Return the mean of `masked_losses` of batch "tokens" and "targets" by "weights". Fast to differentiate."""
     x_BxTxD, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
@@ -114,7 +111,7 @@ def masked_loss(
 def _hidden_states(
     config: ModelConfig,
     params: Params,
-    tokens: ArrayLike,
+    tokens: Array | np.ndarray,
     mesh: Mesh | None,
     state: ModelState | None = None,
     keep_state: bool = False,
@@ -122,5 +119,6 @@ def _hidden_states(
     """Return the last hidden states, the embedding, gathered once for both of its uses, and the state if kept."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
     model = LanguageModel(config, mesh)
-    x_BxTxD, state = model.apply({"params": params}, tokens, state, keep_state=keep_state)
-    return x_BxTxD, params["embedding"], state
+    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, keep_state=keep_state)
+    x_BxTxD, after = result
+    return x_BxTxD, params["embedding"], after

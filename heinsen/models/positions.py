@@ -8,6 +8,8 @@
 Axes: B batch, H heads, T tokens, D d_model, K key features.
 """
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -69,7 +71,7 @@ class RecurrentPosition(Position):
         maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), n_maps, axis=-1)
         e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, begins_BxT, tokens.valid)
         if not self.config.causal:
-            flip = lambda x: jnp.flip(x, axis=1)
+            flip: Callable[[Array], Array] = lambda x: jnp.flip(x, axis=1)
             # From the end, a document begins with its last token.
             ends = None if begins_BxT is None else flip(jnp.pad(begins_BxT[:, 1:], [(0, 0), (0, 1)]))
             valid = None if tokens.valid is None else flip(tokens.valid)
