@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import logspace
-from heinsen.ops import chunk
+from heinsen.ops import chunked
 from heinsen.ops.api import log_attention as on_one_device
-from heinsen.ops.states import LogState, empty_state_for, merge_states
+from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
@@ -100,7 +100,7 @@ def _state_before(
     A device cannot see in its own ids whether a document begins with its first token.
     """
     is_first = lax.axis_index("sequence") == 0
-    empty = empty_state_for(k, log_v, in_logs=True)
+    empty = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype)
     state = empty if state is None else state
     # What the first device leaves behind includes the state before all.
     begin = jax.tree.map(lambda given, none: jnp.where(is_first, given, none), state, empty)
@@ -112,7 +112,7 @@ def _state_before(
         resets = jnp.concatenate([begins[..., None], changes], axis=-1)
         forgets = jnp.any(resets, axis=-1)
         resets = jnp.broadcast_to(resets, k.shape[:-1])
-    own = chunk.state_after(k, log_v, begin, resets)
+    own = chunked.state_after(k, log_v, begin, resets)
 
     Part = tuple[Array, LogState]  # whether a document begins in this part of the tokens, the state after it
 
