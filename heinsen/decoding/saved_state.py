@@ -55,9 +55,9 @@ def load_prefix(path: Path, config: ModelConfig, params: Params) -> Prefix:
         )
     empty = jax.eval_shape(lambda: init_model_state(config, header["rows"]))
     logits = jax.ShapeDtypeStruct((), empty.position.dtype)
-    leaves, structure = jax.tree.flatten(Prefix(logits, empty))
+    leaves, structure = jax.tree.flatten((logits, empty))
     loaded = [jnp.asarray(x.view(leaf.dtype)) for x, leaf in zip(arrays, leaves, strict=True)]
-    return jax.tree.unflatten(structure, loaded)
+    return Prefix(*jax.tree.unflatten(structure, loaded))
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:

@@ -48,19 +48,32 @@ def log_attention(
 
     A mesh divides the batch over data x fsdp, heads over tensor, and tokens over sequence if causal. Raises MeshError.
     """
-    attend = partial(on_one_device, implementation=implementation, causal=causal, return_state=True)
+
+    def attend(
+        q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
+    ) -> tuple[Array, LogState]:
+        return on_one_device(
+            q,
+            k,
+            log_v,
+            causal=causal,
+            state=state,
+            segment_ids=segment_ids,
+            implementation=implementation,
+            return_state=True,
+        )
+
     if mesh is None or mesh.size == 1:
-        return attend(q, k, log_v, state=state, segment_ids=segment_ids)
+        return attend(q, k, log_v, state, segment_ids)
     if not causal:
-        whole = lambda q, k, log_v, state, segment_ids: attend(q, k, log_v, state=state, segment_ids=segment_ids)
-        return over_heads(mesh, whole)(q, k, log_v, state, segment_ids)
+        return over_heads(mesh, attend)(q, k, log_v, state, segment_ids)
 
     def on_each(
         q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
     ) -> tuple[Array, LogState]:
         if mesh.shape["sequence"] > 1:
-            state, segment_ids = _state_before(k, log_v, state, segment_ids)
-        log_y, end = attend(q, k, log_v, state=state, segment_ids=segment_ids)
+            state = _state_before(k, log_v, state, segment_ids)
+        log_y, end = attend(q, k, log_v, state, segment_ids)
         return log_y, jax.tree.map(lambda x: x[None], end)
 
     segments = P(BATCH, None, "sequence")
@@ -92,27 +105,22 @@ def over_heads(
     return on_each_device(mesh, attend, in_specs=(heads, heads, heads, heads, P(BATCH)), out_specs=(heads, heads))
 
 
-def _state_before(
-    k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
-) -> tuple[LogState, Array | None]:
-    """Return the state before this device's first token, and segment ids under which that token continues it.
-
-    A device cannot see in its own ids whether a document begins with its first token.
-    """
+def _state_before(k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None) -> LogState:
+    """Return the state before this device's first token: an empty one where that token begins a document."""
     is_first = lax.axis_index("sequence") == 0
     empty = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype)
     state = empty if state is None else state
     # What the first device leaves behind includes the state before all.
     begin = jax.tree.map(lambda given, none: jnp.where(is_first, given, none), state, empty)
-    forgets, resets = jnp.zeros((), bool), None
+    forgets, starts = jnp.zeros((), bool), None
     if segment_ids is not None:
         ids_before = lax.ppermute(segment_ids[..., -1], "sequence", _next_device())
         begins = ~is_first & (ids_before != segment_ids[..., 0])  # [B, 1]
         changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-        resets = jnp.concatenate([begins[..., None], changes], axis=-1)
-        forgets = jnp.any(resets, axis=-1)
-        resets = jnp.broadcast_to(resets, k.shape[:-1])
-    own = chunked.state_after(k, log_v, begin, resets)
+        starts = jnp.concatenate([begins[..., None], changes], axis=-1)
+        forgets = jnp.any(starts, axis=-1)
+        starts = jnp.broadcast_to(starts, k.shape[:-1])
+    own = chunked.state_after(k, log_v, begin, starts)
 
     Part = tuple[Array, LogState]  # whether a document begins in this part of the tokens, the state after it
 
@@ -121,7 +129,7 @@ def _state_before(
         return earlier[0] | later[0], merge_states(cleared, later[1])
 
     before = scan_before(combine, (forgets, own), (jnp.zeros_like(forgets), state), "sequence")[1]
-    return before if segment_ids is None else _cleared(before, begins), segment_ids
+    return before if segment_ids is None else _cleared(before, begins)
 
 
 def _cleared(state: LogState, where: Bool[Array, "B 1"] | Bool[Array, ""]) -> LogState:
