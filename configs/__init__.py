@@ -6,8 +6,6 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from heinsen.config import ConfigError
-
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parse flags for `app.run(main, flags_parser=parse_flags)`; a mistyped field of --config exits with one line."""
@@ -21,6 +19,8 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 def read_config(flag: flags.FlagHolder[ConfigDict]) -> dict[str, Any]:
     """Return the values of a --config flag as nested dicts. Raises ConfigError if its file cannot be loaded."""
+    from heinsen.config import ConfigError
+
     try:
         return flag.value.to_dict()
     except OSError as error:
