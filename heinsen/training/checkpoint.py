@@ -41,7 +41,7 @@ class CheckpointError(HeinsenError, RuntimeError):
 
 @runtime_checkable
 class _NamedTuple(Protocol):
-    """What NamedTuples have in common."""
+    """Any NamedTuple."""
 
     def _asdict(self) -> dict[str, Any]: ...
 

@@ -25,7 +25,7 @@ _ASSUMED_MFU = (0.2, 0.4)  # where no step is timed
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run takes.
+    """Size, memory and time of a run.
 
     bytes_* are per device, by XLA's analysis of the compiled step: of the parameters and optimizer state, and of all
     that exists at once in a step (with the batch, gradients and activations); bytes_device is the device's memory,
