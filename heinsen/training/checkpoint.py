@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -49,14 +49,11 @@ class _NamedTuple(Protocol):
     def _replace(self) -> Callable[..., Any]: ...
 
 
-State = TypeVar("State", bound=_NamedTuple)
-
-
-class Restored(NamedTuple, Generic[State]):
-    """A checkpoint's contents; position is the data iterator's."""
+class Restored(NamedTuple):
+    """A checkpoint's contents: the state is of the type that was asked for, position is the data iterator's."""
 
     step: int
-    state: State
+    state: Any
     position: dict[str, Any]
 
 
@@ -145,7 +142,7 @@ class Checkpoints:
             raise self._not_saved(step, error) from error
         self._saving = step, response
 
-    def restore_newest(self, abstract: State, config_hash: str) -> Restored[State] | None:
+    def restore_newest(self, abstract: _NamedTuple, config_hash: str) -> Restored | None:
         """Restore the newest whole checkpoint with the shardings of `abstract`; return None if there is no checkpoint.
 
         Newer checkpoints are damaged: they are moved away, with a warning for each.

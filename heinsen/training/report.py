@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -19,6 +19,7 @@ from heinsen.training.tracing import StepTracer
 from heinsen.training.wandb_log import WandbLog
 
 
+@runtime_checkable
 class _Log(Protocol):
     """Where metrics go."""
 
