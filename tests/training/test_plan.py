@@ -1,4 +1,4 @@
-"""train.py --plan: what it reports, and that it leaves nothing behind."""
+"""train.py --plan: its report, and that it leaves no files."""
 
 import re
 

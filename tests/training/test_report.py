@@ -1,4 +1,4 @@
-"""What a run tells besides its metrics: spikes, skipped steps, traces, Weights & Biases."""
+"""What a run reports besides its metrics: spikes, skipped steps, traces, Weights & Biases."""
 
 import math
 import sys
@@ -40,7 +40,7 @@ def test_a_spike_is_so_many_standard_deviations_above_the_last_losses(rng):
     assert found == f"{mean + 6.1 * sigma:.4f}, after {mean:.4f} +- {sigma:.4f} over {SpikeDetector.WINDOW} steps"
 
 
-def test_few_losses_are_no_ground_for_a_spike():
+def test_few_losses_are_not_enough_for_a_spike():
     spikes = SpikeDetector(3.0)
     n = SpikeDetector.MIN_LOSSES
     assert [spikes.check(x) for x in [1.0, 100.0] * (n // 2)] == [None] * n
@@ -50,7 +50,7 @@ def test_few_losses_are_no_ground_for_a_spike():
 
 
 def with_bad_batches(monkeypatch, bad_steps):
-    """Put a token that the model does not have, whose embedding reads NaN, into the batches of these steps."""
+    """Put a token outside the vocabulary, whose embedding reads NaN, into the batches of these steps."""
     iterate = training_data.train_iterator
 
     def train_iterator(*arguments, **options):
@@ -116,7 +116,7 @@ def test_steps_to_trace_are_two_numbers(data, steps):
 
 
 class FakeWandb(types.ModuleType):
-    """Records what it is given; its server may be out of reach."""
+    """Records its inputs; its server may be unreachable."""
 
     def __init__(self, reachable: bool):
         super().__init__("wandb")
@@ -145,7 +145,7 @@ def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, m
     train(config, tmp_path / "run")
     expected = [(entry.pop("step"), entry) for entry in read_log(tmp_path / "run")]
     assert wandb.logged == expected and wandb.finished == 1
-    train(config, tmp_path / "run")  # complete: goes on with the same run there
+    train(config, tmp_path / "run")  # complete: continues the same run there
     first, again = wandb.started
     assert first["id"] == again["id"] and first["resume"] == "allow" and first["project"] == "tests"
     assert first["config"]["model"]["n_layers"] == config.model.n_layers

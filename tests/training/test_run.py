@@ -1,4 +1,4 @@
-"""Whole runs: what they leave in their folder, and that interruptions of every kind leave no trace in it."""
+"""Whole runs: the contents of their folder, and that no kind of interruption changes them."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def config(data: Path) -> TrainConfig:
 
 
 def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.ndarray], dict]:
-    """Its step, every number of parameters and optimizer state, and the data's position."""
+    """Return its step, all arrays of parameters and optimizer state, and the data's position."""
     mesh = make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
@@ -66,7 +66,7 @@ def last_checkpoint(run: Run, config: TrainConfig):
 
 
 def assert_same_run(workdir: Path, run: Run, config: TrainConfig, last_checkpoint) -> None:
-    """metrics.jsonl and the last checkpoint equal those of the uninterrupted run in every bit."""
+    """Compare metrics.jsonl and the last checkpoint with those of the uninterrupted run, bit for bit."""
     log, expected = without_timing(read_log(workdir)), without_timing(run.log)
     assert [entry["step"] for entry in log] == [entry["step"] for entry in expected]
     assert log == expected
@@ -178,7 +178,7 @@ def write_lines(workdir: Path, text: str) -> None:
     (workdir / "metrics.jsonl").write_text(text)
 
 
-def test_a_torn_last_line_is_left_out_and_mended(tmp_path):
+def test_a_torn_last_line_is_dropped_and_replaced(tmp_path):
     whole = '{"step": 1, "tokens": 64, "loss": 2.5}\n{"step": 2, "tokens": 128, "loss": 2.25}\n'
     write_lines(tmp_path, whole + '{"step": 3, "tok')
     assert [entry["step"] for entry in metrics.read_metrics(tmp_path)] == [1, 2]
@@ -188,7 +188,7 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == whole + '{"step": 3, "tokens": 192, "loss": 2.125}\n'
 
 
-def test_damaged_lines_are_left_out(tmp_path):
+def test_damaged_lines_are_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
     assert metrics.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
@@ -248,7 +248,7 @@ def some_steps_past_a_checkpoint(workdir: Path) -> bool:
         some_steps_past_a_checkpoint,
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
+def test_a_killed_run_resumes_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
     workdir = tmp_path / "killed"
     process = commands.start(*train_command(run.data, workdir))
     killed = stop_when(process, lambda: moment(workdir), signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on_bit_for_bit(moment, run, config, last_checkpoint, 
     assert all(path.name.isdigit() for path in (workdir / "checkpoints").iterdir()), "remains of the killed save"
 
 
-def test_sigterm_saves_leaves_with_75_and_the_same_command_goes_on_bit_for_bit(
+def test_sigterm_saves_and_exits_with_75_and_the_same_command_resumes_bit_for_bit(
     run, config, last_checkpoint, commands, tmp_path
 ):
     workdir = tmp_path / "interrupted"
@@ -297,7 +297,7 @@ def at_step(monkeypatch, step: int, action) -> None:
 
 
 def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_path, monkeypatch):
-    """Before the first checkpoint; then before a step that is validated and saved anyway.
+    """Stop before the first checkpoint; then before a step that is validated and saved anyway.
 
     A step's metrics are written while the next one runs, at whose end the run then stops.
     """
@@ -316,7 +316,7 @@ def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_pat
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_on(
+def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_resumes(
     run, config, last_checkpoint, tmp_path, monkeypatch
 ):
     workdir, unlimited = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_o
 
 
 def poisoned_after(steps: int):
-    """`make_train_step` whose parameters become NaN after so many steps."""
+    """Return a `make_train_step` whose parameters become NaN after so many steps."""
 
     def make(*arguments):
         step, done = make_train_step(*arguments), 0
