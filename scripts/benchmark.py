@@ -477,10 +477,10 @@ def benchmark_step(out: Path) -> None:
     from heinsen.config import ConfigError, from_mapping
     from heinsen.models import count_params
     from heinsen.parallel import keep_host_memory, make_mesh
-    from heinsen.training.metrics import bytes_of, train_flops_per_token
     from heinsen.training.optimizer import make_optimizer
     from heinsen.training.run import TrainConfig
     from heinsen.training.step import init_train_state, make_train_step
+    from heinsen.training.throughput import compiled_bytes, train_flops_per_token
 
     try:
         config = from_mapping(TrainConfig, CONFIG.value.to_dict())
@@ -526,7 +526,7 @@ def benchmark_step(out: Path) -> None:
         product_flops_per_second=product_rate,
         product_dtype=dtype,
         share_of_product_rate=rate / product_rate,
-        peak_bytes=bytes_of(step),
+        peak_bytes=compiled_bytes(step),
         config=CONFIG.value.to_dict(),
     )
     out.mkdir(parents=True, exist_ok=True)

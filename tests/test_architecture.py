@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # logspace -> ops -> models -> the rest; a unit imports units of lower or equal rank, or its own modules.
 RANKS = {"logspace": 0, "ops": 1, "models": 2}
 RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "interop": 3, "weights": 3, "sweep": 4}
-LEAVES = {"data", "parallel", "config", "files", "version"}  # import nothing of heinsen but themselves and errors
+LEAVES = {"data", "parallel", "config", "files", "progress", "version"}  # import only themselves and errors of heinsen
 BASE = "errors"  # imported by everything, imports nothing
 OUTSIDE = {"configs", "absl", "ml_collections", "tests", "scripts", "train", "eval"}
 ONLY_IN = {

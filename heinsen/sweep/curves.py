@@ -12,8 +12,9 @@ import numpy as np
 from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
-from heinsen.training.metrics import METRICS_FILE, read_metrics, train_flops_per_token
+from heinsen.training.metrics import METRICS_FILE, read_metrics
 from heinsen.training.run import RunError, TrainConfig, load_run
+from heinsen.training.throughput import train_flops_per_token
 
 AXES = {"tokens": "tokens", "steps": "steps", "flops": "FLOPs (6 N a token)", "time": "hours of training"}
 METRICS = {
