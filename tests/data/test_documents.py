@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_text(make_dataset):
 
 def test_other_bytes_than_the_metadata_says_are_an_error(make_dataset, rng):
     dataset = _open(make_dataset, [_draw(rng, [5, 6])], num_bytes=10)
-    with pytest.raises(DatasetError, match="stand for 9 bytes, its metadata.json says 10"):
+    with pytest.raises(DatasetError, match="stand for 9 bytes, but metadata.json says 10"):
         find_documents(dataset, get_tokenizer("bytes"))
 
 
@@ -141,7 +141,7 @@ def test_sources_of_all_shards_have_one_list_of_names(with_sources):
         (np.array([0, 1, 0], np.uint16), r"shape \(3,\), metadata.json says \(4,\).*delete the folder"),
         (np.array([0, 1, 0, 2], np.int64), "dtype int64, expected uint16"),
         (None, "listed in metadata.json but missing"),
-        (np.array([0, 1, 0, 3], np.uint16), "holds the number 3 of a source, and there are 3 names"),
+        (np.array([0, 1, 0, 3], np.uint16), "holds index 3 of a source, but there are 3 names"),
     ],
 )
 def test_damaged_sources_are_named(with_sources, content, message):
@@ -157,5 +157,5 @@ def test_sources_of_another_number_of_documents_are_an_error(with_sources):
     metadata = json.loads((with_sources / "metadata.json").read_text())
     metadata["shards"][1]["num_documents"] += 1
     (with_sources / "metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(DatasetError, match="has 9 documents and the sources of 10"):
+    with pytest.raises(DatasetError, match="has 9 documents but the sources of 10"):
         find_documents(TokenDataset(with_sources), get_tokenizer("bytes"))

@@ -18,9 +18,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from heinsen.data import join as join_module
 from heinsen.data import prepare as prepare_module
+from heinsen.data import readers as readers_module
+from heinsen.data import shards as shards_module
+from heinsen.data import tokenize as tokenize_module
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.prepare import PreparationError, Settings, find_inputs, prepare, prepare_part
+from heinsen.data.inputs import find_inputs
+from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
 from heinsen.data.tokenizer import get_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
@@ -112,15 +117,15 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
 
 def test_small_batches_and_blocks_change_nothing(tmp_path, documents, rng, monkeypatch):
     folder = _write(tmp_path, "jsonl.zst", documents, rng)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(prepare_module, "_READ_BYTES", 17)
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)
+    monkeypatch.setattr(readers_module, "READ_BYTES", 17)
     prepare(_settings(folder), tmp_path / "out", workers=1)
     _check(tmp_path / "out" / "train", documents)
 
 
 def test_worker_processes_keep_the_order(tmp_path, documents, rng, monkeypatch):
     folder = _write(tmp_path, "jsonl", documents, rng)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 300)  # many batches under way at once
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)  # many batches under way at once
     prepare(_settings(folder, tokenizer="gpt2"), tmp_path / "out", workers=3)
     _check(tmp_path / "out" / "train", documents, "gpt2")
 
@@ -251,7 +256,7 @@ def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
     result = subprocess.run(
         _command(*arguments, f"--out={folder.parent}", "--verify"), capture_output=True, text=True, check=True
     )
-    assert "going on after" in result.stderr and "matches its SHA-256" in result.stderr
+    assert "resuming after" in result.stderr and "matches its SHA-256" in result.stderr
     assert _files(folder) == _files(uninterrupted / "train")
     _check(folder, texts, "gpt2")
 
@@ -259,7 +264,7 @@ def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
 def _interrupt(settings, out, shards, part=None):
     """Stops a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; of a part (index, count)
     if one is given."""
-    close_shard = prepare_module._ShardWriter.close_shard
+    close_shard = shards_module.ShardWriter.close_shard
 
     def close(writer):
         if len(writer.shards) == shards:
@@ -267,7 +272,7 @@ def _interrupt(settings, out, shards, part=None):
         close_shard(writer)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module._ShardWriter, "close_shard", close)
+        patch.setattr(shards_module.ShardWriter, "close_shard", close)
         prepare_part(settings, out, *part) if part else prepare(settings, out)
     folder = out / settings.split
     if part:
@@ -350,14 +355,14 @@ def test_two_preparations_at_once_are_refused(tmp_path, documents, monkeypatch):
     settings = _settings(tmp_path / "a.jsonl")
     refused = []
 
-    def tokenize_all(*args):
+    def tokenize_documents(*args):
         with pytest.raises(PreparationError, match="another process is preparing") as error:
             prepare(settings, tmp_path / "out")
         refused.append(error)
         return original(*args)
 
-    original = prepare_module._tokenize_all
-    monkeypatch.setattr(prepare_module, "_tokenize_all", tokenize_all)
+    original = prepare_module.tokenize_documents
+    monkeypatch.setattr(prepare_module, "tokenize_documents", tokenize_documents)
     prepare(settings, tmp_path / "out")
     assert len(refused) == 1
     _check(tmp_path / "out" / "train", documents)
@@ -441,7 +446,7 @@ def test_joining_goes_on_after_a_kill(tmp_path, corpus, monkeypatch):
     """Killed between the last part's metadata and the whole's: any part's command writes it."""
     settings, out = _settings(corpus[0]), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_join_parts", lambda *_: None)
+        patch.setattr(prepare_module, "join_parts", lambda *_: None)
         _prepare_parts(settings, out, 3)
     whole = out / "train" / "metadata.json"
     whole.with_name("metadata.json.other-machine.123.tmp").write_bytes(b'{"form')
@@ -480,7 +485,7 @@ def test_damaged_metadata_of_the_whole_costs_no_part(tmp_path, corpus, text):
     path.write_text(text)
     with pytest.raises(DatasetError, match=f"{path} is damaged .* delete the file and prepare any part again"):
         TokenDataset(out / "train")
-    with pytest.raises(PreparationError, match=f"{path} is damaged .* delete the file and give the same command again"):
+    with pytest.raises(PreparationError, match=f"{path} is damaged .* delete the file and rerun the same command"):
         prepare_part(settings, out, 0, 2)
     path.unlink()
     prepare_part(settings, out, 0, 2)
@@ -563,7 +568,7 @@ def test_parts_that_differ_are_not_joined(tmp_path, corpus, monkeypatch):
     settings, out = _settings(corpus[0]), tmp_path / "out"
     prepare_part(settings, out, 0, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_recorded_source", lambda folder: None)
+        patch.setattr(join_module, "find_recorded", lambda folder: None)
         with pytest.raises(PreparationError, match="part-00000-of-00002 was prepared with other settings: text_field"):
             prepare_part(_settings(corpus[0], text_field="meta"), out, 1, 2, skip_bad_documents=True)
     assert not (out / "train" / "metadata.json").exists()
@@ -590,15 +595,15 @@ def test_impossible_parts(tmp_path, corpus, change, index, count, message):
 
 _KILLED = """
 import os, runpy, signal, sys
-from heinsen.data.prepare import _ShardWriter
+from heinsen.data.shards import ShardWriter
 
-append = _ShardWriter._append
+append = ShardWriter._append
 def append_or_die(writer, line):
     if len(writer.shards) == 2:  # the second one has its name, and is not recorded
         os.kill(os.getpid(), signal.SIGKILL)
     append(writer, line)
 
-_ShardWriter._append = append_or_die
+ShardWriter._append = append_or_die
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -620,7 +625,7 @@ def test_command_line_in_parts(tmp_path, rng):
     assert killed.returncode == -signal.SIGKILL and len(list(folder.rglob("shard-*.npy"))) == 2, killed.stderr
     prepare_part(settings, tmp_path / "out", 1, 2)
     result = run(_command(*arguments, "--shard_index=0", "--verify"))
-    assert "going on after" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
+    assert "resuming after" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
     _check(folder, _joined(texts, 2), parts=2)
     _prepare_parts(settings, tmp_path / "uninterrupted", 2)
     before = _files(folder)
@@ -750,7 +755,7 @@ def test_datasets_made_before_there_were_sources_stay_good(tmp_path, named, part
     before = _files(out)
     capsys.readouterr()
     dataset = make(settings)
-    assert "kept no sources of documents" in capsys.readouterr().err
+    assert "stored no sources of documents" in capsys.readouterr().err
     assert _files(out) == before and not dataset.has_sources
     assert dataset.read_sources()[0] == [None] and len(dataset.read_sources()[1]) == dataset.num_documents
 
@@ -784,7 +789,7 @@ def test_sources_of_parquet_and_hub(tmp_path, monkeypatch):
 
 
 def test_a_field_with_ever_new_names_is_no_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_MAX_SOURCES", 5)
+    monkeypatch.setattr(shards_module, "MAX_SOURCES", 5)
     (tmp_path / "a.jsonl").write_bytes(_named("abcdef", "abcdef"))
     with pytest.raises(PreparationError, match="more than 5 different sources in .*the last 'f'.*--source_field="):
         prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out")
@@ -820,7 +825,7 @@ def _check_bad(tmp_path, source, where, message, kept):
     dataset = prepare(settings, tmp_path / "out", workers=1, skip_bad_documents=True)
     assert dataset.metadata["num_skipped_documents"] == 1
     _check(folder, kept)
-    with pytest.raises(PreparationError, match="skip_bad_documents: 1 skipped before, not asked for now"):
+    with pytest.raises(PreparationError, match="skip_bad_documents: 1 skipped before, off now"):
         prepare(settings, tmp_path / "out", workers=1)
 
 
@@ -934,7 +939,7 @@ def test_vocabulary_too_large_for_uint16(tmp_path, monkeypatch):
 
 def test_worker_death_is_an_error(tmp_path, documents, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
-    monkeypatch.setattr(prepare_module, "_start_worker", functools.partial(os._exit, 9))
+    monkeypatch.setattr(tokenize_module, "_start_worker", functools.partial(os._exit, 9))
     with pytest.raises(PreparationError, match="a worker process died"):
         prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out", workers=2)
 
@@ -959,7 +964,7 @@ def test_command_line_prepares_both_stdlib_splits(tmp_path):
     ]
     result = subprocess.run(_command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=True)
     for split in ("train", "validation"):
-        texts = [i.path.read_bytes().decode() for i in find_inputs(_settings("stdlib", split=split))]
+        texts = [Path(i.location).read_bytes().decode() for i in find_inputs(_settings("stdlib", split=split))]
         dataset = _check(tmp_path / split, texts)
         assert f"{split}: {len(texts):,} documents, {dataset.num_tokens:,} tokens" in result.stderr
 
