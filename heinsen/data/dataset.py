@@ -228,7 +228,7 @@ class Shard:
 
     def read_into(self, tokens: np.ndarray, start: int) -> None:
         """Fill `tokens`, contiguous TOKEN_DTYPE `[n]`, with those of the shard from `start` on. Raises DatasetError."""
-        rest = memoryview(tokens).cast("B")
+        rest = tokens.data.cast("B")
         position = self.offset + start * TOKEN_DTYPE.itemsize
         try:
             file = _open(self)  # held until the end: another thread may evict it from the cache

@@ -54,36 +54,43 @@ def find_documents(dataset: TokenDataset, tokenizer: Tokenizer | None) -> Docume
     Raises:
       DatasetError: metadata.json and the tokens disagree.
     """
-    sizes = None if tokenizer is None else tokenizer.sizes()
+    ends, bytes_before = _scan(dataset, None if tokenizer is None else tokenizer.sizes())
+    if bytes_before is None:
+        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
+    else:
+        if bytes_before[-1] != dataset.num_bytes:
+            raise DatasetError(
+                f"{dataset.path}: the tokens stand for {bytes_before[-1]} bytes, but metadata.json says "
+                f"{dataset.num_bytes}; delete the folder and prepare the split again"
+            )
+        num_bytes = np.diff(bytes_before, prepend=0).astype(np.float64)
+    names: list[str | None] = [None]
+    sources = None
+    if dataset.has_sources:
+        names, sources = dataset.read_sources()
+        if len(sources) != len(num_bytes):
+            raise DatasetError(
+                f"{dataset.path} has {len(num_bytes)} documents but the sources of {len(sources)}; delete the folder "
+                "and prepare the split again"
+            )
+    return Documents(dataset, np.concatenate([[0], ends]), num_bytes, sources, names)
+
+
+def _scan(dataset: TokenDataset, sizes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return where each document ends, and the bytes of text up to there if the bytes of each token are given."""
     ends, bytes_before, total = [], [], 0
     for start in range(0, dataset.num_tokens, _BLOCK):
         tokens = dataset.read(start, min(start + _BLOCK, dataset.num_tokens))
         found = np.flatnonzero(tokens == dataset.eot_id)
         ends.append(start + found + 1)
         if sizes is not None:
-            in_all = total + np.cumsum(sizes[tokens])
-            bytes_before.append(in_all[found])
-            total = int(in_all[-1])
-    ends = np.concatenate(ends)
-    if unfinished := not len(ends) or ends[-1] < dataset.num_tokens:
-        ends = np.append(ends, dataset.num_tokens)
-    if sizes is None:
-        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
-    else:
-        if total != dataset.num_bytes:
-            raise DatasetError(
-                f"{dataset.path}: the tokens stand for {total} bytes, but metadata.json says {dataset.num_bytes}; "
-                "delete the folder and prepare the split again"
-            )
-        bytes_before = np.concatenate([*bytes_before, *([[total]] if unfinished else [])])
-        num_bytes = np.diff(bytes_before, prepend=0).astype(np.float64)
-    names, sources = dataset.read_sources() if dataset.has_sources else ([None], None)
-    if sources is not None and len(sources) != len(num_bytes):
-        raise DatasetError(
-            f"{dataset.path} has {len(num_bytes)} documents but the sources of {len(sources)}; delete the folder and "
-            "prepare the split again"
-        )
-    return Documents(dataset, np.concatenate([[0], ends]), num_bytes, sources, names)
+            up_to = total + np.cumsum(sizes[tokens])
+            bytes_before.append(up_to[found])
+            total = int(up_to[-1])
+    if not len(ends[-1]) or ends[-1][-1] < dataset.num_tokens:  # tokens after the last end of text
+        ends.append(np.array([dataset.num_tokens]))
+        bytes_before.append(np.array([total]))
+    return np.concatenate(ends), None if sizes is None else np.concatenate(bytes_before)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,13 +10,13 @@ which is 600 windows off after two million.)
 
 import math
 import os.path
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 
-Mixture = Sequence[tuple[TokenDataset, float]]
+Mixture = Sequence[tuple[TokenDataset, float | int]]
 
 
 def parse_mixture(path: str) -> list[tuple[Path, float]]:
@@ -84,7 +84,7 @@ def bytes_per_token(mixture: Mixture) -> float:
     return sum(weight / total * dataset.bytes_per_token for dataset, weight in mixture)
 
 
-def whole_weights(weights: Sequence[float]) -> list[int]:
+def whole_weights(weights: Iterable[float | int]) -> list[int]:
     """Return integers in exactly the proportions of the weights."""
     fractions = [Fraction(weight) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))

@@ -52,9 +52,8 @@ class _TokenizedBatch:
     problems: list[str | None]
 
     def __iter__(self) -> Iterator[TokenizedDocument]:
-        starts = [0, *self.ends[:-1]]
-        for start, end, *rest in zip(starts, self.ends, self.num_bytes, self.sources, self.problems, strict=True):
-            yield TokenizedDocument(self.tokens[start:end], *rest)
+        tokens = np.split(self.tokens, self.ends[:-1])
+        return map(TokenizedDocument, tokens, self.num_bytes, self.sources, self.problems)
 
 
 def tokenize_documents(
