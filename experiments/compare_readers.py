@@ -9,9 +9,9 @@ CORPUS holds train-*.jsonl.zst. Each way tokenizes --copies copies of it with GP
     datasets   the same, with the lines read and parsed by `datasets.load_dataset(..., streaming=True)`
     datatrove  its JsonlReader and LocalPipelineExecutor, one task per file, around heinsen's ShardWriter
 
-The ways take turns for --rounds rounds. Then each is killed with SIGKILL once half of its shards are written, and rerun.
-Each execution prints a line: tokens/s from start to end of the process, CPU time and peak memory (PSS) of all its
-processes, and the first digits of the SHA-256 of the token stream. Needs Linux.
+The ways take turns for --rounds rounds. Then each is killed with SIGKILL once half of its shards are written, and
+rerun. Each execution prints a line: tokens/s from start to end of the process, CPU time and peak memory (PSS) of all
+its processes, and the first digits of the SHA-256 of the token stream. Needs Linux.
 """
 
 import dataclasses

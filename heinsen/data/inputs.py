@@ -18,8 +18,8 @@ from heinsen.data.settings import PreparationError, Provenance, Settings
 STDLIB = "stdlib"
 STDLIB_SPLITS = ("train", "validation")
 
-_SUFFIXES = tuple(suffix for reader in READERS.values() for suffix in reader.suffixes)
 _KINDS = {suffix: kind for kind, reader in READERS.items() for suffix in reader.suffixes}
+_SUFFIXES = tuple(_KINDS)
 
 
 class Position(NamedTuple):

@@ -15,13 +15,16 @@ class BadDocumentError(Exception):
     """A document without usable text. The message says what is wrong with it."""
 
 
+@dataclasses.dataclass(frozen=True)
 class RawDocument(abc.ABC):
     """A document as it was read, before its text is known."""
 
+    content: object
+
     @property
-    @abc.abstractmethod
     def size(self) -> int:
-        """Approximate size in bytes, for the size of batches."""
+        """Approximate size in bytes."""
+        return len(self.content) if isinstance(self.content, bytes | str) else 1
 
     @abc.abstractmethod
     def parse(self, settings: Settings) -> tuple[str, object]:
@@ -35,15 +38,11 @@ class RawDocument(abc.ABC):
 class JsonLine(RawDocument):
     """A JSON object in UTF-8 that holds the text and the source among its fields."""
 
-    line: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.line)
+    content: bytes
 
     def parse(self, settings: Settings) -> tuple[str, object]:
         try:
-            record = json.loads(_decode(self.line))
+            record = json.loads(_decode(self.content))
         except (ValueError, RecursionError) as error:
             raise BadDocumentError(f"invalid JSON ({error})") from error
         if not isinstance(record, dict) or settings.text_field not in record:
@@ -59,10 +58,6 @@ class Utf8Text(RawDocument):
     content: bytes
     source: object = None
 
-    @property
-    def size(self) -> int:
-        return len(self.content)
-
     def parse(self, settings: Settings) -> tuple[str, object]:
         return _decode(self.content), self.source
 
@@ -71,12 +66,7 @@ class Utf8Text(RawDocument):
 class Value(RawDocument):
     """A Python value that should be a string."""
 
-    content: object
     source: object = None
-
-    @property
-    def size(self) -> int:
-        return len(self.content) if isinstance(self.content, str) else 1
 
     def parse(self, settings: Settings) -> tuple[str, object]:
         return _check_text(self.content), self.source
@@ -84,16 +74,12 @@ class Value(RawDocument):
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable(RawDocument):
-    """The rest of an input, which cannot be read. It counts as one bad document."""
+    """The rest of an input, which cannot be read for the reason `content`. It counts as one bad document."""
 
-    reason: str
-
-    @property
-    def size(self) -> int:
-        return len(self.reason)
+    content: str
 
     def parse(self, settings: Settings) -> tuple[str, object]:
-        raise BadDocumentError(self.reason)
+        raise BadDocumentError(self.content)
 
 
 def get_field(row: object, field: str | None) -> object:
