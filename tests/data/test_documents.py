@@ -1,4 +1,4 @@
-"""Documents are found where they lie; batches of lanes read each from its start, every token once."""
+"""Documents are found at their positions; batches of lanes read each from its start, every token once."""
 
 import json
 
@@ -14,7 +14,7 @@ EOT = 256
 
 
 def _draw(rng, lengths, ends=True):
-    """Tokens of documents of so many tokens, each with its end of text; without `ends` the last lacks it."""
+    """Return tokens of documents of the given lengths, each with its end of text; without `ends` the last lacks it."""
     texts = [np.append(rng.integers(0, EOT, n - 1), EOT) for n in lengths]
     stream = np.concatenate(texts)
     return stream if ends else stream[:-1]
@@ -94,7 +94,7 @@ def test_every_token_is_predicted_once_in_its_documents_lane(make_dataset, rng, 
 
 
 def test_lanes_stay_busy(make_dataset, rng):
-    """One long document among many: lanes are without one at the very end only, and hardly a token is padding."""
+    """One long document among many: lanes are empty only at the very end, and almost no token is padding."""
     lengths = rng.permutation([64 * 40, *[64 * 4] * 50, *rng.integers(1, 64, 2000)])
     documents = find_documents(_open(make_dataset, [_draw(rng, lengths)]), get_tokenizer("bytes"))
     masks = [batch["mask"] for batch in DocumentBatches(documents, 64, 8)]

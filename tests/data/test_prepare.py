@@ -1,4 +1,4 @@
-"""What is written equals a direct encoding and survives kills; bad input is named, not swallowed."""
+"""Shards equal a direct encoding and survive kills; bad input is named, not ignored."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 
 @pytest.fixture
 def documents(rng):
-    """Texts of very different lengths, among them the special token's name, blank and empty ones."""
+    """Texts of very different lengths, including the special token's name, blank and empty ones."""
     alphabet = list('abcdefgh  \n\r\té漢🙂"\\')
     lengths = rng.integers(0, 200, 60) * rng.integers(0, 5, 60)
     texts = ["".join(rng.choice(alphabet, n)) for n in lengths]
@@ -41,7 +41,7 @@ def documents(rng):
 
 
 def _jsonl(texts, field="text"):
-    # Both ways JSON may write a non-ASCII character, and a blank line after each record.
+    # Both ways of writing a non-ASCII character in JSON, and a blank line after each record.
     lines = [json.dumps({"meta": 1, field: t}, ensure_ascii=bool(i % 2)) for i, t in enumerate(texts)]
     return "\n\n".join(lines).encode()
 
@@ -55,7 +55,7 @@ def _files(folder):
 
 
 def _check(folder, texts, tokenizer="bytes", parts=0):
-    """The split in `folder` holds `texts`, each followed by eot, and its books are right."""
+    """Check that the split in `folder` holds `texts`, each followed by eot, and that its metadata is right."""
     dataset = TokenDataset(folder)
     dataset.verify()
     tokenizer = get_tokenizer(tokenizer)
@@ -78,7 +78,7 @@ def _check(folder, texts, tokenizer="bytes", parts=0):
 
 
 def _write(tmp_path, form, texts, rng):
-    """The texts in a folder of several files of one form, in order."""
+    """Write the texts in order to a folder of several files of one form."""
     folder = tmp_path / form
     folder.mkdir()
     cuts = np.sort(rng.choice(np.arange(1, len(texts)), 2, replace=False))
@@ -197,21 +197,21 @@ def _command(*arguments):
 
 
 def _processes_of(mark):
-    """Processes with PREPARATION=mark in their environment: a preparation and what it started."""
+    """Return the processes with PREPARATION=mark in their environment: a preparation and its workers."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"PREPARATION={mark}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
-        except OSError:  # gone meanwhile
+        except OSError:  # ended meanwhile
             continue
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.long
-def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
-    """Kills whole preparations with worker processes at random moments until one gets through."""
+def test_rerun_after_sigkill_gives_the_same_bytes(tmp_path, rng):
+    """Kill preparations with worker processes at random moments, then let one finish."""
     words = np.array(["".join(rng.choice(list("abcdefghijklmnop"), n)) for n in rng.integers(1, 12, 4000)])
     texts = [" ".join(rng.choice(words, n)) for n in rng.integers(1, 40_000, 120)]
     source = tmp_path / "a.jsonl.zst"
@@ -262,8 +262,10 @@ def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
 
 
 def _interrupt(settings, out, shards, part=None):
-    """Stops a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; of a part (index, count)
-    if one is given."""
+    """Stop a preparation, as Ctrl-C does, when it is about to close the shard after `shards`.
+
+    `part` is (index, count) of the part to prepare; None means the whole split.
+    """
     close_shard = shards_module.ShardWriter.close_shard
 
     def close(writer):
@@ -284,7 +286,7 @@ def _interrupt(settings, out, shards, part=None):
 @pytest.fixture
 def interrupted(tmp_path):
     """A preparation that stopped after two shards: `(settings, folder, documents)`."""
-    documents = [f"document {i} " * 50 for i in range(10)]  # two a shard
+    documents = [f"document {i} " * 50 for i in range(10)]  # two per shard
     (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
     settings = _settings(tmp_path / "a.jsonl", shard_tokens=1000)
     return settings, _interrupt(settings, tmp_path / "out", shards=2), documents
@@ -303,7 +305,7 @@ def test_torn_progress_line_is_done_again(interrupted, tmp_path):
     progress = folder / "progress.jsonl"
     progress.write_bytes(progress.read_bytes()[:-10])
     (folder / "shard-00001.npy").unlink()
-    _interrupt(settings, tmp_path / "out", shards=3)  # what it appends must be readable in its turn
+    _interrupt(settings, tmp_path / "out", shards=3)  # its own lines must be readable too
     prepare(settings, tmp_path / "out")
     _check(folder, documents)
 
@@ -383,7 +385,7 @@ def corpus(tmp_path, rng):
 
 
 def _joined(texts, count):
-    """Documents in the order of parts: each takes every `count`-th file."""
+    """Return the documents in the order of parts: each takes every `count`-th file."""
     return [text for index in range(count) for file in texts[index::count] for text in file]
 
 
@@ -442,8 +444,8 @@ def test_parts_do_not_depend_on_workers_or_interruptions(tmp_path, corpus):
     assert _files(again / "train") == _files(tmp_path / "out" / "train")
 
 
-def test_joining_goes_on_after_a_kill(tmp_path, corpus, monkeypatch):
-    """Killed between the last part's metadata and the whole's: any part's command writes it."""
+def test_joining_resumes_after_a_kill(tmp_path, corpus, monkeypatch):
+    """After a kill between the last part's metadata and the split's, the command of any part writes the latter."""
     settings, out = _settings(corpus[0]), tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "join_parts", lambda *_: None)
@@ -456,7 +458,7 @@ def test_joining_goes_on_after_a_kill(tmp_path, corpus, monkeypatch):
 
 
 def test_two_may_join_at_the_same_moment(tmp_path, corpus, monkeypatch):
-    """The second begins and ends while the first has written its file and not yet renamed it: it must be another's."""
+    """The second runs after the first has written its temporary file, before it renames it: their names must differ."""
     settings, out = _settings(corpus[0]), tmp_path / "out"
     prepare_part(settings, out, 0, 2)
     replace, written, joined = os.replace, [], []
@@ -610,7 +612,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_command_line_in_parts(tmp_path, rng):
-    """Kill one machine, give its command again, join, verify; then damage a shard, and do what the error says."""
+    """Kill one machine, rerun its command, join, verify; then damage a shard and follow the error message."""
     source = tmp_path / "corpus"
     source.mkdir()
     texts = [[rng.bytes(20_000).hex() for _ in range(6)] for _ in range(3)]
@@ -651,13 +653,13 @@ def test_command_line_in_parts(tmp_path, rng):
 
 
 def _named(texts, names):
-    """JSON lines as The Pile has them; of each a name, or anything else in its place."""
+    """Return JSON lines in The Pile's format, each with its name (or any other value)."""
     records = [{"text": text, "meta": {"pile_set_name": name}} for text, name in zip(texts, names, strict=True)]
     return "\n".join(map(json.dumps, records)).encode()
 
 
 def _sources(folder):
-    """Name of every document's source, shard by shard, by the contract alone."""
+    """Read the name of every document's source, shard by shard, without the reader under test."""
     found = []
     for shard in json.loads((folder / "metadata.json").read_text())["shards"]:
         names = [None] * shard["num_documents"]
@@ -721,7 +723,7 @@ def test_sources_do_not_depend_on_interruptions_or_parts(tmp_path, named):
 
 
 def _interrupt_named(settings, out, shards, part=None):
-    """`_interrupt`, which counts the files of shards, where there are those of sources too."""
+    """Call `_interrupt`, which counts files of shards, with the files of sources hidden."""
     glob = Path.glob
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "glob", lambda path, pattern: [p for p in glob(path, pattern) if ".sources" not in p.name])
@@ -743,7 +745,7 @@ def test_damaged_sources_are_found(tmp_path, named):
 
 @pytest.mark.parametrize("parts", [0, 2])
 def test_datasets_made_before_there_were_sources_stay_good(tmp_path, named, parts, capsys):
-    """Version 1 without sources and without the setting: read, and found prepared by the same command."""
+    """Version 1 without sources and without the setting is readable, and the same command finds it finished."""
     settings, out = _settings(named[0]), tmp_path / "out"
     make = lambda settings: _prepare_parts(settings, out, parts) if parts else prepare(settings, out)
     make(_settings(named[0], source_field=None))
@@ -814,7 +816,7 @@ BAD_LINES = {
 
 
 def _check_bad(tmp_path, source, where, message, kept):
-    """Stops with an error that names place and remedy; going on with the remedy leaves the document out."""
+    """Check that the error names place and remedy, and that following the remedy leaves the document out."""
     settings = _settings(source, shard_tokens=10)
     folder = tmp_path / "out" / "train"
     with pytest.raises(PreparationError, match=f"{where}: .*{message}.*--skip_bad_documents"):
