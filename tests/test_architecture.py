@@ -1,4 +1,4 @@
-"""Imports run one way, and configuration crosses once and strictly: what DESIGN sections 3 and 4 promise."""
+"""Imports run one way, and configuration crosses once and strictly: sections 3 and 4 of docs/design.md."""
 
 import ast
 import dataclasses

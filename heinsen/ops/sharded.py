@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import logspace
-from heinsen.ops import chunk
+from heinsen.ops import chunked
 from heinsen.ops.api import log_attention as on_one_device
-from heinsen.ops.states import LogState, empty_state_for, merge_states
+from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
@@ -90,7 +90,7 @@ def _state_before(k, log_v, state, segment_ids):
     A document that begins with a device's first token is no run of equal ids that the device could see begin.
     """
     is_first = lax.axis_index("sequence") == 0
-    empty = empty_state_for(k, log_v, in_logs=True)
+    empty = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype)
     state = empty if state is None else state
     # What the first device leaves behind includes the state before all.
     begin = jax.tree.map(lambda given, none: jnp.where(is_first, given, none), state, empty)
@@ -102,7 +102,7 @@ def _state_before(k, log_v, state, segment_ids):
         resets = jnp.concatenate([begins[..., None], changes], axis=-1)
         forgets = jnp.any(resets, axis=-1)
         resets = jnp.broadcast_to(resets, k.shape[:-1])
-    own = chunk.state_after(k, log_v, begin, resets)
+    own = chunked.state_after(k, log_v, begin, resets)
 
     def combine(earlier, later):
         """Of (whether a document begins, the state after all)."""

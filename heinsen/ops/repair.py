@@ -1,0 +1,137 @@
+"""The exact path of the chunked form: every chunk again, from an exact state, token by token where it must be.
+
+It runs where the fast pass has lost terms to underflow, as loops whose number of iterations is 0 everywhere else: no
+branch of XLA's, whose two sides would both hold buffers. States between chunks are normalized, and so exact at every
+dynamic range. A chunk is first tried by matmuls, relative to shifts of its own; a chunk that loses terms even so is
+taken token by token. JAX differentiates each chunk.
+
+Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from heinsen.ops import chunk
+from heinsen.ops.chunk import Tokens
+from heinsen.ops.schedule import (
+    Call,
+    Output,
+    Residuals,
+    pick_chunk,
+    slice_last,
+    slice_tokens,
+    token_axis,
+    write,
+    write_chunk,
+)
+from heinsen.ops.states import read_all
+from heinsen.ops.values import Values
+
+
+def forward(call: Call, tokens: Tokens, state: Any, lost: Array, out: Output) -> Output:
+    """The output of the fast pass or, if it lost terms, the exact one."""
+
+    def step(i: Array, carry: Any) -> Any:
+        state, y, log_z = carry
+        (y_chunk, log_z_chunk), state = exact_chunk(call.kind, slice_tokens(tokens, i, call.split.chunk_size), state)
+        y = y if y is None else write(y, y_chunk, i)
+        log_z = log_z if log_z is None else write(log_z, log_z_chunk, i, axis=-1)
+        return state, y, log_z
+
+    end, y, log_z = lax.fori_loop(0, _n_repaired(call, lost), step, (state.normalize(), out.y, out.log_z))
+    return Output(y, log_z, _choose(lost, end.denormalize(), out.state))
+
+
+def backward(
+    call: Call,
+    tokens: Tokens,
+    state: Any,
+    residuals: Residuals,
+    lost: Array,
+    grads: Output,
+    fast: tuple[Tokens, Any],
+) -> tuple[Tokens, Any]:
+    """Gradients of the fast pass or, if terms were lost, exact ones."""
+    kind, split = call.kind, call.split
+    n_repaired = _n_repaired(call, lost)
+
+    def save_state(i: Array, carry: Any) -> Any:
+        state, before = carry
+        before = write_chunk(before, state, i, split, axis)
+        return exact_chunk(kind, slice_tokens(tokens._replace(q=None), i, split.chunk_size), state)[1], before
+
+    def step(j: Array, carry: Any) -> Any:
+        dstate, dtokens = carry
+        i = split.n_groups * split.n_chunks - 1 - j
+        *inputs, starts = slice_tokens(tokens, i, split.chunk_size)
+        run = lambda inputs, state: exact_chunk(kind, Tokens(*inputs, starts), state)
+        ((_, log_z), _), vjp = jax.vjp(run, inputs, pick_chunk(before, i, split, axis))
+        dlog_z = None if log_z is None else jnp.zeros_like(log_z)
+        if grads.log_z is not None:
+            dlog_z = slice_last(grads.log_z, i, split.chunk_size)
+        dinputs, dstate = vjp(((slice_tokens(grads.y, i, split.chunk_size), dlog_z), dstate))
+        return dstate, write(dtokens, Tokens(*dinputs, None), i)
+
+    first, first_vjp = jax.vjp(lambda state: state.normalize(), state)
+    axis = first.h_z.ndim - 1
+    # The fast pass needs these arrays no longer; they have the right shapes.
+    before = kind.normalized_like(residuals.before.s, residuals.before.z, residuals.shifts.b)
+    if tokens.k is None:
+        end = first
+        before = jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), before, first)
+    else:
+        end, before = lax.fori_loop(0, n_repaired, save_state, (first, before))
+    dend = jax.vjp(lambda end: end.denormalize(), end)[1](grads.state)[0]
+    dtokens, dstate_fast = fast
+    dfirst, dtokens = lax.fori_loop(0, n_repaired, step, (dend, dtokens))
+    return dtokens, _choose(lost, first_vjp(dfirst)[0], dstate_fast)
+
+
+def exact_chunk(kind: Values[Any, Any], tokens: Tokens, state: Any) -> tuple[tuple[Array | None, Array | None], Any]:
+    """((y, log Z), the state after) of a chunk and the normalized state before it, by matmuls if they lose nothing."""
+    shifts = chunk.raise_shifts(kind, *lax.stop_gradient((kind.shifts_of_normalized(state), tokens)))
+    shifts = shifts._replace(b=kind.round_shift(shifts.b))
+    f = chunk.compute_factors(kind, tokens, shifts)
+    m = kind.sums_of_normalized(state, shifts)
+    end = chunk.next_sums(f, m)
+    sums = None if tokens.q is None else chunk.query_sums(f, m)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts))
+    if sums is not None:
+        lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, f, sums, shifts))
+
+    def by_matmuls() -> Any:
+        out = (None, None) if sums is None else (kind.mean(sums, shifts.b), chunk.query_log_z(f, sums))
+        return out, state if tokens.k is None else kind.normalized_sums(end, shifts)
+
+    return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), by_matmuls)
+
+
+def _token_by_token(kind: Values[Any, Any], tokens: Tokens, state: Any) -> Any:
+    """((y, log Z), the state after) in normalized form."""
+    if tokens.k is None:
+        return read_all(state, tokens.q), state
+
+    def step(state: Any, token: Tokens) -> Any:
+        if token.starts is not None:
+            starts = lambda x: token.starts.reshape(token.starts.shape + (1,) * (x.ndim - token.starts.ndim))
+            state = jax.tree.map(lambda old, new: jnp.where(starts(old), new, old), state, state.empty())
+        state = state.merge(kind.normalized_token(token.k, token.values))
+        return state, None if token.q is None else state.read(token.q)
+
+    state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, token_axis(x), 0), tokens))
+    if out is None:
+        return (None, None), state
+    return (jnp.moveaxis(out[0], 0, -2), jnp.moveaxis(out[1], 0, -1)), state
+
+
+def _n_repaired(call: Call, lost: Array) -> Array:
+    """Chunks to repair: all or none."""
+    return jnp.where(lost, call.split.n_groups * call.split.n_chunks, 0)
+
+
+def _choose(lost: Array, exact: Any, fast: Any) -> Any:
+    return jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), exact, fast)
