@@ -719,7 +719,8 @@ def _interrupt_named(settings, out, shards, part=None):
     """`_interrupt`, which counts the files of shards, where there are those of sources too."""
     glob = Path.glob
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "glob", lambda path, pattern: [p for p in glob(path, pattern) if ".sources" not in p.name])
+        shards_only = lambda *args, **kwargs: [p for p in glob(*args, **kwargs) if ".sources" not in p.name]
+        patch.setattr(Path, "glob", shards_only)
         _interrupt(settings, out, shards, part)
 
 
