@@ -32,47 +32,63 @@ from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shif
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-class Tokens(NamedTuple):
-    """Queries, keys, values and document starts. Without q no output is computed; without k the state is only read."""
+class Keys(NamedTuple):
+    """Keys with their values, and where documents start among them."""
 
-    q: Array | None  # [*batch, C, K]
-    k: Array | None  # [*batch, C, K]
-    values: Array | None  # [*batch, C, V], with k
+    k: Array  # [*batch, C, K]
+    values: Array  # [*batch, C, V]
     starts: Array | None  # [*batch, C] bool; None: one document
 
 
-class Factors(NamedTuple):
-    """Exponentials of a chunk, and its masks; None where the tokens lack what they are made of."""
+class Tokens(NamedTuple):
+    """The tokens of a call or a chunk. Without q there is no output; without keys the state is only read."""
 
-    qf: Array | None  # [*batch, C, K]
-    r: Array | None  # [*batch, C], the shift of qf; -inf where a query sees nothing
-    kf: Array | None  # [*batch, C, K]
-    vf: Array | None  # [*batch, C, V]
-    masks: ChunkMasks | None
+    q: Array | None  # [*batch, C, K]
+    keys: Keys | None
+
+
+class QueryFactors(NamedTuple):
+    """Exponentials of a chunk's queries."""
+
+    qf: Array  # [*batch, C, K]
+    r: Array  # [*batch, C], the shift of qf; -inf where a query sees nothing
+
+
+class KeyFactors(NamedTuple):
+    """Exponentials of a chunk's keys, the factors of its values, and its masks."""
+
+    kf: Array  # [*batch, C, K]
+    vf: Array  # [*batch, C, V]
+    masks: ChunkMasks
+
+
+class Factors(NamedTuple):
+    """Factors of a chunk, as far as it has queries and keys."""
+
+    queries: QueryFactors | None
+    keys: KeyFactors | None
 
 
 def compute_factors(kind: Values[Any, Any], chunk: Tokens, shifts: Shifts) -> Factors:
     """Factors of a chunk relative to shifts that cover its keys and values."""
-    qf = r = kf = vf = masks = None
+    queries = keys = None
     if chunk.q is not None:
         exponent = chunk.q + shifts.c[..., None, :]
         r = lax.stop_gradient(jnp.max(exponent, axis=-1))
-        qf = jnp.exp(exponent - finite(r)[..., None])
-    if chunk.k is not None:
-        kf = jnp.exp(chunk.k - finite(shifts.c)[..., None, :])
-        vf = kind.factor(chunk.values, shifts.b)
-        masks = chunk_masks(chunk.k.shape[-2], chunk.starts, chunk.k.dtype)
-    return Factors(qf, r, kf, vf, masks)
+        queries = QueryFactors(jnp.exp(exponent - finite(r)[..., None]), r)
+    if chunk.keys is not None:
+        k, values, starts = chunk.keys
+        kf = jnp.exp(k - finite(shifts.c)[..., None, :])
+        keys = KeyFactors(kf, kind.factor(values, shifts.b), chunk_masks(k.shape[-2], starts, k.dtype))
+    return Factors(queries, keys)
 
 
 # ---- shifts and sums ------------------------------------------------------------------------------
 
 
-def raise_shifts(kind: Values[Any, Any], shifts: Shifts, chunk: Tokens) -> Shifts:
+def raise_shifts(kind: Values[Any, Any], shifts: Shifts, keys: Keys) -> Shifts:
     """Shifts that also cover a chunk's keys and values."""
-    if chunk.k is None:
-        return shifts
-    return Shifts(jnp.maximum(shifts.c, jnp.max(chunk.k, axis=-2)), kind.raise_shift(shifts.b, chunk.values))
+    return Shifts(jnp.maximum(shifts.c, jnp.max(keys.k, axis=-2)), kind.raise_shift(shifts.b, keys.values))
 
 
 def rescale(kind: Values[Any, Any], sums: Sums, old: Shifts, new: Shifts) -> Sums:
@@ -90,38 +106,38 @@ def mask_sums(sums: Sums, keeps_state: Array | None) -> Sums:
     return sums if keeps_state is None else Sums(sums.s * keeps_state[..., None], sums.z * keeps_state)
 
 
-def query_sums(f: Factors, m: Sums) -> Sums:
-    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries; m is the state before the chunk."""
-    qf = _mask(f.qf, f.masks and f.masks.reads_state)
+def query_sums(queries: QueryFactors, keys: KeyFactors | None, m: Sums) -> Sums:
+    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries; m are the sums before the chunk."""
+    qf = _mask(queries.qf, keys and keys.masks.reads_state)
     # Also products with vectors: XLA's CPU library takes five times as long for sums of elementwise products.
     s, z = einsum("...tk,...kv->...tv", qf, m.s), einsum("...tk,...k->...t", qf, m.z)
-    if f.masks is None:
+    if keys is None:
         return Sums(s, z)
-    a = einsum("...tk,...sk->...ts", f.qf, f.kf) * f.masks.causal
-    return Sums(s + einsum("...ts,...sv->...tv", a, f.vf), z + jnp.sum(a, axis=-1))
+    a = einsum("...tk,...sk->...ts", queries.qf, keys.kf) * keys.masks.causal
+    return Sums(s + einsum("...ts,...sv->...tv", a, keys.vf), z + jnp.sum(a, axis=-1))
 
 
-def query_log_z(f: Factors, sums: Sums) -> Array:
+def query_log_z(queries: QueryFactors, sums: Sums) -> Array:
     """log Z [*batch, C] of a chunk's queries."""
-    return safe_log(sums.z) + finite(f.r)
+    return safe_log(sums.z) + finite(queries.r)
 
 
-def chunk_sums(f: Factors) -> Sums | None:
+def chunk_sums(keys: KeyFactors | None) -> Sums | None:
     """What a chunk adds to M_s [*batch, K, V] and M_z [*batch, K]."""
-    if f.masks is None:
+    if keys is None:
         return None
-    kf = _mask(f.kf, f.masks.enters_state)
-    return Sums(einsum("...sk,...sv->...kv", kf, f.vf), jnp.sum(kf, axis=-2))
+    kf = _mask(keys.kf, keys.masks.enters_state)
+    return Sums(einsum("...sk,...sv->...kv", kf, keys.vf), jnp.sum(kf, axis=-2))
 
 
-def next_sums(f: Factors, m: Sums) -> Sums:
+def next_sums(keys: KeyFactors | None, m: Sums) -> Sums:
     """M_s and M_z after a chunk, from those before it."""
-    return add_sums(mask_sums(m, f.masks and f.masks.keeps_state), chunk_sums(f))
+    return add_sums(mask_sums(m, keys and keys.masks.keeps_state), chunk_sums(keys))
 
 
-def fill_empty_queries(kind: Values[Any, Any], f: Factors, sums: Sums, shifts: Shifts) -> Sums:
+def fill_empty_queries(kind: Values[Any, Any], queries: QueryFactors, sums: Sums, shifts: Shifts) -> Sums:
     """S and Z with 1 where a query sees nothing; their gradients are multiplied by factors that are 0."""
-    return kind.fill_empty(sums, f.r > NEG_INF, shifts.b)
+    return kind.fill_empty(sums, queries.r > NEG_INF, shifts.b)
 
 
 def fill_empty_features(kind: Values[Any, Any], m: Sums, shifts: Shifts) -> Sums:
@@ -132,53 +148,59 @@ def fill_empty_features(kind: Values[Any, Any], m: Sums, shifts: Shifts) -> Sums
 # ---- gradients ------------------------------------------------------------------------------------
 
 
-def query_sums_grad(f: Factors, dsums: Sums | None) -> Sums | None:
+def query_sums_grad(queries: QueryFactors, keys: KeyFactors | None, dsums: Sums) -> Sums:
     """What a chunk's queries add to the gradient of the sums before it: qf^T dS, qf^T dZ."""
-    if dsums is None:
-        return None
-    qf = _mask(f.qf, f.masks and f.masks.reads_state)
+    qf = _mask(queries.qf, keys and keys.masks.reads_state)
     return Sums(einsum("...tk,...tv->...kv", qf, dsums.s), einsum("...tk,...t->...k", qf, dsums.z))
 
 
-def token_grads(kind: Values[Any, Any], f: Factors, m: Sums, dsums: Sums | None, dend: Sums) -> Tokens:
-    """Gradients of a chunk's tokens.
+def query_grad(queries: QueryFactors, keys: KeyFactors | None, m: Sums, dsums: Sums) -> Array:
+    """dq [*batch, C, K], from the sums m before the chunk and the gradients of the queries' S and Z."""
+    dqf = einsum("...tv,...kv->...tk", dsums.s, m.s) + dsums.z[..., None] * m.z[..., None, :]
+    dqf = _mask(dqf, keys and keys.masks.reads_state)
+    if keys is not None:
+        dqf = dqf + einsum("...ts,...sk->...tk", _pair_grad(keys, dsums), keys.kf)
+    return queries.qf * dqf
+
+
+def key_grads(
+    kind: Values[Any, Any], queries: QueryFactors | None, keys: KeyFactors, dsums: Sums | None, dend: Sums
+) -> Keys:
+    """Gradients of a chunk's keys and values.
 
     Args:
-      m: the sums before the chunk.
-      dsums: gradients of its queries' S and Z; None without queries.
+      dsums: gradients of the queries' S and Z; None without queries.
       dend: gradients of the sums after the chunk.
     """
-    dq = dk = dvalues = None
-    if dsums is not None:
-        ds, dz = dsums.s, dsums.z[..., None]
-        dqf = einsum("...tv,...kv->...tk", ds, m.s) + dz * m.z[..., None, :]
-        dqf = _mask(dqf, f.masks and f.masks.reads_state)
-    if f.masks is not None:
-        enters_state = f.masks.enters_state
-        dkf = _mask(einsum("...sv,...kv->...sk", f.vf, dend.s) + dend.z[..., None, :], enters_state)
-        dvf = einsum("...sk,...kv->...sv", _mask(f.kf, enters_state), dend.s)
-        if dsums is not None:
-            a = einsum("...sk,...tk->...st", f.kf, f.qf) * jnp.swapaxes(f.masks.causal, -1, -2)
-            da = (einsum("...tv,...sv->...ts", ds, f.vf) + dz) * f.masks.causal
-            dqf = dqf + einsum("...ts,...sk->...tk", da, f.kf)
-            dkf = dkf + einsum("...ts,...tk->...sk", da, f.qf)
-            dvf = dvf + einsum("...st,...tv->...sv", a, ds)
-        dk, dvalues = f.kf * dkf, kind.factor_grad(f.vf, dvf)
-    if dsums is not None:
-        dq = f.qf * dqf
-    return Tokens(dq, dk, dvalues, None)
+    kf, vf, masks = keys
+    dkf = _mask(einsum("...sv,...kv->...sk", vf, dend.s) + dend.z[..., None, :], masks.enters_state)
+    dvf = einsum("...sk,...kv->...sv", _mask(kf, masks.enters_state), dend.s)
+    if queries is not None and dsums is not None:
+        a = einsum("...sk,...tk->...st", kf, queries.qf) * jnp.swapaxes(masks.causal, -1, -2)
+        dkf = dkf + einsum("...ts,...tk->...sk", _pair_grad(keys, dsums), queries.qf)
+        dvf = dvf + einsum("...st,...tv->...sv", a, dsums.s)
+    return Keys(kf * dkf, kind.factor_grad(vf, dvf), None)
+
+
+def _pair_grad(keys: KeyFactors, dsums: Sums) -> Array:
+    """Gradient [*batch, C, C] of the weight A of each query and key of a chunk. XLA computes it once for both users."""
+    return (einsum("...tv,...sv->...ts", dsums.s, keys.vf) + dsums.z[..., None]) * keys.masks.causal
+
+
+def query_grad_total(kind: Values[Any, Any], dy: Array, dlog_z: Array | None, shifts: Shifts) -> Array | float:
+    """Sum of dq over features: a shift of a query leaves y as it is, and shifts its log Z."""
+    return (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, shifts.b)
 
 
 def correct_query_grad(
-    kind: Values[Any, Any], f: Factors, m: Sums, shifts: Shifts, dq: Array, dy: Array, dlog_z: Array | None
+    dq: Array, queries: QueryFactors, keys: KeyFactors | None, m: Sums, total: Array | float
 ) -> Array:
-    """dq, corrected to its exact sum over features: a shift of a query leaves y as it is and shifts its log Z.
+    """dq, corrected to its exact sum `total` [*batch, C] over features (`query_grad_total`).
 
     Where weights and values hardly differ, dq is small beside its rounding error, which this removes.
     """
-    total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, shifts.b)
-    z = m.z if f.kf is None else m.z + jnp.sum(f.kf, axis=-2)
-    weights = f.qf * z[..., None, :]
+    z = m.z if keys is None else m.z + jnp.sum(keys.kf, axis=-2)
+    weights = queries.qf * z[..., None, :]
     surplus = jnp.sum(dq, axis=-1) - total
     return dq - weights * safe_divide(surplus, jnp.sum(weights, axis=-1))[..., None]
 

@@ -75,7 +75,7 @@ def _attend(
         end = past.merge(sum_values(k, values))
         return read_all(end, q)[0], end
     states, end = accumulate(*_scan_weights(k, past.h_z, starts), values, past)
-    if not causal:
+    if not causal and starts is not None:
         at, axis = last_tokens(starts), q.ndim - 2
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
         states = jax.tree.map(lambda x: x if x.shape[axis] == 1 else at_end(x), states)  # the shift b has one for all

@@ -20,7 +20,7 @@ Axes: `*batch` any leading axes; T tokens; N chunks of a group; C tokens of a ch
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,8 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.ops import chunk
-from heinsen.ops.chunk import Factors, Tokens
-from heinsen.ops.states import LogState, MeanState
-from heinsen.ops.values import Shifts, Sums, Values
+from heinsen.ops.chunk import KeyFactors, Keys, QueryFactors, Tokens
+from heinsen.ops.values import S, Shifts, Sums, Values
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -62,18 +61,18 @@ class Call(NamedTuple):
     exact: bool = True  # False: lost terms are not repaired
 
 
-class Output(NamedTuple):
+class Output(NamedTuple, Generic[S]):
     """y or log y, and log Z if asked for, both None without queries; the state after all tokens."""
 
     y: Array | None  # [*batch, T, V]
     log_z: Array | None  # [*batch, T]
-    state: LogState | MeanState
+    state: S
 
 
 class Residuals(NamedTuple):
     """What the forward pass saves for the backward pass."""
 
-    sums: Sums  # S [*batch, T, V] and Z [*batch, T] of all queries; None without queries
+    sums: Sums | None  # S [*batch, T, V] and Z [*batch, T] of all queries; None without queries
     before: Sums  # sums before each chunk, [n_groups, *batch, N, K, V] and [n_groups, *batch, N, K]
     shifts: Shifts  # those that the sums are relative to
 
@@ -113,14 +112,16 @@ def pad_tokens(kind: Values[Any, Any], tokens: Tokens, n_missing: int) -> Tokens
     if n_missing == 0:
         return tokens
 
-    def pad(x: Array | None, fill: float | bool) -> Array | None:
-        if x is None:
-            return None
+    def pad(x: Array, fill: float | bool) -> Array:
         widths = [(0, 0)] * x.ndim
         widths[token_axis(x)] = (0, n_missing)
         return jnp.pad(x, widths, constant_values=fill)
 
-    return Tokens(pad(tokens.q, 0.0), pad(tokens.k, -jnp.inf), pad(tokens.values, kind.zero), pad(tokens.starts, False))
+    keys = tokens.keys
+    if keys is not None:
+        starts = None if keys.starts is None else pad(keys.starts, False)
+        keys = Keys(pad(keys.k, -jnp.inf), pad(keys.values, kind.zero), starts)
+    return Tokens(None if tokens.q is None else pad(tokens.q, 0.0), keys)
 
 
 # ---- slices of arrays -----------------------------------------------------------------------------
@@ -206,82 +207,85 @@ def write_chunk(states: X, state: X, i: Array, split: Split, axis: int) -> X:
 
 
 class _Written(NamedTuple):
-    """What the groups write: y, S, Z and log Z (if asked for)."""
+    """What the groups write: y, S and Z (or their smallest so far), and log Z if asked for."""
 
     y: Array
-    s: Array
-    z: Array
+    sums: Sums
     log_z: Array | None
 
 
-def forward(call: Call, tokens: Tokens, state: Any, save_residuals: bool) -> tuple[Output, Residuals, Array]:
-    """(the output, what the backward pass needs, whether terms were lost).
-
-    Unless residuals are saved, `sums` are the smallest of all groups, and the rest is None.
-    """
+def forward(call: Call, tokens: Tokens, state: S, save_residuals: bool) -> tuple[Output[S], Residuals | None, Array]:
+    """(the output, what the backward pass needs if it is saved, whether terms were lost)."""
     kind, split = call.kind, call.split
 
     def step(carry: Any, i: Array) -> Any:
         m, shifts, written = carry
         chunks = to_chunks(slice_tokens(tokens, i, split.group_size), split)
-        raised = _raise_in_turn(kind, shifts, chunks, split)
+        raised = _raise_in_turn(kind, shifts, chunks.keys, split)
         f = chunk.compute_factors(kind, chunks, raised)
-        before, m, shifts = _sums_between(kind, f, m, shifts, raised)
-        if written is not None:
-            written = _write_queries(call, f, before, raised, written, i, save_residuals)
+        before, m, shifts = _sums_between(kind, f.keys, m, shifts, raised)
+        if f.queries is not None:
+            written = _write_queries(call, f.queries, f.keys, before, raised, written, i, save_residuals)
         return (m, shifts, written), (before, raised) if save_residuals else None
 
     m, shifts = kind.state_to_sums(state)
-    written = _empty_buffers(call, tokens, m, save_residuals)
-    (m, shifts, written), before = lax.scan(step, (m, shifts, written), jnp.arange(split.n_groups))
-    y, s, z, log_z = (None,) * 4 if written is None else written
+    buffers = None if tokens.q is None else _make_buffers(call, tokens.q, m, save_residuals)
+    (m, shifts, written), before = lax.scan(step, (m, shifts, buffers), jnp.arange(split.n_groups))
     # Sums between chunks need no check: what they lost is as little to the queries that read them, and to the end.
     lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts))
+    y = log_z = sums = None
     if written is not None:
-        lost |= kind.has_lost_terms(Sums(s, z))
-    out = Output(y, log_z, kind.sums_to_state(m, shifts))
-    return out, Residuals(Sums(s, z), *(before if save_residuals else (None, None))), lost
+        y, sums, log_z = written
+        lost |= kind.has_lost_terms(sums)
+    residuals = Residuals(sums, *before) if save_residuals else None
+    return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
 
 
-def _empty_buffers(call: Call, tokens: Tokens, m: Sums, save_residuals: bool) -> _Written | None:
-    """Buffers for what the groups write, or for the smallest sums so far; filled differently: see the module's top."""
-    if tokens.q is None:
-        return None
-    *batch, n_tokens, _ = tokens.q.shape
+def _make_buffers(call: Call, q: Array, m: Sums, save_residuals: bool) -> _Written:
+    """Buffers for the groups to overwrite, filled differently: see the module's top."""
+    *batch, n_tokens, _ = q.shape
     d_value, n_sums = m.s.shape[-1], n_tokens if save_residuals else call.split.group_size
     full = lambda fill, *last: jnp.full((*batch, *last), fill, m.z.dtype)
     log_z = full(0, n_tokens) if call.return_log_z else None
-    return _Written(full(0, n_tokens, d_value), full(1, n_sums, d_value), full(1, n_sums), log_z)
+    return _Written(full(0, n_tokens, d_value), Sums(full(1, n_sums, d_value), full(1, n_sums)), log_z)
 
 
 def _write_queries(
-    call: Call, f: Factors, before: Sums, shifts: Shifts, written: _Written, i: Array, save_residuals: bool
+    call: Call,
+    queries: QueryFactors,
+    keys: KeyFactors | None,
+    before: Sums,
+    shifts: Shifts,
+    written: _Written,
+    i: Array,
+    save_residuals: bool,
 ) -> _Written:
     """The buffers with what group i's queries read."""
-    kind, (y, s, z, log_z) = call.kind, written
-    sums = chunk.query_sums(f, before)
-    filled = chunk.fill_empty_queries(kind, f, sums, shifts)
+    y, (s, z), log_z = written
+    sums = chunk.query_sums(queries, keys, before)
+    filled = chunk.fill_empty_queries(call.kind, queries, sums, shifts)
     group_s, group_z = to_tokens(filled.s), to_tokens(filled.z, axis=-1)
-    y = write(y, to_tokens(kind.mean(sums, shifts.b)), i)
+    y = write(y, to_tokens(call.kind.mean(sums, shifts.b)), i)
     if save_residuals:
         s, z = write(s, group_s, i), write(z, group_z, i, axis=-1)
     else:
         s, z = jnp.minimum(s, group_s), jnp.minimum(z, group_z)
-    if call.return_log_z:
-        log_z = write(log_z, to_tokens(chunk.query_log_z(f, sums), axis=-1), i, axis=-1)
-    return _Written(y, s, z, log_z)
+    if log_z is not None:
+        log_z = write(log_z, to_tokens(chunk.query_log_z(queries, sums), axis=-1), i, axis=-1)
+    return _Written(y, Sums(s, z), log_z)
 
 
-def _raise_in_turn(kind: Values[Any, Any], shifts: Shifts, chunks: Tokens, split: Split) -> Shifts:
+def _raise_in_turn(kind: Values[Any, Any], shifts: Shifts, keys: Keys | None, split: Split) -> Shifts:
     """Shifts that cover each chunk of a group and all before it: [*batch, N, K or V]."""
-    raised = chunk.raise_shifts(kind, jax.tree.map(lambda x: x[..., None, :], shifts), chunks)
-    if chunks.k is None:
-        return jax.tree.map(lambda x: jnp.repeat(x, split.n_chunks, axis=-2), raised)
+    of_each = jax.tree.map(lambda x: x[..., None, :], shifts)
+    if keys is None:
+        return jax.tree.map(lambda x: jnp.repeat(x, split.n_chunks, axis=-2), of_each)
+    raised = chunk.raise_shifts(kind, of_each, keys)
     return jax.tree.map(lambda x: lax.cummax(x, axis=x.ndim - 2), raised)
 
 
 def _sums_between(
-    kind: Values[Any, Any], f: Factors, m: Sums, shifts: Shifts, raised: Shifts
+    kind: Values[Any, Any], keys: KeyFactors | None, m: Sums, shifts: Shifts, raised: Shifts
 ) -> tuple[Sums, Sums, Shifts]:
     """The sums before each chunk of a group, relative to `raised`; the sums and shifts after the last."""
 
@@ -291,7 +295,7 @@ def _sums_between(
         m = chunk.rescale(kind, m, shifts, raised)
         return (chunk.add_sums(chunk.mask_sums(m, keeps_state), own), raised), m
 
-    xs = raised, chunk.chunk_sums(f), f.masks and f.masks.keeps_state
+    xs = raised, chunk.chunk_sums(keys), keys and keys.masks.keeps_state
     (m, shifts), before = scan_chunks(step, (m, shifts), xs, shifts.c.ndim - 1)
     return before, m, shifts
 
@@ -299,43 +303,59 @@ def _sums_between(
 # ---- backward -------------------------------------------------------------------------------------
 
 
-def backward(call: Call, tokens: Tokens, state: Any, residuals: Residuals, grads: Output) -> tuple[Tokens, Any]:
+def backward(call: Call, tokens: Tokens, state: S, residuals: Residuals, grads: Output[S]) -> tuple[Tokens, S]:
     """Gradients of the tokens and of the state before them, from those of the output."""
     kind, split = call.kind, call.split
-    overwrites_s = kind.grad_overwrites_sums and tokens.q is not None and tokens.k is not None
+    overwrites_s = kind.grad_overwrites_sums and tokens.q is not None and tokens.keys is not None
 
     def step(carry: Any, xs: Any) -> Any:
         dm, after, dtokens = carry
         i, (m, shifts) = xs
-        chunks, dy = to_chunks(slice_tokens((tokens, grads.y), i, split.group_size), split)
-        f = chunk.compute_factors(kind, chunks, shifts)
-        dsums = dlog_z = None
-        if tokens.q is not None:
-            s = slice_tokens(dtokens.values if overwrites_s else residuals.sums.s, i, split.group_size)
-            z_and_grad = residuals.sums.z, grads.log_z
-            z_and_grad = jax.tree.map(lambda x: slice_last(x, i, split.group_size), z_and_grad)
-            s, (z, dlog_z) = to_chunks(s, split), to_chunks(z_and_grad, split, axis=-1)
-            dsums = kind.mean_grad(Sums(s, z), dy, dlog_z)
-        dends, dm, after = _sums_between_grad(kind, f, chunk.query_sums_grad(f, dsums), dm, shifts, after)
-        dchunks = chunk.token_grads(kind, f, m, dsums, dends)
-        if tokens.q is not None:
-            dchunks = dchunks._replace(q=chunk.correct_query_grad(kind, f, m, shifts, dchunks.q, dy, dlog_z))
-        return (dm, after, write(dtokens, to_tokens(dchunks), i)), None
+        f = chunk.compute_factors(kind, to_chunks(slice_tokens(tokens, i, split.group_size), split), shifts)
+        dsums = own = dq = dkeys = None
+        if f.queries is not None:
+            s = dtokens.keys.values if overwrites_s else None
+            dy, dlog_z, dsums = _query_sums_grad(call, residuals, s, grads, i)
+            own = chunk.query_sums_grad(f.queries, f.keys, dsums)
+            dq = chunk.query_grad(f.queries, f.keys, m, dsums)
+            dq = chunk.correct_query_grad(dq, f.queries, f.keys, m, chunk.query_grad_total(kind, dy, dlog_z, shifts))
+        dends, dm, after = _sums_between_grad(kind, f.keys, own, dm, shifts, after)
+        if f.keys is not None:
+            dkeys = chunk.key_grads(kind, f.queries, f.keys, dsums, dends)
+        return (dm, after, write(dtokens, to_tokens(Tokens(dq, dkeys)), i)), None
 
     m, shifts = _end_sums(call, tokens, residuals)
     dm = kind.state_grad(m, grads.state)
-    full = lambda x, fill: None if x is None else jnp.full_like(x, fill)
-    dtokens = Tokens(full(tokens.q, 0), full(tokens.k, 1), full(tokens.values, 2), None)  # filled differently: see top
-    if overwrites_s:
-        dtokens = dtokens._replace(values=residuals.sums.s)
+    dtokens = _make_grad_buffers(tokens, residuals.sums if overwrites_s else None)
     xs = jnp.arange(split.n_groups), (residuals.before, residuals.shifts)
     (dm, shifts, dtokens), _ = lax.scan(step, (dm, shifts, dtokens), xs, reverse=True)
     m, first = kind.state_to_sums(state)
     return dtokens, kind.sums_grad(m, chunk.rescale(kind, dm, first, shifts))
 
 
+def _make_grad_buffers(tokens: Tokens, sums: Sums | None) -> Tokens:
+    """Buffers for the groups to overwrite, filled differently; that of S, if given, for the gradient of the values."""
+    keys = None
+    if tokens.keys is not None:
+        dvalues = jnp.full_like(tokens.keys.values, 2) if sums is None else sums.s
+        keys = Keys(jnp.full_like(tokens.keys.k, 1), dvalues, None)
+    return Tokens(None if tokens.q is None else jnp.full_like(tokens.q, 0), keys)
+
+
+def _query_sums_grad(
+    call: Call, residuals: Residuals, s: Array | None, grads: Output[Any], i: Array
+) -> tuple[Array, Array | None, Sums]:
+    """Group i's gradients of y, of log Z and of S and Z, as chunks; `s` stands in for the residual S where given."""
+    assert residuals.sums is not None and grads.y is not None
+    tokens = residuals.sums.s if s is None else s, grads.y
+    s, dy = to_chunks(slice_tokens(tokens, i, call.split.group_size), call.split)
+    last = jax.tree.map(lambda x: slice_last(x, i, call.split.group_size), (residuals.sums.z, grads.log_z))
+    z, dlog_z = to_chunks(last, call.split, axis=-1)
+    return dy, dlog_z, call.kind.mean_grad(Sums(s, z), dy, dlog_z)
+
+
 def _sums_between_grad(
-    kind: Values[Any, Any], f: Factors, own: Sums | None, dm: Sums, shifts: Shifts, after: Shifts
+    kind: Values[Any, Any], keys: KeyFactors | None, own: Sums | None, dm: Sums, shifts: Shifts, after: Shifts
 ) -> tuple[Sums, Sums, Shifts]:
     """The gradients of the sums after each chunk of a group; those of the sums before the first, and their shifts.
 
@@ -348,15 +368,16 @@ def _sums_between_grad(
         dm = chunk.rescale(kind, dm, shifts, after)
         return (chunk.add_sums(chunk.mask_sums(dm, keeps_state), own), shifts), dm
 
-    xs = shifts, own, f.masks and f.masks.keeps_state
+    xs = shifts, own, keys and keys.masks.keeps_state
     (dm, shifts), dends = scan_chunks(step, (dm, after), xs, after.c.ndim - 1, reverse=True)
     return dends, dm, shifts
 
 
 def _end_sums(call: Call, tokens: Tokens, residuals: Residuals) -> tuple[Sums, Shifts]:
     """The sums after the last chunk, and their shifts."""
-    split, before = call.split, (residuals.before, residuals.shifts)
-    n_chunks = jnp.asarray(split.n_groups * split.n_chunks)
-    m, shifts = pick_chunk(before, n_chunks - 1, split, residuals.before.z.ndim - 3)
-    last = slice_tokens(tokens._replace(q=None), n_chunks - 1, split.chunk_size)
-    return chunk.next_sums(chunk.compute_factors(call.kind, last, shifts), m), shifts
+    split = call.split
+    last = jnp.asarray(split.n_groups * split.n_chunks - 1)
+    m, shifts = pick_chunk((residuals.before, residuals.shifts), last, split, residuals.before.z.ndim - 3)
+    keys = slice_tokens(tokens.keys, last, split.chunk_size)
+    f = chunk.compute_factors(call.kind, Tokens(None, keys), shifts)
+    return chunk.next_sums(f.keys, m), shifts
