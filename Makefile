@@ -31,6 +31,7 @@ train: $(installed)
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(python) -m pytest --numprocesses=$(JOBS)
 
 faults: $(VENV)/installed-test
@@ -39,6 +40,7 @@ faults: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/mypy
 
 $(installed): requirements.txt
 	$(PYTHON) -m venv $(VENV)

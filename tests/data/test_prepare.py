@@ -726,7 +726,8 @@ def _interrupt_named(settings, out, shards, part=None):
     """Call `_interrupt`, which counts files of shards, with the files of sources hidden."""
     glob = Path.glob
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "glob", lambda path, pattern: [p for p in glob(path, pattern) if ".sources" not in p.name])
+        shards_only = lambda *args, **kwargs: [p for p in glob(*args, **kwargs) if ".sources" not in p.name]
+        patch.setattr(Path, "glob", shards_only)
         _interrupt(settings, out, shards, part)
 
 
