@@ -6,16 +6,12 @@ Each sequence is a list of (name, value) pairs, then one name alone: the model i
 an ordinary Transformer block in which `heinsen.attention` stands where softmax attention would.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import heinsen
 

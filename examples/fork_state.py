@@ -7,14 +7,11 @@ The model is small and untrained: what it writes is noise, and all that is shown
 --save_state and --load_state.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
 import jax
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from configs import default
 from heinsen.config import from_mapping

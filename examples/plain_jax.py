@@ -7,14 +7,10 @@ far: a head that gives them large keys does it exactly. Parameters are three mat
 lines of gradient descent with momentum.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import heinsen
 

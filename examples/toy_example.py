@@ -7,14 +7,10 @@ as log-sums of exponentials (eqs. 2-4) its cost is linear; with the state of eqs
 and never end.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import heinsen
 

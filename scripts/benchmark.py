@@ -34,8 +34,6 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; none: benchmarks/attention or .../step.")
 CONFIG = config_flags.DEFINE_config_file("config", "configs/default.py", "step: config file; --config.a.b=value.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens before.")

@@ -14,8 +14,6 @@ from typing import Any
 
 from absl import app, flags, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder to write; it must be new or empty.", required=True)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Of the weights on disk; float32 loses nothing.")

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
 PROMPT = flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated. None: a new document.")
 STDIN = flags.DEFINE_bool("stdin", False, "Read the prompt from standard input.")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 OUT = flags.DEFINE_string("out", None, "The picture, .png or .svg.", required=True)
 X = flags.DEFINE_string("x", "tokens", "tokens, steps, flops or time.")
 METRIC = flags.DEFINE_string("metric", "loss", "loss, validation_loss or bits_per_byte.")

@@ -21,8 +21,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from absl import app, flags
 
 from heinsen.data.dataset import DatasetError, TokenDataset

@@ -20,8 +20,6 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from configs import parse_flags
 from heinsen.evaluation.probes import TASKS
 

@@ -33,8 +33,6 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 FLAGS = flags.FLAGS
 
 ALPHAS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)

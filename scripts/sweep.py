@@ -23,8 +23,6 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the sweep.", required=True)
 CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field in every run.")
 SEEDS = flags.DEFINE_integer("seeds", None, "Runs of each point, of seeds that follow the config's.", lower_bound=1)

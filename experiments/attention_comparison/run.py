@@ -12,8 +12,6 @@ from pathlib import Path
 
 from absl import app, flags
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 from experiments import tools
 from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant
 from heinsen.sweep.folder import RunView, best_of

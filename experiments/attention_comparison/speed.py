@@ -5,13 +5,9 @@ python experiments/attention_comparison/speed.py
 
 import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
 from absl import app, logging
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 LENGTHS = (512, 8192)  # tokens of a sequence
 TOKENS = 8192  # of a step, in sequences of one length

@@ -19,8 +19,6 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
 from experiments import tools
 from experiments.ladder import config, law
 from heinsen.config import from_mapping
