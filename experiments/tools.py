@@ -11,9 +11,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from heinsen.files import write_atomically
-from heinsen.sweep.folder import RunView, SweepFolder
-from heinsen.sweep.launch import divide, usable_cores, visible_gpus
-from heinsen.sweep.space import Value, text_of
+from heinsen.sweep.folder import SweepFolder
+from heinsen.sweep.machine import divide, usable_cores, visible_gpus
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import Value, format_value
 from heinsen.training.run import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +76,7 @@ def sweep(
 
     Raises ExperimentError. Runs that `may_crash` stay so, others are started again by the next command.
     """
-    fields = [f"--sweep.{field}={json.dumps([text_of(run[field]) for run in runs])}" for field in runs[0]]
+    fields = [f"--sweep.{field}={json.dumps([format_value(run[field]) for run in runs])}" for field in runs[0]]
     where = [f"--config={config.relative_to(ROOT)}", f"--workdir={out.absolute()}", f"--parallel={parallel}"]
     options = [] if may_crash else ["--retry"]
     allowed = (0, _RUNS_CRASHED) if may_crash else (0,)

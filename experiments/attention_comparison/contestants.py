@@ -4,7 +4,7 @@ import dataclasses
 
 from experiments.attention_comparison import config
 from heinsen.config import from_mapping
-from heinsen.sweep.folder import RunView
+from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import Value
 from heinsen.training.run import TrainConfig
 

@@ -15,7 +15,7 @@ from experiments.tools import figure, save, table
 from heinsen.data.loader import evaluation_batches
 from heinsen.files import write_atomically
 from heinsen.models import activation_rms, init_model_state, init_params
-from heinsen.sweep.folder import RunView
+from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 from heinsen.training.metrics import read_metrics
 from heinsen.training.run import open_split

@@ -14,7 +14,7 @@ from absl import app, flags
 
 from experiments import tools
 from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant
-from heinsen.sweep.folder import RunView, best_of
+from heinsen.sweep.runs import RunView, best_of
 from heinsen.sweep.space import SweepError
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
