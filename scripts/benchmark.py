@@ -24,7 +24,7 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import config_flags
 
-from configs import parse_flags
+from configs import parse_flags, read_config
 from heinsen.errors import exit_on_error
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; default: benchmarks/attention, .../step.")
@@ -64,7 +64,7 @@ def attention(out: Path) -> str:
 def step(out: Path) -> str:
     from scripts.benchmarking.step import benchmark_step
 
-    return benchmark_step(CONFIG.value, REPEATS.value, out)
+    return benchmark_step(read_config(CONFIG), REPEATS.value, out)
 
 
 def decode(out: Path) -> str:
@@ -73,7 +73,7 @@ def decode(out: Path) -> str:
 
     contexts, batches = parse_numbers("contexts", CONTEXTS.value), parse_numbers("batches", BATCHES.value)
     settings = Settings(sorted(contexts), batches, CALL_TOKENS.value, REPEATS.value)
-    return benchmark_decode(CONFIG.value, settings, out)
+    return benchmark_decode(read_config(CONFIG), settings, out)
 
 
 BENCHMARKS: dict[str, Callable[[Path], str]] = {"attention": attention, "step": step, "decode": decode}

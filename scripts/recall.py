@@ -133,7 +133,7 @@ def train(config, task, lengths, mesh, name):
 
     from heinsen.evaluation.probes import answer_loss
     from heinsen.parallel import place_batch
-    from heinsen.training.metrics import Console
+    from heinsen.training.console import Console
     from heinsen.training.optimizer import make_optimizer
     from heinsen.training.step import init_train_state, make_train_step
 

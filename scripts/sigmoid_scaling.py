@@ -23,8 +23,8 @@ from absl import app, flags, logging
 from experiments.sigmoid_scaling import report
 from experiments.sigmoid_scaling.forms import compile_together, make_forms
 from experiments.sigmoid_scaling.measure import QUERIES, study
-from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, StudyError, Tokens, random_tokens, text_tokens
-from heinsen.errors import exit_on_error
+from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, random_tokens, text_tokens
+from heinsen.errors import InputError, exit_on_error
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and the figure.", required=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, for hidden states of text; default: none.")
@@ -49,13 +49,13 @@ def main(argv: list[str]) -> None:
 def run(lengths: list[int], out: Path) -> str:
     """Measure, write the results to `out`, and return the report. Raises HeinsenError."""
     if DATA.value is not None and WORKDIR.value is None:
-        raise StudyError("--data is text for the model of a run: give its --workdir too")
+        raise InputError("--data is text for the model of a run: give its --workdir too")
     if not np.isfinite(MEAN.value):
-        raise StudyError(f"--mean={MEAN.value}: expected a finite number")
+        raise InputError(f"--mean={MEAN.value}: expected a finite number")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StudyError(f"--out={out} cannot be created: {error}") from error
+        raise InputError(f"--out={out} cannot be created: {error}") from error
     rng = np.random.default_rng(SEED.value)
     kinds = make_tokens(rng, lengths[-1])
     forms = make_forms()
@@ -86,10 +86,10 @@ def write(out: Path, studies: list[dict[str, Any]]) -> str:
 
 
 def parse_lengths(texts: list[str]) -> list[int]:
-    """Return the sorted lengths. Raises StudyError."""
+    """Return the sorted lengths. Raises InputError."""
     lengths = sorted({int(text) if text.isdecimal() else 0 for text in texts})
     if len(lengths) < 3 or lengths[0] < 1:
-        raise StudyError(f"--lengths={','.join(texts)}: expected three numbers of keys or more, e.g. 16,256,4096")
+        raise InputError(f"--lengths={','.join(texts)}: expected three numbers of keys or more, e.g. 16,256,4096")
     return lengths
 
 

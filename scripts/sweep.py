@@ -27,7 +27,7 @@ import configs
 from heinsen.errors import exit_on_error
 from heinsen.sweep.definition import Definition, find_strategy
 from heinsen.sweep.display import Screen, summary, table
-from heinsen.sweep.drive import SweepInterrupted, drive
+from heinsen.sweep.drive import drive
 from heinsen.sweep.folder import CSV_FILE, SweepFolder
 from heinsen.sweep.launch import LaunchOptions, find_launcher
 from heinsen.sweep.runs import ENDED, RunView
@@ -51,7 +51,6 @@ RETRY = flags.DEFINE_bool("retry", False, "Also start runs that have crashed bef
 STATUS = flags.DEFINE_bool("status", False, "Show the progress of the runs; in a terminal, until all have ended.")
 REPORT = flags.DEFINE_bool("report", False, "Write DIR/report.html from the results so far.")
 
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: rerun to resume
 EXIT_UNFINISHED = 3  # runs have crashed
 
 FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the command line: {field: text}
@@ -68,9 +67,6 @@ def main(argv: list[str]) -> None:
             action(Path(WORKDIR.value))
     except OSError as error:
         sys.exit(f"error: {error}. Rerun the same command to resume the sweep")
-    except SweepInterrupted as interruption:
-        print(interruption, file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
 
 
 def run_sweep(path: Path) -> None:

@@ -268,7 +268,7 @@ def test_only_an_earlier_export_is_ever_replaced_and_only_when_told(rng, params,
     save(folder, params)  # an empty folder is free
     (folder / "notes.txt").write_text("mine")
     before = snapshot(tmp_path)
-    with pytest.raises(InteropError, match="export holds exported weights: give a new folder, or --overwrite"):
+    with pytest.raises(InteropError, match="export holds exported weights: use a new folder, or --overwrite"):
         save(folder, other)
     assert snapshot(tmp_path) == before
     save(folder, other, overwrite=True, step=4)
@@ -282,7 +282,7 @@ def test_only_an_earlier_export_is_ever_replaced_and_only_when_told(rng, params,
             (path / "config.json").write_text("{}")
         before = snapshot(tmp_path)
         for overwrite in (False, True):
-            with pytest.raises(InteropError, match=f"{name} is there and holds something else"):
+            with pytest.raises(InteropError, match=f"{name} exists and holds something else"):
                 save(path, params, overwrite=overwrite)
         assert snapshot(tmp_path) == before
 
@@ -297,7 +297,7 @@ def test_a_disk_that_does_not_take_it_loses_nothing(params, tmp_path, monkeypatc
 
     monkeypatch.setattr("heinsen.interop.save_file", fail)
     for name, overwrite in (("export", True), ("new", False)):
-        with pytest.raises(InteropError, match="cannot be written: .*No space left on device.*make room"):
+        with pytest.raises(InteropError, match="cannot be written: .*No space left on device.*free some space"):
             save(tmp_path / name, params, overwrite=overwrite)
     assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -315,7 +315,7 @@ def test_damaged_weights_are_never_loaded(rng, params, tmp_path):
         flipped[place] ^= 1 << int(rng.integers(8))
         weights.write_bytes(flipped)
         with pytest.raises(
-            InteropError, match="weights.safetensors is damaged, its SHA-256 is not that of config.json"
+            InteropError, match="weights.safetensors is damaged, its SHA-256 is not the one in config.json"
         ):
             load_folder(folder)
     weights.unlink()
@@ -352,13 +352,15 @@ def test_weights_that_do_not_fit_their_config_are_refused_with_all_names(state_d
 
 def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
     folder, config = tmp_path / "export", tmp_path / "export" / "config.json"
-    with pytest.raises(InteropError, match=r"holds no exported weights: it has no config.json; make it by .*export.py"):
+    with pytest.raises(
+        InteropError, match=r"holds no exported weights: it has no config.json; write one with .*export.py"
+    ):
         read_manifest(folder)
     save(folder, params)
     whole = json.loads(config.read_text())
     cases = {
         '{"format": "heinsen ex': "config.json is damaged",
-        "{}": "its config.json is of something else",
+        "{}": "its config.json belongs to something else",
         json.dumps(whole | {"format_version": 2}): "has format version 2, this code reads 1",
         json.dumps(whole | {"layout": "torch"}): "layout 'torch': expected reference or native",
         json.dumps({name: x for name, x in whole.items() if name != "tokenizer"}): "lacks tokenizer",
@@ -532,7 +534,7 @@ def test_an_export_of_another_model_is_not_loaded_as_this_one(run, exported):
 
 BAD_COMMANDS = {
     "of an export": (["--workdir={export}", "--out={new}"], "error: {export} holds exported weights already"),
-    "onto its run": (["--workdir={run}", "--out={run}", "--overwrite"], "error: {run} is there and holds something"),
+    "onto its run": (["--workdir={run}", "--out={run}", "--overwrite"], "error: {run} exists and holds something"),
 }
 
 

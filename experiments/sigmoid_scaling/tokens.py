@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen.errors import HeinsenError
+from heinsen.errors import InputError
 from heinsen.models import hidden_states
 from heinsen.parallel import make_mesh
 from heinsen.training.run import TrainConfig, load_run, open_split
@@ -21,10 +21,6 @@ HEADS, FEATURES = 2, 32
 WIDTH, VOCABULARY = 256, 4096  # of the random tokens
 
 Say = Callable[[str], None]  # reports progress
-
-
-class StudyError(HeinsenError, ValueError):
-    """Settings or data that do not suffice for a study."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +59,7 @@ def text_tokens(
     """Return the last hidden states (LayerNorm outputs) of a run's model on text: in order, and drawn independently.
 
     The text is the split at `data`, or the run's validation split. Raises HeinsenError, for fewer than `at_least`
-    tokens StudyError.
+    tokens InputError.
     """
     config = load_run(workdir)
     split = config.data.validation_split
@@ -72,7 +68,7 @@ def text_tokens(
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data.parent)))
     windows = _read_windows(config, split, at_most)
     if windows.size < at_least:
-        raise StudyError(
+        raise InputError(
             f"{config.data.path}, {split}: windows of {config.sequence_length} hold {windows.size:,} of at most "
             f"{at_most:,} tokens, a sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
         )

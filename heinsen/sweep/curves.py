@@ -13,8 +13,9 @@ from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.display import align
-from heinsen.training.metrics import METRICS_FILE, read_metrics, train_flops_per_token
+from heinsen.training.metrics import METRICS_FILE, read_metrics
 from heinsen.training.run import RunError, TrainConfig, load_run
+from heinsen.training.throughput import train_flops_per_token
 
 
 class CurveError(HeinsenError, ValueError):

@@ -3,6 +3,7 @@
 import signal
 import time
 
+from heinsen.errors import Interrupted
 from heinsen.sweep.display import Screen, summary, table
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.launch import Launcher
@@ -13,7 +14,7 @@ _LOOK_SECONDS = 0.2
 _REDRAW_SECONDS = 1.0
 
 
-class SweepInterrupted(Exception):
+class SweepInterrupted(Interrupted):
     """Ctrl-C or SIGTERM: the runs have stopped, or remain with SLURM; the message says which."""
 
 

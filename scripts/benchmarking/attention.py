@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from heinsen.errors import InputError
 from heinsen.parallel import keep_host_memory
 from scripts.benchmarking import attention_report
 from scripts.benchmarking.contestants import (
@@ -21,7 +22,7 @@ from scripts.benchmarking.contestants import (
     SkipError,
     contestants,
 )
-from scripts.benchmarking.measure import BenchmarkError, device_name, seconds, versions, warm_up, write_results
+from scripts.benchmarking.measure import device_name, seconds, versions, warm_up, write_results
 
 Result = dict[str, Any]
 DTYPES = ("float32", "bfloat16")
@@ -45,12 +46,12 @@ class Settings:
 
 
 def benchmark_attention(settings: Settings, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json and OUT/attention.png, and return the report. Raises BenchmarkError."""
+    """Run the benchmark, write OUT/results.json and OUT/attention.png, and return the report. Raises InputError."""
     keep_host_memory()
     dtypes = settings.dtypes or DTYPES[: 1 if jax.default_backend() == "cpu" else 2]
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise BenchmarkError(f"--dtypes={dtype}: choose float32 or bfloat16")
+            raise InputError(f"--dtypes={dtype}: choose float32 or bfloat16")
     race = Race(settings, _choose(contestants(), settings.only))
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -80,7 +81,7 @@ def benchmark_attention(settings: Settings, out: Path) -> str:
 
 def _choose(found: Mapping[str, Prepare], only: Sequence[str]) -> dict[str, Prepare]:
     if unknown := set(only) - found.keys():
-        raise BenchmarkError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(found)}")
+        raise InputError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(found)}")
     return {name: prepare for name, prepare in found.items() if not only or name in only}
 
 

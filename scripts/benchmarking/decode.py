@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
+from heinsen.config import from_mapping
 from heinsen.decoding import Prefix, Sampling, decode, step_params
+from heinsen.errors import InputError
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
 from heinsen.parallel import keep_host_memory
+from heinsen.training.run import TrainConfig
 from scripts.benchmarking import decode_report
 from scripts.benchmarking.measure import (
-    BenchmarkError,
     device_name,
     free_memory,
-    load_config,
     seconds,
     versions,
     write_results,
@@ -57,16 +57,16 @@ class Settings:
         ]
 
 
-def benchmark_decode(config: ConfigDict, settings: Settings, out: Path) -> str:
+def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> str:
     """Run the benchmark, write OUT/results.json and OUT/decode.png, and return the report.
 
-    Raises ConfigError and BenchmarkError.
+    Raises InputError and ConfigError.
     """
-    own = load_config(config).model
+    own = from_mapping(TrainConfig, values).model
     try:
         models = {own.attention: own, "softmax": dataclasses.replace(own, attention="softmax")}
-    except ValueError as error:
-        raise BenchmarkError(str(error)) from error
+    except ValueError as error:  # softmax attention rejects a field that the config's own attention takes
+        raise InputError(str(error)) from error
     keep_host_memory()
     contestants = {name: Contestant.create(model) for name, model in models.items()}
     race = Race(settings, contestants, own.attention)
@@ -86,7 +86,7 @@ def benchmark_decode(config: ConfigDict, settings: Settings, out: Path) -> str:
         call_tokens=settings.call_tokens,
         results=race.results(),
         left_out=race.left_out,
-        config=config.to_dict(),
+        config=values,
     )
     paths = write_results(out, summary), decode_report.plot(summary, settings.batches[0], out / "decode.png")
     report = decode_report.report(summary, own.attention, settings.contexts, settings.batches)

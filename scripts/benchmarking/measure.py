@@ -10,17 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
-from heinsen.config import from_mapping
-from heinsen.errors import HeinsenError
-from heinsen.training.run import TrainConfig
+from heinsen.errors import InputError
 
 _WARM_UP = 0.3  # seconds
-
-
-class BenchmarkError(HeinsenError, ValueError):
-    """A benchmark that cannot run as requested; the message names the flag."""
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -75,16 +68,11 @@ def describe_versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-def load_config(config: ConfigDict) -> TrainConfig:
-    """Return the checked config. Raises ConfigError."""
-    return from_mapping(TrainConfig, config.to_dict())
-
-
 def parse_numbers(flag: str, texts: list[str]) -> list[int]:
-    """Return the positive integers of a list flag. Raises BenchmarkError."""
+    """Return the positive integers of a list flag. Raises InputError."""
     for text in texts:
         if not text.strip().isdecimal() or int(text) < 1:
-            raise BenchmarkError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,1024")
+            raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,1024")
     return [int(text) for text in texts]
 
 

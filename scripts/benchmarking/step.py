@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
+from heinsen.config import from_mapping
 from heinsen.models import count_params
 from heinsen.parallel import keep_host_memory, make_mesh
-from heinsen.training.metrics import bytes_of, train_flops_per_token
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
+from heinsen.training.throughput import compiled_bytes, train_flops_per_token
 from scripts.benchmarking.measure import (
     describe_versions,
     device_name,
-    load_config,
     seconds,
     versions,
     write_results,
@@ -27,12 +26,12 @@ from scripts.benchmarking.measure import (
 _SIZE = 4096  # of the square matrices
 
 
-def benchmark_step(config: ConfigDict, repeats: int, out: Path) -> str:
+def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError."""
-    checked = load_config(config)
+    config = from_mapping(TrainConfig, values)
     keep_host_memory()
-    take_step, n_params, peak_bytes = prepare_step(checked)
-    dtype = "float32" if jax.default_backend() == "cpu" else checked.model.dtype
+    take_step, n_params, peak_bytes = prepare_step(config)
+    dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
     multiply = prepare_product(dtype)
     step_seconds: list[float] = []
     product_seconds: list[float] = []
@@ -42,7 +41,7 @@ def benchmark_step(config: ConfigDict, repeats: int, out: Path) -> str:
             times.append(seconds(call))
         print(f"step {step_seconds[-1]:.3f} s, product {product_seconds[-1]:.3f} s", file=sys.stderr, flush=True)
 
-    n_tokens, per_step = checked.batch_size * checked.sequence_length, statistics.median(step_seconds)
+    n_tokens, per_step = config.batch_size * config.sequence_length, statistics.median(step_seconds)
     rate = n_tokens * train_flops_per_token(n_params) / per_step
     product_rate = 2 * _SIZE**3 / statistics.median(product_seconds) * jax.device_count()
     summary = dict(
@@ -59,7 +58,7 @@ def benchmark_step(config: ConfigDict, repeats: int, out: Path) -> str:
         product_dtype=dtype,
         share_of_product_rate=rate / product_rate,
         peak_bytes=peak_bytes,
-        config=config.to_dict(),
+        config=values,
     )
     path = write_results(out, summary)
     return "\n".join([*report(summary), f"written: {path}"])
@@ -79,7 +78,7 @@ def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, int]:
         state, _ = step(state, tokens)
         jax.block_until_ready(state)
 
-    return take_step, n_params, bytes_of(step)
+    return take_step, n_params, compiled_bytes(step)
 
 
 def prepare_product(dtype: str) -> Callable[[], Any]:

@@ -44,7 +44,7 @@ def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_when_there_is_room(ru
     with pytest.raises(RunError) as error:
         train(config, workdir)
     assert f"{workdir} cannot be written" in str(error.value) and "No space left on device" in str(error.value)
-    assert f"goes on from {workdir / 'checkpoints' / '20'}" in str(error.value)
+    assert f"resume from {workdir / 'checkpoints' / '20'}" in str(error.value)
     assert checkpoint_steps(workdir)[-1] == 20
     at_step(0, no_space)
     train(config, workdir)

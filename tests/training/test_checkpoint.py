@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from heinsen.parallel import with_shardings
-from heinsen.training.checkpoint import CheckpointError, Checkpoints, checksums, restore_params
+from heinsen.training.checkpoint import CheckpointError, Checkpoints, restore_params
+from heinsen.training.checksums import checksums
 from tests.runs import checkpoint_steps, finish, snapshot
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -386,7 +387,8 @@ import sys
 from pathlib import Path
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from heinsen.training.checkpoint import Checkpoints, checksums
+from heinsen.training.checkpoint import Checkpoints
+from heinsen.training.checksums import checksums
 from tests.training.test_checkpoint import HASH, KEEP, State, bits
 
 workdir, *expected = Path(sys.argv[1]), *sys.argv[2:]
@@ -502,7 +504,7 @@ def fail(error_in_the_body=None, at_the_next_save=False):
 
 def message(step, then):
     path = workdir / "checkpoints" / str(step)
-    return f"step {step} could not be saved to {path}: File too large. When that is mended, the same command {then}"
+    return f"step {step} could not be saved to {path}: File too large. Fix this, then rerun the same command to {then}"
 
 def message_of(kind, *arguments):
     try:
@@ -510,13 +512,13 @@ def message_of(kind, *arguments):
     except kind as error:
         return str(error)
 
-from_nothing = message(10, "starts from the beginning: there is no checkpoint")
+from_nothing = message(10, "start over, as there is no checkpoint yet")
 assert message_of(CheckpointError) == from_nothing, message_of(CheckpointError)
 limit(resource.RLIM_INFINITY)
 warnings = fail(at_the_next_save=True)
 assert warnings == [from_nothing], warnings
 assert sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()) == ["30"]
-assert message_of(CheckpointError) == message(40, "goes on from checkpoint 30")
+assert message_of(CheckpointError) == message(40, "resume from checkpoint 30")
 limit(resource.RLIM_INFINITY)
 assert message_of(ZeroDivisionError, ZeroDivisionError("what ends the run")) == "what ends the run"
 limit(resource.RLIM_INFINITY)

@@ -15,7 +15,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from heinsen.parallel import make_mesh
-from heinsen.training import loop, metrics
+from heinsen.training import loop, metrics, plots, throughput
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
 from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
@@ -142,8 +142,8 @@ def test_config_of_a_run_is_read_back_whole(run, config):
 def test_report_on_stdout_is_the_last_validation(run):
     last = [entry for entry in run.log if "validation_loss" in entry][-1]
     assert run.stdout == (
-        f"{run.workdir}: validation loss {last['validation_loss']:.4f} nats a token, "
-        f"{last['validation_bits_per_byte']:.4f} bits a byte over 300 tokens\n"
+        f"{run.workdir}: validation loss {last['validation_loss']:.4f} nats per token, "
+        f"{last['validation_bits_per_byte']:.4f} bits per byte over 300 tokens\n"
     )
 
 
@@ -205,22 +205,22 @@ def test_entries_past_the_checkpoint_are_dropped(tmp_path):
 
 def test_no_metrics_yet_is_no_error(tmp_path):
     assert metrics.read_metrics(tmp_path) == []
-    assert metrics.plot_loss(tmp_path).stat().st_size > 0
+    assert plots.plot_loss(tmp_path).stat().st_size > 0
 
 
 def test_peak_rate_is_of_the_longest_name_that_fits_else_measured(monkeypatch):
-    measured = metrics.peak_flops_per_device()
+    measured = throughput.peak_flops_per_device()
     assert 1e8 < measured < 1e16
 
     class Device:
         device_kind = "TPU v5 lite"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert metrics.peak_flops_per_device() == 197e12
+    assert throughput.peak_flops_per_device() == 197e12
     Device.device_kind = "TPU v5p"
-    assert metrics.peak_flops_per_device() == 459e12
+    assert throughput.peak_flops_per_device() == 459e12
     Device.device_kind = "NVIDIA H100 80GB HBM3"
-    assert metrics.peak_flops_per_device() == 989e12
+    assert throughput.peak_flops_per_device() == 989e12
 
 
 # ---- killed ----------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_o
         finally:
             limit(unlimited[0])
     assert str(error.value) == (
-        f"step 20 could not be saved to {workdir / 'checkpoints' / '20'}: File too large. When that is mended, the "
-        "same command goes on from checkpoint 10"
+        f"step 20 could not be saved to {workdir / 'checkpoints' / '20'}: File too large. Fix this, then rerun the "
+        "same command to resume from checkpoint 10"
     )
     assert checkpoint_steps(workdir) == [10] and read_log(workdir)[-1]["step"] == 30
     train(config, workdir)
