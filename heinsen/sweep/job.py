@@ -1,7 +1,7 @@
 """One run of a sweep as a process: what submitit executes, on this machine or on a node of a cluster.
 
-submitit receives this module and `heinsen.files` by value (`heinsen.sweep.launch`): a job imports nothing of heinsen,
-and no process on a node starts JAX except the run.
+submitit receives this module and `heinsen.files` by value (`heinsen.sweep.launch`), and with them the constants that
+they import: a job imports nothing of heinsen, and no process on a node starts JAX except the run.
 
 The run's folder shows what became of it: the job writes `status.json`, and `lock` is held as long as the job or its
 run is alive. A job stops its run, which then saves a checkpoint, when a file named `stop` appears in the folder, or
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from heinsen.errors import EXIT_INTERRUPTED
 from heinsen.files import write_atomically
 
 STATUS_FILE, LOCK_FILE, STOP_FILE, LOG_FILE = "status.json", "lock", "stop", "train.log"
-EXIT_INTERRUPTED = 75  # from train.py: it has saved a checkpoint and can be resumed
 POLL_SECONDS = 0.2
 PATIENCE = 600.0  # seconds for the run of a killed sweep to save and exit: it may be compiling
 
