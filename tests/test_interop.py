@@ -407,8 +407,8 @@ def test_the_model_card_tells_of_the_run_and_its_command_repeats_it(run, exporte
     for text in (
         f"{n_params:,}, float32",
         f"{STEPS * BATCH * LENGTH:,}: step {STEPS}",
-        f"{last['loss']:.4f} nats a token",
-        f"{last['validation_loss']:.4f} nats a token",
+        f"{last['loss']:.4f} nats per token",
+        f"{last['validation_loss']:.4f} nats per token",
         f"{run.data}, split train",
         "| tokenizer | bytes |",
         "module.load_state_dict(",
