@@ -25,6 +25,8 @@ from heinsen.models import (
     with_capacity,
 )
 
+TokenIds = Sequence[int] | np.ndarray | Array  # of one text
+
 PREFILL_PIECE = 512  # tokens of a prompt read at once: bounds the memory for a prompt of any length
 
 
@@ -162,7 +164,7 @@ def with_room(config: ModelConfig, state: ModelState, n_more: Int[np.ndarray, " 
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-def check_prompt(config: ModelConfig, prompt: Sequence[int] | np.ndarray) -> Int[np.ndarray, " T"]:
+def check_prompt(config: ModelConfig, prompt: TokenIds) -> Int[np.ndarray, " T"]:
     """Return the prompt as int32. Raises ValueError for an empty one, and for ids outside the vocabulary."""
     prompt = np.asarray(prompt, np.int32)
     if prompt.size == 0:
@@ -177,7 +179,7 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int] | np.ndarray) -> Int
 def read(
     config: ModelConfig,
     params: Params,
-    prompts: Sequence[Sequence[int] | np.ndarray],
+    prompts: Sequence[TokenIds],
     state: ModelState | None = None,
 ) -> Prefix:
     """Read prompts of any lengths together, after what `state` has read, one row per prompt.

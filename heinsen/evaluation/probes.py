@@ -60,7 +60,7 @@ class Task:
         return 1 / (self.vocab_size - _N_MARKS - (0 if self.name == "copy" else self.n_keys))
 
     @property
-    def max_length(self) -> float:
+    def max_length(self) -> int | float:
         """Largest length for which there are enough different keys."""
         return {"associative": self.n_keys, "phonebook": self.n_keys**_NAME, "copy": np.inf}[self.name]
 

@@ -134,8 +134,12 @@ def _state_before(k: Array, log_v: Array, state: LogState | None, segment_ids: A
 
 def _cleared(state: LogState, where: Bool[Array, "B 1"] | Bool[Array, ""]) -> LogState:
     """Return the state with those rows as before any token."""
-    rows = lambda x: where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
-    return jax.tree.map(lambda x: jnp.where(rows(x), logspace.NEG_INF, x), state)
+
+    def clear(x: Array) -> Array:
+        rows = where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
+        return jnp.where(rows, logspace.NEG_INF, x)
+
+    return jax.tree.map(clear, state)
 
 
 def _next_device() -> list[tuple[int, int]]:
