@@ -61,8 +61,8 @@ class InteropError(HeinsenError, ValueError):
 
 def is_reference_model(config: ModelConfig) -> bool:
     """Return whether the model is that of the published module: its attention, and its parameters' names and shapes."""
-    has_reference_attention = set(config.pattern) == {"heinsen"} and config.value_domain == "log"
-    return has_reference_attention and _shapes(config) == _reference_model_shapes(config)
+    is_published = all(mixer.is_published for mixer in config.mixers)
+    return is_published and _shapes(config) == _reference_model_shapes(config)
 
 
 def to_reference_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The commands that a Markdown text tells its readers to run."""
+"""The commands in a Markdown text, and the errors of their programs."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.runs import ROOT, TIMEOUT
 
-# Parses the arguments of many commands as their programs do, in one process; prints the error of each, or null.
+# Parse the arguments of many commands as their programs do, in one process. Prints the error of each, or null.
 PARSE = r"""
 import contextlib, io, json, runpy, sys
 import absl.app, absl.logging, ml_collections.config_flags
@@ -32,7 +32,7 @@ def parse(program, arguments):
             first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}
             from scripts.sweep_runs import check
             check(module["CONFIG"].value, fields["config"], first)
-        takes_words = program in ("scripts/plot_runs.py", "scripts/prepare_data.py")
+        takes_words = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
         return None if takes_words or len(rest) == 1 else f"unexpected {rest[1:]}"
     except (SystemExit, Exception) as error:
         return repr(error)
@@ -49,7 +49,7 @@ print(json.dumps(errors))
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(program, arguments) of every command of this repository in the indented blocks of a Markdown text."""
+    """Return (program, arguments) of each command of this repository in the indented blocks of a Markdown text."""
     lines = re.sub(r"\\\n\s+", "", text).splitlines()
     found = []
     for line in (line for line in lines if line.startswith("    ")):
@@ -63,7 +63,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def errors_of(found: list[tuple[str, list[str]]], runs: Path) -> list[str | None]:
-    """What each program says to its arguments; `runs` stands for the folder runs/."""
+    """Return each program's error for its arguments, or None; the folder `runs` takes the place of runs/."""
     moved = [(program, [a.replace("=runs/", f"={runs}/") for a in arguments]) for program, arguments in found]
     result = subprocess.run(
         [sys.executable, "-c", PARSE],

@@ -1,4 +1,4 @@
-"""Small models for tests: configs/default.py's with other sizes."""
+"""Small models for tests: the model of configs/default.py with smaller sizes."""
 
 from typing import Any
 
@@ -10,5 +10,5 @@ SIZES = dict(vocab_size=257, padded_vocab_size=264, n_layers=2, d_model=32, n_he
 
 
 def model_config(**changes: Any) -> ModelConfig:
-    """Raises ConfigError."""
+    """Return a small model's config with `changes`. Raises ConfigError."""
     return from_mapping(ModelConfig, default.get_config().model.to_dict() | SIZES | changes, "model")

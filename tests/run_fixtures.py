@@ -1,4 +1,4 @@
-"""Fixtures of the small runs in runs.py; `pytest_plugins = ["tests.run_fixtures"]` in a test module brings them."""
+"""Fixtures for the small runs of runs.py. A test module loads them with `pytest_plugins = ["tests.run_fixtures"]`."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from tests.runs import TIMEOUT, Commands, Run, draw_text, train_command, write_s
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of a pytest-xdist session see."""
+    """Folder shared by all processes of a pytest-xdist session."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -32,7 +32,7 @@ def commands(shared: Path) -> Commands:
 
 @pytest.fixture(scope="module")
 def compile_cache(commands: Commands) -> Iterator[None]:
-    """Compile as the commands do, sharing compiled functions with them and among calls that jit the same anew."""
+    """Compile as the commands do, and share compiled functions with them and among repeated jits of a function."""
     values = {
         "jax_disable_most_optimizations": True,
         "jax_compilation_cache_dir": str(commands.cache),
@@ -42,7 +42,7 @@ def compile_cache(commands: Commands) -> Iterator[None]:
     before = {name: jax.config.values[name] for name in values}
     for name, value in values.items():
         jax.config.update(name, value)
-    jax_cache.reset_cache()  # jax decides once whether there is a cache
+    jax_cache.reset_cache()  # jax checks only once whether there is a cache
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -51,19 +51,19 @@ def compile_cache(commands: Commands) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of 124 training windows: 31 batches an epoch. The texts are the same in every session."""
+    """Dataset of 124 training windows, 31 batches per epoch. The texts are the same in every session."""
     made = tmp_path_factory.mktemp("data") / "letters"
     rng = np.random.default_rng(0)
     write_split(made / "train", draw_text(rng, 2000))
     write_split(made / "validation", draw_text(rng, 333))
-    with contextlib.suppress(OSError):  # another process was first, with the same
+    with contextlib.suppress(OSError):  # another process has written the same data first
         made.rename(shared / "letters")
     return shared / "letters"
 
 
 @pytest.fixture(scope="session")
 def started(commands: Commands, data: Path, shared: Path) -> Iterator[dict[int, Path]]:
-    """The uninterrupted run on one device and on four, under way at the same time: their folders, once a session."""
+    """Folders of the uninterrupted runs on one device and on four, which start at the same time, once per session."""
     folders = {devices: shared / f"devices_{devices}" for devices in (1, 4)}
     processes = []
     for devices, folder in folders.items():
@@ -71,7 +71,7 @@ def started(commands: Commands, data: Path, shared: Path) -> Iterator[dict[int, 
             folder.mkdir()
             processes.append(commands.start_into(folder, *train_command(data, folder / "run"), devices=devices))
     yield folders
-    for process in processes:  # others may be waiting for it
+    for process in processes:  # other test processes may be waiting for it
         process.wait(TIMEOUT)
 
 
@@ -87,7 +87,7 @@ def _wait(folder: Path, data: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def run(started: dict[int, Path], data: Path) -> Run:
-    """The uninterrupted run on one device."""
+    """Uninterrupted run on one device."""
     return _wait(started[1], data)
 
 
@@ -98,7 +98,7 @@ def run_on_4_devices(started: dict[int, Path], data: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of words, some likelier than others, in the format of The Pile."""
+    """Folder of documents in The Pile's format, made of words with unequal frequencies."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefgh"), n)) for n in rng.integers(2, 7, 50)]
     for name, count in (("train-00", 400), ("validation", 20), ("test", 20)):

@@ -1,7 +1,7 @@
 """Small runs of the entry points, shared by the tests of training, evaluation and generation.
 
-The runs are configs/default.py, made small: 60 steps of 4 x 16 tokens, two epochs of the data, a checkpoint every 10
-steps and a validation every 6. The fixtures are in run_fixtures.py.
+The runs use configs/default.py with small sizes: 60 steps of 4 x 16 tokens, two epochs of the data, a checkpoint every
+10 steps and a validation every 6. The fixtures are in run_fixtures.py.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ OVERRIDES: dict[str, Any] = {
     "model.n_heads": 2,
     "model.d_key": 4,
     "model.d_value": 4,
-    "model.implementation": "scan",  # which is traced soonest
+    "model.implementation": "scan",  # the fastest to trace
     "optimizer.learning_rate": 4e-3,
     "optimizer.final_learning_rate": 4e-4,
     "optimizer.warmup_steps": 8,
@@ -60,7 +60,7 @@ OVERRIDES: dict[str, Any] = {
 
 
 def write_split(folder: Path, tokens: np.ndarray, **changes: Any) -> None:
-    """A split of byte tokens in one shard, by the contract of heinsen/data/dataset.py."""
+    """Write a split of byte tokens in one shard, following the contract of heinsen/data/dataset.py."""
     folder.mkdir(parents=True)
     path = folder / "shard-00000.npy"
     np.save(path, np.asarray(tokens, np.uint16))
@@ -82,7 +82,7 @@ def write_split(folder: Path, tokens: np.ndarray, **changes: Any) -> None:
 
 
 def draw_text(rng: np.random.Generator, n_tokens: int) -> np.ndarray:
-    """Letters, some likelier than others, in documents that each end with an end of text."""
+    """Draw letters of unequal frequencies, in documents that each end with an end-of-text token."""
     tokens = rng.choice(np.arange(97, 123), n_tokens, p=np.arange(1, 27) / 351)
     tokens[rng.random(n_tokens) < 0.02] = EOT
     tokens[-1] = EOT
@@ -90,7 +90,7 @@ def draw_text(rng: np.random.Generator, n_tokens: int) -> np.ndarray:
 
 
 def run_config(data: Path, /, **changes: Any) -> TrainConfig:
-    """The small run's config; `changes` name fields as `model__n_layers=3`. Raises ConfigError."""
+    """Return the small run's config with `changes`, such as `model__n_layers=3`. Raises ConfigError."""
     config = default.get_config()
     config.data.path = str(data)
     config.update_from_flattened_dict(OVERRIDES)
@@ -100,7 +100,7 @@ def run_config(data: Path, /, **changes: Any) -> TrainConfig:
         group = mapping
         for key in groups:
             group = group[key]
-        group[field] = value  # not through the ConfigDict, which checks some types itself
+        group[field] = value  # bypasses the ConfigDict, which checks some types itself
     return from_mapping(TrainConfig, mapping)
 
 
@@ -109,9 +109,9 @@ def run_config(data: Path, /, **changes: Any) -> TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Commands:
-    """Runs the entry points in processes of their own, which share one cache of compiled functions.
+    """Run the entry points in separate processes that share one cache of compiled functions.
 
-    XLA does not optimise: these models are so small that compiling would take nearly all of the time.
+    XLA's optimizations are off: these models are so small that compiling would take most of the time.
     """
 
     cache: Path
@@ -139,7 +139,7 @@ class Commands:
         )
 
     def start_into(self, folder: Path, *arguments: str | Path, devices: int = 1) -> subprocess.Popen:
-        """Writes the files stdout, stderr and, at the end, status there."""
+        """Start a command that writes the files stdout, stderr and, when it ends, status to `folder`."""
         script = '"$@" > "$0/stdout" 2> "$0/stderr"; echo $? > "$0/ended"; mv "$0/ended" "$0/status"'
         command = ["sh", "-c", script, folder, sys.executable, *arguments]
         return subprocess.Popen(
@@ -158,7 +158,7 @@ class Commands:
         )
 
     def run_all(self, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, subprocess.CompletedProcess]:
-        """Two at a time: `{name: {"arguments": [...], and devices or stdin}}`."""
+        """Run commands `{name: {"arguments": [...], and devices or stdin}}`, two at a time."""
         with ThreadPoolExecutor(2) as pool:
             call = lambda arguments, **options: self.run(*arguments, **options)
             futures = {name: pool.submit(call, **case) for name, case in cases.items()}
@@ -166,27 +166,27 @@ class Commands:
 
 
 def train_command(data: Path, workdir: Path, /, **changes: Any) -> list[str]:
-    """The command of the small run; `changes` as in `run_config`."""
+    """Return the small run's command; `changes` as in `run_config`."""
     fields = {**OVERRIDES, "data.path": data} | {name.replace("__", "."): value for name, value in changes.items()}
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
     return ["train.py", "--config=configs/default.py", f"--workdir={workdir}", *overrides]
 
 
 def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
-    """Wait for a started command."""
+    """Wait for a started command and return its result."""
     stdout, stderr = process.communicate(timeout=TIMEOUT)
     return subprocess.CompletedProcess(process.args, process.returncode, (stdout or b"").decode(), stderr.decode())
 
 
 def stop_when(process: subprocess.Popen, moment: Callable[[], bool], number: int) -> subprocess.CompletedProcess:
-    """Send signal `number` in a moment when `moment()` holds, and wait for the end."""
+    """Send signal `number` at a moment when `moment()` holds, and wait for the process to end."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise AssertionError(f"the run ended before the moment to stop it came: {finish(process).stderr}")
+            raise AssertionError(f"the run ended before the moment to stop it: {finish(process).stderr}")
         if moment():
-            process.send_signal(signal.SIGSTOP)  # hold it, to see whether the moment has already passed
+            process.send_signal(signal.SIGSTOP)  # pause it, to check whether the moment has already passed
             time.sleep(0.02)
             if moment():
                 process.send_signal(number)
@@ -196,37 +196,37 @@ def stop_when(process: subprocess.Popen, moment: Callable[[], bool], number: int
         time.sleep(0.0005)
 
 
-# ---- what runs leave -------------------------------------------------------------------------
+# ---- contents of run folders -----------------------------------------------------------------
 
 
 def read_log(workdir: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl (none if there is no such file yet), read without heinsen."""
+    """Read the complete lines of metrics.jsonl without heinsen (none if the file does not exist yet)."""
     path = workdir / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def without_timing(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must repeat bit for bit: JSON holds the shortest digits that give a float back."""
+    """Return the part of a log that must repeat bit for bit; JSON stores floats exactly."""
     return [
         {name: x for name, x in entry.items() if name not in ("tokens_per_second", "mfu", "data_wait")} for entry in log
     ]
 
 
 def checkpoint_steps(workdir: Path) -> list[int]:
-    """Steps of the whole checkpoints: a save under way has a longer name."""
+    """Return the steps of the complete checkpoints; a save in progress has a longer name."""
     folder = workdir / "checkpoints"
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Every file in a folder with its digest."""
+    """Return {relative path: digest} of the files in a folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def copy_run(run: Path, workdir: Path, keep: Callable[[int], bool] = lambda step: True) -> Path:
-    """A copy of a run, with those of its checkpoints whose step passes `keep`."""
+    """Copy a run with those of its checkpoints whose step passes `keep`."""
     shutil.copytree(run, workdir)
     for step in checkpoint_steps(workdir):
         if not keep(step):
@@ -236,7 +236,7 @@ def copy_run(run: Path, workdir: Path, keep: Callable[[int], bool] = lambda step
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that nothing interrupted. Tests read it, or work on a copy."""
+    """Uninterrupted run. Tests read it, or work on a copy."""
 
     workdir: Path
     data: Path

@@ -203,7 +203,9 @@ def test_empty_documents_have_no_bits_per_byte(rng, tmp_path):
 # ---- positions -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gain", "verdict"), [(-0.5, "helps"), (0.5, "hurts"), (0.0, "makes no sure difference")])
+@pytest.mark.parametrize(
+    ("gain", "verdict"), [(-0.5, "helps"), (0.5, "hurts"), (0.0, "makes no significant difference")]
+)
 def test_positions_and_what_a_long_context_brings(rng, tmp_path, gain, verdict):
     """Losses that are lower by `gain` beyond the window, and as before within it."""
     documents = draw_documents(rng, tmp_path / "split", rng.permutation([3, 16, *rng.integers(40, 200, 60)]))

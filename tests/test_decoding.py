@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from heinsen import decoding
 from heinsen.decoding import (
     Sampling,
     StateError,
@@ -20,8 +19,10 @@ from heinsen.decoding import (
     decode_step,
     fork,
     generate,
+    generation,
     load_prefix,
     prefill,
+    prompts,
     read,
     sample,
     save_prefix,
@@ -98,12 +99,12 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
 
 def test_a_prompt_read_in_pieces_equals_one_read_at_once(rng, params, monkeypatch):
     tokens = draw_tokens(rng, 2, 13)
-    read_piece, lengths = decoding._prefill_piece, []
+    read_piece, lengths = prompts._prefill_piece, []
     monkeypatch.setattr(
-        decoding, "_prefill_piece", lambda *args: (lengths.append(args[2].shape[1]), read_piece(*args))[1]
+        prompts, "_prefill_piece", lambda *args: (lengths.append(args[2].shape[1]), read_piece(*args))[1]
     )
     expected, expected_state = prefill(MODEL, params, tokens)
-    monkeypatch.setattr(decoding, "PREFILL_PIECE", 4)
+    monkeypatch.setattr(prompts, "PREFILL_PIECE", 4)
     logits, state = prefill(MODEL, params, tokens)
     assert lengths == [16, 4, 4, 4, 1], "padded to powers of two"
     np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -289,9 +290,9 @@ def test_texts_of_extreme_exponents_are_decoded_exactly(rng, params):
     params["layers"]["w2"]["kernel"] = params["layers"]["w2"]["kernel"] / 100
     own, tokens = step_params(MODEL, params), draw_tokens(rng, 1, 40)
     exact = []
-    wrapped = decoding._decode
+    wrapped = generation._decode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "_decode", lambda *args: (exact.append(args[3]), wrapped(*args))[1])
+        patch.setattr(generation, "_decode", lambda *args: (exact.append(args[3]), wrapped(*args))[1])
         written, after, _ = decode(
             MODEL, own, prefill(MODEL, params, tokens), jax.random.split(jax.random.key(0), 1), GREEDY, 8
         )

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from heinsen import decoding
 from heinsen.data.tokenizer import get_tokenizer
-from heinsen.decoding import Sampling, generate
+from heinsen.decoding import Sampling, generate, prompts
 from heinsen.evaluation import harness
 from heinsen.evaluation.harness import Answers, as_lm
 from tests.test_decoding import MODEL, draw_params, full_forward
@@ -57,7 +56,7 @@ def test_whole_texts_are_scored_from_their_first_token_without_a_limit(rng, answ
     got = answers.loglikelihood_rolling(texts)
     expected = [direct(answers, text, len(text))[0] if text else 0.0 for text in texts]
     np.testing.assert_allclose(got, expected, atol=2e-3)
-    monkeypatch.setattr(decoding, "PREFILL_PIECE", 8)
+    monkeypatch.setattr(prompts, "PREFILL_PIECE", 8)
     np.testing.assert_allclose(answers.loglikelihood_rolling(texts), expected, atol=2e-3)
 
 

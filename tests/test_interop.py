@@ -122,7 +122,7 @@ def layer_norm64(state, name, x):
 
 
 def published_forward64(state, tokens, n_heads, d_key, d_value):
-    """Logits [T, vocabulary] of the published module for tokens [T], from its state_dict alone (DESIGN section 2)."""
+    """Logits [T, vocabulary] of the published module for tokens [T], from its state_dict alone (docs/design.md)."""
     state = {name: np.float64(x) for name, x in state.items()}
     x = state["embed.weight"][tokens]
     d = x.shape[-1]

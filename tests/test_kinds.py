@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from heinsen.config import ConfigError, from_mapping
-from heinsen.decoding import Sampling, _longest_document, decode, read
+from heinsen.decoding import Sampling, decode, read
+from heinsen.decoding.prompts import longest_document
 from heinsen.models import (
     activation_rms,
     check_room,
@@ -342,11 +343,11 @@ def test_prompts_that_padding_takes_beyond_the_learned_positions_are_read_and_lo
     with pytest.raises(ValueError, match="7 tokens go beyond"):
         read(config, params, [tokens[0, :3], tokens[1, :1]], prefix.state)
     with pytest.raises(ValueError, match="8 tokens go beyond"):
-        decode(config, params, prefix, None, Sampling(), 2)
+        decode(config, params, prefix, jax.random.split(jax.random.key(0), B), Sampling(), 2)
     # Documents that begin anew have positions of their own.
     documents = dataclasses.replace(config, document_token=DOCUMENT)
     before = init_model_state(documents, 1)._replace(n_tokens=jnp.array([9]), document_start=jnp.array([5]))
-    longest = lambda *row: _longest_document(documents, before, np.array([row]), np.array([len(row)]))
+    longest = lambda *row: longest_document(documents, before, np.array([row]), np.array([len(row)]))
     assert [longest(5, 6), longest(5, DOCUMENT, 6), longest(DOCUMENT, *[5] * 6, DOCUMENT)] == [6, 5, 7]
 
 

@@ -1,4 +1,4 @@
-"""The log-sum-exp monoid, its scans and gradients, against float64 NumPy loops; and the policy at -inf."""
+"""The log-sum-exp monoid, its scans and gradients against float64 NumPy loops; the policy at -inf."""
 
 import functools
 
@@ -37,7 +37,7 @@ def normal(rng, *shape, scale=1.0):
 
 
 def with_zeros(rng, x, share=0.3):
-    """Some logarithms replaced by that of zero."""
+    """Replace some logarithms by that of zero."""
     return np.where(rng.random(x.shape) < share, np.float32(-INF), x)
 
 
@@ -52,7 +52,7 @@ def weights64(x, total):
 
 
 def assert_close(got, want, tolerance=1e-6):
-    """Equal to within `tolerance` of each entry, or of 1 where that is larger; infinities exactly equal."""
+    """Assert equality within `tolerance`, relative to each entry or to 1, whichever is larger; infinities are equal."""
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
@@ -64,13 +64,13 @@ def _pull(function, arguments, cotangent, fixed):
 
 
 def pull(function, arguments, cotangent, *fixed):
-    """Gradients of function(*arguments, *fixed) by its float32 `arguments`; an error where one is NaN."""
+    """Return the gradients of function(*arguments, *fixed) with respect to `arguments`; a NaN is an error."""
     with jax.debug_nans(True):
         return _pull(function, tuple(map(jnp.asarray, arguments)), jnp.asarray(cotangent, jnp.float32), fixed)
 
 
 def finite_differences(function, arguments, cotangent, step=1e-5):
-    """The gradients of sum(cotangent * function(*arguments)), entry by entry in float64."""
+    """Return the gradients of sum(cotangent * function(*arguments)), entry by entry in float64."""
     arguments = [np.asarray(x, np.float64) for x in arguments]
     gradients = [np.zeros_like(x) for x in arguments]
     for x, gradient in zip(arguments, gradients, strict=True):
@@ -118,7 +118,7 @@ def test_logaddexp_is_the_log_of_the_sum(a, b):
 def test_derivatives_of_logaddexp_are_the_posterior_weights(a, b):
     total = np.logaddexp(np.float64(a), np.float64(b))
     da, db = pull(logaddexp, (a, b), 1.0)
-    # A float32 logarithm near 1e4 is known to 1e-3: so is the weight, exp of a difference of two of them.
+    # A float32 logarithm near 1e4 has an error of 1e-3, and so has the weight, exp of the difference of two.
     tolerance = 1e-6 + 2 * FLOAT32_EPS * max(abs(x) for x in (total, 1) if np.isfinite(x))
     assert_close(da, weights64(a, total), tolerance)
     assert_close(db, weights64(b, total), tolerance)
@@ -294,7 +294,7 @@ def test_gated_sum_runs_along_its_axis(rng):
 
 
 def segments(resets):
-    """For each token the number of its segment."""
+    """Return the index of each token's segment."""
     return np.cumsum(resets)
 
 
@@ -304,7 +304,7 @@ def lcse(x, resets):
 
 
 def lcse64(x, resets):
-    """The log-cumulative-sum along axis 0, afresh where `resets` is true."""
+    """Log-cumulative-sum along axis 0, restarted where `resets` is true."""
     h = np.full(x.shape[1:], -INF)
     out = []
     for x_t, reset in zip(x.astype(np.float64), resets, strict=True):
@@ -384,12 +384,12 @@ def recurrence64(log_a, log_b, initial):
 @pytest.mark.parametrize("given_initial", [False, True])
 def test_log_linear_recurrence(rng, scale, given_initial, method):
     log_a, log_b = normal(rng, 9, 4, scale=scale), with_zeros(rng, normal(rng, 9, 4, scale=scale))
-    log_a = -np.abs(log_a) if scale > 1 else log_a  # decay, or growth too
+    log_a = -np.abs(log_a) if scale > 1 else log_a  # decay only, or decay and growth
     log_a[3, 0], log_b[:, 1] = -INF, -INF
     initial = normal(rng, 4) if given_initial else None
     start = np.float64(initial) if given_initial else np.full(4, -INF)
     want = recurrence64(log_a.astype(np.float64), log_b.astype(np.float64), start)
-    largest = np.max(np.abs(want[np.isfinite(want)]))  # what is rounded is as large as the terms, even if they cancel
+    largest = np.max(np.abs(want[np.isfinite(want)]))  # rounding errors scale with the terms, even if these cancel
     got = np.asarray(recurrence(method, log_a, log_b, initial), np.float64)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-7 * largest)
 

@@ -1,4 +1,4 @@
-"""Meshes of simulated devices, in one process and in two, against one device, by the entry point."""
+"""Runs on meshes of simulated devices, in one process and in two, against one device."""
 
 import re
 import signal
@@ -48,7 +48,7 @@ def test_four_devices_give_the_losses_of_one(run, run_on_4_devices):
 
 @pytest.mark.long
 def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_path):
-    """And config.json then tells of the mesh, which is no part of what makes a run another one."""
+    """The mesh does not identify a run; config.json records the new one."""
     start = STEPS - CHECKPOINT_EVERY
     workdir = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= start)
     changes = {"mesh__fsdp": 2, "mesh__tensor": 2}
@@ -120,7 +120,7 @@ def test_two_processes_of_two_devices_give_the_losses_of_one(run, commands, tmp_
 
 @pytest.mark.long
 def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path):
-    """One is lost; both start again, stop together, go on on another mesh, and end with the losses of one device."""
+    """One is killed; both restart, stop together, resume on another mesh, and end with the losses of one device."""
     workdir = tmp_path / "run"
     first, second = start_two(commands, run.data, workdir)
     try:
@@ -137,7 +137,7 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
     mesh = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2}
     first, second = start_two(commands, run.data, workdir, **mesh)
     try:
-        # To the one that is not the coordinator: the other hears of it.
+        # Sent to the process that is not the coordinator; the other one is notified.
         stopped = stop_when(second, lambda: read_log(workdir)[-1]["step"] > 22, signal.SIGTERM)
         assert stopped.returncode == finish(first).returncode == 75, stopped.stderr
     finally:
@@ -181,7 +181,7 @@ def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
     ],
 )
 def test_processes_that_a_cluster_has_started_find_each_other(monkeypatch, environment, joins, all_gpus):
-    """By jax.distributed, which gives each its own GPU; a single process on a node gets all there are."""
+    """jax.distributed gives each process its own GPU; a single process on a node gets all of them."""
     for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -198,7 +198,7 @@ def test_processes_that_a_cluster_has_started_find_each_other(monkeypatch, envir
     assert (("jax_cuda_visible_devices", "all") in updates) == all_gpus
 
 
-# ---- what lies where -----------------------------------------------------------------------------
+# ---- sharding ------------------------------------------------------------------------------------
 
 
 PLACEMENT = """
@@ -229,11 +229,11 @@ assert [shard.data.shape for shard in placed.addressable_shards] == [(2, 1, 3)] 
 assert placed.sharding.is_equivalent_to(split_batch(mesh, axis=1), 3)
 np.testing.assert_array_equal(placed, passes)
 
-# Sequences over data and fsdp alike, copies over the other axes.
+# Sequences are split over data and fsdp, and replicated over the other axes.
 placed = place_batch(make_mesh(MeshConfig(1, 2, 1, 2)), {"tokens": batch})["tokens"]
 assert rows_by_device(placed, 0) == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
-# Parameters and both moments are split; initialisation never has them whole.
+# Parameters and both moments are split; initialization never holds them whole.
 config = run_config("unused", model__d_model=64, model__n_heads=8, model__implementation=None)
 optimizer = make_optimizer(config.optimizer, 100)
 size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""docs/REPLICATION.md: its commands are ones that the programs take, its figures follow from their sources."""
+"""docs/REPLICATION.md: the programs accept its commands, and its figures follow from their sources."""
 
 import csv
 import dataclasses
@@ -21,7 +21,7 @@ N_PARAMS = 124_879_872
 
 @pytest.fixture
 def runs(tmp_path):
-    """A folder with the config of the run that the text speaks of."""
+    """Folder with the config of the run described in the text."""
     (tmp_path / "pile_125m").mkdir()
     (tmp_path / "pile_125m" / "config.json").write_text(json.dumps(dataclasses.asdict(CONFIG)))
     return tmp_path
@@ -44,8 +44,8 @@ def test_every_command_is_one_that_its_program_takes(runs):
         ("scripts/export.py", ["--workdir=x", "--out=y", "word"]),
     ]
     errors = errors_of([*found, *broken], runs)
-    told = [(command, error) for command, error in zip(found, errors, strict=False) if error]
-    assert not told, told
+    rejected = [(command, error) for command, error in zip(found, errors, strict=False) if error]
+    assert not rejected, rejected
     assert all(errors[len(found) :]), errors[len(found) :]
 
 
@@ -64,22 +64,22 @@ def test_links_lead_somewhere():
 def test_figures_follow_from_what_they_are_computed_from():
     steps, flops = CONFIG.total_steps, 6 * N_PARAMS * 300e9
     hours = [flops / (share * 989e12) / 3600 for share in (0.4, 0.2)]
-    tokens_a_byte = 0.29335
-    told = [
+    tokens_per_byte = 0.29335
+    expected = [
         f"{steps:,} steps of {CONFIG.batch_size} x {CONFIG.sequence_length}",
         f"= {flops:.3g} FLOPs".replace("e+", "e"),
         f"{hours[0]:.0f} to {hours[1]:.0f} hours of one H100",
-        f"**{2.47 * tokens_a_byte / math.log(2):.3f}**",
-        f"{1254.20 * 2**30 * tokens_a_byte / 1e9:.0f}e9, 824.5e9",
-        f"0.29335 = {824.5 * tokens_a_byte:.0f}e9",
+        f"**{2.47 * tokens_per_byte / math.log(2):.3f}**",
+        f"{1254.20 * 2**30 * tokens_per_byte / 1e9:.0f}e9, 824.5e9",
+        f"0.29335 = {824.5 * tokens_per_byte:.0f}e9",
         f"{12.07 + 0.75 + 1.55 + 0.60 + 10.01:.2f}% of The Pile's bytes",
         f"so 296e9 take {round(296e9 / 4.68e6, -3):,.0f} s, {296e9 / 4.68e6 / 3600:.1f} hours",
-        f"1 / 0.29335 = {1 / tokens_a_byte:.2f}",
+        f"1 / 0.29335 = {1 / tokens_per_byte:.2f}",
         f"stays at {math.log(CONFIG.model.vocab_size):.1f}",
         f"{math.ceil(3e9 / (480 * 1024)):,} steps.",
     ]
     flowing = " ".join(TEXT.split())
-    assert [words for words in told if words not in flowing] == []
+    assert [words for words in expected if words not in flowing] == []
 
 
 def test_the_table_on_the_way_is_that_of_the_anchors():

@@ -1,8 +1,8 @@
-"""Answers to the requests of the lm-evaluation-harness: likelihoods of continuations, of whole texts, and generation.
+"""Answers to the requests of the lm-evaluation-harness: likelihoods of continuations and of whole texts, generation.
 
-`Answers` does the work and needs nothing but this package; `as_lm` makes it a model for `lm_eval.simple_evaluate`
+`Answers` does the work and needs only this package; `as_lm` wraps it in a model for `lm_eval.simple_evaluate`
 (pip install 'heinsen[harness]'). Every text begins a document: the end-of-text token comes before it, as in training.
-States are carried: no text is cut, however long.
+The model's state is carried along, so no text is truncated.
 """
 
 import dataclasses
@@ -16,30 +16,30 @@ from heinsen.data.tokenizer import Tokenizer
 from heinsen.decoding import Prefix, Sampling, StopStrings, continue_texts, read, score, step_params
 from heinsen.models import ModelConfig, Params
 
-MAX_GENERATED = 256  # tokens, where a task names no limit
+MAX_GENERATED = 256  # tokens, for tasks without a limit
 
 
 @dataclasses.dataclass
 class Answers:
-    """What a model answers; `batch_size` texts at a time."""
+    """A model's answers, computed for `batch_size` texts at a time."""
 
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
     batch_size: int = 32
-    progress: Callable[[Iterable, str], Iterable] = lambda items, _: items
+    progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Of (context, continuation): log-likelihood in nats, and whether greedy decoding would write it.
+        """For each (context, continuation), return its log-likelihood in nats, and whether greedy decoding writes it.
 
-        Each context is read once, for all of its continuations. Raises ValueError for an empty continuation.
+        Each context is read once for all of its continuations. Raises ValueError for an empty continuation.
         """
         answers: list[Any] = [None] * len(requests)
         of_context: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
         for i, (context, continuation) in enumerate(requests):
             before, after = self._split(context, continuation)
             of_context.setdefault(tuple(before), []).append((i, after))
-        # Contexts of like length together: little padding.
+        # Contexts of similar length together need little padding.
         contexts = sorted(of_context, key=len)
         for prompts in self._batches(contexts, "reading contexts"):
             prefix = read(self.config, self.params, prompts)
@@ -54,7 +54,7 @@ class Answers:
         return answers
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Of whole texts, from their first token on, in nats."""
+        """Return the log-likelihoods of whole texts, from their first token on, in nats."""
         answers = [0.0] * len(texts)
         tokens = {i: self.tokenizer.encode(text) for i, text in enumerate(texts) if text}
         for part in self._batches(sorted(tokens, key=lambda i: len(tokens[i])), "reading texts"):
@@ -65,13 +65,12 @@ class Answers:
         return answers
 
     def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        """Of (context, arguments): what follows, up to the first of the strings `until`, the end of the document or
-        max_gen_toks. Greedy, unless do_sample with temperature, top_k, top_p, min_p.
+        """For each (context, arguments), generate up to a string in `until`, the document's end or max_gen_toks.
 
-        Raises ValueError for arguments it does not know.
+        Greedy, unless do_sample with temperature, top_k, top_p, min_p. Raises ValueError for unknown arguments.
         """
         answers = [""] * len(requests)
-        alike: dict[tuple, list[int]] = {}
+        alike: dict[tuple[Sampling, tuple[str, ...], int], list[int]] = {}
         for i, (_, arguments) in enumerate(requests):
             alike.setdefault(_generation(arguments), []).append(i)
         own = step_params(self.config, self.params)
@@ -93,24 +92,27 @@ class Answers:
         return answers
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], np.ndarray]:
-        """Tokens of the context, the document's beginning included, and of the continuation, as the whole divides."""
+        """Return the tokens of the context, including end-of-text at its beginning, and those of the continuation.
+
+        They are the tokens of the joined text.
+        """
         if not continuation:
             raise ValueError(f"an empty continuation after {context[-40:]!r} has no likelihood")
-        spaces = len(context) - len(context.rstrip())  # tokens of words hold the space before them
+        spaces = len(context) - len(context.rstrip())  # a word's token includes the space before it
         context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
         n = len(self.tokenizer.encode(context)) if context else 0
         whole = self.tokenizer.encode(context + continuation)
-        # Where the two melt into fewer tokens than the context has, its last one belongs to the continuation.
+        # If the joined text has fewer tokens than the context, the last token belongs to the continuation.
         n = min(n, len(whole) - 1)
         return [self.tokenizer.eot_id, *map(int, whole[:n])], np.asarray(whole[n:], np.int32)
 
-    def _score(self, prefix: Prefix, texts: list) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _score(self, prefix: Prefix, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         lengths = np.array([len(text) for text in texts])
         tokens = np.stack([np.pad(np.asarray(text, np.int32), (0, lengths.max() - len(text))) for text in texts])
         log_p, likeliest, _ = score(self.config, self.params, prefix, tokens, lengths)
         return log_p, likeliest, lengths
 
-    def _batches(self, items: list, what: str) -> Iterable[list]:
+    def _batches(self, items: list[Any], what: str) -> Iterable[list[Any]]:
         starts = range(0, len(items), self.batch_size)
         return self.progress([items[start : start + self.batch_size] for start in starts], what)
 
@@ -120,7 +122,7 @@ def _rows(prefix: Prefix, rows: np.ndarray) -> Prefix:
 
 
 def _generation(arguments: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
-    """The harness's generation arguments. Raises ValueError."""
+    """Parse generation arguments: (sampling, stop strings, largest number of tokens). Raises ValueError."""
     rest = dict(arguments)
     until = rest.pop("until", [])
     until = (until,) if isinstance(until, str) else tuple(until or ())
@@ -130,24 +132,24 @@ def _generation(arguments: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], i
         drawn = {"temperature": 0.0}
     if rest:
         raise ValueError(
-            f"generation arguments {sorted(rest)} are not known here: use until, max_gen_toks, do_sample, "
+            f"unknown generation arguments {sorted(rest)}: use until, max_gen_toks, do_sample, "
             "temperature, top_k, top_p, min_p"
         )
     return Sampling(**drawn), until, max_tokens
 
 
 def as_lm(answers: Answers) -> Any:
-    """The same as an `lm_eval.api.model.LM`. Raises ImportError where lm-eval is not installed."""
+    """Wrap the answers in an `lm_eval.api.model.LM`. Raises ImportError if lm-eval is not installed."""
     from lm_eval.api.model import LM
 
     class HarnessModel(LM):
-        def loglikelihood(self, requests, disable_tqdm=False):
+        def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             return answers.loglikelihood([request.args for request in requests])
 
-        def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
             return answers.loglikelihood_rolling([request.args[0] for request in requests])
 
-        def generate_until(self, requests, disable_tqdm=False):
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             return answers.generate_until([request.args for request in requests])
 
     return HarnessModel()

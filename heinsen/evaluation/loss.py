@@ -16,7 +16,14 @@ from heinsen.parallel import place_batch, replicated, split_batch
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """loss: nats a token; perplexity: exp(loss); bits_per_byte: of the documents' UTF-8 text; tokens: predicted."""
+    """Losses over a split.
+
+    Attributes:
+      loss: nats per token.
+      perplexity: exp(loss).
+      bits_per_byte: bits per byte of the documents' UTF-8 text.
+      tokens: number of predicted tokens.
+    """
 
     loss: float
     perplexity: float
@@ -25,14 +32,14 @@ class Evaluation:
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """From nats a token to bits a byte of text, by the data's bytes a token."""
+    """Convert nats per token to bits per byte of text, by the data's bytes per token."""
     return loss / (math.log(2) * bytes_per_token)
 
 
 def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: float) -> Evaluation:
-    """The loss over tokens drawn from several datasets by their shares, from each dataset's own.
+    """Combine (share, evaluation) of each dataset into the evaluation of tokens drawn by these shares.
 
-    bytes_per_token: of the mixture (`heinsen.data.mixture.bytes_per_token`).
+    bytes_per_token: that of the mixture (`heinsen.data.mixture.bytes_per_token`).
     """
     loss = sum(share * part.loss for share, part in parts)
     tokens = sum(part.tokens for _, part in parts)
@@ -40,18 +47,21 @@ def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: floa
 
 
 def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
-    """(params, {"tokens" [B, T + 1], "mask" [B, T]}) -> each sequence's sum of nats over masked targets, [B]."""
+    """Return a compiled step: (params, {"tokens" [B, T + 1], "mask" [B, T]}) -> sums of nats where mask is 1, [B]."""
 
-    def step(params, batch):
+    def step(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
         return jnp.sum(window_losses(model, params, batch["tokens"], mesh) * batch["mask"], axis=-1)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 
 
 def make_activation_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
-    """(params, windows [B, T + 1]) -> `activation_rms` of the tokens that the model reads of them, none masked."""
+    """Return a compiled step: (params, windows [B, T + 1]) -> `activation_rms` of the tokens that the model reads.
 
-    def step(params, tokens):
+    No token is masked.
+    """
+
+    def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
         return activation_rms(model, params, tokens[:, :-1] if model.causal else tokens[:, 1:], mesh)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
@@ -64,7 +74,7 @@ def evaluate(
     mesh: Mesh,
     bytes_per_token: float,
 ) -> Evaluation:
-    """Average over all masked targets of `batches` (heinsen.data.evaluation_batches), summed in float64."""
+    """Average over the targets of `batches` (heinsen.data.evaluation_batches) where their mask is 1, in float64."""
     nats, tokens = 0.0, 0
     for batch in batches:
         placed = place_batch(mesh, batch)

@@ -1,19 +1,20 @@
-"""Probes of recall: sequences whose answers stand in the context, made from a seed, at any length.
+"""Probes of recall: sequences of any length, drawn from a seed, whose answers are in the context.
 
-- "associative": n pairs of a key and its value, then every key again, in another order: its value is the answer
+- "associative": n pairs of a key and its value, then every key again in another order, each answered by its value
   (multi-query associative recall of Arora et al., 2023, "Zoology").
-- "phonebook": n entries of a name and a number of several tokens each, then some of the names: their numbers are the
-  answers (Jelassi et al., 2024, "Repeat After Me").
-- "copy": n tokens, then the same again: the answer (the same paper).
+- "phonebook": n entries of a name and a number of several tokens each, then some of the names, each answered by its
+  number (Jelassi et al., 2024, "Repeat After Me").
+- "copy": n tokens, answered by the same tokens again (the same paper).
 
-The number of things that the context holds, n, is the probe's length. A state of fixed size holds so many and no more;
-a cache of all tokens, as softmax attention's, grows with them. All ids are drawn at random, so that there is nothing to
-learn but to recall.
+n, the number of items in the context, is the length of the probe. A state of constant size can hold only so many; a
+cache of all tokens, such as softmax attention's, grows with them. All ids are random: there is nothing to learn but to
+recall.
 
-Axes: B sequences, T predicted tokens of each.
+Axes: B sequences, T predicted tokens of each, N = T + 1 tokens.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -29,20 +30,20 @@ _QUERIES = 8  # names that a phonebook is asked for, at most
 
 
 class Probe(NamedTuple):
-    """tokens: int32 [B, T + 1]. answers: int32 [B, T], which answer the target tokens[:, t + 1] is of; 0: none."""
+    """Sequences, and the number of the answer, from 1 on, that each target tokens[:, t + 1] belongs to (0: none)."""
 
-    tokens: np.ndarray
-    answers: np.ndarray
+    tokens: Int[np.ndarray, "B N"]
+    answers: Int[np.ndarray, "B N-1"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A probe's kind, and the ids that it may use: those of a vocabulary of `vocab_size`."""
+    """A kind of probe, a key of TASKS, for a vocabulary of `vocab_size` ids. Raises ValueError."""
 
     name: str
     vocab_size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.name not in TASKS:
             raise ValueError(f"task {self.name!r}: choose {', '.join(TASKS)}")
         if self.vocab_size < _N_MARKS + 2:
@@ -50,21 +51,21 @@ class Task:
 
     @property
     def n_keys(self) -> int:
-        """Ids of keys, or of the tokens of names; the rest are values."""
+        """Number of ids for keys, or for the tokens of names; the others are values."""
         return (self.vocab_size - _N_MARKS) // 2
 
     @property
     def chance(self) -> float:
-        """How often a guess among the ids that may answer has a token right."""
+        """Accuracy per token of a guess among the possible answers."""
         return 1 / (self.vocab_size - _N_MARKS - (0 if self.name == "copy" else self.n_keys))
 
     @property
     def max_length(self) -> float:
-        """The greatest length for which there are enough different keys."""
+        """Largest length for which there are enough different keys."""
         return {"associative": self.n_keys, "phonebook": self.n_keys**_NAME, "copy": np.inf}[self.name]
 
     def check(self, length: int) -> None:
-        """Raises ValueError where there are not so many different keys."""
+        """Raise ValueError if there are not enough different keys for this length."""
         if not 1 <= length <= self.max_length:
             raise ValueError(
                 f"length {length} of task {self.name!r}: it must be from 1 to {self.max_length}, as model.vocab_size = "
@@ -72,7 +73,7 @@ class Task:
             )
 
     def draw(self, rng: np.random.Generator, batch_size: int, length: int) -> Probe:
-        """Sequences that hold `length` things. Raises ValueError as `check`."""
+        """Draw sequences with `length` items. Raises ValueError as `check`."""
         self.check(length)
         return TASKS[self.name](self, rng, batch_size, length)
 
@@ -95,24 +96,35 @@ def _phonebook(task: Task, rng: np.random.Generator, batch_size: int, length: in
 
 
 def _copy(task: Task, rng: np.random.Generator, batch_size: int, length: int) -> Probe:
-    things = rng.integers(_N_MARKS, task.vocab_size, (batch_size, length, 1))
-    return _sequence(things, things.reshape(batch_size, 1, length), n_given=0)
+    items = rng.integers(_N_MARKS, task.vocab_size, (batch_size, length, 1))
+    return _sequence(items, items.reshape(batch_size, 1, length), n_given=0)
 
 
-TASKS = {"associative": _associative, "phonebook": _phonebook, "copy": _copy}
+TASKS: dict[str, Callable[[Task, np.random.Generator, int, int], Probe]] = {
+    "associative": _associative,
+    "phonebook": _phonebook,
+    "copy": _copy,
+}
 
 
 def _different(rng: np.random.Generator, batch_size: int, count: int, below: int) -> np.ndarray:
-    """Different integers from 0 on, int64 [B, count], in any order."""
+    """Draw different integers in [0, below), in any order: int64 [B, count]."""
     return np.stack([rng.choice(below, count, replace=False) for _ in range(batch_size)])
 
 
 def _sequence(context: np.ndarray, asked: np.ndarray, n_given: int) -> Probe:
-    """The start, the context [B, n, ...], the mark of queries, and queries [B, m, ...] whose tokens after the first
-    n_given are the answers."""
+    """Join the start, the context [B, n, ...], the mark of queries and the queries [B, m, ...].
+
+    The tokens of each query after the first n_given are its answer.
+    """
     n_batch, n_asked, n_tokens = asked.shape
-    mark = lambda token: np.full((n_batch, 1), token)
-    flat = lambda x: x.reshape(n_batch, -1)
+
+    def mark(token: int) -> np.ndarray:
+        return np.full((n_batch, 1), token)
+
+    def flat(x: np.ndarray) -> np.ndarray:
+        return x.reshape(n_batch, -1)
+
     tokens = np.concatenate([mark(_START), flat(context), mark(_QUERY), flat(asked)], axis=1)
     which = np.repeat(np.arange(1, n_asked + 1), n_tokens) * (np.arange(n_asked * n_tokens) % n_tokens >= n_given)
     answers = np.zeros((n_batch, tokens.shape[1] - 1), np.int32)
@@ -126,26 +138,26 @@ def _sequence(context: np.ndarray, asked: np.ndarray, n_given: int) -> Probe:
 def answer_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
-    """Nats a token of a probe's answers alone (the batch: `Probe._asdict`), for `make_train_step`."""
+    """Return the loss, in nats per token, of the answers alone; `batch` is a `Probe._asdict()`."""
     return mean_loss(config, params, batch["tokens"], mesh, (batch["answers"] > 0).astype(jnp.float32))
 
 
-def right_answers(config: ModelConfig, params: Params, tokens: Int[Array, "B T+1"]) -> Bool[Array, "B T"]:
-    """Whether each target is the likeliest id, given all before it (of an answer, the right beginning too)."""
+def right_answers(config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"]) -> Bool[Array, "B N-1"]:
+    """Return whether each target is the likeliest id, given all tokens before it, those of its answer included."""
     logits = forward(config, params, tokens[:, :-1])[0][..., : config.vocab_size]
     return jnp.argmax(logits, axis=-1) == tokens[:, 1:]
 
 
 class Accuracy(NamedTuple):
-    """Shares of the answers' tokens, and of whole answers, that are right; of how many answers."""
+    """Accuracy over the answers' tokens, over whole answers, and the number of answers."""
 
     tokens: float
     answers: float
     n_answers: int
 
 
-def accuracy(probe: Probe, right: np.ndarray) -> Accuracy:
-    """Of `right_answers`, bool [B, T]."""
+def accuracy(probe: Probe, right: Bool[np.ndarray, "B T"]) -> Accuracy:
+    """Return the accuracy of a model whose `right_answers` are these."""
     n_answers = int(probe.answers.max())
     whole = [np.all(right | (probe.answers != which), axis=1) for which in range(1, n_answers + 1)]
     return Accuracy(float(right[probe.answers > 0].mean()), float(np.mean(whole)), n_answers * len(probe.tokens))

@@ -1,20 +1,24 @@
-"""The loss of next tokens, in nats, from the last hidden states; the logits of few tokens at a time exist, never all.
+"""Cross-entropy of tokens, in nats, from the last hidden states. The logits of all tokens are never in memory at once.
 
     loss[t] = LSE_v(x[t] . e[v]) - x[t] . e[target[t]]
 
-The gradient by the logits, softmax - one_hot, is at hand while the loss is computed, so `weighted_loss` takes its two
-products right then: nothing is computed twice, and what is kept is of the size of x and of the embedding.
+The gradient with respect to the logits, softmax - one_hot, is known while the loss is computed, so `weighted_loss`
+computes its two products right then: nothing is computed twice, and the residuals have the sizes of x and of the
+embedding.
 
-On a mesh every device takes its share of the batch and of the tokens, also of those that the axis `tensor` would have
-repeat the work, with the embedding whole: its gradient is summed over all devices once.
+On a mesh each device takes a share of the batch and of the tokens, which are divided over the axis `tensor` too, and
+the whole embedding, whose gradient is summed over all devices once.
 
 Axes: B batch, T tokens, D d_model; `vocab` rows of the embedding, all of which take part in the softmax.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -25,60 +29,66 @@ _TOKENS = P(BATCH, ("sequence", "tensor"))  # [B, T, ...]
 
 
 def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Negative log-likelihood of each target, in nats."""
+    """Return the negative log-likelihood of each target."""
     # A masked sum rather than a gather, whose gradient would scatter into one more array of the logits' size.
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
 def token_logits(x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], dtype: str) -> Float[Array, "B T vocab"]:
-    """x . e[v] of every token, accumulated in float32 at least; `dtype` is that of the matmul's inputs."""
+    """Return x . e[v] for every token, with inputs in `dtype`, accumulated in float32 at least."""
     accumulator = jnp.promote_types(dtype, jnp.float32)
     return jnp.einsum("btd,vd->btv", x.astype(dtype), embedding.astype(dtype), preferred_element_type=accumulator)
 
 
 def token_losses(
-    x: Float[Array, "B T D"],
-    embedding: Float[Array, "vocab D"],
-    targets: Int[Array, "B T"],
+    x: Float[Array | np.ndarray, "B T D"],
+    embedding: Float[Array | np.ndarray, "vocab D"],
+    targets: Int[Array | np.ndarray, "B T"],
     dtype: str,
     mesh: Mesh | None = None,
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood of each target. `dtype` is that of the matmul's inputs; the logits are float32."""
-    losses = partial(_token_losses, dtype=dtype)
+    """Return the negative log-likelihood of each target, from `token_logits`."""
+    losses: Callable[..., Array] = partial(_token_losses, dtype=dtype)
     if mesh is not None and mesh.size > 1:
         losses = on_each_device(mesh, losses, in_specs=(_TOKENS, P(), _TOKENS), out_specs=_TOKENS)
     return losses(x, embedding, targets)
 
 
-def _token_losses(x, embedding, targets, dtype):
-    step = lambda _, chunk: (None, cross_entropy(token_logits(chunk[0], embedding, dtype), chunk[1]))
+def _token_losses(x: Array, embedding: Array, targets: Array, dtype: str) -> Array:
+    def step(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
+        x, targets = chunk
+        return None, cross_entropy(token_logits(x, embedding, dtype), targets)
+
     return _over_chunks(step, None, (x, targets), len(embedding))[1]
 
 
 def weighted_loss(
-    x: Float[Array, "B T D"],
-    embedding: Float[Array, "vocab D"],
-    targets: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
+    x: Float[Array | np.ndarray, "B T D"],
+    embedding: Float[Array | np.ndarray, "vocab D"],
+    targets: Int[Array | np.ndarray, "B T"],
+    weights: Float[Array | np.ndarray, "B T"],
     dtype: str,
     mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
-    """The sum of the `token_losses` times weights."""
+    """Return the sum of `token_losses` times `weights`."""
     arrays = tuple(map(jnp.asarray, (x, embedding, targets, weights)))
     if mesh is None or mesh.size == 1:
         return _weighted_loss(*arrays, dtype)
-    of_device = lambda *arrays: _weighted_loss(*arrays, dtype)[None]
+    on_device = lambda *arrays: _weighted_loss(*arrays, dtype)[None]
     specs = _TOKENS, P(), _TOKENS, _TOKENS
-    return jnp.sum(on_each_device(mesh, of_device, in_specs=specs, out_specs=P(AXES))(*arrays))
+    return jnp.sum(on_each_device(mesh, on_device, in_specs=specs, out_specs=P(AXES))(*arrays))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _weighted_loss(x, embedding, targets, weights, dtype):
+def _weighted_loss(x: Array, embedding: Array, targets: Array, weights: Array, dtype: str) -> Array:
     return jnp.sum(weights * _token_losses(x, embedding, targets, dtype))
 
 
-def _forward(x, embedding, targets, weights, dtype):
-    def step(dembedding, chunk):
+Residuals = tuple[Array, Array, Array]  # gradients with respect to x and the embedding; losses
+
+
+def _forward(x: Array, embedding: Array, targets: Array, weights: Array, dtype: str) -> tuple[Array, Residuals]:
+    def step(dembedding: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = chunk
         logits = token_logits(x, embedding, dtype)
         log_z = jax.nn.logsumexp(logits, axis=-1)
@@ -94,7 +104,7 @@ def _forward(x, embedding, targets, weights, dtype):
     return jnp.sum(weights * losses), (dx.astype(x.dtype), dembedding, losses)
 
 
-def _backward(dtype, residuals, g):
+def _backward(dtype: str, residuals: Residuals, g: Array) -> tuple[Array, Array, None, Array]:
     dx, dembedding, losses = residuals
     return g * dx, g * dembedding, None, g * losses
 
@@ -102,22 +112,24 @@ def _backward(dtype, residuals, g):
 _weighted_loss.defvjp(_forward, _backward)
 
 
-def _is_target(logits, targets):
+def _is_target(logits: Array, targets: Array) -> Array:
     return jnp.arange(logits.shape[-1]) == targets[..., None]
 
 
-def max_logits():
-    """How many logits may exist at once."""
+def max_logits() -> int:
+    """Return the number of logits that may be in memory at once."""
     return 2**24 if jax.default_backend() == "cpu" else 2**28
 
 
-def _over_chunks(step, carry, arrays, vocab):
-    """`lax.scan` over chunks of the arrays' axis T; padding is zeros."""
+def _over_chunks(
+    step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, arrays: tuple[Array, ...], vocab: int
+) -> tuple[Any, Any]:
+    """Apply `lax.scan` to chunks of the arrays' axis T, padded with zeros."""
     n_batch, n_tokens = arrays[0].shape[:2]
     n_chunks = min(n_tokens, -(-n_batch * n_tokens * vocab // max_logits()))
     size = -(-n_tokens // n_chunks)
 
-    def chunks(x):
+    def chunks(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, n_chunks * size - n_tokens)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(n_batch, n_chunks, size, *x.shape[2:]), 1, 0)
 

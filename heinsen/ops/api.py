@@ -6,52 +6,60 @@ Axes: `*batch` any leading axes (a model has [B, H]); T queries, S keys (S = T i
 Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 inputs are taken up to float32.
 """
 
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops import chunk, reference, scan
+from heinsen.ops import chunked, reference, scan
 from heinsen.ops.checks import check_inputs
-from heinsen.ops.linear import LinearState, init_linear_state, linear_attention
-from heinsen.ops.sigmoid import sigmoid_attention, sigmoid_attention_cached
-from heinsen.ops.states import (
-    LogState,
-    MeanState,
-    State,
-    extend_context,
-    init_state,
-    merge_states,
-    query_state,
-    update_state,
-)
+from heinsen.ops.documents import document_starts
+from heinsen.ops.states import LogState, MeanState, State
 
-__all__ = [
-    "LinearState",
-    "LogState",
-    "MeanState",
-    "attention",
-    "extend_context",
-    "init_linear_state",
-    "init_state",
-    "linear_attention",
-    "log_attention",
-    "merge_states",
-    "query_state",
-    "sigmoid_attention",
-    "sigmoid_attention_cached",
-    "update_state",
-]
+# (q, k, values, causal, state, starts) -> (output, the state after all tokens)
+LogAttention = Callable[[Array, Array, Array, bool, LogState | None, Array | None], tuple[Array, LogState]]
+RealAttention = Callable[[Array, Array, Array, bool, MeanState | None, Array | None], tuple[Array, MeanState]]
 
-# Each module has log_attention and attention (q, k, values, causal, state, resets) -> (output, state).
-IMPLEMENTATIONS: dict[str, ModuleType] = {
-    "reference": reference,
-    "scan": scan,
-    "chunked": chunk,
+
+class Implementation(NamedTuple):
+    """One way to compute both functions. Inputs are validated, of one floating-point dtype, float32 or wider."""
+
+    log_attention: LogAttention
+    attention: RealAttention
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(reference.log_attention, reference.attention),
+    "scan": Implementation(scan.log_attention, scan.attention),
+    "chunked": Implementation(chunked.log_attention, chunked.attention),
 }
 
 
+@overload
+def log_attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    log_v: Float[Array, "*batch S V"],
+    *,
+    causal: bool = True,
+    state: LogState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    implementation: str | None = None,
+    return_state: Literal[False] = False,
+) -> Float[Array, "*batch T V"]: ...
+@overload
+def log_attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    log_v: Float[Array, "*batch S V"],
+    *,
+    causal: bool = True,
+    state: LogState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    implementation: str | None = None,
+    return_state: Literal[True],
+) -> tuple[Float[Array, "*batch T V"], LogState]: ...
 def log_attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -62,7 +70,7 @@ def log_attention(
     segment_ids: Int[Array, "*#batch T"] | None = None,
     implementation: str | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Float[Array, "*batch T V"] | tuple[Float[Array, "*batch T V"], LogState]:
     """log y [*batch, T, V]: the logarithm of the attention of non-negative values given by their logarithms.
 
     Args:
@@ -81,9 +89,36 @@ def log_attention(
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
     """
-    return _attend("log_attention", q, k, log_v, causal, state, segment_ids, implementation, return_state)
+    arrays, starts = _prepare(q, k, log_v, causal, segment_ids, "log_v")
+    _check_state(state, k, log_v, LogState)
+    log_y, end = _choose(implementation, q, k).log_attention(*arrays, causal, state, starts)
+    return (log_y, end) if return_state else log_y
 
 
+@overload
+def attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    v: Float[Array, "*batch S V"],
+    *,
+    causal: bool = True,
+    state: MeanState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    implementation: str | None = None,
+    return_state: Literal[False] = False,
+) -> Float[Array, "*batch T V"]: ...
+@overload
+def attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    v: Float[Array, "*batch S V"],
+    *,
+    causal: bool = True,
+    state: MeanState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    implementation: str | None = None,
+    return_state: Literal[True],
+) -> tuple[Float[Array, "*batch T V"], MeanState]: ...
 def attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -94,43 +129,43 @@ def attention(
     segment_ids: Int[Array, "*#batch T"] | None = None,
     implementation: str | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Float[Array, "*batch T V"] | tuple[Float[Array, "*batch T V"], MeanState]:
     """y [*batch, T, V] = softmax(log(exp(q) exp(k)^T)) v for real values of either sign (eq. 1).
 
     Computed without logarithms of v, as a mixture of running averages whose every weight is at most 1. Arguments and
     errors as in `log_attention`, with a `MeanState`. Returns y in v's dtype (the state in at least float32); a query
     that sees nothing gets 0.
     """
-    return _attend("attention", q, k, v, causal, state, segment_ids, implementation, return_state)
-
-
-def _attend(function, q, k, values, causal, state, segment_ids, implementation, return_state):
-    in_logs = function == "log_attention"
-    check_inputs(q, k, values, causal, segment_ids, "log_v" if in_logs else "v")
-    if state is not None:
-        _check_state(state, k, values, LogState if in_logs else MeanState)
-    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
-    resets = None
-    if segment_ids is not None:
-        changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-        resets = jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)])
-        resets = jnp.broadcast_to(resets, k.shape[:-1])
-    y, end = getattr(_choose(implementation, max(q.shape[-2], k.shape[-2])), function)(
-        q.astype(dtype), k.astype(dtype), values.astype(dtype), causal, state, resets
-    )
-    y = y if in_logs else y.astype(values.dtype)
+    arrays, starts = _prepare(q, k, v, causal, segment_ids, "v")
+    _check_state(state, k, v, MeanState)
+    y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts)
+    y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
 
-def _choose(implementation: str | None, n_tokens: int) -> ModuleType:
+def _prepare(
+    q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str
+) -> tuple[tuple[Array, Array, Array], Array | None]:
+    """(q, k and values in the dtype of the arithmetic, where documents start [*batch, T])."""
+    check_inputs(q, k, values, causal, segment_ids, values_name)
+    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
+    starts = None
+    if segment_ids is not None:
+        starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
+    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts
+
+
+def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:
     if implementation is None:
-        return chunk if n_tokens > 1 else scan
+        implementation = "chunked" if max(q.shape[-2], k.shape[-2]) > 1 else "scan"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
     return IMPLEMENTATIONS[implementation]
 
 
-def _check_state(state: State, k, values, kind: type):
+def _check_state(state: State | None, k: Array, values: Array, kind: type[State]) -> None:
+    if state is None:
+        return
     if not isinstance(state, kind):
         raise TypeError(f"state is a {type(state).__name__}: expected a {kind.__name__} (see heinsen.init_state)")
     expected = (*k.shape[:-2], k.shape[-1], values.shape[-1]), (*k.shape[:-2], k.shape[-1])

@@ -1,19 +1,23 @@
 """The attention as associative scans over the log-sum-exp monoid: eqs. (2)-(4), the state of every token.
 
-Exact at every dynamic range: h_z = LSE_s(k) by one `jax.lax.associative_scan`, and log S by another as running
-averages with the weights exp(h_z[t-1] - h_z[t]) and exp(k[t] - h_z[t]): h_s = LSE_s(k + log v) would lose precision to
-its size. It materialises T*K*V states, forward and backward; between the two passes only the inputs are kept
-(`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets`
-[*batch, T] is true where a packed document begins; without one at token 0, that token continues `state`.
+Exact at every dynamic range: h_z = LSE_s(k) by one `jax.lax.associative_scan`, and log S by another as running means
+with the weights exp(h_z[t-1] - h_z[t]) and exp(k[t] - h_z[t]); h_s = LSE_s(k + log v) itself would lose precision to
+its size. It materializes T*K*V states, forward and backward; between the two passes only the inputs are saved
+(`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `starts`
+[*batch, T] is true where a packed document starts (`documents.document_starts`).
+
+Axes: T queries, S keys, K key and V value features; `*batch` is any leading axes.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from heinsen.logspace import (
-    NEG_INF,
     cumulative_logsumexp,
     finite,
     gated_sum,
@@ -22,90 +26,109 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.documents import last_tokens, mask_starts
 from heinsen.ops.states import (
+    LogState,
+    MeanState,
     NormalizedState,
-    denormalize_state,
-    empty_state_for,
+    init_state,
     log_shares,
-    merge_normalized,
-    normalize_state,
-    read_normalized,
-    read_normalized_per_token,
+    read_all,
     shift_difference,
     whole_shift,
 )
 
+N = TypeVar("N", NormalizedState, MeanState)
+
 
 @partial(jax.checkpoint, static_argnums=(3,))
-def log_attention(q, k, log_v, causal, state, resets):
+def log_attention(
+    q: Array, k: Array, log_v: Array, causal: bool, state: LogState | None, starts: Array | None
+) -> tuple[Array, LogState]:
     """(log y [*batch, T, V], the `LogState` after all tokens)."""
-    return _attend(q, k, log_v, causal, state, resets, True)
+    state = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype) if state is None else state
+    y, end = _attend(q, k, log_v, causal, state.normalize(), starts, _sum_log_values, _accumulate_log_values)
+    return y, end.denormalize()
 
 
 @partial(jax.checkpoint, static_argnums=(3,))
-def attention(q, k, v, causal, state, resets):
+def attention(
+    q: Array, k: Array, v: Array, causal: bool, state: MeanState | None, starts: Array | None
+) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens); v of either sign."""
-    return _attend(q, k, v, causal, state, resets, False)
+    state = init_state(k.shape[:-2], k.shape[-1], v.shape[-1], signed=True, dtype=k.dtype) if state is None else state
+    return _attend(q, k, v, causal, state, starts, _sum_real_values, _accumulate_real_values)
 
 
-def _attend(q, k, values, causal, state, resets, in_logs):
-    past = normalize_state(empty_state_for(k, values, in_logs) if state is None else state)
-    if not causal and resets is None:
-        end = merge_normalized(past, _total(k, values, in_logs))
-        return read_normalized(end, q)[0], denormalize_state(end)
-    states = _running_states(k, values, past, resets)
-    end = states._replace(mean=states.mean[..., -1, :, :], h=states.h[..., -1, :])
-    if not causal:
-        at_end = lambda x: jnp.take_along_axis(x, _run_end(resets, x.ndim), q.ndim - 2)
-        states = states._replace(mean=at_end(states.mean), h=at_end(states.h))
-    if in_logs:
-        states = states._replace(b=states.b[..., None, :])
-    return read_normalized_per_token(states, q)[0], denormalize_state(end)
+def _attend(
+    q: Array,
+    k: Array,
+    values: Array,
+    causal: bool,
+    past: N,
+    starts: Array | None,
+    sum_values: Callable[[Array, Array], N],
+    accumulate: Callable[[Array, Array, Array, Array, N], tuple[N, N]],
+) -> tuple[Array, N]:
+    """(what the queries read, the normalized state after all tokens), by the two functions of the kind of values."""
+    if not causal and starts is None:
+        end = past.merge(sum_values(k, values))
+        return read_all(end, q)[0], end
+    states, end = accumulate(*_scan_weights(k, past.h_z, starts), values, past)
+    if not causal and starts is not None:
+        at, axis = last_tokens(starts), q.ndim - 2
+        at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
+        states = jax.tree.map(lambda x: x if x.shape[axis] == 1 else at_end(x), states)  # the shift b has one for all
+    return states.read(q)[0], end
 
 
-def _total(k, values, in_logs):
-    """The state of all tokens."""
-    h = logsumexp(k, axis=-2)
-    if not in_logs:
-        return NormalizedState(jnp.einsum("...sk,...sv->...kv", posterior(k, h[..., None, :]), values), h, None)
-    b = whole_shift(jnp.max(values, axis=-2))
-    log_weights = (k - finite(h)[..., None, :])[..., None]
-    return NormalizedState(logsumexp(log_weights + (values - finite(b)[..., None, :])[..., None, :], axis=-3), h, b)
+def _sum_log_values(k: Array, log_v: Array) -> NormalizedState:
+    """Normalized state of all tokens."""
+    h_z = logsumexp(k, axis=-2)
+    b = whole_shift(jnp.max(log_v, axis=-2))
+    log_weights = (k - finite(h_z)[..., None, :])[..., None]
+    log_mean = logsumexp(log_weights + (log_v - finite(b)[..., None, :])[..., None, :], axis=-3)
+    return NormalizedState(log_mean, h_z, b)
 
 
-def _running_states(k, values, past, resets):
-    """The state after each token, a token axis in `mean` and `h` but not in b; `past` is the state before them."""
-    axis = k.ndim - 2
-    past_h = past.h[..., None, :] if resets is None else _unless(resets[..., :1], past.h[..., None, :])
-    x = jnp.concatenate([logaddexp(past_h, k[..., :1, :]), k[..., 1:, :]], axis=-2)
-    h = cumulative_logsumexp(x, axis=axis, resets=None if resets is None else resets[..., None])
-    before = jnp.concatenate([past_h, h[..., :-1, :]], axis=-2)
-    if resets is not None:
-        before = _unless(resets, before)
+def _sum_real_values(k: Array, v: Array) -> MeanState:
+    """State of all tokens."""
+    h_z = logsumexp(k, axis=-2)
+    return MeanState(jnp.einsum("...sk,...sv->...kv", posterior(k, h_z[..., None, :]), v), h_z)
+
+
+def _scan_weights(k: Array, past_h_z: Array, starts: Array | None) -> tuple[Array, Array, Array]:
+    """h_z [*batch, T, K] after each token, and the log shares [*batch, T, K, 1] of its past and of the token in it."""
+    past = past_h_z[..., None, :] if starts is None else mask_starts(starts[..., :1], past_h_z[..., None, :])
+    x = jnp.concatenate([logaddexp(past, k[..., :1, :]), k[..., 1:, :]], axis=-2)
+    h_z = cumulative_logsumexp(x, axis=k.ndim - 2, resets=None if starts is None else starts[..., None])
+    before = jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)
+    if starts is not None:
+        before = mask_starts(starts, before)
     past_share, own_share = log_shares(before, k)
-    if resets is not None:  # of nothing and nothing, too
-        past_share = _unless(resets, past_share)
-    past_share, own_share = past_share[..., None], own_share[..., None]
-    if past.b is None:
-        update = jnp.exp(own_share) * values[..., None, :]
-        from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
-        update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
-        return NormalizedState(gated_sum(jnp.exp(past_share), update, axis), h, None)
-    b = jnp.maximum(past.b, whole_shift(jnp.max(values, axis=-2)))
-    update = own_share + (values - finite(b)[..., None, :])[..., None, :]
-    past_mean = past.mean + shift_difference(past.b, b)[..., None, :]
-    mean = log_linear_recurrence(past_share, update, axis, initial=past_mean, method="associative")
-    return NormalizedState(mean, h, b)
+    if starts is not None:  # also where both are empty
+        past_share = mask_starts(starts, past_share)
+    return h_z, past_share[..., None], own_share[..., None]
 
 
-def _unless(begins, log_sums):
-    """Log sums [*batch, T, K], but nothing where a document begins."""
-    return jnp.where(begins[..., None], NEG_INF, log_sums)
+def _accumulate_log_values(
+    h_z: Array, past_share: Array, own_share: Array, log_v: Array, past: NormalizedState
+) -> tuple[NormalizedState, NormalizedState]:
+    """(the state after each token, the state after all)."""
+    b = jnp.maximum(past.b, whole_shift(jnp.max(log_v, axis=-2)))
+    update = own_share + (log_v - finite(b)[..., None, :])[..., None, :]
+    initial = past.log_mean + shift_difference(past.b, b)[..., None, :]
+    log_mean = log_linear_recurrence(past_share, update, h_z.ndim - 2, initial=initial, method="associative")
+    end = NormalizedState(log_mean[..., -1, :, :], h_z[..., -1, :], b)
+    return NormalizedState(log_mean, h_z, b[..., None, :]), end
 
 
-def _run_end(resets, ndim):
-    """For each token the position of the last token of its document, shaped to index states of `ndim` axes."""
-    n_tokens = resets.shape[-1]
-    ends = jnp.concatenate([resets[..., 1:], jnp.ones_like(resets[..., :1])], axis=-1)
-    end = jax.lax.cummin(jnp.where(ends, jnp.arange(n_tokens), n_tokens), axis=resets.ndim - 1, reverse=True)
-    return end.reshape(end.shape + (1,) * (ndim - end.ndim))
+def _accumulate_real_values(
+    h_z: Array, past_share: Array, own_share: Array, v: Array, past: MeanState
+) -> tuple[MeanState, MeanState]:
+    """(the state after each token, the state after all)."""
+    update = jnp.exp(own_share) * v[..., None, :]
+    from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
+    update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
+    mean = gated_sum(jnp.exp(past_share), update, h_z.ndim - 2)
+    return MeanState(mean, h_z), MeanState(mean[..., -1, :, :], h_z[..., -1, :])

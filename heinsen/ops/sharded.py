@@ -1,17 +1,17 @@
-"""The attention and the position recurrence over a mesh: batch and heads split, and the tokens of every sequence too.
+"""Attention and the position recurrence on a mesh: the batch, the heads and the tokens of every sequence divided.
 
-Where the axis `sequence` of the mesh has n devices, each holds T / n neighbouring tokens of every sequence. It makes
-the state that its own tokens leave behind, receives that of all tokens before them by an associative combination along
-the axis (`heinsen.parallel.scan_before`), and goes on from there as if it were alone. Forward, and again backward, a
-device sends at most 1 + ceil(log2(n - 1)) states of K (V + 1) numbers a head, whatever the number of tokens. Making its
-own state costs it K V multiply-adds a token and head more, about a sixth of the forward pass.
+If the mesh axis `sequence` has n devices, each holds T / n neighboring tokens of every sequence. It computes the state
+that its own tokens leave behind, receives the state of all tokens before them by an associative combination along the
+axis (`heinsen.parallel.scan_before`), and continues from there as if it were alone. Forward and again backward, each
+device sends at most 1 + ceil(log2(n - 1)) states of K (V + 1) numbers per head, independent of the number of tokens.
+Its own state costs a device K V multiply-adds per token and head, about a sixth of the forward pass.
 
-Axes: B batch, H heads, T tokens, K key and V value features, D channels of the recurrence.
+Axes: B batch, H heads, T tokens, K key features, V value features, D channels of the recurrence.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import logspace
-from heinsen.ops import chunk
+from heinsen.ops import chunked
 from heinsen.ops.api import log_attention as on_one_device
-from heinsen.ops.states import LogState, empty_state_for, merge_states
+from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
 _STATE = P(BATCH, "tensor")
 _CHANNELS = P(BATCH, "sequence", None)  # [B, T, D]
+
+Before = TypeVar("Before")
+After = TypeVar("After")
 
 
 def log_attention(
@@ -41,21 +44,36 @@ def log_attention(
     implementation: str | None,
     causal: bool = True,
 ) -> tuple[Float[Array, "B H T V"], LogState]:
-    """`heinsen.log_attention`, and the state after all tokens.
+    """Compute `heinsen.log_attention`: (log y, the state after all tokens).
 
-    The batch divides over the mesh's data x fsdp, heads over tensor, tokens over sequence if causal. Raises MeshError.
+    A mesh divides the batch over data x fsdp, heads over tensor, and tokens over sequence if causal. Raises MeshError.
     """
-    attend = partial(on_one_device, implementation=implementation, causal=causal, return_state=True)
-    if mesh is None or mesh.size == 1:
-        return attend(q, k, log_v, state=state, segment_ids=segment_ids)
-    if not causal:
-        whole = lambda q, k, log_v, state, segment_ids: attend(q, k, log_v, state=state, segment_ids=segment_ids)
-        return over_heads(mesh, whole)(q, k, log_v, state, segment_ids)
 
-    def on_each(q, k, log_v, state, segment_ids):
+    def attend(
+        q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
+    ) -> tuple[Array, LogState]:
+        return on_one_device(
+            q,
+            k,
+            log_v,
+            causal=causal,
+            state=state,
+            segment_ids=segment_ids,
+            implementation=implementation,
+            return_state=True,
+        )
+
+    if mesh is None or mesh.size == 1:
+        return attend(q, k, log_v, state, segment_ids)
+    if not causal:
+        return over_heads(mesh, attend)(q, k, log_v, state, segment_ids)
+
+    def on_each(
+        q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
+    ) -> tuple[Array, LogState]:
         if mesh.shape["sequence"] > 1:
-            state, segment_ids = _state_before(k, log_v, state, segment_ids)
-        log_y, end = attend(q, k, log_v, state=state, segment_ids=segment_ids)
+            state = _state_before(k, log_v, state, segment_ids)
+        log_y, end = attend(q, k, log_v, state, segment_ids)
         return log_y, jax.tree.map(lambda x: x[None], end)
 
     segments = P(BATCH, None, "sequence")
@@ -68,58 +86,59 @@ def log_attention(
     return log_y, jax.tree.map(lambda x: x[-1], ends)
 
 
-def over_heads(mesh: Mesh | None, attend: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Any]]:
-    """attend(q, k, v, state, tokens) -> (y, state after) of whole sequences, with the batch and the heads divided.
+def over_heads(
+    mesh: Mesh | None, attend: Callable[[Array, Array, Array, Before, Any], tuple[Array, After]]
+) -> Callable[[Array, Array, Array, Before, Any], tuple[Array, After]]:
+    """Divide the batch and the heads of attend(q, k, v, state, tokens) -> (y, state after) over a mesh.
 
-    q, k, v and the arrays of both states are [B, H, ...], those of `tokens`, any tree, [B, ...]. Raises MeshError.
+    Arrays q, k, v and both states are [B, H, ...]; those of `tokens`, any tree, are [B, ...]. Raises MeshError if the
+    mesh divides sequences too.
     """
     if mesh is None or mesh.size == 1:
         return attend
     if mesh.shape["sequence"] > 1:
         raise MeshError(
-            f"mesh.sequence = {mesh.shape['sequence']}: only the causal attention of log values (model.attention = "
-            "heinsen, model.value_domain = log) divides a sequence's tokens"
+            f"mesh.sequence = {mesh.shape['sequence']} divides the tokens of a sequence, but this attention needs whole"
+            " sequences: use the mesh's other axes"
         )
     heads = P(BATCH, "tensor")
     return on_each_device(mesh, attend, in_specs=(heads, heads, heads, heads, P(BATCH)), out_specs=(heads, heads))
 
 
-def _state_before(k, log_v, state, segment_ids):
-    """The state before this device's first token; and segment_ids if that continues a document, else new ones.
-
-    A document that begins with a device's first token is no run of equal ids that the device could see begin.
-    """
+def _state_before(k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None) -> LogState:
+    """Return the state before this device's first token: an empty one where that token begins a document."""
     is_first = lax.axis_index("sequence") == 0
-    empty = empty_state_for(k, log_v, in_logs=True)
+    empty = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype)
     state = empty if state is None else state
     # What the first device leaves behind includes the state before all.
     begin = jax.tree.map(lambda given, none: jnp.where(is_first, given, none), state, empty)
-    forgets, resets = jnp.zeros((), bool), None
+    forgets, starts = jnp.zeros((), bool), None
     if segment_ids is not None:
         ids_before = lax.ppermute(segment_ids[..., -1], "sequence", _next_device())
         begins = ~is_first & (ids_before != segment_ids[..., 0])  # [B, 1]
         changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-        resets = jnp.concatenate([begins[..., None], changes], axis=-1)
-        forgets = jnp.any(resets, axis=-1)
-        resets = jnp.broadcast_to(resets, k.shape[:-1])
-    own = chunk.state_after(k, log_v, begin, resets)
+        starts = jnp.concatenate([begins[..., None], changes], axis=-1)
+        forgets = jnp.any(starts, axis=-1)
+        starts = jnp.broadcast_to(starts, k.shape[:-1])
+    own = chunked.state_after(k, log_v, begin, starts)
 
-    def combine(earlier, later):
-        """Of (whether a document begins, the state after all)."""
+    Part = tuple[Array, LogState]  # whether a document begins in this part of the tokens, the state after it
+
+    def combine(earlier: Part, later: Part) -> Part:
         cleared = _cleared(earlier[1], later[0])
         return earlier[0] | later[0], merge_states(cleared, later[1])
 
     before = scan_before(combine, (forgets, own), (jnp.zeros_like(forgets), state), "sequence")[1]
-    return before if segment_ids is None else _cleared(before, begins), segment_ids
+    return before if segment_ids is None else _cleared(before, begins)
 
 
 def _cleared(state: LogState, where: Bool[Array, "B 1"] | Bool[Array, ""]) -> LogState:
-    """The state of no tokens in those rows."""
+    """Return the state with those rows as before any token."""
     rows = lambda x: where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
     return jax.tree.map(lambda x: jnp.where(rows(x), logspace.NEG_INF, x), state)
 
 
-def _next_device():
+def _next_device() -> list[tuple[int, int]]:
     n = lax.axis_size("sequence")
     return [(j, j + 1) for j in range(n - 1)]
 
@@ -127,18 +146,18 @@ def _next_device():
 def log_linear_recurrence(
     mesh: Mesh | None, log_a: Float[Array, "B T D"], log_b: Float[Array, "B T D"], initial: Float[Array, "B D"]
 ) -> Float[Array, "B T D"]:
-    """e[t] = logaddexp(e[t-1] + log_a[t], log_b[t]) along T from e[-1] = initial: `heinsen.logspace`."""
+    """e[t] = logaddexp(e[t-1] + log_a[t], log_b[t]) along T from e[-1] = initial (`heinsen.logspace`), on a mesh."""
     run = partial(logspace.log_linear_recurrence, axis=1)
     if mesh is None or mesh.size == 1:
         return run(log_a, log_b, initial=initial)
 
-    def on_each(log_a, log_b, initial):
+    def on_each(log_a: Array, log_b: Array, initial: Array) -> Array:
         if mesh.shape["sequence"] > 1:
             begin = jnp.where(lax.axis_index("sequence") == 0, initial, logspace.NEG_INF)
-            # What these tokens make of e before them: logaddexp(e + decay, own).
+            # These tokens turn the e before them into logaddexp(e + decay, own).
             decay, own = jnp.sum(log_a, axis=1), run(log_a, log_b, initial=begin)[:, -1]
 
-            def combine(earlier, later):
+            def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
                 return earlier[0] + later[0], logspace.logaddexp(earlier[1] + later[0], later[1])
 
             _, initial = scan_before(combine, (decay, own), (jnp.zeros_like(decay), initial), "sequence")

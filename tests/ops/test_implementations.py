@@ -14,6 +14,7 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, init_state
+from heinsen.ops import schedule
 from heinsen.ops.api import IMPLEMENTATIONS
 from tests.ops.quick import quick_jit
 from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
@@ -88,9 +89,8 @@ def form(request, implementation, monkeypatch):
     """Each function in each implementation, with small chunks, two in a group."""
     if implementation != "chunked":
         return Form(request.param, implementation, None)
-    chunked = IMPLEMENTATIONS[implementation]
-    monkeypatch.setattr(chunked, "chunk_size", lambda d_key: SMALL_CHUNK)
-    monkeypatch.setattr(chunked, "chunks_in_group", lambda elements: 2)
+    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: SMALL_CHUNK)
+    monkeypatch.setattr(schedule, "chunks_per_group", lambda elements: 2)
     return Form(request.param, implementation, SMALL_CHUNK)
 
 

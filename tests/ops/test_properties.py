@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import heinsen
-from heinsen.ops import chunk as chunked
+from heinsen.ops import schedule
 from tests.ops.quick import quick_jit
 
 T, K, V = 13, 3, 2
@@ -31,8 +31,8 @@ def inputs(draw):
 @functools.partial(quick_jit, static_argnums=(3, 4))
 def _attend(q, k, log_v, size, in_group):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked, "chunk_size", lambda d_key: size)
-        patch.setattr(chunked, "chunks_in_group", lambda elements: in_group)
+        patch.setattr(schedule, "chunk_size", lambda d_key: size)
+        patch.setattr(schedule, "chunks_per_group", lambda elements: in_group)
         return heinsen.log_attention(q, k, log_v, implementation="chunked", return_state=True)
 
 

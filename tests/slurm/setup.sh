@@ -1,10 +1,10 @@
 #!/bin/bash
 # A SLURM cluster of one machine, with accounting, for tests: installs Debian's packages and starts the daemons.
 #
-#     sudo tests/slurm/setup.sh          # leaves with 0 when a job has run; doing it again is harmless
-#     sudo tests/slurm/setup.sh stop     # ends the daemons
+#     sudo tests/slurm/setup.sh          # exits with 0 when a job has run; safe to repeat
+#     sudo tests/slurm/setup.sh stop     # stops the daemons
 #
-# Everything listens on the loopback address only, and lies in /etc/slurm and /var/lib/slurm-test.
+# Everything listens on the loopback address only, with files in /etc/slurm and /var/lib/slurm-test.
 set -euo pipefail
 
 export PATH=$PATH:/usr/sbin:/sbin
@@ -17,7 +17,7 @@ stop() {
         if running "$name"; then
             pid=$(cat "$STATE/$name.started")
             kill "$pid"
-            for _ in $(seq 40); do # a job that does not end holds slurmd back
+            for _ in $(seq 40); do # slurmd waits for running jobs
                 kill -0 "$pid" 2>/dev/null || break
                 sleep 0.25
             done
@@ -67,7 +67,7 @@ if [ -n "$missing" ]; then
         exit 1
     fi
     export DEBIAN_FRONTEND=noninteractive
-    # Their services are not wanted: they are started below.
+    # Keep the packages from starting their services; they are started below.
     printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d.slurm-test
     chmod +x /usr/sbin/policy-rc.d.slurm-test
     [ -e /usr/sbin/policy-rc.d ] || ln -s policy-rc.d.slurm-test /usr/sbin/policy-rc.d
@@ -142,7 +142,7 @@ if ! running mariadbd; then
 fi
 launch slurmdbd slurmdbd -D
 wait_for slurmdbd sacctmgr --immediate --noheader list cluster
-sacctmgr --immediate --quiet add cluster test >/dev/null 2>&1 || true # it is there already the second time
+sacctmgr --immediate --quiet add cluster test >/dev/null 2>&1 || true # already exists the second time
 launch slurmctld slurmctld -D
 wait_for slurmctld scontrol ping
 launch slurmd slurmd -D -N localhost

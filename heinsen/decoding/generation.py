@@ -1,0 +1,209 @@
+"""Generation: tokens drawn one after the other, in one compiled loop.
+
+Axes: B sequences, N tokens drawn.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from heinsen.decoding.prompts import Prefix, read, with_room
+from heinsen.decoding.sampling import Sampling, sample
+from heinsen.models import (
+    ModelConfig,
+    ModelState,
+    Params,
+    begin_steps,
+    check_room,
+    end_steps,
+    forward,
+    join_caches,
+    split_caches,
+    unstack,
+)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=3)
+def decode_step(
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, " B"], state: ModelState
+) -> tuple[Float[Array, "B padded_vocab"], ModelState]:
+    """Read one more token per sequence: (the next token's logits, the new state). `state` is donated.
+
+    A cache must have room. Single steps round a state in logarithms: over 10^6 tokens the error in log y is 1e-2,
+    where the loop of `decode` has 1e-4 (tests/test_decoding.py).
+    """
+    logits, state = forward(config, params, tokens[:, None], state)
+    return logits[:, -1], state
+
+
+def step_params(config: ModelConfig, params: Params) -> Params:
+    """Convert parameters to what `decode` reads fastest: one entry per layer, matrices in `config.dtype`."""
+    own = unstack(config, params)
+    cast = lambda path, x: x.astype(config.dtype) if path[-1].key == "kernel" else x
+    # Tokens are looked up in the embedding as it is; the product that makes logits reads it in config.dtype.
+    return jax.tree_util.tree_map_with_path(cast, own) | {"head": own["embedding"].astype(config.dtype)}
+
+
+def decode(
+    config: ModelConfig,
+    params: Params,
+    prefix: Prefix,
+    keys: Key[Array, " B"],
+    sampling: Sampling,
+    n_tokens: int,
+    first: int = 0,
+    stop_id: int | None = None,
+    seen: Bool[Array | np.ndarray, "B vocab"] | None = None,
+    buffer: int | None = None,
+) -> tuple[Int[np.ndarray, "B N"], Prefix, Bool[Array, "B vocab"] | None]:
+    """Draw n_tokens tokens in one compiled loop: (the tokens, the prefix with them, `seen` with them).
+
+    Args:
+      params: from `step_params`.
+      prefix: what was read; its caches are donated.
+      keys: one random key per row; token i of a text is drawn with fold_in(key, i).
+      first: number of tokens of the text drawn before.
+      stop_id: a row ends before this token; its tokens are -1 from there on.
+      seen: which tokens are in the texts, for the repetition penalty (None: no penalty).
+      buffer: compile for so many tokens, of which n_tokens are drawn (None: n_tokens).
+
+    Raises ValueError where the text could go beyond the model's learned positions.
+    """
+    if config.max_positions is not None:
+        check_room(config, int(np.max(prefix.state.n_tokens - prefix.state.document_start)) + n_tokens)
+    buffer = n_tokens if buffer is None else buffer
+    caches, rest = split_caches(config, with_room(config, prefix.state, n_tokens))
+    prefix = prefix._replace(state=rest)
+    run = partial(_decode, config, sampling, buffer)
+    arguments = (prefix, keys, first, n_tokens, stop_id, seen)
+    tokens, after, after_seen, is_exact = run(False, params, caches, *arguments)
+    if not bool(is_exact):
+        # An average underflowed: draw again without the fast form. What the caches hold of these tokens is overwritten.
+        caches, _ = split_caches(config, after.state)
+        tokens, after, after_seen, _ = run(True, params, caches, *arguments)
+    return np.asarray(tokens)[:, :n_tokens], after, after_seen
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def _decode(
+    config: ModelConfig,
+    sampling: Sampling,
+    buffer: int,
+    exact: bool,
+    params: Params,
+    caches: tuple[Any, ...],
+    prefix: Prefix,
+    keys: Array,
+    first: Array,
+    n_tokens: Array,
+    stop_id: Array | None,
+    seen: Array | None,
+) -> tuple[Array, Prefix, Array | None, Array]:
+    """Draw tokens by steps in their fast form, or in the `exact` one: (tokens, prefix, seen, whether it was exact)."""
+    state = join_caches(config, caches, prefix.state)
+    if not exact:
+        state = begin_steps(config, state)
+    n_rows = prefix.logits.shape[0]
+
+    def goes_on(carry: tuple[Any, ...]) -> Array:
+        return (carry[0] < n_tokens) & ~jnp.all(carry[-1])
+
+    def draw(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, tokens, logits, state, seen, ended = carry
+        token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first + i)
+        token = sample(token_keys, logits, sampling, config.vocab_size, seen)
+        if stop_id is not None:
+            ended = ended | (token == stop_id)
+        tokens = tokens.at[:, i].set(jnp.where(ended, -1, token))
+        if seen is not None:
+            seen = seen.at[jnp.arange(n_rows), token].set(True)
+        logits, state = forward(config, params, token[:, None], state, last_only=True)
+        return i + 1, tokens, logits, state, seen, ended
+
+    tokens = jnp.full((n_rows, buffer), -1, jnp.int32)
+    carry = (0, tokens, prefix.logits, state, seen, jnp.zeros(n_rows, bool))
+    _, tokens, logits, state, seen, _ = jax.lax.while_loop(goes_on, draw, carry)
+    is_exact = jnp.ones((), bool)
+    if not exact:
+        state, is_exact = end_steps(config, state)
+    return tokens, Prefix(logits, state), seen, is_exact
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+
+def fork(prefix: Prefix, n: int) -> Prefix:
+    """Copy each row n times, next to each other, to continue it in n ways."""
+    return jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), prefix)
+
+
+def continue_texts(
+    config: ModelConfig,
+    params: Params,
+    prefix: Prefix,
+    sampling: Sampling,
+    seed: int,
+    max_tokens: int | None = None,
+    stop_id: int | None = None,
+    texts: Sequence[Sequence[int] | np.ndarray] | None = None,
+    tokens_per_call: int = 32,
+) -> Iterator[tuple[Int[np.ndarray, "B N"], Prefix]]:
+    """Continue what was read, some tokens at a time: (their ids, -1 where a row has ended; the prefix with them).
+
+    Ends when all rows have ended, or after max_tokens (None: never). Row r draws with fold_in(key(seed), r), whatever
+    the other rows and the number of tokens per call.
+
+    Args:
+      params: from `step_params`.
+      texts: the tokens of each row so far, for the repetition penalty.
+    """
+    n_rows = prefix.logits.shape[0]
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(n_rows))
+    seen: Array | np.ndarray | None = None
+    if sampling.repetition_penalty != 1:
+        seen = _mark_seen(n_rows, config.vocab_size, texts or ())
+    prefix = jax.tree.map(jnp.copy, prefix) if config.has_cache else prefix  # `decode` donates caches
+    n_drawn, ended = 0, np.zeros(n_rows, bool)
+    while not ended.all() and (max_tokens is None or n_drawn < max_tokens):
+        n = tokens_per_call if max_tokens is None else min(tokens_per_call, max_tokens - n_drawn)
+        tokens, prefix, seen = decode(
+            config, params, prefix, keys, sampling, n, n_drawn, stop_id, seen, buffer=tokens_per_call
+        )
+        tokens = np.where(ended[:, None], -1, tokens)
+        ended |= (tokens < 0).any(axis=1)
+        n_drawn += n
+        yield tokens, prefix
+
+
+def _mark_seen(
+    n_rows: int, vocab_size: int, texts: Sequence[Sequence[int] | np.ndarray]
+) -> Bool[np.ndarray, "B vocab"]:
+    """Return which tokens each row's text has."""
+    seen = np.zeros((n_rows, vocab_size), bool)
+    for row, text in enumerate(texts):
+        seen[row, np.asarray(text, np.int32)] = True
+    return seen
+
+
+def generate(
+    config: ModelConfig,
+    params: Params,
+    prompt: Sequence[int] | np.ndarray,
+    sampling: Sampling,
+    seed: int,
+    max_tokens: int | None = None,
+    stop_id: int | None = None,
+) -> Iterator[int]:
+    """Yield token ids that continue `prompt`, one at a time, until `stop_id`, `max_tokens`, or without end.
+
+    Raises ValueError for an empty prompt or ids outside the vocabulary.
+    """
+    prefix = read(config, params, [prompt])
+    own = step_params(config, params)
+    for tokens, _ in continue_texts(config, own, prefix, sampling, seed, max_tokens, stop_id, [prompt]):
+        yield from (int(token) for token in tokens[0] if token >= 0)

@@ -1,0 +1,190 @@
+"""Reading: prompts of any lengths in parallel, piece by piece, and the likelihood of texts.
+
+Axes: B sequences, T tokens of a prompt.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from heinsen.models import (
+    ModelConfig,
+    ModelState,
+    Params,
+    capacity,
+    check_room,
+    forward,
+    hidden_states,
+    init_model_state,
+    logits_of,
+    with_capacity,
+)
+
+PREFILL_PIECE = 512  # tokens of a prompt read at once: bounds the memory for a prompt of any length
+
+
+class Prefix(NamedTuple):
+    """Text that has been read: the logits of its next token, and the model's state after it."""
+
+    logits: Float[Array, "B padded_vocab"]
+    state: ModelState
+
+
+def prefill(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    state: ModelState | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
+) -> Prefix:
+    """Read prompts in parallel, piece by piece, after what `state` has read (None: nothing).
+
+    Args:
+      params: from `init_params`.
+      lengths: number of tokens of each prompt, at least one, if they are padded at their end (None: T).
+
+    Raises ValueError for an empty prompt, one beyond the model's learned positions, and masked models.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    n_rows, n_tokens = tokens.shape
+    lengths = np.full(n_rows, n_tokens) if lengths is None else np.asarray(lengths)
+    if n_tokens == 0 or lengths.min() < 1:
+        raise ValueError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
+    state = init_model_state(config, n_rows) if state is None else state
+    _check_positions(config, state, tokens, lengths)
+    state = with_room(config, state, lengths)
+    prefix = Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
+    for _, own, piece in _pieces(tokens, lengths):
+        prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == piece.shape[1] else own)
+    return prefix
+
+
+@partial(jax.jit, static_argnums=0)
+def _prefill_piece(
+    config: ModelConfig, params: Params, tokens_BxT: Array, prefix: Prefix, lengths_B: Array | None
+) -> Prefix:
+    logits, state = forward(config, params, tokens_BxT, prefix.state, lengths_B, last_only=True)
+    if lengths_B is not None:
+        logits = jnp.where((lengths_B > 0)[:, None], logits, prefix.logits)
+    return Prefix(logits, state)
+
+
+def _check_positions(config: ModelConfig, state: ModelState, tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> None:
+    """Raise ValueError where these tokens go beyond learned positions. Wait for the state only if there are some."""
+    if config.max_positions is not None:
+        check_room(config, longest_document(config, state, tokens_BxT, lengths_B))
+
+
+def longest_document(
+    config: ModelConfig, state: ModelState, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"]
+) -> int:
+    """Return the length of the longest of the documents that the state is in or that begin among the tokens."""
+    longest = 0
+    begun = np.asarray(state.n_tokens) - np.asarray(state.document_start)
+    for row, length, before in zip(tokens, lengths, begun, strict=True):
+        begins = np.flatnonzero(row[:length] == config.document_token)  # none where document_token is None
+        longest = max(longest, *np.diff([-before, *begins, length]).tolist())
+    return longest
+
+
+def score(
+    config: ModelConfig,
+    params: Params,
+    prefix: Prefix,
+    tokens: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
+) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], Prefix]:
+    """Score texts that continue a prefix, read piece by piece as by `prefill`.
+
+    Returns each token's log-likelihood in nats, whether it was the likeliest, and the prefix with the texts.
+
+    Args:
+      params: from `init_params`.
+      lengths: number of tokens of each row, if rows are padded at their end, where both results are 0 (None: T).
+
+    Raises ValueError for a text beyond the model's learned positions.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+    log_p, likeliest = np.zeros(tokens.shape), np.zeros(tokens.shape, bool)
+    _check_positions(config, prefix.state, tokens, lengths)
+    prefix = prefix._replace(state=with_room(config, prefix.state, lengths))
+    for start, own, piece in _pieces(tokens, lengths):
+        piece_log_p, piece_likeliest, prefix = _score_piece(config, params, piece, prefix, own)
+        width = min(piece.shape[1], tokens.shape[1] - start)
+        log_p[:, start : start + width] = np.asarray(piece_log_p)[:, :width]
+        likeliest[:, start : start + width] = np.asarray(piece_likeliest)[:, :width]
+    return log_p, likeliest, prefix
+
+
+@partial(jax.jit, static_argnums=0)
+def _score_piece(
+    config: ModelConfig, params: Params, tokens_BxT: Array, prefix: Prefix, lengths_B: Array
+) -> tuple[Array, Array, Prefix]:
+    x_BxTxD, state = hidden_states(config, params, tokens_BxT, prefix.state, lengths_B)
+
+    def next_token(logits: Array, token: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        x, target = token
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], axis=1)[:, 0]
+        likeliest = jnp.argmax(logits[:, : config.vocab_size], axis=-1)
+        return logits_of(config, params, x), (log_p, likeliest == target)
+
+    steps = x_BxTxD.swapaxes(0, 1), tokens_BxT.T
+    _, (log_p, likeliest) = jax.lax.scan(next_token, prefix.logits, steps)
+    within = jnp.arange(tokens_BxT.shape[1]) < lengths_B[:, None]
+    last = jnp.take_along_axis(x_BxTxD, jnp.maximum(lengths_B - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = jnp.where((lengths_B > 0)[:, None], logits_of(config, params, last), prefix.logits)
+    return jnp.where(within, log_p.T, 0.0), within & likeliest.T, Prefix(logits, state)
+
+
+def _pieces(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """(first column, each row's number of tokens, the tokens), padded to a power of two: few compiled programs."""
+    for start in range(0, int(lengths.max()), PREFILL_PIECE):
+        own = np.clip(lengths - start, 0, PREFILL_PIECE)
+        padded = min(PREFILL_PIECE, 1 << int(own.max() - 1).bit_length())
+        yield start, own, np.pad(tokens[:, start : start + own.max()], [(0, 0), (0, padded - own.max())])
+
+
+def with_room(config: ModelConfig, state: ModelState, n_more: Int[np.ndarray, " B"] | int) -> ModelState:
+    """Return the state with room for so many more tokens; caches grow by doubling: few compiled programs."""
+    room = capacity(config, state)
+    if room is None:
+        return state
+    n_tokens = int(np.max(state.n_tokens + n_more))
+    return state if room >= n_tokens else with_capacity(config, state, max(128, 1 << (n_tokens - 1).bit_length()))
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+
+def check_prompt(config: ModelConfig, prompt: Sequence[int] | np.ndarray) -> Int[np.ndarray, " T"]:
+    """Return the prompt as int32. Raises ValueError for an empty one, and for ids outside the vocabulary."""
+    prompt = np.asarray(prompt, np.int32)
+    if prompt.size == 0:
+        raise ValueError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
+    if not (0 <= prompt.min() and prompt.max() < config.vocab_size):
+        raise ValueError(
+            f"prompt ids reach from {prompt.min()} to {prompt.max()}: the vocabulary has {config.vocab_size}"
+        )
+    return prompt
+
+
+def read(
+    config: ModelConfig,
+    params: Params,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    state: ModelState | None = None,
+) -> Prefix:
+    """Read prompts of any lengths together, after what `state` has read, one row per prompt.
+
+    Raises ValueError as `prefill` and `check_prompt`.
+    """
+    prompts = [check_prompt(config, prompt) for prompt in prompts]
+    lengths = np.array([len(prompt) for prompt in prompts])
+    tokens = np.stack([np.pad(prompt, (0, lengths.max() - len(prompt))) for prompt in prompts])
+    return prefill(config, params, tokens, state, lengths)

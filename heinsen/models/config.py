@@ -1,0 +1,190 @@
+"""The configuration of a language model, with its checks."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from heinsen.models.mixers import MIXERS, Mixer
+
+# What each layer saves for the backward pass, which computes the rest again.
+REMAT_POLICIES = {
+    "none": None,  # everything: nothing is computed again
+    "full": None,  # the layer's input
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also the products with its matrices
+}
+
+BLOCKS = ("heinsen", "gpt2")  # classes in heinsen.models.language_model
+POSITIONS = ("recurrent", "learned", "rotary", "none")  # classes in heinsen.models.positions
+OBJECTIVES = ("next_token", "masked")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and options of a language model; `configs/default.py` has the paper's.
+
+    Attributes:
+      vocab_size: number of the tokenizer's ids. The embedding and the softmax have padded_vocab_size rows.
+      attention: the kind of attention of all layers (`heinsen.models.mixers.MIXERS`), or a pattern that repeats, such
+        as heinsen*3,softmax.
+      sigmoid_alpha, sigmoid_bias: arguments of `heinsen.sigmoid_attention`, for sigmoid layers.
+      value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
+      qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
+      block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
+      position: how the model knows the order of tokens (`heinsen.models.positions`).
+      n_positions: number of learned positions.
+      objective: "next_token", or "masked" for a bidirectional model.
+      dtype: dtype of the inputs of matrix products.
+      remat: what each layer saves for the backward pass, a key of REMAT_POLICIES.
+      implementation: the argument of `heinsen.log_attention`, for heinsen layers (None: the fastest).
+      document_token: the id that begins a document. There the model forgets everything before it (None: never).
+
+    Raises ValueError for values that are impossible or do not fit each other.
+    """
+
+    vocab_size: int
+    padded_vocab_size: int
+    n_layers: int
+    d_model: int
+    n_heads: int
+    d_key: int
+    d_value: int
+    attention: str
+    sigmoid_alpha: float
+    sigmoid_bias: str
+    value_domain: str
+    qk_norm: bool
+    block: str
+    position: str
+    n_positions: int | None
+    objective: str
+    dtype: str
+    remat: str
+    implementation: str | None
+    document_token: int | None
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_choices()
+        self._check_mixers()
+        self._check_positions()
+        if self.objective == "masked" and self.padded_vocab_size == self.vocab_size:
+            raise ValueError(
+                f"model.objective = 'masked' takes the first padded row of the embedding for masked tokens: set "
+                f"model.padded_vocab_size = {self.padded_vocab_size} above vocab_size = {self.vocab_size}"
+            )
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value", "n_positions"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"model.{name} = {getattr(self, name)}: it must be at least 1")
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"model.padded_vocab_size = {self.padded_vocab_size} is smaller than vocab_size = {self.vocab_size}"
+            )
+        if self.document_token is not None and not 0 <= self.document_token < self.vocab_size:
+            raise ValueError(
+                f"model.document_token = {self.document_token} is not an id of a vocabulary of {self.vocab_size}"
+            )
+
+    def _check_choices(self) -> None:
+        if self.dtype not in ("float32", "bfloat16", "float64"):
+            raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
+        choices = {"remat": REMAT_POLICIES, "block": BLOCKS, "position": POSITIONS, "objective": OBJECTIVES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"model.{name} = {getattr(self, name)!r}: choose {', '.join(allowed)}")
+
+    def _check_mixers(self) -> None:
+        if self.n_layers % len(self.pattern):
+            raise ValueError(
+                f"model.attention = {self.attention!r} is a pattern of {len(self.pattern)} layers, which does not "
+                f"divide model.n_layers = {self.n_layers}; choose a kind for all ({', '.join(MIXERS)}), or a pattern "
+                "whose length divides it"
+            )
+        for name, build in MIXERS.items():  # those without layers too: their fields must still be possible
+            build(self).check_use(self.attention, is_used=name in self.pattern)
+
+    def _check_positions(self) -> None:
+        if self.position == "learned" and self.n_positions is None:
+            raise ValueError("model.n_positions = None: learned positions need their number, such as sequence_length")
+        if self.position == "rotary" and (self.d_key % 2 or not any(mixer.uses_rotary for mixer in self.mixers)):
+            kinds = " and ".join(name for name, build in MIXERS.items() if build(self).uses_rotary)
+            raise ValueError(
+                f"model.position = 'rotary' rotates pairs of key features in {kinds} layers: model.attention = "
+                f"{self.attention!r} must have some, and model.d_key = {self.d_key} be even"
+            )
+
+    @property
+    def pattern(self) -> tuple[str, ...]:
+        """Kinds of attention of the layers that repeat: heinsen*3,softmax gives four. Raises ValueError."""
+        kinds = []
+        for part in self.attention.split(","):
+            found = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*([1-9]\d*)\s*)?", part)
+            if not found or found[1] not in MIXERS:
+                raise ValueError(
+                    f"model.attention = {self.attention!r}: {part!r} is no kind of attention; choose "
+                    f"{', '.join(MIXERS)}, or a pattern such as heinsen*3,softmax"
+                )
+            kinds += [found[1]] * int(found[2] or 1)
+        return tuple(kinds)
+
+    @property
+    def mixers(self) -> tuple[Mixer[Any], ...]:
+        """Mixers of the layers that repeat, one for each place of `pattern`."""
+        return tuple(MIXERS[name](self) for name in self.pattern)
+
+    @property
+    def layer_mixers(self) -> tuple[Mixer[Any], ...]:
+        """Mixers of all layers."""
+        return self.mixers * (self.n_layers // len(self.pattern))
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only tokens before them."""
+        return self.objective == "next_token"
+
+    @property
+    def mask_token(self) -> int:
+        """The id that stands for a masked token; no text contains it."""
+        return self.vocab_size
+
+    @property
+    def accumulator_dtype(self) -> jnp.dtype:
+        """dtype of states, accumulators and the residual stream: at least float32."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether a mesh may divide the tokens of a sequence (`heinsen.ops.sharded`)."""
+        return all(mixer.splits_sequences for mixer in self.mixers)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether some layer's state grows with the tokens."""
+        return any(mixer.has_cache for mixer in self.mixers)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Number of tokens that a document can have; None: any number."""
+        return self.n_positions if self.position == "learned" else None
+
+
+def check_causal(config: ModelConfig) -> None:
+    """Raise ValueError for a masked model."""
+    if not config.causal:
+        raise ValueError(
+            "model.objective = 'masked': the model reads whole texts in both directions and predicts no next token; "
+            "to generate or to continue a text take a model with objective = next_token"
+        )
+
+
+def check_room(config: ModelConfig, n_tokens: int) -> None:
+    """Raise ValueError where a document of n_tokens goes beyond the learned positions."""
+    if config.max_positions is not None and n_tokens > config.max_positions:
+        raise ValueError(
+            f"{n_tokens} tokens go beyond the model.n_positions = {config.n_positions} positions that this model has "
+            "learned: give fewer (a prompt counts too), or take a model with other positions"
+        )

@@ -1,0 +1,124 @@
+"""Losses of language models, for training and evaluation, in nats.
+
+Axes: B batch, T predicted tokens, N = T + 1 tokens of a window, D d_model.
+"""
+
+from typing import Any, Literal, overload
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from heinsen.models.config import ModelConfig, check_causal
+from heinsen.models.cross_entropy import token_logits, token_losses, weighted_loss
+from heinsen.models.language_model import LanguageModel, Params
+from heinsen.models.state import ModelState
+from heinsen.parallel import constrain
+
+
+@overload
+def next_token_losses(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+    return_state: Literal[False] = False,
+) -> Float[Array, "B N-1"]: ...
+
+
+@overload
+def next_token_losses(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+    *,
+    return_state: Literal[True],
+) -> tuple[Float[Array, "B N-1"], ModelState]: ...
+
+
+def next_token_losses(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B N-1"] | tuple[Float[Array, "B N-1"], ModelState]:
+    """Return the negative log-likelihood of every token but the first, -log p(tokens[t + 1] | tokens[:t + 1]).
+
+    The logits of all tokens are never in memory at once. `state` is what came before (None: nothing). With
+    return_state, also return the state after all tokens but the last. Raises ValueError for masked models.
+    """
+    check_causal(config)
+    tokens = jnp.asarray(tokens)
+    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
+    losses_BxT = token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    return losses_BxT if after is None else (losses_BxT, after)
+
+
+def mean_loss(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
+) -> Float[Array, ""]:
+    """Return the mean of `next_token_losses` by `weights` (None: equal). Fast to differentiate."""
+    check_causal(config)
+    tokens = jnp.asarray(tokens)
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    targets_BxT = tokens[:, 1:]
+    if weights is None:
+        weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    else:
+        weights_BxT = jnp.asarray(weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
+    return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
+
+
+def masked_logits(
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
+) -> Float[Array, "B T padded_vocab"]:
+    """Return a masked model's logits for every token, in its own place; `config.mask_token` stands for unknown ones."""
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    return token_logits(x_BxTxD, embedding, config.dtype)
+
+
+def masked_losses(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    targets: Int[Array | np.ndarray, "B T"],
+    mesh: Mesh | None = None,
+) -> Float[Array, "B T"]:
+    """Return a masked model's negative log-likelihood of each target, in the place of the token there."""
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    return token_losses(x_BxTxD, embedding, jnp.asarray(targets), config.dtype, mesh)
+
+
+def masked_loss(
+    config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
+) -> Float[Array, ""]:
+    """Return the mean of `masked_losses` of batch "tokens" and "targets" by "weights". Fast to differentiate."""
+    x_BxTxD, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
+    weights_BxT = (batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1)).astype(x_BxTxD.dtype)
+    return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
+
+
+def _hidden_states(
+    config: ModelConfig,
+    params: Params,
+    tokens: Array | np.ndarray,
+    mesh: Mesh | None,
+    state: ModelState | None = None,
+    keep_state: bool = False,
+) -> tuple[Array, Array, ModelState | None]:
+    """Return the last hidden states, the embedding, gathered once for both of its uses, and the state if kept."""
+    params = params | {"embedding": constrain(mesh, params["embedding"])}
+    model = LanguageModel(config, mesh)
+    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, keep_state=keep_state)
+    x_BxTxD, after = result
+    return x_BxTxD, params["embedding"], after

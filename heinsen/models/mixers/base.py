@@ -1,0 +1,182 @@
+"""The mixer interface: everything in which one kind of attention differs from another.
+
+A mixer is what a layer mixes tokens with. The layer hands it queries, keys and values of all heads; the mixer returns
+one output per token, and its state: what it remembers of the tokens so far. `heinsen.models.mixers` lists the kinds.
+
+A mixer is a frozen dataclass, and its fields are the fields of `heinsen.models.ModelConfig` that it reads.
+
+Axes: B batch, H heads, T tokens, K key features, V value features.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from heinsen.logspace import NEG_INF
+
+State = TypeVar("State")
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of one call stand in their texts."""
+
+    slot: Int[Array, "B T"]  # number of tokens before each, since the state was empty
+    first: Int[Array, "B T"]  # slot of the first token that each one sees
+    valid: Bool[Array, "B T"] | None  # false for padding at a row's end; None: there is no padding
+    segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixer(abc.ABC, Generic[State]):
+    """One kind of attention. A state is a tree of arrays with leading axes [B, H].
+
+    Subclasses must define `init_state` and `parallel`; the other methods have defaults for a state of constant size.
+    """
+
+    n_heads: int
+    d_key: int
+    d_value: int
+    dtype: str
+    causal: bool
+
+    # Whether the state holds a slot for every token.
+    has_cache: ClassVar[bool] = False
+    # Whether queries and keys are rotated where the model has rotary positions.
+    uses_rotary: ClassVar[bool] = False
+    # Whether a key of -inf has no weight, and hides padding so.
+    masks_padding_by_key: ClassVar[bool] = False
+    # Whether the published module has this attention.
+    is_published: ClassVar[bool] = False
+
+    # ---- configuration ----
+
+    @classmethod
+    def from_config(cls, config: Any) -> "Mixer[Any]":
+        """Build the mixer from the attributes of `config`, a `ModelConfig`. Raises ValueError for impossible values."""
+        return cls.from_attributes(config)
+
+    @classmethod
+    def from_attributes(cls, config: Any) -> Self:
+        """Build this class from the attributes of `config` that have its fields' names."""
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
+
+    def check_use(self, attention: str, is_used: bool) -> None:
+        """Raise ValueError where the fields do not fit a model with layers of this kind, or one without them.
+
+        `attention` is the model's pattern, for the message.
+        """
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether a mesh may divide the tokens of a sequence."""
+        return False
+
+    @property
+    def accumulator_dtype(self) -> jnp.dtype:
+        """dtype of sums over tokens: at least float32."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    # ---- attention ----
+
+    @abc.abstractmethod
+    def init_state(self, batch_size: int, capacity: int) -> State:
+        """Return the state before any token. A cache has room for `capacity` tokens."""
+
+    @abc.abstractmethod
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: State | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], State]:
+        """Mix T tokens at once, to train and to read prompts: (output, state after them).
+
+        `state` is what came before (None: nothing). On a mesh the batch and the heads are divided, and tokens too if
+        `splits_sequences`.
+        """
+
+    def step(
+        self,
+        q: Float[Array, "B H 1 K"],
+        k: Float[Array, "B H 1 K"],
+        values: Float[Array, "B H 1 V"],
+        state: State,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H 1 V"], State]:
+        """Mix one more token: (output, state after it)."""
+        return self.parallel(q, k, values, state, tokens, mesh)
+
+    def mix(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: State | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], State]:
+        """Mix tokens by `step` where one token continues a state, and else by `parallel`."""
+        if self.masks_padding_by_key and tokens.valid is not None:
+            k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
+        if state is not None and q.shape[-2] == 1:
+            return self.step(q, k, values, state, tokens, mesh)
+        return self.parallel(q, k, values, state, tokens, mesh)
+
+    # ---- decoding ----
+
+    def begin_steps(self, state: State) -> State:
+        """Convert a state to the form in which `step` is fastest and most exact."""
+        return state
+
+    def end_steps(self, state: State) -> tuple[State, Bool[Array, "..."]]:
+        """Convert a state back from `begin_steps`: (state, whether all steps since were exact).
+
+        Where they were not, they must be repeated from the state before, without `begin_steps`.
+        """
+        return state, jnp.ones((), bool)
+
+    def forget(self, state: State, rows: Bool[Array, " B"]) -> State:
+        """Return the state with those rows as before any token."""
+        return select_rows(rows, self.init_state(rows.shape[0], 0), state)
+
+    # ---- caches ----
+
+    def capacity(self, state: State) -> int | None:
+        """Number of tokens for which the cache has room; None without a cache."""
+        return None
+
+    def with_capacity(self, state: State, capacity: int) -> State:
+        """Return the state with room for at least `capacity` tokens."""
+        return state
+
+    def trim(self, state: State, n_tokens: int) -> State:
+        """Return the state without the room beyond its first `n_tokens` slots."""
+        return state
+
+    def split_cache(self, state: State) -> tuple[Any, Any]:
+        """Split a state into (cache, rest).
+
+        Steps only write to free slots of the cache: they can be repeated on the cache that they have written to, and
+        need the rest as it was. So the cache can be donated, and the rest must be kept until the steps are known to be
+        exact. Either is None where there is nothing of the kind.
+        """
+        return None, state
+
+    def join_cache(self, cache: Any, rest: Any) -> State:
+        """Invert `split_cache`."""
+        return rest
+
+
+def select_rows(rows: Bool[Array, " B"], new: State, old: State) -> State:
+    """Take `rows` of all arrays [B, ...] from `new`, and the others from `old`."""
+    pick = lambda new, old: jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
+    return jax.tree.map(pick, new, old)

@@ -1,0 +1,77 @@
+"""What mixers with a key-value cache have in common: a state that grows with the tokens.
+
+Axes: B batch, H heads, T tokens, K key features, V value features.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float
+
+from heinsen.models.mixers.base import Mixer, Tokens
+from heinsen.ops import softmax
+from heinsen.ops.sharded import over_heads
+from heinsen.ops.softmax import KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedMixer(Mixer[KVCache], abc.ABC):
+    """A mixer whose state is the keys and values of all tokens, in slots. Its products have inputs of `dtype`."""
+
+    has_cache: ClassVar[bool] = True
+    uses_rotary: ClassVar[bool] = True
+
+    def init_state(self, batch_size: int, capacity: int) -> KVCache:
+        return softmax.init_cache(batch_size, self.n_heads, capacity, self.d_key, self.d_value, self.dtype)
+
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: KVCache | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], KVCache]:
+        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+
+    def _attend(self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: Tokens) -> tuple[Array, KVCache]:
+        q, k, v = self._cast(q, k, v)
+        if state is None:
+            return self.attend(q, k, v, tokens), KVCache(k, v)
+        cache = softmax.append(state, k, v, tokens.slot, tokens.valid)
+        return self.attend_cached(q, cache, tokens), cache
+
+    def _cast(self, *arrays: Array) -> list[Array]:
+        return [x.astype(self.dtype) for x in arrays]
+
+    @abc.abstractmethod
+    def attend(
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: Tokens
+    ) -> Float[Array, "B H T V"]:
+        """Return the attention of tokens with nothing before them."""
+
+    @abc.abstractmethod
+    def attend_cached(self, q: Float[Array, "B H T K"], cache: KVCache, tokens: Tokens) -> Float[Array, "B H T V"]:
+        """Return what queries read from a cache that holds their own tokens already."""
+
+    def forget(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
+        """The cache as it is: `Tokens.first` says what is seen, and its slots are free again."""
+        return state
+
+    def capacity(self, state: KVCache) -> int:
+        return state.k.shape[-2]
+
+    def with_capacity(self, state: KVCache, capacity: int) -> KVCache:
+        return softmax.with_capacity(state, capacity)
+
+    def trim(self, state: KVCache, n_tokens: int) -> KVCache:
+        return KVCache(state.k[..., :n_tokens, :], state.v[..., :n_tokens, :])
+
+    def split_cache(self, state: KVCache) -> tuple[KVCache, None]:
+        return state, None
+
+    def join_cache(self, cache: KVCache, rest: Any) -> KVCache:
+        return cache

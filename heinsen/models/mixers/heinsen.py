@@ -1,0 +1,161 @@
+"""The paper's attention: softmax attention with constant cost per token (`heinsen.log_attention`).
+
+    y[t] = sum_s w[t, s] v[s] / sum_s w[t, s],   w[t, s] = sum_k exp(q[t, k] + k[s, k])     over the visible s
+
+Queries and keys are exponents. With value_domain = log, as in the paper, the layer's values are log v, and the layer
+goes on with log y; with value_domain = real they are v, of either sign, and y.
+
+Axes: B batch, H heads, T tokens, K key features, V value features.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Generic
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float
+
+from heinsen.models.mixers.base import Mixer, State, Tokens, select_rows
+from heinsen.ops import states
+from heinsen.ops.api import IMPLEMENTATIONS, attention
+from heinsen.ops.sharded import log_attention, over_heads
+from heinsen.ops.states import LogState, MeanState, RunningState
+
+
+@dataclasses.dataclass(frozen=True)
+class Heinsen(Mixer[State], Generic[State]):
+    """What both value domains have in common. `implementation` is an argument of `heinsen.log_attention`."""
+
+    implementation: str | None
+
+    masks_padding_by_key: ClassVar[bool] = True
+
+    @classmethod
+    def from_config(cls, config: Any) -> Mixer[Any]:
+        """Build the mixer of the config's value_domain."""
+        if config.value_domain not in VALUE_DOMAINS:
+            raise ValueError(f"model.value_domain = {config.value_domain!r}: choose {', '.join(VALUE_DOMAINS)}")
+        return VALUE_DOMAINS[config.value_domain].from_attributes(config)
+
+    def __post_init__(self) -> None:
+        if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogHeinsen(Heinsen[LogState | RunningState]):
+    """log y from log v: the paper's. In a loop of decoding steps the state is a `RunningState`, else a `LogState`."""
+
+    is_published: ClassVar[bool] = True
+
+    @property
+    def splits_sequences(self) -> bool:
+        return self.causal
+
+    def init_state(self, batch_size: int, capacity: int) -> LogState:
+        shape = batch_size, self.n_heads
+        return states.init_state(shape, self.d_key, self.d_value, signed=False, dtype=self.accumulator_dtype)
+
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: LogState | RunningState | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], LogState]:
+        """log y[t] = log sum_s w[t, s] exp(log v[s]) - log sum_s w[t, s]. A mesh may divide the tokens."""
+        assert not isinstance(state, RunningState)
+        return log_attention(mesh, q, k, values, state, tokens.segment_ids, self.implementation, causal=self.causal)
+
+    def step(
+        self,
+        q: Float[Array, "B H 1 K"],
+        k: Float[Array, "B H 1 K"],
+        values: Float[Array, "B H 1 V"],
+        state: LogState | RunningState,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H 1 V"], LogState | RunningState]:
+        if isinstance(state, LogState):
+            return self.parallel(q, k, values, state, tokens, mesh)
+        log_y, state = states.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0])
+        return log_y[:, :, None], state
+
+    def begin_steps(self, state: LogState | RunningState) -> RunningState:
+        """Steps on running averages: no logarithm of the whole state for every token, and no rounding of it."""
+        assert isinstance(state, LogState)
+        return states.begin_steps(state)
+
+    def end_steps(self, state: LogState | RunningState) -> tuple[LogState, Bool[Array, "B H"]]:
+        """Inexact where an average underflowed beside a larger one."""
+        assert isinstance(state, RunningState)
+        return states.end_steps(state)
+
+    def forget(self, state: LogState | RunningState, rows: Bool[Array, " B"]) -> LogState | RunningState:
+        empty = self.init_state(rows.shape[0], 0)
+        if isinstance(state, LogState):
+            return select_rows(rows, empty, state)
+        # What was inexact before the rows forget it stays so.
+        return select_rows(rows, self.begin_steps(empty)._replace(smallest=state.smallest), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class RealHeinsen(Heinsen[MeanState]):
+    """y from v, of either sign (`heinsen.attention`)."""
+
+    def check_use(self, attention: str, is_used: bool) -> None:
+        if not is_used:
+            raise ValueError(
+                f"model.value_domain = 'real' is an option of heinsen attention, of which model.attention = "
+                f"{attention!r} has none: set it to log"
+            )
+
+    def init_state(self, batch_size: int, capacity: int) -> MeanState:
+        shape = batch_size, self.n_heads
+        return states.init_state(shape, self.d_key, self.d_value, signed=True, dtype=self.accumulator_dtype)
+
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: MeanState | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], MeanState]:
+        """y[t] = sum_s w[t, s] v[s] / sum_s w[t, s]."""
+        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+
+    def _attend(self, q: Array, k: Array, v: Array, state: MeanState | None, tokens: Tokens) -> tuple[Array, MeanState]:
+        return attention(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            state=state,
+            segment_ids=tokens.segment_ids,
+            implementation=self.implementation,
+            return_state=True,
+        )
+
+    def step(
+        self,
+        q: Float[Array, "B H 1 K"],
+        k: Float[Array, "B H 1 K"],
+        values: Float[Array, "B H 1 V"],
+        state: MeanState,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H 1 V"], MeanState]:
+        """Equations (6) and (5): update the state, then read it."""
+        return over_heads(mesh, self._step)(q, k, values, state, tokens)
+
+    def _step(self, q: Array, k: Array, v: Array, state: MeanState, tokens: Tokens) -> tuple[Array, MeanState]:
+        state = states.update_state(state, k[:, :, 0], v[:, :, 0])
+        return states.query_state(state, q), state
+
+
+VALUE_DOMAINS: dict[str, type[Heinsen[Any]]] = {"log": LogHeinsen, "real": RealHeinsen}

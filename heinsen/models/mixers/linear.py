@@ -1,0 +1,43 @@
+"""Linear attention, normalized, with a state of constant size.
+
+    y[t] = sum_s (f(q[t]) . f(k[s])) v[s] / sum_s f(q[t]) . f(k[s]),   f = elu + 1     over the visible s
+
+Axes: B batch, H heads, T tokens, K key features, V value features.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from heinsen.models.mixers.base import Mixer, Tokens
+from heinsen.ops.linear import LinearState, init_linear_state, linear_attention
+from heinsen.ops.sharded import over_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Mixer[LinearState]):
+    """Linear attention (`heinsen.linear_attention`)."""
+
+    masks_padding_by_key: ClassVar[bool] = True
+
+    def init_state(self, batch_size: int, capacity: int) -> LinearState:
+        return init_linear_state((batch_size, self.n_heads), self.d_key, self.d_value, dtype=self.accumulator_dtype)
+
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: LinearState | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], LinearState]:
+        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, state: LinearState | None, tokens: Tokens
+    ) -> tuple[Array, LinearState]:
+        segment_ids = tokens.segment_ids
+        return linear_attention(q, k, v, causal=self.causal, state=state, segment_ids=segment_ids, return_state=True)

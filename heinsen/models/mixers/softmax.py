@@ -1,0 +1,54 @@
+"""Softmax attention, with a key-value cache.
+
+    y[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s]     over the visible s
+
+Axes: B batch, H heads, T tokens, K features of keys and values alike.
+"""
+
+import dataclasses
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from heinsen.models.mixers.base import Tokens
+from heinsen.models.mixers.cached import CachedMixer
+from heinsen.ops import softmax
+from heinsen.ops.sharded import over_heads
+from heinsen.ops.softmax import KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax(CachedMixer):
+    """Softmax attention (`heinsen.ops.softmax`). Keys and values have the same number of features."""
+
+    def check_use(self, attention: str, is_used: bool) -> None:
+        if is_used and self.d_key != self.d_value:
+            raise ValueError(
+                f"softmax attention needs model.d_key = {self.d_key} and model.d_value = {self.d_value} to be equal"
+            )
+
+    def attend(
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], tokens: Tokens
+    ) -> Float[Array, "B H T K"]:
+        return softmax.softmax_attention(q, k, v, tokens.segment_ids, self.causal)
+
+    def attend_cached(self, q: Float[Array, "B H T K"], cache: KVCache, tokens: Tokens) -> Float[Array, "B H T K"]:
+        return softmax.attend_cached(q, cache, tokens.slot, tokens.first)
+
+    def step(
+        self,
+        q: Float[Array, "B H 1 K"],
+        k: Float[Array, "B H 1 K"],
+        values: Float[Array, "B H 1 K"],
+        state: KVCache,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H 1 K"], KVCache]:
+        """Mix one more token without a copy of the cache, where all rows have one."""
+        if tokens.valid is not None:
+            return self.parallel(q, k, values, state, tokens, mesh)
+        return over_heads(mesh, self._step)(q, k, values, state, tokens)
+
+    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: Tokens) -> tuple[Array, KVCache]:
+        q, k, v = self._cast(q, k, v)
+        return softmax.step_cached(q, k, v, state, tokens.slot, tokens.first)

@@ -1,0 +1,143 @@
+"""Positions: how a model knows the order of its tokens.
+
+    recurrent   e_t = logaddexp(e_{t-1} + log a_t, l_t), added to the embedding: the paper's
+    learned     a row of a table for each place in a document, added to the embedding
+    rotary      pairs of features of queries and keys, rotated by an angle that grows with the place
+    none        nothing
+
+Axes: B batch, H heads, T tokens, D d_model, K key features.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float
+
+from heinsen.logspace import NEG_INF, logaddexp
+from heinsen.models.config import ModelConfig, check_room
+from heinsen.models.dense import Dense, weight_init
+from heinsen.models.mixers import Tokens
+from heinsen.ops import sharded
+
+
+class Position(nn.Module):
+    """No positions, and the interface of all others.
+
+    `deviation` is that of the embedding's initialization (`heinsen.models.dense.weight_init`).
+    """
+
+    config: ModelConfig
+    mesh: Mesh | None = None
+    deviation: float | None = None
+
+    def __call__(
+        self,
+        x_BxTxD: Float[Array, "B T D"],
+        before_BxD: Float[Array, "B D"],
+        tokens: Tokens,
+        begins_BxT: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
+        """Add positions to the embedding x: (x, e after the last token).
+
+        `before_BxD` is e before the first token; begins_BxT says which tokens begin a document, if any can.
+        """
+        return x_BxTxD, before_BxD
+
+    @staticmethod
+    def rotate(
+        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: Tokens
+    ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
+        """Rotate queries and keys."""
+        return q, k
+
+
+class RecurrentPosition(Position):
+    """x_t + e_t, e_t = logaddexp(e_{t-1} + log a_t, l_t), log a = log_sigmoid(c), with (c, l) a dense map of x.
+
+    A bidirectional model adds the same from the last token to the first, with a (c, l) of its own.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: Float[Array, "B T D"],
+        before_BxD: Float[Array, "B D"],
+        tokens: Tokens,
+        begins_BxT: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
+        n_maps = 2 if self.config.causal else 4
+        maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), n_maps, axis=-1)
+        e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, begins_BxT, tokens.valid)
+        if not self.config.causal:
+            flip: Callable[[Array], Array] = lambda x: jnp.flip(x, axis=1)
+            # From the end, a document begins with its last token.
+            ends = None if begins_BxT is None else flip(jnp.pad(begins_BxT[:, 1:], [(0, 0), (0, 1)]))
+            valid = None if tokens.valid is None else flip(tokens.valid)
+            e_BxTxD = e_BxTxD + flip(self._recurrence(flip(maps[2]), flip(maps[3]), before_BxD, ends, valid))
+        return x_BxTxD + e_BxTxD, e_BxTxD[:, -1]
+
+    def _recurrence(
+        self, c: Array, log_b: Array, before_BxD: Array, begins_BxT: Array | None, valid_BxT: Array | None
+    ) -> Array:
+        log_a = nn.log_sigmoid(c)
+        if begins_BxT is not None:  # e_{t-1} is 0 there, as before any token
+            begins = begins_BxT[..., None]
+            log_b = jnp.where(begins, logaddexp(log_a, log_b), log_b)
+            log_a = jnp.where(begins, NEG_INF, log_a)
+        if valid_BxT is not None:  # padding changes nothing
+            log_a = jnp.where(valid_BxT[..., None], log_a, 0.0)
+            log_b = jnp.where(valid_BxT[..., None], log_b, NEG_INF)
+        if log_b.shape[1] == 1:
+            return logaddexp(before_BxD[:, None] + log_a, log_b)
+        return sharded.log_linear_recurrence(self.mesh, log_a, log_b, before_BxD)
+
+
+class LearnedPosition(Position):
+    """x_t + table[place of t in its document]; NaN beyond the table."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: Float[Array, "B T D"],
+        before_BxD: Float[Array, "B D"],
+        tokens: Tokens,
+        begins_BxT: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
+        c, places_BxT = self.config, tokens.slot - tokens.first
+        if begins_BxT is None and tokens.valid is None:
+            check_room(c, x_BxTxD.shape[1])
+        if tokens.valid is not None:  # padding may lie beyond the table
+            places_BxT = jnp.where(tokens.valid, places_BxT, 0)
+        table = self.param("embedding", weight_init(c.d_model, self.deviation), (c.n_positions, c.d_model))
+        return x_BxTxD + jnp.take(table, places_BxT, axis=0, mode="fill", fill_value=jnp.nan), before_BxD
+
+
+class RotaryPosition(Position):
+    """Queries and keys rotated; the embedding stays as it is."""
+
+    @staticmethod
+    def rotate(
+        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: Tokens
+    ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
+        """Rotate features i and i + K/2 by the token's place in its document times 10000^(-2i/K)."""
+        places_BxT = tokens.slot - tokens.first
+        return _rotate_pairs(q, places_BxT), _rotate_pairs(k, places_BxT)
+
+
+def _rotate_pairs(x_BxHxTxK: Array, places_BxT: Array) -> Array:
+    half = x_BxHxTxK.shape[-1] // 2
+    angles = places_BxT[:, None, :, None] * 10000.0 ** (-jnp.arange(half) / half)
+    a, b = x_BxHxTxK[..., :half], x_BxHxTxK[..., half:]
+    cos, sin = jnp.cos(angles).astype(a.dtype), jnp.sin(angles).astype(a.dtype)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+# The names in heinsen.models.config.POSITIONS.
+POSITION_CLASSES: dict[str, type[Position]] = {
+    "recurrent": RecurrentPosition,
+    "learned": LearnedPosition,
+    "rotary": RotaryPosition,
+    "none": Position,
+}

@@ -1,0 +1,147 @@
+"""The state of a model: what it remembers of the tokens so far, in all layers.
+
+Each function applies the mixers' own to the states of their layers.
+
+Axes: B batch, T tokens, D d_model.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from heinsen.models.config import ModelConfig, check_causal
+from heinsen.models.mixers import Mixer, Tokens
+from heinsen.models.mixers.base import select_rows
+
+
+class ModelState(NamedTuple):
+    """Everything the model remembers of the tokens seen. Without caches its size does not depend on their number."""
+
+    position: Float[Array, "B D"]  # e of the position recurrence
+    attention: tuple[Any, ...]  # each layer's state (`Mixer`), with leading axis B
+    n_tokens: Int[Array, " B"]  # tokens seen since the state was empty: the next slot of the caches
+    document_start: Int[Array, " B"]  # slot of the current document's first token
+
+
+def init_model_state(config: ModelConfig, batch_size: int, capacity: int = 0) -> ModelState:
+    """Return the state before any token: e = 0 in the position recurrence, empty states in the layers.
+
+    Caches have room for `capacity` tokens (`with_capacity` adds more). Raises ValueError for masked models.
+    """
+    check_causal(config)
+    attention = tuple(mixer.init_state(batch_size, capacity) for mixer in config.layer_mixers)
+    return state_without_layers(config, batch_size)._replace(attention=attention)
+
+
+def state_without_layers(config: ModelConfig, batch_size: int) -> ModelState:
+    """Return the state before any token, with None for the state of every layer."""
+    position = jnp.zeros((batch_size, config.d_model), config.accumulator_dtype)
+    zeros = jnp.zeros(batch_size, jnp.int32)
+    return ModelState(position, (None,) * config.n_layers, zeros, zeros)
+
+
+def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Apply function(mixer, *states) to each layer."""
+    return tuple(function(*layer) for layer in zip(config.layer_mixers, *layers, strict=True))
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def forget(config: ModelConfig, state: ModelState, rows: Bool[Array, " B"]) -> ModelState:
+    """Return the state with those rows as before any token."""
+    check_causal(config)
+    attention = _map_layers(lambda mixer, layer: mixer.forget(layer, rows), config, state.attention)
+    fresh = state_without_layers(config, rows.shape[0])._replace(attention=())
+    return select_rows(rows, fresh, state._replace(attention=()))._replace(attention=attention)
+
+
+def forget_at_document_start(
+    config: ModelConfig, state: ModelState, begins: Bool[Array, " B"], n_tokens: int
+) -> ModelState:
+    """Apply `forget` to the rows whose first of n_tokens begins a document."""
+    if n_tokens > 1:
+        return forget(config, state, begins)
+    # In decoding, the state is most of what is read besides the parameters: leave it alone if nothing begins.
+    return jax.lax.cond(jnp.any(begins), lambda state: forget(config, state, begins), lambda state: state, state)
+
+
+def locate_tokens(
+    before: ModelState, n_tokens: int, lengths: Int[Array, " B"] | None, begins: Bool[Array, "B T"] | None
+) -> Tokens:
+    """Return where the tokens stand after `before`.
+
+    lengths: number of tokens in each row, if rows are padded. begins: which tokens begin a document, if any can.
+    """
+    slot = before.n_tokens[:, None] + jnp.arange(n_tokens)
+    first = jnp.broadcast_to(before.document_start[:, None], slot.shape)
+    segment_ids = None
+    if begins is not None:
+        first = jax.lax.cummax(jnp.where(begins, slot, first), axis=1)
+        segment_ids = jnp.cumsum(begins, axis=-1)[:, None]
+    valid = None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
+    return Tokens(slot, first, valid, segment_ids)
+
+
+def state_after(
+    before: ModelState,
+    tokens: Tokens,
+    lengths: Int[Array, " B"] | None,
+    position: Float[Array, "B D"],
+    attention: tuple[Any, ...],
+) -> ModelState:
+    """Return the state after the tokens that follow `before`, with these states of positions and layers."""
+    n_seen = before.n_tokens + (tokens.slot.shape[1] if lengths is None else lengths)
+    last = jnp.maximum(n_seen - before.n_tokens - 1, 0)
+    document_start = jnp.take_along_axis(tokens.first, last[:, None], axis=1)[:, 0]
+    return ModelState(position, attention, n_seen, document_start)
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+
+def begin_steps(config: ModelConfig, state: ModelState) -> ModelState:
+    """Convert to the form in which single steps are fastest and most exact."""
+    return state._replace(attention=_map_layers(lambda mixer, layer: mixer.begin_steps(layer), config, state.attention))
+
+
+def end_steps(config: ModelConfig, state: ModelState) -> tuple[ModelState, Bool[Array, ""]]:
+    """Convert back from `begin_steps`: (state, whether all steps since were exact)."""
+    ended = _map_layers(lambda mixer, layer: mixer.end_steps(layer), config, state.attention)
+    is_exact = jnp.ones((), bool)
+    for _, layer_is_exact in ended:
+        is_exact &= jnp.all(layer_is_exact)
+    return state._replace(attention=tuple(layer for layer, _ in ended)), is_exact
+
+
+def capacity(config: ModelConfig, state: ModelState) -> int | None:
+    """Number of tokens for which the caches have room; None without caches."""
+    sizes = _map_layers(lambda mixer, layer: mixer.capacity(layer), config, state.attention)
+    return next((size for size in sizes if size is not None), None)
+
+
+def with_capacity(config: ModelConfig, state: ModelState, capacity: int) -> ModelState:
+    """Return the state with room for at least `capacity` tokens in its caches."""
+    grow: Callable[[Mixer[Any], Any], Any] = lambda mixer, layer: mixer.with_capacity(layer, capacity)
+    return state._replace(attention=_map_layers(grow, config, state.attention))
+
+
+def trim_caches(config: ModelConfig, state: ModelState, n_tokens: int) -> ModelState:
+    """Return the state without the room of its caches beyond their first n_tokens slots."""
+    trim: Callable[[Mixer[Any], Any], Any] = lambda mixer, layer: mixer.trim(layer, n_tokens)
+    return state._replace(attention=_map_layers(trim, config, state.attention))
+
+
+def split_caches(config: ModelConfig, state: ModelState) -> tuple[tuple[Any, ...], ModelState]:
+    """Split into (each layer's cache, the state without them): see `Mixer.split_cache`."""
+    split = _map_layers(lambda mixer, layer: mixer.split_cache(layer), config, state.attention)
+    return tuple(cache for cache, _ in split), state._replace(attention=tuple(rest for _, rest in split))
+
+
+def join_caches(config: ModelConfig, caches: tuple[Any, ...], state: ModelState) -> ModelState:
+    """Invert `split_caches`."""
+    join: Callable[[Mixer[Any], Any, Any], Any] = lambda mixer, cache, rest: mixer.join_cache(cache, rest)
+    return state._replace(attention=_map_layers(join, config, caches, state.attention))

@@ -1,0 +1,78 @@
+"""Packed documents: segment ids to the masks, resets and ranges that each form of attention needs.
+
+A document is a run of equal segment ids. `starts` marks the first token of every document but the one that the
+sequence begins in, which may continue the document of an incoming state.
+
+Axes: `*batch` is any leading axes; T tokens; C tokens of a chunk.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from heinsen.logspace import NEG_INF
+
+
+def document_starts(segment_ids: Int[Array, "*batch T"]) -> Bool[Array, "*batch T"]:
+    """True where the id differs from that of the token before; false at token 0."""
+    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
+    return jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)])
+
+
+def document_numbers(starts: Bool[Array, "*batch T"]) -> Int[Array, "*batch T"]:
+    """Number each document of a sequence from 0, the one that the sequence begins in."""
+    return jnp.cumsum(starts, axis=-1)
+
+
+def document_ends(starts: Bool[Array, "*batch T"]) -> Bool[Array, "*batch T"]:
+    """True at the last token of every document, the sequence's last token included."""
+    return jnp.concatenate([starts[..., 1:], jnp.ones_like(starts[..., :1])], axis=-1)
+
+
+def last_tokens(starts: Bool[Array, "*batch T"]) -> Int[Array, "*batch T"]:
+    """For each token, the position of the last token of its document."""
+    n_tokens = starts.shape[-1]
+    end = jnp.where(document_ends(starts), jnp.arange(n_tokens), n_tokens)
+    return lax.cummin(end, axis=starts.ndim - 1, reverse=True)
+
+
+def document_ranges(starts: Bool[Array, "*batch T"]) -> tuple[Int[Array, "*batch T"], Int[Array, "*batch T"]]:
+    """For each token, the position of its document's first token and one past that of its last."""
+    first = lax.cummax(jnp.where(starts, jnp.arange(starts.shape[-1]), 0), axis=starts.ndim - 1)
+    return first, last_tokens(starts) + 1
+
+
+def mask_cross_document(starts: Bool[Array, "*batch T"]) -> Bool[Array, "*batch T T"]:
+    """True for pairs (query, key) of the same document."""
+    document = document_numbers(starts)
+    return document[..., :, None] == document[..., None, :]
+
+
+def mask_starts(starts: Bool[Array, "*batch T"], log_sums: Array) -> Array:
+    """log_sums [*batch, T, K], emptied (-inf) where a document starts."""
+    return jnp.where(starts[..., None], NEG_INF, log_sums)
+
+
+class ChunkMasks(NamedTuple):
+    """What the documents of a chunk see of it and of the state before it: 0 or 1, or None for all ones."""
+
+    causal: Array  # [*batch, C, C]: key s is visible to query t of the same chunk
+    reads_state: Array | None  # [*batch, C, 1]: query t continues the document of the incoming state
+    enters_state: Array | None  # [*batch, C, 1]: key s belongs to the document that the chunk ends in
+    keeps_state: Array | None  # [*batch, 1]: no document starts in the chunk
+
+
+def chunk_masks(n_tokens: int, starts: Array | None, dtype: jnp.dtype) -> ChunkMasks:
+    """Masks of a chunk of n_tokens; `starts` [*batch, C] or None for a single document."""
+    causal = jnp.tril(jnp.ones((n_tokens, n_tokens), dtype))
+    if starts is None:
+        return ChunkMasks(causal, None, None, None)
+    document = document_numbers(starts)
+    return ChunkMasks(
+        causal * (document[..., :, None] == document[..., None, :]),
+        (document == 0)[..., None].astype(dtype),
+        (document == document[..., -1:])[..., None].astype(dtype),
+        (document[..., -1:] == 0).astype(dtype),
+    )

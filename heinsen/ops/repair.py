@@ -1,0 +1,154 @@
+"""The exact path of the chunked form: every chunk again, from an exact state, token by token where it must be.
+
+It runs where the fast pass has lost terms to underflow, as loops whose number of iterations is 0 everywhere else: no
+branch of XLA's, whose two sides would both hold buffers. States between chunks are normalized, and so exact at every
+dynamic range. A chunk is first tried by matmuls, relative to shifts of its own; a chunk that loses terms even so is
+taken token by token. JAX differentiates each chunk.
+
+Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from heinsen.ops import chunk
+from heinsen.ops.chunk import Keys, Tokens
+from heinsen.ops.schedule import (
+    Call,
+    Output,
+    Residuals,
+    pick_chunk,
+    slice_last,
+    slice_tokens,
+    token_axis,
+    write,
+    write_chunk,
+)
+from heinsen.ops.states import read_all
+from heinsen.ops.values import S, Values
+
+
+def forward(call: Call, tokens: Tokens, state: S, lost: Array, out: Output[S]) -> Output[S]:
+    """The output of the fast pass or, if it lost terms, the exact one."""
+
+    def step(i: Array, carry: Any) -> Any:
+        state, y, log_z = carry
+        (y_chunk, log_z_chunk), state = exact_chunk(call.kind, slice_tokens(tokens, i, call.split.chunk_size), state)
+        y = y if y is None else write(y, y_chunk, i)
+        log_z = log_z if log_z is None else write(log_z, log_z_chunk, i, axis=-1)
+        return state, y, log_z
+
+    end, y, log_z = lax.fori_loop(0, _n_repaired(call, lost), step, (state.normalize(), out.y, out.log_z))
+    return Output(y, log_z, _choose(lost, end.denormalize(), out.state))
+
+
+def backward(
+    call: Call,
+    tokens: Tokens,
+    state: S,
+    residuals: Residuals,
+    lost: Array,
+    grads: Output[S],
+    fast: tuple[Tokens, S],
+) -> tuple[Tokens, S]:
+    """Gradients of the fast pass or, if terms were lost, exact ones."""
+    kind, split = call.kind, call.split
+    n_chunks, n_repaired = split.n_groups * split.n_chunks, _n_repaired(call, lost)
+    first, first_vjp = jax.vjp(lambda state: state.normalize(), state)
+    axis = first.h_z.ndim - 1
+
+    def save_state(i: Array, carry: Any) -> Any:
+        state, before = carry
+        before = write_chunk(before, state, i, split, axis)
+        keys = slice_tokens(tokens.keys, i, split.chunk_size)
+        return exact_chunk(kind, Tokens(None, keys), state)[1], before
+
+    # The fast pass needs these arrays no longer; they have the right shapes.
+    before = kind.normalized_like(residuals.before.s, residuals.before.z, residuals.shifts.b)
+    if tokens.keys is None:
+        end = first
+        before = jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), before, first)
+    else:
+        end, before = lax.fori_loop(0, n_repaired, save_state, (first, before))
+
+    def step(j: Array, carry: Any) -> Any:
+        dstate, dtokens = carry
+        i = n_chunks - 1 - j
+        dchunk, dstate = _chunk_grads(call, tokens, pick_chunk(before, i, split, axis), i, grads, dstate)
+        return dstate, write(dtokens, dchunk, i)
+
+    dend = jax.vjp(lambda end: end.denormalize(), end)[1](grads.state)[0]
+    dtokens, dstate_fast = fast
+    dfirst, dtokens = lax.fori_loop(0, n_repaired, step, (dend, dtokens))
+    return dtokens, _choose(lost, first_vjp(dfirst)[0], dstate_fast)
+
+
+def _chunk_grads(
+    call: Call, tokens: Tokens, before: Any, i: Array, grads: Output[Any], dafter: Any
+) -> tuple[Tokens, Any]:
+    """Gradients of chunk i and the normalized state before it, from those of the output and the state after it."""
+    size = call.split.chunk_size
+    q, keys = slice_tokens(tokens, i, size)
+
+    def run(q: Array | None, k_and_values: Any, state: Any) -> Any:
+        chunk_keys = None if keys is None else Keys(k_and_values[0], k_and_values[1], keys.starts)
+        return exact_chunk(call.kind, Tokens(q, chunk_keys), state)
+
+    ((_, log_z), _), vjp = jax.vjp(run, q, keys and (keys.k, keys.values), before)
+    dlog_z = None if log_z is None else jnp.zeros_like(log_z)
+    if grads.log_z is not None:
+        dlog_z = slice_last(grads.log_z, i, size)
+    dq, dkeys, dbefore = vjp(((slice_tokens(grads.y, i, size), dlog_z), dafter))
+    return Tokens(dq, dkeys and Keys(dkeys[0], dkeys[1], None)), dbefore
+
+
+def exact_chunk(kind: Values[Any, Any], tokens: Tokens, state: Any) -> tuple[tuple[Array | None, Array | None], Any]:
+    """((y, log Z), the state after) of a chunk and the normalized state before it, by matmuls if they lose nothing."""
+    shifts = lax.stop_gradient(kind.shifts_of_normalized(state))
+    if tokens.keys is not None:
+        shifts = chunk.raise_shifts(kind, shifts, lax.stop_gradient(tokens.keys))
+    shifts = shifts._replace(b=kind.round_shift(shifts.b))
+    f = chunk.compute_factors(kind, tokens, shifts)
+    m = kind.sums_of_normalized(state, shifts)
+    end = chunk.next_sums(f.keys, m)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts))
+    out: tuple[Array | None, Array | None] = None, None
+    if f.queries is not None:
+        sums = chunk.query_sums(f.queries, f.keys, m)
+        lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, f.queries, sums, shifts))
+        out = kind.mean(sums, shifts.b), chunk.query_log_z(f.queries, sums)
+    after = state if tokens.keys is None else kind.normalized_sums(end, shifts)
+    return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), lambda: (out, after))
+
+
+def _token_by_token(kind: Values[Any, Any], tokens: Tokens, state: Any) -> Any:
+    """((y, log Z), the state after) in normalized form."""
+    if tokens.keys is None:
+        assert tokens.q is not None
+        return read_all(state, tokens.q), state
+
+    def step(state: Any, token: Any) -> Any:
+        q, (k, values, starts) = token
+        if starts is not None:
+            at = lambda x: starts.reshape(starts.shape + (1,) * (x.ndim - starts.ndim))
+            state = jax.tree.map(lambda old, new: jnp.where(at(old), new, old), state, state.empty())
+        state = state.merge(kind.normalized_token(k, values))
+        return state, None if q is None else state.read(q)
+
+    state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, token_axis(x), 0), tokens))
+    if out is None:
+        return (None, None), state
+    return (jnp.moveaxis(out[0], 0, -2), jnp.moveaxis(out[1], 0, -1)), state
+
+
+def _n_repaired(call: Call, lost: Array) -> Array:
+    """Chunks to repair: all or none."""
+    return jnp.where(lost, call.split.n_groups * call.split.n_chunks, 0)
+
+
+def _choose(lost: Array, exact: Any, fast: Any) -> Any:
+    return jax.tree.map(lambda exact, fast: jnp.where(lost, exact, fast), exact, fast)

@@ -1,0 +1,323 @@
+"""Log and real values: the two kinds of values that the chunked form sums, and all that differs between them.
+
+Log values are non-negative numbers given by their logarithms; their sums are kept relative to a shift b >= log v. Real
+values have either sign and need no shift: there b is None. Each kind supplies the factor that enters a matmul, the
+mean that a query reads and the gradients of both, so that `chunk`, `schedule` and `repair` are written once.
+
+Axes: K key features, V value features, T tokens or queries; `*batch` is any leading axes.
+"""
+
+import abc
+from typing import Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from heinsen.logspace import NEG_INF, finite, log_divide, logaddexp
+from heinsen.ops.states import LogState, MeanState, NormalizedState, init_state, shift_difference, whole_shift
+
+# Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
+# state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
+SMALLEST_SUM = 1e-27
+
+S = TypeVar("S", LogState, MeanState)  # the public state
+N = TypeVar("N", NormalizedState, MeanState)  # its normalized form
+
+
+class Shifts(NamedTuple):
+    """The largest exponent so far of each key feature and of each log value; -inf before any."""
+
+    c: Array  # [*batch, K]
+    b: Array | None  # [*batch, V]; None for real values
+
+
+class Sums(NamedTuple):
+    """Sums over keys of weights times values, and of weights: in a state for each key feature, else for each query."""
+
+    s: Array  # [*batch, K or T, V]
+    z: Array  # [*batch, K or T]
+
+
+class Values(abc.ABC, Generic[S, N]):
+    """How one kind of values enters sums and is read from them. Instances have no data: compare them by identity."""
+
+    zero: float  # the number that stands for a value of 0
+    grad_overwrites_sums: bool  # whether XLA writes the gradient of the values over the buffer of S without a copy
+
+    @abc.abstractmethod
+    def empty_state(self, k: Array, values: Array) -> S:
+        """State before any of the tokens k [*batch, T, K], values [*batch, T, V]."""
+
+    @abc.abstractmethod
+    def raise_shift(self, b: Array | None, values: Array) -> Array | None:
+        """Shift that also covers values [*batch, T, V]."""
+
+    @abc.abstractmethod
+    def round_shift(self, b: Array | None) -> Array | None:
+        """Shift as the normalized state has it: a whole number, so that moving it rounds nothing."""
+
+    @abc.abstractmethod
+    def factor(self, values: Array, b: Array | None) -> Array:
+        """vf [*batch, T, V], which the weights multiply: exp(log v - b) <= 1, or v itself."""
+
+    @abc.abstractmethod
+    def factor_grad(self, vf: Array, dvf: Array) -> Array:
+        """Gradient of the values from that of their factor."""
+
+    @abc.abstractmethod
+    def rescale(self, s: Array, old: Array | None, new: Array | None) -> Array:
+        """Sums s [*batch, K, V] relative to the shift `new` >= `old`."""
+
+    @abc.abstractmethod
+    def mean(self, sums: Sums, b: Array | None) -> Array:
+        """What queries read: log s - log z + b, or s / z; -inf, or 0, where nothing is summed."""
+
+    @abc.abstractmethod
+    def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
+        """Gradients of s and z from those of the `mean` and of log z."""
+
+    @abc.abstractmethod
+    def state_grad(self, m: Sums, dstate: S) -> Sums:
+        """Gradients of the sums m from those of `sums_to_state`."""
+
+    @abc.abstractmethod
+    def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
+        """Sum [*batch, T] of dy over the columns whose values were all zero, whose y changes by its log Z alone."""
+
+    @abc.abstractmethod
+    def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
+        """Sums with 1 in place of those that are rightly 0: no weights (of a query or key feature), or no values."""
+
+    @abc.abstractmethod
+    def has_lost_terms(self, sums: Sums) -> Array:
+        """Whether some sum, after `fill_empty`, is so small that underflow may have taken terms from it."""
+
+    @abc.abstractmethod
+    def state_to_sums(self, state: S) -> tuple[Sums, Shifts]:
+        """Sums of a state, and the shifts that they are relative to: c = h_z, and b the largest average."""
+
+    @abc.abstractmethod
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> S:
+        """State of sums relative to shifts."""
+
+    @abc.abstractmethod
+    def sums_grad(self, m: Sums, dm: Sums) -> S:
+        """Gradient of a state from that of its `state_to_sums`."""
+
+    @abc.abstractmethod
+    def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
+        """What queries read of two sets of tokens, from what they read of each and its log share of the weights."""
+
+    @abc.abstractmethod
+    def normalized_token(self, k: Array, values: Array) -> N:
+        """Normalized state of one token k [*batch, K], values [*batch, V], which are the means of all features."""
+
+    @abc.abstractmethod
+    def normalized_sums(self, m: Sums, shifts: Shifts) -> N:
+        """Normalized state of sums relative to shifts whose b is whole (`round_shift`)."""
+
+    @abc.abstractmethod
+    def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> N:
+        """Arrays of a normalized state's shapes, as one; their numbers mean nothing."""
+
+    @abc.abstractmethod
+    def shifts_of_normalized(self, state: N) -> Shifts:
+        """Shifts that cover a normalized state."""
+
+    @abc.abstractmethod
+    def sums_of_normalized(self, state: N, shifts: Shifts) -> Sums:
+        """Sums of a normalized state, relative to shifts that cover it."""
+
+
+class LogValues(Values[LogState, NormalizedState]):
+    """Non-negative values, given by their logarithms."""
+
+    zero, grad_overwrites_sums = NEG_INF, True
+
+    def empty_state(self, k: Array, values: Array) -> LogState:
+        return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], dtype=k.dtype)
+
+    def raise_shift(self, b: Array | None, values: Array) -> Array | None:
+        assert b is not None
+        return jnp.maximum(b, jnp.max(values, axis=-2))
+
+    def round_shift(self, b: Array | None) -> Array | None:
+        assert b is not None
+        return jnp.ceil(b)
+
+    def factor(self, values: Array, b: Array | None) -> Array:
+        assert b is not None
+        return jnp.exp(values - finite(b)[..., None, :])
+
+    def factor_grad(self, vf: Array, dvf: Array) -> Array:
+        return vf * dvf
+
+    def rescale(self, s: Array, old: Array | None, new: Array | None) -> Array:
+        assert old is not None and new is not None
+        return s * shift_decay(old, new)[..., None, :]
+
+    def mean(self, sums: Sums, b: Array | None) -> Array:
+        assert b is not None
+        return log_divide(safe_log(sums.s), safe_log(sums.z)[..., None]) + finite(b)[..., None, :]
+
+    def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
+        ds, dz = safe_divide(dmean, sums.s), -jnp.sum(dmean, axis=-1)
+        return Sums(ds, safe_divide(dz if dlog_z is None else dz + dlog_z, sums.z))
+
+    def state_grad(self, m: Sums, dstate: LogState) -> Sums:
+        return Sums(safe_divide(dstate.h_s, m.s), safe_divide(dstate.h_z, m.z))
+
+    def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
+        assert b is not None
+        return jnp.sum(jnp.where((b == NEG_INF)[..., None, :], dy, 0.0), axis=-1)
+
+    def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
+        assert b is not None
+        has_value = has_weight[..., None] & (b > NEG_INF)[..., None, :]
+        return Sums(jnp.where(has_value, sums.s, 1.0), jnp.where(has_weight, sums.z, 1.0))
+
+    def has_lost_terms(self, sums: Sums) -> Array:
+        return (jnp.min(sums.z) < SMALLEST_SUM) | (jnp.min(sums.s) < SMALLEST_SUM)
+
+    def state_to_sums(self, state: LogState) -> tuple[Sums, Shifts]:
+        log_mean = log_divide(state.h_s, state.h_z[..., None])
+        b = jnp.max(log_mean, axis=-2)
+        z = (state.h_z > NEG_INF).astype(state.h_z.dtype)
+        return Sums(jnp.exp(log_mean - finite(b)[..., None, :]), z), Shifts(state.h_z, b)
+
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> LogState:
+        assert shifts.b is not None
+        h_s = jnp.log(m.s) + finite(shifts.c)[..., :, None] + finite(shifts.b)[..., None, :]
+        return LogState(h_s, jnp.log(m.z) + finite(shifts.c))
+
+    def sums_grad(self, m: Sums, dm: Sums) -> LogState:
+        return LogState(m.s * dm.s, m.z * dm.z)
+
+    def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
+        return logaddexp(y + share, other_y + other_share)
+
+    def normalized_token(self, k: Array, values: Array) -> NormalizedState:
+        b = whole_shift(values)
+        log_mean = jnp.broadcast_to((values - finite(b))[..., None, :], (*k.shape, values.shape[-1]))
+        return NormalizedState(log_mean, k, b)
+
+    def normalized_sums(self, m: Sums, shifts: Shifts) -> NormalizedState:
+        assert shifts.b is not None
+        log_mean = safe_log(safe_divide(m.s, m.z[..., None]))
+        return NormalizedState(log_mean, safe_log(m.z) + finite(shifts.c), shifts.b)
+
+    def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> NormalizedState:
+        assert b is not None
+        return NormalizedState(mean, h_z, b)
+
+    def shifts_of_normalized(self, state: NormalizedState) -> Shifts:
+        return Shifts(state.h_z, state.b)
+
+    def sums_of_normalized(self, state: NormalizedState, shifts: Shifts) -> Sums:
+        assert shifts.b is not None
+        z = jnp.exp(state.h_z - finite(shifts.c))
+        mean = jnp.exp(state.log_mean + shift_difference(state.b, shifts.b)[..., None, :])
+        return Sums(mean * z[..., None], z)
+
+
+class RealValues(Values[MeanState, MeanState]):
+    """Values of either sign. Their means are divided by their weights, so only those can be too small."""
+
+    zero, grad_overwrites_sums = 0.0, False
+
+    def empty_state(self, k: Array, values: Array) -> MeanState:
+        return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype)
+
+    def raise_shift(self, b: Array | None, values: Array) -> Array | None:
+        return None
+
+    def round_shift(self, b: Array | None) -> Array | None:
+        return None
+
+    def factor(self, values: Array, b: Array | None) -> Array:
+        return values
+
+    def factor_grad(self, vf: Array, dvf: Array) -> Array:
+        return dvf
+
+    def rescale(self, s: Array, old: Array | None, new: Array | None) -> Array:
+        return s
+
+    def mean(self, sums: Sums, b: Array | None) -> Array:
+        return safe_divide(sums.s, sums.z[..., None])
+
+    def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
+        s, z = sums
+        ds, dz = safe_divide(dmean, z[..., None]), -jnp.sum(dmean * safe_divide(s, z[..., None]), axis=-1)
+        return Sums(ds, safe_divide(dz if dlog_z is None else dz + dlog_z, z))
+
+    def state_grad(self, m: Sums, dstate: MeanState) -> Sums:
+        return self.mean_grad(m, dstate.mean, dstate.h_z)
+
+    def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
+        return 0.0
+
+    def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
+        return Sums(sums.s, jnp.where(has_weight, sums.z, 1.0))
+
+    def has_lost_terms(self, sums: Sums) -> Array:
+        return jnp.min(sums.z) < SMALLEST_SUM
+
+    def state_to_sums(self, state: MeanState) -> tuple[Sums, Shifts]:
+        z = (state.h_z > NEG_INF).astype(state.h_z.dtype)
+        return Sums(state.mean * z[..., None], z), Shifts(state.h_z, None)
+
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> MeanState:
+        return MeanState(self.mean(m, None), jnp.log(m.z) + finite(shifts.c))
+
+    def sums_grad(self, m: Sums, dm: Sums) -> MeanState:
+        return MeanState(m.z[..., None] * dm.s, m.z * dm.z + jnp.sum(m.s * dm.s, axis=-1))
+
+    def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
+        return jnp.exp(share) * y + jnp.exp(other_share) * other_y
+
+    def normalized_token(self, k: Array, values: Array) -> MeanState:
+        return MeanState(jnp.broadcast_to(values[..., None, :], (*k.shape, values.shape[-1])), k)
+
+    def normalized_sums(self, m: Sums, shifts: Shifts) -> MeanState:
+        return MeanState(safe_divide(m.s, m.z[..., None]), safe_log(m.z) + finite(shifts.c))
+
+    def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> MeanState:
+        return MeanState(mean, h_z)
+
+    def shifts_of_normalized(self, state: MeanState) -> Shifts:
+        return Shifts(state.h_z, None)
+
+    def sums_of_normalized(self, state: MeanState, shifts: Shifts) -> Sums:
+        z = jnp.exp(state.h_z - finite(shifts.c))
+        return Sums(state.mean * z[..., None], z)
+
+
+LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
+
+
+# ---- arithmetic at zero ---------------------------------------------------------------------------
+
+
+def shift_decay(old: Array, new: Array) -> Array:
+    """exp(old - new) <= 1 for shifts old <= new; 1 where both are -inf."""
+    return jnp.exp(jnp.where(old == new, 0.0, old - new))
+
+
+@jax.custom_jvp
+def safe_divide(a: Array, b: Array) -> Array:
+    """a / b, and 0 / 0 = 0."""
+    return jnp.where(b == 0, 0.0, a / jnp.where(b == 0, 1.0, b))
+
+
+@safe_divide.defjvp
+def _safe_divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (a, b), (da, db) = primals, tangents
+    ratio = safe_divide(a, b)
+    return ratio, safe_divide(da - ratio * db, b)  # JAX's own divides by b * b, which underflows
+
+
+def safe_log(x: Array) -> Array:
+    """log x, with a gradient of 0 at 0."""
+    return jnp.where(x == 0, NEG_INF, jnp.log(jnp.where(x == 0, 1.0, x)))
