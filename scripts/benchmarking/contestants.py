@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import heinsen
 from heinsen.ops import chunked
@@ -65,6 +66,7 @@ def contestants() -> dict[str, Prepare]:
 
 def unchecked_attention(q: jax.Array, k: jax.Array, log_v: jax.Array) -> jax.Array:
     """Return the chunked form without detection and repair of lost terms: the difference is the cost of exactness."""
+    q, k, log_v = (x.astype(jnp.float32) for x in (q, k, log_v))
     log_y, _ = chunked.log_attention(q, k, log_v, causal=True, state=None, starts=None, exact=False)
     return log_y
 
