@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintException
+
+_check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as static type checkers have it
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Apply beartype, except where it does not support an annotation: `Self` in a method, a generic named tuple."""
     try:
-        return beartype(function)
+        return _check(function)
     except BeartypeDecorHintException:
         return function

@@ -34,7 +34,7 @@ def equation_1(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
-    c: float = 0.0,
+    c: float | Float[Array, ""] = 0.0,
     mask: Bool[Array, "*#batch T S"] | None = None,
 ) -> Float[Array, "*batch T V"]:
     """Eq. (1): Softmax(log(exp(Q) exp(K)^T / exp(c))) V, with `mask` true where a query sees a key."""

@@ -11,6 +11,7 @@ import pytest
 import heinsen
 from heinsen import LogState, MeanState, init_state, log_attention, merge_states, query_state, update_state
 from heinsen.ops.api import IMPLEMENTATIONS
+from tests.arrays import takes_numpy
 from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
@@ -23,7 +24,7 @@ def zeros(*shape, dtype=jnp.float32):
 
 @pytest.fixture(params=["log_attention", "attention"])
 def function(request):
-    return getattr(heinsen, request.param)
+    return takes_numpy(getattr(heinsen, request.param))
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def arrays(rng):
 
 
 def signed(function):
-    return function is heinsen.attention
+    return function.__name__ == "attention"
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -47,6 +48,7 @@ REFUSED_SHAPES = {
 
 
 @pytest.mark.parametrize("message", REFUSED_SHAPES)
+@pytest.mark.wrong_types
 def test_shapes_that_do_not_fit_are_named(function, message):
     shapes = REFUSED_SHAPES[message]
     with pytest.raises(ValueError, match=re.escape(message)) as error:
@@ -56,6 +58,7 @@ def test_shapes_that_do_not_fit_are_named(function, message):
 
 @pytest.mark.parametrize("n_tokens, d_key, d_value", [(0, K, V), (T, 0, V), (T, K, 0)])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.wrong_types
 def test_empty_axes_are_refused(function, n_tokens, d_key, d_value, causal):
     q, k, values = zeros(n_tokens, d_key), zeros(n_tokens, d_key), zeros(n_tokens, d_value)
     with pytest.raises(ValueError, match="none of them empty"):
@@ -64,6 +67,7 @@ def test_empty_axes_are_refused(function, n_tokens, d_key, d_value, causal):
 
 @pytest.mark.parametrize("position", range(3))
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, bool])
+@pytest.mark.wrong_types
 def test_dtypes_other_than_real_floating_point_are_refused(function, position, dtype):
     arrays = [zeros(T, K), zeros(T, K), zeros(T, V)]
     arrays[position] = arrays[position].astype(dtype)
@@ -72,6 +76,7 @@ def test_dtypes_other_than_real_floating_point_are_refused(function, position, d
         function(*arrays)
 
 
+@pytest.mark.wrong_types
 def test_unknown_implementations_are_refused_with_the_choices(function):
     with pytest.raises(ValueError, match="'fast'") as error:
         function(zeros(T, K), zeros(T, K), zeros(T, V), implementation="fast")
@@ -79,6 +84,7 @@ def test_unknown_implementations_are_refused_with_the_choices(function):
         assert repr(name) in str(error.value)
 
 
+@pytest.mark.wrong_types
 def test_states_of_the_wrong_kind_are_refused(function):
     state = init_state((), K, V, signed=not signed(function))
     wanted, got = ("MeanState", "LogState") if signed(function) else ("LogState", "MeanState")
@@ -89,6 +95,7 @@ def test_states_of_the_wrong_kind_are_refused(function):
 
 
 @pytest.mark.parametrize("sizes", [((), K + 1, V), ((), K, V + 1), ((2,), K, V)])
+@pytest.mark.wrong_types
 def test_states_of_the_wrong_shape_are_refused(function, sizes):
     state = init_state(*sizes, signed=signed(function))
     with pytest.raises(ValueError, match="does not fit") as error:
@@ -96,6 +103,7 @@ def test_states_of_the_wrong_shape_are_refused(function, sizes):
     assert str(((K, V), (K,))) in str(error.value) and str(state.h_z.shape) in str(error.value)
 
 
+@pytest.mark.wrong_types
 def test_segment_ids_that_do_not_fit_are_refused(function):
     call = lambda ids: function(zeros(2, T, K), zeros(2, T, K), zeros(2, T, V), segment_ids=ids)
     with pytest.raises(TypeError, match="segment_ids have dtype float32: expected integers"):
@@ -108,6 +116,7 @@ def test_segment_ids_that_do_not_fit_are_refused(function):
         function(zeros(1, K), zeros(T, K), zeros(T, V), causal=False, segment_ids=zeros(T, dtype=jnp.int32))
 
 
+@pytest.mark.wrong_types
 def test_steps_that_do_not_fit_a_state_are_refused():
     state = init_state((2,), K, V)
     with pytest.raises(ValueError, match="update_state takes one token"):

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen import LogState, MeanState, init_state
-from heinsen.logspace import complex_log
+from heinsen import LogState, MeanState, init_state, logspace
 from heinsen.ops import reference
+from tests.arrays import takes_numpy
 from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close
 
 T, K, V = 7, 4, 3
+
+complex_log = takes_numpy(logspace.complex_log)
 
 # Compiled once for all tests.
 equation_1, equation_2 = quick_jit(reference.equation_1), quick_jit(reference.equation_2)

@@ -5,13 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen import init_linear_state, linear_attention
+import heinsen
+from heinsen import init_linear_state
 from heinsen.ops import linear
+from tests.arrays import takes_numpy
 from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close, document_numbers, draw_case
 
 T, K, V = 11, 4, 3
 CHUNK = 4  # which does not divide T
+
+linear_attention = takes_numpy(heinsen.linear_attention)
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +116,7 @@ def test_bfloat16_inputs_give_bfloat16_from_float32_arithmetic(rng):
     np.testing.assert_allclose(np.float32(y), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.wrong_types
 def test_shapes_that_do_not_fit_are_refused(rng):
     q, k, v = (np.float32(rng.standard_normal((T, d))) for d in (K, K, V))
     with pytest.raises(ValueError, match="number of tokens"):

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen import sigmoid_attention, sigmoid_attention_cached
+import heinsen
 from heinsen.ops import sigmoid
+from tests.arrays import takes_numpy
 from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close, document_numbers, draw_case
+
+sigmoid_attention = takes_numpy(heinsen.sigmoid_attention)
+sigmoid_attention_cached = takes_numpy(heinsen.sigmoid_attention_cached)
 
 T, K, V = 11, 4, 3
 BLOCK = 4  # which does not divide T
@@ -260,8 +264,11 @@ def zeros(*shape, dtype=jnp.float32):
     return jnp.zeros(shape, dtype)
 
 
-@pytest.mark.parametrize("function", [sigmoid_attention, functools.partial(sigmoid_attention_cached, n=1)])
+@pytest.mark.parametrize(
+    "function", [heinsen.sigmoid_attention, functools.partial(heinsen.sigmoid_attention_cached, n=1)]
+)
 @pytest.mark.parametrize("name", ["alpha", "bias"])
+@pytest.mark.wrong_types
 def test_alpha_and_bias_must_be_finite_numbers(function, name):
     call = lambda value: function(zeros(T, K), zeros(T, K), zeros(T, V), **{name: value})
     for value in (np.nan, np.inf, -np.inf, np.float32(np.nan)):
@@ -288,11 +295,13 @@ def test_alpha_and_bias_must_be_finite_numbers(function, name):
         (((T, K), (T, K), (T, 0)), "none of them empty"),
     ],
 )
+@pytest.mark.wrong_types
 def test_shapes_that_do_not_fit_are_named(shapes, message):
     with pytest.raises(ValueError, match=message):
         sigmoid_attention(*(zeros(*shape) for shape in shapes))
 
 
+@pytest.mark.wrong_types
 def test_dtypes_that_do_not_fit_are_named():
     with pytest.raises(TypeError, match="k has dtype int32: .*float"):
         sigmoid_attention(zeros(T, K), zeros(T, K, dtype=jnp.int32), zeros(T, V))
@@ -300,6 +309,7 @@ def test_dtypes_that_do_not_fit_are_named():
         sigmoid_attention(zeros(T, K), zeros(T, K), zeros(T, V), segment_ids=zeros(T))
 
 
+@pytest.mark.wrong_types
 def test_numbers_of_keys_and_positions_that_do_not_fit_are_named():
     call = functools.partial(sigmoid_attention_cached, zeros(2, 3, K), zeros(2, T, K), zeros(2, T, V))
     with pytest.raises(TypeError, match="n has dtype float32: expected integers"):

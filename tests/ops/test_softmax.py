@@ -6,6 +6,7 @@ import pytest
 
 from heinsen.models import REMAT_POLICIES
 from heinsen.ops import softmax
+from tests.arrays import to_jax
 from tests.ops.quick import quick_jit
 
 B, H, K = 2, 3, 4
@@ -35,7 +36,7 @@ def test_blocks_of_queries_equal_all_pairs(rng, monkeypatch, causal, documents):
 
     @quick_jit
     def run(q, k, v):
-        y, back = jax.vjp(lambda *qkv: softmax.softmax_attention(*qkv, ids, causal), q, k, v)
+        y, back = jax.vjp(lambda *qkv: softmax.softmax_attention(*qkv, to_jax(ids), causal), q, k, v)
         return y, back(slopes)
 
     for got, want in zip(jax.tree.leaves(run(q, k, v)), jax.tree.leaves(by_pairs(q, k, v, sees, slopes)), strict=True):
