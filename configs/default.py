@@ -1,4 +1,4 @@
-"""Every field of a run with its default: the paper's 125M model and recipe. Other configs change what they name.
+"""Defaults of every field of a run: the paper's 125M model and recipe. Other configs change what they name.
 
 Override any field from the command line: --config.optimizer.learning_rate=1e-3.
 """
@@ -11,16 +11,16 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
             seed=0,
-            init_from=placeholder(str),  # start from the weights of another run or of scripts/export.py; None: random
-            total_tokens=300_000_000_000,  # predicted tokens over the whole run; the last step may overshoot
+            init_from=placeholder(str),  # run or export whose weights to start from; None: random weights
+            total_tokens=300_000_000_000,  # tokens to predict in the whole run; the last step may exceed it
             sequence_length=1024,  # tokens predicted per sequence
             batch_size=480,  # sequences per optimizer step, over all devices and accumulation steps
             accumulation_steps=1,  # forward-backward passes per optimizer step
-            mesh=dict(  # devices along each axis (heinsen/parallel.py); -1 for one: all that the others leave
-                data=-1,  # split the batch, repeat the parameters
-                fsdp=1,  # split the batch, and the parameters and optimizer state too
-                tensor=1,  # split the heads
-                sequence=1,  # split the tokens of every sequence
+            mesh=dict(  # devices along each axis (heinsen/parallel.py); one may be -1: all remaining devices
+                data=-1,  # splits the batch, replicates the parameters
+                fsdp=1,  # splits the batch, the parameters and the optimizer state
+                tensor=1,  # splits the heads
+                sequence=1,  # splits the tokens of every sequence
             ),
             data=dict(
                 path="data/pile",  # token datasets (scripts/prepare_data.py): a folder, or A:0.7,B:0.3 for a mixture
@@ -36,19 +36,19 @@ def get_config() -> ConfigDict:
                 n_heads=24,
                 d_key=32,
                 d_value=32,
-                attention="heinsen",  # or softmax, sigmoid, linear; or a pattern that repeats: heinsen*3,softmax
+                attention="heinsen",  # or softmax, sigmoid, linear; or a repeating pattern: heinsen*3,softmax
                 sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
-                sigmoid_bias="0.0",  # sigmoid: added to its logits; a number, or -log_n
-                value_domain="log",  # heinsen: W1 gives logarithms of values, W2 takes that of y; or real values and y
-                qk_norm=False,  # normalise queries and keys of each head by their root mean square, with learned scales
+                sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
+                value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
+                qk_norm=False,  # RMS normalization of each head's queries and keys, with learned scales
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
-                position="recurrent",  # the paper's; learned, rotary (softmax and sigmoid layers), none
-                n_positions=placeholder(int),  # learned: how many there are, at least sequence_length
+                position="recurrent",  # the paper's; or learned, rotary (softmax and sigmoid layers), none
+                n_positions=placeholder(int),  # learned: number of positions, at least sequence_length
                 objective="next_token",  # or masked: a bidirectional model that fills in masked tokens
-                dtype="float32",  # of matmul inputs: bfloat16 on accelerators
-                remat="none",  # or to compute again in the backward pass: full (layers), dots (all but products)
-                implementation=placeholder(str),  # of log_attention: chunked, scan, reference; None for the best
-                document_token=placeholder(int),  # forget all before this id (gpt2: 50256, bytes: 256); None: never
+                dtype="float32",  # of matmul inputs; bfloat16 on accelerators
+                remat="none",  # what the backward pass recomputes: full (layers), dots (all but matmuls)
+                implementation=placeholder(str),  # of log_attention: chunked, scan, reference; None: the best
+                document_token=placeholder(int),  # resets the state at this id (gpt2: 50256, bytes: 256); None: never
             ),
             optimizer=dict(
                 learning_rate=6e-4,  # after warm-up
@@ -57,20 +57,20 @@ def get_config() -> ConfigDict:
                 b1=0.9,
                 b2=0.95,
                 eps=1e-8,
-                weight_decay=0.1,  # on matrices and embedding only
-                clip_norm=1.0,  # global norm of the gradient
+                weight_decay=0.1,  # of matrices and the embedding only
+                clip_norm=1.0,  # maximum global norm of the gradient
             ),
             log_every=10,  # steps
             validate_every=1000,  # steps, and at the end
-            validation_tokens=1_000_000,  # from the start of the split, at most
-            log_activations=False,  # with validations, each layer's root mean squares: of its attention, and after it
+            validation_tokens=1_000_000,  # at most, from the start of the split
+            log_activations=False,  # with validations, log each layer's RMS of attention output and residual
             checkpoint_every=1000,  # steps, and at the end
-            keep_checkpoints=3,  # the newest ones
-            keep_every=placeholder(int),  # besides them keep those of every so many steps for ever; None: none
-            stop_after_skipped=10,  # steps in a row whose loss or gradient is not finite; each is skipped
-            spike_sigmas=placeholder(float),  # tell of losses so many standard deviations above the last; None: never
-            trace_steps=placeholder(str),  # FIRST:LAST, traced by jax.profiler into WORKDIR/trace; None: none
-            wandb_project=placeholder(str),  # log to Weights & Biases too (pip install wandb); None: no
-            peak_flops=placeholder(float),  # per device and second, for the utilisation; None: known or measured
+            keep_checkpoints=3,  # number of newest checkpoints to keep
+            keep_every=placeholder(int),  # also keep the checkpoint of every so many steps; None: no others
+            stop_after_skipped=10,  # steps in a row with a loss or gradient that is not finite; each is skipped
+            spike_sigmas=placeholder(float),  # report losses this many standard deviations above recent ones; None: off
+            trace_steps=placeholder(str),  # FIRST:LAST, steps to trace with jax.profiler into WORKDIR/trace; None: off
+            wandb_project=placeholder(str),  # also log to Weights & Biases (pip install wandb); None: off
+            peak_flops=placeholder(float),  # FLOP/s per device, for utilization; None: known or measured
         )
     )

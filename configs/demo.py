@@ -1,4 +1,4 @@
-"""A few minutes on a laptop CPU: a small byte-level model of the Python standard library's sources.
+"""A small byte-level model of the Python standard library's sources; trains in minutes on a laptop CPU.
 
 python scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=data/stdlib
 python train.py --config=configs/demo.py --workdir=runs/demo

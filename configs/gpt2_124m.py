@@ -1,10 +1,10 @@
-"""GPT-2 small, exactly: 124,439,808 parameters, to compare with the paper's model on its data, recipe and tokens.
+"""GPT-2 small, exactly: 124,439,808 parameters; compares with the paper's model on the same data, recipe and tokens.
 
     python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
     python train.py --config=configs/gpt2_124m.py --workdir=runs/gpt2_124m
 
-Differs from pile_125m.py in `model` only. Where a mesh's fsdp and tensor do not divide the 50257 rows of the
-embedding: --config.model.padded_vocab_size=50304.
+Only `model` differs from pile_125m.py. If a mesh's fsdp and tensor do not divide the 50257 rows of the embedding, set
+--config.model.padded_vocab_size=50304.
 """
 
 from ml_collections import ConfigDict

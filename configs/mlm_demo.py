@@ -1,4 +1,4 @@
-"""A few minutes on a laptop CPU: demo.py's small byte-level model, filling in masked bytes of Python sources.
+"""The small model of demo.py filling in masked bytes of Python sources; trains in minutes on a laptop CPU.
 
 python scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=data/stdlib
 python train.py --config=configs/mlm_demo.py --workdir=runs/mlm_demo

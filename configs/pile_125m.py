@@ -3,7 +3,7 @@
     python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
     python train.py --config=configs/pile_125m.py --workdir=runs/pile_125m
 
-The model and recipe are those of default.py, number for number; here is what concerns the machine.
+The model and recipe are those of default.py, number for number; this config only adapts them to the machine.
 """
 
 from ml_collections import ConfigDict

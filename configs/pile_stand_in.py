@@ -1,4 +1,4 @@
-"""The paper's kind of model at a size that learns something in 20 minutes on 2 CPU cores, on GPT-2 tokens.
+"""A small model of the paper's kind on GPT-2 tokens; learns something in 20 minutes on 2 CPU cores.
 
 python scripts/prepare_data.py --source=CORPUS/train-*.jsonl.zst --split=train --out=data/pile_stand_in
 python scripts/prepare_data.py --source=CORPUS/validation.jsonl.zst --split=validation --out=data/pile_stand_in

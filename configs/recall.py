@@ -1,4 +1,4 @@
-"""A small model for the probes of recall: 2 layers, 64 key and value features in all, minutes on a laptop CPU.
+"""A small model for the recall probes: 2 layers, 64 key and value features in all; minutes on a laptop CPU.
 
 python scripts/recall.py --config=configs/recall.py --task=associative --lengths=4,8,16,32 --steps=2000
 """

@@ -1,21 +1,17 @@
-"""The attention in a Flax model of your own, trained for a few seconds to look things up.
+"""The attention in a Flax model of your own, trained for a few seconds on a lookup task.
 
     python examples/flax_model.py
 
-Each sequence is a list of (name, value) pairs, then one name alone: the model is to say that name's value. The model is
-an ordinary Transformer block in which `heinsen.attention` stands where softmax attention would.
+Each sequence is a list of (name, value) pairs, then one name alone, whose value the model must predict. The model is an
+ordinary Transformer block with `heinsen.attention` in place of softmax attention.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import heinsen
 
@@ -36,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Lookup(nn.Module):
-    """One block: x + attention, x + MLP; logits of the last token's value."""
+    """One Transformer block; returns the logits of the last token's value."""
 
     d_model: int = 32
     n_heads: int = 2
@@ -52,7 +48,7 @@ class Lookup(nn.Module):
 
 @partial(jax.jit, static_argnums=1)
 def draw(key, n_sequences: int):
-    """(names [B, T], values [B, T], answers [B]): every name once, in any order, then one again with no value."""
+    """Return (names [B, T], values [B, T], answers [B]): all names in random order, then one of them without value."""
     order_key, value_key, asked_key = jax.random.split(key, 3)
     order = jax.vmap(lambda k: jax.random.permutation(k, N_NAMES))(jax.random.split(order_key, n_sequences))
     values = jax.random.randint(value_key, (n_sequences, N_NAMES), 0, N_VALUES)
@@ -63,7 +59,7 @@ def draw(key, n_sequences: int):
 
 
 def main(steps: int = 150, batch: int = 64, seed: int = 0) -> tuple[float, float]:
-    """Train and print; returns the shares of right answers on fresh sequences before and after."""
+    """Train and print; return the accuracies on new sequences before and after."""
     model, optimizer = Lookup(), optax.adam(1e-2)
     key = jax.random.key(seed)
     params = jax.jit(model.init)(key, *draw(key, batch)[:2])
@@ -77,10 +73,8 @@ def main(steps: int = 150, batch: int = 64, seed: int = 0) -> tuple[float, float
 
     @jax.jit
     def step(i, params, optimizer_state):
-        (loss, accuracy), gradient = jax.value_and_grad(loss_and_accuracy, has_aux=True)(
-            params, jax.random.fold_in(key, i)
-        )
-        updates, optimizer_state = optimizer.update(gradient, optimizer_state)
+        (loss, accuracy), grad = jax.value_and_grad(loss_and_accuracy, has_aux=True)(params, jax.random.fold_in(key, i))
+        updates, optimizer_state = optimizer.update(grad, optimizer_state)
         return optax.apply_updates(params, updates), optimizer_state, loss, accuracy
 
     print(f"chance: {1 / N_VALUES:.0%} right\nstep   loss   right")

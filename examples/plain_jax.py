@@ -2,47 +2,45 @@
 
     python examples/plain_jax.py
 
-Numbers come one after the other, some of them marked. After each the model is to say the mean of the marked ones so
-far: a head that gives them large keys does it exactly. Parameters are three matrices in a dict, the optimizer is two
-lines of gradient descent with momentum.
+The input is a sequence of numbers, some of them marked. After each one, the model must output the mean of the marked
+numbers so far, which a head with large keys for them computes exactly. The parameters are three matrices in a dict, and
+the optimizer is two lines of gradient descent with momentum.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import heinsen
 
 D_KEY = 4
 
+Params = dict[str, jax.Array]
 
-def init(key):
-    """Maps of a token (number, mark, 1) to a query, a key and a value."""
+
+def init(key: jax.Array) -> Params:
+    """Return the matrices that map a token (number, mark, 1) to a query, a key and a value."""
     widths = {"q": D_KEY, "k": D_KEY, "v": 1}
     keys = jax.random.split(key, len(widths))
     return {name: 0.5 * jax.random.normal(k, (3, n)) for (name, n), k in zip(widths.items(), keys, strict=True)}
 
 
-def predict(params, tokens):
-    """[B, T, 3] -> [B, T], all tokens at once."""
+def predict(params: Params, tokens: jax.Array) -> jax.Array:
+    """Return the predictions [B, T] for tokens [B, T, 3], all at once."""
     return heinsen.attention(*(tokens @ params[name] for name in "qkv"))[..., 0]
 
 
-def predict_next(params, state, token):
-    """One token [B, 3] of each stream: (prediction [B], the new state)."""
+def predict_next(params: Params, state: heinsen.MeanState, token: jax.Array) -> tuple[jax.Array, heinsen.MeanState]:
+    """Return (predictions [B], new state) for the next token [B, 3] of each stream."""
     q, k, v = (token @ params[name] for name in "qkv")
     state = heinsen.update_state(state, k, v)
     return heinsen.query_state(state, q)[..., 0], state
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def draw(key, n_sequences: int, n_tokens: int):
-    """(tokens [B, T, 3], means of the marked numbers so far [B, T]); the first number of a sequence is marked."""
+def draw(key: jax.Array, n_sequences: int, n_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return tokens [B, T, 3] and the means of the marked numbers so far [B, T]; every first number is marked."""
     numbers_key, marks_key = jax.random.split(key)
     numbers = jax.random.normal(numbers_key, (n_sequences, n_tokens))
     marks = jax.random.bernoulli(marks_key, 0.3, numbers.shape).at[:, 0].set(True).astype(numbers.dtype)
@@ -51,7 +49,7 @@ def draw(key, n_sequences: int, n_tokens: int):
 
 
 def main(steps: int = 300, batch: int = 32, n_tokens: int = 16, seed: int = 0) -> dict[str, float]:
-    """Train, stream, print; returns the figures that are printed."""
+    """Train, stream and print; return the results that are printed."""
     key = jax.random.key(seed)
     params = init(key)
 
@@ -61,8 +59,8 @@ def main(steps: int = 300, batch: int = 32, n_tokens: int = 16, seed: int = 0) -
 
     @jax.jit
     def step(params, velocity, key):
-        value, gradient = jax.value_and_grad(loss)(params, key)
-        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
+        value, grad = jax.value_and_grad(loss)(params, key)
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grad)
         return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity, value
 
     velocity, losses = jax.tree.map(jnp.zeros_like, params), []
@@ -72,7 +70,7 @@ def main(steps: int = 300, batch: int = 32, n_tokens: int = 16, seed: int = 0) -
         if i % 50 == 0 or i == steps - 1:
             print(f"step {i:3}: mean squared error {value:.5f}")
 
-    # The same on streams eight times as long as any sequence of the training.
+    # Run on streams eight times as long as the training sequences.
     tokens, means = draw(jax.random.fold_in(key, steps), batch, 8 * n_tokens)
     state, answers = heinsen.init_state((batch,), D_KEY, 1, signed=True), []
     stream = jax.jit(predict_next)
@@ -80,18 +78,18 @@ def main(steps: int = 300, batch: int = 32, n_tokens: int = 16, seed: int = 0) -
         answer, state = stream(params, state, tokens[:, t])
         answers.append(answer)
     answers = jnp.stack(answers, axis=1)
-    figures = {
+    results = {
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "stream_error": float(jnp.mean((answers - means) ** 2)),
         "stream_difference": float(jnp.max(jnp.abs(answers - jax.jit(predict)(params, tokens)))),
         "state_size": sum(x.size for x in state) // batch,
     }
-    print(f"streams of {tokens.shape[1]} numbers, one at a time: mean squared error {figures['stream_error']:.5f},")
+    print(f"streams of {tokens.shape[1]} numbers, one at a time: mean squared error {results['stream_error']:.5f},")
     print(
-        f"the same to {figures['stream_difference']:.0e} as all at once; {figures['state_size']} numbers of state each"
+        f"equal to all at once within {results['stream_difference']:.0e}; {results['state_size']} numbers of state each"
     )
-    return figures
+    return results
 
 
 if __name__ == "__main__":

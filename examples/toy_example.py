@@ -1,33 +1,29 @@
-"""The same causal attention three times: at quadratic cost, at linear cost, and in chunks with a state between them.
+"""The same causal attention three times: at quadratic cost, at linear cost, and in chunks that pass on a state.
 
     python examples/toy_example.py
 
-The paper's modified attention (eq. 1) is softmax(log(exp(Q) exp(K)^T)) V. Written out it looks at every pair of tokens;
-as log-sums of exponentials (eqs. 2-4) its cost is linear; with the state of eqs. 5-6 the tokens may come piece by piece
-and never end.
+The paper's modified attention (eq. 1) is softmax(log(exp(Q) exp(K)^T)) V. As written, it visits every pair of tokens.
+As log-sums of exponentials (eqs. 2-4) it has linear cost. With the state of eqs. 5-6, tokens may arrive piece by piece,
+without end.
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import heinsen
 
 
-def quadratic(q, k, v):
-    """Eq. (1) as it stands: [T, K], [T, K], [T, V] -> [T, V]; a constant common to all weights cancels."""
+def quadratic(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Return eq. (1) as written: [T, K], [T, K], [T, V] -> [T, V]. Subtracting the maxima cancels in the softmax."""
     similarities = jnp.log(jnp.exp(q - q.max()) @ jnp.exp(k - k.max()).T)
     visible = jnp.tril(jnp.ones(similarities.shape, bool))
     return jax.nn.softmax(jnp.where(visible, similarities, -jnp.inf), axis=-1) @ v
 
 
-def sequential(q, k, log_v, chunk):
-    """Eqs. (5) and (6), `chunk` tokens at a time; also the number of elements of the state after each chunk."""
+def sequential(q: jax.Array, k: jax.Array, log_v: jax.Array, chunk: int) -> tuple[jax.Array, list[int]]:
+    """Return eqs. (5) and (6), computed `chunk` tokens at a time, and the size of the state after each chunk."""
     attend = jax.jit(partial(heinsen.log_attention, return_state=True))
     state = heinsen.init_state((), k.shape[-1], log_v.shape[-1])
     pieces, sizes = [], []
@@ -38,8 +34,8 @@ def sequential(q, k, log_v, chunk):
     return jnp.concatenate(pieces), sizes
 
 
-def token_by_token(q, k, log_v):
-    """The same with one token a call, the way text is written."""
+def token_by_token(q: jax.Array, k: jax.Array, log_v: jax.Array) -> jax.Array:
+    """Return the same, computed one token per call, as in text generation."""
 
     def step(state, token):
         q, k, log_v = token
@@ -50,7 +46,7 @@ def token_by_token(q, k, log_v):
 
 
 def main(seed: int = 0, n_tokens: int = 12, d_key: int = 4, d_value: int = 4, chunk: int = 3) -> dict[str, jax.Array]:
-    """Print the example; returns its results, each [n_tokens, d_value]."""
+    """Print the example; return its results, each [n_tokens, d_value]."""
     q, k, log_v = (
         jax.random.normal(key, (n_tokens, width))
         for key, width in zip(jax.random.split(jax.random.key(seed), 3), (d_key, d_key, d_value), strict=True)
@@ -69,9 +65,9 @@ def main(seed: int = 0, n_tokens: int = 12, d_key: int = 4, d_value: int = 4, ch
     print(results["quadratic"], "\n")
     for name, y in results.items():
         print(f"{name:<22} differs from it by at most {jnp.max(jnp.abs(y - results['quadratic'])):.1e}")
-    print(f"\nnumbers in the state after each chunk: {sizes}, whatever came before")
+    print(f"\nnumbers in the state after each chunk: {sizes}, independent of the context")
 
-    # What the quadratic form cannot do: its exponentials of widely spread exponents vanish in float32.
+    # The quadratic form fails for widely spread exponents: their exponentials underflow in float32.
     wide = 60.0
     exact = linear(wide * q, wide * k, log_v)
     lost = int(jnp.sum(~jnp.isfinite(quadratic(wide * q, wide * k, v)).all(-1)))

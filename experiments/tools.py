@@ -1,6 +1,7 @@
-"""What experiments have in common: data, sweeps, programs side by side on parts of a machine, tables, figures."""
+"""What the experiments share: data, sweeps, programs in parallel on parts of a machine, tables, figures."""
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -9,106 +10,114 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from heinsen.errors import HeinsenError
 from heinsen.files import write_atomically
-from heinsen.sweep.folder import RunView, SweepFolder
-from heinsen.sweep.launch import divide, usable_cores, visible_gpus
-from heinsen.sweep.space import Value, text_of
+from heinsen.models import abstract_params, count_params
+from heinsen.sweep.folder import SweepFolder
+from heinsen.sweep.machine import divide, usable_cores, visible_gpus
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import Value, format_value
 from heinsen.training.run import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
-Settings = Mapping[str, Value]  # of one run: {field of the config: value}
+Settings = Mapping[str, Value]  # {field of the config: value}
 
-_RUNS_CRASHED = 3  # what scripts/sweep.py leaves with
-
-
-class ExperimentError(RuntimeError):
-    """A step of an experiment that has failed; the same command goes on from there."""
+RESUME = "interrupted; rerun the same command to resume"
+_RUNS_CRASHED = 3  # exit status of scripts/sweep.py
 
 
-def at_a_time() -> int:
-    """How many runs to have at a time: one a GPU, or one a core."""
+class ExperimentError(HeinsenError, RuntimeError):
+    """A flag that cannot be used, or a step that has failed: rerun the same command to resume there."""
+
+
+def default_parallel() -> int:
+    """Return how many runs to execute at a time: one for each GPU, or one for each core."""
     return len(visible_gpus()) or len(usable_cores())
 
 
-def numbers(flag: str, texts: Sequence[str]) -> list[float]:
-    """Raises ExperimentError, which names the flag, where one of them is not a positive number, or there is none."""
-    found = []
-    for text in texts or [""]:
-        try:
-            found.append(float(text))
-        except ValueError:
-            found.append(0.0)
-        if not 0 < found[-1] < float("inf"):
-            raise ExperimentError(f"--{flag}: {text!r} is not a positive number")
-    return found
+def parse_numbers(flag: str, texts: Sequence[str]) -> list[float]:
+    """Return the positive numbers of a list flag, at least one. Raises ExperimentError, which names the flag."""
+    return [_parse_number(flag, text) for text in texts or [""]]
+
+
+def _parse_number(flag: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ExperimentError(f"--{flag}: {text!r} is not a positive number")
+    return number
 
 
 # ---- programs -------------------------------------------------------------------------------------
 
 
 def share_compilations(out: Path) -> None:
-    """Programs started from now on compile the same step once."""
+    """Let the programs started from now on share a compilation cache."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
 
 
-def script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
-    """Run a program of this repository, as a user would. Raises ExperimentError for another status than `allowed`."""
+def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
+    """Run a program of this repository as a user would. Raises ExperimentError if its status is not `allowed`."""
     print("$ python", shlex.join(arguments), file=sys.stderr, flush=True)
     if subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=sys.stderr).returncode not in allowed:
         raise ExperimentError(f"python {shlex.join(arguments)} has failed, see above")
 
 
 def prepare_bytes(corpus: Path, data: Path) -> None:
-    """DATA/{train,validation,test} from CORPUS/{train-*,validation,test}.jsonl.zst; what is finished stays."""
+    """Prepare DATA/{train,validation,test} from CORPUS/{train-*,validation,test}.jsonl.zst, unless they exist."""
     for split, pattern in (("train", "train-*"), ("validation", "validation"), ("test", "test")):
         source = str(corpus.absolute() / f"{pattern}.jsonl.zst")
         where = ["--tokenizer=bytes", f"--split={split}", f"--out={data.absolute()}"]
-        script("scripts/prepare_data.py", f"--source={source}", *where)
+        run_script("scripts/prepare_data.py", f"--source={source}", *where)
 
 
-def sweep(
+def run_sweep(
     config: Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str, may_crash: bool = False
 ) -> list[RunView]:
-    """One run of each settings (and seed, by --seeds), through scripts/sweep.py; what is finished is not repeated.
+    """Train one run for each of `runs` (and seed, with --seeds) through scripts/sweep.py; return them.
 
-    Raises ExperimentError. Runs that `may_crash` stay so, others are started again by the next command.
+    Finished runs are not repeated. Crashed ones are started again by the next command, unless they `may_crash`. Raises
+    ExperimentError.
     """
-    fields = [f"--sweep.{field}={json.dumps([text_of(run[field]) for run in runs])}" for field in runs[0]]
+    fields = [f"--sweep.{field}={json.dumps([format_value(run[field]) for run in runs])}" for field in runs[0]]
     where = [f"--config={config.relative_to(ROOT)}", f"--workdir={out.absolute()}", f"--parallel={parallel}"]
     options = [] if may_crash else ["--retry"]
     allowed = (0, _RUNS_CRASHED) if may_crash else (0,)
-    script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
-    script("scripts/sweep.py", f"--workdir={out.absolute()}", "--report")
+    run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
+    run_script("scripts/sweep.py", f"--workdir={out.absolute()}", "--report")
     return SweepFolder.load(out).views()
 
 
-def in_turn(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path, dict]:
-    """Of each {file: arguments} the JSON on the last line of its stdout, kept in the file; `parallel` at a time.
+def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path, dict[str, Any]]:
+    """Run programs, `parallel` at a time, and return the JSON on the last line of stdout of each.
 
-    Cores and GPUs are divided among them. What the same arguments have given before stands. Raises ExperimentError.
+    Cores and GPUs are divided among them. `commands` are {file: arguments}: each result is kept in its file, and not
+    computed again for the same arguments. Raises ExperimentError.
     """
     slots: SimpleQueue[tuple[list[int], list[str]]] = SimpleQueue()
     for slot in zip(divide(usable_cores(), parallel), divide(visible_gpus(), parallel), strict=True):
         slots.put(slot)
 
-    def run(file: Path, arguments: Sequence[str]) -> dict:
+    def run(file: Path, arguments: Sequence[str]) -> dict[str, Any]:
         if file.exists() and (kept := json.loads(file.read_text()))["arguments"] == list(arguments):
             return kept["result"]
-        cores, gpus = slots.get()
-        print("$ python", shlex.join(arguments), file=sys.stderr, flush=True)
+        slot = slots.get()
         try:
-            if hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, cores)  # of this thread, whose child has the same
-            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-            command = [sys.executable, *arguments]
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            result = _run_program(arguments, *slot)
         finally:
-            slots.put((cores, gpus))
-        if done.returncode:
-            raise ExperimentError(f"python {shlex.join(arguments)} has failed:\n{done.stderr[-2000:]}")
-        result = json.loads(done.stdout.splitlines()[-1])
+            slots.put(slot)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
         return result
@@ -121,41 +130,49 @@ def in_turn(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path,
         pool.shutdown(cancel_futures=True)
 
 
+def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) -> dict[str, Any]:
+    print("$ python", shlex.join(arguments), file=sys.stderr, flush=True)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # of this thread; its child process inherits it
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ExperimentError(f"python {shlex.join(arguments)} has failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 # ---- reports --------------------------------------------------------------------------------------
 
 
-def machine() -> str:
-    """In words."""
-    import jax
-
+def describe_machine() -> str:
+    """Return the machine in words."""
     cores, kind = len(usable_cores()), jax.devices()[0].device_kind
     return f"{cores} CPU cores" if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores} CPU cores"
 
 
 def n_params(config: TrainConfig) -> int:
-    from heinsen.models import abstract_params, count_params
-
     return count_params(abstract_params(config.model))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """In Markdown."""
+    """Return the lines of a Markdown table."""
     line = lambda cells: "| " + " | ".join(cells) + " |"
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
 
 
-def figure(*arguments, **options):
-    """(figure, axes) of matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def make_figure(*arguments: Any, **options: Any) -> tuple[Figure, Any]:
+    """Return (figure, axes) as plt.subplots does."""
     return plt.subplots(*arguments, layout="constrained", **options)
 
 
-def save(fig, path: Path) -> None:
-    import matplotlib.pyplot as plt
+def save_figure(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
+
+def write_report(out: Path, results: Mapping[str, Any], lines: Sequence[str]) -> str:
+    """Write results.json and report.md, and return the report."""
+    write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
+    text = "\n".join(lines) + "\n"
+    write_atomically(out / "report.md", text)
+    return text

@@ -1,6 +1,6 @@
-"""From plain nested mappings (a config file, a run's config.json) into the frozen dataclasses, checked strictly.
+"""Convert nested mappings (a config file, a run's config.json) to frozen dataclasses, with strict checks.
 
-Locked ConfigDicts let None and True pass for integers; nothing passes here that is not of the field's own type.
+Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type.
 """
 
 import dataclasses
@@ -19,15 +19,23 @@ class ConfigError(HeinsenError, ValueError):
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
-    """Build dataclass `cls`, nested ones included. Raises ConfigError for missing, unknown or ill-typed fields."""
-    types_of = typing.get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
+    """Build dataclass `cls` and the dataclasses nested in it.
+
+    Args:
+      values: a value for every field, and nothing else.
+      path: the name of `values` in error messages.
+
+    Raises:
+      ConfigError: a field is missing, unknown, of the wrong type, or refused by its dataclass.
+    """
+    types_of_fields = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if missing := [name for name in names if name not in values]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}: start from configs/default.py")
     if unknown := [name for name in values if name not in names]:
         raise ConfigError(f"{path} has unknown fields {', '.join(unknown)}: the fields are {', '.join(names)}")
     try:
-        return cls(**{name: _convert(types_of[name], values[name], f"{path}.{name}") for name in names})
+        return cls(**{name: _convert(types_of_fields[name], values[name], f"{path}.{name}") for name in names})
     except ConfigError:
         raise
     except ValueError as error:
@@ -35,11 +43,13 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
 
 
 def _convert(wanted: Any, value: Any, path: str) -> Any:
+    """Return `value` as the annotated type `wanted`, or raise ConfigError."""
     if dataclasses.is_dataclass(wanted):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{path} = {value!r}: expected a group of fields")
-        return from_mapping(wanted, value, path)
-    options = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+        return from_mapping(typing.cast(type, wanted), value, path)
+    alternatives = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    options = [typing.get_origin(option) or option for option in alternatives]  # dict for dict[str, Any]
     if float in options and type(value) is int:
         return float(value)
     if type(value) in options:
@@ -49,7 +59,7 @@ def _convert(wanted: Any, value: Any, path: str) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "config") -> list[str]:
-    """One line for each field in which two nested configs differ."""
+    """Describe each field in which two nested configs differ, one line per field."""
     lines = []
     for name in sorted({*old, *new}):
         where = f"{path}.{name}"

@@ -1,17 +1,16 @@
-"""Parameters to and from the published PyTorch module's names, and folders of weights that travel.
+"""Convert parameters to and from the published PyTorch module, and export them to self-contained folders.
 
     DIR/weights.safetensors   the parameters
     DIR/config.json           `Manifest`: model, tokenizer's name, run, and the size and SHA-256 of the weights
     DIR/README.md             a model card
 
 The paper's model is written in the layout "reference", the published module's state_dict: any tool that reads
-safetensors has what `load_state_dict` takes. Other models are written in the layout "native": our own parameters, by
-their paths. A safetensors file has no checksum of its own, so the manifest holds one.
+safetensors gets what `load_state_dict` takes. Other models are written in the layout "native", under the paths of our
+own parameters. Since a safetensors file has no checksum, the manifest holds one.
 """
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from safetensors.numpy import load_file, save_file
 from heinsen.config import ConfigError, from_mapping
 from heinsen.data.dataset import file_sha256
 from heinsen.errors import HeinsenError
+from heinsen.files import atomic_folder
 from heinsen.models import ModelConfig, Params, abstract_params
 
 FORMAT, FORMAT_VERSION = "heinsen export", 1
@@ -34,8 +34,8 @@ DTYPES = ("float32", "bfloat16")
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Our parameters, by their path joined with dots -> the published module's. It has an array a layer, we one of all
-# layers; its matrices ("weight" of a Linear) are [out, in], ours ("kernel") [in, out].
+# Our parameters, by their path joined with dots -> the published module's. Ours stack all layers in one array, theirs
+# has one array per layer; our matrices ("kernel") are [in, out], theirs ("weight" of a Linear) [out, in].
 _REFERENCE_NAMES = {
     "embedding": "embed.weight",  # tied with the head
     "position.dense.kernel": "embed_pos.dense.weight",
@@ -53,36 +53,36 @@ _REFERENCE_NAMES = {
 
 
 class InteropError(HeinsenError, ValueError):
-    """Parameters that do not fit a model, or a folder of weights that is missing, damaged or in the way."""
+    """Parameters that do not fit a model, or an exported folder that is missing, damaged or in the way."""
 
 
 # ---- the published module's layout ---------------------------------------------------------------
 
 
 def is_reference_model(config: ModelConfig) -> bool:
-    """Whether the model is the published module's: its attention, and its parameters by names and shapes."""
+    """Return whether the model is that of the published module: its attention, and its parameters' names and shapes."""
     is_published = all(mixer.is_published for mixer in config.mixers)
     return is_published and _shapes(config) == _reference_model_shapes(config)
 
 
 def to_reference_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """The published module's state_dict, in the dtypes of `params`; every array is contiguous.
+    """Convert parameters to the published module's state_dict, in their dtypes; every array is contiguous.
 
-    Raises InteropError for another kind of model, and for parameters that do not fit the config.
+    Raises InteropError for any other model, and for parameters that do not fit the config.
     """
     _require_reference(config)
     arrays = _flatten(params)
     _check(_reference_model_shapes(config), arrays, "parameters")
     return {
-        theirs: np.asarray(_turn(ours, arrays[ours] if layer is None else arrays[ours][layer]), order="C")
+        theirs: np.asarray(_transpose_kernel(ours, arrays[ours] if layer is None else arrays[ours][layer]), order="C")
         for ours, theirs, layer in _pairs(config)
     }
 
 
 def from_reference_state_dict(config: ModelConfig, state_dict: Mapping[str, np.ndarray]) -> Params:
-    """Our parameters from the published module's, in the dtypes that those have.
+    """Convert the published module's state_dict to our parameters, in its dtypes.
 
-    Raises InteropError for another kind of model, and one for all tensors that are missing, unknown or ill-shaped.
+    Raises InteropError for any other model; one error names all tensors that are missing, unknown or of a wrong shape.
     """
     _require_reference(config)
     arrays = {name: np.asarray(x) for name, x in state_dict.items()}
@@ -92,26 +92,30 @@ def from_reference_state_dict(config: ModelConfig, state_dict: Mapping[str, np.n
         shape = shapes[ours] if layer is None else shapes[ours][1:]
         wanted[theirs] = shape[::-1] if ours.endswith("kernel") else shape
     _check(wanted, arrays, "tensors")
-    found: dict[str, Any] = {}
+    single: dict[str, np.ndarray] = {}
+    per_layer: dict[str, list[np.ndarray]] = {}
     for ours, theirs, layer in _pairs(config):
-        turned = _turn(ours, arrays[theirs])
-        found[ours] = turned if layer is None else [*found.get(ours, []), turned]
-    return _unflatten({ours: np.stack(x) if isinstance(x, list) else x for ours, x in found.items()})
+        x = _transpose_kernel(ours, arrays[theirs])
+        if layer is None:
+            single[ours] = x
+        else:
+            per_layer.setdefault(ours, []).append(x)
+    return _unflatten(single | {ours: np.stack(layers) for ours, layers in per_layer.items()})
 
 
 def _pairs(config: ModelConfig) -> Iterator[tuple[str, str, int | None]]:
-    """(our name, the published name, layer or None) of each of the published module's tensors."""
+    """Yield our name, the published name, and the layer or None, of each of the published module's tensors."""
     for ours, theirs in _REFERENCE_NAMES.items():
         for layer in range(config.n_layers) if "{layer}" in theirs else (None,):
             yield ours, theirs.format(layer=layer), layer
 
 
-def _turn(ours: str, x: np.ndarray) -> np.ndarray:
+def _transpose_kernel(ours: str, x: np.ndarray) -> np.ndarray:
     return x.T if ours.endswith("kernel") else x
 
 
 def _reference_model_shapes(config: ModelConfig) -> Shapes:
-    """Of the paper's parameters, as they are here."""
+    """Return the shapes of the paper's model under our names."""
     n_layers, d = config.n_layers, config.d_model
     wide, values = config.n_heads * (2 * config.d_key + config.d_value), config.n_heads * config.d_value
     return {
@@ -132,7 +136,7 @@ def _reference_model_shapes(config: ModelConfig) -> Shapes:
 
 def _require_reference(config: ModelConfig) -> None:
     if not is_reference_model(config):
-        raise InteropError(f"the published module has no such model: {config}. Use save_folder, which keeps any model")
+        raise InteropError(f"the published module has no such model: {config}. Use save_folder, which writes any model")
 
 
 # ---- parameters by name --------------------------------------------------------------------------
@@ -163,7 +167,7 @@ def _unflatten(arrays: Mapping[str, np.ndarray]) -> Params:
 
 
 def _check(wanted: Shapes, found: Mapping[str, np.ndarray], what: str) -> None:
-    """One InteropError for all that is missing, unknown, ill-shaped, or no floating-point number."""
+    """Raise one InteropError that names every array that is missing, unknown, or of a wrong shape or type."""
     lines = []
     if missing := [name for name in wanted if name not in found]:
         lines.append(f"missing: {', '.join(missing)}")
@@ -183,13 +187,18 @@ def _check(wanted: Shapes, found: Mapping[str, np.ndarray], what: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class WeightsFile:
+    """Size and checksum of weights.safetensors."""
+
     bytes: int
     sha256: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What config.json of a folder says. layout: "reference" or "native"; run: the config of the run it is from."""
+    """The contents of an exported folder's config.json.
+
+    layout is "reference" or "native"; step and run are the training step and config of the run that was exported.
+    """
 
     format: str
     format_version: int
@@ -199,11 +208,11 @@ class Manifest:
     tokenizer: str
     step: int
     weights: WeightsFile
-    run: dict
+    run: dict[str, Any]
 
 
 def is_export(folder: Path) -> bool:
-    """Whether this is a folder of `save_folder`, whole or not."""
+    """Return whether `save_folder` wrote this folder, be it whole or damaged."""
     try:
         return is_manifest(json.loads((folder / CONFIG_FILE).read_text()))
     except (OSError, ValueError):
@@ -211,21 +220,21 @@ def is_export(folder: Path) -> bool:
 
 
 def is_manifest(config: Any) -> bool:
-    """Whether the contents of a config.json are a folder of weights', rather than a run's."""
+    """Return whether the contents of a config.json are an exported folder's rather than a run's."""
     return isinstance(config, dict) and config.get("format") == FORMAT
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises InteropError if it is missing, damaged, or of another version."""
+    """Read an exported folder's config.json. Raises InteropError if it is missing, damaged, or of another version."""
     path = folder / CONFIG_FILE
     try:
         mapping = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise InteropError(f"{folder} holds no exported weights: it has no {CONFIG_FILE}; {_HOW}") from error
     except (OSError, ValueError) as error:
-        raise InteropError(f"{path} is damaged ({error}): copy the folder anew, or {_HOW}") from error
+        raise InteropError(f"{path} is damaged ({error}): copy the folder again, or {_HOW}") from error
     if not is_manifest(mapping):
-        raise InteropError(f"{folder} holds no exported weights: its {CONFIG_FILE} is of something else; {_HOW}")
+        raise InteropError(f"{folder} holds no exported weights: its {CONFIG_FILE} belongs to something else; {_HOW}")
     if mapping.get("format_version") != FORMAT_VERSION:
         raise InteropError(
             f"{path} has format version {mapping.get('format_version')}, this code reads {FORMAT_VERSION}: use the "
@@ -240,23 +249,26 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-_HOW = "make it by `python scripts/export.py --workdir=RUN --out=DIR`"
+_HOW = "write one with `python scripts/export.py --workdir=RUN --out=DIR`"
 
 
 def load_folder(folder: Path) -> tuple[ModelConfig, str, Params]:
-    """(model config, tokenizer name, parameters as NumPy arrays of the dtype on disk) of a folder of `save_folder`.
+    """Load a folder that `save_folder` wrote.
 
-    Raises InteropError for a folder that is missing or damaged in any bit of its weights, and for weights that do not
-    fit its config.
+    Returns:
+      The model's config, the tokenizer's name, and the parameters as NumPy arrays of the dtype on disk.
+
+    Raises:
+      InteropError: the folder is missing, its weights are damaged in any bit, or they do not fit its config.
     """
     manifest, path = read_manifest(folder), folder / WEIGHTS_FILE
-    again = f"copy the folder anew, or {_HOW}"
+    again = f"copy the folder again, or {_HOW}"
     try:
         size = path.stat().st_size
         if size != manifest.weights.bytes:
             raise InteropError(f"{path} has {size} bytes instead of {manifest.weights.bytes}: {again}")
         if file_sha256(path) != manifest.weights.sha256:
-            raise InteropError(f"{path} is damaged, its SHA-256 is not that of {CONFIG_FILE}: {again}")
+            raise InteropError(f"{path} is damaged, its SHA-256 is not the one in {CONFIG_FILE}: {again}")
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:
         raise InteropError(f"{path} cannot be read ({error}): {again}") from error
@@ -283,58 +295,52 @@ def save_folder(
 ) -> Manifest:
     """Write a folder that `load_folder` reads.
 
-    A new folder appears whole or not at all. In one that is there, each file is replaced whole; a reader in between
-    finds that the weights are not those of config.json.
+    A new folder appears whole or not at all. In an existing one each file is replaced whole; a reader in between finds
+    that the weights do not match config.json.
 
     Args:
-      step: of the run, whose parameters these are.
+      step: training step of the parameters.
       run: the run's whole config, as JSON.
       card: the text of README.md.
-      dtype: of the numbers on disk, one of DTYPES; rounded to the nearest.
-      overwrite: replace the weights of an earlier call. No other folder with anything in it is ever written to.
+      dtype: of the numbers on disk, one of DTYPES; rounded to nearest.
+      overwrite: replace the weights of an earlier export. No other folder that holds anything is ever written to.
 
     Raises:
-      InteropError: something is in the way, the parameters do not fit the config, or the disk does not take them.
-        Nothing is changed then.
+      InteropError: something is in the way, the parameters do not fit the config, or the folder cannot be written.
+        Nothing has changed then.
     """
     if dtype not in DTYPES:
         raise InteropError(f"dtype = {dtype!r}: choose {' or '.join(DTYPES)}")
-    exists = _check_free(folder, overwrite)
-    if is_reference_model(config):
-        layout, arrays = "reference", to_reference_state_dict(config, params)
-    else:
-        layout, arrays = "native", _flatten(params)
-        _check(_shapes(config), arrays, "parameters")
-    # safetensors writes the memory as it lies, whatever the strides.
+    _check_free(folder, overwrite)
+    layout, arrays = _layout_and_arrays(config, params)
+    # safetensors writes memory in order, whatever the strides.
     arrays = {name: np.asarray(x, jnp.dtype(dtype), order="C") for name, x in arrays.items()}
-    folder = folder.resolve()
-    temporary = (folder if exists else folder.parent) / f".{folder.name}.{os.getpid()}.tmp"
     try:
-        temporary.mkdir(parents=True)
-        (temporary / CARD_FILE).write_text(card)
-        save_file(arrays, temporary / WEIGHTS_FILE)
-        shutil.copymode(temporary / CARD_FILE, temporary / WEIGHTS_FILE)  # safetensors lets nobody else read it
-        weights = WeightsFile((temporary / WEIGHTS_FILE).stat().st_size, file_sha256(temporary / WEIGHTS_FILE))
-        manifest = Manifest(FORMAT, FORMAT_VERSION, layout, dtype, config, tokenizer, step, weights, dict(run))
-        (temporary / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
-        if exists:
-            for name in (WEIGHTS_FILE, CARD_FILE, CONFIG_FILE):
-                os.replace(temporary / name, folder / name)
-        else:
-            os.rename(temporary, folder)  # onto nothing, or an empty folder
+        with atomic_folder(folder, (WEIGHTS_FILE, CARD_FILE, CONFIG_FILE)) as temporary:
+            (temporary / CARD_FILE).write_text(card)
+            save_file(arrays, temporary / WEIGHTS_FILE)
+            shutil.copymode(temporary / CARD_FILE, temporary / WEIGHTS_FILE)  # safetensors makes it private
+            weights = WeightsFile((temporary / WEIGHTS_FILE).stat().st_size, file_sha256(temporary / WEIGHTS_FILE))
+            manifest = Manifest(FORMAT, FORMAT_VERSION, layout, dtype, config, tokenizer, step, weights, dict(run))
+            (temporary / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        raise InteropError(f"{folder} cannot be written: {error}. Give another folder, or make room there") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise InteropError(f"{folder} cannot be written: {error}. Use another folder, or free some space") from error
     return manifest
 
 
-def _check_free(folder: Path, overwrite: bool) -> bool:
-    """Whether the folder holds an export, to be replaced. Raises InteropError where it holds what may not be."""
+def _layout_and_arrays(config: ModelConfig, params: Params) -> tuple[str, dict[str, np.ndarray]]:
+    if is_reference_model(config):
+        return "reference", to_reference_state_dict(config, params)
+    arrays = _flatten(params)
+    _check(_shapes(config), arrays, "parameters")
+    return "native", arrays
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
+    """Raise InteropError unless the folder is new, empty, or an export that may be overwritten."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
+        return
     if not is_export(folder):
-        raise InteropError(f"{folder} is there and holds something else: give a new folder")
+        raise InteropError(f"{folder} exists and holds something else: use a new folder")
     if not overwrite:
-        raise InteropError(f"{folder} holds exported weights: give a new folder, or --overwrite to replace them")
-    return True
+        raise InteropError(f"{folder} holds exported weights: use a new folder, or --overwrite to replace them")

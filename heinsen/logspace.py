@@ -1,18 +1,19 @@
-"""Log-space arithmetic: the log-sum-exp monoid, its scans, and what happens at -inf.
+"""Log-space arithmetic: the log-sum-exp monoid, its scans, and the policy for -inf.
 
-A non-negative quantity x is stored as `log_x`, and zero is stored as -inf. log-sum-exp is then addition: associative,
-commutative, with -inf as its identity, so running sums over tokens are one `jax.lax.associative_scan`.
+A non-negative quantity x is stored as `log_x`, and zero is stored as -inf. Addition becomes log-sum-exp: associative,
+commutative, with identity -inf, so that running sums over tokens are one `jax.lax.associative_scan`.
 
-The policy for -inf, owned by this module and relied upon everywhere else:
+This module owns the policy for -inf, on which all others rely:
 
-  * a sum of nothing is -inf, never NaN: logaddexp(-inf, -inf) = logsumexp of all -inf = -inf;
-  * the derivative of a log-sum-exp with respect to a term is that term's posterior weight, exp(term - sum), and the
-    weight of every term of an empty sum is 0: gradients stay finite where `jax.grad` of the plain formulas is NaN;
+  * the empty sum is -inf, never NaN: logaddexp(-inf, -inf) = logsumexp of all -inf = -inf;
+  * the derivative of a log-sum-exp with respect to a term is that term's posterior weight, exp(term - sum), and every
+    term of an empty sum has weight 0: gradients stay finite where `jax.grad` of the plain formulas gives NaN;
   * 0 / 0 is 0: `log_divide(-inf, -inf)` is -inf, with zero gradient.
 
 Weights are computed as exp(term - sum) <= 1, so nothing here overflows at any dynamic range.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -22,9 +23,11 @@ from jaxtyping import Array, Bool, Complex, Float
 
 NEG_INF = -jnp.inf
 
+Method = Literal["associative", "sequential"]  # the two ways to compute a recurrence
+
 
 def finite(shift: Array) -> Array:
-    """0 in place of -inf: a shift that may be subtracted from -inf."""
+    """Replace -inf by 0, so that the shift can be subtracted from -inf."""
     return jnp.where(shift == NEG_INF, 0.0, shift)
 
 
@@ -40,7 +43,7 @@ def log_sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 @log_sigmoid.defjvp
-def _log_sigmoid_jvp(primals, tangents):
+def _log_sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return log_sigmoid(*primals), jax.nn.sigmoid(-primals[0]) * tangents[0]
 
 
@@ -53,7 +56,7 @@ def logaddexp(a: Float[Array, "*#shape"], b: Float[Array, "*#shape"]) -> Float[A
 
 
 @logaddexp.defjvp
-def _logaddexp_jvp(primals, tangents):
+def _logaddexp_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (a, b), (da, db) = primals, tangents
     out = logaddexp(a, b)
     return out, posterior(a, out) * da + posterior(b, out) * db
@@ -67,7 +70,7 @@ def _logsumexp(x: Array, axis: int) -> Array:
 
 
 @_logsumexp.defjvp
-def _logsumexp_jvp(axis, primals, tangents):
+def _logsumexp_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     out = _logsumexp(x, axis)
     return out, jnp.sum(posterior(x, jnp.expand_dims(out, axis)) * dx, axis=axis)
@@ -81,12 +84,12 @@ def logsumexp(x: Float[Array, "..."], axis: int = -1, where: Bool[Array, "..."] 
 
 
 def log_matmul(log_a: Float[Array, "*#batch T K"], log_b: Float[Array, "*#batch K S"]) -> Float[Array, "*#batch T S"]:
-    """log(exp(log_a) @ exp(log_b)), exact at every dynamic range; takes T*K*S memory."""
+    """log(exp(log_a) @ exp(log_b)), exact at every dynamic range, in T*K*S memory."""
     return logsumexp(log_a[..., :, :, None] + log_b[..., None, :, :], axis=-2)
 
 
 def log_divide(log_a: Float[Array, "*#shape"], log_b: Float[Array, "*#shape"]) -> Float[Array, "*#shape"]:
-    """log(a / b) = log_a - log_b, and log(0 / 0) = -inf: the mean over no tokens at all counts as zero."""
+    """log(a / b) = log_a - log_b, with log(0 / 0) = -inf: the mean over no tokens counts as zero."""
     empty = log_b == NEG_INF
     return jnp.where(empty, NEG_INF, log_a - jnp.where(empty, 0.0, log_b))
 
@@ -98,7 +101,7 @@ def complex_log(x: Float[Array, "*shape"]) -> Complex[Array, "*shape"]:
 
 
 def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array, "..."]:
-    """log-sum-exp of complex logarithms, shifted by the largest real part; for numbers that may cancel."""
+    """log-sum-exp of complex logarithms, shifted by the largest real part; the terms may cancel."""
     top = jnp.max(z.real, axis=axis, keepdims=True)
     shift = finite(top)
     return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(z - shift), axis=axis))
@@ -108,7 +111,7 @@ def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array
 
 
 def _shift_earlier(x: Array, axis: int, fill: float | bool) -> Array:
-    """The value of the next token along `axis` at each token, and `fill` at the last."""
+    """The next token's value at each token along `axis`; `fill` at the last token."""
     pad = [(0, 0, 0)] * x.ndim
     pad[axis] = (-1, 1, 0)
     return jax.lax.pad(x, jnp.asarray(fill, x.dtype), pad)
@@ -119,22 +122,22 @@ def gated_sum(
     x: Float[Array, "..."],
     axis: int,
     reverse: bool = False,
-    method: Literal["associative", "sequential"] | None = "associative",
+    method: Method | None = "associative",
 ) -> Float[Array, "..."]:
-    """The linear recurrence y[t] = gate[t] * y[t-1] + x[t] along `axis` (from the other end if `reverse`), y[-1] = 0.
+    """The linear recurrence y[t] = gate[t] * y[t-1] + x[t] along `axis`, with y[-1] = 0; from the end if `reverse`.
 
-    `gate` and `x` broadcast against each other off `axis`. An associative scan over the monoid of affine maps, or one
-    token after the other; `method` as in `log_linear_recurrence`.
+    `gate` and `x` broadcast against each other on all axes but `axis`. `method` as in `log_linear_recurrence`, except
+    that the default is "associative".
     """
 
-    def associative(gate, x):
-        def combine(earlier, later):
+    def associative(gate: Array, x: Array) -> Array:
+        def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] * later[0], earlier[1] * later[0] + later[1]
 
         return jax.lax.associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
 
-    def sequential(gate, x):
-        def step(y, token):
+    def sequential(gate: Array, x: Array) -> Array:
+        def step(y: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
             y = token[0] * y + token[1]
             return y, y
 
@@ -150,8 +153,9 @@ def cumulative_logsumexp(
 ) -> Float[Array, "..."]:
     """The paper's LCSE: h[t] = log sum_{s <= t} exp(x[s]) along `axis`, by an associative scan over the monoid.
 
-    Where `resets` is true (same rank as x, broadcastable off `axis`) the sum starts afresh: h[t] = x[t]. The gradient
-    is the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t], every weight <= 1.
+    Where `resets` is true (same rank as x, broadcastable on all axes but `axis`) the sum restarts: h[t] = x[t]. The
+    gradient is the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t]; every
+    weight is at most 1.
     """
     axis %= x.ndim
     if resets is None:
@@ -160,16 +164,16 @@ def cumulative_logsumexp(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _cumulative_logsumexp(x, axis):
+def _cumulative_logsumexp(x: Array, axis: int) -> Array:
     return jax.lax.associative_scan(logaddexp, x, axis=axis)
 
 
-def _lcse_fwd(x, axis):
+def _lcse_fwd(x: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
     h = _cumulative_logsumexp(x, axis)
     return h, (x, h)
 
 
-def _lcse_bwd(axis, residuals, g):
+def _lcse_bwd(axis: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array]:
     x, h = residuals
     decay = posterior(h, _shift_earlier(h, axis, jnp.inf))
     return (posterior(x, h) * gated_sum(decay, g, axis, reverse=True),)
@@ -179,21 +183,21 @@ _cumulative_logsumexp.defvjp(_lcse_fwd, _lcse_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _segmented_cumulative_logsumexp(x, resets, axis):
-    def combine(earlier, later):
+def _segmented_cumulative_logsumexp(x: Array, resets: Array, axis: int) -> Array:
+    def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.where(later[1], later[0], logaddexp(earlier[0], later[0])), earlier[1] | later[1]
 
     return jax.lax.associative_scan(combine, (x, resets), axis=axis)[0]
 
 
-def _segmented_lcse_fwd(x, resets, axis):
+def _segmented_lcse_fwd(x: Array, resets: Array, axis: int) -> tuple[Array, tuple[Array, Array, Array]]:
     h = _segmented_cumulative_logsumexp(x, resets, axis)
     return h, (x, resets, h)
 
 
-def _segmented_lcse_bwd(axis, residuals, g):
+def _segmented_lcse_bwd(axis: int, residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:
     x, resets, h = residuals
-    # Nothing flows back over a reset; where it did not happen, h does not decrease and the decay is at most 1.
+    # No gradient flows back across a reset. Without one, h does not decrease and the decay is at most 1.
     followed_by_reset = _shift_earlier(resets, axis, True)
     decay = posterior(jnp.where(followed_by_reset, NEG_INF, h), _shift_earlier(h, axis, jnp.inf))
     return posterior(x, h) * gated_sum(decay, g, axis, reverse=True), None
@@ -207,17 +211,19 @@ def log_linear_recurrence(
     log_b: Float[Array, "..."],
     axis: int,
     initial: Float[Array, "..."] | None = None,
-    method: Literal["associative", "sequential"] | None = None,
+    method: Method | None = None,
 ) -> Float[Array, "..."]:
-    """The linear recurrence e[t] = a[t] * e[t-1] + b[t] with everything in logs, along `axis`.
+    """The linear recurrence e[t] = a[t] * e[t-1] + b[t] along `axis`, with everything in logarithms.
 
     Args:
-      log_a, log_b: log_a may have size 1 on axes other than `axis`, where it is that of log_b.
-      initial: log e[-1], log_b's shape without `axis` (None: -inf, nothing).
+      log_a: the gates; of size 1, or log_b's size, on each axis other than `axis`.
+      log_b: the inputs.
+      initial: log e[-1], of log_b's shape without `axis`; None for -inf, the empty sum.
       method: "associative", a scan over affine maps (log_a, log_b) composed as (A1 + A2, logaddexp(b1 + A2, b2));
-        "sequential", one token after the other; None: sequential on CPUs, where it is faster, else associative.
+        "sequential", token by token; None: sequential on CPUs, where it is faster, otherwise associative.
 
-    The gradient is the reverse recurrence r[t] = g[t] + exp(log_a[t+1] + e[t] - e[t+1]) r[t+1], every weight <= 1.
+    The gradient is the reverse recurrence r[t] = g[t] + exp(log_a[t+1] + e[t] - e[t+1]) r[t+1]; every weight is at
+    most 1. Raises ValueError for an unknown method.
     """
     axis %= log_b.ndim
     if initial is None:
@@ -226,16 +232,16 @@ def log_linear_recurrence(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _log_linear_recurrence(log_a, log_b, initial, axis, method):
-    def associative(log_a, log_b, initial):
-        def combine(earlier, later):
+def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int, method: Method | None) -> Array:
+    def associative(log_a: Array, log_b: Array, initial: Array) -> Array:
+        def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
 
         decay, out = jax.lax.associative_scan(combine, (log_a, log_b), axis=axis)
         return logaddexp(jnp.expand_dims(initial, axis) + decay, out)
 
-    def sequential(log_a, log_b, initial):
-        def step(e, token):
+    def sequential(log_a: Array, log_b: Array, initial: Array) -> Array:
+        def step(e: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
             e = logaddexp(e + token[0], token[1])
             return e, e
 
@@ -245,27 +251,36 @@ def _log_linear_recurrence(log_a, log_b, initial, axis, method):
     return _by_method(method, associative, sequential)(log_a, log_b, initial)
 
 
-def _recurrence_fwd(log_a, log_b, initial, axis, method):
+_RecurrenceResiduals = tuple[Array, Array, Array, Array]  # log_a, log_b, initial, e
+
+
+def _recurrence_fwd(
+    log_a: Array, log_b: Array, initial: Array, axis: int, method: Method | None
+) -> tuple[Array, _RecurrenceResiduals]:
     e = _log_linear_recurrence(log_a, log_b, initial, axis, method)
     return e, (log_a, log_b, initial, e)
 
 
-def _recurrence_bwd(axis, method, residuals, g):
+def _recurrence_bwd(
+    axis: int, method: Method | None, residuals: _RecurrenceResiduals, g: Array
+) -> tuple[Array, Array, Array]:
     log_a, log_b, initial, e = residuals
-    before = jnp.concatenate([jnp.expand_dims(initial, axis), jax.lax.slice_in_dim(e, 0, -1, axis=axis)], axis=axis)
-    from_before = posterior(before + log_a, e)
-    r = gated_sum(_shift_earlier(from_before, axis, 0.0), g, axis, reverse=True, method=method)
-    through = from_before * r
-    shared = tuple(i for i, size in enumerate(log_a.shape) if size != log_b.shape[i])
-    dlog_a = jnp.sum(through, axis=shared, keepdims=True)
-    return dlog_a, posterior(log_b, e) * r, jax.lax.index_in_dim(through, 0, axis, keepdims=False)
+    previous = jnp.concatenate([jnp.expand_dims(initial, axis), jax.lax.slice_in_dim(e, 0, -1, axis=axis)], axis=axis)
+    carried = posterior(previous + log_a, e)  # the share of e[t] that comes from e[t-1]
+    r = gated_sum(_shift_earlier(carried, axis, 0.0), g, axis, reverse=True, method=method)
+    dprevious = carried * r
+    broadcast_axes = tuple(i for i, size in enumerate(log_a.shape) if size != log_b.shape[i])
+    dlog_a = jnp.sum(dprevious, axis=broadcast_axes, keepdims=True)
+    return dlog_a, posterior(log_b, e) * r, jax.lax.index_in_dim(dprevious, 0, axis, keepdims=False)
 
 
 _log_linear_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
 
 
-def _by_method(method, associative, sequential):
-    """The form asked for; by default the one that is faster on the platform compiled for."""
+def _by_method(
+    method: Method | None, associative: Callable[..., Array], sequential: Callable[..., Array]
+) -> Callable[..., Array]:
+    """Return the form named by `method`; for None, the faster one on the platform compiled for. Raises ValueError."""
     if method is None:
         return lambda *arrays: jax.lax.platform_dependent(*arrays, cpu=sequential, default=associative)
     forms = {"associative": associative, "sequential": sequential}

@@ -1,14 +1,14 @@
-"""The device mesh, and how parameters, batches and states lie on it.
+"""The device mesh, and how parameters, batches and states are sharded over it.
 
-The axes of the mesh, and what is split over each:
+The mesh axes, and what each one splits:
 
-    data      sequences of the batch; parameters are repeated
-    fsdp      sequences too; parameters and optimizer state are split, and gathered where they are used
-    tensor    heads of the attention, with the columns and rows of the matrices that make and read them
-    sequence  tokens of every sequence; devices hand on states of constant size (`scan_before`)
+    data      sequences of the batch; parameters are replicated
+    fsdp      sequences, too; parameters and optimizer state are split, and gathered where they are used
+    tensor    attention heads, with the matching columns and rows of the matrices around them
+    sequence  tokens of every sequence; devices pass on states of constant size (`scan_before`)
 
-Axes are of type Auto: XLA places the communication that the shardings imply. Where a computation is independent
-between devices (`on_each_device`), it runs on each by itself.
+Axes are of type Auto: XLA inserts the communication that the shardings imply. Computations that are independent across
+devices run on each device separately (`on_each_device`).
 """
 
 import ctypes
@@ -16,8 +16,9 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from heinsen.errors import HeinsenError
 
-AXES = ("data", "fsdp", "tensor", "sequence")
-BATCH = ("data", "fsdp")  # the axes of the mesh that split the sequences of a batch
+T = TypeVar("T")
 
-# How parameters are split: by the end of their path, the axes of the mesh for each axis of the array. The optimizer's
-# moments have the same paths. What is not named here is small and repeated everywhere.
+AXES = ("data", "fsdp", "tensor", "sequence")
+BATCH = ("data", "fsdp")  # the mesh axes that split the sequences of a batch
+
+MeshAxes = str | tuple[str, ...] | None  # the mesh axes that split one array axis; None: it is not split
+
+# The sharding of parameters: the end of a parameter's path, and the mesh axes for each of its axes. The optimizer's
+# moments have the same paths. Parameters that no rule names are small and replicated.
 _BOTH = ("fsdp", "tensor")
-PARAMETER_RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
+PARAMETER_RULES: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = (
     ("position/embedding", (None, None)),  # [n_positions, D], learned: small
-    ("embedding", (_BOTH, None)),  # [vocab, D]; gathered whole once a step
+    ("embedding", (_BOTH, None)),  # [vocab, D]; gathered once per step
     ("position/dense/kernel", (_BOTH, None)),  # [D, 2D], or [D, 4D] in two directions
     ("w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
     ("w1/bias", (None, "tensor")),
@@ -50,31 +55,31 @@ PARAMETER_RULES: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 
 class MeshError(HeinsenError, ValueError):
-    """A mesh that does not fit the devices, the model or the batch."""
+    """The mesh does not fit the devices, the model or the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis of the mesh; -1 for one of them: all that the others leave."""
+    """Number of devices along each mesh axis. One axis may be -1: it takes all remaining devices."""
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
     sequence: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = dataclasses.asdict(self)
         for name, size in sizes.items():
             if size < 1 and size != -1:
-                raise MeshError(f"mesh.{name} = {size}: it must be positive, or -1 for all devices that are left")
+                raise MeshError(f"mesh.{name} = {size}: it must be positive, or -1 for all remaining devices")
         if (free := [name for name, size in sizes.items() if size == -1]) and len(free) > 1:
-            raise MeshError(f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the devices that are left")
+            raise MeshError(f"mesh.{' and mesh.'.join(free)} are -1: only one axis can take the remaining devices")
 
     def sizes(self, n_devices: int) -> tuple[int, ...]:
-        """Devices along data, fsdp, tensor, sequence. Raises MeshError if they are not n_devices."""
-        sizes = [getattr(self, name) for name in AXES]
+        """Number of devices along each of AXES. Raises MeshError if their product is not n_devices."""
+        sizes = [self.data, self.fsdp, self.tensor, self.sequence]
         given = math.prod(size for size in sizes if size != -1)
-        shown = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
+        shown = _format_sizes(sizes)
         if -1 in sizes and n_devices % given == 0:
             sizes[sizes.index(-1)] = n_devices // given
         elif given != n_devices:
@@ -83,14 +88,17 @@ class MeshConfig:
         return tuple(sizes)
 
 
+def _format_sizes(sizes: Sequence[int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
+
+
 def make_mesh(config: MeshConfig | None = None) -> Mesh:
-    """All devices of all processes. Raises MeshError if the config does not fit their number."""
+    """Mesh of all devices of all processes. Raises MeshError if the config does not fit their number or topology."""
     sizes = (config or MeshConfig()).sizes(jax.device_count())
     try:
         devices = mesh_utils.create_device_mesh(sizes, allow_split_physical_axes=True)
-    except (NotImplementedError, ValueError) as error:  # a TPU's torus that cannot be cut so
-        shown = " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
-        raise MeshError(f"a mesh of {shown} does not fit how the devices are connected: {error}") from error
+    except (NotImplementedError, ValueError) as error:  # a TPU torus that cannot be cut this way
+        raise MeshError(f"the mesh {_format_sizes(sizes)} does not fit the devices' topology: {error}") from error
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -98,111 +106,125 @@ def make_mesh(config: MeshConfig | None = None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of an array of which every device holds a copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_batch(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """The sharding of an array whose `axis` is the batch."""
+    """Sharding of an array whose axis `axis` is the batch."""
     return NamedSharding(mesh, PartitionSpec(*[None] * axis, BATCH))
 
 
 def n_batch_parts(mesh: Mesh) -> int:
-    """Over how many devices sequences are divided."""
+    """Number of parts into which a batch is split."""
     return math.prod(mesh.shape[name] for name in BATCH)
 
 
 def shardings(mesh: Mesh, abstract: Any) -> Any:
-    """Where each array of a tree of parameters or optimizer state lies, by PARAMETER_RULES. Raises MeshError."""
+    """Sharding of each array in a tree of parameters or optimizer state, by PARAMETER_RULES.
 
-    def sharding(path, x):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        spec = next((spec for end, spec in PARAMETER_RULES if name.endswith(end) and len(spec) == x.ndim), ())
-        for axis, names in enumerate(spec):
-            if names is None:
-                continue
-            names = (names,) if isinstance(names, str) else names
-            parts = math.prod(mesh.shape[n] for n in names)
-            if x.shape[axis] % parts:
-                axes = " x ".join(f"mesh.{n} {mesh.shape[n]}" for n in names)
-                raise MeshError(f"axis {axis} of {name} {x.shape} does not divide into {parts} parts ({axes})")
-        return NamedSharding(mesh, PartitionSpec(*spec))
-
-    return jax.tree_util.tree_map_with_path(sharding, abstract)
+    Raises MeshError if an axis does not divide into its parts.
+    """
+    return jax.tree_util.tree_map_with_path(partial(_parameter_sharding, mesh), abstract)
 
 
-def with_shardings(abstract: Any, where: Any) -> Any:
-    """The same shapes and dtypes, each with its sharding; `where` may be one for all."""
+def _parameter_sharding(mesh: Mesh, path: tuple[Any, ...], x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    spec = next((spec for end, spec in PARAMETER_RULES if name.endswith(end) and len(spec) == x.ndim), ())
+    for axis, names in enumerate(spec):
+        names = (names,) if isinstance(names, str) else names or ()
+        parts = math.prod(mesh.shape[n] for n in names)
+        if x.shape[axis] % parts:
+            axes = " x ".join(f"mesh.{n} {mesh.shape[n]}" for n in names)
+            raise MeshError(f"axis {axis} of {name} {x.shape} does not divide into {parts} parts ({axes})")
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def with_shardings(abstract: T, where: Any) -> T:
+    """Attach shardings to a tree of abstract arrays; `where` is one sharding, or a tree of the same structure."""
     if isinstance(where, Sharding):
         where = jax.tree.map(lambda _: where, abstract)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, where)
+    with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    result: T = jax.tree.map(with_sharding, abstract, where)
+    return result
 
 
 def process_rows(mesh: Mesh, n_rows: int) -> np.ndarray:
-    """Rows of a batch of n_rows that devices of this process hold: sorted, each once."""
+    """Indices of the rows of a batch of n_rows that this process's devices hold, sorted and without duplicates."""
     held = split_batch(mesh).addressable_devices_indices_map((n_rows,))
     return np.unique(np.concatenate([np.arange(n_rows)[index] for index in held.values()]))
 
 
 def place_batch(mesh: Mesh, batch: dict[str, np.ndarray], axis: int = 0) -> dict[str, jax.Array]:
-    """This process's `process_rows` of a batch, placed on the mesh as part of the whole; `axis` is the batch.
+    """Make global arrays on the mesh from this process's rows of a batch (`process_rows`); `axis` is the batch.
 
-    Axes of the mesh other than the batch's hold copies.
+    The mesh axes that do not split the batch hold copies.
     """
-    sharding = split_batch(mesh, axis)
-
-    def place(x):
-        # As many parts here as there are different ones on this process's devices.
-        spread = NamedSharding(mesh, PartitionSpec(BATCH)).addressable_devices_indices_map((n_batch_parts(mesh),))
-        n_rows = x.shape[axis] // len({index[0].start for index in spread.values()}) * n_batch_parts(mesh)
-        rows = process_rows(mesh, n_rows)
-
-        def part(index):
-            wanted = np.arange(n_rows)[index[axis]]
-            return np.take(x, np.searchsorted(rows, wanted), axis=axis)
-
-        return jax.make_array_from_callback((*x.shape[:axis], n_rows, *x.shape[axis + 1 :]), sharding, part)
-
-    return {name: place(np.asarray(x)) for name, x in batch.items()}
+    return {name: _place_rows(mesh, np.asarray(x), axis) for name, x in batch.items()}
 
 
-def constrain(mesh: Mesh | None, x: jax.Array, *axes: Any) -> jax.Array:
-    """x with its axes split over those axes of the mesh; without a mesh, or on one device, x itself."""
+def _place_rows(mesh: Mesh, x: np.ndarray, axis: int) -> jax.Array:
+    # This process holds as many parts of the batch as its devices hold different ones.
+    held = NamedSharding(mesh, PartitionSpec(BATCH)).addressable_devices_indices_map((n_batch_parts(mesh),))
+    n_parts_here = len({part.start for (part,) in filter(None, held.values())})
+    n_rows = x.shape[axis] // n_parts_here * n_batch_parts(mesh)
+    rows = process_rows(mesh, n_rows)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        wanted = np.arange(n_rows)[index[axis]]
+        return np.take(x, np.searchsorted(rows, wanted), axis=axis)
+
+    shape = (*x.shape[:axis], n_rows, *x.shape[axis + 1 :])
+    return jax.make_array_from_callback(shape, split_batch(mesh, axis), part)
+
+
+def constrain(mesh: Mesh | None, x: jax.Array, *axes: MeshAxes) -> jax.Array:
+    """Constrain x to be split over mesh axes, one entry per axis of x; no-op without a mesh or on one device."""
     if mesh is None or mesh.size == 1:
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
-# ---- computation on each device by itself --------------------------------------------------------
+# ---- computation on each device separately -------------------------------------------------------
 
 
-def on_each_device(mesh: Mesh | None, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` of the parts that each device holds, made of the whole arrays by the specs (`jax.shard_map`).
+def on_each_device(mesh: Mesh | None, function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
+    """Map `function` over the devices: each call sees its device's parts of the arrays, by the specs (`jax.shard_map`).
 
-    Outputs must be split over every axis of the mesh that has more than one device, or be the same on all of it.
+    Outputs must be split over every mesh axis with more than one device, or be equal along it.
     """
-    # check_vma would ask every loop inside for casts of what it begins with.
+    # check_vma would require casts of the initial carry of every loop inside.
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def scan_before(combine: Callable[[Any, Any], Any], x: Any, first: Any, axis: str) -> Any:
-    """What the associative `combine(earlier, later)` makes of the x of all devices before this one along a mesh axis.
+def scan_before(combine: Callable[[T, T], T], x: T, first: T, axis: str) -> T:
+    """Exclusive scan over the devices along a mesh axis: combine the x of all devices before this one.
 
-    `first` for the device that has none before it. For `on_each_device`: with n devices, at most 1 + ceil(log2(n - 1))
-    messages of the size of x from each. Differentiable.
+    Args:
+      combine: an associative function of (earlier, later).
+      x: this device's element.
+      first: the result on the first device, which has none before it.
+      axis: the mesh axis. To be called inside `on_each_device`.
+
+    Differentiable. With n devices each sends at most 1 + ceil(log2(n - 1)) messages of the size of x.
     """
     n, i = lax.axis_size(axis), lax.axis_index(axis)
 
-    def earlier(x, by):  # zeros come where there is none
-        return jax.tree.map(lambda x: lax.ppermute(x, axis, [(j, j + by) for j in range(n - by)]), x)
+    def shift(x: T, by: int) -> T:
+        """The x of the device `by` places earlier; zeros where there is none."""
+        received: T = jax.tree.map(lambda x: lax.ppermute(x, axis, [(j, j + by) for j in range(n - by)]), x)
+        return received
 
-    def pick(condition, x, y):
-        return jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
+    def select(condition: jax.Array, x: T, y: T) -> T:
+        selected: T = jax.tree.map(lambda x, y: jnp.where(condition, x, y), x, y)
+        return selected
 
-    total = pick(i >= 1, earlier(x, 1), first)
+    total = select(i >= 1, shift(x, 1), first)
     by = 1
     while by < n - 1:
-        # `first` would be combined once more where it stands for what is before the first device.
-        total = pick(i >= 1 + by, combine(earlier(total, by), total), total)
+        # Devices before 1 + by have combined everything: combining again would count `first` twice.
+        total = select(i >= 1 + by, combine(shift(total, by), total), total)
         by *= 2
     return total
 
@@ -211,9 +233,9 @@ def scan_before(combine: Callable[[Any, Any], Any], x: Any, first: Any, axis: st
 
 
 def keep_host_memory() -> None:
-    """On a CPU backend, have glibc keep freed memory for the next step rather than hand it back to the kernel.
+    """Make glibc keep freed memory for the next step instead of returning it to the kernel, on a CPU backend.
 
-    XLA allocates a step's temporaries anew each time; fresh pages cost a third of a small model's step. Does nothing on
+    XLA allocates a step's temporaries anew each time, and fresh pages cost a third of a small model's step. No-op on
     other backends and C libraries.
     """
     if jax.default_backend() != "cpu":
@@ -228,38 +250,62 @@ def keep_host_memory() -> None:
         pass
 
 
+_REMEDY = "give --coordinator=HOST:PORT, --num_processes and --process_id"
+
+
 def join_processes(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     from_cluster: bool | None = None,
 ) -> None:
-    """Make this process one of several that compute together; to be called before anything asks for devices.
+    """Connect this process to the others of the same run. Call it before anything asks for devices.
 
-    Either from the three numbers, or, `from_cluster`, as the cluster's environment says (SLURM, Open MPI 4, TPU pods;
-    by `jax.distributed.initialize`). None: if srun or mpirun has started several of us. Raises MeshError.
+    Args:
+      coordinator: HOST:PORT of process 0.
+      num_processes: how many processes there are.
+      process_id: which one this is, from 0.
+      from_cluster: read these three from the cluster's environment instead (SLURM, Open MPI 4, TPU pods; by
+        `jax.distributed.initialize`). None: only if srun or mpirun has started several processes.
+
+    Raises MeshError if the description is incomplete or wrong, or if the other processes cannot be reached.
     """
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
         raise MeshError(f"{' and '.join(missing)} missing: give all of {', '.join(given)}, or none of them")
-    remedy = "give --coordinator=HOST:PORT, --num_processes and --process_id"
-    if missing:
-        started = {name: int(os.environ.get(name) or 1) for name in (*_TASKS, "PMI_SIZE")}
-        if from_cluster is None and max(started[name] for name in _TASKS) == 1 < started["PMI_SIZE"]:
-            raise MeshError(f"an MPI that JAX does not know has started {started['PMI_SIZE']} processes: {remedy}")
-        if from_cluster or (from_cluster is None and max(started.values()) > 1):
-            try:
-                jax.distributed.initialize()
-            except (ValueError, RuntimeError) as error:
-                raise MeshError(
-                    f"the other processes of this run cannot be found or reached: {error}. Start it by srun or Open "
-                    f"MPI 4, or {remedy}"
-                ) from error
-            _use_all_local_devices()
-        return
-    if from_cluster:
-        raise MeshError("--distributed looks for the other processes by itself: give no --coordinator with it")
+    if coordinator is None or num_processes is None or process_id is None:
+        if _started_by_cluster() if from_cluster is None else from_cluster:
+            _join_by_environment()
+    elif from_cluster:
+        raise MeshError("--distributed finds the other processes by itself: give no --coordinator with it")
+    else:
+        _join_by_address(coordinator, num_processes, process_id)
+
+
+_N_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # the number of processes that srun or mpirun started
+
+
+def _started_by_cluster() -> bool:
+    """Whether a launcher that JAX knows has started several processes. Raises MeshError for one it does not know."""
+    started = {name: int(os.environ.get(name) or 1) for name in (*_N_TASKS, "PMI_SIZE")}
+    if max(started[name] for name in _N_TASKS) == 1 < started["PMI_SIZE"]:
+        raise MeshError(f"an MPI that JAX does not know has started {started['PMI_SIZE']} processes: {_REMEDY}")
+    return max(started.values()) > 1
+
+
+def _join_by_environment() -> None:
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise MeshError(
+            f"cannot find or reach the other processes of this run: {error}. Start it with srun or Open MPI 4, or "
+            f"{_REMEDY}"
+        ) from error
+    _use_all_local_devices()
+
+
+def _join_by_address(coordinator: str, num_processes: int, process_id: int) -> None:
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise MeshError(f"--process_id={process_id} must be in [0, --num_processes={num_processes})")
     host, _, port = coordinator.rpartition(":")
@@ -271,17 +317,14 @@ def join_processes(
         jax.distributed.initialize(coordinator, num_processes, process_id)
     except (ValueError, RuntimeError) as error:
         raise MeshError(
-            f"process {process_id} of {num_processes} cannot join at {coordinator}: {error}. Are all of them "
-            "started, and is the address that of process 0, with a free port?"
+            f"process {process_id} of {num_processes} cannot join at {coordinator}: {error}. Are all processes "
+            "started, and is this the address of process 0, with a free port?"
         ) from error
     _use_all_local_devices()
 
 
-_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # how many processes srun or mpirun has started
-
-
 def _use_all_local_devices() -> None:
-    """Where a cluster runs one process a node. JAX gives each task one GPU, whatever their number on the node."""
+    """Use all GPUs of the node if it runs a single process; by default JAX gives a cluster's task only one."""
     slurm, mpi = os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if re.fullmatch(r"1(\(x\d+\))?", slurm) or mpi == "1":
         jax.config.update("jax_cuda_visible_devices", "all")

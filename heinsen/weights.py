@@ -1,8 +1,9 @@
-"""Parameters from a run or an export, placed on a mesh."""
+"""Load parameters from a run or an export, placed on a mesh."""
 
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from heinsen.interop import InteropError, is_export, load_folder, read_manifest
@@ -13,9 +14,15 @@ from heinsen.training.run import RunError, TrainConfig, check_mesh, check_same_m
 
 
 def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
-    """(step, parameters) of a run's newest good checkpoint, or of exported weights, split over the mesh.
+    """Load the parameters of a run's newest whole checkpoint, or of an export, split over the mesh.
 
-    Raises CheckpointError, MeshError, and RunError for exported weights of another model.
+    Returns:
+      The training step of the parameters, and the parameters.
+
+    Raises:
+      CheckpointError: there is no usable checkpoint, or the export is damaged.
+      MeshError: the mesh does not divide the parameters.
+      RunError: the export holds another model.
     """
     abstract = abstract_params(model)
     abstract = with_shardings(abstract, shardings(mesh, abstract))
@@ -28,30 +35,32 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
     except InteropError as error:
         raise CheckpointError(str(error)) from error
 
-    def place(x, like):  # each device its own part
+    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        # Each device copies only its own part.
         return jax.make_array_from_callback(like.shape, like.sharding, lambda part: x[part].astype(like.dtype))
 
     return manifest.step, jax.tree.map(place, params, abstract)
 
 
 def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
-    """(step, parameters) that `init_from` names, split over the mesh.
+    """Load the parameters that `config.init_from` names, with their training step, split over the mesh.
 
-    Raises RunError where they are of another model or tokenizer, ConfigError, CheckpointError, MeshError.
+    Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
     """
+    assert config.init_from is not None, "init_from is not set"
     source = Path(config.init_from)
     old = load_run(source)
     check_same_model(old.model, config.model, source)
     if old.data.tokenizer != config.data.tokenizer:
         raise RunError(
-            f"{source} holds the weights of a model of {old.data.tokenizer!r} tokens, the config says data.tokenizer = "
-            f"{config.data.tokenizer!r}: give other weights, or data of the same tokens"
+            f"{source} holds the weights of a model of {old.data.tokenizer!r} tokens, the config says "
+            f"data.tokenizer = {config.data.tokenizer!r}: use other weights, or data of the same tokenizer"
         )
     return load_params(source, config.model, mesh)
 
 
 def mesh_for_reading(config: TrainConfig) -> Mesh:
-    """The run's mesh where it fits these devices, else all of them along `data`, to evaluate or generate."""
+    """Return the run's mesh if it fits the devices here, else all of them along `data`; to evaluate or generate."""
     try:
         mesh = make_mesh(config.mesh)
         check_mesh(config, mesh)

@@ -1,9 +1,9 @@
-"""Continue prompts with a trained model, at constant cost per token and without a limit of length.
+"""Continue prompts with a trained model, at constant cost per token and without a limit on the length.
 
     python scripts/generate.py --workdir=RUN --prompt="def main(" [--temperature=0.8 --top_p=0.95 --seed=1]
     cat document.txt | python scripts/generate.py --workdir=RUN --stdin --max_tokens=0
 
-A long document is read once, kept as a state of constant size, and continued or asked about many times:
+A long document is read once, kept as a state of constant size, and continued or queried many times:
 
     cat document.txt | python scripts/generate.py --workdir=RUN --stdin --max_tokens=0 --save_state=document.state
     python scripts/generate.py --workdir=RUN --load_state=document.state --prompt="In short, " --samples=4
@@ -12,31 +12,50 @@ A long document is read once, kept as a state of constant size, and continued or
 import copy
 import dataclasses
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from absl import app, flags, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.decoding import (
+    Prefix,
+    Sampling,
+    StopStrings,
+    check_prompt,
+    continue_texts,
+    fork,
+    load_prefix,
+    read,
+    save_prefix,
+    step_params,
+)
+from heinsen.errors import InputError, exit_on_error
+from heinsen.models import ModelConfig, Params, check_room
+from heinsen.parallel import make_mesh
+from heinsen.training.run import load_run
+from heinsen.weights import load_params
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
-PROMPT = flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated. None: a new document.")
+PROMPT = flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated. Default: a new document.")
 STDIN = flags.DEFINE_bool("stdin", False, "Read the prompt from standard input.")
-LOAD_STATE = flags.DEFINE_string("load_state", None, "Go on after what --save_state has kept in this file.")
-SAVE_STATE = flags.DEFINE_string("save_state", None, "Keep what was read and written in this file.")
+LOAD_STATE = flags.DEFINE_string("load_state", None, "Continue from the state that --save_state wrote to this file.")
+SAVE_STATE = flags.DEFINE_string("save_state", None, "Save the state after all that was read and written to this file.")
 MAX_TOKENS = flags.DEFINE_integer(
-    "max_tokens", 256, "Tokens to write; 0: without end, or none where a state is saved.", lower_bound=0
+    "max_tokens", 256, "Tokens to write; 0: without end, or none if a state is saved.", lower_bound=0
 )
 SAMPLES = flags.DEFINE_integer("samples", 1, "Continuations of each prompt.", lower_bound=1)
-STREAM = flags.DEFINE_bool("stream", None, "Print text as it comes; by default if there is one text. Else at the end.")
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: always the likeliest token.")
-TOP_K = flags.DEFINE_integer("top_k", 0, "Draw from the k likeliest tokens; 0: all.")
-TOP_P = flags.DEFINE_float("top_p", 1.0, "Draw from the fewest likeliest tokens with this total probability.")
-MIN_P = flags.DEFINE_float("min_p", 0.0, "Draw from tokens at least so many times as likely as the likeliest.")
-REPETITION_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: less of what is in the text already.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
-STOP = flags.DEFINE_multi_string("stop", [], "End a text before this string; may be given several times.")
-STOP_AT_EOT = flags.DEFINE_bool("stop_at_eot", False, "Stop at the end of the document rather than begin another.")
-DTYPE = flags.DEFINE_string("dtype", None, "float32 or bfloat16, of the matrices and matmuls; none: the run's.")
+STREAM = flags.DEFINE_bool("stream", None, "Print text as it is generated; by default if there is only one text.")
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0: always the most likely token.")
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most likely tokens; 0: all.")
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the fewest most likely tokens with this total probability.")
+MIN_P = flags.DEFINE_float("min_p", 0.0, "Sample from tokens with at least this fraction of the highest probability.")
+REPETITION_PENALTY = flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: fewer tokens that occurred in the text.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
+STOP = flags.DEFINE_multi_string("stop", [], "End a text before this string; may be repeated.")
+STOP_AT_EOT = flags.DEFINE_bool("stop_at_eot", False, "Stop at the end of the document instead of beginning another.")
+DTYPE = flags.DEFINE_string("dtype", None, "float32 or bfloat16, for matrices and matmuls; default: the run's.")
 
 
 def main(argv: list[str]) -> None:
@@ -45,109 +64,178 @@ def main(argv: list[str]) -> None:
     if STDIN.value and PROMPT.value:
         raise app.UsageError("--prompt and --stdin exclude each other")
     logging.set_verbosity(logging.WARNING)
-    from heinsen.config import ConfigError
-    from heinsen.data.tokenizer import get_tokenizer
-    from heinsen.decoding import (
-        Sampling,
-        StateError,
-        StopStrings,
-        check_prompt,
-        continue_texts,
-        fork,
-        load_prefix,
-        read,
-        save_prefix,
-        step_params,
+    with exit_on_error():
+        try:
+            task = prepare()
+        except ValueError as error:  # a flag's value that the library rejects
+            raise InputError(str(error)) from error
+        prefix = write_texts(task)
+        if SAVE_STATE.value is not None:
+            save(task, prefix)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What to continue, and how: one row for each text, the samples of a prompt next to each other."""
+
+    model: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    sampling: Sampling
+    prefix: Prefix
+    texts: list[str]
+    prompts: list[Sequence[int]]
+    max_tokens: int | None
+
+
+def prepare() -> Task:
+    """Load the model and read the prompts. Raises HeinsenError, and ValueError for impossible flags."""
+    sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)
+    StopStrings(STOP.value)
+    config = load_run(Path(WORKDIR.value))
+    model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
+    tokenizer = get_tokenizer(config.data.tokenizer)
+    # None: a new document, or the continuation of a loaded state.
+    texts: list[str | None] = [sys.stdin.read()] if STDIN.value else PROMPT.value or [None]
+    check_flags(len(texts))
+    prompts = [encode(tokenizer, model, text) for text in texts]
+    _, params = load_params(Path(WORKDIR.value), config.model, make_mesh())
+    prefix = read_prompts(model, params, prompts)
+    max_tokens = MAX_TOKENS.value or (None if SAVE_STATE.value is None else 0)
+    check_length(model, prefix, max_tokens)
+    n = SAMPLES.value
+    return Task(
+        model=model,
+        params=params,
+        tokenizer=tokenizer,
+        sampling=sampling,
+        prefix=fork(prefix, n),
+        texts=[text or "" for text in texts for _ in range(n)],
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        max_tokens=max_tokens,
     )
-    from heinsen.models import check_room
-    from heinsen.parallel import make_mesh
-    from heinsen.training.checkpoint import CheckpointError
-    from heinsen.training.run import RunError, load_run
-    from heinsen.weights import load_params
 
-    try:
-        sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)
+
+def check_flags(n_prompts: int) -> None:
+    """Raise InputError for flags that do not go together."""
+    n_texts = n_prompts * SAMPLES.value
+    if SAVE_STATE.value is not None and n_texts > 1:
+        raise InputError("--save_state saves one text: give one prompt and --samples=1")
+    if STREAM.value and n_texts > 1:
+        raise InputError("--stream shows one text as it is generated: give one prompt and --samples=1")
+    if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not is_streamed(n_texts):
+        raise InputError("--max_tokens=0 writes without end, which needs a single streamed text: give a number")
+
+
+def is_streamed(n_texts: int) -> bool:
+    return n_texts == 1 if STREAM.value is None else STREAM.value
+
+
+def encode(tokenizer: Tokenizer, model: ModelConfig, text: str | None) -> Sequence[int]:
+    """Return the tokens of a prompt, or for None what begins a document, unless a loaded state is continued."""
+    if text is None:
+        return [tokenizer.eot_id] if LOAD_STATE.value is None else []
+    tokens = tokenizer.encode(text)
+    if len(tokens) == 0:
+        raise InputError("the prompt encodes to no tokens: give some text, or no prompt for a new document")
+    return check_prompt(model, tokens)
+
+
+def read_prompts(model: ModelConfig, params: Params, prompts: list[Sequence[int]]) -> Prefix:
+    """Return the prefix after the loaded state, if there is one, and the prompts."""
+    if LOAD_STATE.value is None:
+        return read(model, params, prompts)
+    prefix = fork(load_prefix(Path(LOAD_STATE.value), model, params), len(prompts))
+    return read(model, params, prompts, prefix.state) if len(prompts[0]) else prefix
+
+
+def check_length(model: ModelConfig, prefix: Prefix, max_tokens: int | None) -> None:
+    """Raise ValueError if the model has too few positions for the texts."""
+    if model.position == "learned" and max_tokens is None:
+        raise InputError(f"--max_tokens=0 writes without end: this model ends after {model.n_positions} positions")
+    longest = int((prefix.state.n_tokens - prefix.state.document_start).max())
+    check_room(model, longest + (max_tokens or 0))
+
+
+# ---- output --------------------------------------------------------------------------------------
+
+
+class Output:
+    """The texts of all rows: a single one is printed as it is generated, several at the end."""
+
+    def __init__(self, task: Task):
+        self._texts, self._streamed = list(task.texts), is_streamed(len(task.texts))
+        self._decoders = [task.tokenizer.stream_decoder() for _ in task.texts]
         stops = StopStrings(STOP.value)
-        config = load_run(Path(WORKDIR.value))
-        model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
-        tokenizer = get_tokenizer(config.data.tokenizer)
-        # None: a new document, or what a loaded state goes on with.
-        texts = [sys.stdin.read()] if STDIN.value else PROMPT.value or [None]
-        check_flags(len(texts))
-        begin = [tokenizer.eot_id] if LOAD_STATE.value is None else []
-        prompts = [begin if text is None else tokenizer.encode(text) for text in texts]
-        if any(text is not None and len(prompt) == 0 for text, prompt in zip(texts, prompts, strict=True)):
-            raise ValueError("the prompt encodes to no tokens: give some text, or no prompt for a new document")
-        prompts = [check_prompt(model, prompt) if len(prompt) else [] for prompt in prompts]
-        _, params = load_params(Path(WORKDIR.value), config.model, make_mesh())
-        prefix = None
-        if LOAD_STATE.value is not None:
-            prefix = fork(load_prefix(Path(LOAD_STATE.value), model, params), len(prompts))
-        if len(prompts[0]):
-            prefix = read(model, params, prompts, None if prefix is None else prefix.state)
-        max_tokens = MAX_TOKENS.value or (None if SAVE_STATE.value is None else 0)
-        if model.position == "learned" and max_tokens is None:
-            raise ValueError(f"--max_tokens=0 writes without end: this model ends after {model.n_positions} positions")
-        check_room(model, int((prefix.state.n_tokens - prefix.state.document_start).max()) + (max_tokens or 0))
-    except (ConfigError, CheckpointError, RunError, StateError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    prefix, n_rows = fork(prefix, SAMPLES.value), len(texts) * SAMPLES.value
-    stop_id = tokenizer.eot_id if STOP_AT_EOT.value else None
-    streams = shows_as_it_comes(n_rows)
-    read_texts = [prompt for prompt in prompts for _ in range(SAMPLES.value)]
-    pieces = continue_texts(
-        model, step_params(model, params), prefix, sampling, SEED.value, max_tokens, stop_id, read_texts,
-        tokens_per_call=8 if streams else 32,
-    )  # fmt: skip
-    decoders = [tokenizer.stream_decoder() for _ in range(n_rows)]
-    stops = [copy.copy(stops) for _ in range(n_rows)]
-    written = [text or "" for text in texts for _ in range(SAMPLES.value)]
+        self._stops = [copy.copy(stops) for _ in task.texts]
+        if self._streamed:
+            print(self._texts[0], end="", flush=True)
 
-    def show(row: int, text: str) -> None:
-        written[row] += text
-        if streams:
-            print(text, end="", flush=True)
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found in every text."""
+        return all(stop.found for stop in self._stops)
 
-    try:
-        if streams:
-            print(written[0], end="", flush=True)
-        for tokens, prefix in pieces:  # noqa: B007
-            for row, stop in enumerate(stops):
-                for token in tokens[row][tokens[row] >= 0]:
-                    show(row, stop.feed(decoders[row].feed(int(token))))
-            if all(stop.found for stop in stops):
-                break
-        for row, stop in enumerate(stops):
-            show(row, stop.feed(decoders[row].flush()) + stop.flush())
-        if streams:
+    def add(self, tokens: np.ndarray) -> None:
+        """Append tokens [rows, N]; negative ids are padding."""
+        for row, (decoder, stop) in enumerate(zip(self._decoders, self._stops, strict=True)):
+            for token in tokens[row][tokens[row] >= 0]:
+                self._append(row, stop.feed(decoder.feed(int(token))))
+
+    def close(self) -> None:
+        """Append what was held back, and print the texts."""
+        for row, (decoder, stop) in enumerate(zip(self._decoders, self._stops, strict=True)):
+            self._append(row, stop.feed(decoder.flush()) + stop.flush())
+        if self._streamed:
             print(flush=True)
         else:
-            for row, text in enumerate(written):
-                print(f"---- {row + 1} of {n_rows}\n{text}", flush=True)
+            for row, text in enumerate(self._texts, 1):
+                print(f"---- {row} of {len(self._texts)}\n{text}", flush=True)
+
+    def _append(self, row: int, text: str) -> None:
+        self._texts[row] += text
+        if self._streamed:
+            print(text, end="", flush=True)
+
+
+def write_texts(task: Task) -> Prefix:
+    """Generate and print the texts; return the prefix after the last tokens. Ctrl-C ends the texts."""
+    prefix = task.prefix
+    try:
+        output = Output(task)
+        for tokens, prefix in generate(task):  # noqa: B007 (returned after the loop)
+            output.add(tokens)
+            if output.stopped:
+                break
+        output.close()
     except BrokenPipeError:
         sys.exit(0)
     except KeyboardInterrupt:
         print(flush=True)
-    if SAVE_STATE.value is not None:
-        try:
-            save_prefix(Path(SAVE_STATE.value), model, params, prefix)
-        except OSError as error:
-            sys.exit(f"error: the state cannot be saved: {error}. Give another --save_state")
+    return prefix
 
 
-def shows_as_it_comes(n_texts: int) -> bool:
-    return n_texts == 1 if STREAM.value is None else STREAM.value
+def generate(task: Task) -> Iterator[tuple[np.ndarray, Prefix]]:
+    """Yield tokens [rows, N] and the prefix after them."""
+    return continue_texts(
+        task.model,
+        step_params(task.model, task.params),
+        task.prefix,
+        task.sampling,
+        SEED.value,
+        task.max_tokens,
+        stop_id=task.tokenizer.eot_id if STOP_AT_EOT.value else None,
+        texts=task.prompts,
+        tokens_per_call=8 if is_streamed(len(task.texts)) else 32,
+    )
 
 
-def check_flags(n_prompts: int) -> None:
-    """Raises ValueError for flags that do not go together."""
-    n_texts = n_prompts * SAMPLES.value
-    if SAVE_STATE.value is not None and n_texts > 1:
-        raise ValueError("--save_state keeps one text: give one prompt and --samples=1")
-    if STREAM.value and n_texts > 1:
-        raise ValueError("--stream shows one text as it comes: give one prompt and --samples=1")
-    if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not shows_as_it_comes(n_texts):
-        raise ValueError("--max_tokens=0 writes without end, which only one text that is streamed can: give a number")
+def save(task: Task, prefix: Prefix) -> None:
+    """Write --save_state. Raises InputError."""
+    try:
+        save_prefix(Path(SAVE_STATE.value), task.model, task.params, prefix)
+    except OSError as error:
+        raise InputError(f"the state cannot be saved: {error}. Give another --save_state") from error
 
 
 if __name__ == "__main__":

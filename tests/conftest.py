@@ -4,8 +4,14 @@ import os
 import secrets
 import zlib
 
+import jaxtyping
 import numpy as np
 import pytest
+
+import tests.typechecking  # noqa: F401  the import hook finds it by name
+
+# All annotations of heinsen, array shapes included, are checked at run time. Install this before any import of heinsen.
+jaxtyping.install_import_hook("heinsen", "tests.typechecking.check")
 
 SEED_VARIABLE = "HEINSEN_TEST_SEED"
 DREW_NUMBERS = pytest.StashKey[bool]()
@@ -38,3 +44,14 @@ def pytest_runtest_makereport(item, call):
         repeat = f"repeat with --seed={item.config.option.seed} '{item.nodeid}'"
         report.sections.append(("random numbers", repeat))
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Turn the run-time checks of types off in tests of wrong types, so that the function's own error is seen."""
+    unchecked = item.get_closest_marker("wrong_types") is not None
+    jaxtyping.config.update("jaxtyping_disable", unchecked)
+    try:
+        return (yield)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

@@ -30,7 +30,9 @@ def parse(program, arguments):
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
             fields = module["FIELDS"]
             first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}
-            module["check"](module["CONFIG"].value, fields["config"], first)
+            from scripts.sweep_runs import check
+
+            check(module["CONFIG"].value, fields["config"], first)
         takes_words = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
         return None if takes_words or len(rest) == 1 else f"unexpected {rest[1:]}"
     except (SystemExit, Exception) as error:

@@ -1,4 +1,4 @@
-"""The entry points as commands: bad input ends in one line that says what is wrong.
+"""The entry points as commands: bad input ends in one line that names the cause.
 
 Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py's numbers in test_evaluation.py.
 """
@@ -108,7 +108,7 @@ def folders(run, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bad_commands(folders, commands):
-    """Every bad command's end; together they must leave all folders as they were."""
+    """Run every bad command; together they must leave all folders as they were."""
     before = snapshot(folders["all"])
     cases = {
         name: {"arguments": [argument.format(**folders) for argument in arguments]}
@@ -145,7 +145,7 @@ def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, f
 
 @pytest.mark.long
 def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(run, commands, tmp_path):
-    """The loss of a step is that of the parameters before it: it does not see what the last update did."""
+    """A step's loss is that of the parameters before it, so it does not show what the last update did."""
     workdir = tmp_path / "run"
     changes = {"total_tokens": 2 * BATCH * LENGTH, "optimizer__warmup_steps": 1, "optimizer__learning_rate": 1e30}
     end = commands.run(*train_command(run.data, workdir, **changes))
@@ -206,7 +206,7 @@ def test_generate_without_a_prompt_writes_one_document(run, written):
     assert 0 < len(written["document"]) < 400 and "endoftext" not in written["document"]
 
 
-def test_generate_goes_on_from_a_saved_state(written):
+def test_generate_continues_from_a_saved_state(written):
     assert written["state"] == "xt" + written["greedy"].removeprefix("some text")
 
 
@@ -218,7 +218,7 @@ def test_generate_writes_several_samples_up_to_a_stop_string(run, written):
 
 
 def test_generate_streams_valid_utf8_without_end_until_the_reader_leaves(run, commands):
-    """At a high temperature nearly every byte is drawn alike: most are no UTF-8, and some are half a character."""
+    """At a high temperature all bytes are nearly equally likely: most are not UTF-8, some are half a character."""
     process = commands.start("scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=0", "--temperature=100")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
     pieces = [decoder.decode(process.stdout.read1()) for _ in range(200)]

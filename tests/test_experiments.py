@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
-from experiments.attention_comparison.report import growth, n_remembered, versus
+from experiments.attention_comparison.report import growth, state_size, versus
 from experiments.ladder.law import Law, bootstrap, fit
 from experiments.ladder.run import n_params as n_params_of
 from experiments.ladder.run import parse_rate, parse_size, settings
-from experiments.tools import ExperimentError, n_params, numbers
+from experiments.tools import ExperimentError, n_params, parse_numbers
 
 pytest_plugins = ["tests.run_fixtures"]
 
@@ -47,7 +47,7 @@ def test_the_bands_are_as_wide_as_the_noise(rng):
 
 def test_too_few_runs_are_no_law(rng):
     sizes, tokens = draw_runs(rng, 5)
-    with pytest.raises(ValueError, match="5 runs cannot tell 5 coefficients"):
+    with pytest.raises(ValueError, match="5 runs cannot determine 5 coefficients"):
         fit(sizes, tokens, sizes)
 
 
@@ -58,12 +58,12 @@ def test_contestants_have_as_many_parameters_within_1_percent():
 
 def test_what_is_remembered_grows_with_the_text_only_where_there_is_a_cache():
     for name, each in CONTESTANTS.items():
-        few, many = (n_remembered(each, n) for n in (100, 1000))
+        few, many = (state_size(each, n) for n in (100, 1000))
         grows = "softmax" in name or name == "sigmoid"
         assert (many > few) == grows
     heads, features = 4, 32
-    assert n_remembered(CONTESTANTS["heinsen"], 100) >= 4 * heads * features * features
-    assert n_remembered(CONTESTANTS["softmax"], 100) == 4 * heads * 2 * 100 * features
+    assert state_size(CONTESTANTS["heinsen"], 100) >= 4 * heads * features * features
+    assert state_size(CONTESTANTS["softmax"], 100) == 4 * heads * 2 * 100 * features
 
 
 def test_the_law_of_sigmoid_attention_over_a_window():
@@ -105,7 +105,7 @@ def test_rates_that_are_none_are_refused(text):
 @pytest.mark.parametrize("texts", [[], ["1", "0"], ["2", "inf"], ["nan"], ["x"]])
 def test_numbers_that_are_none_are_refused(texts):
     with pytest.raises(ExperimentError, match="--flag: '.*' is not a positive number"):
-        numbers("flag", texts)
+        parse_numbers("flag", texts)
 
 
 # ---- whole ----------------------------------------------------------------------------------------

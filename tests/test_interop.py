@@ -1,4 +1,4 @@
-"""Weights that travel: the published module's state_dict against a float64 forward of it; folders; what reads them."""
+"""Exports: the published module's state_dict against a float64 forward pass of it; folders; what reads them."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ SHAPES |= {"lnorm.weight": (10,), "lnorm.bias": (10,)}
 
 @pytest.fixture
 def state_dict(rng) -> dict[str, np.ndarray]:
-    """Random everywhere, at a scale that keeps the layers' outputs near 1."""
+    """Random arrays, at a scale that keeps the layers' outputs near 1."""
     scale = lambda shape: 1 / np.sqrt(shape[-1] if len(shape) > 1 else 1)
     return {name: (scale(s) * rng.standard_normal(s)).astype(np.float32) for name, s in SHAPES.items()}
 
@@ -94,7 +94,7 @@ def save(folder, params, config=SMALL, **options):
 
 
 def assert_equal(got, want):
-    """Two trees of arrays, in every bit."""
+    """Compare two trees of arrays, bit for bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = np.asarray(a), np.asarray(b)
@@ -192,7 +192,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(rng, state_dict):
 
 
 def test_a_square_matrix_and_a_layer_keep_their_places(rng, state_dict, params):
-    """What no shape tells: W3 is turned, and layer 1 is the second."""
+    """Shapes cannot tell that W3 is transposed, and that layer 1 is the second."""
     assert np.array_equal(params["layers"]["w3"]["kernel"][1], state_dict["layers.1.feedforward2.2.weight"].T)
     assert np.array_equal(params["layers"]["norm"]["scale"][0], state_dict["layers.0.feedforward1.0.weight"])
 
@@ -204,12 +204,12 @@ def test_parameters_of_another_size_are_refused(params):
 
 
 def another_kind(config, key):
-    """A model that the published module has no names for."""
+    """Return parameters that the published module has no names for."""
     shape = (config.n_layers, config.d_model, config.d_model)
     return {"embedding": jnp.ones((16, 10)), "layers": {"out": {"kernel": jax.random.normal(key, shape)}}}
 
 
-def test_other_models_travel_under_our_own_names(params, tmp_path, monkeypatch):
+def test_other_models_are_exported_under_our_own_names(params, tmp_path, monkeypatch):
     assert is_reference_model(SMALL) and save(tmp_path / "papers", params).layout == "reference"
     assert set(load_file(tmp_path / "papers" / "weights.safetensors")) == set(SHAPES)
     monkeypatch.setattr(
@@ -217,7 +217,7 @@ def test_other_models_travel_under_our_own_names(params, tmp_path, monkeypatch):
         lambda config: jax.eval_shape(lambda: another_kind(config, jax.random.key(0))),
     )
     other = jax.tree.map(np.asarray, another_kind(SMALL, jax.random.key(1)))
-    other["layers"]["out"]["kernel"] = other["layers"]["out"]["kernel"].swapaxes(1, 2)  # lies otherwise in memory
+    other["layers"]["out"]["kernel"] = other["layers"]["out"]["kernel"].swapaxes(1, 2)  # another layout in memory
     assert not is_reference_model(SMALL)
     with pytest.raises(InteropError, match="the published module has no such model"):
         to_reference_state_dict(SMALL, other)
@@ -268,7 +268,7 @@ def test_only_an_earlier_export_is_ever_replaced_and_only_when_told(rng, params,
     save(folder, params)  # an empty folder is free
     (folder / "notes.txt").write_text("mine")
     before = snapshot(tmp_path)
-    with pytest.raises(InteropError, match="export holds exported weights: give a new folder, or --overwrite"):
+    with pytest.raises(InteropError, match="export holds exported weights: use a new folder, or --overwrite"):
         save(folder, other)
     assert snapshot(tmp_path) == before
     save(folder, other, overwrite=True, step=4)
@@ -282,7 +282,7 @@ def test_only_an_earlier_export_is_ever_replaced_and_only_when_told(rng, params,
             (path / "config.json").write_text("{}")
         before = snapshot(tmp_path)
         for overwrite in (False, True):
-            with pytest.raises(InteropError, match=f"{name} is there and holds something else"):
+            with pytest.raises(InteropError, match=f"{name} exists and holds something else"):
                 save(path, params, overwrite=overwrite)
         assert snapshot(tmp_path) == before
 
@@ -297,7 +297,7 @@ def test_a_disk_that_does_not_take_it_loses_nothing(params, tmp_path, monkeypatc
 
     monkeypatch.setattr("heinsen.interop.save_file", fail)
     for name, overwrite in (("export", True), ("new", False)):
-        with pytest.raises(InteropError, match="cannot be written: .*No space left on device.*make room"):
+        with pytest.raises(InteropError, match="cannot be written: .*No space left on device.*free some space"):
             save(tmp_path / name, params, overwrite=overwrite)
     assert snapshot(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -315,7 +315,7 @@ def test_damaged_weights_are_never_loaded(rng, params, tmp_path):
         flipped[place] ^= 1 << int(rng.integers(8))
         weights.write_bytes(flipped)
         with pytest.raises(
-            InteropError, match="weights.safetensors is damaged, its SHA-256 is not that of config.json"
+            InteropError, match="weights.safetensors is damaged, its SHA-256 is not the one in config.json"
         ):
             load_folder(folder)
     weights.unlink()
@@ -326,7 +326,7 @@ def test_damaged_weights_are_never_loaded(rng, params, tmp_path):
 
 
 def test_weights_that_do_not_fit_their_config_are_refused_with_all_names(state_dict, params, tmp_path):
-    """With a checksum that is right: somebody made the folder by hand."""
+    """The checksum is right: somebody made the folder by hand."""
     manifest = save(tmp_path / "export", params)
     weights, config = (tmp_path / "export" / name for name in ("weights.safetensors", "config.json"))
 
@@ -352,13 +352,15 @@ def test_weights_that_do_not_fit_their_config_are_refused_with_all_names(state_d
 
 def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
     folder, config = tmp_path / "export", tmp_path / "export" / "config.json"
-    with pytest.raises(InteropError, match=r"holds no exported weights: it has no config.json; make it by .*export.py"):
+    with pytest.raises(
+        InteropError, match=r"holds no exported weights: it has no config.json; write one with .*export.py"
+    ):
         read_manifest(folder)
     save(folder, params)
     whole = json.loads(config.read_text())
     cases = {
         '{"format": "heinsen ex': "config.json is damaged",
-        "{}": "its config.json is of something else",
+        "{}": "its config.json belongs to something else",
         json.dumps(whole | {"format_version": 2}): "has format version 2, this code reads 1",
         json.dumps(whole | {"layout": "torch"}): "layout 'torch': expected reference or native",
         json.dumps({name: x for name, x in whole.items() if name != "tokenizer"}): "lacks tokenizer",
@@ -377,7 +379,7 @@ def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
 
 @pytest.fixture(scope="module")
 def exported(run, commands, tmp_path_factory):
-    """The shared run as exported by the command, and what the command printed."""
+    """Export the shared run; return the folder and what the command printed."""
     folder = tmp_path_factory.mktemp("exported") / "export"
     before = snapshot(run.workdir)
     end = commands.run("scripts/export.py", f"--workdir={run.workdir}", f"--out={folder}")
@@ -405,8 +407,8 @@ def test_the_model_card_tells_of_the_run_and_its_command_repeats_it(run, exporte
     for text in (
         f"{n_params:,}, float32",
         f"{STEPS * BATCH * LENGTH:,}: step {STEPS}",
-        f"{last['loss']:.4f} nats a token",
-        f"{last['validation_loss']:.4f} nats a token",
+        f"{last['loss']:.4f} nats per token",
+        f"{last['validation_loss']:.4f} nats per token",
         f"{run.data}, split train",
         "| tokenizer | bytes |",
         "module.load_state_dict(",
@@ -425,7 +427,7 @@ def test_the_model_card_tells_of_the_run_and_its_command_repeats_it(run, exporte
 
 @pytest.fixture(scope="module")
 def used(run, exported, commands):
-    """What eval.py and generate.py print for the export."""
+    """Return what eval.py and generate.py print for the export."""
     write = ["scripts/generate.py", "--prompt=some text", "--seed=3", "--max_tokens=40"]
     ends = commands.run_all(
         {
@@ -458,14 +460,14 @@ def test_an_export_writes_what_its_run_writes(run, used):
 
 
 def first_loss(run, source):
-    """Of the shared run's first batch under the weights of `source`."""
+    """Return the loss of the shared run's first batch under the weights of `source`."""
     model = run_config(run.data).model
     batch = next(train_iterator(open_split(run_config(run.data), "train"), LENGTH, BATCH, 0))["tokens"]
     return float(jax.jit(mean_loss, static_argnums=0)(model, load_params(source, model, make_mesh())[1], batch))
 
 
 @pytest.mark.long
-def test_a_run_from_exported_weights_starts_at_their_loss_and_goes_on_without_them(run, exported, tmp_path):
+def test_a_run_from_exported_weights_starts_at_their_loss_and_resumes_without_them(run, exported, tmp_path):
     source, workdir = tmp_path / "export", tmp_path / "run"
     shutil.copytree(exported[0], source)
     config = run_config(run.data, init_from=str(source), checkpoint_every=40, validate_every=STEPS)
@@ -482,7 +484,7 @@ def test_a_run_from_exported_weights_starts_at_their_loss_and_goes_on_without_th
     train(config, again)
     assert [entry["loss"] for entry in read_log(again) if "loss" in entry] == [entry["loss"] for entry in log]
     assert checkpoint_steps(again) == [40, STEPS]
-    # And where the weights come from is part of what it is.
+    # The source of the weights is part of the run's identity.
     with pytest.raises(RunError, match="config.init_from: .*export' in the run, None in the command"):
         train(dataclasses.replace(config, init_from=None), again)
 
@@ -532,7 +534,7 @@ def test_an_export_of_another_model_is_not_loaded_as_this_one(run, exported):
 
 BAD_COMMANDS = {
     "of an export": (["--workdir={export}", "--out={new}"], "error: {export} holds exported weights already"),
-    "onto its run": (["--workdir={run}", "--out={run}", "--overwrite"], "error: {run} is there and holds something"),
+    "onto its run": (["--workdir={run}", "--out={run}", "--overwrite"], "error: {run} exists and holds something"),
 }
 
 

@@ -371,7 +371,7 @@ import jax, numpy as np
 from heinsen.models.masking import mask_tokens
 from heinsen.models import init_params
 from heinsen.parallel import MeshConfig, make_mesh, split_batch
-from heinsen.training.loop import loss_of
+from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state
 from tests.models import model_config
@@ -383,8 +383,9 @@ for name in NAMES:
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 257, (4, 9))
     tokens[:, 4] = 3
-    batch = tokens if model.causal else mask_tokens(model, tokens[:, 1:], 0, 0, np.arange(4))
-    gradient = lambda mesh: jax.value_and_grad(lambda params, batch: loss_of(model)(model, params, batch, mesh))
+    batch = {"tokens": tokens} if model.causal else mask_tokens(model, tokens[:, 1:], 0, 0, np.arange(4))
+    loss_fn = get_objective(model).loss
+    gradient = lambda mesh: jax.value_and_grad(lambda params, batch: loss_fn(model, params, batch, mesh))
     loss, grads = jax.jit(gradient(None))(params, batch)
     mesh = make_mesh(MeshConfig(1, 2, 2, 1))
     optimizer = make_optimizer(run_config("unused").optimizer, 100)

@@ -62,11 +62,21 @@ def test_the_attention_needs_nothing_but_jax():
     assert sorted(loaded & heavy) == []
 
 
-def test_requirements_are_those_of_the_package_and_of_training():
+def test_requirements_install_the_package_and_what_training_needs():
+    """One list of dependencies, pyproject.toml's; an editable install puts the project root on the import path."""
     core, train = requirements(), requirements("train")
     assert names(core) == {"jax", "jaxtyping", "numpy"} and len(train) > 10
     assert not names(core) & names(train)
-    assert sorted(core | train) == sorted(REQUIREMENTS)
+    assert REQUIREMENTS == ["-e .[train]"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"": "."} and settings["packages"]["find"]["include"] == ["heinsen*"]
+
+
+def test_no_program_edits_the_import_path():
+    folders = ("configs", "examples", "experiments", "heinsen", "scripts")
+    programs = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    assert {ROOT / "train.py", ROOT / "scripts" / "generate.py"} <= set(programs)
+    assert not [path for path in programs if "sys.path" in path.read_text()]
 
 
 def test_the_version_stands_in_one_place():
@@ -120,7 +130,6 @@ def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
 def example(compile_cache, monkeypatch):
     """example(name): the module of examples/name.py, with the form of the attention that compiles soonest."""
     monkeypatch.setattr(api, "_choose", lambda *_: reference)
-    monkeypatch.setattr(sys, "path", [*sys.path])
 
     def load(name):
         spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")

@@ -11,23 +11,24 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.sigmoid_scaling.forms import ALPHAS, Form, compile_together, make_forms
+from experiments.sigmoid_scaling.measure import QUERIES, fit_exponent, measure_doubling, moments, study
+from experiments.sigmoid_scaling.report import plot, table
+from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, draw_maps, random_tokens, text_tokens
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
 from heinsen.training.run import load_run
 from heinsen.weights import load_params
-from scripts import sigmoid_scaling
-from scripts.sigmoid_scaling import Form, Tokens, fit_exponent, make_forms, measure_doubling, moments, together
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 ROOT = Path(__file__).parent.parent
-HEADS, QUERIES = sigmoid_scaling.HEADS, sigmoid_scaling.QUERIES
 
 
 @pytest.fixture
 def tokens(rng):
-    return Tokens("these", *(rng.standard_normal((3, HEADS, 40, sigmoid_scaling.FEATURES)) + 1), in_order=False)
+    return Tokens("these", *(rng.standard_normal((3, HEADS, 40, FEATURES)) + 1), in_order=False)
 
 
 def some(*names):
@@ -38,7 +39,7 @@ def some(*names):
 
 def test_forms_and_their_laws():
     forms = make_forms()
-    assert len(forms) == len(sigmoid_scaling.ALPHAS) + 3
+    assert len(forms) == len(ALPHAS) + 3
     growth = {name: (form.growth, form.doubling) for name, form in forms.items()}
     assert growth["sigmoid, alpha = 0"] == (1.0, 2.0) and growth["sigmoid, alpha = 1"] == (0.0, 1.0)
     assert growth["sigmoid, alpha = 1.5"] == (-0.5, 2**-0.5)
@@ -58,7 +59,7 @@ def test_the_integral_and_the_variance_are_those_of_all_tokens(tokens):
     integral, variance = moments(tokens, queries)
     for h in range(HEADS):
         for i in queries:
-            weights = 1 / (1 + np.exp(-tokens.k[h] @ tokens.q[h, i] / math.sqrt(sigmoid_scaling.FEATURES)))
+            weights = 1 / (1 + np.exp(-tokens.k[h] @ tokens.q[h, i] / math.sqrt(FEATURES)))
             terms = weights[:, None] * tokens.v[h]
             np.testing.assert_allclose(integral[h, i], terms.mean(0))
             np.testing.assert_allclose(variance[h, i], terms.var(0).sum())
@@ -68,7 +69,7 @@ def test_doubling_tells_whether_its_law_holds(tokens, rng):
     forms = some("sigmoid, alpha = 0.75", "sigmoid, bias = -log n", "softmax")
     wrong = Form(forms["sigmoid, alpha = 0.75"].attend, 0.5, 0.5, 2**0.5, False)
     forms["wrong"] = wrong
-    found = measure_doubling(forms, together(forms), tokens, 30, rng)
+    found = measure_doubling(forms, compile_together(forms), tokens, 30, rng)
     assert found["sigmoid, alpha = 0.75"]["ratio"] == pytest.approx(2**0.25, rel=1e-12)
     assert found["softmax"]["ratio"] == pytest.approx(1.0, rel=1e-12)
     assert max(found[name]["departure"] for name in ("sigmoid, alpha = 0.75", "softmax")) < 1e-12
@@ -80,7 +81,7 @@ def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path
     """Norms and errors of independent draws are those of their closed form; all tokens together are the limit."""
     forms = some("sigmoid, alpha = 0.5", "sigmoid, alpha = 1", "softmax")
     forms["heinsen"] = forms["softmax"]  # which the figure asks for: compiling it would take longest
-    found = json.loads(json.dumps(sigmoid_scaling.study(forms, together(forms), tokens, [8, 32, 128], 16, rng)))
+    found = json.loads(json.dumps(study(forms, compile_together(forms), tokens, [8, 32, 128], 16, rng, print)))
     rows = {row["form"]: row for row in found["results"]}
     square, n = found["norm_of_integral"] ** 2, np.array(found["lengths"], float)
     assert found["crossover"] == pytest.approx(found["variance_of_one"] / square)
@@ -97,10 +98,10 @@ def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path
     lost = math.log(found["crossover"] / 128 + 1) - math.log(found["crossover"] / 32 + 1)
     assert found["growth_of_fluctuation"][1] == pytest.approx(lost / 2 / math.log(4))
 
-    lines = sigmoid_scaling.table(found)
+    lines = table(found)
     assert lines[0].startswith("these: 40 to draw from") and len(lines) == 2 + len(forms)
     assert any(line.startswith("sigmoid, alpha = 0.5") and "1.414214 1.414214" in line for line in lines)
-    sigmoid_scaling.plot([found | {"tokens": "random tokens"}], tmp_path / "figure")
+    plot([found | {"tokens": "random tokens"}], tmp_path / "figure")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert "</svg>" in (tmp_path / "figure.svg").read_text()
 
@@ -114,7 +115,7 @@ def test_sequences_in_order_are_runs_of_the_text(tokens, rng):
 
 def test_random_tokens_lie_around_a_mean_as_long_as_asked(rng):
     for mean, low, high in ((0.0, 0.0, 0.01), (1.0, 0.25, 0.75)):
-        v = sigmoid_scaling.random_tokens(rng, mean).v
+        v = random_tokens(rng, mean).v
         share = np.mean(np.sum(v.mean(1) ** 2, axis=-1)) / np.mean(np.sum(v**2, axis=-1))
         assert low < share < high
 
@@ -123,21 +124,21 @@ def test_random_tokens_lie_around_a_mean_as_long_as_asked(rng):
 def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
     """Maps of the hidden states that the model's logits are made of: seen from outside, logits are linear in them."""
     at_most, state = 100, rng.bit_generator.state
-    in_order, free = sigmoid_scaling.text_tokens(rng, run.workdir, None, at_most)
+    in_order, free = text_tokens(rng, run.workdir, None, at_most, QUERIES, print)
     config = load_run(run.workdir)
     length = config.sequence_length
     n = at_most // length * length
-    assert in_order.k.shape == (HEADS, n, sigmoid_scaling.FEATURES) and in_order.in_order and not free.in_order
+    assert in_order.k.shape == (HEADS, n, FEATURES) and in_order.in_order and not free.in_order
     text = np.load(next((run.data / "validation").glob("*.npy")))[:n].reshape(-1, length).astype(np.int32)
     _, params = load_params(run.workdir, config.model, make_mesh())
     logits = np.asarray(jax.jit(forward, static_argnums=0)(config.model, params, text)[0], np.float64)
     hidden = logits.reshape(n, -1) @ np.linalg.pinv(np.asarray(params["embedding"], np.float64)).T
     rng.bit_generator.state = state
-    want = np.einsum("nw,phwd->phnd", hidden, sigmoid_scaling.draw_maps(rng, config.model.d_model))
+    want = np.einsum("nw,phwd->phnd", hidden, draw_maps(rng, config.model.d_model))
     for got, expected in zip((in_order.q, in_order.k, in_order.v), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-2)
     with pytest.raises(ValueError, match="windows of 16 hold 96 of at most 100 tokens, a sequence 97:"):
-        sigmoid_scaling.text_tokens(rng, run.workdir, None, at_most, 97)
+        text_tokens(rng, run.workdir, None, at_most, 97, print)
 
 
 # ---- the command -------------------------------------------------------------------------------------
@@ -158,8 +159,8 @@ def test_the_command_measures_a_run_and_writes_it_down(run, tmp_path):
     for name in ("random tokens", "text, in order", "text, independent"):
         assert f"\n{name}: " in result.stdout
     studies = json.loads((tmp_path / "results.json").read_text())["studies"]
-    assert [study["population"] for study in studies] == [4096, 320, 320]
-    for row in (row for study in studies for row in study["results"] if row["doubling_predicted"]):
+    assert [found["population"] for found in studies] == [4096, 320, 320]
+    for row in (row for found in studies for row in found["results"] if row["doubling_predicted"]):
         assert row["doubling_departure"] < 1e-6
     assert {path.name for path in tmp_path.iterdir()} == {
         "results.json", "sigmoid_scaling.png", "sigmoid_scaling.svg",

@@ -1,4 +1,4 @@
-"""What all contestants share: 0.46M parameters, 2M bytes of text, windows of 512; a few minutes of one CPU core each.
+"""The config of all contestants: 0.46M parameters, 2M bytes of text, windows of 512; minutes on one CPU core each.
 
 python experiments/attention_comparison/run.py --corpus=CORPUS --out=runs/attention_comparison
 """

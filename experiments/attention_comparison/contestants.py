@@ -1,10 +1,10 @@
-"""Who takes part, and what tells them apart."""
+"""The contestants, and the fields of the model in which they differ."""
 
 import dataclasses
 
 from experiments.attention_comparison import config
 from heinsen.config import from_mapping
-from heinsen.sweep.folder import RunView
+from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import Value
 from heinsen.training.run import TrainConfig
 
@@ -13,7 +13,7 @@ RATE = "optimizer.learning_rate"
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """Fields of the model."""
+    """The fields of a contestant's model."""
 
     attention: str
     block: str = "heinsen"
@@ -23,7 +23,7 @@ class Contestant:
 
     @property
     def fields(self) -> dict[str, Value]:
-        """Of a run's config."""
+        """The fields as a run's config names them."""
         return {f"model.{name}": value for name, value in dataclasses.asdict(self).items()}
 
     def settings(self, learning_rate: float) -> dict[str, Value]:
@@ -33,7 +33,7 @@ class Contestant:
         return [run for run in runs if self.fields.items() <= run.run.point.items()]
 
 
-# In GPT-2's block two layers have as many parameters as four in the paper's.
+# Two layers of GPT-2's block have as many parameters as four of the paper's.
 CONTESTANTS = {
     "heinsen": Contestant("heinsen"),
     "softmax": Contestant("softmax"),
@@ -42,7 +42,7 @@ CONTESTANTS = {
     "heinsen*3,softmax": Contestant("heinsen*3,softmax"),
     "softmax, GPT-2's block": Contestant("softmax", "gpt2", 2),
 }
-# Which sigmoid attention trains? "sigmoid" above has alpha = 1.
+# Variants of sigmoid attention; "sigmoid" above has alpha = 1.
 SIGMOIDS = {
     "alpha 0.5": Contestant("sigmoid", sigmoid_alpha=0.5),
     "alpha 1.5": Contestant("sigmoid", sigmoid_alpha=1.5),
@@ -51,7 +51,7 @@ SIGMOIDS = {
 
 
 def train_config(contestant: Contestant) -> TrainConfig:
-    """Of a run, as config.py has it."""
+    """Return the config of a contestant's runs."""
     mapping = config.get_config()
     mapping.model.update(dataclasses.asdict(contestant))
     return from_mapping(TrainConfig, mapping.to_dict())

@@ -1,26 +1,25 @@
-"""report.md, results.json and the figures of the comparison, from what was measured."""
+"""report.md, results.json and the figures of the comparison, from the measurements."""
 
 import dataclasses
-import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from experiments import tools
 from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant, train_config
-from experiments.tools import figure, save, table
+from experiments.tools import make_figure, save_figure, table
 from heinsen.data.loader import evaluation_batches
-from heinsen.files import write_atomically
 from heinsen.models import activation_rms, init_model_state, init_params
-from heinsen.sweep.folder import RunView
+from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 from heinsen.training.metrics import read_metrics
 from heinsen.training.run import open_split
 
-HELD = 512, 65536  # tokens, after which what a model remembers is counted
+CONTEXTS = 512, 65536  # tokens after which the size of the state is counted
 
 
 def write(
@@ -31,14 +30,17 @@ def write(
     tested: dict[str, dict],
     recall: dict[str, dict],
     speed: dict[str, dict],
-) -> None:
-    """tested: {run: summary of eval.py}; recall: {kind: that of scripts/recall.py}; speed: {kind: {T: tokens/s}}."""
+) -> str:
+    """Write the report and its figures, and return it.
+
+    tested: {run: summary of eval.py}; recall: {kind: results of scripts/recall.py}; speed: {kind: {T: tokens/s}}.
+    """
     bits = {
         name: {run.run.point[SEED]: tested[run.name]["bits_per_byte"] for run in each.runs_of(final)}
         for name, each in CONTESTANTS.items()
     }
     results = dict(
-        machine=tools.machine(),
+        machine=tools.describe_machine(),
         jax=jax.__version__,
         tokens=final[0].tokens,
         bits_per_byte=bits,
@@ -48,23 +50,23 @@ def write(
             for name, each in (CONTESTANTS | SIGMOIDS).items()
         },
         parameters={name: tools.n_params(train_config(each)) for name, each in CONTESTANTS.items()},
-        remembered={name: [n_remembered(each, n) for n in HELD] for name, each in CONTESTANTS.items()},
+        remembered={name: [state_size(each, n) for n in CONTEXTS] for name, each in CONTESTANTS.items()},
         speed=speed,
         recall_steps=recall["heinsen"]["steps"],
-        recall={kind: {of["length"]: of["answers"] for of in found["accuracy"]} for kind, found in recall.items()},
+        recall={
+            kind: {point["length"]: point["answers"] for point in found["accuracy"]} for kind, found in recall.items()
+        },
         sigmoid=sigmoid_results(out, final, sigmoid, tested),
     )
-    write_atomically(out / "results.json", json.dumps(without_infinity(results), indent=1) + "\n")
     plot_curves(out, final)
     plot_recall(out, results["recall"])
     plot_sigmoid(out, results)
-    (out / "report.md").write_text("\n".join(report(results)) + "\n")
-    print((out / "report.md").read_text())
-    print(f"written: {out / 'report.md'}, results.json, curves.png, recall.png, sigmoid.png")
+    text = tools.write_report(out, without_infinity(results), report(results))
+    return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, recall.png, sigmoid.png"
 
 
-def without_infinity(results):
-    """For JSON, which has none: null, of a run that has crashed."""
+def without_infinity(results: Any) -> Any:
+    """Return the results with None for infinite losses (of crashed runs), which JSON lacks."""
     if isinstance(results, dict):
         return {name: without_infinity(x) for name, x in results.items()}
     return None if results == math.inf else results
@@ -74,51 +76,51 @@ def without_infinity(results):
 
 
 def loss(run: RunView) -> float:
-    """Of the last validation; infinite where the run has crashed."""
+    """Return the last validation loss, infinite if the run has crashed."""
     return run.validation_loss if run.state == "finished" else math.inf
 
 
-def n_remembered(contestant: Contestant, n_tokens: int) -> int:
-    """Numbers that the layers keep of so many tokens."""
+def state_size(contestant: Contestant, n_tokens: int) -> int:
+    """Return how many numbers the states of all layers have after so many tokens."""
     model = train_config(contestant).model
     state = jax.eval_shape(lambda: init_model_state(model, 1, n_tokens))
     return sum(leaf.size for leaf in jax.tree.leaves(state.attention))
 
 
 def by_source(final: list[RunView], tested: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """{source: {contestant: bits a byte, the mean over seeds}}, the largest sources first."""
+    """Return {source: {contestant: bits per byte, mean over seeds}}, the largest source first."""
     found: dict[str, dict[str, float]] = {}
     sizes: dict[str, int] = {}
     for name, each in CONTESTANTS.items():
-        of_seeds = [tested[run.name].get("sources", {}) for run in each.runs_of(final)]
-        for source in of_seeds[0]:
-            sizes[source] = of_seeds[0][source]["tokens"]
-            found.setdefault(source, {})[name] = statistics.fmean(one[source]["bits_per_byte"] for one in of_seeds)
+        runs = [tested[run.name].get("sources", {}) for run in each.runs_of(final)]
+        for source in runs[0]:
+            sizes[source] = runs[0][source]["tokens"]
+            found.setdefault(source, {})[name] = statistics.fmean(run[source]["bits_per_byte"] for run in runs)
     return {source: found[source] for source in sorted(found, key=lambda source: -sizes[source])}
 
 
 def sigmoid_results(out: Path, final: list[RunView], sigmoid: list[RunView], tested: dict[str, dict]) -> dict:
-    """Of each alpha and bias: losses, and root mean squares of every layer's attention, before and after training."""
+    """Return, for each alpha and bias, losses and the RMS of every layer's attention before and after training."""
     found = {}
     for name, each in {"alpha 1": CONTESTANTS["sigmoid"], **SIGMOIDS}.items():
         folder = "final" if name == "alpha 1" else "sigmoid"
         runs = [run for run in each.runs_of(final + sigmoid) if run.run.point[SEED] == 1]
         entries = [e for e in read_metrics(out / folder / runs[0].name) if "attention_rms/layer_0" in e]
-        of = lambda entry, kind, n=each.n_layers: [entry[f"{kind}_rms/layer_{i}"] for i in range(n)]
+        rms = lambda entry, kind, n=each.n_layers: [entry[f"{kind}_rms/layer_{i}"] for i in range(n)]
         found[name] = dict(
             bits_per_byte=tested[runs[0].name]["bits_per_byte"],
             learning_rate=runs[0].run.point[RATE],
-            at_first=first_rms(each, out / "data"),
+            at_first=initial_rms(each, out / "data"),
             steps=[entry["step"] for entry in entries],
-            attention=[of(entry, "attention") for entry in entries],
-            residual=[of(entry, "residual") for entry in entries],
+            attention=[rms(entry, "attention") for entry in entries],
+            residual=[rms(entry, "residual") for entry in entries],
             ratio=growth(each) / growth(CONTESTANTS["sigmoid"]),
         )
     return found
 
 
-def first_rms(contestant: Contestant, data: Path) -> list[float]:
-    """Of every layer's attention before any training, on the batch that the runs log theirs of."""
+def initial_rms(contestant: Contestant, data: Path) -> list[float]:
+    """Return the RMS of every layer's attention before training, on the batch for which the runs log it."""
     config = train_config(contestant)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data)))
     ((dataset, _),) = open_split(config, config.data.validation_split)
@@ -128,9 +130,9 @@ def first_rms(contestant: Contestant, data: Path) -> list[float]:
 
 
 def growth(contestant: Contestant) -> float:
-    """The root mean square over t = 1..T of the sum of all weights where the logits are 0: t^(1 - alpha) / 2.
+    """Return the RMS over t = 1..T of the sum of all weights if the logits are 0, t^(1 - alpha) / 2.
 
-    With bias -log t and alpha = 0 it is t sigmoid(-log t) = t / (t + 1).
+    With bias -log t and alpha = 0 the sum is t sigmoid(-log t) = t / (t + 1).
     """
     t = np.arange(1.0, train_config(contestant).sequence_length + 1)
     weights = t / (t + 1) if contestant.sigmoid_bias == "-log_n" else t ** (1 - contestant.sigmoid_alpha) / 2
@@ -141,95 +143,124 @@ def growth(contestant: Contestant) -> float:
 
 
 def report(results: dict) -> list[str]:
+    """Return the lines of report.md."""
+    return [
+        *summary_section(results),
+        *speed_section(results["speed"]),
+        *tuning_section(results["tuning"]),
+        *sources_section(results["sources"]),
+        *recall_section(results),
+        *sigmoid_section(results),
+    ]
+
+
+def summary_section(results: dict) -> list[str]:
     bits = results["bits_per_byte"]
-    means = {name: statistics.fmean(of.values()) for name, of in bits.items()}
-    spread = lambda of: f" +- {statistics.stdev(of.values()):.4f}" if len(of) > 1 else ""
-    ranking = sorted(means, key=means.get)
-    first, config = ranking[0], train_config(CONTESTANTS["heinsen"])
-    lines = [
+    means = {name: statistics.fmean(seeds.values()) for name, seeds in bits.items()}
+    spread = lambda seeds: f" +- {statistics.stdev(seeds.values()):.4f}" if len(seeds) > 1 else ""
+    ranking = sorted(means, key=means.__getitem__)
+    first, length = ranking[0], train_config(CONTESTANTS["heinsen"]).sequence_length
+    rows = [
+        [
+            name,
+            f"{means[name]:.4f}{spread(bits[name])}",
+            ", ".join(f"{x:.4f}" for x in bits[name].values()),
+            f"{results['parameters'][name]:,}",
+            f"{best_rate(results['tuning'][name]):g}",
+            " / ".join(f"{n:,}" for n in results["remembered"][name]),
+        ]
+        for name in ranking
+    ]
+    return [
         "# Kinds of attention, compared",
         "",
         f"`python experiments/attention_comparison/run.py`, {results['machine']}, jax {results['jax']}. Every "
-        f"contestant has read the same {results['tokens']:,} bytes of the same text in windows of "
-        f"{config.sequence_length}, with the same optimizer and its own best learning rate of one grid, extended where "
-        "the best lay at its end. Bits a byte are those of the whole test split.",
+        f"contestant was trained on the same {results['tokens']:,} bytes of the same text in windows of {length}, with "
+        "the same optimizer and the best learning rate for it from one grid, which was extended if the best was at its "
+        "end. Bits per byte are measured on the whole test split.",
         "",
-        f"**Lowest: {first}, {means[first]:.4f} bits a byte.** "
+        f"**Lowest: {first}, {means[first]:.4f} bits per byte.** "
         + " ".join(versus(bits, name, first) for name in ranking[1:]),
         "",
-        f"The +- is the standard deviation over {len(bits[first])} seeds; in brackets are 95% intervals of the mean "
-        "difference between runs of equal seeds (Student's t): of the seeds alone, not of the text, and with no "
-        "correction for five comparisons with the one that turned out lowest. Remembered are the numbers that the "
-        f"layers keep of the text to go on from it, after {HELD[0]:,} and {HELD[1]:,} tokens.",
+        f"+- is the standard deviation over {len(bits[first])} seeds; in brackets are 95% intervals of the mean "
+        "difference between runs with equal seeds (Student's t). They account for the seeds alone, not for the text, "
+        "and are not corrected for five comparisons with the lowest. The state is how many numbers the layers keep of "
+        f"the text, after {CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens.",
         "",
-        *table(
-            ["", "bits a byte", "each seed", "parameters", "learning rate", "remembered"],
-            [
-                [
-                    name,
-                    f"{means[name]:.4f}{spread(bits[name])}",
-                    ", ".join(f"{x:.4f}" for x in bits[name].values()),
-                    f"{results['parameters'][name]:,}",
-                    f"{best_rate(results['tuning'][name]):g}",
-                    " / ".join(f"{n:,}" for n in results["remembered"][name]),
-                ]
-                for name in ranking
-            ],
-        ),
+        *table(["", "bits per byte", "each seed", "parameters", "learning rate", "state"], rows),
         "",
         "![Validation during training](curves.png)",
         "",
+    ]
+
+
+def speed_section(speed: dict[str, dict[int, float]]) -> list[str]:
+    relative = lambda rate, n: f"{rate:,.0f} ({rate / speed['softmax'][n]:.2f})"
+    rows = [[name, *(relative(rate, n) for n, rate in rates.items())] for name, rates in speed.items()]
+    return [
         "## Speed",
         "",
-        "Training steps of 8,192 tokens on all cores, one of each contestant in turn: tokens a second, and how many "
-        "times those of softmax in the same block.",
+        "Training steps of 8,192 tokens on all cores, one of each contestant in turn: tokens/s, and in parentheses "
+        "relative to softmax in the same block.",
         "",
-        *table(
-            ["", *(f"T = {int(n):,}" for n in results["speed"]["heinsen"])],
-            [
-                [name, *(f"{rate:,.0f} ({rate / results['speed']['softmax'][n]:.2f})" for n, rate in of.items())]
-                for name, of in results["speed"].items()
-            ],
-        ),
+        *table(["", *(f"T = {int(n):,}" for n in speed["heinsen"])], rows),
         "",
+    ]
+
+
+def tuning_section(tuning: dict[str, dict[float, float]]) -> list[str]:
+    at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
+    note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
+    rates = sorted({rate for losses in tuning.values() for rate in losses})
+    mark_best = lambda x, losses: f"**{x:.4f}**" if x == min(losses.values()) else f"{x:.4f}"  # inf: crashed
+    cell = lambda x, losses: "" if x is None else mark_best(x, losses)
+    rows = [[name, *(cell(losses.get(rate), losses) for rate in rates)] for name, losses in tuning.items()]
+    return [
         "## Tuning",
         "",
-        f"Validation loss in nats a token of shorter runs of one seed, by the learning rate.{at_the_edge(results)}",
+        f"Validation loss in nats per token of shorter runs with one seed, by learning rate.{note}",
         "",
-        *tuning_table(results["tuning"]),
+        *table(["", *(f"{rate:g}" for rate in rates)], rows),
         "",
+    ]
+
+
+def sources_section(sources: dict[str, dict[str, float]]) -> list[str]:
+    rows = [
+        [source, *(f"**{x:.3f}**" if x == min(bits.values()) else f"{x:.3f}" for x in bits.values())]
+        for source, bits in sources.items()
+    ]
+    return [
         "## Sources",
         "",
-        "Bits a byte by source, means over seeds; the lowest of each in bold.",
+        "Bits per byte by source, mean over seeds; the lowest of each in bold.",
         "",
-        *table(
-            ["", *CONTESTANTS],
-            [
-                [source, *(f"**{x:.3f}**" if x == min(of.values()) else f"{x:.3f}" for x in of.values())]
-                for source, of in results["sources"].items()
-            ],
-        ),
+        *table(["", *CONTESTANTS], rows),
         "",
+    ]
+
+
+def recall_section(results: dict) -> list[str]:
+    recall = results["recall"]
+    return [
         "## Recall",
         "",
-        f"Associative recall by models of 4 layers trained on it for {results['recall_steps']:,} steps "
-        "(`scripts/recall.py`, one seed, one learning rate): right answers by the number of keys and values in the "
+        f"Associative recall by models with 4 layers, trained on it for {results['recall_steps']:,} steps "
+        "(`scripts/recall.py`, one seed, one learning rate): right answers by the number of key-value pairs in the "
         "context.",
         "",
         *table(
-            ["", *(f"{n} things" for n in results["recall"]["heinsen"])],
-            [[kind, *(f"{x:.1%}" for x in of.values())] for kind, of in results["recall"].items()],
+            ["", *(f"{n} pairs" for n in recall["heinsen"])],
+            [[kind, *(f"{x:.1%}" for x in accuracies.values())] for kind, accuracies in recall.items()],
         ),
         "",
         "![Recall](recall.png)",
         "",
-        *sigmoid_report(results),
     ]
-    return lines
 
 
 def versus(bits: dict[str, dict], name: str, first: str) -> str:
-    """How far one is behind another, by the differences of runs of the same seed (Student's t)."""
+    """Return how far one is behind another, by the differences between runs with the same seed (Student's t)."""
     from scipy.stats import t
 
     differences = [bits[name][seed] - x for seed, x in bits[first].items()]
@@ -241,98 +272,84 @@ def versus(bits: dict[str, dict], name: str, first: str) -> str:
     return text + " above it" + ("." if mean else ", the same.")
 
 
-def at_the_edge(results: dict) -> str:
-    at_end = [name for name, of in results["tuning"].items() if best_rate(of) in (min(of), max(of))]
-    return f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
-
-
-def tuning_table(tuning: dict[str, dict[float, float]]) -> list[str]:
-    rates = sorted({rate for of in tuning.values() for rate in of})
-    mark = lambda x, of: "" if x is None else f"**{x:.4f}**" if x == min(of.values()) else f"{x:.4f}"  # inf: crashed
-    rows = [[name, *(mark(of.get(rate), of) for rate in rates)] for name, of in tuning.items()]
-    return table(["", *(f"{rate:g}" for rate in rates)], rows)
-
-
 def best_rate(losses: dict[float, float]) -> float:
-    return min(losses, key=losses.get)
+    return min(losses, key=losses.__getitem__)
 
 
-def sigmoid_report(results: dict) -> list[str]:
-    of_all = results["sigmoid"]
-    base = statistics.fmean(of_all["alpha 1"]["at_first"])
+def sigmoid_section(results: dict) -> list[str]:
+    variants = results["sigmoid"]
+    base = statistics.fmean(variants["alpha 1"]["at_first"])
+    numbers = lambda values: " ".join(f"{x:.2f}" for x in values)
     rows = []
-    for name, of in of_all.items():
+    for name, found in variants.items():
         tuned = results["tuning"]["sigmoid" if name == "alpha 1" else name]
         rows.append(
             [
                 name,
-                f"{of['bits_per_byte']:.4f}",
-                f"{of['learning_rate']:g}",
+                f"{found['bits_per_byte']:.4f}",
+                f"{found['learning_rate']:g}",
                 f"{max(tuned.values()) - min(tuned.values()):.3f}",
-                f"{of['ratio']:.3g}",
-                f"{statistics.fmean(of['at_first']) / base:.3g}",
-                " ".join(f"{x:.2f}" for x in of["at_first"]),
-                " ".join(f"{x:.2f}" for x in of["attention"][-1]),
-                " ".join(f"{x:.2f}" for x in of["residual"][-1]),
+                f"{found['ratio']:.3g}",
+                f"{statistics.fmean(found['at_first']) / base:.3g}",
+                numbers(found["at_first"]),
+                numbers(found["attention"][-1]),
+                numbers(found["residual"][-1]),
             ]
         )
+    head = [
+        "", "bits per byte", "learning rate", "worst - best of tuning (nats)", "ratio by the law",
+        "ratio before training", "attention before", "attention after", "residual after",
+    ]  # fmt: skip
     return [
         "## Which sigmoid attention trains?",
         "",
-        "One seed each at its own learning rate. By the law outputs grow as n^(1 - alpha), so that root mean squares "
-        "over a window should stand in a certain ratio to those of alpha = 1; beside it the ratio measured before "
-        "training (means over layers, validation text). Then each layer's, of its attention and of the residual stream "
-        "after it.",
+        "One seed each, at its own learning rate. By the law, outputs grow as n^(1 - alpha), which predicts the ratio "
+        "of the RMS over a window to that of alpha = 1; the ratio before training (mean over layers, validation text) "
+        "is beside it. Then the RMS of each layer: of its attention, and of the residual stream after it.",
         "",
-        *table(
-            [
-                "", "bits a byte", "learning rate", "worst - best of tuning (nats)", "ratio by the law",
-                "ratio before training", "attention before", "attention after", "residual after",
-            ],
-            rows,
-        ),
+        *table(head, rows),
         "",
-        "![Attention's root mean square during training](sigmoid.png)",
-    ]  # fmt: skip
+        "![RMS of the attention during training](sigmoid.png)",
+    ]
 
 
 # ---- figures --------------------------------------------------------------------------------------
 
 
 def plot_curves(out: Path, final: list[RunView]) -> None:
-    """Validation by bytes read: the mean over seeds, in a band from the lowest to the highest."""
-    fig, axes = figure(figsize=(8, 5))
+    """Draw the validation by training bytes: the mean over seeds, in a band from the lowest to the highest."""
+    figure, axes = make_figure(figsize=(8, 5))
     for index, (name, each) in enumerate(CONTESTANTS.items()):
         logs = [read_metrics(out / "final" / run.name) for run in each.runs_of(final)]
         points = [[(e["tokens"], e["validation_bits_per_byte"]) for e in log if "validation_loss" in e] for log in logs]
         tokens, values = np.array([x for x, _ in points[0]]), np.array([[y for _, y in one] for one in points])
         axes.plot(tokens / 1e6, values.mean(0), "o-", color=f"C{index}", ms=3, lw=1.2, label=name)
         axes.fill_between(tokens / 1e6, values.min(0), values.max(0), color=f"C{index}", alpha=0.2, lw=0)
-    axes.set(xlabel="million bytes read", ylabel="validation, bits a byte", yscale="log")
+    axes.set(xlabel="million bytes of training", ylabel="validation (bits per byte)", yscale="log")
     axes.yaxis.set_major_formatter("{x:.1f}")
     axes.yaxis.set_minor_formatter("{x:.1f}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    save(fig, out / "curves.png")
+    save_figure(figure, out / "curves.png")
 
 
 def plot_recall(out: Path, recall: dict[str, dict]) -> None:
-    fig, axes = figure(figsize=(8, 5))
-    for kind, of in recall.items():
-        axes.plot([int(n) for n in of], list(of.values()), "o-", ms=4, lw=1.2, label=kind)
-    axes.set(xlabel="things in the context", ylabel="right answers", ylim=(-0.02, 1.02))
+    figure, axes = make_figure(figsize=(8, 5))
+    for kind, accuracies in recall.items():
+        axes.plot([int(n) for n in accuracies], list(accuracies.values()), "o-", ms=4, lw=1.2, label=kind)
+    axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     axes.legend()
-    save(fig, out / "recall.png")
+    save_figure(figure, out / "recall.png")
 
 
 def plot_sigmoid(out: Path, results: dict) -> None:
-    fig, axes = figure(figsize=(8, 5))
-    for index, (name, of) in enumerate(results["sigmoid"].items()):
-        values = [statistics.fmean(of["at_first"]), *(statistics.fmean(layers) for layers in of["attention"])]
-        axes.plot([0, *of["steps"]], values, "o-", color=f"C{index}", ms=3, lw=1.2, label=name)
-    axes.set(xlabel="steps", ylabel="root mean square of the attention, mean over layers", yscale="log")
+    figure, axes = make_figure(figsize=(8, 5))
+    for index, (name, found) in enumerate(results["sigmoid"].items()):
+        values = [statistics.fmean(found["at_first"]), *(statistics.fmean(layers) for layers in found["attention"])]
+        axes.plot([0, *found["steps"]], values, "o-", color=f"C{index}", ms=3, lw=1.2, label=name)
+    axes.set(xlabel="steps", ylabel="RMS of the attention, mean over layers", yscale="log")
     axes.grid(alpha=0.3)
     axes.legend()
-    save(fig, out / "sigmoid.png")
+    save_figure(figure, out / "sigmoid.png")

@@ -1,17 +1,23 @@
-"""Tokens a second of a training step for every contestant, one step of each in turn; JSON on the last line of stdout.
+"""Measure the tokens/s of a training step for every contestant, one step of each in turn.
 
-python experiments/attention_comparison/speed.py
+    python experiments/attention_comparison/speed.py
+
+Prints a table, and JSON on the last line of stdout.
 """
 
 import json
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 
+import jax
+import numpy as np
 from absl import app, logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+from experiments.attention_comparison.contestants import CONTESTANTS, Contestant, train_config
+from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.step import init_train_state, make_train_step
 
 LENGTHS = (512, 8192)  # tokens of a sequence
 TOKENS = 8192  # of a step, in sequences of one length
@@ -22,46 +28,40 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    from experiments.attention_comparison.contestants import CONTESTANTS
-    from heinsen.parallel import keep_host_memory
+    print(json.dumps(measure()))
 
+
+def measure() -> dict[str, dict[int, float]]:
+    """Return {contestant: {length: tokens/s}}, and print each as it comes."""
     keep_host_memory()
-    table = {name: {} for name in CONTESTANTS}
+    rates: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}
     for length in LENGTHS:
         steps = {name: prepare(contestant, length) for name, contestant in CONTESTANTS.items()}
-        seconds = {name: [] for name in steps}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(REPEATS):
             for name, step in steps.items():
-                step()  # what the others have left in the caches is gone
+                step()  # removes from the caches what the others have left there
                 start = time.perf_counter()
                 step()
                 seconds[name].append(time.perf_counter() - start)
         for name, times in seconds.items():
-            table[name][length] = TOKENS / statistics.median(times)
-            print(f"T = {length:>6}  {name:<24} {table[name][length]:>10,.0f} tokens/s", flush=True)
-    print(json.dumps(table))
+            rates[name][length] = TOKENS / statistics.median(times)
+            print(f"T = {length:>6}  {name:<24} {rates[name][length]:>10,.0f} tokens/s", flush=True)
+    return rates
 
 
-def prepare(contestant, length: int):
-    """A function that takes one training step and waits for it."""
-    import jax
-    import numpy as np
-
-    from experiments.attention_comparison.contestants import train_config
-    from heinsen.parallel import make_mesh
-    from heinsen.training.optimizer import make_optimizer
-    from heinsen.training.step import init_train_state, make_train_step
-
+def prepare(contestant: Contestant, length: int) -> Callable[[], None]:
+    """Return a function that takes one training step and waits for it."""
     config, mesh = train_config(contestant), make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    states = [init_train_state(config.model, optimizer, 0, mesh)]
+    state = init_train_state(config.model, optimizer, 0, mesh)
     train_step = make_train_step(config.model, optimizer, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (1, TOKENS // length, length + 1), np.int32)
 
-    def step():
-        state, metrics = train_step(states.pop(), tokens)
-        states.append(jax.block_until_ready(state))
-        return metrics
+    def step() -> None:
+        nonlocal state
+        state, _ = train_step(state, tokens)
+        jax.block_until_ready(state)
 
     step()
     return step

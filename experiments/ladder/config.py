@@ -1,4 +1,4 @@
-"""The comparison's config, whose learning rates the ladder takes; run.py says which sizes and how many tokens.
+"""The config of the comparison, whose learning rates the ladder uses; run.py sets the sizes and numbers of tokens.
 
 python experiments/ladder/run.py --corpus=CORPUS --out=runs/ladder
 """
@@ -10,5 +10,5 @@ from experiments.attention_comparison import config as comparison
 
 def get_config() -> ConfigDict:
     config = comparison.get_config()
-    config.update(validate_every=1_000_000, validation_tokens=400_000)  # at the end alone
+    config.update(validate_every=1_000_000, validation_tokens=400_000)  # only at the end
     return config

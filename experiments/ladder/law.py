@@ -1,8 +1,8 @@
 """L(N, D) = E + A / N^alpha + B / D^beta, fitted to runs (Hoffmann et al. 2022, arXiv:2203.15556, eqs. 2 and 3).
 
-N parameters, D tokens, L nats a token. As there: the Huber loss of log L, from many starting points, with A, B and E as
-exponentials. The bands are those of a residual bootstrap: the law is fitted again to losses that differ from the fit by
-residuals drawn from its own, as large as the degrees of freedom make them.
+N parameters, D tokens, L nats per token. As there, the fit minimizes the Huber loss of log L from many starting points,
+with A, B and E as exponentials. The bands are those of a residual bootstrap: the law is fitted again to losses that
+differ from the fit by residuals drawn from its own, scaled up for the degrees of freedom.
 """
 
 import dataclasses
@@ -12,13 +12,13 @@ from scipy.optimize import least_squares
 
 N_COEFFICIENTS = 5
 _DELTA = 1e-3  # of the Huber loss, in log L
-# Of log A, log B, log E, alpha and beta.
+# Bounds of log A, log B, log E, alpha and beta.
 _LOWEST, _HIGHEST = np.array([-30.0, -30.0, -6.0, 0.0, 0.0]), np.array([40.0, 40.0, 2.0, 2.5, 2.5])
 
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """E in nats; A and B as their logarithms, for they span many orders of magnitude."""
+    """The coefficients, with E in nats; logarithms of A, B and E because they span many orders of magnitude."""
 
     log_a: float
     log_b: float
@@ -27,53 +27,65 @@ class Law:
     beta: float
 
     def __call__(self, n_params: np.ndarray | float, tokens: np.ndarray | float) -> np.ndarray:
-        """The loss in nats a token."""
+        """Return the loss in nats per token."""
         return np.exp(_log_loss(np.array(dataclasses.astuple(self)), np.log(n_params), np.log(tokens)))
 
 
 def fit(n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0, n_starts: int = 40) -> Law:
-    """The law of the smallest Huber loss. Raises ValueError where there are no more runs than coefficients."""
+    """Return the law with the smallest Huber loss. Raises ValueError unless there are more runs than coefficients."""
     if len(loss) <= N_COEFFICIENTS:
-        raise ValueError(f"{len(loss)} runs cannot tell {N_COEFFICIENTS} coefficients: more than so many are needed")
+        raise ValueError(f"{len(loss)} runs cannot determine {N_COEFFICIENTS} coefficients: more runs are needed")
     return Law(*_fit(np.log(n_params), np.log(tokens), np.log(loss), np.random.default_rng(seed), n_starts))
 
 
 def bootstrap(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n: int, seed: int = 0) -> list[Law]:
-    """`n` laws fitted to losses as far from this one as those given."""
+    """Return `n` laws fitted to losses that differ from this law as much as the given ones do."""
     rng = np.random.default_rng(seed)
     log_n, log_d = np.log(n_params), np.log(tokens)
     start = np.array(dataclasses.astuple(law))
     expected = _log_loss(start, log_n, log_d)
-    of_runs = residuals(law, n_params, tokens, loss)
-    draws = (expected + rng.choice(of_runs, len(loss)) for _ in range(n))
+    own = residuals(law, n_params, tokens, loss)
+    draws = (expected + rng.choice(own, len(loss)) for _ in range(n))
     return [Law(*_fit(log_n, log_d, draw, rng, 4, start)) for draw in draws]
 
 
 def residuals(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> np.ndarray:
-    """Of log loss, about their mean, as large as the degrees of freedom make them: what a new run may be off by."""
-    off = np.log(loss) - np.log(law(n_params, tokens))
-    return (off - off.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
+    """Return the residuals of the log loss about their mean, scaled up for the degrees of freedom.
+
+    They estimate how far a new run may be from the law.
+    """
+    raw = np.log(loss) - np.log(law(n_params, tokens))
+    return (raw - raw.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
 
 
-def _log_loss(x, log_n, log_d):
+def _log_loss(x: np.ndarray, log_n: np.ndarray | float, log_d: np.ndarray | float) -> np.ndarray:
     log_a, log_b, log_e, alpha, beta = x
     return np.logaddexp(np.logaddexp(log_a - alpha * log_n, log_b - beta * log_d), log_e)
 
 
-def _fit(log_n, log_d, log_loss, rng, n_starts, first=None):
-    def off(x):
+def _fit(
+    log_n: np.ndarray,
+    log_d: np.ndarray,
+    log_loss: np.ndarray,
+    rng: np.random.Generator,
+    n_starts: int,
+    first: np.ndarray | None = None,
+) -> list[float]:
+    """Return the best coefficients of fits from `n_starts` points, `first` among them."""
+
+    def errors(x: np.ndarray) -> np.ndarray:
         return _log_loss(x, log_n, log_d) - log_loss
 
-    def start():
+    def draw_start() -> np.ndarray:
         alpha, beta = rng.uniform(0.05, 1.2, 2)
-        size = rng.uniform(-2, 2, 2)  # of both terms in the middle of the runs, in log nats
+        size = rng.uniform(-2, 2, 2)  # of both terms at the center of the runs, in log nats
         return np.array(
             [size[0] + alpha * log_n.mean(), size[1] + beta * log_d.mean(), rng.uniform(-3, 1), alpha, beta]
         )
 
     starts = [] if first is None else [first]
-    starts += [start() for _ in range(n_starts - len(starts))]
+    starts += [draw_start() for _ in range(n_starts - len(starts))]
     options = dict(loss="huber", f_scale=_DELTA, x_scale=(1.0, 1.0, 1.0, 0.1, 0.1), max_nfev=2000)
     inside = [np.clip(x, _LOWEST, _HIGHEST) for x in starts]
-    fits = [least_squares(off, x, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
+    fits = [least_squares(errors, x, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
     return min(fits, key=lambda fit: fit.cost).x.tolist()

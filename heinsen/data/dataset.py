@@ -1,30 +1,7 @@
-"""The token dataset on disk, and its reader.
+"""The reader of a token dataset. `format` describes what is on disk.
 
-    DIR/<split>/shard-00000.npy, shard-00001.npy, ...   1-D little-endian uint16
-    DIR/<split>/metadata.json                           written last: its presence means "complete"
-
-The shards are one stream of tokens, cut at document boundaries; every document is followed by one
-end-of-text token. `metadata.json` holds
-
-    format_version, tokenizer, vocab_size, eot_id, dtype
-    num_tokens      tokens in all shards, end-of-text tokens included
-    num_documents
-    num_bytes       UTF-8 bytes of the documents' texts, end-of-text tokens not counted (for bits per byte)
-    shards          a list of {file, num_tokens, num_documents, num_bytes, sha256 (of the file)}; with
-                    sources: {file, names, sha256} where a document of the shard names its source
-    source          where the documents came from, and the settings that chose them
-
-The sources of a shard's documents (The Pile: `meta.pile_set_name`) are in `shard-00000.sources.npy`, 1-D little-endian
-uint16, one number a document: its place in the shard's `names`, where null stands for documents that name none.
-
-The format version rises when readers of the version before would misread what is written. What they may ignore, as the
-sources, is added without: every dataset of version 1 stays readable, with sources and without.
-
-A split that several machines prepared keeps its shards in one folder a part, `part-00000-of-00008/shard-00000.npy`;
-each part is a dataset with a metadata.json of its own, and the split's lists the shards of all.
-
-Shards are read by position, not mapped: a file that is cut while it is mapped kills its readers by SIGBUS, one that is
-read gives an error that says so. Nothing is held of a shard but its name and size.
+Shards are read by position, not mapped: if a file is truncated while it is mapped, its readers die of SIGBUS; a
+positioned read gives an error that says so. Only the name and size of a shard are held in memory.
 """
 
 import bisect
@@ -34,50 +11,29 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import tokenize
 import weakref
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from jaxtyping import Int32, UInt16
 
-from heinsen.errors import HeinsenError
+from heinsen.data.format import (
+    FORMAT_VERSION,
+    METADATA_FILE,
+    TOKEN_DTYPE,
+    DatasetError,
+    Metadata,
+    ShardRecord,
+    find_parts,
+    is_part,
+)
 
-FORMAT_VERSION = 1
-METADATA_FILE = "metadata.json"
-PROGRESS_FILE = "progress.jsonl"  # of an unfinished preparation
-TOKEN_DTYPE = np.dtype("<u2")
-
-
-class DatasetError(HeinsenError, ValueError):
-    """A token dataset that is missing, incomplete or damaged."""
-
-
-def shard_name(index: int) -> str:
-    return f"shard-{index:05d}.npy"
-
-
-def sources_name(index: int) -> str:
-    """The file of the sources of a shard's documents."""
-    return f"shard-{index:05d}.sources.npy"
-
-
-def part_name(index: int, count: int) -> str:
-    """The folder of one of `count` parts that were prepared apart."""
-    return f"part-{index:05d}-of-{count:05d}"
-
-
-_PART = re.compile(r"part-(\d{5,})-of-(\d{5,})")
-
-
-def find_parts(path: Path) -> dict[Path, tuple[int, int]]:
-    """The folders of parts in a split's folder, sorted, each with its (index, count)."""
-    matches = [(folder, _PART.fullmatch(folder.name)) for folder in sorted(path.glob("part-*-of-*"))]
-    return {folder: (int(match[1]), int(match[2])) for folder, match in matches if match and folder.is_dir()}
+__all__ = ["DatasetError", "Shard", "TokenDataset", "check_shard", "check_sources", "file_sha256", "unigram_entropy"]
 
 
 def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -85,31 +41,33 @@ def file_sha256(path: Path) -> str:
 class TokenDataset:
     """One split of a token dataset.
 
-    Opening it checks every shard's header and size; `verify` reads every byte. Pickling it pickles its path: it is
-    opened, and checked, anew.
+    Opening it checks every shard's header and size; `verify` reads every byte. Pickling it pickles its path, and
+    unpickling opens and checks it again.
 
     Args:
       path: the folder of the split, `DIR/<split>`.
-      may_be_empty: take a split without tokens, as a part of a split may be.
+      may_be_empty: accept a split without tokens, which a part of a split may be.
 
     Attributes:
-      path, metadata (the contents of metadata.json), num_tokens, num_documents, num_bytes, vocab_size,
-      eot_id, tokenizer_name, has_sources (whether any document names its source).
+      path: the folder.
+      metadata: the contents of metadata.json.
+      num_tokens, num_documents, num_bytes, vocab_size, eot_id, tokenizer_name: from the metadata.
+      has_sources: whether any document names its source.
 
     Raises:
-      DatasetError: the folder is missing, incomplete, damaged, empty or of another format version.
+      DatasetError: the folder is missing, incomplete, damaged, empty or has another format version.
     """
 
     def __init__(self, path: str | Path, *, may_be_empty: bool = False):
         self.path = Path(path)
         self.metadata = _read_metadata(self.path)
         try:
-            self.num_tokens: int = self.metadata["num_tokens"]
-            self.num_documents: int = self.metadata["num_documents"]
-            self.num_bytes: int = self.metadata["num_bytes"]
-            self.vocab_size: int = self.metadata["vocab_size"]
-            self.eot_id: int = self.metadata["eot_id"]
-            self.tokenizer_name: str = self.metadata["tokenizer"]
+            self.num_tokens = self.metadata["num_tokens"]
+            self.num_documents = self.metadata["num_documents"]
+            self.num_bytes = self.metadata["num_bytes"]
+            self.vocab_size = self.metadata["vocab_size"]
+            self.eot_id = self.metadata["eot_id"]
+            self.tokenizer_name = self.metadata["tokenizer"]
             if self.metadata["dtype"] != TOKEN_DTYPE.name:
                 raise DatasetError(
                     f"{self.path / METADATA_FILE}: dtype must be {TOKEN_DTYPE.name}, not {self.metadata['dtype']!r}"
@@ -117,11 +75,12 @@ class TokenDataset:
             shards = self.metadata["shards"]
             self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in shards]
             self._sources = [check_sources(self.path, s) for s in shards]
-            self._sha256 = {file["file"]: file["sha256"] for s in shards for file in (s, s.get("sources")) if file}
-            self.has_sources: bool = any("sources" in s for s in shards)
+            self._sha256 = {s["file"]: s["sha256"] for s in shards}
+            self._sha256 |= {s["sources"]["file"]: s["sources"]["sha256"] for s in shards if "sources" in s}
+            self.has_sources = any("sources" in s for s in shards)
         except (KeyError, TypeError) as error:
             raise _damaged_metadata(self.path / METADATA_FILE, error) from error
-        # _offsets[i] is the position of shard i's first token in the stream; one more for its end.
+        # _offsets[i] is the position of shard i's first token in the stream; the last entry is the stream's end.
         self._offsets = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
         if self._offsets[-1] != self.num_tokens:
             raise DatasetError(
@@ -135,17 +94,17 @@ class TokenDataset:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text for each token, end-of-text tokens included."""
+        """UTF-8 bytes of text per token, end-of-text tokens included in the count of tokens."""
         return self.num_bytes / self.num_tokens
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop` (excluded) of the stream, a new uint16 array `[stop - start]`.
+    def read(self, start: int, stop: int) -> UInt16[np.ndarray, " tokens"]:
+        """Return tokens `start` to `stop` (excluded) of the stream as a new array.
 
-        Raises IndexError outside `0 <= start <= stop <= num_tokens`, and DatasetError for a shard that can no longer
-        be read whole.
+        Raises IndexError unless `0 <= start <= stop <= num_tokens`, and DatasetError if a shard can no longer be read
+        whole.
         """
         if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens {start} to {stop} of a split that holds {self.num_tokens}")
+            raise IndexError(f"cannot read tokens {start} to {stop} of a split with {self.num_tokens} tokens")
         tokens = np.empty(stop - start, TOKEN_DTYPE)
         index = bisect.bisect_right(self._offsets, start) - 1
         position = start
@@ -156,30 +115,31 @@ class TokenDataset:
             position, index = end, index + 1
         return tokens.astype(np.uint16, copy=False)  # copies on a big-endian machine only
 
-    def read_sources(self) -> tuple[list[str | None], np.ndarray]:
-        """(names, the place in them of every document's source, int32 `[num_documents]`), in order of appearance.
+    def read_sources(self) -> tuple[list[str | None], Int32[np.ndarray, " documents"]]:
+        """Return the names of the sources by first appearance, and each document's index into them.
 
-        None is the name of documents that name no source. Raises DatasetError for a file that can no longer be read
-        whole, or holds numbers without a name.
+        The name None stands for documents without a source. Raises DatasetError if a file can no longer be read whole,
+        or holds an index without a name.
         """
-        places: dict[str | None, int] = {}
+        indices_of: dict[str | None, int] = {}
         pieces = [np.empty(0, np.int32)]
         for record, sources in zip(self.metadata["shards"], self._sources, strict=True):
-            shard, names = sources or (None, [None])
-            indices = np.zeros(num_documents := record["num_documents"], TOKEN_DTYPE)
-            if shard is not None:
+            indices = np.zeros(record["num_documents"], TOKEN_DTYPE)
+            names: list[str | None] = [None]
+            if sources is not None:
+                shard, names = sources
                 shard.read_into(indices, 0)
-                if num_documents and indices.max() >= len(names):
+                if len(indices) and indices.max() >= len(names):
                     raise DatasetError(
-                        f"{shard.path} holds the number {indices.max()} of a source, and there are {len(names)} names; "
+                        f"{shard.path} holds index {indices.max()} of a source, but there are {len(names)} names; "
                         f"the file is damaged: {_remedy(shard.path)}"
                     )
-            own = np.array([places.setdefault(name, len(places)) for name in names], np.int32)
+            own = np.array([indices_of.setdefault(name, len(indices_of)) for name in names], np.int32)
             pieces.append(own[indices])
-        return list(places), np.concatenate(pieces)
+        return list(indices_of), np.concatenate(pieces)
 
     def verify(self) -> None:
-        """Reads every shard whole and compares its SHA-256; raises DatasetError naming the damaged ones."""
+        """Read every file whole and compare its SHA-256. Raises DatasetError naming the damaged ones."""
         damaged = [name for name, sha256 in self._sha256.items() if not _is_intact(self.path / name, sha256)]
         if damaged:
             remedies = dict.fromkeys(_remedy(self.path / name) for name in damaged)
@@ -187,14 +147,14 @@ class TokenDataset:
                 f"{self.path}: SHA-256 differs from {METADATA_FILE} for {', '.join(damaged)}; {'; '.join(remedies)}"
             )
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["TokenDataset"], tuple[Path]]:
         return TokenDataset, (self.path,)
 
 
 def unigram_entropy(dataset: TokenDataset) -> float:
-    """Entropy of the split's token frequencies, in nats a token: the loss of the best context-free model."""
+    """Return the entropy of token frequencies in nats per token: the loss of the best context-free model."""
     counts = np.zeros(dataset.vocab_size, np.int64)
-    block = 1 << 22  # bincount makes int64 of its input: eight bytes a token
+    block = 1 << 22  # bincount converts its input to int64: eight bytes per token
     for start in range(0, dataset.num_tokens, block):
         tokens = dataset.read(start, min(start + block, dataset.num_tokens))
         counts += np.bincount(tokens, minlength=dataset.vocab_size)
@@ -202,7 +162,7 @@ def unigram_entropy(dataset: TokenDataset) -> float:
     return float(-np.sum(p * np.log(p)))
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
+def _read_metadata(path: Path) -> Metadata:
     command = f"python scripts/prepare_data.py --source=SOURCE --out={path.parent} --split={path.name}"
     metadata_path = path / METADATA_FILE
     if not path.is_dir():
@@ -213,16 +173,15 @@ def _read_metadata(path: Path) -> dict[str, Any]:
             count = max(count for _, count in parts.values())
             raise DatasetError(
                 f"{path} is not a complete token dataset: it has no {METADATA_FILE}, and {finished} of {count} parts "
-                "are finished. Wait for the others, or give their commands again; the last one joins all. If all are "
-                "finished, give that of any part again."
+                "are finished. Wait for the others, or rerun their commands; the last one joins all. If all are "
+                "finished, rerun the command of any part."
             )
         raise DatasetError(
             f"{path} is not a complete token dataset: it has no {METADATA_FILE}. If its preparation was "
-            f"interrupted, give the same command again (`{command} ...`) and it goes on where it stopped; if "
-            "it is still running, wait for it."
+            f"interrupted, rerun the same command to resume (`{command} ...`); if it is still running, wait for it."
         )
     try:
-        metadata = json.loads(metadata_path.read_text(encoding="utf-8"))
+        metadata: Metadata = json.loads(metadata_path.read_text(encoding="utf-8"))
         version = metadata["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged_metadata(metadata_path, error) from error
@@ -240,9 +199,9 @@ def _damaged_metadata(path: Path, error: Exception) -> DatasetError:
 
 
 def _remedy(shard: Path) -> str:
-    """What to do about a damaged shard."""
+    """Return how to replace a damaged shard, for messages."""
     folder = shard.parent
-    if not _PART.fullmatch(folder.name):
+    if not is_part(folder):
         return "delete the folder and prepare the split again"
     return f"delete {folder} and {folder.parent / METADATA_FILE} and prepare that part again"
 
@@ -256,7 +215,7 @@ def _is_intact(path: Path, sha256: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of tokens, found whole by `check_shard`; its first token lies `offset` bytes into it."""
+    """One file of TOKEN_DTYPE numbers, checked by `check_shard`. Its first number is `offset` bytes into it."""
 
     path: Path
     num_tokens: int
@@ -268,11 +227,11 @@ class Shard:
         return self.offset + self.num_tokens * TOKEN_DTYPE.itemsize
 
     def read_into(self, tokens: np.ndarray, start: int) -> None:
-        """Fills `tokens`, contiguous TOKEN_DTYPE `[n]`, with the shard's from `start` on. Raises DatasetError."""
-        rest = memoryview(tokens).cast("B")
+        """Fill `tokens`, contiguous TOKEN_DTYPE `[n]`, with those of the shard from `start` on. Raises DatasetError."""
+        rest = tokens.data.cast("B")
         position = self.offset + start * TOKEN_DTYPE.itemsize
         try:
-            file = _open(self)  # held until the end: another thread may push it out of the cache
+            file = _open(self)  # held until the end: another thread may evict it from the cache
             while rest:
                 count = os.preadv(file.number, [rest], position)
                 if count == 0:
@@ -284,20 +243,20 @@ class Shard:
     def _changed(self, what: str) -> DatasetError:
         return DatasetError(
             f"{self.path} was whole when the dataset was opened and cannot be read now: {what}. Restore the file, or "
-            f"the access to it; if it is lost, {_remedy(self.path)}. Then give the same command again."
+            f"the access to it; if it is lost, {_remedy(self.path)}. Then rerun the same command."
         )
 
 
 class _Descriptor:
-    """A file open for reading, until nobody refers to it; positioned reads may share it between threads and forks."""
+    """A file open for reading, closed with its last reference. Threads and forks may share it for positioned reads."""
 
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.number)
 
 
-# One bound for all datasets of the process, as the limit on descriptors is the process's; a Shard is equal to none but
-# itself, so that a file put in another's place is never read for it.
+# One bound for all datasets, because the limit on descriptors is per process. A Shard equals only itself, so a file
+# that replaces another is never read in its name.
 @functools.lru_cache(maxsize=256)
 def _open(shard: Shard) -> _Descriptor:
     descriptor = _Descriptor(shard.path)
@@ -306,8 +265,11 @@ def _open(shard: Shard) -> _Descriptor:
     return descriptor
 
 
-def check_sources(folder: Path, record: dict[str, Any]) -> tuple[Shard, list[str | None]] | None:
-    """The sources of a shard's documents by its record in metadata.json, and their names; None if it has none."""
+def check_sources(folder: Path, record: ShardRecord) -> tuple[Shard, list[str | None]] | None:
+    """Return the file with the sources of a shard's documents, and their names; None if there are no sources.
+
+    Raises DatasetError if the file is not as the record says.
+    """
     if "sources" not in record:
         return None
     sources = record["sources"]
@@ -315,7 +277,7 @@ def check_sources(folder: Path, record: dict[str, Any]) -> tuple[Shard, list[str
 
 
 def check_shard(path: Path, num_tokens: int) -> Shard:
-    """The shard of `num_tokens` tokens at `path`; the checks read no more than its header. Raises DatasetError."""
+    """Return the shard at `path`, whose header and size are checked against `num_tokens`. Raises DatasetError."""
     try:
         with path.open("rb") as file:
             if (version := np.lib.format.read_magic(file)) != (1, 0):

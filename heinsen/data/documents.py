@@ -1,7 +1,7 @@
-"""The documents of a token dataset: where each begins, its bytes and source, and batches that read each from its start.
+"""The documents of a token dataset: their positions, bytes and sources, and batches that read each from its start.
 
-A document is its tokens and the end-of-text token after them; tokens after the last end of text are one more. The token
-before a document's first is an end of text, for the first document of a split too.
+A document is its tokens and the end-of-text token after them. Tokens after the last end of text form one more document.
+Every document is preceded by an end of text; the first document of a split is treated as if it were.
 
 Axes: D documents, B lanes, W tokens of a window.
 """
@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+from jaxtyping import Float64, Int32, Int64
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.loader import Batch
@@ -24,86 +25,96 @@ class Documents:
     """Document d is tokens `starts[d]` to `starts[d + 1]` of the dataset's stream.
 
     Attributes:
-      starts: int64 [D + 1].
-      num_bytes: float64 [D], UTF-8 bytes of each text.
-      sources: int32 [D], each document's place in `names`; None where no document of the dataset names its source.
-      names: of the sources; None of those documents that name none.
+      starts: positions in the stream; the last one is the end of the stream.
+      num_bytes: UTF-8 bytes of each text.
+      sources: index into `names` for each document; None if no document of the dataset names its source.
+      names: names of the sources; the name None stands for documents without a source.
     """
 
     dataset: TokenDataset
-    starts: np.ndarray
-    num_bytes: np.ndarray
-    sources: np.ndarray | None
+    starts: Int64[np.ndarray, " D_plus_1"]
+    num_bytes: Float64[np.ndarray, " D"]
+    sources: Int32[np.ndarray, " D"] | None
     names: list[str | None]
 
     def __len__(self) -> int:
         return len(self.num_bytes)
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each, the end of text included, int64 [D]."""
+    def lengths(self) -> Int64[np.ndarray, " D"]:
+        """Tokens of each document, the end of text included."""
         return np.diff(self.starts)
 
 
 def find_documents(dataset: TokenDataset, tokenizer: Tokenizer | None) -> Documents:
-    """The documents of a split, by reading it once.
+    """Find the documents of a split by reading it once.
 
-    Without a tokenizer, which tells the bytes of each token, a document has bytes in proportion to its tokens. Raises
-    DatasetError where metadata.json says otherwise than the tokens.
+    The tokenizer gives the bytes of each token. Without it, the bytes of a document are in proportion to its tokens.
+
+    Raises:
+      DatasetError: metadata.json and the tokens disagree.
     """
-    sizes = None if tokenizer is None else tokenizer.sizes()
+    ends, bytes_before = _scan(dataset, None if tokenizer is None else tokenizer.sizes())
+    if bytes_before is None:
+        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
+    else:
+        if bytes_before[-1] != dataset.num_bytes:
+            raise DatasetError(
+                f"{dataset.path}: the tokens stand for {bytes_before[-1]} bytes, but metadata.json says "
+                f"{dataset.num_bytes}; delete the folder and prepare the split again"
+            )
+        num_bytes = np.diff(bytes_before, prepend=0).astype(np.float64)
+    names: list[str | None] = [None]
+    sources = None
+    if dataset.has_sources:
+        names, sources = dataset.read_sources()
+        if len(sources) != len(num_bytes):
+            raise DatasetError(
+                f"{dataset.path} has {len(num_bytes)} documents but the sources of {len(sources)}; delete the folder "
+                "and prepare the split again"
+            )
+    return Documents(dataset, np.concatenate([[0], ends]), num_bytes, sources, names)
+
+
+def _scan(dataset: TokenDataset, sizes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return where each document ends, and the bytes of text up to there if the bytes of each token are given."""
     ends, bytes_before, total = [], [], 0
     for start in range(0, dataset.num_tokens, _BLOCK):
         tokens = dataset.read(start, min(start + _BLOCK, dataset.num_tokens))
         found = np.flatnonzero(tokens == dataset.eot_id)
         ends.append(start + found + 1)
         if sizes is not None:
-            in_all = total + np.cumsum(sizes[tokens])
-            bytes_before.append(in_all[found])
-            total = int(in_all[-1])
-    ends = np.concatenate(ends)
-    if unfinished := not len(ends) or ends[-1] < dataset.num_tokens:
-        ends = np.append(ends, dataset.num_tokens)
-    if sizes is None:
-        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
-    else:
-        if total != dataset.num_bytes:
-            raise DatasetError(
-                f"{dataset.path}: the tokens stand for {total} bytes, its metadata.json says {dataset.num_bytes}; "
-                "delete the folder and prepare the split again"
-            )
-        bytes_before = np.concatenate([*bytes_before, *([[total]] if unfinished else [])])
-        num_bytes = np.diff(bytes_before, prepend=0).astype(np.float64)
-    names, sources = dataset.read_sources() if dataset.has_sources else ([None], None)
-    if sources is not None and len(sources) != len(num_bytes):
-        raise DatasetError(
-            f"{dataset.path} has {len(num_bytes)} documents and the sources of {len(sources)}; delete the folder and "
-            "prepare the split again"
-        )
-    return Documents(dataset, np.concatenate([[0], ends]), num_bytes, sources, names)
+            up_to = total + np.cumsum(sizes[tokens])
+            bytes_before.append(up_to[found])
+            total = int(up_to[-1])
+    if not len(ends[-1]) or ends[-1][-1] < dataset.num_tokens:  # tokens after the last end of text
+        ends.append(np.array([dataset.num_tokens]))
+        bytes_before.append(np.array([total]))
+    return np.concatenate(ends), None if sizes is None else np.concatenate(bytes_before)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DocumentBatches:
     """Batches that predict every token of the documents once, each document from its start, whatever its length.
 
-    Each lane (row) reads one document after the other, window by window. The longest come first, so that no lane is
-    left alone with one at the end, and documents that fit into a window are beside others of nearly their length. A
-    window has the least of `window_sizes` tokens that holds what is left of every lane's document, at most
+    Each lane (row) reads one document after another, window by window. The longest documents come first, so that no
+    lane is left alone with a long one at the end, and documents that fit into one window are beside others of nearly
+    their length. A window has the smallest of `window_sizes` that holds the rest of every lane's document, at most
     `max_window`.
 
-    Iterating gives, as often as needed, for B = `lanes`,
+    Iterating, as often as needed, yields for B = `lanes`
 
         {"tokens": int32 [B, W + 1], "mask": bool [B, W], "begins": bool [B], "first": int64 [B]}
 
     `mask[i, t]`: the target `tokens[i, t + 1]` counts, and is token `first[i] + t` of the stream. `begins[i]`: the
-    window is a document's first, else it goes on where the lane's last one ended. Lanes without a document mask all.
+    window is the first of a document; otherwise it continues the lane's previous window. A lane without a document is
+    masked entirely.
     """
 
     documents: Documents
     max_window: int
     lanes: int
-    multiple: int = 1  # of the tokens of a window, as the mesh may want
+    multiple: int = 1  # of the tokens of a window, as a mesh may require
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +122,7 @@ class DocumentBatches:
 
     @property
     def window_sizes(self) -> list[int]:
-        """Rising; each half of the next."""
+        """Sizes in increasing order, each half of the next."""
         sizes = [self.max_window]
         while sizes[0] % (2 * self.multiple) == 0 and sizes[0] // 2 >= _SMALLEST_WINDOW:
             sizes.insert(0, sizes[0] // 2)
@@ -120,8 +131,8 @@ class DocumentBatches:
     def __iter__(self) -> Iterator[Batch]:
         dataset, starts, sizes = self.documents.dataset, self.documents.starts, self.window_sizes
         waiting = iter(np.argsort(-self.documents.lengths, kind="stable").tolist())
-        position = np.zeros(self.lanes, np.int64)  # of the next token in the stream, and its document's end
-        end = np.zeros(self.lanes, np.int64)
+        position = np.zeros(self.lanes, np.int64)  # of each lane's next token in the stream
+        end = np.zeros(self.lanes, np.int64)  # of each lane's document
         while True:
             begins = np.zeros(self.lanes, bool)
             for lane in np.flatnonzero(position == end):
@@ -135,7 +146,7 @@ class DocumentBatches:
             tokens = np.full((self.lanes, size + 1), dataset.eot_id, np.int32)
             count = np.minimum(left, size)
             for row, start, n, is_first in zip(tokens, position.tolist(), count.tolist(), begins, strict=True):
-                if is_first:  # after an end of text, which the row is filled with
+                if is_first:  # preceded by an end of text, which the row is filled with
                     row[1 : 1 + n] = dataset.read(start, start + n)
                 elif n:
                     row[: 1 + n] = dataset.read(start - 1, start + n)

@@ -1,10 +1,11 @@
-"""Batches of fixed-length windows from a token dataset.
+"""Batches of fixed-length windows from token datasets.
 
 With `T = sequence_length`, window `w` is the `T + 1` tokens from `w·T` on: inputs `[:-1]`, targets `[1:]`.
-Neighbouring windows share one token, so that each token is a target once.
+Neighboring windows share one token, so that each token is a target once.
 
-A process reads some of the rows of each global batch. The global batches, their order and the iterator's state do not
-depend on which: the same run continues unchanged on another number of processes. Nothing here grows with the datasets.
+Each process reads some of the rows of each global batch. The global batches, their order and the iterator's state do
+not depend on which rows: a run resumes unchanged on another number of processes. Memory use does not grow with the
+datasets.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 
 import grain
 import numpy as np
+from jaxtyping import Int64
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import Mixture, check_mixture, deal, whole_weights
@@ -22,7 +24,7 @@ Batch = dict[str, np.ndarray]
 
 
 def num_windows(dataset: TokenDataset, sequence_length: int) -> int:
-    """How many training windows an epoch has; the last, incomplete one is left out."""
+    """Return the number of training windows per epoch; the last, incomplete window is dropped."""
     return (dataset.num_tokens - 1) // sequence_length
 
 
@@ -33,26 +35,26 @@ def train_iterator(
     seed: int,
     rows: np.ndarray | None = None,
 ) -> grain.DatasetIterator[Batch]:
-    """Endless shuffled training batches.
+    """Return an iterator over endless shuffled training batches.
 
-    Every epoch is another permutation of all windows, each exactly once in the global batches. Epochs follow each other
-    without a seam: a batch may hold the last windows of one and the first of the next. In a mixture each dataset has
-    epochs of its own, and gives its share of any number of windows (see `heinsen.data.mixture`).
+    Every epoch is a new permutation of all windows: the global batches contain each exactly once. Epochs follow each
+    other without a gap: a batch may hold the last windows of one and the first of the next. In a mixture each dataset
+    has its own epochs and supplies its share of any number of windows (see `heinsen.data.mixture`).
 
     Args:
       data: a dataset, or several as (dataset, weight) pairs.
-      sequence_length: T, the tokens predicted a row.
+      sequence_length: T, the number of tokens predicted per row.
       batch_size: rows of a global batch.
-      seed: non-negative; the order of windows is a function of it, the splits, their weights and the sequence length.
-      rows: which rows of each global batch to read, sorted integers; None: all.
+      seed: non-negative. It determines the order of windows, with the splits, weights and sequence length.
+      rows: which rows of each global batch to read, sorted; None means all.
 
     Returns:
       A Grain iterator of `{"tokens": int32 [len(rows), T + 1]}`. `get_state()` after n batches and `set_state()` on an
       iterator with the same data, sequence length, seed and batch size, whatever its rows, continue with batch n + 1.
 
     Raises:
-      DatasetError: a split has fewer windows than a batch takes of it, the datasets of a mixture do not go together,
-        or, on `next`, a shard can no longer be read.
+      DatasetError: a split has fewer windows than a batch takes from it, the datasets of a mixture have different
+        tokenizers, or, on `next`, a shard can no longer be read.
       ValueError: an argument is out of range.
     """
     rows = _check_arguments(sequence_length, batch_size, rows)
@@ -64,7 +66,7 @@ def train_iterator(
     weights = whole_weights([weight for _, weight in mixture])
     for dataset, weight in zip(datasets, weights, strict=True):
         _check_enough(dataset, sequence_length, batch_size, math.ceil(batch_size * weight / sum(weights)))
-    # The first dataset's order is what it is alone; another of its size must not get the same one.
+    # The first dataset has the same order as alone. Another of the same size must not share it.
     seeds = [seed, *np.random.SeedSequence(seed).generate_state(len(datasets) - 1).tolist()]
     orders = [
         _endless_order(num_windows(dataset, sequence_length), own_seed)
@@ -85,10 +87,11 @@ def train_iterator(
 
 
 def _endless_order(windows: int, seed: int) -> grain.MapDataset[int]:
-    """Windows in the order of training, by index alone: each pass of `repeat` is another permutation of all.
+    """Return the windows in training order, indexable at random: each pass of `repeat` is a new permutation of all.
 
-    One shuffle is not enough: Grain's has four rounds, which keep neighbours apart, and with some seeds leave half of a
-    few hundred windows in place from one epoch to the next; two with different seeds pass for a true permutation.
+    One shuffle is not enough: Grain's has four rounds. They separate neighbors too well, and with some seeds leave half
+    of a few hundred windows in place from one epoch to the next. Two shuffles with different seeds are statistically
+    indistinguishable from a random permutation.
     """
     return grain.MapDataset.range(windows).seed(seed).shuffle().shuffle().repeat()
 
@@ -96,10 +99,10 @@ def _endless_order(windows: int, seed: int) -> grain.MapDataset[int]:
 def _check_enough(dataset: TokenDataset, sequence_length: int, batch_size: int, share: int) -> None:
     windows = num_windows(dataset, sequence_length)
     if windows < share:
-        of_them = "" if share == batch_size else f"{share} that its weight gives it of the "
+        needed = "the" if share == batch_size else f"its share of {share} of the"
         raise DatasetError(
             f"{dataset.path} has {dataset.num_tokens} tokens, which make {windows} windows of "
-            f"{sequence_length} + 1 tokens: fewer than the {of_them}{batch_size} rows of a batch. "
+            f"{sequence_length} + 1 tokens: fewer than {needed} {batch_size} rows of a batch. "
             "Use a larger split, a smaller batch or shorter sequences."
         )
 
@@ -111,21 +114,23 @@ def evaluation_batches(
     rows: np.ndarray | None = None,
     max_tokens: int | None = None,
 ) -> "EvaluationBatches":
-    """Batches that predict every token of a split exactly once, in order.
+    """Return batches that predict every token of a split exactly once, in order.
 
     An end-of-text token is put before the split, so that its first token is predicted too. Rows and batches are padded
-    with end-of-text tokens to static shapes, and the padding is masked; there are as many batches whatever the rows.
+    with end-of-text tokens to static shapes, and the padding is masked. The number of batches does not depend on the
+    rows.
 
     Args:
+      dataset: the split.
       sequence_length: T.
       batch_size: rows of a global batch.
-      rows: which rows of each global batch to read, sorted integers; None: all.
-      max_tokens: predict only the first so many tokens.
+      rows: which rows of each global batch to read, sorted; None means all.
+      max_tokens: predict only this many tokens from the start of the split; None means all.
 
     Returns:
-      An iterable, as often as needed, with a length, of `{"tokens": int32 [b, T + 1], "mask": bool [b, T]}` with
-      `b = len(rows)`; `mask[i, t]` says that the target `tokens[i, t + 1]` counts. The masks of all rows together sum
-      to `EvaluationBatches.num_tokens`.
+      A sized iterable, usable any number of times, of `{"tokens": int32 [b, T + 1], "mask": bool [b, T]}` with
+      `b = len(rows)`; where `mask[i, t]` is true, the target `tokens[i, t + 1]` counts. The masks of all rows together
+      sum to `EvaluationBatches.num_tokens`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -139,16 +144,16 @@ def evaluation_batches(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvaluationBatches:
-    """What `evaluation_batches` returns. `num_tokens` is the number of targets over all rows, read here or not."""
+    """The batches of `evaluation_batches`. `num_tokens` is the number of targets in all rows of the global batches."""
 
     dataset: TokenDataset
     sequence_length: int
     batch_size: int
-    rows: np.ndarray
+    rows: Int64[np.ndarray, " b"]
     num_tokens: int
 
     def __len__(self) -> int:
-        """The number of batches, whatever the rows."""
+        """Return the number of batches."""
         windows = -(-self.num_tokens // self.sequence_length)
         return -(-windows // self.batch_size)
 
@@ -160,7 +165,7 @@ class EvaluationBatches:
             tokens = np.full((len(self.rows), length + 1), self.dataset.eot_id, np.int32)
             for row, start in zip(tokens, starts.tolist(), strict=True):
                 stop = min(start + length, self.num_tokens)
-                if start == 0:  # the token before the split is the eot that the row is filled with
+                if start == 0:  # the token before the split is the end of text that the row is filled with
                     row[1 : 1 + stop] = self.dataset.read(0, stop)
                 elif start < stop:
                     row[: 1 + stop - start] = self.dataset.read(start - 1, stop)
@@ -168,7 +173,7 @@ class EvaluationBatches:
 
 
 def _check_arguments(sequence_length: int, batch_size: int, rows: np.ndarray | None) -> np.ndarray:
-    """The rows to read, int64 `[n]`."""
+    """Return the rows to read. Raises ValueError."""
     if sequence_length < 1 or batch_size < 1:
         raise ValueError(f"{sequence_length=} and {batch_size=} must be at least 1")
     if rows is None:
@@ -176,7 +181,7 @@ def _check_arguments(sequence_length: int, batch_size: int, rows: np.ndarray | N
     rows = np.asarray(rows)
     if rows.ndim != 1 or not rows.size or not np.issubdtype(rows.dtype, np.integer):
         raise ValueError(f"rows must be a non-empty array of integers, got {rows.dtype} {list(rows.shape)}")
-    rows = rows.astype(np.int64)  # and a copy: the caller's may change
+    rows = rows.astype(np.int64)  # also a copy: the caller may change its array
     if rows[0] < 0 or rows[-1] >= batch_size or (np.diff(rows) <= 0).any():
         raise ValueError(f"rows must be sorted, each once, in [0, {batch_size=}), got {rows.tolist()}")
     return rows

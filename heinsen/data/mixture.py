@@ -1,26 +1,26 @@
 """Several token datasets in given proportions: `data/pile:0.7,data/code:0.3`.
 
-Windows are dealt out by a fixed rule rather than at random: of the first n windows, for any n, each of D datasets has
-given its share to within D / 2 windows. Which dataset gives the n-th, and which of its own it is, is a function of n
-and the weights alone: nothing has to be kept or replayed.
+Windows are dealt by a fixed rule rather than at random: among the first n windows, for any n, each of D datasets
+supplies its share to within D / 2 windows. Which dataset supplies window n, and which of its own windows that is,
+depends only on n and the weights, so there is no state to save or replay.
 
-(Grain's own `MapDataset.mix` rounds the weights to whole hundredths of the smallest one: of 0.7 and 0.3 it makes 233 to
-100, which is 600 windows off after two million.)
+(Grain's `MapDataset.mix` rounds the weights to whole hundredths of the smallest one: 0.7 and 0.3 become 233 to 100,
+which is 600 windows off after two million.)
 """
 
 import math
 import os.path
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 
-Mixture = Sequence[tuple[TokenDataset, float]]
+Mixture = Sequence[tuple[TokenDataset, float | int]]
 
 
 def parse_mixture(path: str) -> list[tuple[Path, float]]:
-    """The folders that the config's `data.path` names, with weights that sum to 1.
+    """Return the folders that the config's `data.path` names, with weights that sum to 1.
 
     `path` is one folder, `data/pile`, or several with positive weights, `data/pile:7,data/code:3`. Raises DatasetError.
     """
@@ -51,19 +51,19 @@ def parse_mixture(path: str) -> list[tuple[Path, float]]:
 def _bad_mixture(path: str, what: str) -> DatasetError:
     return DatasetError(
         f"data path {path!r}: {what}. Expected one folder, 'data/pile', or several with weights, "
-        "'data/pile:0.7,data/code:0.3' (to use a folder with ',' or ':' in its name, link to it by another one)"
+        "'data/pile:0.7,data/code:0.3' (for a folder with ',' or ':' in its name, use a symbolic link)"
     )
 
 
 def open_mixture(path: str, split: str) -> list[tuple[TokenDataset, float]]:
-    """One split of the datasets that `path` names (see `parse_mixture`), with their weights. Raises DatasetError."""
+    """Open one split of the datasets that `path` names (see `parse_mixture`), with weights. Raises DatasetError."""
     mixture = [(TokenDataset(folder / split), weight) for folder, weight in parse_mixture(path)]
     check_mixture(mixture)
     return mixture
 
 
 def check_mixture(mixture: Mixture) -> None:
-    """Raises DatasetError if the datasets do not go together, ValueError if there is none or a weight is no weight."""
+    """Raise DatasetError if the datasets have different tokenizers, ValueError if there are none or a weight is bad."""
     if not mixture:
         raise ValueError("a mixture must hold at least one dataset")
     first = mixture[0][0]
@@ -73,36 +73,36 @@ def check_mixture(mixture: Mixture) -> None:
         for name in ("tokenizer_name", "vocab_size", "eot_id"):
             if (value := getattr(dataset, name)) != (other := getattr(first, name)):
                 raise DatasetError(
-                    f"{first.path} and {dataset.path} cannot be mixed: {name} is {other!r} in the one and {value!r} in "
-                    "the other. Prepare both with the same tokenizer."
+                    f"{first.path} and {dataset.path} cannot be mixed: {name} is {other!r} in the first and {value!r} "
+                    "in the second. Prepare both with the same tokenizer."
                 )
 
 
 def bytes_per_token(mixture: Mixture) -> float:
-    """UTF-8 bytes of text that a token of the mixture stands for, on average."""
+    """Return the average number of UTF-8 bytes of text per token of the mixture."""
     total = sum(weight for _, weight in mixture)
     return sum(weight / total * dataset.bytes_per_token for dataset, weight in mixture)
 
 
-def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Integers in exactly the proportions of the weights."""
+def whole_weights(weights: Iterable[float | int]) -> list[int]:
+    """Return integers in exactly the proportions of the weights."""
     fractions = [Fraction(weight) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * denominator) for fraction in fractions]
 
 
 def deal(index: int, weights: Sequence[int]) -> tuple[int, int]:
-    """(which dataset gives window `index` of a mixture, how many windows it has given before).
+    """Return which dataset supplies window `index` of a mixture, and how many windows it supplied before.
 
-    Of any number of windows, the first dataset gets its share rounded to the nearest integer; of those it leaves, the
-    second gets its share of the rest; and so on. That number never falls as windows are added, so that each window goes
-    to one dataset; each rounding is off by at most half a window.
+    Among any number of windows, the first dataset gets its share rounded to the nearest integer; of the remaining
+    windows, the second gets its share of the remaining weight; and so on. These numbers never decrease as windows are
+    added, so each window belongs to exactly one dataset. Each rounding is off by at most half a window.
     """
     rest = sum(weights)
     for which, weight in enumerate(weights[:-1]):
-        given = (2 * index * weight + rest) // (2 * rest)
-        if (2 * (index + 1) * weight + rest) // (2 * rest) > given:
-            return which, given
-        index -= given
+        supplied = (2 * index * weight + rest) // (2 * rest)
+        if (2 * (index + 1) * weight + rest) // (2 * rest) > supplied:
+            return which, supplied
+        index -= supplied
         rest -= weight
     return len(weights) - 1, index

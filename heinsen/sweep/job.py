@@ -1,10 +1,11 @@
-"""One run of a sweep as a process: what submitit executes, here and on a cluster's nodes.
+"""One run of a sweep as a process: what submitit executes, on this machine or on a node of a cluster.
 
-submitit gets this module by value (`launch.py`), so it imports nothing of heinsen: a node starts no JAX but the run's.
+submitit receives this module and `heinsen.files` by value (`heinsen.sweep.launch`), and with them the constants that
+they import: a job imports nothing of heinsen, and no process on a node starts JAX except the run.
 
-The run's folder tells what became of it: `status.json` by the job, and `lock`, held while the job or its run lives.
-A job stops its run (which then saves a checkpoint) when a file `stop` appears in the folder, or when the sweep that
-started it is gone: the sweep holds a lock on a file with a token of its own.
+The run's folder shows what became of it: the job writes `status.json`, and `lock` is held as long as the job or its
+run is alive. A job stops its run, which then saves a checkpoint, when a file named `stop` appears in the folder, or
+when the sweep that started it is gone: a sweep holds the lock on a file that contains a token of its own.
 """
 
 import contextlib
@@ -17,20 +18,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any
 
+from heinsen.errors import EXIT_INTERRUPTED
 from heinsen.files import write_atomically
 
 STATUS_FILE, LOCK_FILE, STOP_FILE, LOG_FILE = "status.json", "lock", "stop", "train.log"
-EXIT_INTERRUPTED = 75  # of train.py: saved, run again
 POLL_SECONDS = 0.2
-PATIENCE = 600.0  # seconds for the run of a killed sweep to save and leave: it may be compiling
+PATIENCE = 600.0  # seconds for the run of a killed sweep to save and exit: it may be compiling
 
 
 class TrainingJob:
-    """A command and the folder of its run. `environment` changes the process's; None takes a variable away.
+    """A command and the folder of its run.
 
-    cores: those it may use; None: all. sweep: (lock file, token) of the sweep to die with; None: it outlives it.
+    `environment` changes the environment of the process; None removes a variable. The process may use `cores`, or all
+    of them if None. `sweep` is the (lock file, token) of the sweep that the run must not outlive; None lets it.
     """
 
     def __init__(
@@ -46,11 +50,11 @@ class TrainingJob:
         self.environment, self.cores, self.sweep = environment, cores, sweep
         self._child: subprocess.Popen | None = None
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_child": None}
 
     def __call__(self) -> None:
-        """Run the command to its end. Leaves with its exit status where that is not 0."""
+        """Run the command to its end. Exits with the command's status if that is not 0."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / LOCK_FILE).open("a") as lock:
@@ -60,77 +64,69 @@ class TrainingJob:
         if code != 0:
             sys.exit(code if code > 0 else 128 - code)
 
-    def checkpoint(self):
-        """submitit calls this shortly before the time is over, or on preemption: save, and go on later."""
+    def checkpoint(self) -> Any:
+        """Save the run and return its continuation: submitit calls this at the time limit or on preemption."""
         import submitit
 
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
-            # Not Popen.wait: this may interrupt a call of poll, which holds a lock that wait wants.
+            # Not Popen.wait: this method may interrupt a call of poll, which holds a lock that wait needs.
             with contextlib.suppress(ChildProcessError):
                 while os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                     time.sleep(POLL_SECONDS)
-        self._write_status(Path(self.folder), state="interrupted", ended=time.time(), returncode=EXIT_INTERRUPTED)
+        _update_status(Path(self.folder), state="interrupted", ended=time.time(), returncode=EXIT_INTERRUPTED)
         return submitit.helpers.DelayedSubmission(self)
 
     def _run(self, folder: Path, lock: int) -> int:
+        """Return the exit status of the command, and record its state."""
         if read_status(folder).get("state") == "finished":
             return 0
-        environment = os.environ | {name: x for name, x in self.environment.items() if x is not None}
-        for name, value in self.environment.items():
-            if value is None:
-                environment.pop(name, None)
-        started = dict(
-            state="running",
-            started=time.time(),
-            ended=None,
-            returncode=None,
-            host=socket.gethostname(),
-            job=_slurm_job(),
-            cores=self.cores,
-        )
-        self._write_status(folder, **started)
+        started = dict(state="running", started=time.time(), ended=None, returncode=None)
+        _update_status(folder, **started, host=socket.gethostname(), job=_slurm_job(), cores=self.cores)
         with (folder / LOG_FILE).open("ab") as log:
-            self._child = subprocess.Popen(
-                self.command,
-                cwd=self.cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[lock],
-                start_new_session=True,  # a terminal's Ctrl-C is for the sweep, which then stops its runs
-                preexec_fn=self._before_exec(),
-            )
-            asked = None
-            while self._child.poll() is None:
-                if asked is None and (asked := self._why_stop(folder)):
-                    self._child.send_signal(signal.SIGTERM)
-                time.sleep(POLL_SECONDS)
+            self._child = self._start(log, lock)
+            stopped = self._wait(folder, self._child)
         code = self._child.returncode
-        if code == 0:
-            state = "finished"
-        elif code == EXIT_INTERRUPTED or code < 0:
-            state = "pruned" if asked == "pruned" else "interrupted"
-        else:
-            state = "crashed"
-        self._write_status(folder, state=state, ended=time.time(), returncode=code)
+        _update_status(folder, state=_end_state(code, stopped), ended=time.time(), returncode=code)
         return code
 
-    def _why_stop(self, folder: Path) -> str | None:
+    def _start(self, log: IO[bytes], lock: int) -> subprocess.Popen:
+        environment = {**os.environ, **self.environment}
+        return subprocess.Popen(
+            self.command,
+            cwd=self.cwd,
+            env={name: value for name, value in environment.items() if value is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[lock],
+            start_new_session=True,  # a terminal's Ctrl-C is for the sweep, which then stops its runs
+            preexec_fn=self._before_exec(),
+        )
+
+    def _wait(self, folder: Path, child: subprocess.Popen) -> str | None:
+        """Wait for the run to end, and return the reason why it was asked to, if it was."""
+        reason = None
+        while child.poll() is None:
+            if reason is None and (reason := self._reason_to_stop(folder)):
+                child.send_signal(signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
+        return reason
+
+    def _reason_to_stop(self, folder: Path) -> str | None:
         if (folder / STOP_FILE).exists():
             return "pruned"
         if self.sweep is not None and not is_held(Path(self.sweep[0]), self.sweep[1]):
-            return "the sweep is gone"
+            return "interrupted"
         return None
 
-    def _before_exec(self):
-        """What the child does before it becomes the run."""
+    def _before_exec(self) -> Callable[[], None]:
+        """Return what the child process does before it executes the command."""
         cores = None if self.cores is None or not hasattr(os, "sched_setaffinity") else set(self.cores)
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
         def prepare() -> None:
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM's warning reaches all processes; it is the job's
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM's warning reaches all processes; the job handles it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if prctl is not None:
                 prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed job leaves no run behind
@@ -139,20 +135,30 @@ class TrainingJob:
 
         return prepare
 
-    def _write_status(self, folder: Path, **changes) -> None:
-        write_atomically(folder / STATUS_FILE, json.dumps(read_status(folder) | changes) + "\n")
+
+def _end_state(code: int, stopped: str | None) -> str:
+    """Return the state of a run that has exited, given the reason why it was asked to stop."""
+    if code == 0:
+        return "finished"
+    if code == EXIT_INTERRUPTED or code < 0:
+        return stopped or "interrupted"
+    return "crashed"
 
 
-def read_status(folder: Path) -> dict:
-    """What the last job of a run has written; {} if there was none."""
+def _update_status(folder: Path, **changes: Any) -> None:
+    write_atomically(folder / STATUS_FILE, json.dumps(read_status(folder) | changes) + "\n")
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return what the last job of a run has written, {} if there was none."""
     try:
         return json.loads((folder / STATUS_FILE).read_text())
     except (OSError, ValueError):
         return {}
 
 
-def wait_for_lock(file, seconds: float) -> bool:
-    """Take the lock on an open file, waiting so long for the one who holds it."""
+def wait_for_lock(file: IO[str], seconds: float) -> bool:
+    """Take the lock on an open file; return False if another process holds it for longer than `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -165,7 +171,7 @@ def wait_for_lock(file, seconds: float) -> bool:
 
 
 def is_held(path: Path, token: str | None = None) -> bool:
-    """Whether a process holds the lock on a file, one that has written this token to it."""
+    """Return whether a process holds the lock on a file, and has written `token` to it if that is given."""
     try:
         with path.open() as file:
             if token is not None and file.read().strip() != token:

@@ -1,100 +1,96 @@
-"""Who executes the runs: submitit, on this machine or through SLURM; and the loop that keeps a sweep going."""
+"""Launchers, which execute the runs of a sweep through submitit: on this machine, or as SLURM jobs.
 
+A launcher is one class and one entry of LAUNCHERS.
+"""
+
+import abc
 import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
-from heinsen.sweep import job as job_module
-from heinsen.sweep.folder import (
-    JOBS_FOLDER,
-    RunView,
-    Screen,
-    SweepFolder,
-    SweepRun,
-    file_text,
-    slurm_queue,
-    summary,
-    table,
-)
+import heinsen.files
+import heinsen.sweep.job
+from heinsen.sweep.folder import JOBS_FOLDER, LockToken, SweepFolder
 from heinsen.sweep.job import TrainingJob
-from heinsen.sweep.search import Search
+from heinsen.sweep.machine import divide, usable_cores, visible_gpus
+from heinsen.sweep.runs import SweepRun
+from heinsen.sweep.slurm import slurm_queue
 from heinsen.sweep.space import SweepError
 
-LAUNCHERS = ("local", "slurm")
-Command = Callable[[SweepRun, Path], list[str]]  # of a run and its folder: what to execute
+Command = Callable[[SweepRun, Path], list[str]]  # (run, its folder) -> what to execute
 
-_YEARS = 10 * 365 * 24 * 60  # minutes: submitit wants a limit
-_LOOK_SECONDS = 0.2
-_REDRAW_SECONDS = 1.0
-
-
-class SweepInterrupted(Exception):
-    """Ctrl-C or SIGTERM: the runs have stopped, or go on in SLURM's hands; the message tells which."""
+_TEN_YEARS = 10 * 365 * 24 * 60  # minutes: submitit requires a limit
+_UNLIMITED = 10_000
+_QUEUE_SECONDS = 2.0  # between two looks at the queue, to spare SLURM's controller
 
 
-class Launcher(Protocol):
-    starting: str  # what is said of a run given to `start`
-    stopping: str  # what is said before `end`
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to execute the runs. The fields after `parallel` are for SLURM: the resources of each job."""
 
+    parallel: int | None = None  # runs at a time; None: the launcher's default
+    partition: str | None = None
+    minutes: int = 24 * 60
+    gpus_per_run: int = 0
+    cpus_per_run: int = 1
+
+
+class Launcher(abc.ABC):
+    """Executes runs. `lock` is what the jobs of a sweep watch, so as not to outlive it."""
+
+    runs_here: ClassVar[bool]  # whether the runs see this machine's files
+    start_message: ClassVar[str]  # about a run that has been given to `start`
+    stop_message: ClassVar[str]  # before `stop`
+
+    @abc.abstractmethod
+    def __init__(self, folder: SweepFolder, command: Command, lock: LockToken, options: LaunchOptions): ...
+
+    @abc.abstractmethod
     def free(self) -> int:
-        """How many runs may be started now."""
+        """Return how many runs may be started now."""
 
-    def start(self, runs: Sequence[SweepRun]) -> None: ...
+    @abc.abstractmethod
+    def start(self, runs: Sequence[SweepRun]) -> None:
+        """Start the runs, or submit them."""
 
+    @abc.abstractmethod
     def active(self) -> set[str]:
-        """Names of the runs that have been started and have not ended."""
+        """Return the names of the runs that have been started and have not ended."""
 
-    def end(self) -> str:
-        """The sweep is asked to stop: what becomes of the runs that are under way."""
-
-
-def visible_gpus() -> list[str]:
-    """Names of this machine's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return [str(i) for i in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+    @abc.abstractmethod
+    def stop(self) -> str:
+        """Let go of the runs because the sweep is interrupted; return a message about what becomes of them."""
 
 
-def usable_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+class LocalLauncher(Launcher):
+    """Executes runs on this machine, and divides its cores and GPUs among them.
 
+    By default there is one run at a time for each GPU, or one if there are no GPUs.
+    """
 
-def divide(items: Sequence, parts: int) -> list[list]:
-    """Consecutive parts that differ by one at most; with fewer items than parts each part has one, in turn."""
-    if len(items) < parts:
-        return [[items[i % len(items)]] for i in range(parts)] if items else [[] for _ in range(parts)]
-    ends = [len(items) * i // parts for i in range(parts + 1)]
-    return [list(items[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    runs_here = True
+    start_message = "started"
+    stop_message = "stopping: active runs save a checkpoint first ..."
 
-
-class LocalLauncher:
-    """`parallel` runs at a time, cores and GPUs divided among them. None: one a GPU, or one."""
-
-    starting = "started"
-    stopping = "stopping: the runs that are under way save a checkpoint first ..."
-
-    def __init__(self, folder: SweepFolder, command: Command, sweep: tuple[str, str], parallel: int | None = None):
+    def __init__(self, folder: SweepFolder, command: Command, lock: LockToken, options: LaunchOptions):
         gpus = visible_gpus()
-        parallel = parallel or max(len(gpus), 1)
+        parallel = options.parallel or max(len(gpus), 1)
         if gpus and parallel > len(gpus):
             raise SweepError(
                 f"--parallel={parallel} is more than there are GPUs ({', '.join(gpus)}): runs would share their "
                 f"memory. Give --parallel={len(gpus)} at most"
             )
-        self._folder, self._command, self._sweep = folder, command, sweep
+        self._folder, self._command, self._lock = folder, command, lock
         cores = divide(usable_cores(), parallel) if parallel > 1 else [None]
         self._slots = list(zip(cores, divide(gpus, parallel), strict=True))
-        self._jobs: dict[str, tuple[int, object]] = {}  # of each run under way: its slot and submitit's job
-        self._executor = _executor(folder, "local", timeout_min=_YEARS)
+        self._jobs: dict[str, tuple[int, Any]] = {}  # {active run: (its slot, submitit's job)}
+        self._executor = _make_executor(folder, "local", timeout_min=_TEN_YEARS)
 
     def free(self) -> int:
         return len(self._slots) - len(self.active())
@@ -104,74 +100,62 @@ class LocalLauncher:
             taken = {slot for slot, _ in self._jobs.values()}
             slot = next(i for i in range(len(self._slots)) if i not in taken)
             cores, gpus = self._slots[slot]
-            # submitit hides all GPUs from jobs that ask it for none.
+            # submitit hides all GPUs from jobs that request none.
             visible = ",".join(gpus) if gpus else os.environ.get("CUDA_VISIBLE_DEVICES")
             where = self._folder.folder(run).absolute()
-            task = TrainingJob(
-                self._command(run, where),
-                os.getcwd(),
-                str(where),
-                {"CUDA_VISIBLE_DEVICES": visible},
-                cores,
-                self._sweep,
-            )
+            environment = {"CUDA_VISIBLE_DEVICES": visible}
+            job = TrainingJob(self._command(run, where), os.getcwd(), str(where), environment, cores, self._lock)
             with _ignoring_ctrl_c():
-                self._jobs[run.name] = slot, self._executor.submit(task)
+                self._jobs[run.name] = slot, self._executor.submit(job)
 
     def active(self) -> set[str]:
         self._jobs = {name: (slot, job) for name, (slot, job) in self._jobs.items() if not job.done()}
         return set(self._jobs)
 
-    def end(self) -> str:
-        Path(self._sweep[0]).write_text("")  # the token is gone: the jobs stop their runs, which save
+    def stop(self) -> str:
+        Path(self._lock[0]).write_text("")  # without the token, the jobs stop their runs, which save
         while self.active():
             time.sleep(0.1)
-        return "the runs have stopped; the same command goes on"
+        return "the runs have stopped; rerun the same command to resume"
 
 
-class SlurmLauncher:
-    """Hands all runs to SLURM at once, as an array of which `parallel` run at a time; None: as many as SLURM likes."""
+class SlurmLauncher(Launcher):
+    """Submits runs to SLURM as job arrays, of which `parallel` jobs run at a time.
 
-    starting = "submitted"
-    stopping = "stopping to look"
+    By default SLURM decides how many. The points of an adaptive search are submitted `parallel` (by default one) at a
+    time, each after the results that it depends on.
+    """
 
-    def __init__(
-        self,
-        folder: SweepFolder,
-        command: Command,
-        parallel: int | None,
-        partition: str | None,
-        minutes: int,
-        gpus_per_run: int,
-        cpus_per_run: int,
-    ):
+    runs_here = False
+    start_message = "submitted"
+    stop_message = "no longer watching the runs"
+
+    def __init__(self, folder: SweepFolder, command: Command, lock: LockToken, options: LaunchOptions):
         if shutil.which("sbatch") is None:
             raise SweepError("--launcher=slurm: SLURM is not installed here (no sbatch): use --launcher=local")
-        self._folder, self._command, self._parallel = folder, command, parallel
-        options = dict(
-            slurm_array_parallelism=parallel or 10_000,
-            slurm_additional_parameters={"requeue": True},  # also when a node fails
+        self._folder, self._command, self._parallel = folder, command, options.parallel
+        self._executor = _make_executor(
+            folder,
+            "slurm",
+            slurm_max_num_timeout=_UNLIMITED,  # submitit requeues a job whenever it reaches its time limit
+            slurm_array_parallelism=options.parallel or _UNLIMITED,
+            slurm_additional_parameters={"requeue": True},  # also after a node has failed
             slurm_job_name=f"sweep-{folder.path.absolute().name}",
-            cpus_per_task=cpus_per_run,
+            cpus_per_task=options.cpus_per_run,
             nodes=1,
             tasks_per_node=1,
-            timeout_min=minutes,
+            timeout_min=options.minutes,
+            **({} if options.partition is None else {"slurm_partition": options.partition}),
+            **({"gpus_per_node": options.gpus_per_run} if options.gpus_per_run else {}),
         )
-        if partition is not None:
-            options["slurm_partition"] = partition
-        if gpus_per_run:
-            options["gpus_per_node"] = gpus_per_run
-        # However often the time is over, submitit puts the job into the queue again.
-        self._executor = _executor(folder, "slurm", slurm_max_num_timeout=10_000, **options)
-        self._jobs = {run.name: job for run in folder.runs if (job := file_text(folder.folder(run) / "job"))}
+        self._jobs = {run.name: job for run in folder.runs if (job := folder.job_id(run))}
         self._active: set[str] = set()
-        self._active, self._looked = self._queued(), time.monotonic()
+        self._look()
 
     def free(self) -> int:
-        """All at once, to be one array; Optuna's trials `parallel` (1) at a time."""
-        if self._folder.definition.search == "optuna":
+        if self._folder.definition.strategy.adaptive:
             return (self._parallel or 1) - len(self.active())
-        return len(self._folder.runs)
+        return len(self._folder.runs)  # all at once: they form one array
 
     def start(self, runs: Sequence[SweepRun]) -> None:
         tasks = []
@@ -182,41 +166,54 @@ class SlurmLauncher:
         try:
             submitted = self._executor.submit_array(tasks)
         except Exception as error:  # submitit passes on what sbatch said
-            raise SweepError(f"SLURM does not take the runs: {str(error).strip()}") from error
-        for run, each in zip(runs, submitted, strict=True):
-            (self._folder.folder(run) / "job").write_text(each.job_id + "\n")
-            self._jobs[run.name] = each.job_id
+            raise SweepError(f"SLURM rejects the runs: {str(error).strip()}") from error
+        for run, job in zip(runs, submitted, strict=True):
+            self._folder.write_job_id(run, job.job_id)
+            self._jobs[run.name] = job.job_id
             self._active.add(run.name)
         self._looked = time.monotonic()
 
     def active(self) -> set[str]:
-        if time.monotonic() - self._looked > 2.0:  # for the sake of SLURM's controller
-            self._active, self._looked = self._queued(), time.monotonic()
+        if time.monotonic() - self._looked > _QUEUE_SECONDS:
+            self._look()
         return self._active
 
-    def end(self) -> str:
-        return f"{len(self.active())} runs are still in SLURM's hands; the same command looks after them again"
+    def stop(self) -> str:
+        return f"SLURM still holds {len(self.active())} runs; rerun the same command to watch them again"
 
-    def _queued(self) -> set[str]:
+    def _look(self) -> None:
+        """Update the set of active runs, unless SLURM's controller does not answer."""
         queue = slurm_queue()
-        if queue is None:  # its controller is busy or away: nothing has changed as far as we know
-            return self._active
-        return {name for name, job in self._jobs.items() if job in queue}
+        if queue is not None:
+            self._active = {name for name, job in self._jobs.items() if job in queue}
+        self._looked = time.monotonic()
 
 
-def _executor(folder: SweepFolder, cluster: str, **options):
+LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
+
+
+def find_launcher(name: str) -> type[Launcher]:
+    """Return the launcher that --launcher names. Raises SweepError."""
+    if name not in LAUNCHERS:
+        raise SweepError(f"--launcher={name}: choose {' or '.join(LAUNCHERS)}")
+    return LAUNCHERS[name]
+
+
+def _make_executor(folder: SweepFolder, cluster: str, **options: Any) -> Any:
+    """Return submitit's executor. Raises SweepError."""
     try:
         import cloudpickle
         import submitit
     except ImportError as error:
         raise SweepError("sweeps need submitit: pip install -r requirements.txt") from error
-    # By value: a job then needs nothing of this repository, and starts without importing JAX.
-    cloudpickle.register_pickle_by_value(job_module)
+    # By value: a job then needs nothing of this package, and starts without importing JAX.
+    for module in (heinsen.sweep.job, heinsen.files):
+        cloudpickle.register_pickle_by_value(module)
     path = folder.path.absolute() / JOBS_FOLDER
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SweepError(f"{path} cannot be made: {error}") from error
+        raise SweepError(f"{path} cannot be created: {error}") from error
     limit = {name: options.pop(name) for name in ("slurm_max_num_timeout",) if name in options}
     executor = submitit.AutoExecutor(folder=path, cluster=cluster, **limit)
     executor.update_parameters(stderr_to_stdout=True, **options)
@@ -225,93 +222,9 @@ def _executor(folder: SweepFolder, cluster: str, **options):
 
 @contextlib.contextmanager
 def _ignoring_ctrl_c() -> Iterator[None]:
-    """Processes started meanwhile leave a terminal's Ctrl-C to this one."""
+    """Let the processes started in this block ignore a terminal's Ctrl-C, which is for this process."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# ---- the loop ------------------------------------------------------------------------------------
-
-
-def drive(
-    folder: SweepFolder, search: Search, launcher: Launcher, screen: Screen, retry: bool = False
-) -> list[RunView]:
-    """Start what `search` proposes as `launcher` has room, tell what happens, until all have ended.
-
-    A run is started once, and not at all if it has finished; one that has crashed before only with `retry`. Raises
-    SweepInterrupted on Ctrl-C and SIGTERM.
-    """
-    before = {view.name: view for view in folder.views()}
-    skipped = [view for view in before.values() if view.state == "finished"]
-    if skipped:
-        screen.say(f"{len(skipped)} of {len(folder.runs)} runs have finished before")
-    crashed = {view.name for view in before.values() if view.state == "crashed" and not retry}
-    if crashed:
-        screen.say(f"{len(crashed)} have crashed before and stay so; --retry starts them again: {', '.join(crashed)}")
-    watched, drawn = set(launcher.active()), 0.0
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        while True:
-            active = launcher.active()
-            for run in [run for run in folder.runs if run.name in watched - active]:
-                watched.discard(run.name)
-                view = next(view for view in folder.views() if view.name == run.name)
-                _tell(folder, view, screen)
-                search.ended(view)
-                views = folder.views()
-                folder.write_csv(views)
-                screen.say(summary(views))
-            room = launcher.free()
-            fresh = search.propose(room, watched | crashed) if room > 0 else []
-            for view in map(folder.view, fresh):
-                if view.state == "refused":
-                    screen.say(f"{view.name}: refused, {view.run.refused}")
-            started = [run for run in fresh if run.refused is None]
-            if started:
-                launcher.start(started)
-                watched |= {run.name for run in started}
-                for run in started:
-                    again = run.name in before and before[run.name].step > 0
-                    screen.say(f"{run.name}: {launcher.starting}{', goes on' if again else ''}")
-            if not watched and not fresh and search.done():
-                break
-            if search.wants_to_watch:
-                for view in folder.views():
-                    if view.state == "running" and search.gives_up(view):
-                        folder.prune(view.run)
-            if screen.live and time.monotonic() - drawn > _REDRAW_SECONDS:
-                screen.draw(table(folder.views(), screen.height()))
-                drawn = time.monotonic()
-            if not fresh:
-                time.sleep(_LOOK_SECONDS)
-    except KeyboardInterrupt as interruption:
-        screen.say(launcher.stopping)
-        said = launcher.end()
-        folder.write_csv(folder.views())
-        raise SweepInterrupted(said) from interruption
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    views = folder.views()
-    folder.write_csv(views)
-    return views
-
-
-def _tell(folder: SweepFolder, view: RunView, screen: Screen) -> None:
-    """What became of a run that has ended."""
-    took = "" if view.seconds is None else f" in {view.seconds:.0f} s"
-    if view.state == "finished":
-        what = "no validation" if view.validation_loss is None else f"validation loss {view.validation_loss:.4f}"
-        screen.say(f"{view.name}: finished{took}, {what}")
-    elif view.state == "pruned":
-        screen.say(f"{view.name}: pruned at step {view.step:,}{took}")
-    else:
-        code = view.returncode
-        how = "its job is gone" if code is None else f"exit status {code}"
-        if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-        screen.say(f"{view.name}: {view.state}{took} at step {view.step:,}, {how}; its log ends:")
-        for line in folder.last_lines(view.run):
-            screen.say(f"    {line}")

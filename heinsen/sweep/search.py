@@ -1,36 +1,51 @@
-"""Which run comes next: those of a list (grid, zip, random search), or what Optuna proposes."""
+"""Searches, which decide which run of a sweep comes next: a list of known points, or proposals by Optuna."""
 
+import abc
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar
 
-from heinsen.sweep.folder import ENDED, RunView, SweepFolder, SweepRun, is_number
+from heinsen.sweep.folder import SweepFolder
+from heinsen.sweep.runs import ENDED, RunView, SweepRun, is_finite
 from heinsen.sweep.space import Point, Range, SweepError
+
+MakeRun = Callable[[Point], SweepRun]  # a run of a proposed point, refused if the config rejects it
 
 _STORAGE = "optuna.log"
 
 
-class Search(Protocol):
-    wants_to_watch: bool  # whether gives_up is to be asked
+class Search(abc.ABC):
+    """Proposes runs, and learns how they end."""
 
+    prunes: ClassVar[bool]  # whether `should_prune` is to be asked
+
+    @abc.abstractmethod
     def propose(self, room: int, busy: Collection[str]) -> list[SweepRun]:
-        """At most `room` runs to start now, none of the names in `busy` (or refused ones, to be told of)."""
+        """Return at most `room` runs to start now, none of those named in `busy`. Refused runs may be among them."""
 
-    def ended(self, view: RunView) -> None:
-        """A run has ended, in whatever way."""
+    @abc.abstractmethod
+    def record_end(self, view: RunView) -> None:
+        """Take note of a run that has ended, in whatever way."""
 
-    def gives_up(self, view: RunView) -> bool:
-        """Whether this run promises too little to go on."""
+    @abc.abstractmethod
+    def should_prune(self, view: RunView) -> bool:
+        """Return whether this running run is too unpromising to continue."""
 
-    def done(self) -> bool:
-        """Whether nothing more will be proposed."""
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """Return whether nothing more will be proposed."""
 
 
-class ListSearch:
+def make_search(folder: SweepFolder, make_run: MakeRun) -> Search:
+    """Return the search of a sweep: Optuna's for an adaptive strategy, else the list of the folder's runs."""
+    return OptunaSearch(folder, make_run) if folder.definition.strategy.adaptive else ListSearch(folder)
+
+
+class ListSearch(Search):
     """The runs of the folder, each once."""
 
-    wants_to_watch = False
+    prunes = False
 
     def __init__(self, folder: SweepFolder):
         self._left = [view.run for view in folder.views() if view.state not in ENDED]
@@ -40,85 +55,95 @@ class ListSearch:
         chosen, self._left = self._left[:room], self._left[room:]
         return chosen
 
-    def ended(self, view: RunView) -> None:
+    def record_end(self, view: RunView) -> None:
         pass
 
-    def gives_up(self, view: RunView) -> bool:
+    def should_prune(self, view: RunView) -> bool:
         return False
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return not self._left
 
 
-class OptunaSearch:
-    """Trials by Optuna's TPE, kept in the folder; runs worse than the median at a step of validation are given up.
+class OptunaSearch(Search):
+    """Trials proposed by Optuna's TPE sampler and stored in the sweep's folder.
 
-    make_run(point) makes a run of a proposed point, refused if the config forbids it.
+    Runs whose validation loss is worse than the median at the same step are pruned.
     """
 
-    wants_to_watch = True
+    prunes = True
 
-    def __init__(self, folder: SweepFolder, make_run: Callable[[Point], SweepRun]):
+    def __init__(self, folder: SweepFolder, make_run: MakeRun):
         try:
             import optuna
-            from optuna.storages.journal import JournalFileBackend, JournalStorage
         except ImportError as error:
             raise SweepError("--search=optuna needs Optuna: pip install 'optuna>=4', or use --search=random") from error
         self._optuna, self._folder, self._make_run = optuna, folder, make_run
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        definition = folder.definition
-        path = Path(folder.path) / _STORAGE
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # constant_liar is called experimental
-            storage = JournalStorage(JournalFileBackend(str(path)))
-            study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
-            # Another seed each time: the same one would propose the first trials again.
-            seed = definition.search_seed + len(study.trials)
-            study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=0)
-        self._study, self._trials, self._reported = study, {}, {}
-        self._again: list[SweepRun] = []  # of trials that a killed sweep has left
-        for frozen in study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
-            trial = optuna.trial.Trial(study, frozen._trial_id)
-            self._take_up(trial, self._ask_values(trial))
+        self._study = self._open_study()
+        self._trials: dict[str, list[Any]] = {}  # {run: its trials that have not ended}
+        self._reported: dict[int, int] = {}  # {number of a trial: last step reported}
+        self._waiting: list[SweepRun] = []  # runs of trials that are not started yet, or were left by a killed sweep
+        for frozen in self._study.get_trials(states=[optuna.trial.TrialState.RUNNING]):
+            self._admit(optuna.trial.Trial(self._study, frozen._trial_id))
 
     def propose(self, room: int, busy: Collection[str]) -> list[SweepRun]:
-        chosen = []
-        while self._again and len(chosen) < room:
-            run = self._again.pop(0)
-            if run.name not in busy:
-                chosen.append(run)
-        while len(chosen) < room and len(self._study.trials) < self._folder.definition.trials:
-            trial = self._study.ask()
-            self._take_up(trial, self._ask_values(trial))
-            if not self._again:  # a point that has been tried is told at once
-                continue
-            run = self._again.pop(0)
+        chosen: list[SweepRun] = []
+        while len(chosen) < room and not self.is_done():
+            if not self._waiting:
+                self._admit(self._study.ask())
+                continue  # a point that has been tried before does not wait
+            run = self._waiting.pop(0)
             if run.name not in busy and all(run.name != other.name for other in chosen):
                 chosen.append(run)
         return chosen
 
-    def ended(self, view: RunView) -> None:
+    def record_end(self, view: RunView) -> None:
         state = self._optuna.trial.TrialState
         for trial in self._trials.pop(view.name, []):
             self._report(trial, view)
-            if view.state == "finished" and is_number(view.validation_loss):
+            if view.state == "finished" and is_finite(view.validation_loss):
                 self._study.tell(trial, view.validation_loss)
             elif view.state == "pruned" and view.validations:
                 self._study.tell(trial, state=state.PRUNED)
-            elif view.state != "interrupted":  # that one goes on when the command is given again
+            elif view.state != "interrupted":  # an interrupted run continues when the sweep is resumed
                 self._study.tell(trial, state=state.FAIL)
 
-    def gives_up(self, view: RunView) -> bool:
+    def should_prune(self, view: RunView) -> bool:
         trials = self._trials.get(view.name, [])
         for trial in trials:
             self._report(trial, view)
         return bool(trials) and bool(view.validations) and trials[0].should_prune()
 
-    def done(self) -> bool:
-        return not self._again and len(self._study.trials) >= self._folder.definition.trials
+    def is_done(self) -> bool:
+        return not self._waiting and len(self._study.trials) >= (self._folder.definition.trials or 0)
 
-    def _ask_values(self, trial) -> Point:
+    def _open_study(self) -> Any:
+        from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+        optuna = self._optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # constant_liar is marked experimental
+            storage = JournalStorage(JournalFileBackend(str(Path(self._folder.path) / _STORAGE)))
+            study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
+            # A new seed each time: the same one would propose the first trials again.
+            seed = self._folder.definition.search_seed + len(study.trials)
+            study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=0)
+        return study
+
+    def _admit(self, trial: Any) -> None:
+        """Add the run of a trial. If its point has been tried before, the trial ends with that result."""
+        run = self._make_run(self._ask_point(trial))
+        self._folder.add(run)
+        self._trials.setdefault(run.name, []).append(trial)
+        view = self._folder.view(run)
+        if view.state in ENDED:
+            self.record_end(view)
+        if view.state not in ENDED or view.state == "refused":  # a refused run is proposed so that it is reported
+            self._waiting.append(run)
+
+    def _ask_point(self, trial: Any) -> Point:
         point: Point = {}
         for field, values in self._folder.definition.space.items():
             if not isinstance(values, Range):
@@ -129,22 +154,8 @@ class OptunaSearch:
                 point[field] = values.round(trial.suggest_float(field, values.low, values.high, log=values.log))
         return point
 
-    def _take_up(self, trial, point: Point) -> None:
-        """Remember a trial and what it needs: nothing more if its point has been tried before."""
-        run = self._make_run(point)
-        self._folder.add(run)
-        self._trials.setdefault(run.name, []).append(trial)
-        view = self._folder.view(run)
-        if view.state == "refused":
-            self.ended(view)
-            self._again.append(run)
-        elif view.state in ENDED:
-            self.ended(view)
-        else:
-            self._again.append(run)
-
-    def _report(self, trial, view: RunView) -> None:
+    def _report(self, trial: Any, view: RunView) -> None:
         for step, loss in view.validations:
-            if step > self._reported.get(trial.number, -1) and is_number(loss):
+            if step > self._reported.get(trial.number, -1) and is_finite(loss):
                 trial.report(loss, step)
                 self._reported[trial.number] = step

@@ -1,14 +1,17 @@
-"""The paper's recipe: AdamW, decay on matrices and embedding only, clipping, linear warm-up then cosine."""
+"""The paper's recipe: AdamW, weight decay on matrices and embedding only, clipping, linear warm-up, then cosine."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import optax
 
+from heinsen.models import Params
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Rates are per step; `configs/default.py` holds the paper's values."""
+    """Settings of AdamW and its schedule; `configs/default.py` documents them and holds the paper's values."""
 
     learning_rate: float
     final_learning_rate: float
@@ -19,7 +22,7 @@ class OptimizerConfig:
     weight_decay: float
     clip_norm: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must be positive")
@@ -32,7 +35,10 @@ class OptimizerConfig:
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
-    """Linear from 0 over warmup_steps, then a cosine that reaches final_learning_rate at total_steps."""
+    """Return the schedule: linear from 0 over warmup_steps, then a cosine to final_learning_rate at total_steps.
+
+    Raises ValueError if the warm-up is as long as the run.
+    """
     if config.warmup_steps >= total_steps:
         raise ValueError(
             f"optimizer.warmup_steps = {config.warmup_steps} does not fit a run of {total_steps} steps: "
@@ -43,12 +49,13 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     )
 
 
-def decay_mask(params):
-    """True for matrices and the embedding; biases and LayerNorm scales do not decay."""
+def decay_mask(params: Params) -> Any:
+    """Return a tree of booleans: True for matrices and the embedding, which decay; biases and scales do not."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Return AdamW by the config, after clipping the gradient's global norm."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

@@ -1,26 +1,37 @@
-"""What a run would take, from its compiled step: memory, time, device-hours. Nothing of a run is written."""
+"""Requirements of a run, from its compiled step: memory, time, device-hours. Writes nothing to a run folder."""
 
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_rows, split_batch, with_shardings
-from heinsen.training.loop import as_batch, loss_of, passes
-from heinsen.training.metrics import bytes_of, peak_flops_per_device, train_flops_per_token
+from heinsen.training.device_errors import explain_device_errors
+from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig, check_mesh
-from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
+from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
+from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
 
-_PATIENCE = 300.0  # seconds that the timed steps may take
+_MAX_SECONDS = 300.0  # for the timed steps
+_ASSUMED_MFU = (0.2, 0.4)  # where no step is timed
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """bytes_* are per device, by XLA's analysis of the compiled step; seconds_per_step is None if it was not timed."""
+    """Size, memory and time of a run.
+
+    bytes_* are per device, by XLA's analysis of the compiled step: of the parameters and optimizer state, and of all
+    that exists at once in a step (with the batch, gradients and activations); bytes_device is the device's memory,
+    where the backend reports it. peak_flops is of all devices. seconds_per_step is None if no step was timed, for the
+    reason not_timed.
+    """
 
     n_devices: int
     device: str
@@ -30,13 +41,13 @@ class Plan:
     sequence_length: int
     total_tokens: int
     total_steps: int
-    bytes_state: int  # parameters and optimizer state
-    bytes_step: int  # all that exists at once: state, batch, gradients, activations
-    bytes_device: int | None  # of memory, where the backend tells
-    peak_flops: float  # of all devices
+    bytes_state: int
+    bytes_step: int
+    bytes_device: int | None
+    peak_flops: float
     seconds_compiling: float
     seconds_per_step: float | None
-    not_timed: str | None  # why not
+    not_timed: str | None
 
     @property
     def tokens_per_step(self) -> int:
@@ -47,72 +58,95 @@ class Plan:
         return train_flops_per_token(self.n_params) * self.tokens_per_step
 
     def __str__(self) -> str:
-        size = lambda n: f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        of_device = f", of {_format_bytes(self.bytes_device)}" if self.bytes_device else ""
         rows = [
             ("devices", f"{self.n_devices} x {self.device}; {shape}"),
             ("parameters", f"{self.n_params:,}"),
             ("step", f"{self.batch_size} x {self.sequence_length} tokens = {self.tokens_per_step:,}"),
             ("run", f"{self.total_tokens:,} tokens, {self.total_steps:,} steps"),
-            ("state a device", f"{size(self.bytes_state)} (parameters and optimizer)"),
+            ("state per device", f"{_format_bytes(self.bytes_state)} (parameters and optimizer)"),
+            ("memory per device", f"{_format_bytes(self.bytes_step)} in a step, by XLA's analysis{of_device}"),
             (
-                "memory a device",
-                f"{size(self.bytes_step)} in a step, by XLA's analysis"
-                + (f", of {size(self.bytes_device)}" if self.bytes_device else ""),
+                "FLOPs per step",
+                f"{self.flops_per_step:.3g} (6 N per token); peak {self.peak_flops:.3g} FLOP/s of all devices",
             ),
-            ("FLOPs a step", f"{self.flops_per_step:.3g} (6 N a token); peak {self.peak_flops:.3g} FLOP/s in all"),
-            ("compiled in", f"{self.seconds_compiling:.0f} s"),
+            ("compile time", f"{self.seconds_compiling:.0f} s"),
+            *self._time_rows(),
         ]
+        return "\n".join(f"{name:<17} {text}" for name, text in rows)
+
+    def _time_rows(self) -> list[tuple[str, str]]:
+        """The time of a step and of the run: measured, or at assumed rates."""
         if self.seconds_per_step is None:
-            rows.append(("time", f"not measured: {self.not_timed}"))
-            rates = [0.2, 0.4]
-            seconds = [self.flops_per_step / (rate * self.peak_flops) for rate in rates]
-            labels = [f"if MFU were {rate:.0%}" for rate in rates]
+            rows = [("time", f"not measured: {self.not_timed}")]
+            seconds = {f"if MFU were {mfu:.0%}": self.flops_per_step / (mfu * self.peak_flops) for mfu in _ASSUMED_MFU}
         else:
-            seconds, labels = [self.seconds_per_step], ["measured"]
             mfu = self.flops_per_step / self.seconds_per_step / self.peak_flops
             rate = self.tokens_per_step / self.seconds_per_step
-            rows.append(("time a step", f"{self.seconds_per_step:.3g} s, {rate:,.0f} tokens/s, MFU {mfu:.1%}"))
-        for label, each in zip(labels, seconds, strict=True):
+            rows = [("time per step", f"{self.seconds_per_step:.3g} s, {rate:,.0f} tokens/s, MFU {mfu:.1%}")]
+            seconds = {"measured": self.seconds_per_step}
+        for label, each in seconds.items():
             hours = each * self.total_steps / 3600
-            rows.append((label, f"{_duration(hours)} for the whole run, {hours * self.n_devices:,.1f} device-hours"))
-        return "\n".join(f"{name:<16} {text}" for name, text in rows)
+            total = f"{_format_hours(hours)} for the whole run, {hours * self.n_devices:,.1f} device-hours"
+            rows.append((label, total))
+        return rows
 
 
-def _duration(hours: float) -> str:
+def _format_bytes(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
+
+
+def _format_hours(hours: float) -> str:
     if hours < 1:
         return f"{60 * hours:.1f} minutes"
     return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
 
 
+@explain_device_errors()
 def plan(config: TrainConfig, steps: int) -> Plan:
     """Compile the step of a run on these devices, and time `steps` of it on random tokens (0: none).
 
-    Nothing is timed where the step needs more memory than there is, or would take minutes at the device's peak rate.
-    Raises MeshError.
+    Times nothing if the step needs more memory than there is, or would take minutes at the device's peak rate. Raises
+    MeshError, DeviceError.
     """
     keep_host_memory()
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
-    n_windows = config.accumulation_steps * len(process_rows(mesh, config.sequences_per_pass))
-    windows = n_windows, config.sequence_length + 1
-    random = np.random.default_rng(0).integers(config.model.vocab_size, size=windows, dtype=np.int32)
-    arrays = passes(config, random, 1, np.arange(n_windows))
-    whole = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
-    abstract_arrays = {name: jax.ShapeDtypeStruct(whole(x), x.dtype) for name, x in arrays.items()}
-    abstract_batch = as_batch(config, with_shardings(abstract_arrays, split_batch(mesh, axis=1)))
+    arrays = _random_batches(config, mesh)
     start = time.perf_counter()
-    step = make_train_step(config.model, optimizer, mesh, loss_of(config.model))
-    compiled = step.lower(abstract, abstract_batch).compile()
-    seconds_compiling = time.perf_counter() - start
+    step = make_train_step(config.model, optimizer, mesh, get_objective(config.model).loss)
+    compiled = step.lower(abstract, _abstract_batches(config, mesh, arrays)).compile()
+    untimed = _untimed_plan(config, mesh, abstract, compiled, time.perf_counter() - start)
+    if reason := _reason_not_to_time(untimed, steps):
+        return dataclasses.replace(untimed, not_timed=reason)
+    state = init_train_state(config.model, optimizer, config.seed, mesh)
+    seconds = _time_steps(compiled, state, place_batch(mesh, arrays, axis=1), steps)
+    return dataclasses.replace(untimed, seconds_per_step=seconds)
 
-    on_device = lambda x: x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
-    bytes_step = bytes_of(compiled)
-    stats = jax.local_devices()[0].memory_stats() or {}
-    peak_flops = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
-    partial = Plan(
+
+def _random_batches(config: TrainConfig, mesh: Mesh) -> dict[str, np.ndarray]:
+    n_windows = config.accumulation_steps * len(process_rows(mesh, config.sequences_per_pass))
+    shape = n_windows, config.sequence_length + 1
+    windows = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+    return get_objective(config.model).make_batches(config, windows, 1, np.arange(n_windows))
+
+
+def _abstract_batches(config: TrainConfig, mesh: Mesh, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Return the shapes of the global batches, of which `arrays` are this process's rows."""
+    global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
+    abstract = {name: jax.ShapeDtypeStruct(global_shape(x), x.dtype) for name, x in arrays.items()}
+    return with_shardings(abstract, split_batch(mesh, axis=1))
+
+
+def _untimed_plan(
+    config: TrainConfig, mesh: Mesh, abstract: TrainState, compiled: jax.stages.Compiled, seconds_compiling: float
+) -> Plan:
+    bytes_on_device = lambda x: x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return Plan(
         n_devices=jax.device_count(),
         device=jax.devices()[0].device_kind,
         mesh=dict(mesh.shape),
@@ -121,32 +155,40 @@ def plan(config: TrainConfig, steps: int) -> Plan:
         sequence_length=config.sequence_length,
         total_tokens=config.total_tokens,
         total_steps=config.total_steps,
-        bytes_state=sum(map(on_device, jax.tree.leaves(abstract))),
-        bytes_step=bytes_step,
-        bytes_device=stats.get("bytes_limit"),
-        peak_flops=peak_flops,
+        bytes_state=sum(map(bytes_on_device, jax.tree.leaves(abstract))),
+        bytes_step=compiled_bytes(compiled),
+        bytes_device=memory.get("bytes_limit"),
+        peak_flops=(config.peak_flops or peak_flops_per_device()) * jax.device_count(),
         seconds_compiling=seconds_compiling,
         seconds_per_step=None,
         not_timed=None,
     )
-    at_best = partial.flops_per_step / peak_flops * (steps + 1)
+
+
+def _reason_not_to_time(untimed: Plan, steps: int) -> str | None:
+    n_steps = steps + 1  # the first warms up
+    at_peak = untimed.flops_per_step / untimed.peak_flops * n_steps
     reasons = {
         "--plan_steps=0": steps == 0,
-        "it needs more memory than there is": partial.bytes_device is not None and bytes_step > partial.bytes_device,
-        f"{steps + 1} steps would take {at_best:.0f} s at the peak rate (--plan_steps)": at_best > _PATIENCE,
+        "it needs more memory than there is": (
+            untimed.bytes_device is not None and untimed.bytes_step > untimed.bytes_device
+        ),
+        f"{n_steps} steps would take {at_peak:.0f} s at the peak rate (--plan_steps)": at_peak > _MAX_SECONDS,
     }
-    verdict = np.asarray(list(reasons.values()))
-    if jax.process_count() > 1:  # one for all: what is measured differs between them
-        verdict = multihost_utils.broadcast_one_to_all(verdict)
-    if reason := next((reason for reason, applies in zip(reasons, verdict, strict=True) if applies), None):
-        return dataclasses.replace(partial, not_timed=reason)
+    applies = np.asarray(list(reasons.values()))
+    if jax.process_count() > 1:  # measured rates differ between processes: the first decides for all
+        applies = multihost_utils.broadcast_one_to_all(applies)
+    return next((reason for reason, applied in zip(reasons, applies, strict=True) if applied), None)
 
-    state = init_train_state(config.model, optimizer, config.seed, mesh)
-    batch = as_batch(config, place_batch(mesh, arrays, axis=1))
+
+def _time_steps(
+    step: Callable[[TrainState, Any], tuple[TrainState, Any]], state: TrainState, batches: Any, steps: int
+) -> float:
+    """Return the median of seconds per step."""
     seconds = []
-    for _ in range(steps + 1):  # the first to warm up
+    for _ in range(steps + 1):  # the first warms up
         start = time.perf_counter()
-        state, metrics = compiled(state, batch)
+        state, metrics = step(state, batches)
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
-    return dataclasses.replace(partial, seconds_per_step=statistics.median(seconds[1:]))
+    return statistics.median(seconds[1:])

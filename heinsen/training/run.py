@@ -1,4 +1,4 @@
-"""A run's config, its folder and its data: what identifies it, and what may change when it goes on."""
+"""A run's config, its folder, and checks of its data and mesh against the config."""
 
 import dataclasses
 import hashlib
@@ -22,29 +22,29 @@ from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
 CONFIG_FILE = "config.json"
 
-# Fields that a run may go on with changed: they concern the machine, or what is told and kept.
-_MAY_CHANGE = (
+# Fields that may change when a run resumes: they concern the machine, or what is reported and saved.
+_CHANGEABLE = (
     "mesh", "accumulation_steps", "model.remat", "log_every", "validate_every", "validation_tokens",
     "log_activations", "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas",
     "trace_steps", "wandb_project", "peak_flops",
 )  # fmt: skip
 
-# Fields of a model that say nothing about its weights, at any value.
-_NOT_OF_WEIGHTS = {"dtype": "float32", "remat": "none", "implementation": None, "document_token": None}
+# Fields of a model that do not affect what its weights mean, with a value to compare models at.
+_WEIGHT_INDEPENDENT = {"dtype": "float32", "remat": "none", "implementation": None, "document_token": None}
 
-# Fields that older runs lack, with what those did.
-_ADDED = {"log_activations": False}
+# Fields that the config.json of older runs lacks, with the value those runs had in effect.
+_ADDED_FIELDS: dict[str, Any] = {"log_activations": False}
 
 
 class RunError(HeinsenError, RuntimeError):
-    """A run folder that cannot be used as asked."""
+    """A run folder or a setting of a run that cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Token datasets PATH/train_split and PATH/validation_split, written by scripts/prepare_data.py.
 
-    path is one folder, or several with their shares: A:0.7,B:0.3 (`heinsen.data.mixture`).
+    path is one folder, or several with their shares, as in A:0.7,B:0.3 (`heinsen.data.mixture`).
     """
 
     path: str
@@ -55,7 +55,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """A whole run; `configs/default.py` documents the fields and holds the defaults."""
+    """The config of a run; `configs/default.py` documents the fields and holds the defaults."""
 
     seed: int
     init_from: str | None
@@ -80,11 +80,11 @@ class TrainConfig:
     wandb_project: str | None
     peak_flops: float | None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            number = field.type in (int, int | None, float | None)
-            if number and field.name != "seed" and value is not None and not value > 0:
+            is_number = field.type in (int, int | None, float | None)
+            if is_number and field.name != "seed" and value is not None and not value > 0:
                 raise ValueError(f"{field.name} = {value}: it must be positive")
         if self.seed < 0:
             raise ValueError(f"seed = {self.seed}: it must not be negative")
@@ -92,18 +92,23 @@ class TrainConfig:
             raise ValueError(
                 f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
             )
-        if self.model.position == "learned" and self.sequence_length > self.model.n_positions:
+        n_positions = self.model.n_positions
+        if self.model.position == "learned" and n_positions is not None and self.sequence_length > n_positions:
             raise ValueError(
                 f"sequence_length = {self.sequence_length} is longer than model.n_positions = "
-                f"{self.model.n_positions}: raise it, or shorten the sequences"
+                f"{n_positions}: raise it, or shorten the sequences"
             )
-        make_schedule(self.optimizer, self.total_steps)  # raises where the warm-up does not fit
+        make_schedule(self.optimizer, self.total_steps)  # raises if the warm-up does not fit
         if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
             raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    @property
     def total_steps(self) -> int:
-        return math.ceil(self.total_tokens / (self.batch_size * self.sequence_length))
+        return math.ceil(self.total_tokens / self.tokens_per_step)
 
     @property
     def sequences_per_pass(self) -> int:
@@ -111,7 +116,7 @@ class TrainConfig:
 
     @property
     def traced(self) -> range | None:
-        """The steps that trace_steps names."""
+        """The steps that trace_steps names; an empty range if they cannot be parsed."""
         if self.trace_steps is None:
             return None
         first, _, last = self.trace_steps.partition(":")
@@ -119,26 +124,26 @@ class TrainConfig:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all that may not change: checkpoints of another fingerprint are those of another run."""
+        """A digest of all fields that may not change: a checkpoint with another one belongs to another run."""
         text = json.dumps(_identity(dataclasses.asdict(self)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """A config without the fields that may change."""
+    """Return a config without the fields that may change."""
     return {
         name: _identity(value, f"{path}{name}.") if isinstance(value, Mapping) else value
         for name, value in mapping.items()
-        if path + name not in _MAY_CHANGE
+        if path + name not in _CHANGEABLE
     }
 
 
 def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises MeshError where the mesh does not divide the batch, the heads or the tokens, or this model's tokens."""
+    """Raise MeshError if the mesh does not divide the batch, the heads or the tokens, or the model forbids it."""
     shape = mesh.shape
     if config.sequences_per_pass % n_batch_parts(mesh):
         raise MeshError(
-            f"{config.sequences_per_pass} sequences a pass (batch_size {config.batch_size} / accumulation_steps "
+            f"{config.sequences_per_pass} sequences per pass (batch_size {config.batch_size} / accumulation_steps "
             f"{config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices (mesh.data "
             f"{shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
             "--config.accumulation_steps or --config.mesh"
@@ -161,9 +166,9 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
 
 
 def open_split(config: TrainConfig, split: str) -> list[tuple[TokenDataset, float]]:
-    """A split of every dataset of the run's data with its share, in order.
+    """Open a split of every dataset of the run's data; return the datasets with their shares, in order.
 
-    Their tokenizer and vocabulary must be the run's. Raises DatasetError.
+    Raises DatasetError if one is missing, damaged, or of another tokenizer or vocabulary than the run's.
     """
     mixture = open_mixture(config.data.path, split)
     for dataset, _ in mixture:
@@ -180,7 +185,7 @@ def _check_dataset(config: TrainConfig, dataset: TokenDataset) -> None:
     if dataset.vocab_size > config.model.vocab_size:
         raise DatasetError(
             f"{dataset.path} has a vocabulary of {dataset.vocab_size} ids, the model one of {config.model.vocab_size}: "
-            f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size not below it"
+            f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size of at least that"
         )
     if config.model.document_token not in (None, dataset.eot_id):
         raise DatasetError(
@@ -190,7 +195,10 @@ def _check_dataset(config: TrainConfig, dataset: TokenDataset) -> None:
 
 
 def load_run(workdir: Path) -> TrainConfig:
-    """The config of an existing run, or of the run whose weights scripts/export.py wrote there. Raises RunError."""
+    """Return the config of the run in `workdir`, or of the run whose weights scripts/export.py wrote there.
+
+    Raises RunError, and ConfigError where config.json is not a run's config.
+    """
     path = workdir / CONFIG_FILE
     if not path.is_file():
         raise RunError(
@@ -203,17 +211,17 @@ def load_run(workdir: Path) -> TrainConfig:
             config = read_manifest(workdir).run
         except InteropError as error:
             raise RunError(str(error)) from error
-    return from_mapping(TrainConfig, _ADDED | config)
+    return from_mapping(TrainConfig, _ADDED_FIELDS | config)
 
 
 def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:
-    """Raises RunError with what differs where the weights of one in `source` mean nothing to the other."""
-    whole = lambda model: {"model": dataclasses.asdict(dataclasses.replace(model, **_NOT_OF_WEIGHTS))}
-    if lines := differences(whole(old), whole(new)):
+    """Raise RunError with the differences if the model in `source`, `old`, cannot share its weights with `new`."""
+    comparable = lambda model: {"model": dataclasses.asdict(dataclasses.replace(model, **_WEIGHT_INDEPENDENT))}
+    if lines := differences(comparable(old), comparable(new)):
         raise RunError(f"{source} holds the weights of another model:\n  " + "\n  ".join(lines))
 
 
-def _read_config(path: Path) -> dict:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -221,10 +229,13 @@ def _read_config(path: Path) -> dict:
 
 
 def claim_folder(config: TrainConfig, workdir: Path, write: bool) -> list[str]:
-    """Make a new run folder (if `write`), or check that the run there is this one.
+    """Create a new run folder (if `write`), or check that the run in an existing one has this config.
 
-    Returns a line for each field that has changed and may; `write_config` then makes it the run's. Raises RunError
-    where others have changed, or the folder cannot be written.
+    Returns:
+      A line for each field that differs and may; `write_config` then records the new values.
+
+    Raises:
+      RunError: other fields differ, or the folder cannot be written.
     """
     path = workdir / CONFIG_FILE
     try:
@@ -250,7 +261,7 @@ def claim_folder(config: TrainConfig, workdir: Path, write: bool) -> list[str]:
 
 
 def write_config(config: TrainConfig, workdir: Path) -> None:
-    """Raises RunError."""
+    """Write config.json, creating the folder if needed. Raises RunError."""
     path = workdir / CONFIG_FILE
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -260,4 +271,4 @@ def write_config(config: TrainConfig, workdir: Path) -> None:
 
 
 def _unwritable(workdir: Path, error: OSError) -> RunError:
-    return RunError(f"{workdir} cannot be written: {error}. Give another --workdir, or make room in it.")
+    return RunError(f"{workdir} cannot be written: {error}. Give another --workdir, or free some space there")

@@ -1,7 +1,7 @@
 """One optimizer step as a pure function, jitted over a mesh with a donated state."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,31 @@ from heinsen.parallel import replicated, shardings, split_batch, with_shardings
 
 
 class TrainState(NamedTuple):
+    """Everything that a step updates.
+
+    opt_state counts the updates. skipped counts the steps whose loss or gradient was not finite: in "all", and
+    "in_a_row" up to now.
+    """
+
     params: Params
-    opt_state: Any  # counts the steps done, skipped ones left out
-    skipped: dict[
-        str, Int[Array, ""]
-    ]  # steps whose loss or gradient was not finite: in "all", and "in_a_row" until now
+    opt_state: Any
+    skipped: dict[str, Int[Array, ""]]
 
 
-def _initialise(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> Callable[[], TrainState]:
-    def init():
+Metrics = dict[str, jax.Array]
+
+
+@runtime_checkable
+class TrainStep(Protocol):
+    """A jitted step."""
+
+    def __call__(self, state: TrainState, batches: Any, /) -> tuple[TrainState, Metrics]: ...
+
+    def lower(self, state: TrainState, batches: Any, /) -> jax.stages.Lowered: ...
+
+
+def _init_function(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> Callable[[], TrainState]:
+    def init() -> TrainState:
         params = init_params(model, jax.random.key(seed))
         zero = jnp.zeros((), jnp.int32)
         return TrainState(params, optimizer.init(params), {"all": zero, "in_a_row": zero})
@@ -31,33 +47,37 @@ def _initialise(model: ModelConfig, optimizer: optax.GradientTransformation, see
 
 
 def init_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """Every device makes its own part only."""
+    """Return the state before the first step; each device computes only its own part."""
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
-    return jax.jit(_initialise(model, optimizer, seed), out_shardings=where)()
+    return jax.jit(_init_function(model, optimizer, seed), out_shardings=where)()
 
 
 def abstract_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of a state. Raises MeshError where the mesh does not divide it."""
-    abstract = jax.eval_shape(_initialise(model, optimizer, 0))
+    """Return the shapes, dtypes and shardings of a state. Raises MeshError if the mesh does not divide it."""
+    abstract = jax.eval_shape(_init_function(model, optimizer, 0))
     return with_shardings(abstract, shardings(mesh, abstract))
 
 
 def make_train_step(
     model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, loss: Callable[..., jax.Array] = mean_loss
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, tokens [A, B, T + 1]) -> (state, metrics): the mean over A accumulated passes of B rows.
+) -> TrainStep:
+    """Return the jitted step (state, tokens [A, B, T + 1]) -> (state, metrics).
 
-    Another `loss`, (model, params, batch, mesh) -> scalar, may take a tree of arrays [A, B, ...] instead of tokens.
-    The state given is donated. A step whose loss or gradient is not finite changes nothing but the count of such steps.
+    The loss is the mean over A accumulated passes of B rows. The given state is donated. A step whose loss or gradient
+    is not finite changes nothing but the count of such steps.
 
-    metrics: "loss" in nats a token; "grad_norm", the gradient's before clipping; "param_norm"; "skipped" and
-    "skipped_in_a_row", the counts after the step.
+    Args:
+      loss: (model, params, batch, mesh) -> scalar; its batches may be a tree of arrays [A, B, ...] instead of tokens.
+
+    Returns:
+      The step. Its metrics are "loss" in nats per token; "grad_norm" before clipping; "param_norm"; "skipped" and
+      "skipped_in_a_row", the counts after the step.
     """
 
-    def loss_fn(params, batch):
+    def loss_fn(params: Params, batch: Any) -> jax.Array:
         return loss(model, params, batch, mesh)
 
-    def gradients(params, batches):
+    def loss_and_grads(params: Params, batches: Any) -> tuple[jax.Array, Params]:
         n_passes = jax.tree.leaves(batches)[0].shape[0]
         if n_passes == 1:
             return jax.value_and_grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batches))
@@ -66,20 +86,22 @@ def make_train_step(
         total, _ = jax.lax.scan(add, zeros, batches)
         return jax.tree.map(lambda x: x / n_passes, total)
 
-    def step(state, batches):
-        value, grads = gradients(state.params, batches)
+    def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
+        value, grads = loss_and_grads(state.params, batches)
         grad_norm = optax.tree.norm(grads)
-        usable = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updated = optax.apply_updates(state.params, updates), opt_state
-        kept = jax.tree.map(lambda new, old: jnp.where(usable, new, old), updated, (state.params, state.opt_state))
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old), updated, (state.params, state.opt_state)
+        )
         skipped = {
-            "all": state.skipped["all"] + ~usable,
-            "in_a_row": jnp.where(usable, 0, state.skipped["in_a_row"] + 1),
+            "all": state.skipped["all"] + ~is_finite,
+            "in_a_row": jnp.where(is_finite, 0, state.skipped["in_a_row"] + 1),
         }
-        metrics = {"loss": value, "grad_norm": grad_norm, "param_norm": optax.tree.norm(kept[0])}
+        metrics = {"loss": value, "grad_norm": grad_norm, "param_norm": optax.tree.norm(params)}
         metrics |= {"skipped": skipped["all"], "skipped_in_a_row": skipped["in_a_row"]}
-        return TrainState(*kept, skipped), metrics
+        return TrainState(params, opt_state, skipped), metrics
 
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
     return jax.jit(

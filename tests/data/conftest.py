@@ -1,4 +1,4 @@
-"""Token datasets made without `prepare`, so that reader and loader are tested on their own."""
+"""Token datasets written without `prepare`, so that reader and loader are tested on their own."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ MakeDataset = Callable[..., Path]
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Fresh numbers in every run; the seed is printed with a failure."""
+    """Return a generator with a fresh seed, which is printed if the test fails."""
     seed = int(np.random.SeedSequence().generate_state(1)[0])
     print(f"rng seed {seed}")
     return np.random.default_rng(seed)
@@ -21,7 +21,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> MakeDataset:
-    """Writes the shards, by the contract, into a split's folder and returns its path."""
+    """Return a function that writes shards and their metadata into a split's folder and returns its path."""
 
     def make(shards: Sequence[np.ndarray], name: str = "train", **changes: object) -> Path:
         folder = tmp_path / "dataset" / name

@@ -1,4 +1,4 @@
-"""The reader serves the shards as one stream, and refuses what is not a whole, undamaged dataset."""
+"""The reader serves the shards as one stream, and rejects datasets that are incomplete or damaged."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ def test_read_returns_a_copy(make_dataset, shards):
     np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), np.concatenate(shards))
 
 
-def test_pickled_reader_opens_the_dataset_anew(make_dataset, shards):
+def test_pickled_reader_opens_the_dataset_again(make_dataset, shards):
     dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
     np.testing.assert_array_equal(dataset.read(0, 5), stream[:5])
     again = pickle.loads(pickle.dumps(dataset))
@@ -55,7 +55,7 @@ def test_pickled_reader_opens_the_dataset_anew(make_dataset, shards):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_few_files_are_open_however_many_shards(make_dataset, rng):
-    """Also under several threads, whose reads close each other's least recently used files."""
+    """The same with several threads, whose reads close each other's least recently used files."""
     shards = [rng.integers(0, 257, n) for n in rng.integers(1, 6, 400)]
     dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
     count_open = lambda: sum(
@@ -80,7 +80,7 @@ def _truncate(path, rng):
 
 
 def _replace(path, rng):
-    """By another file, whole by itself, as another preparation would leave it."""
+    """Replace the file by another valid one, as another preparation would."""
     np.save(path.with_suffix(".new.npy"), np.zeros(1, np.uint16))
     os.replace(path.with_suffix(".new.npy"), path)
 
@@ -119,7 +119,7 @@ def test_shard_that_changes_is_an_error_and_no_crash(make_dataset, rng, name, is
     np.testing.assert_array_equal(dataset.read(start, len(stream)), shards[2])
     path.unlink(missing_ok=True)
     np.save(path, shards[1].astype(np.uint16))
-    if not is_open:  # an open file that was cut is not looked for again under its name
+    if not is_open:  # a truncated file that is open is not opened again
         np.testing.assert_array_equal(dataset.read(0, len(stream)), stream)
 
 

@@ -1,4 +1,4 @@
-"""Documents are found where they lie; batches of lanes read each from its start, every token once."""
+"""Documents are found at their positions; batches of lanes read each from its start, every token once."""
 
 import json
 
@@ -14,7 +14,7 @@ EOT = 256
 
 
 def _draw(rng, lengths, ends=True):
-    """Tokens of documents of so many tokens, each with its end of text; without `ends` the last lacks it."""
+    """Return tokens of documents of the given lengths, each with its end of text; without `ends` the last lacks it."""
     texts = [np.append(rng.integers(0, EOT, n - 1), EOT) for n in lengths]
     stream = np.concatenate(texts)
     return stream if ends else stream[:-1]
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_text(make_dataset):
 
 def test_other_bytes_than_the_metadata_says_are_an_error(make_dataset, rng):
     dataset = _open(make_dataset, [_draw(rng, [5, 6])], num_bytes=10)
-    with pytest.raises(DatasetError, match="stand for 9 bytes, its metadata.json says 10"):
+    with pytest.raises(DatasetError, match="stand for 9 bytes, but metadata.json says 10"):
         find_documents(dataset, get_tokenizer("bytes"))
 
 
@@ -94,7 +94,7 @@ def test_every_token_is_predicted_once_in_its_documents_lane(make_dataset, rng, 
 
 
 def test_lanes_stay_busy(make_dataset, rng):
-    """One long document among many: lanes are without one at the very end only, and hardly a token is padding."""
+    """One long document among many: lanes are empty only at the very end, and almost no token is padding."""
     lengths = rng.permutation([64 * 40, *[64 * 4] * 50, *rng.integers(1, 64, 2000)])
     documents = find_documents(_open(make_dataset, [_draw(rng, lengths)]), get_tokenizer("bytes"))
     masks = [batch["mask"] for batch in DocumentBatches(documents, 64, 8)]
@@ -141,7 +141,7 @@ def test_sources_of_all_shards_have_one_list_of_names(with_sources):
         (np.array([0, 1, 0], np.uint16), r"shape \(3,\), metadata.json says \(4,\).*delete the folder"),
         (np.array([0, 1, 0, 2], np.int64), "dtype int64, expected uint16"),
         (None, "listed in metadata.json but missing"),
-        (np.array([0, 1, 0, 3], np.uint16), "holds the number 3 of a source, and there are 3 names"),
+        (np.array([0, 1, 0, 3], np.uint16), "holds index 3 of a source, but there are 3 names"),
     ],
 )
 def test_damaged_sources_are_named(with_sources, content, message):
@@ -157,5 +157,5 @@ def test_sources_of_another_number_of_documents_are_an_error(with_sources):
     metadata = json.loads((with_sources / "metadata.json").read_text())
     metadata["shards"][1]["num_documents"] += 1
     (with_sources / "metadata.json").write_text(json.dumps(metadata))
-    with pytest.raises(DatasetError, match="has 9 documents and the sources of 10"):
+    with pytest.raises(DatasetError, match="has 9 documents but the sources of 10"):
         find_documents(TokenDataset(with_sources), get_tokenizer("bytes"))

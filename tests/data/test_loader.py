@@ -1,4 +1,4 @@
-"""Training covers each window once an epoch, evaluation each token once, whoever reads which rows."""
+"""Training covers each window once per epoch, evaluation each token once, whichever process reads which rows."""
 
 import io
 import itertools
@@ -21,7 +21,7 @@ LENGTH = 5
 
 @pytest.fixture
 def stream(rng):
-    """Tokens of which any two windows differ (all but certainly)."""
+    """Return tokens of which any two windows differ (almost certainly)."""
     return rng.integers(0, 257, 1000 + rng.integers(0, 100))
 
 
@@ -32,7 +32,7 @@ def dataset(make_dataset, stream, rng):
 
 
 def _windows(stream):
-    """The reference: window w is stream[w·T : w·T + T + 1], in a dictionary that gives w."""
+    """Return the reference: a dictionary from window stream[w·T : w·T + T + 1] to w."""
     count = (len(stream) - 1) // LENGTH
     windows = {tuple(stream[w * LENGTH : w * LENGTH + LENGTH + 1].tolist()): w for w in range(count)}
     assert len(windows) == count
@@ -44,13 +44,13 @@ def _take(iterator, count):
 
 
 def _random_rows(batch_size, count, rng):
-    """The rows of a batch dealt at random, unevenly, to `count` processes; none gets nothing."""
+    """Divide the rows of a batch at random, unevenly, among `count` processes; each gets at least one."""
     owner = rng.permutation(np.concatenate([np.arange(count), rng.integers(0, count, batch_size - count)]))
     return [np.flatnonzero(owner == process) for process in range(count)]
 
 
 def _join_rows(per_process, rows):
-    """The global batches, from the processes' shares of each."""
+    """Assemble the global batches from the rows of each process."""
     for shares in zip(*per_process, strict=True):
         whole = np.empty((sum(map(len, rows)), *shares[0].shape[1:]), shares[0].dtype)
         for share, own_rows in zip(shares, rows, strict=True):
@@ -59,7 +59,7 @@ def _join_rows(per_process, rows):
 
 
 def _order(stream, batches):
-    """Numbers of the windows in `batches`; KeyError for a row that is no window."""
+    """Return the indices of the windows in `batches`; KeyError for a row that is not a window."""
     windows = _windows(stream)
     return [windows[tuple(row.tolist())] for batch in batches for row in batch]
 
@@ -90,7 +90,7 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
 
 
 def test_order_is_as_good_as_random(make_dataset, rng):
-    """Grain's single shuffle fails this: it puts neighbours next to each other four times too seldom."""
+    """Grain's single shuffle fails this: it places neighbors side by side four times too rarely."""
     windows, rows = 65_000, 20_000
     dataset = TokenDataset(make_dataset([np.arange(windows + 1)]))  # with T = 1 a row's first token is its window
     for seed in rng.integers(0, 2**31, 3).tolist():
@@ -106,12 +106,12 @@ def test_each_batch_is_the_rows_asked_for(dataset, rng):
         rows = np.array(rows, rng.choice([np.int32, np.uint8, np.int64]))
         iterator = train_iterator(dataset, LENGTH, batch_size, seed, rows)
         kept = rows.copy()
-        rows[:] = 0  # the caller's own array is no longer looked at
+        rows[:] = 0  # a change of the caller's array has no effect
         np.testing.assert_array_equal(_take(iterator, steps), [batch[kept] for batch in whole])
 
 
 def test_order_is_that_of_grains_own_batches(dataset, rng):
-    """A run's order must outlive this code: it is two shuffles by Grain, repeated, cut into batches."""
+    """The order of a run must survive changes of this code: Grain's shuffle twice, repeated, cut into batches."""
     windows, seed = num_windows(dataset, LENGTH), int(rng.integers(2**31))
     order = grain.MapDataset.range(windows).seed(seed).shuffle().shuffle().repeat().batch(7)
     steps = 3 * windows // 7
@@ -133,13 +133,13 @@ def test_state_continues_exactly(dataset, stop):
     iterator = train_iterator(dataset, LENGTH, batch_size, 3, rows)
     _take(iterator, done)
     state = iterator.get_state()
-    assert state == {"next_index": done}  # what checkpoints hold
+    assert state == {"next_index": done}  # the contents of checkpoints
     expected = _take(iterator, 2 * seam)
     resumed = train_iterator(dataset, LENGTH, batch_size, 3, rows)
     _take(resumed, 2)
     resumed.set_state(state)
     np.testing.assert_array_equal(_take(resumed, 2 * seam), expected)
-    # The state is that of the global batch: one process takes up where two stopped.
+    # The state is that of the global batch: one process resumes where two stopped.
     alone = train_iterator(dataset, LENGTH, batch_size, 3)
     alone.set_state(state)
     np.testing.assert_array_equal([b[rows] for b in _take(alone, 2 * seam)], expected)
@@ -231,14 +231,14 @@ def test_arguments_out_of_range(dataset, arguments):
 
 @pytest.fixture
 def sources(make_dataset, rng):
-    """Three datasets of different sizes with weights, and their streams; no window is in two of them."""
+    """Return three datasets of different sizes with weights, and their streams; no window is in two of them."""
     streams = [rng.integers(85 * i, 85 * i + 85, n) for i, n in enumerate(rng.integers(300, 900, 3))]
     datasets = [TokenDataset(make_dataset(np.array_split(s, 3), name=f"d{i}")) for i, s in enumerate(streams)]
     return list(zip(datasets, rng.uniform(0.5, 5, 3).tolist(), strict=True)), streams
 
 
 def _deal(streams, batches):
-    """For each row of `batches`, (dataset, window)."""
+    """Return (dataset, window) for each row of `batches`."""
     order = []
     for row in (row for batch in batches for row in batch):
         which = row[0] // 85
@@ -247,7 +247,7 @@ def _deal(streams, batches):
 
 
 def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
-    """After any number of windows; and a dataset's epoch is whole whatever the others do meanwhile."""
+    """Holds after any number of windows; a dataset's epoch is complete whatever the others do."""
     mixture, streams = sources
     steps, batch_size, seed = 150, 11, int(rng.integers(2**31))
     rows = _random_rows(batch_size, 2, rng)
@@ -296,9 +296,7 @@ def test_datasets_of_one_size_get_different_orders(make_dataset, rng):
 def test_mixture_with_too_small_a_dataset(make_dataset, rng):
     large, small = (TokenDataset(make_dataset([rng.integers(0, 257, n)], name=str(n))) for n in (500, 11))
     next(train_iterator([(large, 0.8), (small, 0.2)], LENGTH, 10, 0))
-    with pytest.raises(
-        DatasetError, match="/11 has 11 tokens, .* 2 windows .* fewer than the 3 that its weight gives it"
-    ):
+    with pytest.raises(DatasetError, match="/11 has 11 tokens, .* 2 windows .* fewer than its share of 3 of the"):
         train_iterator([(large, 0.7), (small, 0.3)], LENGTH, 10, 0)
 
 
@@ -306,7 +304,7 @@ def test_mixture_with_too_small_a_dataset(make_dataset, rng):
 
 
 def _write_sparse(folder, num_shards, shard_tokens):
-    """A dataset whose shards have headers and sizes, but no blocks on the disk: all tokens are 0."""
+    """Write a dataset whose shards have headers and sizes but no blocks on disk: all tokens are 0."""
     folder.mkdir()
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (shard_tokens,)})
@@ -366,7 +364,7 @@ def test_300_billion_tokens_need_no_memory(tmp_path):
         shutil.rmtree(folder)
     found = json.loads(run.stdout)
     assert found["opening"] < 10 and found["seeking"] < 5  # seconds; both take a tenth on a quiet machine
-    assert found["megabytes"] < 30  # of 600,000 of tokens, and 1,100 of a permutation of the windows
+    assert found["megabytes"] < 30  # the tokens take 600,000, a permutation of the windows 1,100
     assert found["state"] == {"next_index": 500_001}
     assert found["open_files"] < 300
     starts = np.array(found["starts"])

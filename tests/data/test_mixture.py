@@ -1,4 +1,4 @@
-"""Weights are parsed with errors that name what is wrong, and kept exactly, however many windows are dealt."""
+"""Weights are parsed with errors that name the problem, and respected exactly for any number of windows."""
 
 import math
 from fractions import Fraction
@@ -60,7 +60,7 @@ def test_each_dataset_gets_its_share_of_any_number_of_windows(rng):
         shares = np.array(weights, float) / sum(weights)
         given = np.cumsum(np.eye(count)[[which for which, _ in dealt]], axis=0)
         assert np.abs(given - shares * np.arange(1, n + 1)[:, None]).max() <= count / 2 + 1e-6
-        for which in range(count):  # each dataset's own windows come one after the other
+        for which in range(count):  # each dataset's own windows come in order
             positions = [position for dataset, position in dealt if dataset == which]
             assert positions == list(range(len(positions)))
 
@@ -78,7 +78,7 @@ def test_shares_are_exact_after_a_trillion_windows(rng):
     assert len(seen) == len(values)
 
 
-def test_datasets_that_do_not_go_together(make_dataset, rng):
+def test_datasets_with_different_tokenizers(make_dataset, rng):
     tokens = rng.integers(0, 200, 50)
     plain = TokenDataset(make_dataset([tokens], name="plain"))
     check_mixture([(plain, 1), (TokenDataset(make_dataset([tokens], name="same")), 2.5)])

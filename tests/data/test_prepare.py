@@ -1,4 +1,4 @@
-"""What is written equals a direct encoding and survives kills; bad input is named, not swallowed."""
+"""Shards equal a direct encoding and survive kills; bad input is named, not ignored."""
 
 import functools
 import json
@@ -18,9 +18,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from heinsen.data import join as join_module
 from heinsen.data import prepare as prepare_module
+from heinsen.data import readers as readers_module
+from heinsen.data import shards as shards_module
+from heinsen.data import tokenize as tokenize_module
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.prepare import PreparationError, Settings, find_inputs, prepare, prepare_part
+from heinsen.data.inputs import find_inputs
+from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
 from heinsen.data.tokenizer import get_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
@@ -28,7 +33,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 
 @pytest.fixture
 def documents(rng):
-    """Texts of very different lengths, among them the special token's name, blank and empty ones."""
+    """Texts of very different lengths, including the special token's name, blank and empty ones."""
     alphabet = list('abcdefgh  \n\r\té漢🙂"\\')
     lengths = rng.integers(0, 200, 60) * rng.integers(0, 5, 60)
     texts = ["".join(rng.choice(alphabet, n)) for n in lengths]
@@ -36,7 +41,7 @@ def documents(rng):
 
 
 def _jsonl(texts, field="text"):
-    # Both ways JSON may write a non-ASCII character, and a blank line after each record.
+    # Both ways of writing a non-ASCII character in JSON, and a blank line after each record.
     lines = [json.dumps({"meta": 1, field: t}, ensure_ascii=bool(i % 2)) for i, t in enumerate(texts)]
     return "\n\n".join(lines).encode()
 
@@ -50,7 +55,7 @@ def _files(folder):
 
 
 def _check(folder, texts, tokenizer="bytes", parts=0):
-    """The split in `folder` holds `texts`, each followed by eot, and its books are right."""
+    """Check that the split in `folder` holds `texts`, each followed by eot, and that its metadata is right."""
     dataset = TokenDataset(folder)
     dataset.verify()
     tokenizer = get_tokenizer(tokenizer)
@@ -73,7 +78,7 @@ def _check(folder, texts, tokenizer="bytes", parts=0):
 
 
 def _write(tmp_path, form, texts, rng):
-    """The texts in a folder of several files of one form, in order."""
+    """Write the texts in order to a folder of several files of one form."""
     folder = tmp_path / form
     folder.mkdir()
     cuts = np.sort(rng.choice(np.arange(1, len(texts)), 2, replace=False))
@@ -112,15 +117,15 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
 
 def test_small_batches_and_blocks_change_nothing(tmp_path, documents, rng, monkeypatch):
     folder = _write(tmp_path, "jsonl.zst", documents, rng)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 300)
-    monkeypatch.setattr(prepare_module, "_READ_BYTES", 17)
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)
+    monkeypatch.setattr(readers_module, "READ_BYTES", 17)
     prepare(_settings(folder), tmp_path / "out", workers=1)
     _check(tmp_path / "out" / "train", documents)
 
 
 def test_worker_processes_keep_the_order(tmp_path, documents, rng, monkeypatch):
     folder = _write(tmp_path, "jsonl", documents, rng)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 300)  # many batches under way at once
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)  # many batches under way at once
     prepare(_settings(folder, tokenizer="gpt2"), tmp_path / "out", workers=3)
     _check(tmp_path / "out" / "train", documents, "gpt2")
 
@@ -192,21 +197,21 @@ def _command(*arguments):
 
 
 def _processes_of(mark):
-    """Processes with PREPARATION=mark in their environment: a preparation and what it started."""
+    """Return the processes with PREPARATION=mark in their environment: a preparation and its workers."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"PREPARATION={mark}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
-        except OSError:  # gone meanwhile
+        except OSError:  # ended meanwhile
             continue
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.long
-def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
-    """Kills whole preparations with worker processes at random moments until one gets through."""
+def test_rerun_after_sigkill_gives_the_same_bytes(tmp_path, rng):
+    """Kill preparations with worker processes at random moments, then let one finish."""
     words = np.array(["".join(rng.choice(list("abcdefghijklmnop"), n)) for n in rng.integers(1, 12, 4000)])
     texts = [" ".join(rng.choice(words, n)) for n in rng.integers(1, 40_000, 120)]
     source = tmp_path / "a.jsonl.zst"
@@ -251,15 +256,17 @@ def test_sigkill_then_the_same_command_gives_the_same_bytes(tmp_path, rng):
     result = subprocess.run(
         _command(*arguments, f"--out={folder.parent}", "--verify"), capture_output=True, text=True, check=True
     )
-    assert "going on after" in result.stderr and "matches its SHA-256" in result.stderr
+    assert "resuming after" in result.stderr and "matches its SHA-256" in result.stderr
     assert _files(folder) == _files(uninterrupted / "train")
     _check(folder, texts, "gpt2")
 
 
 def _interrupt(settings, out, shards, part=None):
-    """Stops a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; of a part (index, count)
-    if one is given."""
-    close_shard = prepare_module._ShardWriter.close_shard
+    """Stop a preparation, as Ctrl-C does, when it is about to close the shard after `shards`.
+
+    `part` is (index, count) of the part to prepare; None means the whole split.
+    """
+    close_shard = shards_module.ShardWriter.close_shard
 
     def close(writer):
         if len(writer.shards) == shards:
@@ -267,7 +274,7 @@ def _interrupt(settings, out, shards, part=None):
         close_shard(writer)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare_module._ShardWriter, "close_shard", close)
+        patch.setattr(shards_module.ShardWriter, "close_shard", close)
         prepare_part(settings, out, *part) if part else prepare(settings, out)
     folder = out / settings.split
     if part:
@@ -279,7 +286,7 @@ def _interrupt(settings, out, shards, part=None):
 @pytest.fixture
 def interrupted(tmp_path):
     """A preparation that stopped after two shards: `(settings, folder, documents)`."""
-    documents = [f"document {i} " * 50 for i in range(10)]  # two a shard
+    documents = [f"document {i} " * 50 for i in range(10)]  # two per shard
     (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
     settings = _settings(tmp_path / "a.jsonl", shard_tokens=1000)
     return settings, _interrupt(settings, tmp_path / "out", shards=2), documents
@@ -298,7 +305,7 @@ def test_torn_progress_line_is_done_again(interrupted, tmp_path):
     progress = folder / "progress.jsonl"
     progress.write_bytes(progress.read_bytes()[:-10])
     (folder / "shard-00001.npy").unlink()
-    _interrupt(settings, tmp_path / "out", shards=3)  # what it appends must be readable in its turn
+    _interrupt(settings, tmp_path / "out", shards=3)  # its own lines must be readable too
     prepare(settings, tmp_path / "out")
     _check(folder, documents)
 
@@ -350,14 +357,14 @@ def test_two_preparations_at_once_are_refused(tmp_path, documents, monkeypatch):
     settings = _settings(tmp_path / "a.jsonl")
     refused = []
 
-    def tokenize_all(*args):
+    def tokenize_documents(*args):
         with pytest.raises(PreparationError, match="another process is preparing") as error:
             prepare(settings, tmp_path / "out")
         refused.append(error)
         return original(*args)
 
-    original = prepare_module._tokenize_all
-    monkeypatch.setattr(prepare_module, "_tokenize_all", tokenize_all)
+    original = prepare_module.tokenize_documents
+    monkeypatch.setattr(prepare_module, "tokenize_documents", tokenize_documents)
     prepare(settings, tmp_path / "out")
     assert len(refused) == 1
     _check(tmp_path / "out" / "train", documents)
@@ -378,7 +385,7 @@ def corpus(tmp_path, rng):
 
 
 def _joined(texts, count):
-    """Documents in the order of parts: each takes every `count`-th file."""
+    """Return the documents in the order of parts: each takes every `count`-th file."""
     return [text for index in range(count) for file in texts[index::count] for text in file]
 
 
@@ -437,11 +444,11 @@ def test_parts_do_not_depend_on_workers_or_interruptions(tmp_path, corpus):
     assert _files(again / "train") == _files(tmp_path / "out" / "train")
 
 
-def test_joining_goes_on_after_a_kill(tmp_path, corpus, monkeypatch):
-    """Killed between the last part's metadata and the whole's: any part's command writes it."""
+def test_joining_resumes_after_a_kill(tmp_path, corpus, monkeypatch):
+    """After a kill between the last part's metadata and the split's, the command of any part writes the latter."""
     settings, out = _settings(corpus[0]), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_join_parts", lambda *_: None)
+        patch.setattr(prepare_module, "join_parts", lambda *_: None)
         _prepare_parts(settings, out, 3)
     whole = out / "train" / "metadata.json"
     whole.with_name("metadata.json.other-machine.123.tmp").write_bytes(b'{"form')
@@ -451,7 +458,7 @@ def test_joining_goes_on_after_a_kill(tmp_path, corpus, monkeypatch):
 
 
 def test_two_may_join_at_the_same_moment(tmp_path, corpus, monkeypatch):
-    """The second begins and ends while the first has written its file and not yet renamed it: it must be another's."""
+    """The second runs after the first has written its temporary file, before it renames it: their names must differ."""
     settings, out = _settings(corpus[0]), tmp_path / "out"
     prepare_part(settings, out, 0, 2)
     replace, written, joined = os.replace, [], []
@@ -480,7 +487,7 @@ def test_damaged_metadata_of_the_whole_costs_no_part(tmp_path, corpus, text):
     path.write_text(text)
     with pytest.raises(DatasetError, match=f"{path} is damaged .* delete the file and prepare any part again"):
         TokenDataset(out / "train")
-    with pytest.raises(PreparationError, match=f"{path} is damaged .* delete the file and give the same command again"):
+    with pytest.raises(PreparationError, match=f"{path} is damaged .* delete the file and rerun the same command"):
         prepare_part(settings, out, 0, 2)
     path.unlink()
     prepare_part(settings, out, 0, 2)
@@ -563,7 +570,7 @@ def test_parts_that_differ_are_not_joined(tmp_path, corpus, monkeypatch):
     settings, out = _settings(corpus[0]), tmp_path / "out"
     prepare_part(settings, out, 0, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_recorded_source", lambda folder: None)
+        patch.setattr(join_module, "find_recorded", lambda folder: None)
         with pytest.raises(PreparationError, match="part-00000-of-00002 was prepared with other settings: text_field"):
             prepare_part(_settings(corpus[0], text_field="meta"), out, 1, 2, skip_bad_documents=True)
     assert not (out / "train" / "metadata.json").exists()
@@ -590,22 +597,22 @@ def test_impossible_parts(tmp_path, corpus, change, index, count, message):
 
 _KILLED = """
 import os, runpy, signal, sys
-from heinsen.data.prepare import _ShardWriter
+from heinsen.data.shards import ShardWriter
 
-append = _ShardWriter._append
+append = ShardWriter._append
 def append_or_die(writer, line):
     if len(writer.shards) == 2:  # the second one has its name, and is not recorded
         os.kill(os.getpid(), signal.SIGKILL)
     append(writer, line)
 
-_ShardWriter._append = append_or_die
+ShardWriter._append = append_or_die
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 def test_command_line_in_parts(tmp_path, rng):
-    """Kill one machine, give its command again, join, verify; then damage a shard, and do what the error says."""
+    """Kill one machine, rerun its command, join, verify; then damage a shard and follow the error message."""
     source = tmp_path / "corpus"
     source.mkdir()
     texts = [[rng.bytes(20_000).hex() for _ in range(6)] for _ in range(3)]
@@ -620,7 +627,7 @@ def test_command_line_in_parts(tmp_path, rng):
     assert killed.returncode == -signal.SIGKILL and len(list(folder.rglob("shard-*.npy"))) == 2, killed.stderr
     prepare_part(settings, tmp_path / "out", 1, 2)
     result = run(_command(*arguments, "--shard_index=0", "--verify"))
-    assert "going on after" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
+    assert "resuming after" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
     _check(folder, _joined(texts, 2), parts=2)
     _prepare_parts(settings, tmp_path / "uninterrupted", 2)
     before = _files(folder)
@@ -646,13 +653,13 @@ def test_command_line_in_parts(tmp_path, rng):
 
 
 def _named(texts, names):
-    """JSON lines as The Pile has them; of each a name, or anything else in its place."""
+    """Return JSON lines in The Pile's format, each with its name (or any other value)."""
     records = [{"text": text, "meta": {"pile_set_name": name}} for text, name in zip(texts, names, strict=True)]
     return "\n".join(map(json.dumps, records)).encode()
 
 
 def _sources(folder):
-    """Name of every document's source, shard by shard, by the contract alone."""
+    """Read the name of every document's source, shard by shard, without the reader under test."""
     found = []
     for shard in json.loads((folder / "metadata.json").read_text())["shards"]:
         names = [None] * shard["num_documents"]
@@ -716,10 +723,11 @@ def test_sources_do_not_depend_on_interruptions_or_parts(tmp_path, named):
 
 
 def _interrupt_named(settings, out, shards, part=None):
-    """`_interrupt`, which counts the files of shards, where there are those of sources too."""
+    """Call `_interrupt`, which counts files of shards, with the files of sources hidden."""
     glob = Path.glob
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "glob", lambda path, pattern: [p for p in glob(path, pattern) if ".sources" not in p.name])
+        shards_only = lambda *args, **kwargs: [p for p in glob(*args, **kwargs) if ".sources" not in p.name]
+        patch.setattr(Path, "glob", shards_only)
         _interrupt(settings, out, shards, part)
 
 
@@ -738,7 +746,7 @@ def test_damaged_sources_are_found(tmp_path, named):
 
 @pytest.mark.parametrize("parts", [0, 2])
 def test_datasets_made_before_there_were_sources_stay_good(tmp_path, named, parts, capsys):
-    """Version 1 without sources and without the setting: read, and found prepared by the same command."""
+    """Version 1 without sources and without the setting is readable, and the same command finds it finished."""
     settings, out = _settings(named[0]), tmp_path / "out"
     make = lambda settings: _prepare_parts(settings, out, parts) if parts else prepare(settings, out)
     make(_settings(named[0], source_field=None))
@@ -750,7 +758,7 @@ def test_datasets_made_before_there_were_sources_stay_good(tmp_path, named, part
     before = _files(out)
     capsys.readouterr()
     dataset = make(settings)
-    assert "kept no sources of documents" in capsys.readouterr().err
+    assert "stored no sources of documents" in capsys.readouterr().err
     assert _files(out) == before and not dataset.has_sources
     assert dataset.read_sources()[0] == [None] and len(dataset.read_sources()[1]) == dataset.num_documents
 
@@ -784,7 +792,7 @@ def test_sources_of_parquet_and_hub(tmp_path, monkeypatch):
 
 
 def test_a_field_with_ever_new_names_is_no_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_MAX_SOURCES", 5)
+    monkeypatch.setattr(shards_module, "MAX_SOURCES", 5)
     (tmp_path / "a.jsonl").write_bytes(_named("abcdef", "abcdef"))
     with pytest.raises(PreparationError, match="more than 5 different sources in .*the last 'f'.*--source_field="):
         prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out")
@@ -809,7 +817,7 @@ BAD_LINES = {
 
 
 def _check_bad(tmp_path, source, where, message, kept):
-    """Stops with an error that names place and remedy; going on with the remedy leaves the document out."""
+    """Check that the error names place and remedy, and that following the remedy leaves the document out."""
     settings = _settings(source, shard_tokens=10)
     folder = tmp_path / "out" / "train"
     with pytest.raises(PreparationError, match=f"{where}: .*{message}.*--skip_bad_documents"):
@@ -820,7 +828,7 @@ def _check_bad(tmp_path, source, where, message, kept):
     dataset = prepare(settings, tmp_path / "out", workers=1, skip_bad_documents=True)
     assert dataset.metadata["num_skipped_documents"] == 1
     _check(folder, kept)
-    with pytest.raises(PreparationError, match="skip_bad_documents: 1 skipped before, not asked for now"):
+    with pytest.raises(PreparationError, match="skip_bad_documents: 1 skipped before, off now"):
         prepare(settings, tmp_path / "out", workers=1)
 
 
@@ -934,7 +942,7 @@ def test_vocabulary_too_large_for_uint16(tmp_path, monkeypatch):
 
 def test_worker_death_is_an_error(tmp_path, documents, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(_jsonl(documents))
-    monkeypatch.setattr(prepare_module, "_start_worker", functools.partial(os._exit, 9))
+    monkeypatch.setattr(tokenize_module, "_start_worker", functools.partial(os._exit, 9))
     with pytest.raises(PreparationError, match="a worker process died"):
         prepare(_settings(tmp_path / "a.jsonl"), tmp_path / "out", workers=2)
 
@@ -959,7 +967,7 @@ def test_command_line_prepares_both_stdlib_splits(tmp_path):
     ]
     result = subprocess.run(_command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=True)
     for split in ("train", "validation"):
-        texts = [i.path.read_bytes().decode() for i in find_inputs(_settings("stdlib", split=split))]
+        texts = [Path(i.location).read_bytes().decode() for i in find_inputs(_settings("stdlib", split=split))]
         dataset = _check(tmp_path / split, texts)
         assert f"{split}: {len(texts):,} documents, {dataset.num_tokens:,} tokens" in result.stderr
 

@@ -1,4 +1,4 @@
-"""Faults of the machine in the middle of a run: a clear error, whole checkpoints, and the run goes on bit for bit."""
+"""Faults of the machine during a run: a clear error, whole checkpoints, and the run resumes bit for bit."""
 
 import errno
 import os
@@ -37,14 +37,14 @@ def no_space():
 
 
 @pytest.mark.long
-def test_a_disk_that_fills_up_is_named_and_the_run_goes_on_when_there_is_room(run, tmp_path, at_step):
-    """Where metrics are written; `tests/training/test_checkpoint.py` has it for checkpoints."""
+def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_space(run, tmp_path, at_step):
+    """While metrics are written; `tests/training/test_checkpoint.py` covers checkpoints."""
     config, workdir = run_config(run.data), tmp_path / "run"
     at_step(25, no_space)
     with pytest.raises(RunError) as error:
         train(config, workdir)
     assert f"{workdir} cannot be written" in str(error.value) and "No space left on device" in str(error.value)
-    assert f"goes on from {workdir / 'checkpoints' / '20'}" in str(error.value)
+    assert f"resume from {workdir / 'checkpoints' / '20'}" in str(error.value)
     assert checkpoint_steps(workdir)[-1] == 20
     at_step(0, no_space)
     train(config, workdir)
@@ -60,8 +60,8 @@ def test_a_folder_that_cannot_be_made_is_named(data, tmp_path, place):
 
 
 @pytest.mark.long
-def test_data_that_vanish_under_a_run_are_named(run, tmp_path, at_step):
-    """Not by a crash: a memory-mapped file cut short would end the process by SIGBUS."""
+def test_data_that_vanish_during_a_run_are_named(run, tmp_path, at_step):
+    """An error, not a crash: reading a truncated memory-mapped file would end the process by SIGBUS."""
     data = shutil.copytree(run.data, tmp_path / "data")
     config, workdir = run_config(data), tmp_path / "run"
     at_step(25, lambda: os.truncate(data / "train" / "shard-00000.npy", 200))

@@ -1,6 +1,6 @@
-"""SIGKILL at random moments of one run, in its saves too: it ends as if nothing had happened, in every bit.
+"""A run that is killed at random moments, also within saves, ends as if nothing had happened, bit for bit.
 
-HEINSEN_KILLS says how often.
+HEINSEN_KILLS is the number of kills.
 """
 
 import os
@@ -35,13 +35,13 @@ def last_state(workdir, config) -> list[np.ndarray]:
 
 
 def saves(workdir) -> bool:
-    """Whether a checkpoint is being written: its folder has a longer name until it is whole."""
+    """Return whether a checkpoint is being written: its folder has a longer name until it is whole."""
     folder = workdir / "checkpoints"
     return folder.exists() and any(not path.name.isdigit() for path in folder.iterdir())
 
 
 def kill(process, workdir, rng) -> str:
-    """At one of three kinds of moments: while it starts, after some steps, within a save."""
+    """Kill it at one of three kinds of moments: during start-up, after some steps, within a save."""
     step = lambda: read_log(workdir)[-1]["step"] if read_log(workdir) else 0
     kind = rng.choice(["starting", "stepping", "saving"], p=[0.15, 0.35, 0.5])
     until, first = time.monotonic() + rng.uniform(0, 3), step() + rng.integers(1, 30)

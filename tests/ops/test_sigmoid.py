@@ -90,9 +90,9 @@ def test_one_block_or_many_give_the_same(rng, monkeypatch, small_blocks):
 
 
 def test_blocks_hold_a_bounded_number_of_pairs():
-    assert sigmoid._block(1) == sigmoid._LARGEST_BLOCK > sigmoid._block(24) > sigmoid._block(10**6)
-    assert sigmoid._block(10**6) == sigmoid._SMALLEST_BLOCK
-    assert all(n * sigmoid._block(n) ** 2 <= sigmoid._PAIRS for n in range(1, 500))
+    assert sigmoid._block_size(1) == sigmoid._LARGEST_BLOCK > sigmoid._block_size(24) > sigmoid._block_size(10**6)
+    assert sigmoid._block_size(10**6) == sigmoid._SMALLEST_BLOCK
+    assert all(n * sigmoid._block_size(n) ** 2 <= sigmoid._PAIRS for n in range(1, 500))
 
 
 @pytest.mark.parametrize("size", [30.0, 1e18])

@@ -39,10 +39,13 @@ def train(folder: Path, behaviour: str) -> int:
 
 def sweep(path: Path) -> None:
     """Raises SweepInterrupted."""
-    from heinsen.sweep.folder import Screen, SweepFolder, SweepRun
-    from heinsen.sweep.launch import LocalLauncher, drive
+    from heinsen.sweep.definition import Definition
+    from heinsen.sweep.display import Screen
+    from heinsen.sweep.drive import drive
+    from heinsen.sweep.folder import SweepFolder
+    from heinsen.sweep.launch import LaunchOptions, LocalLauncher
+    from heinsen.sweep.runs import SweepRun
     from heinsen.sweep.search import ListSearch
-    from heinsen.sweep.space import Definition
 
     behaviours = ("slow", "finish")
     points = [{"behaviour": behaviour, "seed": seed} for seed, behaviour in enumerate(behaviours)]
@@ -50,7 +53,8 @@ def sweep(path: Path) -> None:
     runs = [SweepRun(p, SLOW_STEPS if p["behaviour"] == "slow" else STEPS, 10) for p in points]
     folder = SweepFolder.open_or_create(path, definition, runs)
     with folder.lock() as lock:
-        drive(folder, ListSearch(folder), LocalLauncher(folder, command, lock, parallel=1), Screen(sys.stderr))
+        launcher = LocalLauncher(folder, command, lock, LaunchOptions(parallel=1))
+        drive(folder, ListSearch(folder), launcher, Screen(sys.stderr))
 
 
 def command(run, where: Path) -> list[str]:

@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heinsen.sweep.curves import CurveError, RunLog, against, curves, final_table, read_anchors, smooth, thin
+from heinsen.sweep.curves import (
+    CurveError,
+    RunLog,
+    compare_with_anchors,
+    final_table,
+    make_curve,
+    read_anchors,
+    smooth,
+    thin,
+)
 from tests.runs import BATCH, LENGTH, ROOT
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -35,21 +44,21 @@ def test_thinned_curves_keep_their_ends(rng):
 def test_axes_measure_the_same_run(run):
     log = RunLog.read(run.workdir)
     entries = [entry for entry in run.log if "loss" in entry]
-    tokens, losses, _, _ = curves(log, "tokens", "loss")
+    tokens, losses, _, _ = make_curve(log, "tokens", "loss")
     np.testing.assert_array_equal(tokens, [entry["step"] * BATCH * LENGTH for entry in entries])
     np.testing.assert_array_equal(losses, [entry["loss"] for entry in entries])
-    steps, _, at, validations = curves(log, "steps", "loss")
+    steps, _, at, validations = make_curve(log, "steps", "loss")
     np.testing.assert_array_equal(steps, [entry["step"] for entry in entries])
     assert dict(zip(at, validations, strict=True)) == {
         entry["step"]: entry["validation_loss"] for entry in run.log if "validation_loss" in entry
     }
-    hours = curves(log, "time", "loss")[0] * 3600
+    hours = make_curve(log, "time", "loss")[0] * 3600
     seconds = np.cumsum([BATCH * LENGTH / entry["tokens_per_second"] for entry in entries])
     np.testing.assert_allclose(hours, seconds, rtol=1e-9)
-    # Embedding, position, two layers of LayerNorm, W1, W2 and W3, the last LayerNorm (heinsen/model.py, tests/runs.py).
+    # Embedding, position, two layers of LayerNorm, W1, W2 and W3, the last LayerNorm (heinsen/models, tests/runs.py).
     n_params = 264 * 32 + (32 + 1) * 64 + 2 * (2 * 32 + (32 + 1) * 24 + (8 + 1) * 64 + 32 * 32) + 2 * 32
-    np.testing.assert_allclose(curves(log, "flops", "loss")[0], 6.0 * n_params * tokens)
-    x, y, marks, _ = curves(log, "tokens", "validation_loss")
+    np.testing.assert_allclose(make_curve(log, "flops", "loss")[0], 6.0 * n_params * tokens)
+    x, y, marks, _ = make_curve(log, "tokens", "validation_loss")
     assert len(marks) == 0 and y[-1] == validations[-1] and x[-1] == tokens[-1]
 
 
@@ -105,7 +114,7 @@ def test_runs_are_judged_between_and_at_the_anchors(tmp_path):
     path = tmp_path / "bands.csv"
     path.write_text("tokens,low,high,source\n1e2,4,5,a\n1e4,2,3,b\n")
     anchors = read_anchors(path)
-    judge = lambda tokens, losses: against(anchors, np.array(tokens), np.array(losses))
+    judge = lambda tokens, losses: compare_with_anchors(anchors, np.array(tokens), np.array(losses))
     assert judge([10, 50], [9.0, 8.0]) == ["not yet at the first anchor, 100 tokens"]
     assert judge([10, 1000], [6.5, 4.5]) == [
         "100 tokens: 5.500, ABOVE 4.000 to 5.000",

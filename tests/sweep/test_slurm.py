@@ -106,7 +106,7 @@ def test_all_runs_end_whatever_happens_to_their_jobs(swept):
     assert f"1 of 6 runs have not finished: {killed}" in first.stderr
     assert between == {run.name: "interrupted" if run.name == killed else "finished" for run in runs}
     assert again.returncode == 0, again.stderr
-    assert "5 of 6 runs have finished before" in again.stderr and again.stderr.count(": submitted") == 1
+    assert "5 of 6 runs finished earlier" in again.stderr and again.stderr.count(": submitted") == 1
     for run in runs:
         assert read_log(run)[-1]["step"] == STEPS and "validation_loss" in read_log(run)[-1]
 

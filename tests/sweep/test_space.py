@@ -8,7 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from heinsen.sweep.space import LONGEST_NAME, Definition, Range, SweepError, changes, folder_name, parse_space
+from heinsen.sweep.definition import Definition, changes, find_strategy
+from heinsen.sweep.space import LONGEST_NAME, Range, SweepError, folder_name, parse_space
 
 KINDS = {"a.rate": float, "a.size": int, "b.name": str, "b.rate": float}
 
@@ -24,7 +25,8 @@ def convert(field, text):
 
 
 def parse(search="grid", **texts):
-    return parse_space({name.replace("__", "."): text for name, text in texts.items()}, convert, search)
+    texts = {name.replace("__", "."): text for name, text in texts.items()}
+    return parse_space(texts, convert, find_strategy(search).paired)
 
 
 def definition(space, **changes):
@@ -57,7 +59,7 @@ def test_ranges_take_their_kind_from_the_field():
         (dict(b__name='["a"'), "not a JSON list"),
         (dict(a__rate="1,fast"), "'fast' is no float"),
         (dict(a__size="1.5"), "'1.5' is no int"),
-        (dict(a__rate="0.1,1e-1"), "1e-1 stands there twice"),
+        (dict(a__rate="0.1,1e-1"), "1e-1 is listed twice"),
         (dict(a__rate="2..1"), "from a lower to a higher"),
         (dict(a__rate="0..1:log"), "above 0"),
         (dict(a__size="1..x"), "'x' is no int"),

@@ -9,17 +9,23 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from heinsen.sweep.folder import Screen, SweepFolder, SweepRun, table
-from heinsen.sweep.job import is_held, read_status
-from heinsen.sweep.launch import LocalLauncher, SlurmLauncher, SweepInterrupted, divide, drive, visible_gpus
-from heinsen.sweep.search import ListSearch, OptunaSearch
-from heinsen.sweep.space import Definition, Range, SweepError
+from heinsen.sweep.definition import Definition
+from heinsen.sweep.display import Screen, table
+from heinsen.sweep.drive import SweepInterrupted, drive
+from heinsen.sweep.folder import SweepFolder
+from heinsen.sweep.job import TrainingJob, is_held, read_status
+from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher
+from heinsen.sweep.machine import divide, visible_gpus
+from heinsen.sweep.runs import SweepRun
+from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
+from heinsen.sweep.space import Range, SweepError
 from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
 from tests.sweep import fake
 
@@ -43,7 +49,7 @@ def drive_here(folder, **options):
     """Run a sweep of fakes, two at a time; what it says and the runs in the end."""
     said = io.StringIO()
     with folder.lock() as lock:
-        launcher = LocalLauncher(folder, fake.command, lock, parallel=2)
+        launcher = LocalLauncher(folder, fake.command, lock, LaunchOptions(parallel=2))
         views = drive(folder, ListSearch(folder), launcher, Screen(said), **options)
     return said.getvalue(), {view.run.point["behaviour"]: view for view in views}
 
@@ -93,7 +99,7 @@ def test_what_has_ended_is_not_repeated_and_retry_repeats_the_crashed(ended):
     finished = {run.name: starts(folder, run) for run in folder.runs}
     said, views = drive_here(SweepFolder.load(folder.path))
     assert {run.name: starts(folder, run) for run in folder.runs} == finished == dict.fromkeys(finished, 1)
-    assert "2 of 3 runs have finished before" in said and "--retry" in said and views["crash"].state == "crashed"
+    assert "2 of 3 runs finished earlier" in said and "--retry" in said and views["crash"].state == "crashed"
     _, views = drive_here(SweepFolder.load(folder.path), retry=True)
     again = {run.point["behaviour"]: starts(folder, run) for run in folder.runs}
     assert again == {"finish": 1, "crash": 2, "other": 1}
@@ -169,7 +175,7 @@ def killed(tmp_path_factory):
     terminate = threading.Thread(target=lambda: (wait_for_step(reached + 3), os.kill(os.getpid(), signal.SIGTERM)))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # should it come too late, it is not for the tests
     terminate.start()
-    with pytest.raises(SweepInterrupted, match="the same command goes on"):
+    with pytest.raises(SweepInterrupted, match="rerun the same command to resume"):
         fake.sweep(path)
     terminate.join()
     signal.signal(signal.SIGTERM, before)
@@ -194,10 +200,10 @@ def test_runs_of_a_killed_sweep_save_and_the_same_command_goes_on(killed):
 # ---- searches ------------------------------------------------------------------------------------
 
 
-class InstantLauncher:
-    """Runs that take a validation a look: `losses(point)` are those of a run."""
+class InstantLauncher(Launcher):
+    """Runs that make a validation at each look: `losses(point)` are those of a run."""
 
-    starting, stopping = "started", "stopping"
+    start_message, stop_message = "started", "stopping"
 
     def __init__(self, folder, losses, room=2):
         self.folder, self.losses, self.room = folder, losses, room
@@ -226,14 +232,14 @@ class InstantLauncher:
                 del self.under_way[name]
         return set(self.under_way)
 
-    def end(self):
+    def stop(self):
         return ""
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """No waiting between looks, and fake runs count as alive without a lock."""
-    monkeypatch.setattr("heinsen.sweep.launch._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("heinsen.sweep.drive._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("heinsen.sweep.folder.is_held", lambda path: True)
 
 
@@ -248,7 +254,7 @@ def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
         launcher = InstantLauncher(folder, losses)
         make_run = lambda p: SweepRun(p, 6, 1, "too fast" if p["rate"] > 5e-2 else None)
         said = io.StringIO()
-        views = drive(folder, OptunaSearch(folder, make_run), launcher, Screen(said))
+        views = drive(folder, make_search(folder, make_run), launcher, Screen(said))
         return views, launcher.started, said.getvalue()
 
     first, started, _ = search(6)
@@ -275,7 +281,7 @@ def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
                 raise KeyboardInterrupt
             return set(self.under_way)
 
-        def end(self):
+        def stop(self):
             for where, _ in self.under_way.values():
                 (where / "status.json").write_text(json.dumps({"state": "interrupted"}))
             return "stopped"
@@ -331,19 +337,38 @@ def test_each_run_at_a_time_gets_a_gpu_of_its_own(ended, monkeypatch):
             taken[task.folder] = task.environment["CUDA_VISIBLE_DEVICES"]
             return type("Job", (), {"done": lambda self: False})()
 
-    monkeypatch.setattr("heinsen.sweep.launch._executor", lambda *_, **__: Executor())
-    launcher = LocalLauncher(folder, fake.command, ("lock", "token"))
+    monkeypatch.setattr("heinsen.sweep.launch._make_executor", lambda *_, **__: Executor())
+    launcher = LocalLauncher(folder, fake.command, ("lock", "token"), LaunchOptions())
     assert launcher.free() == 2
     launcher.start(folder.runs[:2])
     assert launcher.free() == 0 and sorted(taken.values()) == ["3", "5"]
     with pytest.raises(SweepError, match="--parallel=3 is more than there are GPUs"):
-        LocalLauncher(folder, fake.command, ("lock", "token"), parallel=3)
+        LocalLauncher(folder, fake.command, ("lock", "token"), LaunchOptions(parallel=3))
+
+
+def test_a_job_runs_where_heinsen_cannot_be_imported(ended, tmp_path):
+    """A launcher (of `ended`, here) has told cloudpickle to send all that a job needs by value."""
+    import cloudpickle
+
+    job = TrainingJob([sys.executable, "-c", "print('trained')"], "/", str(tmp_path / "run"), {}, None, None)
+    (tmp_path / "job.pkl").write_bytes(cloudpickle.dumps(job))
+    program = """
+        import pickle, sys
+        sys.modules["heinsen"] = None
+        pickle.load(open(sys.argv[1], "rb"))()
+        assert "jax" not in sys.modules
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), tmp_path / "job.pkl"]
+    end = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+    assert read_status(tmp_path / "run")["state"] == "finished"
+    assert (tmp_path / "run" / "train.log").read_text() == "trained\n"
 
 
 def test_slurm_that_is_not_there_is_named(ended, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(SweepError, match="SLURM is not installed here"):
-        SlurmLauncher(ended[0], fake.command, None, None, 60, 0, 1)
+        SlurmLauncher(ended[0], fake.command, ("lock", "token"), LaunchOptions())
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -385,8 +410,7 @@ BAD_COMMANDS = {
 RUNNER = """
 import contextlib, io, json, sys
 sys.argv = ["scripts/sweep.py"]
-sys.path.insert(0, "scripts")
-import sweep
+from scripts import sweep
 from absl import flags
 ends = {}
 for name, arguments in json.load(sys.stdin).items():

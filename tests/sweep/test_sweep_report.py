@@ -8,23 +8,21 @@ import re
 import shutil
 import statistics
 import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from heinsen.sweep.folder import SweepFolder, SweepRun
-from heinsen.sweep.report import effect_of, grid_of, seed_spread, swept_fields, write_report
-from heinsen.sweep.space import Definition, Range
+from heinsen.sweep.definition import Definition
+from heinsen.sweep.effects import Result, effect_of, grid_of, seed_spread, swept_fields
+from heinsen.sweep.folder import SweepFolder
+from heinsen.sweep.report import write_report
+from heinsen.sweep.runs import SweepRun
+from heinsen.sweep.space import Range
 
 
 def definition(space, **changes):
     fields = dict(config="c.py", overrides={}, base={}, seeds=None, search="grid", trials=None, search_seed=0)
     return Definition(**(fields | {"space": space} | changes))
-
-
-def finished(point, loss):
-    return SimpleNamespace(run=SimpleNamespace(point=point), validation_loss=loss)
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def grid(rng):
     points = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
     chosen = [points[i] for i in rng.permutation(len(points))[:-2]]
     return definition(space), [
-        finished(point, float(loss)) for point, loss in zip(chosen, rng.normal(3, 1, 10), strict=True)
+        Result(point, float(loss)) for point, loss in zip(chosen, rng.normal(3, 1, 10), strict=True)
     ]
 
 
@@ -45,16 +43,16 @@ def test_marginal_effects_are_means_over_everything_else(grid):
         assert [group.label for group in effect.groups] == [str(value) for value in values]
         means = []
         for value, group in zip(values, effect.groups, strict=True):
-            losses = [run.validation_loss for run in runs if run.run.point[field] == value]
+            losses = [run.loss for run in runs if run.point[field] == value]
             assert sorted(group.losses) == sorted(losses)
             means.append(sum(losses) / len(losses))
         np.testing.assert_allclose(effect.size, max(means) - min(means))
-    assert effect_of(whole, "b.name", [run for run in runs if run.run.point["b.name"] == "x"]) is None
+    assert effect_of(whole, "b.name", [run for run in runs if run.point["b.name"] == "x"]) is None
 
 
 def test_ranges_are_cut_into_parts_of_as_many_runs(rng):
     rates = rng.uniform(0, 1, 11)
-    runs = [finished({"rate": float(rate)}, float(rate)) for rate in rates]
+    runs = [Result({"rate": float(rate)}, float(rate)) for rate in rates]
     effect = effect_of(definition({"rate": Range(0, 1, False, False)}, search="random", trials=11), "rate", runs)
     assert [len(group.losses) for group in effect.groups] == [3, 3, 3, 2]
     np.testing.assert_array_equal(np.concatenate([group.losses for group in effect.groups]), np.sort(rates))
@@ -64,13 +62,13 @@ def test_the_spread_over_seeds_is_within_equal_settings(grid):
     whole, runs = grid
     spread, freedom = seed_spread(runs)
     pairs = [
-        [r.validation_loss for r in runs if (r.run.point["a.rate"], r.run.point["b.name"]) == each]
+        [r.loss for r in runs if (r.point["a.rate"], r.point["b.name"]) == each]
         for each in itertools.product(whole.space["a.rate"], whole.space["b.name"])
     ]
     pairs = [pair for pair in pairs if len(pair) == 2]
     assert freedom == len(pairs)
     np.testing.assert_allclose(spread, np.sqrt(sum((a - b) ** 2 / 2 for a, b in pairs) / len(pairs)))
-    assert seed_spread([run for run in runs if run.run.point["seed"] == 0]) is None
+    assert seed_spread([run for run in runs if run.point["seed"] == 0]) is None
 
 
 def test_the_heat_map_holds_the_mean_of_each_pair(grid):
@@ -78,7 +76,7 @@ def test_the_heat_map_holds_the_mean_of_each_pair(grid):
     ys, xs, means = grid_of(runs, "b.name", "a.rate")
     assert ys == ["x", "y"] and xs == [1e-4, 1e-3, 1e-2]
     for i, j in np.ndindex(means.shape):
-        losses = [r.validation_loss for r in runs if r.run.point["b.name"] == ys[i] and r.run.point["a.rate"] == xs[j]]
+        losses = [r.loss for r in runs if r.point["b.name"] == ys[i] and r.point["a.rate"] == xs[j]]
         expected = statistics.fmean(losses) if losses else np.nan
         np.testing.assert_allclose(means[i, j], expected)
 

@@ -1,4 +1,4 @@
-"""Configs, data and run folders that cannot be used: one error that names the cause, and nothing lost."""
+"""Bad configs, data and run folders: one error names the cause, and nothing is lost."""
 
 import dataclasses
 import json
@@ -225,7 +225,7 @@ def with_another_model(folder: Path) -> None:
 
 
 def truncated(checkpoint: Path) -> None:
-    """Every file of it that holds numbers loses its second half."""
+    """Cut every file that holds numbers in half."""
     data_files = [path for path in checkpoint.rglob("*") if path.is_file() and "d" in path.parent.name.split(".")]
     assert data_files
     for path in data_files:
@@ -269,7 +269,7 @@ def test_a_folder_without_a_usable_checkpoint_is_refused_for_reading(a_run, dama
         (with_all_truncated, f"checkpoints/{STEPS} cannot be restored"),
     ],
 )
-def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(a_run, config, damage, message):
+def test_training_does_not_start_over_where_all_checkpoints_are_damaged(a_run, config, damage, message):
     damage(a_run)
     before = snapshot(a_run)
     with pytest.raises(CheckpointError) as error:
@@ -279,8 +279,8 @@ def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(a_run, c
 
 
 @pytest.mark.parametrize("damage", [truncated, pytest.param(emptied, marks=pytest.mark.long)])
-def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(a_run, run, config, damage, capfd):
-    """The damaged one is kept aside, and the run ends as if nothing had been."""
+def test_training_resumes_from_the_checkpoint_before_a_damaged_one(a_run, run, config, damage, capfd):
+    """The damaged one is moved away, and the run ends as if nothing had happened."""
     newest = a_run / "checkpoints" / str(STEPS)
     damage(newest)
     damaged = snapshot(newest)

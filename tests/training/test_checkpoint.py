@@ -1,4 +1,4 @@
-"""Checkpoints give back what was saved, bit for bit, or say that they are damaged; never anything else."""
+"""Checkpoints restore what was saved, bit for bit, or are reported as damaged; nothing in between."""
 
 import contextlib
 import json
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from heinsen.parallel import with_shardings
-from heinsen.training.checkpoint import CheckpointError, Checkpoints, checksums, restore_params
+from heinsen.training.checkpoint import CheckpointError, Checkpoints, restore_params
+from heinsen.training.checksums import checksums
 from tests.runs import checkpoint_steps, finish, snapshot
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -32,7 +33,7 @@ class State(NamedTuple):
 
 
 def draw_state(rng: np.random.Generator) -> State:
-    """Arrays of several types; the bits of the large ones are so random that Orbax cannot compress them."""
+    """Return arrays of several types; the bits of the large ones are random, so that Orbax cannot compress them."""
     draw = lambda *shape: jnp.asarray(rng.integers(0, 2**32, shape, np.uint32)).view(jnp.float32)
     params = {"layers": {"w": draw(3, 32, 40), "b": jnp.asarray(rng.normal(size=7), jnp.bfloat16)}}
     return State(params, (jnp.asarray(rng.integers(100), jnp.int32), {"mu": draw(64, 20)}, jax.random.key(5)))
@@ -62,7 +63,7 @@ class Saved(NamedTuple):
         return sorted(path for path in self.path(step).rglob("*") if path.is_file())
 
     def restore(self, config_hash: str = HASH) -> tuple[int, list[str]]:
-        """The step that is restored, checked against what was saved then, and the warnings."""
+        """Restore and compare with what was saved; return the step and the warnings."""
         warnings = []
         with Checkpoints(self.workdir, KEEP, warn=warnings.append) as checkpoints:
             step, state, position = checkpoints.restore_newest(placed(self.states[STEPS[0]]), config_hash)
@@ -90,7 +91,7 @@ def saved(one_run: Saved, tmp_path: Path) -> Saved:
 
 
 def expected_checksum(words: np.ndarray) -> int:
-    """Over the words in row-major order, in Python's integers."""
+    """Compute the checksum of words in row-major order with Python's integers."""
     total = 0
     for i, word in enumerate(words.ravel().tolist()):
         x = (word + i * 0x9E3779B9) % 2**32
@@ -173,7 +174,7 @@ def test_the_newest_stay_and_every_so_many_steps(tmp_path, rng):
 
 
 def test_parameters_are_read_alone(saved):
-    """Damage to the rest does not concern them."""
+    """Damage to other fields does not matter."""
     shutil.rmtree(saved.path(30) / "opt_state")
     step, params = restore_params(saved.workdir, placed(saved.states[30].params), warn=pytest.fail)
     assert step == 30 and bits(params) == bits(saved.states[30].params)
@@ -199,7 +200,7 @@ def delete(path: Path, rng: np.random.Generator) -> None:
 
 
 def check_fallback(saved: Saved) -> str | None:
-    """What was saved last, or a warning and what was saved before: the reason in the warning."""
+    """Restore the last save (return None), or the one before it with a warning (return the reason it gives)."""
     damaged = snapshot(saved.path(30))
     step, warnings = saved.restore()
     if step == 30:
@@ -310,7 +311,7 @@ def test_reading_parameters_falls_back_and_changes_nothing(saved, capsys):
     assert capsys.readouterr().err.startswith(f"warning: {saved.path(30)} is damaged: ")
 
 
-def test_a_step_put_aside_is_saved_anew_as_often_as_needed(saved):
+def test_a_step_moved_away_is_saved_again_as_often_as_needed(saved):
     for name in ("30", "30.1"):
         no_metadata(saved)
         with Checkpoints(saved.workdir, KEEP, warn=lambda message: None) as checkpoints:
@@ -341,7 +342,7 @@ def test_only_damaged_checkpoints_are_refused_each_with_its_reason(saved):
 
 
 def test_another_config_is_refused_at_once(saved):
-    """An older checkpoint with the right hash is no way out."""
+    """It does not fall back to an older checkpoint with the right hash."""
     with Checkpoints(saved.workdir, 4) as checkpoints:
         checkpoints.save(40, saved.states[30], {}, "another's")
     before = snapshot(saved.workdir)
@@ -386,7 +387,8 @@ import sys
 from pathlib import Path
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from heinsen.training.checkpoint import Checkpoints, checksums
+from heinsen.training.checkpoint import Checkpoints
+from heinsen.training.checksums import checksums
 from tests.training.test_checkpoint import HASH, KEEP, State, bits
 
 workdir, *expected = Path(sys.argv[1]), *sys.argv[2:]
@@ -502,7 +504,7 @@ def fail(error_in_the_body=None, at_the_next_save=False):
 
 def message(step, then):
     path = workdir / "checkpoints" / str(step)
-    return f"step {step} could not be saved to {path}: File too large. When that is mended, the same command {then}"
+    return f"step {step} could not be saved to {path}: File too large. Fix this, then rerun the same command to {then}"
 
 def message_of(kind, *arguments):
     try:
@@ -510,13 +512,13 @@ def message_of(kind, *arguments):
     except kind as error:
         return str(error)
 
-from_nothing = message(10, "starts from the beginning: there is no checkpoint")
+from_nothing = message(10, "start over, as there is no checkpoint yet")
 assert message_of(CheckpointError) == from_nothing, message_of(CheckpointError)
 limit(resource.RLIM_INFINITY)
 warnings = fail(at_the_next_save=True)
 assert warnings == [from_nothing], warnings
 assert sorted(path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()) == ["30"]
-assert message_of(CheckpointError) == message(40, "goes on from checkpoint 30")
+assert message_of(CheckpointError) == message(40, "resume from checkpoint 30")
 limit(resource.RLIM_INFINITY)
 assert message_of(ZeroDivisionError, ZeroDivisionError("what ends the run")) == "what ends the run"
 limit(resource.RLIM_INFINITY)

@@ -1,4 +1,4 @@
-"""train.py --plan: what it reports, and that it leaves nothing behind."""
+"""train.py --plan: its report, and that it leaves no files."""
 
 import re
 
@@ -39,7 +39,7 @@ def test_a_plan_that_is_not_timed_says_why_and_what_it_would_be(tmp_path):
     found = plan(config, steps=3)
     assert found.seconds_per_step is None and re.search(r"4 steps would take \d+ s at the peak rate", found.not_timed)
     hours = found.flops_per_step * found.total_steps / 0.4 / 3600
-    assert f"if MFU were 40%  {hours / 24:,.1f} days for the whole run, {hours:,.1f} device-hours" in str(found)
+    assert f"if MFU were 40%   {hours / 24:,.1f} days for the whole run, {hours:,.1f} device-hours" in str(found)
 
 
 @pytest.mark.long
@@ -47,5 +47,5 @@ def test_the_plan_is_a_command_that_writes_nothing(commands, tmp_path):
     small = ["--config=configs/demo.py", "--config.model.d_model=16", "--config.sequence_length=16"]
     done = commands.run("train.py", *small, "--plan", "--plan_steps=0", "--config.mesh.fsdp=2", devices=4)
     assert done.returncode == 0, done.stderr
-    assert "devices          4 x cpu; data 2 x fsdp 2 x tensor 1 x sequence 1" in done.stdout
+    assert "devices           4 x cpu; data 2 x fsdp 2 x tensor 1 x sequence 1" in done.stdout
     assert "not measured: --plan_steps=0" in done.stdout and "device-hours" in done.stdout

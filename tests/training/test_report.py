@@ -1,4 +1,4 @@
-"""What a run tells besides its metrics: spikes, skipped steps, traces, Weights & Biases."""
+"""What a run reports besides its metrics: spikes, skipped steps, traces, Weights & Biases."""
 
 import math
 import sys
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from heinsen.config import ConfigError
-from heinsen.training import loop
+from heinsen.training import data as training_data
 from heinsen.training.loop import NonFiniteLossError, train
-from heinsen.training.report import Spikes
 from heinsen.training.run import RunError
+from heinsen.training.spikes import SpikeDetector
 from tests.runs import BATCH, CHECKPOINT_EVERY, LENGTH, checkpoint_steps, read_log, run_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -22,35 +22,36 @@ pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
 def test_a_spike_is_so_many_standard_deviations_above_the_last_losses(rng):
-    losses = rng.normal(3.0, 0.1, Spikes.WINDOW + 50)
-    spikes = Spikes(sigmas=6.0)
+    losses = rng.normal(3.0, 0.1, SpikeDetector.WINDOW + 50)
+    spikes = SpikeDetector(sigmas=6.0)
     for i, loss in enumerate(losses):
-        assert spikes.look(loss) is None, f"step {i}"
-    mean, sigma = np.mean(losses[-Spikes.WINDOW :]), np.std(losses[-Spikes.WINDOW :])
-    assert spikes.look(math.nan) is None and spikes.look(math.inf) is None
-    assert spikes.look(mean - 100 * sigma) is None, "below is none"
-    again = Spikes(6.0)
+        assert spikes.check(loss) is None, f"step {i}"
+    mean, sigma = np.mean(losses[-SpikeDetector.WINDOW :]), np.std(losses[-SpikeDetector.WINDOW :])
+    assert spikes.check(math.nan) is None and spikes.check(math.inf) is None
+    assert spikes.check(mean - 100 * sigma) is None, "below is none"
+    again = SpikeDetector(6.0)
     for loss in losses:
-        again.look(loss)
-    assert again.look(mean + 5.9 * sigma) is None
-    again = Spikes(6.0)
+        again.check(loss)
+    assert again.check(mean + 5.9 * sigma) is None
+    again = SpikeDetector(6.0)
     for loss in losses:
-        again.look(loss)
-    found = again.look(mean + 6.1 * sigma)
-    assert found == f"{mean + 6.1 * sigma:.4f}, after {mean:.4f} +- {sigma:.4f} over {Spikes.WINDOW} steps"
+        again.check(loss)
+    found = again.check(mean + 6.1 * sigma)
+    assert found == f"{mean + 6.1 * sigma:.4f}, after {mean:.4f} +- {sigma:.4f} over {SpikeDetector.WINDOW} steps"
 
 
-def test_few_losses_are_no_ground_for_a_spike():
-    spikes = Spikes(3.0)
-    assert [spikes.look(x) for x in [1.0, 100.0] * (Spikes.ENOUGH // 2)] == [None] * Spikes.ENOUGH
+def test_few_losses_are_not_enough_for_a_spike():
+    spikes = SpikeDetector(3.0)
+    n = SpikeDetector.MIN_LOSSES
+    assert [spikes.check(x) for x in [1.0, 100.0] * (n // 2)] == [None] * n
 
 
 # ---- steps that are not finite ---------------------------------------------------------------
 
 
 def with_bad_batches(monkeypatch, bad_steps):
-    """Put a token that the model does not have, whose embedding reads NaN, into the batches of these steps."""
-    iterate = loop.train_iterator
+    """Put a token outside the vocabulary, whose embedding reads NaN, into the batches of these steps."""
+    iterate = training_data.train_iterator
 
     def train_iterator(*arguments, **options):
         batches = iterate(*arguments, **options)
@@ -67,7 +68,7 @@ def with_bad_batches(monkeypatch, bad_steps):
 
         return Batches()
 
-    monkeypatch.setattr(loop, "train_iterator", train_iterator)
+    monkeypatch.setattr(training_data, "train_iterator", train_iterator)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(data, tmp_path, monkeypatch, capfd):
@@ -115,7 +116,7 @@ def test_steps_to_trace_are_two_numbers(data, steps):
 
 
 class FakeWandb(types.ModuleType):
-    """Records what it is given; its server may be out of reach."""
+    """Records its inputs; its server may be unreachable."""
 
     def __init__(self, reachable: bool):
         super().__init__("wandb")
@@ -144,7 +145,7 @@ def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, m
     train(config, tmp_path / "run")
     expected = [(entry.pop("step"), entry) for entry in read_log(tmp_path / "run")]
     assert wandb.logged == expected and wandb.finished == 1
-    train(config, tmp_path / "run")  # complete: goes on with the same run there
+    train(config, tmp_path / "run")  # complete: continues the same run there
     first, again = wandb.started
     assert first["id"] == again["id"] and first["resume"] == "allow" and first["project"] == "tests"
     assert first["config"]["model"]["n_layers"] == config.model.n_layers

@@ -1,4 +1,4 @@
-"""Whole runs: what they leave in their folder, and that interruptions of every kind leave no trace in it."""
+"""Whole runs: the contents of their folder, and that no kind of interruption changes them."""
 
 import json
 import math
@@ -15,7 +15,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from heinsen.parallel import make_mesh
-from heinsen.training import loop, metrics
+from heinsen.training import loop, metrics, plots, throughput
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
 from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
@@ -51,7 +51,7 @@ def config(data: Path) -> TrainConfig:
 
 
 def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.ndarray], dict]:
-    """Its step, every number of parameters and optimizer state, and the data's position."""
+    """Return its step, all arrays of parameters and optimizer state, and the data's position."""
     mesh = make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
@@ -66,7 +66,7 @@ def last_checkpoint(run: Run, config: TrainConfig):
 
 
 def assert_same_run(workdir: Path, run: Run, config: TrainConfig, last_checkpoint) -> None:
-    """metrics.jsonl and the last checkpoint equal those of the uninterrupted run in every bit."""
+    """Compare metrics.jsonl and the last checkpoint with those of the uninterrupted run, bit for bit."""
     log, expected = without_timing(read_log(workdir)), without_timing(run.log)
     assert [entry["step"] for entry in log] == [entry["step"] for entry in expected]
     assert log == expected
@@ -142,8 +142,8 @@ def test_config_of_a_run_is_read_back_whole(run, config):
 def test_report_on_stdout_is_the_last_validation(run):
     last = [entry for entry in run.log if "validation_loss" in entry][-1]
     assert run.stdout == (
-        f"{run.workdir}: validation loss {last['validation_loss']:.4f} nats a token, "
-        f"{last['validation_bits_per_byte']:.4f} bits a byte over 300 tokens\n"
+        f"{run.workdir}: validation loss {last['validation_loss']:.4f} nats per token, "
+        f"{last['validation_bits_per_byte']:.4f} bits per byte over 300 tokens\n"
     )
 
 
@@ -178,7 +178,7 @@ def write_lines(workdir: Path, text: str) -> None:
     (workdir / "metrics.jsonl").write_text(text)
 
 
-def test_a_torn_last_line_is_left_out_and_mended(tmp_path):
+def test_a_torn_last_line_is_dropped_and_replaced(tmp_path):
     whole = '{"step": 1, "tokens": 64, "loss": 2.5}\n{"step": 2, "tokens": 128, "loss": 2.25}\n'
     write_lines(tmp_path, whole + '{"step": 3, "tok')
     assert [entry["step"] for entry in metrics.read_metrics(tmp_path)] == [1, 2]
@@ -188,7 +188,7 @@ def test_a_torn_last_line_is_left_out_and_mended(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == whole + '{"step": 3, "tokens": 192, "loss": 2.125}\n'
 
 
-def test_damaged_lines_are_left_out(tmp_path):
+def test_damaged_lines_are_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
     assert metrics.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
@@ -205,22 +205,22 @@ def test_entries_past_the_checkpoint_are_dropped(tmp_path):
 
 def test_no_metrics_yet_is_no_error(tmp_path):
     assert metrics.read_metrics(tmp_path) == []
-    assert metrics.plot_loss(tmp_path).stat().st_size > 0
+    assert plots.plot_loss(tmp_path).stat().st_size > 0
 
 
 def test_peak_rate_is_of_the_longest_name_that_fits_else_measured(monkeypatch):
-    measured = metrics.peak_flops_per_device()
+    measured = throughput.peak_flops_per_device()
     assert 1e8 < measured < 1e16
 
     class Device:
         device_kind = "TPU v5 lite"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert metrics.peak_flops_per_device() == 197e12
+    assert throughput.peak_flops_per_device() == 197e12
     Device.device_kind = "TPU v5p"
-    assert metrics.peak_flops_per_device() == 459e12
+    assert throughput.peak_flops_per_device() == 459e12
     Device.device_kind = "NVIDIA H100 80GB HBM3"
-    assert metrics.peak_flops_per_device() == 989e12
+    assert throughput.peak_flops_per_device() == 989e12
 
 
 # ---- killed ----------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def some_steps_past_a_checkpoint(workdir: Path) -> bool:
         some_steps_past_a_checkpoint,
     ],
 )
-def test_a_killed_run_goes_on_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
+def test_a_killed_run_resumes_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
     workdir = tmp_path / "killed"
     process = commands.start(*train_command(run.data, workdir))
     killed = stop_when(process, lambda: moment(workdir), signal.SIGKILL)
@@ -262,7 +262,7 @@ def test_a_killed_run_goes_on_bit_for_bit(moment, run, config, last_checkpoint, 
     assert all(path.name.isdigit() for path in (workdir / "checkpoints").iterdir()), "remains of the killed save"
 
 
-def test_sigterm_saves_leaves_with_75_and_the_same_command_goes_on_bit_for_bit(
+def test_sigterm_saves_and_exits_with_75_and_the_same_command_resumes_bit_for_bit(
     run, config, last_checkpoint, commands, tmp_path
 ):
     workdir = tmp_path / "interrupted"
@@ -297,7 +297,7 @@ def at_step(monkeypatch, step: int, action) -> None:
 
 
 def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_path, monkeypatch):
-    """Before the first checkpoint; then before a step that is validated and saved anyway.
+    """Stop before the first checkpoint; then before a step that is validated and saved anyway.
 
     A step's metrics are written while the next one runs, at whose end the run then stops.
     """
@@ -316,7 +316,7 @@ def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_pat
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_on(
+def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_resumes(
     run, config, last_checkpoint, tmp_path, monkeypatch
 ):
     workdir, unlimited = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -335,8 +335,8 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_o
         finally:
             limit(unlimited[0])
     assert str(error.value) == (
-        f"step 20 could not be saved to {workdir / 'checkpoints' / '20'}: File too large. When that is mended, the "
-        "same command goes on from checkpoint 10"
+        f"step 20 could not be saved to {workdir / 'checkpoints' / '20'}: File too large. Fix this, then rerun the "
+        "same command to resume from checkpoint 10"
     )
     assert checkpoint_steps(workdir) == [10] and read_log(workdir)[-1]["step"] == 30
     train(config, workdir)
@@ -344,7 +344,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_goes_o
 
 
 def poisoned_after(steps: int):
-    """`make_train_step` whose parameters become NaN after so many steps."""
+    """Return a `make_train_step` whose parameters become NaN after so many steps."""
 
     def make(*arguments):
         step, done = make_train_step(*arguments), 0

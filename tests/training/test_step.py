@@ -22,7 +22,7 @@ RATE, CLIP = 0.5, 1e-3
 
 
 def recorder() -> optax.GradientTransformation:
-    """Hands gradients on, and keeps the last ones as its state."""
+    """Passes gradients on, and keeps the last ones as its state."""
     return optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, grads))
 
 
@@ -79,7 +79,7 @@ def test_accumulated_passes_equal_one_pass_over_the_whole_batch(rng, one_step):
 
 
 def test_every_accumulated_pass_counts_the_same(rng, one_step):
-    """Exchanging one pass changes loss and gradient by a quarter of the difference that it makes alone."""
+    """Replacing one of four passes changes loss and gradient by a quarter of its own change."""
     tokens, others = draw_tokens(rng, 4), draw_tokens(rng, 4)
     loss, _, gradients, _, _ = one_step(tokens)
     changes = []
@@ -119,7 +119,7 @@ def test_steps_consume_their_state_and_memorise_a_batch(rng):
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(rng):
-    """Not the moments and the schedule either: the steps after it are those of a run that never met it."""
+    """Moments and schedule stay, too: later steps equal those of a run without it."""
     mesh = make_mesh()
     optimizer = make_optimizer(OptimizerConfig(3e-2, 3e-3, 2, 0.9, 0.95, 1e-8, 0.1, 1.0), 40)
     step = make_train_step(MODEL, optimizer, mesh)

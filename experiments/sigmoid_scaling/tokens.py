@@ -1,0 +1,108 @@
+"""Tokens to draw sequences from: random vectors, or hidden states of a trained model on text.
+
+Queries, keys and values are random maps of them. Axes: H heads, N tokens, d features.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from heinsen.errors import InputError
+from heinsen.models import hidden_states
+from heinsen.parallel import make_mesh
+from heinsen.training.run import TrainConfig, load_run, open_split
+from heinsen.weights import load_params
+
+HEADS, FEATURES = 2, 32
+WIDTH, VOCABULARY = 256, 4096  # of the random tokens
+
+Say = Callable[[str], None]  # reports progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Tokens as the heads see them: q, k, v [H, N, d]. If `in_order`, sequences are runs of consecutive tokens."""
+
+    name: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    in_order: bool
+
+    def draw(self, rng: np.random.Generator, n_sequences: int, n: int) -> np.ndarray:
+        """Return the indices of the tokens of random sequences, [n_sequences, n]."""
+        n_tokens = self.k.shape[1]
+        if not self.in_order:
+            return rng.integers(n_tokens, size=(n_sequences, n))
+        return rng.integers(n_tokens - n + 1, size=(n_sequences, 1)) + np.arange(n)
+
+
+def draw_maps(rng: np.random.Generator, width: int) -> np.ndarray:
+    """Return W_q, W_k and W_v of all heads, [3, H, width, d], with normal elements of variance 1 / width."""
+    return rng.standard_normal((3, HEADS, width, FEATURES)) / np.sqrt(width)
+
+
+def random_tokens(rng: np.random.Generator, mean: float) -> Tokens:
+    """Return normal vectors around a common mean, `mean` times as long as their spread, with elements of order 1."""
+    x = rng.standard_normal((VOCABULARY, WIDTH)) + mean * rng.standard_normal(WIDTH)
+    x /= np.sqrt(1 + mean**2)
+    return Tokens("random tokens", *np.einsum("nw,phwd->phnd", x, draw_maps(rng, WIDTH), optimize=True), False)
+
+
+def text_tokens(
+    rng: np.random.Generator, workdir: Path, data: Path | None, at_most: int, at_least: int, say: Say
+) -> list[Tokens]:
+    """Return the last hidden states (LayerNorm outputs) of a run's model on text: in order, and drawn independently.
+
+    The text is the split at `data`, or the run's validation split. Raises HeinsenError, for fewer than `at_least`
+    tokens InputError.
+    """
+    config = load_run(workdir)
+    split = config.data.validation_split
+    if data is not None:
+        split = data.name
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data.parent)))
+    windows = _read_windows(config, split, at_most)
+    if windows.size < at_least:
+        raise InputError(
+            f"{config.data.path}, {split}: windows of {config.sequence_length} hold {windows.size:,} of at most "
+            f"{at_most:,} tokens, a sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
+        )
+    _, params = load_params(workdir, config.model, make_mesh())
+    maps = draw_maps(rng, config.model.d_model).astype(np.float32)
+
+    @jax.jit
+    def map_hidden_states(params, tokens, maps):
+        x, _ = hidden_states(config.model, params, tokens)
+        return jnp.einsum("btw,phwd->phbtd", x, maps)
+
+    q, k, v = _apply(lambda tokens: map_hidden_states(params, tokens, maps), windows, say)
+    return [Tokens("text, in order", q, k, v, True), Tokens("text, independent", q, k, v, False)]
+
+
+def _read_windows(config: TrainConfig, split: str, at_most: int) -> np.ndarray:
+    """Return the first tokens of each dataset of a split, in windows of the training length."""
+    length = config.sequence_length
+    windows = [np.zeros((0, length), np.uint16)]
+    for dataset, share in open_split(config, split):
+        n = min(int(at_most * share), dataset.num_tokens) // length
+        windows.append(dataset.read(0, n * length).reshape(n, length))
+    return np.concatenate(windows)
+
+
+def _apply(function: Callable[[np.ndarray], jax.Array], windows: np.ndarray, say: Say) -> np.ndarray:
+    """Return q, k and v of all windows, [3, H, N, d], some windows at a time."""
+    n, length = windows.shape
+    size = min(n, max(1, 2**15 // length))
+    parts = []
+    for begin in range(0, n, size):
+        begin = min(begin, n - size)  # all calls have one shape; the overlap is cut off below
+        parts.append(np.asarray(function(windows[begin : begin + size].astype(np.int32))))
+        say(f"text: hidden states of {(begin + size) * length:,} of {windows.size:,} tokens")
+    if surplus := len(parts) * size - n:
+        parts[-1] = parts[-1][:, :, surplus:]
+    return np.concatenate(parts, axis=2).reshape(3, HEADS, -1, FEATURES)

@@ -1,0 +1,170 @@
+"""Batches of raw documents to tokens, in order, by worker processes."""
+
+import collections
+import concurrent.futures
+import concurrent.futures.process
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterator
+
+import numpy as np
+
+from heinsen.data.format import TOKEN_DTYPE
+from heinsen.data.inputs import Document
+from heinsen.data.raw import BadDocumentError, RawDocument
+from heinsen.data.settings import PreparationError, Settings
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+
+BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenizedDocument:
+    """The tokens of a document, or the reason why it has none.
+
+    Attributes:
+      tokens: TOKEN_DTYPE `[num_tokens]`, the end-of-text token included.
+      num_bytes: UTF-8 bytes of the text.
+      source: name of the document's source; None if it names none.
+      problem: what is wrong with the document, else None.
+    """
+
+    tokens: np.ndarray
+    num_bytes: int
+    source: str | None
+    problem: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _TokenizedBatch:
+    """Tokenized documents packed for the way back from a worker: one array instead of hundreds."""
+
+    tokens: np.ndarray
+    ends: list[int]  # of each document in `tokens`
+    num_bytes: list[int]
+    sources: list[str | None]
+    problems: list[str | None]
+
+    def __iter__(self) -> Iterator[TokenizedDocument]:
+        tokens = np.split(self.tokens, self.ends[:-1])
+        return map(TokenizedDocument, tokens, self.num_bytes, self.sources, self.problems)
+
+
+def tokenize_documents(
+    documents: Iterator[Document], settings: Settings, workers: int
+) -> Generator[tuple[Document, TokenizedDocument], None, None]:
+    """Yield each document with its tokens, in order, tokenized ahead by `workers` processes; 1 uses this process.
+
+    Closing the generator ends the workers. Raises PreparationError if one of them dies.
+    """
+    work = functools.partial(_tokenize_batch, settings)
+    map_batches = _map_here if workers == 1 else functools.partial(_map_in_processes, workers=workers)
+    with contextlib.closing(map_batches(work, _batch(documents))) as batches:
+        for batch, tokenized in batches:
+            yield from zip(batch, tokenized, strict=True)
+
+
+def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.raw.size
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+_Work = Callable[[list[RawDocument]], _TokenizedBatch]
+_Batches = Generator[tuple[list[Document], _TokenizedBatch], None, None]
+
+
+def _map_here(work: _Work, batches: Iterator[list[Document]]) -> _Batches:
+    for batch in batches:
+        yield batch, work([document.raw for document in batch])
+
+
+def _map_in_processes(work: _Work, batches: Iterator[list[Document]], workers: int) -> _Batches:
+    # Spawned, not forked: the caller may have threads.
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    queue: collections.deque[tuple[list[Document], concurrent.futures.Future[_TokenizedBatch]]] = collections.deque()
+    try:
+        for batch in batches:
+            queue.append((batch, pool.submit(work, [document.raw for document in batch])))
+            if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
+                batch, future = queue.popleft()
+                yield batch, future.result()
+        while queue:
+            batch, future = queue.popleft()
+            yield batch, future.result()
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise PreparationError(
+            "a worker process died, perhaps for lack of memory. Finished shards are kept: rerun the same command to "
+            "resume, with fewer --workers if memory was the reason"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# In the workers.
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends the workers
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    # A killed parent cannot end its workers, which would wait for the next batch forever.
+    threading.Thread(target=follow_parent, daemon=True).start()
+
+
+_get_tokenizer_once = functools.cache(get_tokenizer)
+
+
+def _tokenize_batch(settings: Settings, documents: list[RawDocument]) -> _TokenizedBatch:
+    tokenizer = _get_tokenizer_once(settings.tokenizer)
+    tokenized = [_tokenize(document, tokenizer, settings) for document in documents]
+    return _TokenizedBatch(
+        np.concatenate([document.tokens for document in tokenized]),
+        np.cumsum([len(document.tokens) for document in tokenized]).tolist(),
+        [document.num_bytes for document in tokenized],
+        [document.source for document in tokenized],
+        [document.problem for document in tokenized],
+    )
+
+
+def _tokenize(document: RawDocument, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:
+    try:
+        text, source = document.parse(settings)
+        num_bytes = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        character = error.object[error.start]
+        return _bad(f"the text holds the lone surrogate {character!r}, which has no UTF-8 form")
+    except BadDocumentError as error:
+        return _bad(str(error))
+    tokens = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(TOKEN_DTYPE)
+    return TokenizedDocument(tokens, num_bytes, _source_name(source))
+
+
+def _bad(problem: str) -> TokenizedDocument:
+    return TokenizedDocument(np.empty(0, TOKEN_DTYPE), 0, None, problem)
+
+
+def _source_name(source: object) -> str | None:
+    """Return a document's source as one line of valid Unicode; None if it is not text, or blank."""
+    if not isinstance(source, str):
+        return None
+    return sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None

@@ -1,0 +1,84 @@
+"""Run tasks of the lm-evaluation-harness on a run's newest parameters."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.errors import HeinsenError
+from heinsen.evaluation.harness import Answers, as_lm
+from heinsen.parallel import make_mesh
+from heinsen.progress import track
+from heinsen.training.run import TrainConfig
+from heinsen.weights import load_params
+
+
+class TasksError(HeinsenError, ValueError):
+    """Tasks that do not exist, or that the lm-evaluation-harness or the model cannot run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """How to run tasks.
+
+    Attributes:
+      names: of the tasks.
+      folder: of the tasks' YAML files; None: the harness's own tasks.
+      num_fewshot: examples before each question; None: the task's own number.
+      limit: at most so many questions of each task; None: all.
+      batch_size: texts at a time.
+    """
+
+    names: list[str]
+    folder: str | None
+    num_fewshot: int | None
+    limit: int | None
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """metrics: {task: {metric: value}}, as the harness computes them, of parameters after `step` training steps."""
+
+    workdir: str
+    step: int
+    metrics: dict[str, dict[str, int | float]]
+
+
+def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskResult:
+    """Run tasks on the newest parameters in `workdir`. Raises TasksError, CheckpointError, MeshError, RunError."""
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise TasksError("--tasks needs the lm-evaluation-harness: pip install 'lm-eval>=0.4.9'") from error
+    try:
+        # Without a folder of its own, the manager indexes all tasks of the harness, which takes many seconds.
+        manager = TaskManager(include_path=options.folder, include_defaults=options.folder is None)
+        if unknown := sorted(set(options.names) - set(manager.match_tasks(options.names))):
+            where = options.folder or "the installed harness"
+            raise TasksError(f"--tasks={','.join(unknown)}: {where} has no such task")
+        step, params = load_params(Path(workdir), config.model, make_mesh())
+        tokenizer = get_tokenizer(config.data.tokenizer)
+        answers = Answers(config.model, params, tokenizer, options.batch_size, _track_batches)
+        found = lm_eval.simple_evaluate(
+            model=as_lm(answers),
+            tasks=options.names,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+        )
+    except HeinsenError:
+        raise
+    except (ValueError, RuntimeError) as error:  # of the harness, or of a task that asks too much
+        raise TasksError(str(error)) from error
+    metrics = {
+        task: {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        for task, values in found["results"].items()
+    }
+    return TaskResult(workdir, step, metrics)
+
+
+def _track_batches(batches: Any, label: str) -> Iterator[Any]:
+    return track(batches, label, sum(map(len, batches)), len, "texts")

@@ -1,0 +1,40 @@
+"""Progress of an iteration on stderr."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+LOG_SECONDS = 10  # between lines of progress where stderr is not a terminal
+
+
+def track(items: Iterable[T], label: str, total: int, size: Callable[[T], int], unit: str) -> Iterator[T]:
+    """Yield the items; meanwhile show count, rate and ETA on stderr: a bar on a terminal, lines in a log file.
+
+    Args:
+      label: names what is done.
+      total: the sum of the sizes of all items.
+      size: how many units an item counts for.
+      unit: plural name of what is counted, such as tokens.
+    """
+    done = 0
+    bar = tqdm(desc=label, total=total, unit=f" {unit}", unit_scale=True) if sys.stderr.isatty() else None
+    start = last = time.monotonic()
+    for item in items:
+        yield item
+        now = time.monotonic()
+        done += size(item)
+        if bar is not None:
+            bar.update(size(item))
+        elif now - last >= LOG_SECONDS or (done == total and last > start):
+            last, rate = now, done / (now - start)
+            eta = tqdm.format_interval((total - done) / rate)
+            print(
+                f"{label}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, ETA {eta}", file=sys.stderr, flush=True
+            )
+    if bar is not None:
+        bar.close()

@@ -1,0 +1,181 @@
+"""The figures of a sweep's report."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import matplotlib.ticker
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from heinsen.sweep.curves import smooth, thin
+from heinsen.sweep.definition import Definition
+from heinsen.sweep.effects import Effect, Result, grid_of, is_number, sort_key
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import Range, Value, format_value
+
+Entries = list[dict[str, float]]  # of a run's log
+
+_POINTS = 300  # of a curve
+_SMOOTHING = 0.9  # of the training loss, in long logs
+_BLUE, _ORANGE = "#3b6ea5", "#c2410c"
+
+
+def _scale(values: Sequence[Value]) -> str:
+    """Return the scale of an axis: linear; log where positive numbers span a factor of 8; names for other values."""
+    if not all(map(is_number, values)):
+        return "names"
+    return "log" if min(values) > 0 and max(values) / min(values) >= 8 else "linear"
+
+
+# ---- marginal effects ----------------------------------------------------------------------------
+
+
+def draw_effect(definition: Definition, effect: Effect, results: Sequence[Result]) -> Figure:
+    """Draw the losses by the value of one field, and the mean of each group."""
+    figure, axes = plt.subplots(figsize=(4.2, 3.0), layout="constrained")
+    values = [result.point[effect.field] for result in results]
+    losses = [result.loss for result in results]
+    scale, in_range = _scale(values), isinstance(definition.space.get(effect.field), Range)
+    if scale == "names" or (len(effect.groups) <= 12 and not in_range):
+        _draw_by_name(axes, effect, values, losses)
+    else:
+        axes.plot(values, losses, "o", ms=4, alpha=0.6, color=_BLUE)
+        axes.set_xscale(scale)
+        draw_means = _draw_means_of_parts if in_range else _draw_means_of_values
+        draw_means(axes, effect, values)
+    axes.set(xlabel=effect.field, ylabel="validation loss")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _draw_by_name(axes: Axes, effect: Effect, values: Sequence[Value], losses: Sequence[float]) -> None:
+    names = [group.label for group in effect.groups]
+    axes.plot([names.index(format_value(value)) for value in values], losses, "o", ms=4, alpha=0.5, color=_BLUE)
+    axes.plot([group.mean for group in effect.groups], "-", color=_ORANGE, lw=1.5, marker="D", ms=5)
+    crowded = len(names) > 6 or max(map(len, names)) > 10
+    axes.set_xticks(range(len(names)), names, rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    axes.margins(x=0.15)
+
+
+def _draw_means_of_parts(axes: Axes, effect: Effect, values: Sequence[Value]) -> None:
+    ordered, start = sorted(values), 0
+    for group in effect.groups:
+        part = ordered[start : start + len(group.losses)]
+        start += len(group.losses)
+        axes.plot([part[0], part[-1]], [group.mean] * 2, color=_ORANGE, lw=2)
+
+
+def _draw_means_of_values(axes: Axes, effect: Effect, values: Sequence[Value]) -> None:
+    axes.plot(sorted(set(values)), [group.mean for group in effect.groups], "D-", color=_ORANGE, lw=1.5, ms=5)
+
+
+# ---- several fields ------------------------------------------------------------------------------
+
+
+def draw_heat_map(results: Sequence[Result], rows: str, columns: str) -> Figure:
+    """Draw the mean loss of each pair of values of two fields."""
+    ys, xs, means = grid_of(results, rows, columns)
+    size = min(2.5 + 0.9 * len(xs), 12), min(1.4 + 0.6 * len(ys), 10)
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    image = axes.imshow(means, cmap="viridis", aspect="auto")
+    middle = (np.nanmin(means) + np.nanmax(means)) / 2
+    if means.size <= 150:
+        for i, j in itertools.product(range(len(ys)), range(len(xs))):
+            empty = np.isnan(means[i, j])
+            color = "0.4" if empty else "white" if means[i, j] < middle else "black"
+            axes.text(j, i, "-" if empty else f"{means[i, j]:.3f}", ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks(range(len(xs)), map(format_value, xs), rotation=30 if len(xs) > 6 else 0)
+    axes.set_yticks(range(len(ys)), map(format_value, ys))
+    axes.set(xlabel=columns, ylabel=rows)
+    figure.colorbar(image, label="validation loss")
+    return figure
+
+
+def draw_parallel(fields: Sequence[str], results: Sequence[Result]) -> Figure:
+    """Draw each run as a line across one vertical axis for each field, and the loss on the right.
+
+    The loss is clipped where a few runs are far worse than the rest.
+    """
+    losses = np.array([result.loss for result in results])
+    columns = [_heights([result.point[field] for result in results]) for field in fields]
+    columns.append(_loss_heights(losses))
+    figure, axes = plt.subplots(figsize=(min(3 + 1.9 * len(fields), 13), 4), layout="constrained")
+    lines = np.stack([heights for heights, _ in columns], axis=1)
+    for i in np.argsort(-losses):
+        axes.plot(lines[i], color=plt.get_cmap("viridis")(lines[i, -1]), lw=1.3, alpha=0.75)
+    axes.plot(lines[int(losses.argmin())], color=_ORANGE, lw=2.5)
+    box = dict(facecolor="white", edgecolor="none", alpha=0.85, pad=1)
+    for i, (_, ticks) in enumerate(columns):
+        axes.axvline(i, color="0.3", lw=1)
+        for y, label in ticks:
+            axes.annotate(label, (i, y), xytext=(4, 3), textcoords="offset points", fontsize=8, color="0.2", bbox=box)
+    axes.set_xticks(range(len(columns)), [*fields, "validation loss"])
+    axes.set_yticks([])
+    axes.set_xlim(-0.1, len(fields) + 0.45)
+    axes.set_ylim(-0.05, 1.1)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure
+
+
+Heights = tuple[np.ndarray, list[tuple[float, str]]]  # from 0 to 1, and (height, label) of the ticks
+
+
+def _loss_heights(losses: np.ndarray) -> Heights:
+    usual = np.quantile(losses, 0.9)
+    low, high = losses.min(), min(losses.max(), usual + (usual - losses.min()))
+    return np.clip((losses - low) / ((high - low) or 1.0), 0, 1), [(0.0, f"{low:.3f}"), (1.0, f"{high:.3f}")]
+
+
+def _heights(values: Sequence[Value]) -> Heights:
+    distinct = sorted({format_value(v): v for v in values}.values(), key=sort_key)
+    scale = _scale(distinct)
+    if scale == "names" or len(distinct) <= 6:
+        heights = {format_value(value): i / max(len(distinct) - 1, 1) for i, value in enumerate(distinct)}
+        return np.array([heights[format_value(value)] for value in values]), [(y, text) for text, y in heights.items()]
+    numbers = np.log(values) if scale == "log" else np.asarray(values, float)
+    low, high = numbers.min(), numbers.max()
+    return (numbers - low) / (high - low), [(0.0, format_value(distinct[0])), (1.0, format_value(distinct[-1]))]
+
+
+# ---- curves --------------------------------------------------------------------------------------
+
+
+def draw_curves(logs: Sequence[tuple[RunView, Entries]]) -> Figure:
+    """Draw the training and the validation losses of runs, given the best first."""
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    lowest, highest = math.inf, []
+    for i, (view, entries) in reversed(list(enumerate(logs))):  # the best on top
+        style: dict[str, object] = dict(color=plt.get_cmap("viridis")(0.85 * i / max(len(logs) - 1, 1)))
+        style |= dict(lw=2 if i == 0 else 1, ls="--" if view.state in ("crashed", "pruned") else "-", ms=2.5)
+        losses = _draw_curve(panels[0], entries, "loss", _SMOOTHING, **style)
+        validations = _draw_curve(panels[1], entries, "validation_loss", 0.0, marker="o", **style)
+        for y in (losses, validations):
+            if len(y):
+                lowest = min(lowest, y.min())
+                highest.append(y[len(y) // 10 :].max())
+    top = float(np.quantile(highest, 0.9))
+    for axes, label in zip(panels, ("training loss, smoothed", "validation loss"), strict=True):
+        axes.set(xlabel="tokens", ylabel=label)
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+        if top > lowest:  # diverging runs leave the picture
+            axes.set_ylim(lowest - 0.05 * (top - lowest), top + 0.05 * (top - lowest))
+        axes.grid(alpha=0.3)
+    return figure
+
+
+def _draw_curve(axes: Axes, entries: Entries, name: str, smoothing: float, **style: object) -> np.ndarray:
+    """Draw a metric by tokens, and return the values drawn."""
+    points = [(e["tokens"], e[name]) for e in entries if e.get(name) is not None]
+    if not points:
+        return np.zeros(0)
+    x, y = np.array(points, float).T
+    y = smooth(y, min(smoothing, 1 - 10 / max(len(y), 10)))
+    axes.plot(*thin(x, y, _POINTS), **style)
+    return y

@@ -1,0 +1,74 @@
+"""The training and validation batches of a run."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jax.sharding import Mesh
+
+from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, train_iterator
+from heinsen.data.mixture import bytes_per_token
+from heinsen.parallel import process_rows
+from heinsen.training.run import TrainConfig, open_split
+
+
+@runtime_checkable
+class BatchIterator(Protocol):
+    """Endless batches whose position can be saved as JSON; Grain's iterators are such."""
+
+    def __next__(self) -> Batch: ...
+
+    def get_state(self) -> dict[str, Any]: ...
+
+    def set_state(self, state: dict[str, Any]) -> None: ...
+
+
+class ValidationSet(NamedTuple):
+    """Validation batches of one dataset, with its share of the mixture."""
+
+    name: str
+    share: float
+    batches: EvaluationBatches
+
+
+@dataclasses.dataclass(frozen=True)
+class RunData:
+    """The data of a run, of which this process reads some rows.
+
+    Attributes:
+      batches: training batches.
+      rows: the rows of the global batch that this process reads.
+      bytes_per_token: of the training text.
+      validation: one for each dataset.
+      validation_bytes_per_token: of the validation text.
+    """
+
+    batches: BatchIterator
+    rows: np.ndarray
+    bytes_per_token: float
+    validation: list[ValidationSet]
+    validation_bytes_per_token: float
+
+    @classmethod
+    def open(cls, config: TrainConfig, mesh: Mesh) -> "RunData":
+        """Open the data that `config` names. Raises DatasetError."""
+        per_pass, length = config.sequences_per_pass, config.sequence_length
+        pass_rows = process_rows(mesh, per_pass)
+        rows = np.concatenate([first + pass_rows for first in range(0, config.batch_size, per_pass)])
+        training = open_split(config, config.data.train_split)
+        validation = open_split(config, config.data.validation_split)
+        names = [dataset.path.parent.name for dataset, _ in validation]
+        if len(set(names)) < len(names):
+            names = [str(dataset.path.parent) for dataset, _ in validation]
+        return cls(
+            train_iterator(training, length, config.batch_size, config.seed, rows=rows),
+            rows,
+            bytes_per_token(training),
+            [
+                ValidationSet(
+                    name, share, evaluation_batches(dataset, length, per_pass, pass_rows, config.validation_tokens)
+                )
+                for name, (dataset, share) in zip(names, validation, strict=True)
+            ],
+            bytes_per_token(validation),
+        )

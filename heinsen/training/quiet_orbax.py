@@ -1,0 +1,53 @@
+"""Silence what Orbax logs or complains of besides raising it, and find the cause in what it raises."""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def quiet_orbax(level: int) -> Iterator[None]:
+    """Drop Orbax's log records of at least `level`: each thread and task repeats what also comes as an exception."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio", None)]
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return record.levelno < level or not (record.name == "asyncio" or "orbax" in record.pathname)
+
+    for logger in loggers:
+        logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_wanted)
+
+
+def ignore_abandoned_reads() -> None:
+    """Ignore, from now on, complaints of the reads that Orbax abandons when another read fails; they may end later."""
+    if getattr(sys.unraisablehook, "func", None) is not _report_unrelated:
+        sys.unraisablehook = functools.partial(_report_unrelated, sys.unraisablehook)
+
+
+def _report_unrelated(report: Callable[[Any], Any], unraisable: Any) -> None:
+    code = getattr(unraisable.object, "cr_code", None)
+    if "Event loop is closed" not in str(unraisable.exc_value) and (code is None or "orbax" not in code.co_filename):
+        report(unraisable)
+
+
+def describe_cause(error: BaseException) -> str:
+    """Return the system's error if there is one, else the innermost cause, which Orbax's own errors hide."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    for link in reversed(chain):
+        if isinstance(link, OSError) and link.strerror:
+            return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
+        if number := re.search(r"os_error_code='(\d+)'", str(link)):
+            return os.strerror(int(number[1]))
+    text = " ".join(str(chain[-1]).split())
+    return re.sub(r" \[tensorstore_spec.*", "", text) or type(chain[-1]).__name__

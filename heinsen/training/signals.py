@@ -1,0 +1,45 @@
+"""Requests to stop a run: SIGTERM, SIGINT, a cluster's preemption notice."""
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignals:
+    """Turns signals into requests to stop at the end of a step, the same step in every process.
+
+    Use as a context manager. A second SIGINT takes effect at once. A second SIGTERM does nothing: SLURM may send a job
+    more than one.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[int, Any] = {}
+        self._alone = jax.process_count() == 1
+
+    def __enter__(self) -> "StopSignals":
+        # With several processes JAX's preemption service receives SIGTERM and informs all of them.
+        for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in list(self._previous.items()):
+            signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> str | None:
+        """Return what asks to stop after this step, or None. Call once per step, in every process."""
+        if self._alone:
+            return self.received
+        return "a request to stop" if multihost_utils.reached_preemption_sync_point(step) else None
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous.pop(number))
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,91 @@
+"""FLOPs, peak rates and memory of a training step, and the rates that a run measures."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Dense bfloat16 multiply-add rates by jax's device_kind, from the vendors' data sheets, in FLOP/s.
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def train_flops_per_token(n_params: int) -> float:
+    """Return 6 N: two FLOPs per parameter forward, four backward. N counts the tied embedding once (as the head)."""
+    return 6.0 * n_params
+
+
+def compiled_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the peak memory per device of a compiled function by XLA's analysis, its arguments included."""
+    memory: Any = compiled.memory_analysis()
+    in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return in_and_out + memory.temp_size_in_bytes
+
+
+def peak_flops_per_device() -> float:
+    """Return the device's matmul rate in FLOP/s: from PEAK_FLOPS, else a measured float32 matmul of size 2048."""
+    kind = jax.devices()[0].device_kind
+    # The longest name first: "TPU v5 lite" is not a "TPU v5".
+    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
+        if kind.startswith(name):
+            return PEAK_FLOPS[name]
+    x = jnp.ones((2048, 2048), jnp.float32)
+    matmul = jax.jit(jnp.matmul)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        matmul(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    # Simulated devices share one machine, and one matmul uses all of it.
+    return 2 * 2048**3 / min(seconds) / jax.local_device_count()
+
+
+class ThroughputMeter:
+    """Measures tokens/s, model-FLOPs utilization and the share of time spent waiting for data.
+
+    Args:
+      step: the last step that is done.
+      tokens_per_step: of all processes.
+      flops_per_token: of the model (`train_flops_per_token`).
+      peak_flops: of all devices, in FLOP/s.
+    """
+
+    def __init__(self, step: int, tokens_per_step: int, flops_per_token: float, peak_flops: float) -> None:
+        self._tokens_per_step, self._flops_per_token, self._peak_flops = tokens_per_step, flops_per_token, peak_flops
+        self._step, self._start, self._data_seconds = step, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the block's time out of all rates."""
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - start
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the rates since the last call, up to the end of `step`."""
+        now = time.perf_counter()
+        seconds = now - self._start
+        rate = (step - self._step) * self._tokens_per_step / seconds
+        rates = {
+            "tokens_per_second": rate,
+            "mfu": rate * self._flops_per_token / self._peak_flops,
+            "data_wait": self._data_seconds / seconds,
+        }
+        self._step, self._start, self._data_seconds = step, now, 0.0
+        return rates

@@ -1,0 +1,42 @@
+"""Validation of a run in progress."""
+
+import jax
+from jax.sharding import Mesh
+
+from heinsen.evaluation.loss import Evaluation, evaluate, make_activation_step, make_eval_step, mean_of_mixture
+from heinsen.models import Params
+from heinsen.parallel import place_batch
+from heinsen.training.data import RunData
+from heinsen.training.run import TrainConfig
+
+
+class Validator:
+    """Measures the validation loss of a run's parameters, and activations where the config asks for them."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, data: RunData) -> None:
+        self._mesh, self._data = mesh, data
+        self._eval_step = make_eval_step(config.model, mesh)
+        self._activation_step = make_activation_step(config.model, mesh) if config.log_activations else None
+
+    def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float]]:
+        """Return the mean over the datasets by their shares, and the metrics to report."""
+        results = [
+            evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token)
+            for _, _, batches in self._data.validation
+        ]
+        shares = [share for _, share, _ in self._data.validation]
+        mean = mean_of_mixture(list(zip(shares, results, strict=True)), self._data.validation_bytes_per_token)
+        metrics = {"validation_loss": mean.loss, "validation_bits_per_byte": mean.bits_per_byte}
+        if len(results) > 1:
+            names = [f"validation_loss/{name}" for name, _, _ in self._data.validation]
+            metrics |= {name: result.loss for name, result in zip(names, results, strict=True)}
+        return mean, metrics | self._activations(params)
+
+    def _activations(self, params: Params) -> dict[str, float]:
+        """Root mean squares per layer over the first dataset's first batch, if `log_activations`."""
+        if self._activation_step is None:
+            return {}
+        tokens = next(iter(self._data.validation[0].batches))["tokens"]
+        placed = place_batch(self._mesh, {"tokens": tokens})["tokens"]
+        rms = jax.device_get(self._activation_step(params, placed))
+        return {f"{name}_rms/layer_{i}": float(x) for name, layers in rms.items() for i, x in enumerate(layers)}

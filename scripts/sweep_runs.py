@@ -1,0 +1,96 @@
+"""The runs of a sweep, checked as train.py would check them: its flags are resolved to configs here."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from heinsen.config import ConfigError, from_mapping
+from heinsen.errors import HeinsenError
+from heinsen.models import ModelConfig
+from heinsen.sweep.runs import SweepRun
+from heinsen.sweep.space import Point, SweepError, Value, format_value
+from heinsen.training.run import DataConfig, TrainConfig, open_split
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+
+
+class RunFactory:
+    """Makes the runs of a base config: `config` with `overrides`. With `check_data`, the data must exist here."""
+
+    def __init__(self, config: str, overrides: Mapping[str, str], check_data: bool):
+        self._config, self._overrides, self._check_data = config, overrides, check_data
+        self.base = resolve(config, overrides)
+        self._seen: set[tuple[DataConfig, ModelConfig]] = set()  # found to fit each other
+
+    def convert(self, field: str, text: str) -> Value:
+        """Return the value that the config makes of a text. Raises SweepError."""
+        if isinstance(group := _look_up(self.base, field), Mapping):
+            raise SweepError(f"--sweep.{field}={text}: {field} is a group of fields ({', '.join(group)}): sweep those")
+        return _look_up(resolve(self._config, self._overrides, {field: text}), field)
+
+    def make(self, point: Point) -> SweepRun:
+        """Return the run of a point. Raises HeinsenError if the config rejects the point, or the data do not fit."""
+        config = check(self._config, self._overrides, point)
+        if self._check_data and (config.data, config.model) not in self._seen:
+            for split in (config.data.train_split, config.data.validation_split):
+                open_split(config, split)
+            self._seen.add((config.data, config.model))
+        return SweepRun(point, config.total_steps, config.batch_size * config.sequence_length)
+
+    def make_or_refuse(self, point: Point) -> SweepRun:
+        """Return the run of a point; if `make` raises, a run that is marked as refused."""
+        try:
+            return self.make(point)
+        except HeinsenError as error:
+            return SweepRun(point, 0, 0, str(error))
+
+    def command(self, run: SweepRun, folder: Path) -> list[str]:
+        """Return the command that executes a run in its folder."""
+        fields = {**self._overrides, **_texts(run.point)}
+        settings = [f"--config.{field}={text}" for field, text in fields.items()]
+        return [sys.executable, str(TRAIN), f"--config={self._config}", f"--workdir={folder}", *settings]
+
+
+def resolve(config: str, *overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the mapping that train.py would make of these flags. Raises SweepError, which names the flag."""
+    arguments = ["sweep", f"--config={config}"]
+    arguments += [f"--config.{field}={text}" for fields in overrides for field, text in fields.items()]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values, sys_argv=arguments)
+    try:
+        values(arguments)
+        return values.config.to_dict()
+    except (AttributeError, KeyError) as error:  # from a locked ConfigDict, with a suggestion if a field is similar
+        problem = f"the config has no such field: {error.args[0]}"
+    except OSError as error:
+        raise SweepError(f"--config cannot be loaded: {str(error).splitlines()[-1].strip()}") from error
+    except (flags.Error, TypeError, ValueError) as error:
+        problem = str(error)
+    if len(overrides) > 1:
+        raise SweepError(", ".join(f"--sweep.{f}={text}" for f, text in overrides[-1].items()) + f": {problem}")
+    raise SweepError(f"--config: {problem}")
+
+
+def check(config: str, overrides: Mapping[str, str], point: Mapping[str, Value]) -> TrainConfig:
+    """Return the TrainConfig of a point. Raises SweepError."""
+    texts = _texts(point)
+    try:
+        return from_mapping(TrainConfig, resolve(config, overrides, texts))
+    except ConfigError as error:
+        settings = ", ".join(f"{field}={text}" for field, text in texts.items())
+        raise SweepError(f"{settings}: {error}") from error
+
+
+def _texts(point: Mapping[str, Value]) -> dict[str, str]:
+    return {field: format_value(value) for field, value in point.items()}
+
+
+def _look_up(mapping: Any, field: str) -> Any:
+    """Return the value of a dotted field, or None if there is none."""
+    for key in field.split("."):
+        mapping = mapping.get(key) if isinstance(mapping, Mapping) else None
+    return mapping

@@ -1,0 +1,68 @@
+"""Entry points exit with one message and a status; which errors they explain."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from heinsen.errors import Interrupted, exit_on_error
+from heinsen.interop import InteropError
+from heinsen.training.device_errors import DeviceError, explain_device_errors
+from heinsen.training.loop import RunInterrupted
+
+
+def test_an_error_of_the_package_exits_with_its_message():
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        raise InteropError("the cause: the remedy")
+    assert end.value.code == "error: the cause: the remedy"  # Python prints it to stderr and exits with status 1
+
+
+def test_an_interrupted_run_exits_with_status_75(capsys):
+    assert issubclass(RunInterrupted, Interrupted)
+    with pytest.raises(SystemExit) as end, exit_on_error():
+        raise RunInterrupted("saved")
+    assert end.value.code == 75 and capsys.readouterr().err == "saved\n"
+
+
+def test_other_errors_are_not_hidden():
+    for error in (ValueError("a bug"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), exit_on_error():
+            raise error
+
+
+def test_ctrl_c_exits_with_a_message_where_there_is_one():
+    with pytest.raises(SystemExit) as end, exit_on_error("nothing was written"):
+        raise KeyboardInterrupt
+    assert end.value.code == "nothing was written"
+
+
+DISTRIBUTED = """
+import sys, threading, jax
+from heinsen.errors import HeinsenError, exit_on_error
+jax.distributed.is_initialized = lambda: True
+threading.Thread(target=threading.Event().wait).start()  # would keep an ordinary exit waiting
+with exit_on_error():
+    raise HeinsenError("lost")
+"""
+
+
+def test_one_of_several_processes_exits_without_waiting():
+    done = subprocess.run([sys.executable, "-c", DISTRIBUTED], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "error: lost\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "n_processes", "message"),
+    [
+        ("RESOURCE_EXHAUSTED: 3 GiB\nmore", 1, "out of device memory: RESOURCE_EXHAUSTED: 3 GiB. Raise --config.accum"),
+        ("Out of memory allocating", 2, "out of device memory: Out of memory allocating. Raise"),
+        ("UNAVAILABLE: peer", 2, "another process of the run failed or was lost: UNAVAILABLE: peer. Restart all"),
+        ("INTERNAL: bad\nmore", 1, "INTERNAL: bad"),
+    ],
+)
+def test_errors_of_devices_come_with_a_remedy(monkeypatch, text, n_processes, message):
+    monkeypatch.setattr(jax, "process_count", lambda: n_processes)
+    with pytest.raises(DeviceError, match=f"^{re.escape(message)}"), explain_device_errors():
+        raise jax.errors.JaxRuntimeError(text)

@@ -1,0 +1,55 @@
+"""Files and folders are whole or as they were, whatever ends a write."""
+
+from pathlib import Path
+
+import pytest
+
+from heinsen.files import atomic_folder, atomic_writer, write_atomically
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, "old ü")
+    assert path.read_text() == "old ü"
+    with pytest.raises(ZeroDivisionError), atomic_writer(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert contents(tmp_path) == {"file": "old ü", "file.tmp": "new"}
+        raise ZeroDivisionError
+    assert contents(tmp_path) == {"file": "old ü"}
+    write_atomically(path, "new")
+    assert contents(tmp_path) == {"file": "new"}
+
+
+def write_folder(folder: Path, text: str, fails: bool = False) -> None:
+    with atomic_folder(folder, ("a", "b")) as temporary:
+        for name in ("a", "b"):
+            (temporary / name).write_text(text)
+        if fails:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("before", [None, {}, {"a": "old", "mine": "notes"}], ids=["new", "empty", "existing"])
+def test_a_folder_appears_whole_and_keeps_other_files(tmp_path, before):
+    folder = tmp_path / "made" / "folder"
+    if before is not None:
+        folder.mkdir(parents=True)
+        for name, text in before.items():
+            (folder / name).write_text(text)
+    with pytest.raises(ZeroDivisionError):
+        write_folder(folder, "new", fails=True)
+    assert contents(tmp_path / "made") == {f"folder/{name}": text for name, text in (before or {}).items()}
+    assert folder.exists() == (before is not None)
+    write_folder(folder, "new")
+    assert contents(folder) == (before or {}) | {"a": "new", "b": "new"}
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["folder"], "no temporary folder is left"
+
+
+def test_a_missing_file_of_a_folder_is_an_error_and_changes_nothing(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_folder(tmp_path / "folder", ("a", "b")) as temporary:
+        (temporary / "a").write_text("one")
+    assert not list(tmp_path.iterdir())
