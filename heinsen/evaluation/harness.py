@@ -77,7 +77,7 @@ class Answers:
         own = step_params(self.config, self.params)
         eot = self.tokenizer.eot_id
         for (sampling, until, max_tokens), members in alike.items():
-            prompts = {i: [eot, *self.tokenizer.encode(requests[i][0])] for i in members}
+            prompts = {i: [eot, *map(int, self.tokenizer.encode(requests[i][0]))] for i in members}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
                 prefix = read(self.config, self.params, [prompts[i] for i in part])
                 stops = [StopStrings(until) for _ in part]
