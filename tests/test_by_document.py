@@ -105,7 +105,7 @@ def test_windows_lose_what_came_before_them(rng, tmp_path):
     stream = documents.dataset.read(0, documents.dataset.num_tokens)
     sums = Sums(documents, WINDOW, False)
     step = lambda params, batch: np.float32(batch["tokens"][:, 1:])
-    measure_windows(step, None, evaluation_batches(documents.dataset, WINDOW, 3), make_mesh(), sums)
+    measure_windows(step, {}, evaluation_batches(documents.dataset, WINDOW, 3), make_mesh(), sums)
     each = np.split(np.float64(stream), documents.starts[1:-1])
     np.testing.assert_array_equal(sums.nats.sum(1), [text.sum() for text in each])
     assert sums.seen_tokens.sum() == len(stream) and sums.loss == pytest.approx(stream.mean(), rel=1e-12)

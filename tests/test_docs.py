@@ -12,9 +12,8 @@ PAGES = sorted(path for pattern in ("*.md", "docs/*.md", "experiments/*/*.md") f
 FOLDERS = ("configs", "docs", "examples", "experiments", "heinsen", "scripts", "tests")
 PROGRAMS = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | set(ROOT.glob("*.py"))
 
-# Globs of the files whose language is checked. All of them:
-# ("*.md", "*.py", *(f"{folder}/**/*.{kind}" for folder in FOLDERS for kind in ("md", "py")))
-CHECKED = ("*.md", "docs/*.md", "CITATION.cff")
+# Globs of the files whose language is checked.
+CHECKED = ("*.md", "*.py", "CITATION.cff", *(f"{folder}/**/*.{kind}" for folder in FOLDERS for kind in ("md", "py")))
 AVOIDED = {
     "bits a byte": "bits per byte",
     "nats a token": "nats per token",

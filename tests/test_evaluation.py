@@ -105,7 +105,7 @@ def test_sums_are_float64_and_over_the_masked_targets():
         {"tokens": np.ones((2, 4), np.int32), "mask": np.zeros((2, 3), bool)},
     ]
     sums = iter([np.array([2.0**24, 1.0], np.float32), np.array([1.0, 1.0], np.float32)])
-    result = evaluate(lambda params, batch: next(sums), None, batches, make_mesh(), 2.0)
+    result = evaluate(lambda params, batch: next(sums), {}, batches, make_mesh(), 2.0)
     assert result.tokens == 4
     assert result.loss == (2**24 + 3) / 4
     assert result.bits_per_byte == result.loss / math.log(2) / 2

@@ -79,7 +79,7 @@ def test_generation_ends_at_the_strings_and_limits_of_the_task(rng, answers):
 def test_bad_requests_are_named(answers):
     with pytest.raises(ValueError, match="an empty continuation after 'abc'"):
         answers.loglikelihood([("abc", "")])
-    with pytest.raises(ValueError, match=r"generation arguments \['num_beams'\] are not known"):
+    with pytest.raises(ValueError, match=r"unknown generation arguments \['num_beams'\]: use until"):
         answers.generate_until([("a", {"num_beams": 4})])
 
 

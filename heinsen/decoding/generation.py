@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from heinsen.decoding.prompts import Prefix, read, with_room
+from heinsen.decoding.prompts import Prefix, TokenIds, read, with_room
 from heinsen.decoding.sampling import Sampling, sample
 from heinsen.models import (
     ModelConfig,
@@ -150,7 +150,7 @@ def continue_texts(
     seed: int,
     max_tokens: int | None = None,
     stop_id: int | None = None,
-    texts: Sequence[Sequence[int] | np.ndarray] | None = None,
+    texts: Sequence[TokenIds] | None = None,
     tokens_per_call: int = 32,
 ) -> Iterator[tuple[Int[np.ndarray, "B N"], Prefix]]:
     """Continue what was read, some tokens at a time: (their ids, -1 where a row has ended; the prefix with them).
@@ -180,9 +180,7 @@ def continue_texts(
         yield tokens, prefix
 
 
-def _mark_seen(
-    n_rows: int, vocab_size: int, texts: Sequence[Sequence[int] | np.ndarray]
-) -> Bool[np.ndarray, "B vocab"]:
+def _mark_seen(n_rows: int, vocab_size: int, texts: Sequence[TokenIds]) -> Bool[np.ndarray, "B vocab"]:
     """Return which tokens each row's text has."""
     seen = np.zeros((n_rows, vocab_size), bool)
     for row, text in enumerate(texts):
@@ -193,7 +191,7 @@ def _mark_seen(
 def generate(
     config: ModelConfig,
     params: Params,
-    prompt: Sequence[int] | np.ndarray,
+    prompt: TokenIds,
     sampling: Sampling,
     seed: int,
     max_tokens: int | None = None,

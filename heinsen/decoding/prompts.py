@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from heinsen.errors import InputError
 from heinsen.models import (
     ModelConfig,
     ModelState,
@@ -24,6 +25,8 @@ from heinsen.models import (
     logits_of,
     with_capacity,
 )
+
+TokenIds = Sequence[int] | np.ndarray | Array  # of one text
 
 PREFILL_PIECE = 512  # tokens of a prompt read at once: bounds the memory for a prompt of any length
 
@@ -54,7 +57,7 @@ def prefill(
     n_rows, n_tokens = tokens.shape
     lengths = np.full(n_rows, n_tokens) if lengths is None else np.asarray(lengths)
     if n_tokens == 0 or lengths.min() < 1:
-        raise ValueError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
+        raise InputError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
     state = init_model_state(config, n_rows) if state is None else state
     _check_positions(config, state, tokens, lengths)
     state = with_room(config, state, lengths)
@@ -162,13 +165,13 @@ def with_room(config: ModelConfig, state: ModelState, n_more: Int[np.ndarray, " 
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-def check_prompt(config: ModelConfig, prompt: Sequence[int] | np.ndarray) -> Int[np.ndarray, " T"]:
+def check_prompt(config: ModelConfig, prompt: TokenIds) -> Int[np.ndarray, " T"]:
     """Return the prompt as int32. Raises ValueError for an empty one, and for ids outside the vocabulary."""
     prompt = np.asarray(prompt, np.int32)
     if prompt.size == 0:
-        raise ValueError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
+        raise InputError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
     if not (0 <= prompt.min() and prompt.max() < config.vocab_size):
-        raise ValueError(
+        raise InputError(
             f"prompt ids reach from {prompt.min()} to {prompt.max()}: the vocabulary has {config.vocab_size}"
         )
     return prompt
@@ -177,7 +180,7 @@ def check_prompt(config: ModelConfig, prompt: Sequence[int] | np.ndarray) -> Int
 def read(
     config: ModelConfig,
     params: Params,
-    prompts: Sequence[Sequence[int] | np.ndarray],
+    prompts: Sequence[TokenIds],
     state: ModelState | None = None,
 ) -> Prefix:
     """Read prompts of any lengths together, after what `state` has read, one row per prompt.

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from heinsen.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -33,15 +35,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (0 <= self.temperature < float("inf")):
-            raise ValueError(f"temperature = {self.temperature}: it must be finite and not negative")
+            raise InputError(f"temperature = {self.temperature}: it must be finite and not negative")
         if self.top_k < 0:
-            raise ValueError(f"top_k = {self.top_k}: it must not be negative (0 keeps every token)")
+            raise InputError(f"top_k = {self.top_k}: it must not be negative (0 keeps every token)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p = {self.top_p}: it must lie in (0, 1]")
+            raise InputError(f"top_p = {self.top_p}: it must lie in (0, 1]")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p = {self.min_p}: it must lie in [0, 1]")
+            raise InputError(f"min_p = {self.min_p}: it must lie in [0, 1]")
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty = {self.repetition_penalty}: it must be finite and positive")
+            raise InputError(f"repetition_penalty = {self.repetition_penalty}: it must be finite and positive")
 
 
 def sample(

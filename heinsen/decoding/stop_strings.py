@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from heinsen.errors import InputError
+
 
 class StopStrings:
     """Pass text on as it arrives, up to the first of some strings; hold back what may be the beginning of one.
@@ -11,7 +13,7 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         if not all(strings):
-            raise ValueError("a stop string is empty: every text would end at once")
+            raise InputError("a stop string is empty: every text would end at once")
         self.strings, self.held, self.found = tuple(strings), "", False
 
     def feed(self, text: str) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from heinsen.data.tokenizer import Tokenizer
 from heinsen.decoding import Prefix, Sampling, StopStrings, continue_texts, read, score, step_params
+from heinsen.errors import InputError
 from heinsen.models import ModelConfig, Params
 
 MAX_GENERATED = 256  # tokens, for tasks without a limit
@@ -76,7 +77,7 @@ class Answers:
         own = step_params(self.config, self.params)
         eot = self.tokenizer.eot_id
         for (sampling, until, max_tokens), members in alike.items():
-            prompts = {i: [eot, *self.tokenizer.encode(requests[i][0])] for i in members}
+            prompts = {i: [eot, *map(int, self.tokenizer.encode(requests[i][0]))] for i in members}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
                 prefix = read(self.config, self.params, [prompts[i] for i in part])
                 stops = [StopStrings(until) for _ in part]
@@ -97,7 +98,7 @@ class Answers:
         They are the tokens of the joined text.
         """
         if not continuation:
-            raise ValueError(f"an empty continuation after {context[-40:]!r} has no likelihood")
+            raise InputError(f"an empty continuation after {context[-40:]!r} has no likelihood")
         spaces = len(context) - len(context.rstrip())  # a word's token includes the space before it
         context, continuation = context[: len(context) - spaces], context[len(context) - spaces :] + continuation
         n = len(self.tokenizer.encode(context)) if context else 0
@@ -131,7 +132,7 @@ def _generation(arguments: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], i
     if not rest.pop("do_sample", drawn.get("temperature", 0) > 0):
         drawn = {"temperature": 0.0}
     if rest:
-        raise ValueError(
+        raise InputError(
             f"unknown generation arguments {sorted(rest)}: use until, max_gen_toks, do_sample, "
             "temperature, top_k, top_p, min_p"
         )

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from heinsen.errors import InputError
 from heinsen.models import ModelConfig, Params, forward, mean_loss
 
 _START, _QUERY, _N_MARKS = 0, 1, 2  # ids that begin a sequence and its queries; the others are content
@@ -45,9 +46,9 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.name not in TASKS:
-            raise ValueError(f"task {self.name!r}: choose {', '.join(TASKS)}")
+            raise InputError(f"task {self.name!r}: choose {', '.join(TASKS)}")
         if self.vocab_size < _N_MARKS + 2:
-            raise ValueError(f"model.vocab_size = {self.vocab_size}: the probes need {_N_MARKS + 2} ids at least")
+            raise InputError(f"model.vocab_size = {self.vocab_size}: the probes need {_N_MARKS + 2} ids at least")
 
     @property
     def n_keys(self) -> int:
@@ -60,14 +61,14 @@ class Task:
         return 1 / (self.vocab_size - _N_MARKS - (0 if self.name == "copy" else self.n_keys))
 
     @property
-    def max_length(self) -> float:
+    def max_length(self) -> int | float:
         """Largest length for which there are enough different keys."""
         return {"associative": self.n_keys, "phonebook": self.n_keys**_NAME, "copy": np.inf}[self.name]
 
     def check(self, length: int) -> None:
         """Raise ValueError if there are not enough different keys for this length."""
         if not 1 <= length <= self.max_length:
-            raise ValueError(
+            raise InputError(
                 f"length {length} of task {self.name!r}: it must be from 1 to {self.max_length}, as model.vocab_size = "
                 f"{self.vocab_size} has no more keys"
             )

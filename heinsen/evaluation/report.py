@@ -67,9 +67,9 @@ def _total_table(result: SplitResult) -> str:
         ),
     ]
     if len(result.dataset_losses) > 1:
-        rows += [(name, f"{loss:.4f} nats a token, share {share:.3g}") for name, share, loss in result.dataset_losses]
+        rows += [(name, f"{loss:.4f} nats per token, share {share:.3g}") for name, share, loss in result.dataset_losses]
     rows += [
-        ("loss", f"{total.loss:.4f} nats a token{_interval(total.loss_interval)}"),
+        ("loss", f"{total.loss:.4f} nats per token{_interval(total.loss_interval)}"),
         (perplexity, f"{total.perplexity:.3f}{_interval(perplexity_interval, 3)}"),
     ]
     if total.bits_per_byte is not None:
@@ -120,9 +120,9 @@ def _format_range(r: Range | Context) -> str:
 
 def _format_conclusion(window: int, far: Far | None) -> str:
     if far is None:
-        return f"No document goes on beyond {window} tokens."
+        return f"No document continues beyond {window} tokens."
     return (
-        f"A context beyond {window} tokens {far.verdict}: {far.difference:+.4f} nats a token"
+        f"A context beyond {window} tokens {far.verdict}: {far.difference:+.4f} nats per token"
         f"{_interval(far.difference_interval)}\n"
         f"over the {far.tokens:,} tokens there whose window shows half as many or more "
         f"({far.streaming:.4f} streaming, {far.windows:.4f} in windows)."

@@ -133,10 +133,7 @@ def _measure_streaming(config: TrainConfig, params: Params, mesh: Mesh, document
     batches = DocumentBatches(documents, config.sequence_length, lanes, multiple)
     # Caches, where an attention kind has them, hold the longest document.
     longest = int(documents.lengths.max())
-    try:
-        check_room(config.model, longest)
-    except ValueError as error:
-        raise EvaluationError(str(error)) from error
+    check_room(config.model, longest)
     state = init_model_state(config.model, lanes, longest)
     tracked = track(batches, f"{documents.dataset.path}, streaming", batches.num_tokens, _count_targets, "tokens")
     step = by_document.make_stream_step(config.model, mesh)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from heinsen.errors import InputError
 from heinsen.models.mixers import MIXERS, Mixer
 
 # What each layer saves for the backward pass, which computes the rest again.
@@ -175,7 +176,7 @@ class ModelConfig:
 def check_causal(config: ModelConfig) -> None:
     """Raise ValueError for a masked model."""
     if not config.causal:
-        raise ValueError(
+        raise InputError(
             "model.objective = 'masked': the model reads whole texts in both directions and predicts no next token; "
             "to generate or to continue a text take a model with objective = next_token"
         )
@@ -184,7 +185,7 @@ def check_causal(config: ModelConfig) -> None:
 def check_room(config: ModelConfig, n_tokens: int) -> None:
     """Raise ValueError where a document of n_tokens goes beyond the learned positions."""
     if config.max_positions is not None and n_tokens > config.max_positions:
-        raise ValueError(
+        raise InputError(
             f"{n_tokens} tokens go beyond the model.n_positions = {config.n_positions} positions that this model has "
             "learned: give fewer (a prompt counts too), or take a model with other positions"
         )

@@ -28,13 +28,17 @@ from heinsen.parallel import AXES, BATCH, on_each_device
 _TOKENS = P(BATCH, ("sequence", "tensor"))  # [B, T, ...]
 
 
-def cross_entropy(logits: Float[Array, "*shape vocab"], targets: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+def cross_entropy(
+    logits: Float[Array | np.ndarray, "*shape vocab"], targets: Int[Array | np.ndarray, "*shape"]
+) -> Float[Array, "*shape"]:
     """Return the negative log-likelihood of each target."""
     # A masked sum rather than a gather, whose gradient would scatter into one more array of the logits' size.
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
 
 
-def token_logits(x: Float[Array, "B T D"], embedding: Float[Array, "vocab D"], dtype: str) -> Float[Array, "B T vocab"]:
+def token_logits(
+    x: Float[Array, "B T D"], embedding: Float[Array | np.ndarray, "vocab D"], dtype: str
+) -> Float[Array, "B T vocab"]:
     """Return x . e[v] for every token, with inputs in `dtype`, accumulated in float32 at least."""
     accumulator = jnp.promote_types(dtype, jnp.float32)
     return jnp.einsum("btd,vd->btv", x.astype(dtype), embedding.astype(dtype), preferred_element_type=accumulator)
@@ -51,7 +55,7 @@ def token_losses(
     losses: Callable[..., Array] = partial(_token_losses, dtype=dtype)
     if mesh is not None and mesh.size > 1:
         losses = on_each_device(mesh, losses, in_specs=(_TOKENS, P(), _TOKENS), out_specs=_TOKENS)
-    return losses(x, embedding, targets)
+    return losses(*map(jnp.asarray, (x, embedding, targets)))
 
 
 def _token_losses(x: Array, embedding: Array, targets: Array, dtype: str) -> Array:
@@ -112,7 +116,7 @@ def _backward(dtype: str, residuals: Residuals, g: Array) -> tuple[Array, Array,
 _weighted_loss.defvjp(_forward, _backward)
 
 
-def _is_target(logits: Array, targets: Array) -> Array:
+def _is_target(logits: Array | np.ndarray, targets: Array | np.ndarray) -> Array:
     return jnp.arange(logits.shape[-1]) == targets[..., None]
 
 

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Initializer
 from jaxtyping import Array, Float
 
@@ -43,7 +44,9 @@ def uniform_init(fan_in: int) -> Initializer:
     return init
 
 
-def matmul(x: Float[Array, "*batch N K"], w: Float[Array, "K M"], dtype: str) -> Float[Array, "*batch N M"]:
+def matmul(
+    x: Float[Array | np.ndarray, "*batch N K"], w: Float[Array | np.ndarray, "K M"], dtype: str
+) -> Float[Array, "*batch N M"]:
     """x w, with inputs in `dtype`, accumulated in float32 at least."""
     accumulator = jnp.promote_types(dtype, jnp.float32)
     return jnp.matmul(x.astype(dtype), w.astype(dtype), preferred_element_type=accumulator)

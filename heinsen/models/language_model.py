@@ -296,7 +296,7 @@ def logits_of(config: ModelConfig, params: Params, x: Float[Array, "B D"]) -> Fl
     return matmul(_head(params), x.T, config.dtype).T
 
 
-def _head(params: Params) -> Array:
+def _head(params: Params) -> Array | np.ndarray:
     return params["head"] if "head" in params else params["embedding"]
 
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops.checks import check_inputs
+from heinsen.ops.documents import document_numbers, document_starts
 
 _CHUNK = 64  # tokens
 
@@ -95,12 +96,12 @@ def linear_attention(
         state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], dtype)
     initial = state.sums.astype(dtype)
     if causal:
-        numerators, final = _causal(fq, fk, v1, initial, None if segment_ids is None else _runs(segment_ids))
+        numerators, final = _causal(fq, fk, v1, initial, segment_ids)
     elif segment_ids is None:
         final = initial + _einsum("...sk,...sv->...kv", fk, v1)
         numerators = _einsum("...tk,...kv->...tv", fq, final)
     else:
-        numerators, final = _within_runs(fq, fk, v1, initial, segment_ids)
+        numerators, final = _within_documents(fq, fk, v1, initial, segment_ids)
     z = numerators[..., -1:]
     y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(v.dtype)
     return (y, LinearState(final)) if return_state else y
@@ -111,40 +112,36 @@ def _features(x: Array) -> Array:
     return jnp.where(x > 0, x + 1.0, jnp.exp(jnp.minimum(x, 0.0)))
 
 
-def _runs(segment_ids: Array) -> Array:
-    """[*#batch, T]: 0 0 1 1 2 ..., a new number whenever the id changes."""
-    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    return jnp.cumsum(jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)]), axis=-1)
-
-
-def _within_runs(fq: Array, fk: Array, v1: Array, initial: Array, segment_ids: Array) -> tuple[Array, Array]:
-    """Non-causal attention within runs: `_causal` once in each direction. Results as in `_causal`."""
-    numerators, final = _causal(fq, fk, v1, initial, _runs(segment_ids))
+def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, segment_ids: Array) -> tuple[Array, Array]:
+    """Non-causal attention within documents: `_causal` once in each direction. Results as in `_causal`."""
+    numerators, final = _causal(fq, fk, v1, initial, segment_ids)
     flip = partial(jnp.flip, axis=-2)
-    later, _ = _causal(flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), _runs(jnp.flip(segment_ids, axis=-1)))
+    reversed_ids = jnp.flip(segment_ids, axis=-1)
+    later, _ = _causal(flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), reversed_ids)
     # Both directions have counted the query's own token.
     own = _einsum("...tk,...tk->...t", fq, fk)[..., None] * v1
     return numerators + jnp.flip(later, axis=-2) - own, final
 
 
-def _causal(fq: Array, fk: Array, v1: Array, initial: Array, run: Array | None) -> tuple[Array, Array]:
-    """Sum over each run's tokens up to the query's own, chunk by chunk.
+def _causal(fq: Array, fk: Array, v1: Array, initial: Array, segment_ids: Array | None) -> tuple[Array, Array]:
+    """Sum over each document's tokens up to the query's own, chunk by chunk.
 
-    Returns what each query reads, [*batch, T, V + 1] with the denominator last, and the sums of the last run.
+    Returns what each query reads, [*batch, T, V + 1] with the denominator last, and the sums of the last document.
     """
     n_tokens = fq.shape[-2]
     size = min(_CHUNK, n_tokens)
     fq, fk, v1 = (_split(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
     mask = jnp.tril(jnp.ones((size, size), bool))
-    fq_carried, fk_carried = fq, fk  # zero for queries and keys whose run the carried sums do not belong to
-    carries = None  # whether the run a chunk begins in is the run it ends in
-    if run is not None:
-        run = _split(run, size, -1, "edge")  # [*#batch, N, C]
-        mask = mask & (run[..., :, None] == run[..., None, :])
-        run_before = jnp.pad(run[..., :-1, -1], [(0, 0)] * (run.ndim - 2) + [(1, 0)])  # of the last token before
-        fq_carried = jnp.where((run == run_before[..., None])[..., None], fq, 0.0)
-        fk_carried = jnp.where((run == run[..., -1:])[..., None], fk, 0.0)
-        carries = jnp.moveaxis(run_before == run[..., -1], -1, 0)
+    fq_carried, fk_carried = fq, fk  # zero for queries and keys whose document the carried sums do not belong to
+    carries = None  # whether the document a chunk begins in is the document it ends in
+    if segment_ids is not None:
+        document = _split(document_numbers(document_starts(segment_ids)), size, -1, "edge")  # [*#batch, N, C]
+        mask = mask & (document[..., :, None] == document[..., None, :])
+        # The document of the last token before each chunk.
+        document_before = jnp.pad(document[..., :-1, -1], [(0, 0)] * (document.ndim - 2) + [(1, 0)])
+        fq_carried = jnp.where((document == document_before[..., None])[..., None], fq, 0.0)
+        fk_carried = jnp.where((document == document[..., -1:])[..., None], fk, 0.0)
+        carries = jnp.moveaxis(document_before == document[..., -1], -1, 0)
 
     def step(sums: Array, chunk: tuple[Array, Array | None]) -> tuple[Array, Array]:
         own, carries = chunk

@@ -4,7 +4,7 @@
 state. `log_attention` and `attention` are eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
 at every dynamic range by `log_matmul`, in T*S*K memory.
 
-Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `resets` is true at a document's first
+Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `starts` is true at a document's first
 token, except the first document's, which continues the state.
 """
 
@@ -23,6 +23,7 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.documents import document_numbers, mask_cross_document
 from heinsen.ops.states import LogState, MeanState, merge_states
 
 State = TypeVar("State", LogState, MeanState)
@@ -79,19 +80,19 @@ def log_attention(
     log_v: Float[Array, "*batch S V"],
     causal: bool,
     state: LogState | None,
-    resets: Bool[Array, "*batch T"] | None,
+    starts: Bool[Array, "*batch T"] | None,
 ) -> tuple[Float[Array, "*batch T V"], LogState]:
     """Eq. (1) in logarithms: log y, and the state after all tokens."""
-    log_a = _log_similarity(q, k, causal, resets)
+    log_a = _log_similarity(q, k, causal, starts)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
-        log_a0 = _state_log_similarity(q, state.h_z, resets)
+        log_a0 = _state_log_similarity(q, state.h_z, starts)
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
-        q_state = jnp.where(_first_document(resets), q, NEG_INF)
+        q_state = jnp.where(_first_document(starts), q, NEG_INF)
         log_s = logaddexp(log_s, log_matmul(q_state, state.h_s))
-    k = jnp.where(_last_document(resets), k, NEG_INF)
+    k = jnp.where(_last_document(starts), k, NEG_INF)
     end = LogState(logsumexp(k[..., :, None] + log_v[..., None, :], axis=-3), logsumexp(k, axis=-2))
-    return log_divide(log_s, log_z[..., None]), _continue(state, end, resets)
+    return log_divide(log_s, log_z[..., None]), _continue(state, end, starts)
 
 
 def attention(
@@ -100,58 +101,57 @@ def attention(
     v: Float[Array, "*batch S V"],
     causal: bool,
     state: MeanState | None,
-    resets: Bool[Array, "*batch T"] | None,
+    starts: Bool[Array, "*batch T"] | None,
 ) -> tuple[Float[Array, "*batch T V"], MeanState]:
     """Eq. (1): y, and the state after all tokens."""
-    log_a = _log_similarity(q, k, causal, resets)
+    log_a = _log_similarity(q, k, causal, starts)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:
-        log_a0 = _state_log_similarity(q, state.h_z, resets)
+        log_a0 = _state_log_similarity(q, state.h_z, starts)
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
     y = posterior(log_a, log_z[..., None]) @ v
     if state is not None:
         y = y + posterior(log_a0, log_z[..., None]) @ state.mean
-    k = jnp.where(_last_document(resets), k, NEG_INF)
+    k = jnp.where(_last_document(starts), k, NEG_INF)
     h_z = logsumexp(k, axis=-2)
     end = MeanState(jnp.swapaxes(posterior(k, h_z[..., None, :]), -1, -2) @ v, h_z)
-    return y, _continue(state, end, resets)
+    return y, _continue(state, end, starts)
 
 
-def _log_similarity(q: Array, k: Array, causal: bool, resets: Array | None) -> Array:
+def _log_similarity(q: Array, k: Array, causal: bool, starts: Array | None) -> Array:
     """log(exp(Q) exp(K)^T) [*batch, T, S], -inf where a query does not see a key."""
     log_a = log_matmul(q, jnp.swapaxes(k, -1, -2))
     mask = jnp.tril(jnp.ones(log_a.shape[-2:], bool)) if causal else jnp.ones(log_a.shape[-2:], bool)
-    if resets is not None:
-        document = jnp.cumsum(resets, axis=-1)
-        mask = mask & (document[..., :, None] == document[..., None, :])
+    if starts is not None:
+        mask = mask & mask_cross_document(starts)
     return jnp.where(mask, log_a, NEG_INF)
 
 
-def _state_log_similarity(q: Array, h_z: Array, resets: Array | None) -> Array:
+def _state_log_similarity(q: Array, h_z: Array, starts: Array | None) -> Array:
     """q + h_z [*batch, T, K]: each query's log weights on the state, -inf outside the first document."""
-    return jnp.where(_first_document(resets), q + h_z[..., None, :], NEG_INF)
+    return jnp.where(_first_document(starts), q + h_z[..., None, :], NEG_INF)
 
 
-def _first_document(resets: Array | None) -> Array | bool:
+def _first_document(starts: Array | None) -> Array | bool:
     """Whether a token belongs to the first document, [*batch, T, 1]; True without documents."""
-    return True if resets is None else jnp.cumsum(resets, axis=-1)[..., None] == 0
+    return True if starts is None else document_numbers(starts)[..., None] == 0
 
 
-def _last_document(resets: Array | None) -> Array | bool:
+def _last_document(starts: Array | None) -> Array | bool:
     """Whether a token belongs to the last document, [*batch, T, 1]; True without documents."""
-    if resets is None:
+    if starts is None:
         return True
-    document = jnp.cumsum(resets, axis=-1)
+    document = document_numbers(starts)
     return (document == document[..., -1:])[..., None]
 
 
-def _continue(state: State | None, end: State, resets: Array | None) -> State:
+def _continue(state: State | None, end: State, starts: Array | None) -> State:
     """Merge the initial state into that of the last document, where the last document is also the first."""
     if state is None:
         return end
     merged = merge_states(state, end)
-    if resets is None:
+    if starts is None:
         return merged
-    one_document = ~jnp.any(resets, axis=-1)
+    one_document = ~jnp.any(starts, axis=-1)
     select = lambda a, b: jnp.where(jnp.expand_dims(one_document, range(one_document.ndim, a.ndim)), a, b)
     return jax.tree.map(select, merged, end)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from heinsen import logspace
 from heinsen.ops import chunked
 from heinsen.ops.api import log_attention as on_one_device
+from heinsen.ops.documents import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
@@ -116,8 +117,7 @@ def _state_before(k: Array, log_v: Array, state: LogState | None, segment_ids: A
     if segment_ids is not None:
         ids_before = lax.ppermute(segment_ids[..., -1], "sequence", _next_device())
         begins = ~is_first & (ids_before != segment_ids[..., 0])  # [B, 1]
-        changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-        starts = jnp.concatenate([begins[..., None], changes], axis=-1)
+        starts = document_starts(segment_ids).at[..., 0].set(begins)
         forgets = jnp.any(starts, axis=-1)
         starts = jnp.broadcast_to(starts, k.shape[:-1])
     own = chunked.state_after(k, log_v, begin, starts)
@@ -134,8 +134,12 @@ def _state_before(k: Array, log_v: Array, state: LogState | None, segment_ids: A
 
 def _cleared(state: LogState, where: Bool[Array, "B 1"] | Bool[Array, ""]) -> LogState:
     """Return the state with those rows as before any token."""
-    rows = lambda x: where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
-    return jax.tree.map(lambda x: jnp.where(rows(x), logspace.NEG_INF, x), state)
+
+    def clear(x: Array) -> Array:
+        rows = where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
+        return jnp.where(rows, logspace.NEG_INF, x)
+
+    return jax.tree.map(clear, state)
 
 
 def _next_device() -> list[tuple[int, int]]:

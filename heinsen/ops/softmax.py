@@ -14,6 +14,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from heinsen.ops.documents import document_numbers, document_starts, mask_cross_document
+
 # Scores of one block of queries against a whole cache, in elements.
 _BLOCK_SCORES = 1 << 25
 
@@ -74,7 +76,7 @@ def softmax_attention(
     """
     if jax.default_backend() == "cpu":
         return _attend_in_blocks(q, k, v, segment_ids, causal)
-    mask = None if segment_ids is None else segment_ids[..., :, None] == segment_ids[..., None, :]
+    mask = None if segment_ids is None else mask_cross_document(document_starts(segment_ids))
     fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     implementation: Literal["cudnn"] | None = "cudnn" if fused else None
@@ -111,7 +113,9 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, c
     def head(arrays: tuple[Array, Array, Array, Array | None]) -> Array:
         return jnp.concatenate([block(*arrays, start) for start in range(0, n_tokens, size)], axis=1)
 
-    ids = None if segment_ids is None else jnp.broadcast_to(segment_ids, q.shape[:-1])
+    ids = None
+    if segment_ids is not None:
+        ids = jnp.broadcast_to(document_numbers(document_starts(segment_ids)), q.shape[:-1])
     heads = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), (q, k, v, ids))
     return lax.map(head, heads).reshape(v.shape)
 

@@ -10,7 +10,7 @@ Axes: B batch, H heads, T tokens, K key features, V value features.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from heinsen.logspace import NEG_INF
 
 State = TypeVar("State")
+AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
 
 
 class Tokens(NamedTuple):
@@ -57,13 +58,8 @@ class Mixer(abc.ABC, Generic[State]):
 
     @classmethod
     def from_config(cls, config: Any) -> "Mixer[Any]":
-        """Build the mixer from the attributes of `config`, a `ModelConfig`. Raises ValueError for impossible values."""
-        return cls.from_attributes(config)
-
-    @classmethod
-    def from_attributes(cls, config: Any) -> Self:
-        """Build this class from the attributes of `config` that have its fields' names."""
-        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
+        """Build the mixer from `config`, a `ModelConfig`. Raises ValueError for impossible values."""
+        return read_fields(cls, config)
 
     def check_use(self, attention: str, is_used: bool) -> None:
         """Raise ValueError where the fields do not fit a model with layers of this kind, or one without them.
@@ -174,6 +170,11 @@ class Mixer(abc.ABC, Generic[State]):
     def join_cache(self, cache: Any, rest: Any) -> State:
         """Invert `split_cache`."""
         return rest
+
+
+def read_fields(mixer: type[AnyMixer], config: Any) -> AnyMixer:
+    """Build a mixer of this class from the attributes of `config` that have its fields' names."""
+    return mixer(**{field.name: getattr(config, field.name) for field in dataclasses.fields(mixer)})
 
 
 def select_rows(rows: Bool[Array, " B"], new: State, old: State) -> State:

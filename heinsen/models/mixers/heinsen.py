@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from heinsen.models.mixers.base import Mixer, State, Tokens, select_rows
+from heinsen.models.mixers.base import Mixer, State, Tokens, read_fields, select_rows
 from heinsen.ops import states
 from heinsen.ops.api import IMPLEMENTATIONS, attention
 from heinsen.ops.sharded import log_attention, over_heads
@@ -34,7 +34,7 @@ class Heinsen(Mixer[State], Generic[State]):
         """Build the mixer of the config's value_domain."""
         if config.value_domain not in VALUE_DOMAINS:
             raise ValueError(f"model.value_domain = {config.value_domain!r}: choose {', '.join(VALUE_DOMAINS)}")
-        return VALUE_DOMAINS[config.value_domain].from_attributes(config)
+        return read_fields(VALUE_DOMAINS[config.value_domain], config)
 
     def __post_init__(self) -> None:
         if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
