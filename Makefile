@@ -32,7 +32,7 @@ test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(python) -m pytest --numprocesses=$(JOBS)
+	$(python) -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
 faults: $(VENV)/installed-test
 	$(python) -m pytest --numprocesses=0 -m long
