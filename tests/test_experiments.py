@@ -114,7 +114,11 @@ def test_numbers_that_are_none_are_refused(texts):
 @pytest.mark.long
 def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
     arguments = [f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=1x32,2x32,1x64", "--next=2x64"]
-    command = ["experiments/ladder/run.py", *arguments, "--tokens_per_parameter=1,2,3"]
+    command = [
+        "experiments/ladder/run.py",
+        *arguments,
+        "--tokens_per_parameter=7,8,9",
+    ]  # more steps than the warm-up has
     end = commands.run(*command)
     assert end.returncode == 0, end.stderr
     results = json.loads((tmp_path / "results.json").read_text())

@@ -82,21 +82,13 @@ class LanguageModel(nn.Module):
         x_BxTxD = constrain_stream(self.mesh, x_BxTxD)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
         x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, tokens, begins_BxT)
-        run_layers = self._scan_layers if self.stacked else self._loop_over_layers
-        x_BxTxD, attention = run_layers(x_BxTxD, before.attention, tokens, keep_state)
+        if self.stacked:
+            x_BxTxD, attention = self._scan_layers(x_BxTxD, before.attention, tokens, keep_state)
+        else:
+            x_BxTxD, attention = run_layers(c, c.layer_mixers, self.mesh, x_BxTxD, before.attention, tokens, keep_state)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         after = state_after(before, tokens, lengths_B, position_BxD, attention) if keep_state else None
         return x_BxTxD, after
-
-    def _loop_over_layers(
-        self, x_BxTxD: Array, states: tuple[Any, ...], tokens: Tokens, keep_state: bool
-    ) -> tuple[Array, tuple[Any, ...]]:
-        c, after = self.config, []
-        for i, (mixer, state) in enumerate(zip(c.layer_mixers, states, strict=True)):
-            layer = LAYERS[c.block](c, mixer, self.mesh, name=f"layer_{i}")
-            x_BxTxD, state = layer(x_BxTxD, state, tokens, keep_state)
-            after.append(state)
-        return x_BxTxD, tuple(after)
 
     def _scan_layers(
         self, x_BxTxD: Array, states: tuple[Any, ...], tokens: Tokens, keep_state: bool
@@ -133,12 +125,26 @@ class Period(nn.Module):
     def __call__(
         self, x_BxTxD: Float[Array, "B T D"], states: tuple[Any, ...], tokens: Tokens, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
-        c, after = self.config, []
-        for j, (mixer, state) in enumerate(zip(c.mixers, states, strict=True)):
-            layer = LAYERS[c.block](c, mixer, self.mesh, name=f"layer_{j}")
-            x_BxTxD, state = layer(x_BxTxD, state, tokens, keep_state)
-            after.append(state)
-        return x_BxTxD, tuple(after)
+        c = self.config
+        return run_layers(c, c.mixers, self.mesh, x_BxTxD, states, tokens, keep_state)
+
+
+def run_layers(
+    config: ModelConfig,
+    mixers: tuple[Mixer[Any], ...],
+    mesh: Mesh | None,
+    x_BxTxD: Float[Array, "B T D"],
+    states: tuple[Any, ...],
+    tokens: Tokens,
+    keep_state: bool,
+) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+    """Run one layer for each mixer, in order, as submodules layer_0, layer_1, ... of the module that calls this."""
+    after = []
+    for i, (mixer, state) in enumerate(zip(mixers, states, strict=True)):
+        layer = LAYERS[config.block](config, mixer, mesh, name=f"layer_{i}")
+        x_BxTxD, state = layer(x_BxTxD, state, tokens, keep_state)
+        after.append(state)
+    return x_BxTxD, tuple(after)
 
 
 # ---- layers --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What a sweep shows in a terminal: a table of its runs, redrawn in place."""
 
+import io
 import shutil
 import sys
 from collections.abc import Sequence
@@ -59,7 +60,7 @@ def summary(views: Sequence[RunView]) -> str:
 class Screen:
     """Lines that are redrawn in place in a terminal; `say` prints above them. A log file receives only what is said."""
 
-    def __init__(self, stream: TextIO = sys.stderr):
+    def __init__(self, stream: TextIO | io.TextIOBase = sys.stderr):
         self._stream, self._n_lines = stream, 0
         self.live = stream.isatty()
 

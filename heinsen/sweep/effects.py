@@ -9,7 +9,7 @@ import numpy as np
 
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.runs import RunView, is_finite
-from heinsen.sweep.space import SEED, Point, Range, Value, format_value
+from heinsen.sweep.space import SEED, Point, Range, Value, format_value, is_number
 
 _BINS = 4  # for values drawn from a range
 
@@ -122,10 +122,6 @@ def grid_of(results: Sequence[Result], rows: str, columns: str) -> tuple[list[Va
         sums[place] += result.loss
         counts[place] += 1
     return ys, xs, np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
-
-
-def is_number(value: Value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def sort_key(value: Value) -> tuple[int, Value, str]:

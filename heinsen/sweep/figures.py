@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -15,22 +16,20 @@ from matplotlib.figure import Figure
 
 from heinsen.sweep.curves import smooth, thin
 from heinsen.sweep.definition import Definition
-from heinsen.sweep.effects import Effect, Result, grid_of, is_number, sort_key
+from heinsen.sweep.effects import Effect, Result, grid_of, sort_key
 from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import Range, Value, format_value
+from heinsen.sweep.space import Range, Value, all_numbers, format_value
 
-Entries = list[dict[str, float]]  # of a run's log
+Entries = list[dict[str, Any]]  # of a run's log
 
 _POINTS = 300  # of a curve
 _SMOOTHING = 0.9  # of the training loss, in long logs
 _BLUE, _ORANGE = "#3b6ea5", "#c2410c"
 
 
-def _scale(values: Sequence[Value]) -> str:
-    """Return the scale of an axis: linear; log where positive numbers span a factor of 8; names for other values."""
-    if not all(map(is_number, values)):
-        return "names"
-    return "log" if min(values) > 0 and max(values) / min(values) >= 8 else "linear"
+def _scale(numbers: Sequence[int | float]) -> str:
+    """Return the scale of an axis: log where positive numbers span a factor of 8, else linear."""
+    return "log" if min(numbers) > 0 and max(numbers) / min(numbers) >= 8 else "linear"
 
 
 # ---- marginal effects ----------------------------------------------------------------------------
@@ -41,14 +40,14 @@ def draw_effect(definition: Definition, effect: Effect, results: Sequence[Result
     figure, axes = plt.subplots(figsize=(4.2, 3.0), layout="constrained")
     values = [result.point[effect.field] for result in results]
     losses = [result.loss for result in results]
-    scale, in_range = _scale(values), isinstance(definition.space.get(effect.field), Range)
-    if scale == "names" or (len(effect.groups) <= 12 and not in_range):
+    numbers, in_range = all_numbers(values), isinstance(definition.space.get(effect.field), Range)
+    if numbers is None or (len(effect.groups) <= 12 and not in_range):
         _draw_by_name(axes, effect, values, losses)
     else:
-        axes.plot(values, losses, "o", ms=4, alpha=0.6, color=_BLUE)
-        axes.set_xscale(scale)
+        axes.plot(numbers, losses, "o", ms=4, alpha=0.6, color=_BLUE)
+        axes.set_xscale(_scale(numbers))
         draw_means = _draw_means_of_parts if in_range else _draw_means_of_values
-        draw_means(axes, effect, values)
+        draw_means(axes, effect, numbers)
     axes.set(xlabel=effect.field, ylabel="validation loss")
     axes.grid(alpha=0.3)
     return figure
@@ -63,16 +62,16 @@ def _draw_by_name(axes: Axes, effect: Effect, values: Sequence[Value], losses: S
     axes.margins(x=0.15)
 
 
-def _draw_means_of_parts(axes: Axes, effect: Effect, values: Sequence[Value]) -> None:
-    ordered, start = sorted(values), 0
+def _draw_means_of_parts(axes: Axes, effect: Effect, numbers: Sequence[int | float]) -> None:
+    ordered, start = sorted(numbers), 0
     for group in effect.groups:
         part = ordered[start : start + len(group.losses)]
         start += len(group.losses)
         axes.plot([part[0], part[-1]], [group.mean] * 2, color=_ORANGE, lw=2)
 
 
-def _draw_means_of_values(axes: Axes, effect: Effect, values: Sequence[Value]) -> None:
-    axes.plot(sorted(set(values)), [group.mean for group in effect.groups], "D-", color=_ORANGE, lw=1.5, ms=5)
+def _draw_means_of_values(axes: Axes, effect: Effect, numbers: Sequence[int | float]) -> None:
+    axes.plot(sorted(set(numbers)), [group.mean for group in effect.groups], "D-", color=_ORANGE, lw=1.5, ms=5)
 
 
 # ---- several fields ------------------------------------------------------------------------------
@@ -135,13 +134,13 @@ def _loss_heights(losses: np.ndarray) -> Heights:
 
 def _heights(values: Sequence[Value]) -> Heights:
     distinct = sorted({format_value(v): v for v in values}.values(), key=sort_key)
-    scale = _scale(distinct)
-    if scale == "names" or len(distinct) <= 6:
+    numbers = all_numbers(values)
+    if numbers is None or len(distinct) <= 6:
         heights = {format_value(value): i / max(len(distinct) - 1, 1) for i, value in enumerate(distinct)}
         return np.array([heights[format_value(value)] for value in values]), [(y, text) for text, y in heights.items()]
-    numbers = np.log(values) if scale == "log" else np.asarray(values, float)
-    low, high = numbers.min(), numbers.max()
-    return (numbers - low) / (high - low), [(0.0, format_value(distinct[0])), (1.0, format_value(distinct[-1]))]
+    places = np.log(numbers) if _scale(numbers) == "log" else np.asarray(numbers, float)
+    low, high = places.min(), places.max()
+    return (places - low) / (high - low), [(0.0, format_value(distinct[0])), (1.0, format_value(distinct[-1]))]
 
 
 # ---- curves --------------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ def draw_curves(logs: Sequence[tuple[RunView, Entries]]) -> Figure:
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     lowest, highest = math.inf, []
     for i, (view, entries) in reversed(list(enumerate(logs))):  # the best on top
-        style: dict[str, object] = dict(color=plt.get_cmap("viridis")(0.85 * i / max(len(logs) - 1, 1)))
+        style: dict[str, Any] = dict(color=plt.get_cmap("viridis")(0.85 * i / max(len(logs) - 1, 1)))
         style |= dict(lw=2 if i == 0 else 1, ls="--" if view.state in ("crashed", "pruned") else "-", ms=2.5)
         losses = _draw_curve(panels[0], entries, "loss", _SMOOTHING, **style)
         validations = _draw_curve(panels[1], entries, "validation_loss", 0.0, marker="o", **style)
@@ -170,7 +169,7 @@ def draw_curves(logs: Sequence[tuple[RunView, Entries]]) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, entries: Entries, name: str, smoothing: float, **style: object) -> np.ndarray:
+def _draw_curve(axes: Axes, entries: Entries, name: str, smoothing: float, **style: Any) -> np.ndarray:
     """Draw a metric by tokens, and return the values drawn."""
     points = [(e["tokens"], e[name]) for e in entries if e.get(name) is not None]
     if not points:

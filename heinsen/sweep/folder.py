@@ -28,8 +28,11 @@ FORMAT = 1
 
 LockToken = tuple[str, str]  # the lock file of a sweep, and what the command that holds it has written there
 
-_MEASURED = ("state", "step", "total_steps", "tokens", "loss", "validation_loss", "bits_per_byte")
-_MEASURED += ("tokens_per_second", "seconds")
+# The columns of sweep.csv after the settings.
+_MEASURED = (
+    *("state", "step", "total_steps", "tokens", "loss", "validation_loss", "bits_per_byte"),
+    *("tokens_per_second", "seconds"),
+)
 
 
 class SweepFolder:

@@ -48,7 +48,7 @@ class TrainingJob:
     ):
         self.command, self.cwd, self.folder = command, cwd, folder
         self.environment, self.cores, self.sweep = environment, cores, sweep
-        self._child: subprocess.Popen | None = None
+        self._child: subprocess.Popen[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_child": None}
@@ -90,7 +90,7 @@ class TrainingJob:
         _update_status(folder, state=_end_state(code, stopped), ended=time.time(), returncode=code)
         return code
 
-    def _start(self, log: IO[bytes], lock: int) -> subprocess.Popen:
+    def _start(self, log: IO[bytes], lock: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, **self.environment}
         return subprocess.Popen(
             self.command,
@@ -104,7 +104,7 @@ class TrainingJob:
             preexec_fn=self._before_exec(),
         )
 
-    def _wait(self, folder: Path, child: subprocess.Popen) -> str | None:
+    def _wait(self, folder: Path, child: subprocess.Popen[bytes]) -> str | None:
         """Wait for the run to end, and return the reason why it was asked to, if it was."""
         reason = None
         while child.poll() is None:

@@ -4,8 +4,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -31,8 +32,8 @@ class SweepError(HeinsenError, ValueError):
 class Range:
     """All numbers from low to high, both included, distributed uniformly or (log) log-uniformly."""
 
-    low: float
-    high: float
+    low: int | float
+    high: int | float
     log: bool
     integer: bool
 
@@ -45,13 +46,23 @@ class Range:
         x = math.exp(rng.uniform(math.log(low), math.log(high))) if self.log else rng.uniform(low, high)
         return self.round(math.floor(x) if self.integer else x)
 
-    def round(self, x: float) -> int | float:
+    def round(self, x: int | float) -> int | float:
         """Return the nearest number with few significant digits that is still in the range."""
         number = int(x) if self.integer else float(f"{x:.{_DIGITS}g}")
         return min(max(number, self.low), self.high)
 
 
 Space = dict[str, tuple[Value, ...] | Range]
+
+
+def is_number(value: Value) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def all_numbers(values: Sequence[Value]) -> list[int | float] | None:
+    """Return the values as a list of numbers, or None if some are not numbers."""
+    numbers = [value for value in values if is_number(value)]
+    return numbers if len(numbers) == len(values) else None
 
 
 def parse_space(texts: Mapping[str, str], convert: Convert, paired: bool = False) -> Space:
@@ -74,16 +85,16 @@ def _parse_range(flag: str, field: str, text: str, convert: Convert) -> Range | 
     if match is None:
         return None
     low, high = convert(field, match["low"]), convert(field, match["high"])
-    if type(low) is str:
+    if isinstance(low, str):
         return None
-    if type(low) not in (int, float) or type(high) not in (int, float):
+    if not is_number(low) or not is_number(high):
         raise SweepError(f"{flag}: a range needs a number at each end, such as 1e-5..1e-2:log or 1..8")
     log = match["log"] is not None
     if not low < high:
         raise SweepError(f"{flag}: a range runs from a lower to a higher number")
     if log and low <= 0:
         raise SweepError(f"{flag}: a logarithmic range needs numbers above 0")
-    return Range(low, high, log, integer=type(low) is int and type(high) is int)
+    return Range(low, high, log, integer=isinstance(low, int) and isinstance(high, int))
 
 
 def _parse_list(flag: str, field: str, text: str, convert: Convert, paired: bool) -> tuple[Value, ...]:
@@ -93,9 +104,7 @@ def _parse_list(flag: str, field: str, text: str, convert: Convert, paired: bool
         return tuple(values)
     if repeated := [each for i, each in enumerate(texts) if values[i] in values[:i]]:
         raise SweepError(f"{flag}: {', '.join(repeated)} is listed twice")
-    if all(type(x) in (int, float) for x in values):
-        values.sort()
-    return tuple(values)
+    return tuple(sorted(numbers) if (numbers := all_numbers(values)) is not None else values)
 
 
 def _split(flag: str, text: str) -> list[str]:
