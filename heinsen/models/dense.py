@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.typing import Initializer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -38,7 +39,7 @@ def weight_init(fan_in: int, deviation: float | None) -> Initializer:
 def uniform_init(fan_in: int) -> Initializer:
     """Initializer uniform(-1, 1) / sqrt(fan_in)."""
 
-    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
         return jax.random.uniform(key, shape, dtype, -1.0, 1.0) / jnp.sqrt(fan_in).astype(dtype)
 
     return init

@@ -85,7 +85,8 @@ def effect_of(definition: Definition, field: str, results: Sequence[Result]) -> 
 
 def _group_by_part(field: str, ordered: Sequence[Result]) -> tuple[Group, ...]:
     groups = []
-    for part in np.array_split(np.arange(len(ordered)), min(_BINS, max(len(ordered) // 2, 1))):
+    for indices in np.array_split(np.arange(len(ordered)), min(_BINS, max(len(ordered) // 2, 1))):
+        part = indices.tolist()
         low, high = (ordered[i].point[field] for i in (part[0], part[-1]))
         groups.append(Group(f"{low:.3g} to {high:.3g}", tuple(ordered[i].loss for i in part)))
     return tuple(groups)
