@@ -8,14 +8,14 @@ import jaxtyping
 import numpy as np
 import pytest
 
-import tests.typechecking  # noqa: F401  the import hook finds it by name
+import tests.typechecking
 
 # The tests keep every core busy as it is: compile each program in one piece, which takes a fifth less of a core's time.
 # The commands that tests start inherit this.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
 
 # All annotations of heinsen, array shapes included, are checked at run time. Install this before any import of heinsen.
-jaxtyping.install_import_hook("heinsen", "tests.typechecking.check")
+jaxtyping.install_import_hook(tests.typechecking.checked_modules(), "tests.typechecking.check")
 
 SEED_VARIABLE = "HEINSEN_TEST_SEED"
 DREW_NUMBERS = pytest.StashKey[bool]()

@@ -1,12 +1,23 @@
 """The run-time check of heinsen's annotations: conftest.py installs it on every function as heinsen is imported."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintException
 
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as static type checkers have it
+
+
+PICKLED = {"heinsen.files", "heinsen.sweep.job"}  # sent to other processes by value, which checked functions cannot be
+
+
+def checked_modules() -> list[str]:
+    """Return the names of heinsen's modules whose annotations are checked."""
+    root = Path(__file__).parent.parent
+    paths = [path.relative_to(root).with_suffix("") for path in (root / "heinsen").rglob("*.py")]
+    return sorted({".".join(path.parts) for path in paths if path.name != "__init__"} - PICKLED)
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -112,7 +112,7 @@ class OptunaSearch(Search):
         trials = self._trials.get(view.name, [])
         for trial in trials:
             self._report(trial, view)
-        return bool(trials) and bool(view.validations) and trials[0].should_prune()
+        return bool(trials and view.validations and trials[0].should_prune())
 
     def is_done(self) -> bool:
         return not self._waiting and len(self._study.trials) >= (self._folder.definition.trials or 0)

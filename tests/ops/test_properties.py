@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -106,7 +107,7 @@ def test_a_state_handed_on_at_any_split(split):
 @search
 @given(inputs(), inputs(), inputs())
 def test_states_merge_associatively_and_commutatively(a, b, c):
-    a, b, c = (attend(*arrays)[1] for arrays in (a, b, c))
+    a, b, c = (jax.tree.map(jnp.asarray, attend(*arrays)[1]) for arrays in (a, b, c))
     merge = heinsen.merge_states
     jax.tree.map(same, merge(merge(a, b), c), merge(a, merge(c, b)))
     jax.tree.map(same, merge(a, heinsen.init_state((), K, V)), a)
