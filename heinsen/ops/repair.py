@@ -116,13 +116,18 @@ def exact_chunk(kind: Values[Any, Any], tokens: Tokens, state: Any) -> tuple[tup
     m = kind.sums_of_normalized(state, shifts)
     end = chunk.next_sums(f.keys, m)
     lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts))
-    out: tuple[Array | None, Array | None] = None, None
+    sums = None
     if f.queries is not None:
         sums = chunk.query_sums(f.queries, f.keys, m)
         lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, f.queries, sums, shifts))
-        out = kind.mean(sums, shifts.b), chunk.query_log_z(f.queries, sums)
-    after = state if tokens.keys is None else kind.normalized_sums(end, shifts)
-    return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), lambda: (out, after))
+
+    def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
+        out: tuple[Array | None, Array | None] = None, None
+        if f.queries is not None and sums is not None:
+            out = kind.mean(sums, shifts.b), chunk.query_log_z(f.queries, sums)
+        return out, state if tokens.keys is None else kind.normalized_sums(end, shifts)
+
+    return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), by_matmuls)
 
 
 def _token_by_token(kind: Values[Any, Any], tokens: Tokens, state: Any) -> Any:
