@@ -55,7 +55,7 @@ def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_p
     resumed = commands.run(*train_command(run.data, workdir, **changes), devices=4)
     assert resumed.returncode == 0, resumed.stderr
     assert "parameters on 4 x cpu" in resumed.stderr and f"resuming after step {start}" in resumed.stderr
-    assert "config.mesh.fsdp: 1 in the run, 2 in the command: going on with the command's" in resumed.stderr
+    assert "config.mesh.fsdp: 1 in the run, 2 in the command: continuing with the command's" in resumed.stderr
     assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-5)
     assert losses(read_log(workdir), after=start) != losses(run.log, after=start)
     assert load_run(workdir).mesh == MeshConfig(-1, 2, 2, 1)
