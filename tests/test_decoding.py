@@ -175,7 +175,7 @@ def test_two_thousand_greedy_tokens_are_those_of_the_forward_pass_from_every_spl
     text = np.array([*prompt, *generate(config, params, prompt, GREEDY, seed=0, max_tokens=2000)])
     logits = np.asarray(full_forward(config, params, text[None])[0])[0, 10:-1, :257]
     np.testing.assert_array_equal(np.argmax(logits, axis=-1), text[11:])
-    for split in rng.integers(11, 2011, 3):
+    for split in rng.integers(11, 2011, 3).tolist():
         rest = generate(config, params, text[:split], GREEDY, seed=1, max_tokens=2011 - split)
         np.testing.assert_array_equal(list(rest), text[split:])
 
