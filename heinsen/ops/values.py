@@ -278,10 +278,10 @@ class RealValues(Values[MeanState, MeanState]):
         return jnp.exp(share) * y + jnp.exp(other_share) * other_y
 
     def normalized_token(self, k: Array, values: Array) -> MeanState:
-        return MeanState(jnp.broadcast_to(values[..., None, :], (*k.shape, values.shape[-1])), k)
+        return MeanState.of_token(k, values)
 
     def normalized_sums(self, m: Sums, shifts: Shifts) -> MeanState:
-        return MeanState(safe_divide(m.s, m.z[..., None]), safe_log(m.z) + finite(shifts.c))
+        return MeanState(self.mean(m, None), safe_log(m.z) + finite(shifts.c))
 
     def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> MeanState:
         return MeanState(mean, h_z)

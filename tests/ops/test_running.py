@@ -17,7 +17,7 @@ def draw(rng, n, sigma):
 
 
 @quick_jit
-def in_logs(state, tokens):
+def step_logarithms(state, tokens):
     def body(state, token):
         state = update_state(state, *token[1:])
         return state, query_state(state, token[0])
@@ -26,7 +26,7 @@ def in_logs(state, tokens):
 
 
 @quick_jit
-def in_averages(state, tokens):
+def step_averages(state, tokens):
     def body(state, token):
         log_y, state = take_step(state, *token)
         return state, log_y
@@ -40,10 +40,10 @@ def in_averages(state, tokens):
 def test_steps_are_equations_5_and_6(rng, sigma, n_before):
     state = init_state(BATCH, K, V)
     if n_before:
-        state, _ = in_logs(state, draw(rng, n_before, sigma))
+        state, _ = step_logarithms(state, draw(rng, n_before, sigma))
     tokens = draw(rng, 9, sigma)
-    (end, exact), log_y = in_averages(state, tokens)
-    expected_end, expected = in_logs(state, tokens)
+    (end, exact), log_y = step_averages(state, tokens)
+    expected_end, expected = step_logarithms(state, tokens)
     assert bool(exact.all())
     np.testing.assert_allclose(log_y, expected, atol=1e-5 * max(1, sigma))
     for got, want in zip(end, expected_end, strict=True):
@@ -51,21 +51,21 @@ def test_steps_are_equations_5_and_6(rng, sigma, n_before):
 
 
 def test_steps_whose_averages_underflow_say_so_and_no_others(rng):
-    state, _ = in_logs(init_state(BATCH, K, V), draw(rng, 3, 1.0))
+    state, _ = step_logarithms(init_state(BATCH, K, V), draw(rng, 3, 1.0))
     tokens = draw(rng, 4, 1.0)
     # One token of a huge value that hardly counts for one feature: beside it, that feature's own values vanish.
     tokens[2] = tokens[2].at[1, 0, 1, 2].set(200.0)
     tokens[1] = tokens[1].at[1, 0, 1, 0].set(-100.0)
-    (_, exact), log_y = in_averages(state, tokens)
+    (_, exact), log_y = step_averages(state, tokens)
     assert not exact[0, 1] and int((~exact).sum()) == 1
-    _, expected = in_logs(state, tokens)
+    _, expected = step_logarithms(state, tokens)
     np.testing.assert_allclose(log_y, expected, rtol=1e-6, atol=1e-5)  # that value hides what is lost, for now
 
 
 def test_values_of_zero_are_left_to_the_logarithms(rng):
     tokens = draw(rng, 4, 1.0)
     tokens[2] = tokens[2].at[..., 0].set(-jnp.inf)
-    (_, exact), _ = in_averages(init_state(BATCH, K, V), tokens)
+    (_, exact), _ = step_averages(init_state(BATCH, K, V), tokens)
     assert not exact.any()
 
 
