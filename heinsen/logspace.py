@@ -15,7 +15,7 @@ Weights are computed as exp(term - sum) <= 1, so nothing here overflows at any d
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,56 @@ def finite(shift: Array) -> Array:
 def posterior(term: Array, total: Array) -> Array:
     """exp(term - total) <= 1: the share of one term in a log-sum-exp; 0 in an empty sum."""
     return jnp.exp(term - finite(total))
+
+
+def difference(a: Array, b: Array) -> Array:
+    """a - b, a constant; 0 where both are -inf."""
+    return jax.lax.stop_gradient(jnp.where(a == b, 0.0, a - finite(b)))
+
+
+class ShiftedLog(NamedTuple):
+    """A logarithm in two parts, rest + shift, whose precision does not depend on its size.
+
+    float32 holds 100000.004 with an error of 0.004, which a difference of two such logarithms keeps. In two parts each
+    differs from the other by what the rests and the shifts do, both as good as exact. Zero has -inf in both parts.
+    """
+
+    rest: Float[Array, "*shape"]
+    shift: Float[Array, "*shape"]  # no gradient
+
+    @classmethod
+    def of(cls, log_x: Array) -> "ShiftedLog":
+        shift = jax.lax.stop_gradient(log_x)
+        return cls(jnp.where(log_x == NEG_INF, NEG_INF, log_x - finite(shift)), shift)
+
+    def value(self) -> Array:
+        """The logarithm, rounded to its size."""
+        return self.rest + finite(self.shift)
+
+    def add(self, other: "ShiftedLog") -> "ShiftedLog":
+        """The monoid's operation."""
+        shift = jnp.maximum(self.shift, other.shift)
+        rest, other_rest = (x.rest + difference(x.shift, shift) for x in (self, other))
+        return ShiftedLog(logaddexp(rest, other_rest), shift)
+
+
+def log_shares(a: ShiftedLog, b: ShiftedLog) -> tuple[Array, Array]:
+    """Logarithms of the shares of two terms in their sum; -inf for those that are zero."""
+    nothing, other_nothing = a.rest == NEG_INF, b.rest == NEG_INF
+    above = (b.rest - finite(a.rest)) + jax.lax.stop_gradient(b.shift - finite(a.shift))
+    above = jnp.where(other_nothing, NEG_INF, jnp.where(nothing, jnp.inf, above))
+    return jnp.where(nothing, NEG_INF, log_sigmoid(-above)), log_sigmoid(above)
+
+
+def centered_sum(q: Array, h: Array) -> tuple[Array, Array]:
+    """(q + h - top, top), with top the largest q + h along the last axis (-inf: all are), as if no sum were rounded."""
+    total = q + h
+    # Knuth's two-sum: what the rounding of the sum took.
+    q_part = finite(total) - finite(h)
+    error = (finite(q) - q_part) + (finite(h) - (finite(total) - q_part))
+    error = jax.lax.stop_gradient(jnp.where(total == NEG_INF, 0.0, error))
+    top = jax.lax.stop_gradient(jnp.max(total, axis=-1))
+    return (total - finite(top)[..., None]) + error, top
 
 
 @jax.custom_jvp

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, finite
+from heinsen.logspace import NEG_INF, ShiftedLog, centered_sum, finite
 from heinsen.ops.documents import ChunkMasks, chunk_masks
 from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shift_decay
 
@@ -73,9 +73,8 @@ def compute_factors(kind: Values[Any, Any], chunk: Tokens, shifts: Shifts) -> Fa
     """Factors of a chunk relative to shifts that cover its keys and values."""
     queries = keys = None
     if chunk.q is not None:
-        exponent = chunk.q + shifts.c[..., None, :]
-        r = lax.stop_gradient(jnp.max(exponent, axis=-1))
-        queries = QueryFactors(jnp.exp(exponent - finite(r)[..., None]), r)
+        exponents, r = centered_sum(chunk.q, shifts.c[..., None, :])
+        queries = QueryFactors(jnp.exp(exponents), r)
     if chunk.keys is not None:
         k, values, starts = chunk.keys
         kf = jnp.exp(k - finite(shifts.c)[..., None, :])
@@ -117,9 +116,9 @@ def query_sums(queries: QueryFactors, keys: KeyFactors | None, m: Sums) -> Sums:
     return Sums(s + einsum("...ts,...sv->...tv", a, keys.vf), z + jnp.sum(a, axis=-1))
 
 
-def query_log_z(queries: QueryFactors, sums: Sums) -> Array:
+def query_log_z(queries: QueryFactors, sums: Sums) -> ShiftedLog:
     """log Z [*batch, C] of a chunk's queries."""
-    return safe_log(sums.z) + finite(queries.r)
+    return ShiftedLog(safe_log(sums.z), queries.r)
 
 
 def chunk_sums(keys: KeyFactors | None) -> Sums | None:

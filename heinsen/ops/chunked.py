@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF
+from heinsen.logspace import NEG_INF, log_shares
 from heinsen.ops import repair, schedule
 from heinsen.ops.chunk import Keys, Tokens
 from heinsen.ops.documents import document_ends
 from heinsen.ops.schedule import Call, Output, Residuals, pad_tokens, split_tokens, token_axis
-from heinsen.ops.states import LogState, MeanState, log_shares
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES, S, Values
+from heinsen.ops.states import LogState, MeanState
+from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, S, Values
 
 
 def log_attention(
@@ -42,11 +42,11 @@ def attention(
 
 def state_after(k: Array, log_v: Array, state: LogState, starts: Array | None) -> LogState:
     """The `LogState` after all tokens, without outputs."""
-    return _run_padded(LOG_VALUES, Tokens(None, Keys(k, log_v, starts)), state).state
+    return _run_padded(LOG_VALUES, Tokens(None, Keys(k, log_v, starts)), state.normalize()).state.denormalize()
 
 
 def _attend(
-    kind: Values[S, Any],
+    kind: Values[S, N],
     q: Array,
     k: Array,
     values: Array,
@@ -59,32 +59,31 @@ def _attend(
     if state is None:
         # XLA would spend seconds folding what follows from so large a constant.
         state = lax.optimization_barrier(kind.empty_state(k, values))
-    else:
-        state = jax.tree.map(lambda part: part.astype(k.dtype), state)
+    first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
     keys = Keys(k, values, starts)
     if causal:
-        out = run(Tokens(q, keys), state)
+        y, _, end = run(Tokens(q, keys), first)
     elif starts is None:
-        end = run(Tokens(None, keys), state).state
-        out = Output(run(Tokens(q, None), end).y, None, end)
+        end = run(Tokens(None, keys), first).state
+        y = run(Tokens(q, None), end).y
     else:
-        return _attend_documents(kind, q, keys, starts, state, partial(run, return_log_z=True))
-    assert out.y is not None
-    return out.y, out.state
+        y, end = _attend_documents(kind, q, keys, starts, first, partial(run, return_log_z=True))
+    assert y is not None
+    return y, end.denormalize()
 
 
 def _attend_documents(
-    kind: Values[S, Any], q: Array, keys: Keys, starts: Array, state: S, run: Callable[[Tokens, S], Output[S]]
-) -> tuple[Array, S]:
+    kind: Values[Any, N], q: Array, keys: Keys, starts: Array, state: N, run: Callable[[Tokens, N], Output[N]]
+) -> tuple[Array, N]:
     """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
     past = run(Tokens(q, keys), state)
     # From the end, each token takes the key of the token after it, unless that starts another document.
     ends = document_ends(starts)
     later_k = jnp.where(ends[..., None], NEG_INF, _shift_earlier(keys.k, NEG_INF))
     later = Tokens(q, Keys(later_k, _shift_earlier(keys.values, kind.zero), ends))
-    future = run(jax.tree.map(lambda x: jnp.flip(x, token_axis(x)), later), kind.empty_state(keys.k, keys.values))
+    future = run(jax.tree.map(lambda x: jnp.flip(x, token_axis(x)), later), state.empty())
     assert past.y is not None and past.log_z is not None and future.y is not None and future.log_z is not None
-    future_y, future_log_z = jnp.flip(future.y, axis=-2), jnp.flip(future.log_z, axis=-1)
+    future_y, future_log_z = jnp.flip(future.y, axis=-2), jax.tree.map(lambda x: jnp.flip(x, axis=-1), future.log_z)
     past_share, future_share = (share[..., None] for share in log_shares(past.log_z, future_log_z))
     return kind.combine(past.y, past_share, future_y, future_share), past.state
 
@@ -95,34 +94,34 @@ def _shift_earlier(x: Array, fill: float) -> Array:
 
 
 def _run_padded(
-    kind: Values[S, Any], tokens: Tokens, state: S, *, return_log_z: bool = False, exact: bool = True
-) -> Output[S]:
+    kind: Values[Any, N], tokens: Tokens, state: N, *, return_log_z: bool = False, exact: bool = True
+) -> Output[N]:
     """`_run` for any number of tokens."""
     x = tokens.q if tokens.keys is None else tokens.keys.k
     assert x is not None
     n_tokens, split = x.shape[-2], split_tokens(x.shape)
     padded = pad_tokens(kind, tokens, split.n_tokens - n_tokens)
     y, log_z, state = _run(Call(kind, split, return_log_z, exact), padded, state)
-    cut = lambda x, axis: None if x is None else lax.slice_in_dim(x, 0, n_tokens, axis=axis)
+    cut = lambda arrays, axis: jax.tree.map(lambda x: lax.slice_in_dim(x, 0, n_tokens, axis=axis), arrays)
     return Output(cut(y, -2), cut(log_z, -1), state)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: Call, tokens: Tokens, state: S) -> Output[S]:
+def _run(call: Call, tokens: Tokens, state: N) -> Output[N]:
     """Output of a whole number of groups."""
     return _forward(call, tokens, state, save_residuals=False)[0]
 
 
 def _forward(
-    call: Call, tokens: Tokens, state: S, save_residuals: bool = True
-) -> tuple[Output[S], tuple[Tokens, S, Residuals | None, Array]]:
+    call: Call, tokens: Tokens, state: N, save_residuals: bool = True
+) -> tuple[Output[N], tuple[Tokens, N, Residuals | None, Array]]:
     out, residuals, lost = schedule.forward(call, tokens, state, save_residuals)
     if call.exact:
         out = repair.forward(call, tokens, state, lost, out)
     return out, (tokens, state, residuals, lost)
 
 
-def _backward(call: Call, saved: tuple[Tokens, S, Residuals, Array], grads: Output[S]) -> tuple[Tokens, S]:
+def _backward(call: Call, saved: tuple[Tokens, N, Residuals, Array], grads: Output[N]) -> tuple[Tokens, N]:
     tokens, state, residuals, lost = saved
     fast = schedule.backward(call, tokens, state, residuals, grads)
     if not call.exact:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys, Tokens
 from heinsen.ops.schedule import (
@@ -29,10 +30,10 @@ from heinsen.ops.schedule import (
     write_chunk,
 )
 from heinsen.ops.states import read_all
-from heinsen.ops.values import S, Values
+from heinsen.ops.values import N, Values
 
 
-def forward(call: Call, tokens: Tokens, state: S, lost: Array, out: Output[S]) -> Output[S]:
+def forward(call: Call, tokens: Tokens, state: N, lost: Array, out: Output[N]) -> Output[N]:
     """The output of the fast pass or, if it lost terms, the exact one."""
 
     def step(i: Array, carry: Any) -> Any:
@@ -42,24 +43,23 @@ def forward(call: Call, tokens: Tokens, state: S, lost: Array, out: Output[S]) -
         log_z = log_z if log_z is None else write(log_z, log_z_chunk, i, axis=-1)
         return state, y, log_z
 
-    end, y, log_z = lax.fori_loop(0, _n_repaired(call, lost), step, (state.normalize(), out.y, out.log_z))
-    return Output(y, log_z, _choose(lost, end.denormalize(), out.state))
+    end, y, log_z = lax.fori_loop(0, _n_repaired(call, lost), step, (state, out.y, out.log_z))
+    return Output(y, log_z, _choose(lost, end, out.state))
 
 
 def backward(
     call: Call,
     tokens: Tokens,
-    state: S,
+    state: N,
     residuals: Residuals,
     lost: Array,
-    grads: Output[S],
-    fast: tuple[Tokens, S],
-) -> tuple[Tokens, S]:
+    grads: Output[N],
+    fast: tuple[Tokens, N],
+) -> tuple[Tokens, N]:
     """Gradients of the fast pass or, if terms were lost, exact ones."""
     kind, split = call.kind, call.split
     n_chunks, n_repaired = split.n_groups * split.n_chunks, _n_repaired(call, lost)
-    first, first_vjp = jax.vjp(lambda state: state.normalize(), state)
-    axis = first.h_z.ndim - 1
+    axis = state.h_z.shift.ndim - 1
 
     def save_state(i: Array, carry: Any) -> Any:
         state, before = carry
@@ -68,12 +68,11 @@ def backward(
         return exact_chunk(kind, Tokens(None, keys), state)[1], before
 
     # The fast pass needs these arrays no longer; they have the right shapes.
-    before = kind.normalized_like(residuals.before.s, residuals.before.z, residuals.shifts.b)
+    before = kind.state_like(residuals.before, residuals.shifts)
     if tokens.keys is None:
-        end = first
-        before = jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), before, first)
+        before = jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), before, state)
     else:
-        end, before = lax.fori_loop(0, n_repaired, save_state, (first, before))
+        before = lax.fori_loop(0, n_repaired, save_state, (state, before))[1]
 
     def step(j: Array, carry: Any) -> Any:
         dstate, dtokens = carry
@@ -81,10 +80,9 @@ def backward(
         dchunk, dstate = _chunk_grads(call, tokens, pick_chunk(before, i, split, axis), i, grads, dstate)
         return dstate, write(dtokens, dchunk, i)
 
-    dend = jax.vjp(lambda end: end.denormalize(), end)[1](grads.state)[0]
     dtokens, dstate_fast = fast
-    dfirst, dtokens = lax.fori_loop(0, n_repaired, step, (dend, dtokens))
-    return dtokens, _choose(lost, first_vjp(dfirst)[0], dstate_fast)
+    dstate, dtokens = lax.fori_loop(0, n_repaired, step, (grads.state, dtokens))
+    return dtokens, _choose(lost, dstate, dstate_fast)
 
 
 def _chunk_grads(
@@ -99,21 +97,22 @@ def _chunk_grads(
         return exact_chunk(call.kind, Tokens(q, chunk_keys), state)
 
     ((_, log_z), _), vjp = jax.vjp(run, q, keys and (keys.k, keys.values), before)
-    dlog_z = None if log_z is None else jnp.zeros_like(log_z)
+    dlog_z = jax.tree.map(jnp.zeros_like, log_z)
     if grads.log_z is not None:
-        dlog_z = slice_last(grads.log_z, i, size)
+        dlog_z = jax.tree.map(lambda x: slice_last(x, i, size), grads.log_z)
     dq, dkeys, dbefore = vjp(((slice_tokens(grads.y, i, size), dlog_z), dafter))
     return Tokens(dq, dkeys and Keys(dkeys[0], dkeys[1], None)), dbefore
 
 
-def exact_chunk(kind: Values[Any, Any], tokens: Tokens, state: Any) -> tuple[tuple[Array | None, Array | None], Any]:
+def exact_chunk(
+    kind: Values[Any, Any], tokens: Tokens, state: Any
+) -> tuple[tuple[Array | None, ShiftedLog | None], Any]:
     """((y, log Z), the state after) of a chunk and the normalized state before it, by matmuls if they lose nothing."""
-    shifts = lax.stop_gradient(kind.shifts_of_normalized(state))
+    shifts = lax.stop_gradient(kind.state_shifts(state))
     if tokens.keys is not None:
         shifts = chunk.raise_shifts(kind, shifts, lax.stop_gradient(tokens.keys))
-    shifts = shifts._replace(b=kind.round_shift(shifts.b))
     f = chunk.compute_factors(kind, tokens, shifts)
-    m = kind.sums_of_normalized(state, shifts)
+    m = kind.state_to_sums(state, shifts)
     end = chunk.next_sums(f.keys, m)
     lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts))
     sums = None
@@ -122,10 +121,10 @@ def exact_chunk(kind: Values[Any, Any], tokens: Tokens, state: Any) -> tuple[tup
         lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, f.queries, sums, shifts))
 
     def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
-        out: tuple[Array | None, Array | None] = None, None
+        out: tuple[Array | None, ShiftedLog | None] = None, None
         if f.queries is not None and sums is not None:
             out = kind.mean(sums, shifts.b), chunk.query_log_z(f.queries, sums)
-        return out, state if tokens.keys is None else kind.normalized_sums(end, shifts)
+        return out, state if tokens.keys is None else kind.sums_to_state(end, shifts)
 
     return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), by_matmuls)
 
@@ -147,7 +146,7 @@ def _token_by_token(kind: Values[Any, Any], tokens: Tokens, state: Any) -> Any:
     state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, token_axis(x), 0), tokens))
     if out is None:
         return (None, None), state
-    return (jnp.moveaxis(out[0], 0, -2), jnp.moveaxis(out[1], 0, -1)), state
+    return (jnp.moveaxis(out[0], 0, -2), jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), out[1])), state
 
 
 def _n_repaired(call: Call, lost: Array) -> Array:

@@ -15,30 +15,32 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import (
+    ShiftedLog,
     cumulative_logsumexp,
+    difference,
     finite,
     gated_sum,
     log_linear_recurrence,
+    log_shares,
     logaddexp,
     logsumexp,
-    posterior,
 )
 from heinsen.ops.documents import last_tokens, mask_starts
 from heinsen.ops.states import (
     LogState,
     MeanState,
+    NormalizedMeanState,
     NormalizedState,
     init_state,
-    log_shares,
     read_all,
-    shift_difference,
     whole_shift,
 )
 
-N = TypeVar("N", NormalizedState, MeanState)
+N = TypeVar("N", NormalizedState, NormalizedMeanState)
 
 
 @partial(jax.checkpoint, static_argnums=(3,))
@@ -57,7 +59,8 @@ def attention(
 ) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens); v of either sign."""
     state = init_state(k.shape[:-2], k.shape[-1], v.shape[-1], signed=True, dtype=k.dtype) if state is None else state
-    return _attend(q, k, v, causal, state, starts, _sum_real_values, _accumulate_real_values)
+    y, end = _attend(q, k, v, causal, state.normalize(), starts, _sum_real_values, _accumulate_real_values)
+    return y, end.denormalize()
 
 
 def _attend(
@@ -74,7 +77,7 @@ def _attend(
     if not causal and starts is None:
         end = past.merge(sum_values(k, values))
         return read_all(end, q)[0], end
-    states, end = accumulate(*_scan_weights(k, past.h_z, starts), values, past)
+    states, end = accumulate(*_scan_weights(k, past.h_z.value(), starts), values, past)
     if not causal and starts is not None:
         at, axis = last_tokens(starts), q.ndim - 2
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
@@ -84,17 +87,24 @@ def _attend(
 
 def _sum_log_values(k: Array, log_v: Array) -> NormalizedState:
     """Normalized state of all tokens."""
-    h_z = logsumexp(k, axis=-2)
+    log_shares, h_z = _log_shares_in_sum(k)
     b = whole_shift(jnp.max(log_v, axis=-2))
-    log_weights = (k - finite(h_z)[..., None, :])[..., None]
-    log_mean = logsumexp(log_weights + (log_v - finite(b)[..., None, :])[..., None, :], axis=-3)
-    return NormalizedState(log_mean, h_z, b)
+    log_mean = logsumexp(log_shares[..., None] + (log_v - finite(b)[..., None, :])[..., None, :], axis=-3)
+    return NormalizedState.of(log_mean, h_z, b)
 
 
-def _sum_real_values(k: Array, v: Array) -> MeanState:
-    """State of all tokens."""
-    h_z = logsumexp(k, axis=-2)
-    return MeanState(jnp.einsum("...sk,...sv->...kv", posterior(k, h_z[..., None, :]), v), h_z)
+def _sum_real_values(k: Array, v: Array) -> NormalizedMeanState:
+    """Normalized state of all tokens."""
+    log_shares, h_z = _log_shares_in_sum(k)
+    return NormalizedMeanState(jnp.einsum("...sk,...sv->...kv", jnp.exp(log_shares), v), h_z)
+
+
+def _log_shares_in_sum(k: Array) -> tuple[Array, ShiftedLog]:
+    """(the log share [*batch, S, K] of each token in the sum h_z over all, h_z)."""
+    top = lax.stop_gradient(jnp.max(k, axis=-2))
+    below = k - finite(top)[..., None, :]
+    rest = logsumexp(below, axis=-2)
+    return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
 
 def _scan_weights(k: Array, past_h_z: Array, starts: Array | None) -> tuple[Array, Array, Array]:
@@ -105,7 +115,7 @@ def _scan_weights(k: Array, past_h_z: Array, starts: Array | None) -> tuple[Arra
     before = jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)
     if starts is not None:
         before = mask_starts(starts, before)
-    past_share, own_share = log_shares(before, k)
+    past_share, own_share = log_shares(ShiftedLog.of(before), ShiftedLog.of(k))
     if starts is not None:  # also where both are empty
         past_share = mask_starts(starts, past_share)
     return h_z, past_share[..., None], own_share[..., None]
@@ -117,18 +127,19 @@ def _accumulate_log_values(
     """(the state after each token, the state after all)."""
     b = jnp.maximum(past.b, whole_shift(jnp.max(log_v, axis=-2)))
     update = own_share + (log_v - finite(b)[..., None, :])[..., None, :]
-    initial = past.log_mean + shift_difference(past.b, b)[..., None, :]
+    initial = past.log_mean + difference(past.b, b)[..., None, :]
     log_mean = log_linear_recurrence(past_share, update, h_z.ndim - 2, initial=initial, method="associative")
-    end = NormalizedState(log_mean[..., -1, :, :], h_z[..., -1, :], b)
-    return NormalizedState(log_mean, h_z, b[..., None, :]), end
+    end = NormalizedState(log_mean[..., -1, :, :], ShiftedLog.of(h_z[..., -1, :]), b)
+    return NormalizedState(log_mean, ShiftedLog.of(h_z), b[..., None, :]), end
 
 
 def _accumulate_real_values(
-    h_z: Array, past_share: Array, own_share: Array, v: Array, past: MeanState
-) -> tuple[MeanState, MeanState]:
+    h_z: Array, past_share: Array, own_share: Array, v: Array, past: NormalizedMeanState
+) -> tuple[NormalizedMeanState, NormalizedMeanState]:
     """(the state after each token, the state after all)."""
     update = jnp.exp(own_share) * v[..., None, :]
     from_past = jnp.exp(past_share[..., :1, :, :]) * past.mean[..., None, :, :]
     update = jnp.concatenate([update[..., :1, :, :] + from_past, update[..., 1:, :, :]], axis=-3)
     mean = gated_sum(jnp.exp(past_share), update, h_z.ndim - 2)
-    return MeanState(mean, h_z), MeanState(mean[..., -1, :, :], h_z[..., -1, :])
+    end = NormalizedMeanState(mean[..., -1, :, :], ShiftedLog.of(h_z[..., -1, :]))
+    return NormalizedMeanState(mean, ShiftedLog.of(h_z)), end

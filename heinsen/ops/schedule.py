@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk
 from heinsen.ops.chunk import KeyFactors, Keys, QueryFactors, Tokens
-from heinsen.ops.values import S, Shifts, Sums, Values
+from heinsen.ops.values import N, Shifts, Sums, Values
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -61,12 +62,12 @@ class Call(NamedTuple):
     exact: bool = True  # False: lost terms are not repaired
 
 
-class Output(NamedTuple, Generic[S]):
+class Output(NamedTuple, Generic[N]):
     """y or log y, and log Z if asked for, both None without queries; the state after all tokens."""
 
     y: Array | None  # [*batch, T, V]
-    log_z: Array | None  # [*batch, T]
-    state: S
+    log_z: ShiftedLog | None  # of arrays [*batch, T]
+    state: N  # normalized
 
 
 class Residuals(NamedTuple):
@@ -211,10 +212,10 @@ class _Written(NamedTuple):
 
     y: Array
     sums: Sums
-    log_z: Array | None
+    log_z: ShiftedLog | None
 
 
-def forward(call: Call, tokens: Tokens, state: S, save_residuals: bool) -> tuple[Output[S], Residuals | None, Array]:
+def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], Residuals | None, Array]:
     """(the output, what the backward pass needs if it is saved, whether terms were lost)."""
     kind, split = call.kind, call.split
 
@@ -228,7 +229,8 @@ def forward(call: Call, tokens: Tokens, state: S, save_residuals: bool) -> tuple
             written = _write_queries(call, f.queries, f.keys, before, raised, written, i, save_residuals)
         return (m, shifts, written), (before, raised) if save_residuals else None
 
-    m, shifts = kind.state_to_sums(state)
+    shifts = kind.state_shifts(state)
+    m = kind.state_to_sums(state, shifts)
     buffers = None if tokens.q is None else _make_buffers(call, tokens.q, m, save_residuals)
     (m, shifts, written), before = lax.scan(step, (m, shifts, buffers), jnp.arange(split.n_groups))
     # Sums between chunks need no check: what they lost is as little to the queries that read them, and to the end.
@@ -246,7 +248,7 @@ def _make_buffers(call: Call, q: Array, m: Sums, save_residuals: bool) -> _Writt
     *batch, n_tokens, _ = q.shape
     d_value, n_sums = m.s.shape[-1], n_tokens if save_residuals else call.split.group_size
     full = lambda fill, *last: jnp.full((*batch, *last), fill, m.z.dtype)
-    log_z = full(0, n_tokens) if call.return_log_z else None
+    log_z = ShiftedLog(full(2, n_tokens), full(3, n_tokens)) if call.return_log_z else None
     return _Written(full(0, n_tokens, d_value), Sums(full(1, n_sums, d_value), full(1, n_sums)), log_z)
 
 
@@ -303,7 +305,7 @@ def _sums_between(
 # ---- backward -------------------------------------------------------------------------------------
 
 
-def backward(call: Call, tokens: Tokens, state: S, residuals: Residuals, grads: Output[S]) -> tuple[Tokens, S]:
+def backward(call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N]) -> tuple[Tokens, N]:
     """Gradients of the tokens and of the state before them, from those of the output."""
     kind, split = call.kind, call.split
     overwrites_s = kind.grad_overwrites_sums and tokens.q is not None and tokens.keys is not None
@@ -325,12 +327,13 @@ def backward(call: Call, tokens: Tokens, state: S, residuals: Residuals, grads: 
         return (dm, after, write(dtokens, to_tokens(Tokens(dq, dkeys)), i)), None
 
     m, shifts = _end_sums(call, tokens, residuals)
-    dm = kind.state_grad(m, grads.state)
+    (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](grads.state)
     dtokens = _make_grad_buffers(tokens, residuals.sums if overwrites_s else None)
     xs = jnp.arange(split.n_groups), (residuals.before, residuals.shifts)
     (dm, shifts, dtokens), _ = lax.scan(step, (dm, shifts, dtokens), xs, reverse=True)
-    m, first = kind.state_to_sums(state)
-    return dtokens, kind.sums_grad(m, chunk.rescale(kind, dm, first, shifts))
+    first = kind.state_shifts(state)
+    to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
+    return dtokens, to_state(chunk.rescale(kind, dm, first, shifts))[0]
 
 
 def _make_grad_buffers(tokens: Tokens, sums: Sums | None) -> Tokens:
@@ -349,7 +352,8 @@ def _query_sums_grad(
     assert residuals.sums is not None and grads.y is not None
     tokens = residuals.sums.s if s is None else s, grads.y
     s, dy = to_chunks(slice_tokens(tokens, i, call.split.group_size), call.split)
-    last = jax.tree.map(lambda x: slice_last(x, i, call.split.group_size), (residuals.sums.z, grads.log_z))
+    last = residuals.sums.z, grads.log_z and grads.log_z.rest
+    last = jax.tree.map(lambda x: slice_last(x, i, call.split.group_size), last)
     z, dlog_z = to_chunks(last, call.split, axis=-1)
     return dy, dlog_z, call.kind.mean_grad(Sums(s, z), dy, dlog_z)
 

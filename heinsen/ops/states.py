@@ -24,40 +24,83 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from heinsen.logspace import NEG_INF, finite, log_divide, log_sigmoid, logaddexp, logsumexp, posterior
+from heinsen.logspace import (
+    NEG_INF,
+    ShiftedLog,
+    centered_sum,
+    difference,
+    finite,
+    log_divide,
+    log_shares,
+    logaddexp,
+    logsumexp,
+    posterior,
+)
 
 
 class NormalizedState(NamedTuple):
     """State of log values in normalized form, exact at every dynamic range."""
 
     log_mean: Float[Array, "*batch K V"]  # log of each key feature's mean value, relative to b
-    h_z: Float[Array, "*batch K"]  # LSE_s(k)
+    h_z: ShiftedLog  # LSE_s(k), of arrays [*batch, K]
     b: Float[Array, "*batch V"]  # a whole number at least the largest log mean, so that moving it rounds nothing
+
+    @classmethod
+    def of(cls, log_mean: Array, h_z: ShiftedLog, b: Array) -> "NormalizedState":
+        """The state whose log means are `log_mean` relative to any b."""
+        largest = finite(lax.stop_gradient(jnp.max(log_mean, axis=-2)))
+        whole = jnp.where(b == NEG_INF, NEG_INF, jnp.ceil(b + largest))
+        return cls(log_mean + difference(b, whole)[..., None, :], h_z, whole)
 
     def merge(self, other: "NormalizedState") -> "NormalizedState":
         """State of two disjoint sets of tokens. Their shares add up to 1 whatever the rounding of h_z."""
         share, other_share = (x[..., None] for x in log_shares(self.h_z, other.h_z))
         b = jnp.maximum(self.b, other.b)
         log_mean = logaddexp(
-            (self.log_mean + share) + shift_difference(self.b, b)[..., None, :],
-            (other.log_mean + other_share) + shift_difference(other.b, b)[..., None, :],
+            (self.log_mean + share) + difference(self.b, b)[..., None, :],
+            (other.log_mean + other_share) + difference(other.b, b)[..., None, :],
         )
-        rise = finite(whole_shift(jnp.max(log_mean, axis=-2)))
-        return NormalizedState(log_mean - rise[..., None, :], logaddexp(self.h_z, other.h_z), b + rise)
+        return self.of(log_mean, self.h_z.add(other.h_z), b)
 
-    def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, Array]:
+    def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
         """(log y [*batch, V], log Z [*batch]) of one query per state."""
-        log_weights, top = centered_sum(q, self.h_z)
-        return _log_mean(log_weights, self.log_mean) + finite(self.b), logsumexp(log_weights, axis=-1) + top
+        log_weights, log_z = _weigh(q, self.h_z)
+        return _log_mean(log_weights, self.log_mean) + finite(self.b), log_z
 
     def empty(self) -> "NormalizedState":
         """The empty state of the same shape."""
         return jax.tree.map(lambda x: jnp.full_like(x, NEG_INF), self)
 
     def denormalize(self) -> "LogState":
-        log_sum = self.h_z[..., None] + self.log_mean
-        h_s = jnp.where(log_sum == NEG_INF, NEG_INF, log_sum)  # the gradient of an empty sum is 0
-        return LogState(h_s + finite(self.b)[..., None, :], self.h_z)
+        log_sum = self.h_z.rest[..., None] + self.log_mean
+        log_sum = jnp.where(log_sum == NEG_INF, NEG_INF, log_sum)  # the gradient of an empty sum is 0
+        h_s = log_sum + (finite(self.h_z.shift)[..., :, None] + finite(self.b)[..., None, :])
+        return LogState(h_s, self.h_z.value())
+
+
+class NormalizedMeanState(NamedTuple):
+    """A `MeanState` exact at every dynamic range."""
+
+    mean: Float[Array, "*batch K V"]
+    h_z: ShiftedLog  # of arrays [*batch, K]
+
+    def merge(self, other: "NormalizedMeanState") -> "NormalizedMeanState":
+        share, other_share = (jnp.exp(x)[..., None] for x in log_shares(self.h_z, other.h_z))
+        return NormalizedMeanState(share * self.mean + other_share * other.mean, self.h_z.add(other.h_z))
+
+    def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
+        """(y [*batch, V], log Z [*batch]) of one query per state."""
+        log_weights, log_z = _weigh(q, self.h_z)
+        weights = posterior(log_weights, log_z.rest[..., None])
+        return jnp.sum(weights[..., None] * self.mean, axis=-2), log_z
+
+    def empty(self) -> "NormalizedMeanState":
+        """The empty state of the same shape."""
+        empty = jax.tree.map(lambda x: jnp.full_like(x, NEG_INF), self.h_z)
+        return NormalizedMeanState(jnp.zeros_like(self.mean), empty)
+
+    def denormalize(self) -> "MeanState":
+        return MeanState(self.mean, self.h_z.value())
 
 
 class LogState(NamedTuple):
@@ -74,14 +117,12 @@ class LogState(NamedTuple):
         return LogState(logaddexp(self.h_s, other.h_s), logaddexp(self.h_z, other.h_z))
 
     def query(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
-        log_z = logsumexp(q + self.h_z[..., None, :], axis=-1)
-        log_s = logsumexp(q[..., None] + self.h_s[..., None, :, :], axis=-2)
-        return log_divide(log_s, log_z[..., None])
+        return read_all(self.normalize(), q)[0]
 
     def normalize(self) -> NormalizedState:
         log_mean = log_divide(self.h_s, self.h_z[..., None])
         b = whole_shift(jnp.max(log_mean, axis=-2))
-        return NormalizedState(log_mean - finite(b)[..., None, :], self.h_z, b)
+        return NormalizedState(log_mean - finite(b)[..., None, :], ShiftedLog.of(self.h_z), b)
 
 
 class MeanState(NamedTuple):
@@ -95,28 +136,13 @@ class MeanState(NamedTuple):
         return MeanState(jnp.broadcast_to(values[..., None, :], (*k.shape, values.shape[-1])), k)
 
     def merge(self, other: "MeanState") -> "MeanState":
-        share, other_share = (jnp.exp(x)[..., None] for x in log_shares(self.h_z, other.h_z))
-        return MeanState(share * self.mean + other_share * other.mean, logaddexp(self.h_z, other.h_z))
+        return self.normalize().merge(other.normalize()).denormalize()
 
     def query(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
-        return read_all(self, q)[0]
+        return read_all(self.normalize(), q)[0]
 
-    def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, Array]:
-        """(y [*batch, V], log Z [*batch]) of one query per state."""
-        log_weights, top = centered_sum(q, self.h_z)
-        log_z = logsumexp(log_weights, axis=-1)
-        y = jnp.sum(posterior(log_weights, log_z[..., None])[..., None] * self.mean, axis=-2)
-        return y, log_z + top
-
-    def empty(self) -> "MeanState":
-        """The empty state of the same shape."""
-        return MeanState(jnp.zeros_like(self.mean), jnp.full_like(self.h_z, NEG_INF))
-
-    def normalize(self) -> "MeanState":
-        return self
-
-    def denormalize(self) -> "MeanState":
-        return self
+    def normalize(self) -> NormalizedMeanState:
+        return NormalizedMeanState(self.mean, ShiftedLog.of(self.h_z))
 
 
 State = LogState | MeanState
@@ -207,16 +233,11 @@ def extend_context(
 # ---- arithmetic of normalized states --------------------------------------------------------------
 
 
-def read_all(state: NormalizedState | MeanState, q: Float[Array, "*batch T K"]) -> tuple[Array, Array]:
+def read_all(
+    state: NormalizedState | NormalizedMeanState, q: Float[Array, "*batch T K"]
+) -> tuple[Array, ShiftedLog]:
     """(y or log y [*batch, T, V], log Z [*batch, T]) of T queries that all read the one state."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, state.h_z.ndim - 1), state).read(q)
-
-
-def log_shares(h: Array, other_h: Array) -> tuple[Array, Array]:
-    """Logarithms of the shares of two log weights in their sum; -inf for those that are empty."""
-    above = jnp.where(other_h == NEG_INF, NEG_INF, other_h - finite(h))
-    above = jnp.where((h == NEG_INF) & (other_h > NEG_INF), jnp.inf, above)
-    return jnp.where(h == NEG_INF, NEG_INF, log_sigmoid(-above)), log_sigmoid(above)
+    return jax.tree.map(lambda x: jnp.expand_dims(x, q.ndim - 2), state).read(q)
 
 
 def whole_shift(largest: Array) -> Array:
@@ -224,20 +245,11 @@ def whole_shift(largest: Array) -> Array:
     return lax.stop_gradient(jnp.ceil(largest))
 
 
-def shift_difference(old: Array, new: Array) -> Array:
-    """old - new for shifts old <= new; 0 where both are -inf."""
-    return lax.stop_gradient(jnp.where(old == new, 0.0, old - new))
-
-
-def centered_sum(q: Array, h: Array) -> tuple[Array, Array]:
-    """(q + h - top, top) with top the largest q + h along the last axis, as if the sum were not rounded."""
-    total = q + h
-    # Knuth's two-sum: what the rounding of the sum took.
-    q_part = finite(total) - finite(h)
-    error = (finite(q) - q_part) + (finite(h) - (finite(total) - q_part))
-    error = lax.stop_gradient(jnp.where(total == NEG_INF, 0.0, error))
-    top = lax.stop_gradient(finite(jnp.max(total, axis=-1)))
-    return (total - top[..., None]) + error, top
+def _weigh(q: Array, h_z: ShiftedLog) -> tuple[Array, ShiftedLog]:
+    """Log weights [*batch, K] of the key features for a query, up to a shift; log Z [*batch]."""
+    centered, top = centered_sum(q, h_z.shift)
+    log_weights = centered + h_z.rest
+    return log_weights, ShiftedLog(logsumexp(log_weights, axis=-1), top)
 
 
 @jax.custom_vjp

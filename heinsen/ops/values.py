@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, finite, log_divide, logaddexp
-from heinsen.ops.states import LogState, MeanState, NormalizedState, init_state, shift_difference, whole_shift
+from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, logaddexp
+from heinsen.ops.states import LogState, MeanState, NormalizedMeanState, NormalizedState, init_state, whole_shift
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
 # state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
 SMALLEST_SUM = 1e-27
 
 S = TypeVar("S", LogState, MeanState)  # the public state
-N = TypeVar("N", NormalizedState, MeanState)  # its normalized form
+N = TypeVar("N", NormalizedState, NormalizedMeanState)  # its normalized form
 
 
 class Shifts(NamedTuple):
@@ -54,10 +54,6 @@ class Values(abc.ABC, Generic[S, N]):
         """Shift that also covers values [*batch, T, V]."""
 
     @abc.abstractmethod
-    def round_shift(self, b: Array | None) -> Array | None:
-        """Shift as the normalized state has it: a whole number, so that moving it rounds nothing."""
-
-    @abc.abstractmethod
     def factor(self, values: Array, b: Array | None) -> Array:
         """vf [*batch, T, V], which the weights multiply: exp(log v - b) <= 1, or v itself."""
 
@@ -78,10 +74,6 @@ class Values(abc.ABC, Generic[S, N]):
         """Gradients of s and z from those of the `mean` and of log z."""
 
     @abc.abstractmethod
-    def state_grad(self, m: Sums, dstate: S) -> Sums:
-        """Gradients of the sums m from those of `sums_to_state`."""
-
-    @abc.abstractmethod
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
         """Sum [*batch, T] of dy over the columns whose values were all zero, whose y changes by its log Z alone."""
 
@@ -94,18 +86,6 @@ class Values(abc.ABC, Generic[S, N]):
         """Whether some sum, after `fill_empty`, is so small that underflow may have taken terms from it."""
 
     @abc.abstractmethod
-    def state_to_sums(self, state: S) -> tuple[Sums, Shifts]:
-        """Sums of a state, and the shifts that they are relative to: c = h_z, and b the largest average."""
-
-    @abc.abstractmethod
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> S:
-        """State of sums relative to shifts."""
-
-    @abc.abstractmethod
-    def sums_grad(self, m: Sums, dm: Sums) -> S:
-        """Gradient of a state from that of its `state_to_sums`."""
-
-    @abc.abstractmethod
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         """What queries read of two sets of tokens, from what they read of each and its log share of the weights."""
 
@@ -114,19 +94,19 @@ class Values(abc.ABC, Generic[S, N]):
         """Normalized state of one token k [*batch, K], values [*batch, V], which are the means of all features."""
 
     @abc.abstractmethod
-    def normalized_sums(self, m: Sums, shifts: Shifts) -> N:
-        """Normalized state of sums relative to shifts whose b is whole (`round_shift`)."""
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> N:
+        """Normalized state of sums relative to shifts."""
 
     @abc.abstractmethod
-    def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> N:
+    def state_like(self, m: Sums, shifts: Shifts) -> N:
         """Arrays of a normalized state's shapes, as one; their numbers mean nothing."""
 
     @abc.abstractmethod
-    def shifts_of_normalized(self, state: N) -> Shifts:
-        """Shifts that cover a normalized state."""
+    def state_shifts(self, state: N) -> Shifts:
+        """Shifts that cover a normalized state: those of its log weights, and the largest average."""
 
     @abc.abstractmethod
-    def sums_of_normalized(self, state: N, shifts: Shifts) -> Sums:
+    def state_to_sums(self, state: N, shifts: Shifts) -> Sums:
         """Sums of a normalized state, relative to shifts that cover it."""
 
 
@@ -141,10 +121,6 @@ class LogValues(Values[LogState, NormalizedState]):
     def raise_shift(self, b: Array | None, values: Array) -> Array | None:
         assert b is not None
         return jnp.maximum(b, jnp.max(values, axis=-2))
-
-    def round_shift(self, b: Array | None) -> Array | None:
-        assert b is not None
-        return jnp.ceil(b)
 
     def factor(self, values: Array, b: Array | None) -> Array:
         assert b is not None
@@ -165,9 +141,6 @@ class LogValues(Values[LogState, NormalizedState]):
         ds, dz = safe_divide(dmean, sums.s), -jnp.sum(dmean, axis=-1)
         return Sums(ds, safe_divide(dz if dlog_z is None else dz + dlog_z, sums.z))
 
-    def state_grad(self, m: Sums, dstate: LogState) -> Sums:
-        return Sums(safe_divide(dstate.h_s, m.s), safe_divide(dstate.h_z, m.z))
-
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
         assert b is not None
         return jnp.sum(jnp.where((b == NEG_INF)[..., None, :], dy, 0.0), axis=-1)
@@ -180,48 +153,34 @@ class LogValues(Values[LogState, NormalizedState]):
     def has_lost_terms(self, sums: Sums) -> Array:
         return (jnp.min(sums.z) < SMALLEST_SUM) | (jnp.min(sums.s) < SMALLEST_SUM)
 
-    def state_to_sums(self, state: LogState) -> tuple[Sums, Shifts]:
-        log_mean = log_divide(state.h_s, state.h_z[..., None])
-        b = jnp.max(log_mean, axis=-2)
-        z = (state.h_z > NEG_INF).astype(state.h_z.dtype)
-        return Sums(jnp.exp(log_mean - finite(b)[..., None, :]), z), Shifts(state.h_z, b)
-
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> LogState:
-        assert shifts.b is not None
-        h_s = jnp.log(m.s) + finite(shifts.c)[..., :, None] + finite(shifts.b)[..., None, :]
-        return LogState(h_s, jnp.log(m.z) + finite(shifts.c))
-
-    def sums_grad(self, m: Sums, dm: Sums) -> LogState:
-        return LogState(m.s * dm.s, m.z * dm.z)
-
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return logaddexp(y + share, other_y + other_share)
 
     def normalized_token(self, k: Array, values: Array) -> NormalizedState:
         b = whole_shift(values)
         log_mean = jnp.broadcast_to((values - finite(b))[..., None, :], (*k.shape, values.shape[-1]))
-        return NormalizedState(log_mean, k, b)
+        return NormalizedState(log_mean, ShiftedLog.of(k), b)
 
-    def normalized_sums(self, m: Sums, shifts: Shifts) -> NormalizedState:
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedState:
         assert shifts.b is not None
         log_mean = safe_log(safe_divide(m.s, m.z[..., None]))
-        return NormalizedState(log_mean, safe_log(m.z) + finite(shifts.c), shifts.b)
+        return NormalizedState.of(log_mean, _log_weight(m, shifts), shifts.b)
 
-    def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> NormalizedState:
-        assert b is not None
-        return NormalizedState(mean, h_z, b)
-
-    def shifts_of_normalized(self, state: NormalizedState) -> Shifts:
-        return Shifts(state.h_z, state.b)
-
-    def sums_of_normalized(self, state: NormalizedState, shifts: Shifts) -> Sums:
+    def state_like(self, m: Sums, shifts: Shifts) -> NormalizedState:
         assert shifts.b is not None
-        z = jnp.exp(state.h_z - finite(shifts.c))
-        mean = jnp.exp(state.log_mean + shift_difference(state.b, shifts.b)[..., None, :])
+        return NormalizedState(m.s, ShiftedLog(m.z, shifts.c), shifts.b)
+
+    def state_shifts(self, state: NormalizedState) -> Shifts:
+        return Shifts(state.h_z.shift, state.b)
+
+    def state_to_sums(self, state: NormalizedState, shifts: Shifts) -> Sums:
+        assert shifts.b is not None
+        z = jnp.exp(state.h_z.rest + difference(state.h_z.shift, shifts.c))
+        mean = jnp.exp(state.log_mean + difference(state.b, shifts.b)[..., None, :])
         return Sums(mean * z[..., None], z)
 
 
-class RealValues(Values[MeanState, MeanState]):
+class RealValues(Values[MeanState, NormalizedMeanState]):
     """Values of either sign. Their means are divided by their weights, so only those can be too small."""
 
     zero, grad_overwrites_sums = 0.0, False
@@ -230,9 +189,6 @@ class RealValues(Values[MeanState, MeanState]):
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype)
 
     def raise_shift(self, b: Array | None, values: Array) -> Array | None:
-        return None
-
-    def round_shift(self, b: Array | None) -> Array | None:
         return None
 
     def factor(self, values: Array, b: Array | None) -> Array:
@@ -252,9 +208,6 @@ class RealValues(Values[MeanState, MeanState]):
         ds, dz = safe_divide(dmean, z[..., None]), -jnp.sum(dmean * safe_divide(s, z[..., None]), axis=-1)
         return Sums(ds, safe_divide(dz if dlog_z is None else dz + dlog_z, z))
 
-    def state_grad(self, m: Sums, dstate: MeanState) -> Sums:
-        return self.mean_grad(m, dstate.mean, dstate.h_z)
-
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
         return 0.0
 
@@ -264,37 +217,32 @@ class RealValues(Values[MeanState, MeanState]):
     def has_lost_terms(self, sums: Sums) -> Array:
         return jnp.min(sums.z) < SMALLEST_SUM
 
-    def state_to_sums(self, state: MeanState) -> tuple[Sums, Shifts]:
-        z = (state.h_z > NEG_INF).astype(state.h_z.dtype)
-        return Sums(state.mean * z[..., None], z), Shifts(state.h_z, None)
-
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> MeanState:
-        return MeanState(self.mean(m, None), jnp.log(m.z) + finite(shifts.c))
-
-    def sums_grad(self, m: Sums, dm: Sums) -> MeanState:
-        return MeanState(m.z[..., None] * dm.s, m.z * dm.z + jnp.sum(m.s * dm.s, axis=-1))
-
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return jnp.exp(share) * y + jnp.exp(other_share) * other_y
 
-    def normalized_token(self, k: Array, values: Array) -> MeanState:
-        return MeanState.of_token(k, values)
+    def normalized_token(self, k: Array, values: Array) -> NormalizedMeanState:
+        return MeanState.of_token(k, values).normalize()
 
-    def normalized_sums(self, m: Sums, shifts: Shifts) -> MeanState:
-        return MeanState(self.mean(m, None), safe_log(m.z) + finite(shifts.c))
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
+        return NormalizedMeanState(self.mean(m, None), _log_weight(m, shifts))
 
-    def normalized_like(self, mean: Array, h_z: Array, b: Array | None) -> MeanState:
-        return MeanState(mean, h_z)
+    def state_like(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
+        return NormalizedMeanState(m.s, ShiftedLog(m.z, shifts.c))
 
-    def shifts_of_normalized(self, state: MeanState) -> Shifts:
-        return Shifts(state.h_z, None)
+    def state_shifts(self, state: NormalizedMeanState) -> Shifts:
+        return Shifts(state.h_z.shift, None)
 
-    def sums_of_normalized(self, state: MeanState, shifts: Shifts) -> Sums:
-        z = jnp.exp(state.h_z - finite(shifts.c))
+    def state_to_sums(self, state: NormalizedMeanState, shifts: Shifts) -> Sums:
+        z = jnp.exp(state.h_z.rest + difference(state.h_z.shift, shifts.c))
         return Sums(state.mean * z[..., None], z)
 
 
 LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
+
+
+def _log_weight(m: Sums, shifts: Shifts) -> ShiftedLog:
+    """h_z of sums relative to shifts."""
+    return ShiftedLog(safe_log(m.z), jnp.where(m.z == 0, NEG_INF, shifts.c))
 
 
 # ---- arithmetic at zero ---------------------------------------------------------------------------
@@ -302,7 +250,7 @@ LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
 
 def shift_decay(old: Array, new: Array) -> Array:
     """exp(old - new) <= 1 for shifts old <= new; 1 where both are -inf."""
-    return jnp.exp(jnp.where(old == new, 0.0, old - new))
+    return jnp.exp(difference(old, new))
 
 
 @jax.custom_jvp
