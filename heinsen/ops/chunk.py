@@ -69,7 +69,7 @@ class Factors(NamedTuple):
     keys: KeyFactors | None
 
 
-def compute_factors(kind: Values[Any, Any], chunk: Tokens, shifts: Shifts) -> Factors:
+def compute_factors(kind: Values[Any], chunk: Tokens, shifts: Shifts) -> Factors:
     """Factors of a chunk relative to shifts that cover its keys and values."""
     queries = keys = None
     if chunk.q is not None:
@@ -85,12 +85,12 @@ def compute_factors(kind: Values[Any, Any], chunk: Tokens, shifts: Shifts) -> Fa
 # ---- shifts and sums ------------------------------------------------------------------------------
 
 
-def raise_shifts(kind: Values[Any, Any], shifts: Shifts, keys: Keys) -> Shifts:
+def raise_shifts(kind: Values[Any], shifts: Shifts, keys: Keys) -> Shifts:
     """Shifts that also cover a chunk's keys and values."""
     return Shifts(jnp.maximum(shifts.c, jnp.max(keys.k, axis=-2)), kind.raise_shift(shifts.b, keys.values))
 
 
-def rescale(kind: Values[Any, Any], sums: Sums, old: Shifts, new: Shifts) -> Sums:
+def rescale(kind: Values[Any], sums: Sums, old: Shifts, new: Shifts) -> Sums:
     """Sums relative to the shifts `old`, made relative to `new` >= `old`; their gradients, the other way round."""
     decay = shift_decay(old.c, new.c)
     return Sums(kind.rescale(sums.s * decay[..., :, None], old.b, new.b), sums.z * decay)
@@ -134,14 +134,14 @@ def next_sums(keys: KeyFactors | None, m: Sums) -> Sums:
     return add_sums(mask_sums(m, keys and keys.masks.keeps_state), chunk_sums(keys))
 
 
-def fill_empty_queries(kind: Values[Any, Any], queries: QueryFactors, sums: Sums, shifts: Shifts) -> Sums:
+def fill_empty_queries(kind: Values[Any], queries: QueryFactors, sums: Sums, shifts: Shifts) -> Sums:
     """S and Z with 1 where a query sees nothing; their gradients are multiplied by factors that are 0."""
-    return kind.fill_empty(sums, queries.r > NEG_INF, shifts.b)
+    return kind.fill_empty(sums, queries.r != NEG_INF, shifts.b)
 
 
-def fill_empty_features(kind: Values[Any, Any], m: Sums, shifts: Shifts) -> Sums:
+def fill_empty_features(kind: Values[Any], m: Sums, shifts: Shifts) -> Sums:
     """M_s and M_z with 1 where a key feature has seen nothing."""
-    return kind.fill_empty(m, shifts.c > NEG_INF, shifts.b)
+    return kind.fill_empty(m, shifts.c != NEG_INF, shifts.b)
 
 
 # ---- gradients ------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def query_grad(queries: QueryFactors, keys: KeyFactors | None, m: Sums, dsums: S
 
 
 def key_grads(
-    kind: Values[Any, Any], queries: QueryFactors | None, keys: KeyFactors, dsums: Sums | None, dend: Sums
+    kind: Values[Any], queries: QueryFactors | None, keys: KeyFactors, dsums: Sums | None, dend: Sums
 ) -> Keys:
     """Gradients of a chunk's keys and values.
 
@@ -186,7 +186,7 @@ def _pair_grad(keys: KeyFactors, dsums: Sums) -> Array:
     return (einsum("...tv,...sv->...ts", dsums.s, keys.vf) + dsums.z[..., None]) * keys.masks.causal
 
 
-def query_grad_total(kind: Values[Any, Any], dy: Array, dlog_z: Array | None, shifts: Shifts) -> Array | float:
+def query_grad_total(kind: Values[Any], dy: Array, dlog_z: Array | None, shifts: Shifts) -> Array | float:
     """Sum of dq over features: a shift of a query leaves y as it is, and shifts its log Z."""
     return (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, shifts.b)
 

@@ -10,11 +10,11 @@ where a packed document starts (`documents.document_starts`). Axes as in `chunk`
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, log_shares
@@ -22,22 +22,26 @@ from heinsen.ops import repair, schedule
 from heinsen.ops.chunk import Keys, Tokens
 from heinsen.ops.documents import document_ends
 from heinsen.ops.schedule import Call, Output, Residuals, pad_tokens, split_tokens, token_axis
-from heinsen.ops.states import LogState, MeanState
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, S, Values
+from heinsen.ops.states import LogState, MeanState, S
+from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
 
 
 def log_attention(
     q: Array, k: Array, log_v: Array, causal: bool, state: LogState | None, starts: Array | None, *, exact: bool = True
 ) -> tuple[Array, LogState]:
     """(log y [*batch, T, V], the `LogState` after all tokens). Unless `exact`, lost terms stay lost."""
-    return _attend(LOG_VALUES, q, k, log_v, causal, state, starts, exact)
+    first = None if state is None else _cast(state, k.dtype).normalize()
+    log_y, end = _attend(LOG_VALUES, q, Keys(k, log_v, starts), causal, first, exact)
+    return log_y, end.denormalize()
 
 
 def attention(
     q: Array, k: Array, v: Array, causal: bool, state: MeanState | None, starts: Array | None, *, exact: bool = True
 ) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens). Unless `exact`, lost terms stay lost."""
-    return _attend(REAL_VALUES, q, k, v, causal, state, starts, exact)
+    first = None if state is None else _cast(state, k.dtype).normalize()
+    y, end = _attend(REAL_VALUES, q, Keys(k, v, starts), causal, first, exact)
+    return y, end.denormalize()
 
 
 def state_after(k: Array, log_v: Array, state: LogState, starts: Array | None) -> LogState:
@@ -45,35 +49,24 @@ def state_after(k: Array, log_v: Array, state: LogState, starts: Array | None) -
     return _run_padded(LOG_VALUES, Tokens(None, Keys(k, log_v, starts)), state.normalize()).state.denormalize()
 
 
-def _attend(
-    kind: Values[S, N],
-    q: Array,
-    k: Array,
-    values: Array,
-    causal: bool,
-    state: S | None,
-    starts: Array | None,
-    exact: bool,
-) -> tuple[Array, S]:
+def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, exact: bool) -> tuple[Array, N]:
     run = partial(_run_padded, kind, exact=exact)
     if state is None:
         # XLA would spend seconds folding what follows from so large a constant.
-        state = lax.optimization_barrier(kind.empty_state(k, values))
-    first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
-    keys = Keys(k, values, starts)
+        state = lax.optimization_barrier(kind.empty_state(keys.k, keys.values))
     if causal:
-        y, _, end = run(Tokens(q, keys), first)
-    elif starts is None:
-        end = run(Tokens(None, keys), first).state
+        y, _, end = run(Tokens(q, keys), state)
+    elif keys.starts is None:
+        end = run(Tokens(None, keys), state).state
         y = run(Tokens(q, None), end).y
     else:
-        y, end = _attend_documents(kind, q, keys, starts, first, partial(run, return_log_z=True))
+        y, end = _attend_documents(kind, q, keys, keys.starts, state, partial(run, return_log_z=True))
     assert y is not None
-    return y, end.denormalize()
+    return y, end
 
 
 def _attend_documents(
-    kind: Values[Any, N], q: Array, keys: Keys, starts: Array, state: N, run: Callable[[Tokens, N], Output[N]]
+    kind: Values[N], q: Array, keys: Keys, starts: Array, state: N, run: Callable[[Tokens, N], Output[N]]
 ) -> tuple[Array, N]:
     """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
     past = run(Tokens(q, keys), state)
@@ -88,13 +81,17 @@ def _attend_documents(
     return kind.combine(past.y, past_share, future_y, future_share), past.state
 
 
+def _cast(state: S, dtype: DTypeLike) -> S:
+    return jax.tree.map(lambda part: part.astype(dtype), state)
+
+
 def _shift_earlier(x: Array, fill: float) -> Array:
     """Each token's successor in its place, and `fill` in the last one's."""
     return jnp.concatenate([x[..., 1:, :], jnp.full_like(x[..., :1, :], fill)], axis=-2)
 
 
 def _run_padded(
-    kind: Values[Any, N], tokens: Tokens, state: N, *, return_log_z: bool = False, exact: bool = True
+    kind: Values[N], tokens: Tokens, state: N, *, return_log_z: bool = False, exact: bool = True
 ) -> Output[N]:
     """`_run` for any number of tokens."""
     x = tokens.q if tokens.keys is None else tokens.keys.k
@@ -123,10 +120,11 @@ def _forward(
 
 def _backward(call: Call, saved: tuple[Tokens, N, Residuals, Array], grads: Output[N]) -> tuple[Tokens, N]:
     tokens, state, residuals, lost = saved
-    fast = schedule.backward(call, tokens, state, residuals, grads)
+    scale = schedule.cotangent_scale(grads)
+    fast = schedule.backward(call, tokens, state, residuals, grads, scale)
     if not call.exact:
         return fast
-    return repair.backward(call, tokens, state, residuals, lost, grads, fast)
+    return repair.backward(call, tokens, state, residuals, lost, grads, scale, fast)
 
 
 _run.defvjp(_forward, _backward)

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import ShiftedLog
+from heinsen.logspace import ShiftedLog, zero_grad_where_unread
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys, Tokens
 from heinsen.ops.schedule import (
     Call,
     Output,
     Residuals,
+    multiply,
     pick_chunk,
     slice_last,
     slice_tokens,
@@ -29,7 +30,6 @@ from heinsen.ops.schedule import (
     write,
     write_chunk,
 )
-from heinsen.ops.states import read_all
 from heinsen.ops.values import N, Values
 
 
@@ -54,9 +54,10 @@ def backward(
     residuals: Residuals,
     lost: Array,
     grads: Output[N],
+    scale: Array,
     fast: tuple[Tokens, N],
 ) -> tuple[Tokens, N]:
-    """Gradients of the fast pass or, if terms were lost, exact ones."""
+    """Gradients of the fast pass or, if terms were lost, exact ones, of cotangents divided by `scale` meanwhile."""
     kind, split = call.kind, call.split
     n_chunks, n_repaired = split.n_groups * split.n_chunks, _n_repaired(call, lost)
     axis = state.h_z.shift.ndim - 1
@@ -77,16 +78,17 @@ def backward(
     def step(j: Array, carry: Any) -> Any:
         dstate, dtokens = carry
         i = n_chunks - 1 - j
-        dchunk, dstate = _chunk_grads(call, tokens, pick_chunk(before, i, split, axis), i, grads, dstate)
-        return dstate, write(dtokens, dchunk, i)
+        dchunk, dstate = _chunk_grads(call, tokens, pick_chunk(before, i, split, axis), i, grads, scale, dstate)
+        return dstate, write(dtokens, multiply(dchunk, scale), i)
 
     dtokens, dstate_fast = fast
-    dstate, dtokens = lax.fori_loop(0, n_repaired, step, (grads.state, dtokens))
-    return dtokens, _choose(lost, dstate, dstate_fast)
+    dend = multiply(grads.state, 1 / scale)
+    dstate, dtokens = lax.fori_loop(0, n_repaired, step, (dend, dtokens))
+    return dtokens, _choose(lost, multiply(dstate, scale), dstate_fast)
 
 
 def _chunk_grads(
-    call: Call, tokens: Tokens, before: Any, i: Array, grads: Output[Any], dafter: Any
+    call: Call, tokens: Tokens, before: Any, i: Array, grads: Output[Any], scale: Array, dafter: Any
 ) -> tuple[Tokens, Any]:
     """Gradients of chunk i and the normalized state before it, from those of the output and the state after it."""
     size = call.split.chunk_size
@@ -100,48 +102,54 @@ def _chunk_grads(
     dlog_z = jax.tree.map(jnp.zeros_like, log_z)
     if grads.log_z is not None:
         dlog_z = jax.tree.map(lambda x: slice_last(x, i, size), grads.log_z)
-    dq, dkeys, dbefore = vjp(((slice_tokens(grads.y, i, size), dlog_z), dafter))
+    dout = multiply((slice_tokens(grads.y, i, size), dlog_z), 1 / scale)
+    dq, dkeys, dbefore = vjp((dout, dafter))
     return Tokens(dq, dkeys and Keys(dkeys[0], dkeys[1], None)), dbefore
 
 
-def exact_chunk(
-    kind: Values[Any, Any], tokens: Tokens, state: Any
-) -> tuple[tuple[Array | None, ShiftedLog | None], Any]:
+def exact_chunk(kind: Values[Any], tokens: Tokens, state: Any) -> tuple[tuple[Array | None, ShiftedLog | None], Any]:
     """((y, log Z), the state after) of a chunk and the normalized state before it, by matmuls if they lose nothing."""
     shifts = lax.stop_gradient(kind.state_shifts(state))
     if tokens.keys is not None:
         shifts = chunk.raise_shifts(kind, shifts, lax.stop_gradient(tokens.keys))
-    f = chunk.compute_factors(kind, tokens, shifts)
-    m = kind.state_to_sums(state, shifts)
-    end = chunk.next_sums(f.keys, m)
+
+    def sum_chunk(tokens: Tokens, state: Any) -> Any:
+        f = chunk.compute_factors(kind, tokens, shifts)
+        m = kind.state_to_sums(state, shifts)
+        sums = None if f.queries is None else chunk.query_sums(f.queries, f.keys, m)
+        return f.queries, sums, chunk.next_sums(f.keys, m)
+
+    # Not read where it is lost: its derivatives may be NaN there.
+    queries, sums, end = zero_grad_where_unread(sum_chunk)(tokens, state)
     lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts))
-    sums = None
-    if f.queries is not None:
-        sums = chunk.query_sums(f.queries, f.keys, m)
-        lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, f.queries, sums, shifts))
+    if tokens.keys is not None:
+        lost |= kind.has_spreading_values(tokens.keys.values)
+    if queries is not None:
+        lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts))
 
     def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
         out: tuple[Array | None, ShiftedLog | None] = None, None
-        if f.queries is not None and sums is not None:
-            out = kind.mean(sums, shifts.b), chunk.query_log_z(f.queries, sums)
+        if queries is not None:
+            out = kind.mean(sums, shifts.b), chunk.query_log_z(queries, sums)
         return out, state if tokens.keys is None else kind.sums_to_state(end, shifts)
 
     return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), by_matmuls)
 
 
-def _token_by_token(kind: Values[Any, Any], tokens: Tokens, state: Any) -> Any:
+def _token_by_token(kind: Values[Any], tokens: Tokens, state: Any) -> Any:
     """((y, log Z), the state after) in normalized form."""
-    if tokens.keys is None:
-        assert tokens.q is not None
-        return read_all(state, tokens.q), state
 
-    def step(state: Any, token: Any) -> Any:
-        q, (k, values, starts) = token
-        if starts is not None:
-            at = lambda x: starts.reshape(starts.shape + (1,) * (x.ndim - starts.ndim))
-            state = jax.tree.map(lambda old, new: jnp.where(at(old), new, old), state, state.empty())
-        state = state.merge(kind.normalized_token(k, values))
-        return state, None if q is None else state.read(q)
+    def take(state: Any, token: Tokens) -> Any:
+        if token.keys is not None:
+            k, values, starts = token.keys
+            if starts is not None:
+                state = jax.tree.map(lambda old, new: jnp.where(starts, new, old), state, state.empty())
+            state = state.merge(kind.normalized_token(k, values))
+        return state, None if token.q is None else state.read(token.q)
+
+    step = zero_grad_where_unread(take)
+    for _ in range(state.h_z.shift.ndim - 1):  # every sequence by itself: others may be read here
+        step = jax.vmap(step)
 
     state, out = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, token_axis(x), 0), tokens))
     if out is None:

@@ -32,6 +32,9 @@ from heinsen.ops import chunk
 from heinsen.ops.chunk import KeyFactors, Keys, QueryFactors, Tokens
 from heinsen.ops.values import N, Shifts, Sums, Values
 
+# Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
+LARGE_COTANGENT = 1e6
+
 X = TypeVar("X")
 Y = TypeVar("Y")
 Carry = TypeVar("Carry")
@@ -56,7 +59,7 @@ class Split(NamedTuple):
 class Call(NamedTuple):
     """What is known of a call when it is compiled."""
 
-    kind: Values[Any, Any]
+    kind: Values[Any]
     split: Split
     return_log_z: bool = False
     exact: bool = True  # False: lost terms are not repaired
@@ -108,7 +111,7 @@ def split_tokens(shape: tuple[int, ...]) -> Split:
     return Split(n_groups, -(-n_chunks // n_groups), size)
 
 
-def pad_tokens(kind: Values[Any, Any], tokens: Tokens, n_missing: int) -> Tokens:
+def pad_tokens(kind: Values[Any], tokens: Tokens, n_missing: int) -> Tokens:
     """Tokens with n_missing more at the end: keys of no weight, queries to be cut off."""
     if n_missing == 0:
         return tokens
@@ -239,6 +242,8 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
     if written is not None:
         y, sums, log_z = written
         lost |= kind.has_lost_terms(sums)
+    if tokens.keys is not None:
+        lost |= kind.has_spreading_values(tokens.keys.values)
     residuals = Residuals(sums, *before) if save_residuals else None
     return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
 
@@ -277,7 +282,7 @@ def _write_queries(
     return _Written(y, Sums(s, z), log_z)
 
 
-def _raise_in_turn(kind: Values[Any, Any], shifts: Shifts, keys: Keys | None, split: Split) -> Shifts:
+def _raise_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys | None, split: Split) -> Shifts:
     """Shifts that cover each chunk of a group and all before it: [*batch, N, K or V]."""
     of_each = jax.tree.map(lambda x: x[..., None, :], shifts)
     if keys is None:
@@ -287,7 +292,7 @@ def _raise_in_turn(kind: Values[Any, Any], shifts: Shifts, keys: Keys | None, sp
 
 
 def _sums_between(
-    kind: Values[Any, Any], keys: KeyFactors | None, m: Sums, shifts: Shifts, raised: Shifts
+    kind: Values[Any], keys: KeyFactors | None, m: Sums, shifts: Shifts, raised: Shifts
 ) -> tuple[Sums, Sums, Shifts]:
     """The sums before each chunk of a group, relative to `raised`; the sums and shifts after the last."""
 
@@ -305,8 +310,21 @@ def _sums_between(
 # ---- backward -------------------------------------------------------------------------------------
 
 
-def backward(call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N]) -> tuple[Tokens, N]:
-    """Gradients of the tokens and of the state before them, from those of the output."""
+def cotangent_scale(grads: Output[Any]) -> Array:
+    """A divisor of the cotangents that keeps their quotients by sums in range: 1 unless some are very large."""
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(g)) for g in jax.tree.leaves(grads)]))
+    return jnp.where(jnp.isfinite(largest) & (largest > LARGE_COTANGENT), largest, 1.0)
+
+
+def multiply(arrays: X, factor: Array) -> X:
+    """Every array times a factor."""
+    return jax.tree.map(lambda x: x * factor, arrays)
+
+
+def backward(
+    call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N], scale: Array
+) -> tuple[Tokens, N]:
+    """Gradients of the tokens and of the state before them, from those of the output, divided by `scale` meanwhile."""
     kind, split = call.kind, call.split
     overwrites_s = kind.grad_overwrites_sums and tokens.q is not None and tokens.keys is not None
 
@@ -317,23 +335,23 @@ def backward(call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: 
         dsums = own = dq = dkeys = None
         if f.queries is not None:
             s = dtokens.keys.values if overwrites_s else None
-            dy, dlog_z, dsums = _query_sums_grad(call, residuals, s, grads, i)
+            dy, dlog_z, dsums = _query_sums_grad(call, residuals, s, grads, i, 1 / scale)
             own = chunk.query_sums_grad(f.queries, f.keys, dsums)
             dq = chunk.query_grad(f.queries, f.keys, m, dsums)
             dq = chunk.correct_query_grad(dq, f.queries, f.keys, m, chunk.query_grad_total(kind, dy, dlog_z, shifts))
         dends, dm, after = _sums_between_grad(kind, f.keys, own, dm, shifts, after)
         if f.keys is not None:
             dkeys = chunk.key_grads(kind, f.queries, f.keys, dsums, dends)
-        return (dm, after, write(dtokens, to_tokens(Tokens(dq, dkeys)), i)), None
+        return (dm, after, write(dtokens, multiply(to_tokens(Tokens(dq, dkeys)), scale), i)), None
 
     m, shifts = _end_sums(call, tokens, residuals)
-    (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](grads.state)
+    (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
     dtokens = _make_grad_buffers(tokens, residuals.sums if overwrites_s else None)
     xs = jnp.arange(split.n_groups), (residuals.before, residuals.shifts)
     (dm, shifts, dtokens), _ = lax.scan(step, (dm, shifts, dtokens), xs, reverse=True)
     first = kind.state_shifts(state)
     to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
-    return dtokens, to_state(chunk.rescale(kind, dm, first, shifts))[0]
+    return dtokens, multiply(to_state(chunk.rescale(kind, dm, first, shifts))[0], scale)
 
 
 def _make_grad_buffers(tokens: Tokens, sums: Sums | None) -> Tokens:
@@ -346,20 +364,24 @@ def _make_grad_buffers(tokens: Tokens, sums: Sums | None) -> Tokens:
 
 
 def _query_sums_grad(
-    call: Call, residuals: Residuals, s: Array | None, grads: Output[Any], i: Array
+    call: Call, residuals: Residuals, s: Array | None, grads: Output[Any], i: Array, factor: Array
 ) -> tuple[Array, Array | None, Sums]:
-    """Group i's gradients of y, of log Z and of S and Z, as chunks; `s` stands in for the residual S where given."""
+    """Group i's gradients of y, of log Z and of S and Z, as chunks, times `factor`.
+
+    `s` stands in for the residual S where given.
+    """
     assert residuals.sums is not None and grads.y is not None
     tokens = residuals.sums.s if s is None else s, grads.y
     s, dy = to_chunks(slice_tokens(tokens, i, call.split.group_size), call.split)
     last = residuals.sums.z, grads.log_z and grads.log_z.rest
     last = jax.tree.map(lambda x: slice_last(x, i, call.split.group_size), last)
     z, dlog_z = to_chunks(last, call.split, axis=-1)
+    dy, dlog_z = multiply((dy, dlog_z), factor)
     return dy, dlog_z, call.kind.mean_grad(Sums(s, z), dy, dlog_z)
 
 
 def _sums_between_grad(
-    kind: Values[Any, Any], keys: KeyFactors | None, own: Sums | None, dm: Sums, shifts: Shifts, after: Shifts
+    kind: Values[Any], keys: KeyFactors | None, own: Sums | None, dm: Sums, shifts: Shifts, after: Shifts
 ) -> tuple[Sums, Sums, Shifts]:
     """The gradients of the sums after each chunk of a group; those of the sums before the first, and their shifts.
 

@@ -233,9 +233,7 @@ def extend_context(
 # ---- arithmetic of normalized states --------------------------------------------------------------
 
 
-def read_all(
-    state: NormalizedState | NormalizedMeanState, q: Float[Array, "*batch T K"]
-) -> tuple[Array, ShiftedLog]:
+def read_all(state: NormalizedState | NormalizedMeanState, q: Float[Array, "*batch T K"]) -> tuple[Array, ShiftedLog]:
     """(y or log y [*batch, T, V], log Z [*batch, T]) of T queries that all read the one state."""
     return jax.tree.map(lambda x: jnp.expand_dims(x, q.ndim - 2), state).read(q)
 

@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, logaddexp
-from heinsen.ops.states import LogState, MeanState, NormalizedMeanState, NormalizedState, init_state, whole_shift
+from heinsen.ops.states import MeanState, NormalizedMeanState, NormalizedState, init_state, whole_shift
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
 # state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
 SMALLEST_SUM = 1e-27
 
-S = TypeVar("S", LogState, MeanState)  # the public state
-N = TypeVar("N", NormalizedState, NormalizedMeanState)  # its normalized form
+N = TypeVar("N", NormalizedState, NormalizedMeanState)
 
 
 class Shifts(NamedTuple):
@@ -39,15 +38,15 @@ class Sums(NamedTuple):
     z: Array  # [*batch, K or T]
 
 
-class Values(abc.ABC, Generic[S, N]):
+class Values(abc.ABC, Generic[N]):
     """How one kind of values enters sums and is read from them. Instances have no data: compare them by identity."""
 
     zero: float  # the number that stands for a value of 0
     grad_overwrites_sums: bool  # whether XLA writes the gradient of the values over the buffer of S without a copy
 
     @abc.abstractmethod
-    def empty_state(self, k: Array, values: Array) -> S:
-        """State before any of the tokens k [*batch, T, K], values [*batch, T, V]."""
+    def empty_state(self, k: Array, values: Array) -> N:
+        """Normalized state before any of the tokens k [*batch, T, K], values [*batch, T, V]."""
 
     @abc.abstractmethod
     def raise_shift(self, b: Array | None, values: Array) -> Array | None:
@@ -83,7 +82,11 @@ class Values(abc.ABC, Generic[S, N]):
 
     @abc.abstractmethod
     def has_lost_terms(self, sums: Sums) -> Array:
-        """Whether some sum, after `fill_empty`, is so small that underflow may have taken terms from it."""
+        """Whether some sum, after `fill_empty`, is NaN or so small that underflow may have taken terms from it."""
+
+    @abc.abstractmethod
+    def has_spreading_values(self, values: Array) -> Array:
+        """Whether some value is NaN in the products with its weights of 0, and `has_lost_terms` does not see it."""
 
     @abc.abstractmethod
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
@@ -110,13 +113,13 @@ class Values(abc.ABC, Generic[S, N]):
         """Sums of a normalized state, relative to shifts that cover it."""
 
 
-class LogValues(Values[LogState, NormalizedState]):
+class LogValues(Values[NormalizedState]):
     """Non-negative values, given by their logarithms."""
 
     zero, grad_overwrites_sums = NEG_INF, True
 
-    def empty_state(self, k: Array, values: Array) -> LogState:
-        return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], dtype=k.dtype)
+    def empty_state(self, k: Array, values: Array) -> NormalizedState:
+        return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], dtype=k.dtype).normalize()
 
     def raise_shift(self, b: Array | None, values: Array) -> Array | None:
         assert b is not None
@@ -147,11 +150,11 @@ class LogValues(Values[LogState, NormalizedState]):
 
     def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
         assert b is not None
-        has_value = has_weight[..., None] & (b > NEG_INF)[..., None, :]
+        has_value = has_weight[..., None] & (b != NEG_INF)[..., None, :]
         return Sums(jnp.where(has_value, sums.s, 1.0), jnp.where(has_weight, sums.z, 1.0))
 
     def has_lost_terms(self, sums: Sums) -> Array:
-        return (jnp.min(sums.z) < SMALLEST_SUM) | (jnp.min(sums.s) < SMALLEST_SUM)
+        return ~(jnp.minimum(jnp.min(sums.z), jnp.min(sums.s)) >= SMALLEST_SUM)
 
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return logaddexp(y + share, other_y + other_share)
@@ -165,6 +168,9 @@ class LogValues(Values[LogState, NormalizedState]):
         assert shifts.b is not None
         log_mean = safe_log(safe_divide(m.s, m.z[..., None]))
         return NormalizedState.of(log_mean, _log_weight(m, shifts), shifts.b)
+
+    def has_spreading_values(self, values: Array) -> Array:
+        return jnp.zeros((), bool)  # relative to a shift, what is not finite makes its sums NaN
 
     def state_like(self, m: Sums, shifts: Shifts) -> NormalizedState:
         assert shifts.b is not None
@@ -180,13 +186,13 @@ class LogValues(Values[LogState, NormalizedState]):
         return Sums(mean * z[..., None], z)
 
 
-class RealValues(Values[MeanState, NormalizedMeanState]):
+class RealValues(Values[NormalizedMeanState]):
     """Values of either sign. Their means are divided by their weights, so only those can be too small."""
 
     zero, grad_overwrites_sums = 0.0, False
 
-    def empty_state(self, k: Array, values: Array) -> MeanState:
-        return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype)
+    def empty_state(self, k: Array, values: Array) -> NormalizedMeanState:
+        return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype).normalize()
 
     def raise_shift(self, b: Array | None, values: Array) -> Array | None:
         return None
@@ -215,7 +221,7 @@ class RealValues(Values[MeanState, NormalizedMeanState]):
         return Sums(sums.s, jnp.where(has_weight, sums.z, 1.0))
 
     def has_lost_terms(self, sums: Sums) -> Array:
-        return jnp.min(sums.z) < SMALLEST_SUM
+        return ~(jnp.min(sums.z) >= SMALLEST_SUM)
 
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return jnp.exp(share) * y + jnp.exp(other_share) * other_y
@@ -225,6 +231,9 @@ class RealValues(Values[MeanState, NormalizedMeanState]):
 
     def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
         return NormalizedMeanState(self.mean(m, None), _log_weight(m, shifts))
+
+    def has_spreading_values(self, values: Array) -> Array:
+        return ~jnp.all(jnp.isfinite(values))
 
     def state_like(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
         return NormalizedMeanState(m.s, ShiftedLog(m.z, shifts.c))
