@@ -6,15 +6,18 @@ Axes: `*batch` any leading axes (a model has [B, H]); T queries, S keys (S = T i
 Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 inputs are taken up to float32.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, overload
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from heinsen.logspace import NEG_INF
 from heinsen.ops import chunked, reference, scan
 from heinsen.ops.checks import check_inputs
 from heinsen.ops.documents import document_starts
+from heinsen.ops.nonfinite import isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
 
 # (q, k, values, causal, state, starts) -> (output, the state after all tokens)
@@ -30,8 +33,10 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(reference.log_attention, reference.attention),
-    "scan": Implementation(scan.log_attention, scan.attention),
+    "reference": Implementation(
+        isolate_non_finite(reference.log_attention, NEG_INF), isolate_non_finite(reference.attention, 0.0)
+    ),
+    "scan": Implementation(isolate_non_finite(scan.log_attention, NEG_INF), isolate_non_finite(scan.attention, 0.0)),
     "chunked": Implementation(chunked.log_attention, chunked.attention),
 }
 
@@ -83,7 +88,8 @@ def log_attention(
         first run, and the state returned is the last run's. Needs S = T.
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
         "scan" (one associative scan over the log-sum-exp monoid, T*K*V memory), "reference" (eq. 1, quadratic), or None
-        for the best one for the input.
+        for the best one for the input. Only "reference" has a forward-mode derivative (`jax.jvp`, `jax.jacfwd`,
+        `jax.linearize`, `jax.hessian`); all have a reverse-mode one (`jax.grad`, `jax.vjp`).
       return_state: also return the `LogState` after all tokens.
 
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
@@ -91,7 +97,8 @@ def log_attention(
     """
     arrays, starts = _prepare(q, k, log_v, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
-    log_y, end = _choose(implementation, q, k).log_attention(*arrays, causal, state, starts)
+    with _explain_forward_mode():
+        log_y, end = _choose(implementation, q, k).log_attention(*arrays, causal, state, starts)
     return (log_y, end) if return_state else log_y
 
 
@@ -138,7 +145,8 @@ def attention(
     """
     arrays, starts = _prepare(q, k, v, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
-    y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts)
+    with _explain_forward_mode():
+        y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
@@ -161,6 +169,20 @@ def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
     return IMPLEMENTATIONS[implementation]
+
+
+@contextlib.contextmanager
+def _explain_forward_mode() -> Iterator[None]:
+    """Name the remedy where forward-mode differentiation fails."""
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
+        raise TypeError(
+            "this implementation has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): pass "
+            'implementation="reference", or use reverse mode (jax.grad, jax.vjp, jax.jacrev)'
+        ) from error
 
 
 def _check_state(state: State | None, k: Array, values: Array, kind: type[State]) -> None:

@@ -2,13 +2,14 @@
 
     state             holds                                           values  used for
     LogState          h_s = LSE_s(k + log v), h_z = LSE_s(k)          log     the public form, eqs. (5) to (8)
-    MeanState         mean of v under weights exp(k - h_z), and h_z   real    the public form; normalized already
-    NormalizedState   log of the mean of v relative to a shift b      log     exact paths: scan, repair
+    MeanState         mean of v under weights exp(k - h_z), and h_z   real    the public form
+    NormalizedState   log of the mean of v relative to a shift b      log     within calls: scan, chunked, repair
+    NormalizedMeanState   the mean of v, and h_z in two parts         real    within calls
     RunningState      means of exp(log v - scale), before and since   log     many decoding steps on one state
 
 A normalized state loses no precision at any dynamic range: rounding a weight changes the numerator and the denominator
-of a mean alike, and cancels; rounding h_s and h_z separately does not. `LogState.normalize` and
-`NormalizedState.denormalize` convert; `begin_steps` and `end_steps` convert to and from a `RunningState`.
+of a mean alike, and cancels; rounding h_s and h_z separately does not. `normalize` and `denormalize` convert;
+`begin_steps` and `end_steps` convert to and from a `RunningState`.
 
 States are commutative monoids under `merge`, with the empty state (h = -inf) as identity. All functions are pure and
 differentiable, at -inf too.
@@ -104,7 +105,10 @@ class NormalizedMeanState(NamedTuple):
 
 
 class LogState(NamedTuple):
-    """State of `log_attention`: h_s = LSE_s(k + log v), h_z = LSE_s(k), over the tokens s seen (-inf: none)."""
+    """State of `log_attention`: h_s = LSE_s(k + log v), h_z = LSE_s(k), over the tokens s seen (-inf: none).
+
+    Both are rounded to their size: log y is off by some 1e-7 |h|.
+    """
 
     h_s: Float[Array, "*batch K V"]
     h_z: Float[Array, "*batch K"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import heinsen
+from tests.ops.quick import quick_jit
 
 SIGMAS = (0.1, 1, 4, 8, 16, 32, 64)
 FEATURES = 16
@@ -157,3 +158,58 @@ def test_a_state_of_a_million_tokens(rng, form):
 
     for got, want in zip(attend(form, np.float32), attend("reference", np.float64), strict=True):
         assert np.max(np.abs(got - want)) <= 2e-5
+
+
+OFFSET_KEYS = {"keys up to its own": True, "all keys": False, "all keys of its document": False}
+OFFSET_CASES = [*(("log_attention", keys) for keys in OFFSET_KEYS), ("attention", "all keys of its document")]
+
+
+@functools.cache
+def compiled_with(function, keys, implementation):
+    def run(q, k, values, ids, g):
+        ids = ids if "document" in keys else None
+        attend = functools.partial(
+            getattr(heinsen, function), causal=OFFSET_KEYS[keys], segment_ids=ids, implementation=implementation
+        )
+        y, pull = jax.vjp(attend, q, k, values)
+        return y, *pull(g.astype(y.dtype))
+
+    return quick_jit(run)
+
+
+@pytest.mark.parametrize("function, keys", OFFSET_CASES)
+@pytest.mark.parametrize("offset", [1e3, 1e5])
+def test_exponents_far_from_zero_cost_no_precision(rng, function, keys, offset):
+    """Of one entry, of all, and of each feature by its own number, which the queries take back."""
+    n_tokens, ids = 70, (np.arange(70) // 40).astype(np.int32)
+    # Inputs of few bits: adding whole numbers to them rounds nothing.
+    q, k, values, g = (np.round(32 * rng.standard_normal((2, n_tokens, n))) / 32 for n in (4, 4, 3, 3))
+    entry, each = np.zeros_like(k), np.round(offset * rng.standard_normal(4) / 4)
+    entry[:, 45, 1] = offset
+    for name, dq, dk in [
+        ("entry", 0, entry),
+        ("all keys", 0, offset),
+        ("all below", 0, -offset),
+        ("each", -each, each),
+    ]:
+        arrays = [x.astype(np.float32) for x in (q + dq, k + dk, values, g)]
+        got = compiled_with(function, keys, "chunked")(*arrays[:3], ids, arrays[3])
+        with jax.enable_x64(True):
+            arrays = [x.astype(np.float64) for x in arrays]
+            want = jax.tree.map(np.asarray, compiled_with(function, keys, "reference")(*arrays[:3], ids, arrays[3]))
+        for what, x, truth in zip(("y", "dq", "dk", "dvalues"), got, want, strict=True):
+            error = np.max(np.abs(np.float64(x) - truth))
+            assert error <= 1e-5 * max(1, np.max(np.abs(truth))), f"{name}, {what}: off by {error:.2g}"
+
+
+def test_a_public_state_rounds_its_log_sums_to_their_size(rng):
+    """h_s and h_z are float32 numbers: at 1e5 they differ by 0.004 from what they stand for, and outputs with them."""
+    q, k, log_v, _ = (np.round(32 * x) / 32 for x in draw(rng, 63, 1, 1))
+    for offset, bar in [(0, 2e-6), (1e3, 5e-4), (1e5, 5e-2)]:
+        arrays = [jnp.asarray(x, jnp.float32) for x in (q, k + offset, log_v)]
+        _, state = heinsen.log_attention(*arrays, return_state=True, implementation="scan")
+        got = heinsen.query_state(state, arrays[0])
+        with jax.enable_x64(True):
+            arrays = [jnp.asarray(np.float64(x)) for x in arrays]
+            want = np.asarray(heinsen.log_attention(*arrays, causal=False, implementation="reference"))
+        assert np.max(np.abs(np.float64(got) - want)) <= bar

@@ -1,0 +1,53 @@
+"""Causality for inputs that are not finite, in forms whose products of 0 and NaN would spread them to all tokens.
+
+Such a form computes without them, and what sees them becomes NaN afterwards. The chunked form needs none of this: it
+takes the tokens of such a chunk in turn (`repair`).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from heinsen.logspace import NEG_INF
+from heinsen.ops.documents import document_ranges
+from heinsen.ops.states import S
+
+Attend = Callable[[Array, Array, Array, bool, S | None, Array | None], tuple[Array, S]]
+
+
+def isolate_non_finite(attend: Attend[S], zero: float) -> Attend[S]:
+    """`attend` with outputs of NaN where a query is not finite, or sees a key or value that is not, and nowhere else.
+
+    Outputs of NaN have gradients of 0. -inf counts as finite where it stands for zero: in queries
+    and keys, and in values if `zero`, the number that stands for a value of zero, is -inf.
+    """
+
+    def isolated(
+        q: Array, k: Array, values: Array, causal: bool, state: S | None, starts: Array | None
+    ) -> tuple[Array, S]:
+        values_finite = (values < jnp.inf) & ((values > -jnp.inf) | (zero == NEG_INF))
+        bad_query = ~jnp.all(q < jnp.inf, axis=-1)
+        bad_key = ~(jnp.all(k < jnp.inf, axis=-1) & jnp.all(values_finite, axis=-1))
+        leave_out = lambda bad, fill, x: jnp.where(bad[..., None], fill, x)
+        clean = leave_out(bad_query, 0.0, q), leave_out(bad_key, NEG_INF, k), leave_out(bad_key, zero, values)
+        y, end = attend(*clean, causal, state, starts)
+        seen, seen_by_last = _sees(bad_key, causal, starts)
+        at_end = lambda x: jnp.expand_dims(seen_by_last, range(bad_key.ndim - 1, x.ndim))
+        end = jax.tree.map(lambda x: jnp.where(at_end(x), jnp.nan, x), end)
+        return jnp.where((bad_query | seen)[..., None], jnp.nan, y), end
+
+    return isolated
+
+
+def _sees(bad: Array, causal: bool, starts: Array | None) -> tuple[Array, Array]:
+    """Whether each query [*batch, T or 1] sees a bad key, and whether the last document has one [*batch]."""
+    count = jnp.cumsum(bad, axis=-1)
+    if starts is None:
+        return (count if causal else count[..., -1:]) > 0, count[..., -1] > 0
+    first, end = document_ranges(starts)
+    at = lambda i: jnp.take_along_axis(count, i, axis=-1)
+    before_document = jnp.where(first == 0, 0, at(jnp.maximum(first - 1, 0)))
+    in_document = at(end - 1) > before_document
+    return count > before_document if causal else in_document, in_document[..., -1]

@@ -1,0 +1,82 @@
+"""Inputs that are not finite, cotangents of any size, and derivatives that an implementation does not have."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import heinsen
+from heinsen.ops import schedule
+from heinsen.ops.api import IMPLEMENTATIONS
+from tests.ops.quick import quick_jit
+
+T, K, V = 14, 3, 2
+FORMS = [(function, form) for function in ("log_attention", "attention") for form in sorted(IMPLEMENTATIONS)]
+forms = pytest.mark.parametrize("function, implementation", FORMS)
+
+
+@functools.partial(quick_jit, static_argnums=(0, 1))
+def run(function, implementation, arrays, segment_ids, g):
+    """Output, and gradients of its product with g; several chunks and groups."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "chunk_size", lambda d_key: 4)
+        patch.setattr(schedule, "chunks_per_group", lambda elements: 2)
+        attend = functools.partial(
+            getattr(heinsen, function), implementation=implementation, segment_ids=segment_ids, return_state=True
+        )
+        y, vjp, end = jax.vjp(attend, *arrays, has_aux=True)
+        return y, vjp(g), end
+
+
+def draw(rng):
+    return [rng.standard_normal((2, T, n)).astype(np.float32) for n in (K, K, V)]
+
+
+@forms
+def test_what_is_not_finite_reaches_only_what_sees_it(function, implementation, rng):
+    """Outputs before it, in other sequences and in later documents are those without it, and so are their gradients."""
+    arrays, t, second = draw(rng), int(rng.integers(1, 10)), 11
+    segment_ids = (np.arange(T) >= second).astype(np.int32)
+    g = rng.standard_normal((2, T, V)).astype(np.float32)
+    g[0, t:second] = 0  # the loss reads nothing that sees it
+    want = run(function, implementation, arrays, segment_ids, g)
+    for which, bad in [(0, np.nan), (0, np.inf), (1, np.nan), (1, np.inf), (2, np.nan), (2, np.inf), (2, -np.inf)]:
+        if function == "log_attention" and bad == -np.inf:
+            continue  # a value of zero
+        damaged = [x.copy() for x in arrays]
+        damaged[which][0, t, 1] = bad
+        y, gradients, end = run(function, implementation, damaged, segment_ids, g)
+        assert not np.all(np.isfinite(y[0, t])), "the query that sees it"
+        unaware = np.ones((2, T), bool)
+        unaware[0, t:second] = False
+        np.testing.assert_allclose(np.asarray(y)[unaware], np.asarray(want[0])[unaware], atol=1e-5)
+        for got, wanted in zip(gradients, want[1], strict=True):
+            wanted = np.where(unaware[..., None], wanted, 0)
+            np.testing.assert_allclose(got, wanted, atol=1e-5, err_msg=f"{'qkv'[which]} = {bad} at {t}")
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), end, want[2])
+
+
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
+def test_gradients_are_proportional_to_cotangents_of_any_size(function, rng):
+    arrays = draw(rng)
+    arrays[2] = 15 * arrays[2]  # sums down to 1e-20 of their shift
+    g = rng.standard_normal((2, T, V)).astype(np.float32)
+    same = np.zeros(T, np.int32)
+    want = run(function, "chunked", arrays, same, g)[1]
+    for scale in (1e-15, 1e10, 1e20, 1e30):
+        got = run(function, "chunked", arrays, same, np.float32(scale) * g)[1]
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.float64(a) / scale, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_forward_mode_is_the_reference_s_and_the_others_say_so(rng):
+    arrays, tangents = draw(rng), draw(rng)
+    call = lambda form: lambda *arrays: heinsen.attention(*arrays, implementation=form)
+    with pytest.raises(TypeError, match='implementation="reference"'):
+        jax.jvp(call("chunked"), arrays, tangents)
+    g = rng.standard_normal((2, T, V)).astype(np.float32)
+    tangent = quick_jit(lambda *arrays: jax.jvp(call("reference"), arrays, tuple(tangents))[1])(*arrays)
+    gradients = run("attention", "chunked", arrays, np.zeros(T, np.int32), g)[1]
+    want = sum(np.vdot(np.float64(a), np.float64(b)) for a, b in zip(gradients, tangents, strict=True))
+    np.testing.assert_allclose(np.vdot(np.float64(g), np.float64(tangent)), want, rtol=1e-3, atol=1e-3)
