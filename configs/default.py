@@ -10,7 +10,7 @@ from ml_collections.config_dict import placeholder
 def get_config() -> ConfigDict:
     return ConfigDict(
         dict(
-            seed=0,
+            seed=0,  # from 0 to 2^63 - 1; initial weights depend on its lower 32 bits
             init_from=placeholder(str),  # run or export whose weights to start from; None: random weights
             total_tokens=300_000_000_000,  # tokens to predict in the whole run; the last step may exceed it
             sequence_length=1024,  # tokens predicted per sequence
@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
                 b2=0.95,
                 eps=1e-8,
                 weight_decay=0.1,  # of matrices and the embedding only
-                clip_norm=1.0,  # maximum global norm of the gradient
+                clip_norm=1.0,  # maximum global norm of the gradient; inf: none
             ),
             log_every=10,  # steps
             validate_every=1000,  # steps, and at the end

@@ -1,11 +1,39 @@
-"""Atomic writes: after a crash or a loss of power, a file or folder is whole or as it was before."""
+"""Atomic writes, after which a file or folder is whole or as before; JSON records with a digest; locks of folders."""
 
 import contextlib
+import errno
+import fcntl
+import hashlib
+import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
+
+_DIGEST = "digest"
+_POLL_SECONDS = 0.2
+
+
+@contextlib.contextmanager
+def name_errors(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError of the block that names no file, as that of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder for results with its parents, before they are computed. Raises OSError if it is not writable."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 @contextlib.contextmanager
@@ -13,15 +41,16 @@ def atomic_writer(path: Path, suffix: str = ".tmp") -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`, which replaces `path` once it is whole and on disk.
 
     The temporary file is `path` with `suffix` appended to its name; concurrent writers need different suffixes. If the
-    block raises, `path` is untouched and the temporary file is removed. Raises OSError.
+    block raises, `path` is untouched and the temporary file is removed. Raises OSError, which names a file.
     """
     temporary = path.with_name(path.name + suffix)
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with name_errors(path):
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -35,6 +64,13 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def write_figure(path: Path, figure: Any, **options: Any) -> None:
+    """Write a matplotlib figure with `atomic_writer`, in the format of the path's suffix. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_writer(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), **options)
+
+
 @contextlib.contextmanager
 def atomic_folder(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yield an empty temporary folder in which to write the files `names`, which then become those of `folder`.
@@ -46,18 +82,19 @@ def atomic_folder(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     replaces_files = folder.is_dir() and any(folder.iterdir())
     temporary = (folder if replaces_files else folder.parent) / f".{folder.name}.{os.getpid()}.tmp"
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for name in names:
-            _sync_file(temporary / name)
-        if replaces_files:
+        with name_errors(folder):
+            temporary.mkdir(parents=True)
+            yield temporary
             for name in names:
-                os.replace(temporary / name, folder / name)
-            _sync_folder(folder)
-        else:
-            _sync_folder(temporary)
-            os.rename(temporary, folder)  # onto nothing, or an empty folder
-            _sync_folder(folder.parent)
+                _sync_file(temporary / name)
+            if replaces_files:
+                for name in names:
+                    os.replace(temporary / name, folder / name)
+                _sync_folder(folder)
+            else:
+                _sync_folder(temporary)
+                os.rename(temporary, folder)  # onto nothing, or an empty folder
+                _sync_folder(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -75,3 +112,102 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+# Records with a digest.
+
+
+def seal(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON record with a digest of all its fields, which `unseal` checks."""
+    return {**record, _DIGEST: _digest(record)}
+
+
+def unseal(record: Any) -> dict[str, Any]:
+    """Return a JSON record without its digest. Raises ValueError if it is no record, or its digest does not fit.
+
+    Records of versions that wrote no digest have none.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"{type(record).__name__} in place of a record")
+    fields = {name: value for name, value in record.items() if name != _DIGEST}
+    if _DIGEST in record and record[_DIGEST] != _digest(fields):
+        raise ValueError("its digest does not fit its contents")
+    return fields
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+# Locks.
+
+
+class LockedError(BlockingIOError):
+    """Another process holds a lock; the message says which process."""
+
+
+class Lock(NamedTuple):
+    """A lock that this process holds: the open file, which a child process may inherit, and a random token in it."""
+
+    file: IO[str]
+    token: str
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path, patience: float = 2.0) -> Iterator[Lock]:
+    """Hold the lock on a file, which is made if it is missing, and name this process in it.
+
+    It is a lock of the operating system: it ends with the process that holds it and its children that inherited the
+    file, however they end. Linux extends it to all machines that mount the same NFS folder. The file stays, empty,
+    unless its holder removes it.
+
+    Args:
+      patience: seconds to wait for a process that holds the lock; `is_held` does so for a moment.
+
+    Raises:
+      LockedError: another process holds it.
+      OSError: the file cannot be written, or its file system has no locks.
+    """
+    with _lock(path, time.monotonic() + patience) as file:
+        token, now = secrets.token_hex(8), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        with name_errors(path):
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}, since {now}\n{token}\n".encode())
+        try:
+            yield Lock(file, token)
+        finally:
+            file.truncate(0)
+
+
+def _lock(path: Path, deadline: float) -> IO[str]:
+    """Open and lock a file; open it again where somebody has removed it meanwhile."""
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+            file.close()
+        except BlockingIOError as error:
+            with file:
+                file.seek(0)
+                if time.monotonic() >= deadline:
+                    raise LockedError(file.readline().strip() or "another process") from error
+            time.sleep(_POLL_SECONDS)
+        except BaseException:
+            file.close()
+            raise
+
+
+def is_held(path: Path, token: str | None = None) -> bool:
+    """Return whether a process holds the lock on a file, and its token there is `token` if that is given."""
+    try:
+        with path.open() as file:
+            if token is not None and token not in file.read().split():
+                return False
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

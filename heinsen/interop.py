@@ -1,16 +1,18 @@
 """Convert parameters to and from the published PyTorch module, and export them to self-contained folders.
 
     DIR/weights.safetensors   the parameters
-    DIR/config.json           `Manifest`: model, tokenizer's name, run, and the size and SHA-256 of the weights
+    DIR/config.json           `Manifest`: model, tokenizer's name, run, the size and SHA-256 of the weights, its digest
     DIR/README.md             a model card
 
 The paper's model is written in the layout "reference", the published module's state_dict: any tool that reads
 safetensors gets what `load_state_dict` takes. Other models are written in the layout "native", under the paths of our
-own parameters. Since a safetensors file has no checksum, the manifest holds one.
+own parameters. Since a safetensors file has no checksum, the manifest holds one, and a digest of its own fields
+(`heinsen.files.seal`), which earlier versions did not write.
 """
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,12 +27,13 @@ from safetensors.numpy import load_file, save_file
 from heinsen.config import ConfigError, from_mapping
 from heinsen.data.dataset import file_sha256
 from heinsen.errors import HeinsenError
-from heinsen.files import atomic_folder
+from heinsen.files import atomic_folder, seal, unseal
 from heinsen.models import ModelConfig, Params, abstract_params
 
 FORMAT, FORMAT_VERSION = "heinsen export", 1
 CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "weights.safetensors", "README.md"
 DTYPES = ("float32", "bfloat16")
+_LAYOUTS = ("reference", "native")
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -192,6 +195,10 @@ class WeightsFile:
     bytes: int
     sha256: str
 
+    def __post_init__(self) -> None:
+        if self.bytes < 0 or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"bytes = {self.bytes}, sha256 = {self.sha256!r}: impossible for a file")
+
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
@@ -210,16 +217,31 @@ class Manifest:
     weights: WeightsFile
     run: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        if self.layout not in _LAYOUTS:
+            raise ValueError(f"layout = {self.layout!r}: expected {' or '.join(_LAYOUTS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype = {self.dtype!r}: expected {' or '.join(DTYPES)}")
+        if self.step < 0:
+            raise ValueError(f"step = {self.step}: it must not be negative")
+        data = self.run.get("data")
+        if isinstance(data, dict) and data.get("tokenizer") != self.tokenizer:
+            raise ValueError(f"tokenizer = {self.tokenizer!r}, but run.data.tokenizer = {data.get('tokenizer')!r}")
+
 
 def is_export(folder: Path) -> bool:
     """Return whether `save_folder` wrote this folder, be it whole or damaged."""
+    return (folder / WEIGHTS_FILE).is_file() or _holds_manifest(folder)
+
+
+def _holds_manifest(folder: Path) -> bool:
     try:
-        return is_manifest(json.loads((folder / CONFIG_FILE).read_text()))
-    except (OSError, ValueError):
+        return _is_manifest(json.loads((folder / CONFIG_FILE).read_text()))
+    except (OSError, ValueError, RecursionError):
         return False
 
 
-def is_manifest(config: Any) -> bool:
+def _is_manifest(config: Any) -> bool:
     """Return whether the contents of a config.json are an exported folder's rather than a run's."""
     return isinstance(config, dict) and config.get("format") == FORMAT
 
@@ -228,12 +250,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read an exported folder's config.json. Raises InteropError if it is missing, damaged, or of another version."""
     path = folder / CONFIG_FILE
     try:
-        mapping = json.loads(path.read_text())
+        mapping = unseal(json.loads(path.read_text()))
     except FileNotFoundError as error:
         raise InteropError(f"{folder} holds no exported weights: it has no {CONFIG_FILE}; {_HOW}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InteropError(f"{path} is damaged ({error}): copy the folder again, or {_HOW}") from error
-    if not is_manifest(mapping):
+    if not _is_manifest(mapping):
         raise InteropError(f"{folder} holds no exported weights: its {CONFIG_FILE} belongs to something else; {_HOW}")
     if mapping.get("format_version") != FORMAT_VERSION:
         raise InteropError(
@@ -241,12 +263,9 @@ def read_manifest(folder: Path) -> Manifest:
             "version of heinsen that wrote it"
         )
     try:
-        manifest = from_mapping(Manifest, mapping, str(path))
+        return from_mapping(Manifest, mapping, str(path))
     except ConfigError as error:
         raise InteropError(str(error)) from error
-    if manifest.layout not in ("reference", "native"):
-        raise InteropError(f"{path} has layout {manifest.layout!r}: expected reference or native")
-    return manifest
 
 
 _HOW = "write one with `python scripts/export.py --workdir=RUN --out=DIR`"
@@ -322,7 +341,7 @@ def save_folder(
             shutil.copymode(temporary / CARD_FILE, temporary / WEIGHTS_FILE)  # safetensors makes it private
             weights = WeightsFile((temporary / WEIGHTS_FILE).stat().st_size, file_sha256(temporary / WEIGHTS_FILE))
             manifest = Manifest(FORMAT, FORMAT_VERSION, layout, dtype, config, tokenizer, step, weights, dict(run))
-            (temporary / CONFIG_FILE).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+            (temporary / CONFIG_FILE).write_text(json.dumps(seal(dataclasses.asdict(manifest)), indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise InteropError(f"{folder} cannot be written: {error}. Use another folder, or free some space") from error
     return manifest
@@ -340,7 +359,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
     """Raise InteropError unless the folder is new, empty, or an export that may be overwritten."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    if not is_export(folder):
+    if not _holds_manifest(folder):
         raise InteropError(f"{folder} exists and holds something else: use a new folder")
     if not overwrite:
         raise InteropError(f"{folder} holds exported weights: use a new folder, or --overwrite to replace them")

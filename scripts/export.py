@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 
-from configs import default
+from configs import default, parse_flags
 from heinsen.errors import exit_on_error
 from heinsen.interop import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
@@ -176,4 +176,4 @@ def _code(*texts: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -17,12 +17,14 @@ takes every N-th input file, and the last to finish joins the parts. If one stop
     python scripts/prepare_data.py --verify --out=data/pile --split=train,validation
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from absl import app, flags
 
+from configs import parse_flags
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.inputs import STDLIB, check_disjoint
 from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
@@ -63,6 +65,9 @@ _HUB_SPLIT = flags.DEFINE_string("hub_split", None, "Split of a hub dataset (def
 _VERIFY = flags.DEFINE_bool("verify", False, "Read the finished shards again and compare their SHA-256.")
 _SHARD_INDEX = flags.DEFINE_integer("shard_index", None, "Index of this machine, from 0.", lower_bound=0)
 _SHARD_COUNT = flags.DEFINE_integer("shard_count", None, "Number of machines that prepare the split.", lower_bound=1)
+
+
+_RESUME = "Finished shards are kept; rerun the same command to resume."
 
 
 def _check_flags(sources: tuple[str, ...]) -> None:
@@ -112,16 +117,13 @@ def _datasets(sources: tuple[str, ...]) -> Iterator[TokenDataset]:
 
 def main(argv: list[str]) -> None:
     sources = (*(_SOURCE.value or ()), *argv[1:])
-    with exit_on_error():
-        try:
-            _check_flags(sources)
-            for dataset in _datasets(sources):
-                if _VERIFY.value:
-                    dataset.verify()
-                    print(f"{dataset.path}: every shard matches its SHA-256", file=sys.stderr)
-        except KeyboardInterrupt:
-            sys.exit("interrupted. Finished shards are kept; rerun the same command to resume.")
+    with exit_on_error(on_interrupt=f"interrupted. {_RESUME}", on_os_error=_RESUME):
+        _check_flags(sources)
+        for dataset in _datasets(sources):
+            if _VERIFY.value:
+                dataset.verify()
+                print(f"{dataset.path}: every shard matches its SHA-256", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=functools.partial(parse_flags, may_be_empty=["source_field"]))

@@ -1,5 +1,6 @@
 """Entry points exit with one message and a status; which errors they explain."""
 
+import errno
 import re
 import subprocess
 import sys
@@ -26,8 +27,24 @@ def test_an_interrupted_run_exits_with_status_75(capsys):
     assert end.value.code == 75 and capsys.readouterr().err == "saved\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a/b"), "a/b: No space left on device: free some space"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), "a: Permission denied: change its permissions"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: Not a directory: give another path"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+    ],
+)
+def test_errors_of_the_system_exit_with_file_cause_and_remedy(error, message):
+    for then in ("", "Rerun"):
+        with pytest.raises(SystemExit) as end, exit_on_error(on_os_error=then):
+            raise error
+        assert end.value.code == f"error: {message}" + ". Rerun" * bool(then)
+
+
 def test_other_errors_are_not_hidden():
-    for error in (ValueError("a bug"), KeyboardInterrupt()):
+    for error in (ValueError("a bug"), OSError("not of the system"), KeyboardInterrupt()):
         with pytest.raises(type(error)), exit_on_error():
             raise error
 
@@ -51,6 +68,42 @@ with exit_on_error():
 def test_one_of_several_processes_exits_without_waiting():
     done = subprocess.run([sys.executable, "-c", DISTRIBUTED], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (1, "error: lost\n")
+
+
+@pytest.mark.parametrize("error", ["ValueError('a bug')", "KeyboardInterrupt"])
+def test_one_of_several_processes_exits_at_once_with_any_error(error):
+    """Python would wait for the others in JAX's exit handlers."""
+    code = DISTRIBUTED.replace('HeinsenError("lost")', error)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == {"KeyboardInterrupt": "interrupted"}.get(error, "ValueError: a bug")
+
+
+ABORTED = """
+import ctypes, threading, time
+from heinsen.errors import exit_on_abort
+exit_on_abort("a process was lost")
+threading.Thread(target=ctypes.CDLL(None).abort).start()  # from C, in a thread that is not Python's main one
+time.sleep(60)
+"""
+
+
+def test_an_abort_in_c_exits_with_a_message():
+    done = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stderr) == (1, "error: a process was lost\n")
+
+
+def test_a_failed_collective_that_arrives_as_a_value_error_is_explained(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    text = "UNKNOWN: Gloo AllGather failed: Connection closed by peer"
+    with pytest.raises(DeviceError, match=f"^another process of the run failed or was lost: {text}"):
+        with explain_device_errors():
+            raise ValueError(text)
+    for other in (ValueError("a bug"), InteropError("UNKNOWN: ours")):
+        with pytest.raises(type(other), match=str(other)), explain_device_errors():
+            raise other
+    with pytest.raises(DeviceError, match="^out of memory: Unable to allocate 3 TiB"), explain_device_errors():
+        raise MemoryError("Unable to allocate 3 TiB")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,56 @@
 """Files and folders are whole or as they were, whatever ends a write."""
 
+import errno
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from heinsen.files import atomic_folder, atomic_writer, write_atomically
+from heinsen.files import (
+    atomic_folder,
+    atomic_writer,
+    make_folder,
+    name_errors,
+    seal,
+    unseal,
+    write_atomically,
+    write_figure,
+)
 
 
 def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_error_without_a_name_gets_the_files(tmp_path):
+    """As that of a full disk."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    path = tmp_path / "a"
+    for write in (lambda: atomic_writer(path), lambda: atomic_folder(path, []), lambda: name_errors(path)):
+        full.filename = None
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"), write():
+            raise full
+    with pytest.raises(FileNotFoundError, match="'other'"), name_errors(path):
+        open("other").close()
+    with pytest.raises(NotADirectoryError, match=f"'{path}/b/c"):
+        path.write_text("")
+        make_folder(path / "b" / "c")
+    figure = SimpleNamespace(savefig=lambda file, format, dpi: file.write(f"{format} {dpi}".encode()))
+    write_figure(tmp_path / "new" / "x.svg", figure, dpi=3)
+    assert (tmp_path / "new" / "x.svg").read_text() == "svg 3"
+
+
+def test_a_sealed_record_is_checked():
+    record = {"b": [1, 2.5, None, "é\ud800"], "a": {"y": float("inf"), "x": -0.0}}
+    sealed = json.loads(json.dumps(seal(record)))
+    assert list(sealed) == ["b", "a", "digest"] and unseal(sealed) == record == unseal(record)
+    assert unseal(dict(reversed(sealed.items()))) == record, "the order of fields does not matter"
+    for change in ({"b": []}, {"c": 1}, {"digest": "0"}, {"digest": None}, {"a": {"y": float("inf"), "x": 0.0}}):
+        with pytest.raises(ValueError, match="digest does not fit"):
+            unseal(sealed | change)
+    with pytest.raises(ValueError, match="list in place of a record"):
+        unseal([record])
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

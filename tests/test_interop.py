@@ -21,6 +21,7 @@ from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.evaluation.loss import evaluate, make_eval_step
+from heinsen.files import unseal
 from heinsen.interop import (
     InteropError,
     from_reference_state_dict,
@@ -357,21 +358,36 @@ def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
     ):
         read_manifest(folder)
     save(folder, params)
-    whole = json.loads(config.read_text())
+    sealed, whole = config.read_text(), unseal(json.loads(config.read_text()))
+    weights = whole["weights"]
     cases = {
+        sealed.replace('"step": 3', '"step": 8'): "config.json is damaged .its digest does not fit its contents.: copy",
+        sealed.replace('"bytes"', '"gpt2"', 1): "its digest does not fit",
+        sealed.replace('"format"', '"formau"'): "its digest does not fit",
+        "5": "config.json is damaged .int in place of a record.",
+        # Without a digest, as earlier versions wrote it:
+        json.dumps(whole | {"step": -3}): "config.json: step = -3: it must not be negative",
+        json.dumps(whole | {"step": 3.0}): "step = 3.0: expected int, got float",
+        json.dumps(whole | {"dtype": "int4"}): "dtype = 'int4': expected float32 or bfloat16",
+        json.dumps(whole | {"run": {"data": {"tokenizer": "gpt2"}}}): "'bytes', but run.data.tokenizer = 'gpt2'",
+        json.dumps(whole | {"weights": weights | {"bytes": -1}}): "bytes = -1, .*impossible",
+        json.dumps(whole | {"weights": weights | {"sha256": "0"}}): "sha256 = '0': impossible",
         '{"format": "heinsen ex': "config.json is damaged",
         "{}": "its config.json belongs to something else",
         json.dumps(whole | {"format_version": 2}): "has format version 2, this code reads 1",
-        json.dumps(whole | {"layout": "torch"}): "layout 'torch': expected reference or native",
+        json.dumps(whole | {"layout": "torch"}): "layout = 'torch': expected reference or native",
         json.dumps({name: x for name, x in whole.items() if name != "tokenizer"}): "lacks tokenizer",
         json.dumps(whole | {"model": whole["model"] | {"n_heads": 0}}): r"model.n_heads = 0",
         json.dumps(whole | {"run": None}): "run = None: expected dict",
     }
     for text, message in cases.items():
         config.write_text(text)
-        with pytest.raises(InteropError, match=message):
+        with pytest.raises(InteropError, match=message) as error:
             load_folder(folder)
+        assert str(folder) in str(error.value) and is_export(folder)
     assert not is_export(tmp_path)
+    config.write_text(json.dumps(whole))
+    assert_equal(load_folder(folder)[2], params)
 
 
 # ---- runs ----------------------------------------------------------------------------------------

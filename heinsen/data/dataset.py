@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import os
 import tokenize
 import weakref
@@ -27,6 +26,7 @@ from heinsen.data.format import (
     ShardRecord,
     find_parts,
     is_part,
+    read_metadata,
 )
 
 __all__ = ["DatasetError", "Shard", "TokenDataset", "check_shard", "check_sources", "file_sha256", "unigram_entropy"]
@@ -61,33 +61,22 @@ class TokenDataset:
     def __init__(self, path: str | Path, *, may_be_empty: bool = False):
         self.path = Path(path)
         self.metadata = _read_metadata(self.path)
-        try:
-            self.num_tokens = self.metadata["num_tokens"]
-            self.num_documents = self.metadata["num_documents"]
-            self.num_bytes = self.metadata["num_bytes"]
-            self.vocab_size = self.metadata["vocab_size"]
-            self.eot_id = self.metadata["eot_id"]
-            self.tokenizer_name = self.metadata["tokenizer"]
-            if self.metadata["dtype"] != TOKEN_DTYPE.name:
-                raise DatasetError(
-                    f"{self.path / METADATA_FILE}: dtype must be {TOKEN_DTYPE.name}, not {self.metadata['dtype']!r}"
-                )
-            shards = self.metadata["shards"]
-            self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in shards]
-            self._sources = [check_sources(self.path, s) for s in shards]
-            self._sha256 = {s["file"]: s["sha256"] for s in shards}
-            self._sha256 |= {s["sources"]["file"]: s["sources"]["sha256"] for s in shards if "sources" in s}
-            self.has_sources = any("sources" in s for s in shards)
-        except (KeyError, TypeError) as error:
-            raise _damaged_metadata(self.path / METADATA_FILE, error) from error
+        self.num_tokens = self.metadata["num_tokens"]
+        self.num_documents = self.metadata["num_documents"]
+        self.num_bytes = self.metadata["num_bytes"]
+        self.vocab_size = self.metadata["vocab_size"]
+        self.eot_id = self.metadata["eot_id"]
+        self.tokenizer_name = self.metadata["tokenizer"]
+        shards = self.metadata["shards"]
+        self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in shards]
+        self._sources = [check_sources(self.path, s) for s in shards]
+        self._sha256 = {s["file"]: s["sha256"] for s in shards}
+        self._sha256 |= {s["sources"]["file"]: s["sources"]["sha256"] for s in shards if "sources" in s}
+        self.has_sources = any("sources" in s for s in shards)
         # _offsets[i] is the position of shard i's first token in the stream; the last entry is the stream's end.
         self._offsets = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
-        if self._offsets[-1] != self.num_tokens:
-            raise DatasetError(
-                f"{self.path}: the shards hold {self._offsets[-1]} tokens, {METADATA_FILE} says {self.num_tokens}"
-            )
-        if self.num_tokens == 0 and not may_be_empty:
-            raise DatasetError(f"{self.path} holds no tokens")
+        if self.num_bytes == 0 and not may_be_empty:
+            raise DatasetError(f"{self.path} holds no text in {self.num_documents:,} documents; prepare other sources")
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -101,7 +90,7 @@ class TokenDataset:
         """Return tokens `start` to `stop` (excluded) of the stream as a new array.
 
         Raises IndexError unless `0 <= start <= stop <= num_tokens`, and DatasetError if a shard can no longer be read
-        whole.
+        whole, or holds a token id outside the vocabulary.
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"cannot read tokens {start} to {stop} of a split with {self.num_tokens} tokens")
@@ -113,7 +102,22 @@ class TokenDataset:
             if end > position:
                 self._shards[index].read_into(tokens[position - start : end - start], position - offset)
             position, index = end, index + 1
+        self._check_ids(tokens, start)
         return tokens.astype(np.uint16, copy=False)  # copies on a big-endian machine only
+
+    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
+        """Raise DatasetError if one of the tokens, which are those from `start` on, is not in the vocabulary."""
+        if not tokens.size or int(tokens.max()) < self.vocab_size:
+            return
+        first = int(np.argmax(tokens >= self.vocab_size))
+        index = bisect.bisect_right(self._offsets, start + first) - 1
+        shard, number = self._shards[index], start + first - self._offsets[index]
+        raise DatasetError(
+            f"{shard.path} is damaged: token {number} (byte {shard.offset + number * TOKEN_DTYPE.itemsize} of the "
+            f"file) is {tokens[first]}, and the vocabulary has {self.vocab_size} ids. `python scripts/prepare_data.py "
+            f"--verify --out={self.path.parent} --split={self.path.name}` lists all damaged files; then "
+            f"{_remedy(shard.path)}"
+        )
 
     def read_sources(self) -> tuple[list[str | None], Int32[np.ndarray, " documents"]]:
         """Return the names of the sources by first appearance, and each document's index into them.
@@ -181,21 +185,16 @@ def _read_metadata(path: Path) -> Metadata:
             f"interrupted, rerun the same command to resume (`{command} ...`); if it is still running, wait for it."
         )
     try:
-        metadata: Metadata = json.loads(metadata_path.read_text(encoding="utf-8"))
-        version = metadata["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged_metadata(metadata_path, error) from error
-    if version != FORMAT_VERSION:
+        metadata = read_metadata(metadata_path)
+    except ValueError as error:
+        joined = bool(find_parts(path))
+        remedy = "the file and prepare any part" if joined else "the folder and prepare the split"
+        raise DatasetError(f"{metadata_path} is damaged ({error}); restore it, or delete {remedy} again") from error
+    if (version := metadata["format_version"]) != FORMAT_VERSION:
         raise DatasetError(
             f"{metadata_path} has format version {version!r}, this code reads {FORMAT_VERSION}; prepare the split again"
         )
     return metadata
-
-
-def _damaged_metadata(path: Path, error: Exception) -> DatasetError:
-    joined = bool(find_parts(path.parent))
-    remedy = "the file and prepare any part" if joined else "the folder and prepare the split"
-    return DatasetError(f"{path} is damaged ({error!r}); delete {remedy} again")
 
 
 def _remedy(shard: Path) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from heinsen.data.raw import RawDocument
 from heinsen.data.readers import READERS
 from heinsen.data.settings import PreparationError, Provenance, Settings
+from heinsen.files import name_errors
 
 STDLIB = "stdlib"
 STDLIB_SPLITS = ("train", "validation")
@@ -96,9 +97,10 @@ def read_documents(inputs: Sequence[Input], settings: Settings, start: Position 
     """Yield all documents after position `start` in order; None means from the beginning."""
     first_input, done = start or (0, 0)
     for index in range(first_input, len(inputs)):
-        for number, raw in READERS[inputs[index].kind].read(inputs[index].location, settings):
-            if index > first_input or number > done:
-                yield Document(Position(index, number), raw)
+        with name_errors(Path(inputs[index].location)):
+            for number, raw in READERS[inputs[index].kind].read(inputs[index].location, settings):
+                if index > first_input or number > done:
+                    yield Document(Position(index, number), raw)
 
 
 def _find_source(source: str, settings: Settings) -> list[Input]:
@@ -130,7 +132,8 @@ def _find_files(source: str) -> list[Path] | None:
         return [path]
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and not source.endswith(_SUFFIXES):
         return None
-    return sorted(p for p in map(Path, glob.glob(source, recursive=True)) if p.name.endswith(_SUFFIXES))
+    found = map(Path, glob.glob(source, recursive=True))
+    return sorted(p for p in found if p.name.endswith(_SUFFIXES) and p.is_file())
 
 
 def _find_stdlib(split: str) -> list[Input]:

@@ -1,5 +1,6 @@
 """Parts of one split, prepared by several machines, joined into one dataset without moving a shard."""
 
+import json
 import os
 import socket
 import sys
@@ -7,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.format import METADATA_FILE, ShardRecord, part_name
-from heinsen.data.settings import PreparationError, Provenance, check_same_settings, no_documents_error
+from heinsen.data.format import METADATA_FILE, ShardRecord, part_name, read_metadata, sum_shards
+from heinsen.data.settings import PreparationError, Provenance, check_same_settings, no_text_error
 from heinsen.data.shards import FINISHED, encode_metadata, find_recorded
 from heinsen.data.tokenizer import Tokenizer
-from heinsen.files import atomic_writer
+from heinsen.files import atomic_writer, unseal
 
 
 def check_recorded(folders: Iterable[Path], provenance: Provenance) -> None:
@@ -61,8 +62,8 @@ def _encode_joined(parts: Sequence[TokenDataset], tokenizer: Tokenizer) -> bytes
     provenance = _of_split(parts[0].metadata["source"])  # older versions recorded less than this one
     shards = [_seen_from_split(part.path.name, shard) for part in parts for shard in part.metadata["shards"]]
     num_skipped = sum(part.metadata.get("num_skipped_documents", 0) for part in parts)
-    if not shards:
-        raise no_documents_error(provenance["split"], provenance["sources"], num_skipped)
+    if not sum_shards(shards).num_bytes:
+        raise no_text_error(provenance["split"], provenance["sources"], sum_shards(shards).num_documents, num_skipped)
     return encode_metadata(tokenizer, shards, num_skipped, provenance)
 
 
@@ -82,7 +83,11 @@ def _write_joined(path: Path, metadata: bytes) -> None:
     own.
     """
     if path.is_file():
-        if path.read_bytes() != metadata:
+        try:
+            is_same = read_metadata(path) == unseal(json.loads(metadata))
+        except ValueError:
+            is_same = False
+        if not is_same:
             raise PreparationError(f"{path} does not list what its parts hold; delete it and rerun the same command")
         return
     try:

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.format import METADATA_FILE, PROGRESS_FILE, TOKEN_DTYPE, find_parts, part_name
+from heinsen.data.format import METADATA_FILE, TOKEN_DTYPE, find_parts, part_name
 from heinsen.data.inputs import Document, Input, describe_inputs, find_inputs, read_documents
 from heinsen.data.join import check_recorded, join_parts
 from heinsen.data.report import Report
-from heinsen.data.settings import PreparationError, Provenance, Settings, no_documents_error
-from heinsen.data.shards import ShardWriter, encode_metadata, find_finished, open_progress
+from heinsen.data.settings import PreparationError, Provenance, Settings, no_text_error
+from heinsen.data.shards import ShardWriter, encode_metadata, find_finished, open_progress, remove_progress
 from heinsen.data.tokenize import TokenizedDocument, tokenize_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.files import atomic_writer
@@ -171,11 +171,11 @@ class _Job:
                 self._write_shards(writer, workers)
             except BaseException:
                 if not writer.shards:
-                    (self.folder / PROGRESS_FILE).unlink()  # nothing to resume
+                    remove_progress(self.folder)  # nothing to resume
                 raise
             with atomic_writer(self.folder / METADATA_FILE) as file:
                 file.write(encode_metadata(self.tokenizer, writer.shards, writer.num_skipped, self.provenance))
-            (self.folder / PROGRESS_FILE).unlink()
+            remove_progress(self.folder)
         return TokenDataset(self.folder, may_be_empty=self.may_be_empty)
 
     def _count_workers(self) -> int:
@@ -199,8 +199,10 @@ class _Job:
             while not self._is_complete(writer) and (item := next(tokenized, None)) is not None:
                 self._take(writer, *item)
                 report.update()
-            if writer.num_documents == 0 and not self.may_be_empty:
-                raise no_documents_error(self.settings.split, self.settings.sources, writer.num_skipped)
+            if writer.num_bytes == 0 and not self.may_be_empty:
+                raise no_text_error(
+                    self.settings.split, self.settings.sources, writer.num_documents, writer.num_skipped
+                )
             writer.close_shard()
         report.summarize()
 

