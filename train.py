@@ -27,6 +27,7 @@ DISTRIBUTED = flags.DEFINE_bool("distributed", None, "Find the other processes t
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same in every process.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
+PEER_TIMEOUT = flags.DEFINE_integer("peer_timeout", 100, "Seconds of silence after which another process is lost.")
 flags.mark_flag_as_required("config")
 
 
@@ -55,7 +56,7 @@ def run() -> str | None:
     from heinsen.training.run import TrainConfig
 
     config = from_mapping(TrainConfig, read_config(CONFIG))
-    join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value)
+    join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)
     if PLAN.value:
         report = str(plan(config, PLAN_STEPS.value))
     else:

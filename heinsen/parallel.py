@@ -11,12 +11,15 @@ Axes are of type Auto: XLA inserts the communication that the shardings imply. C
 devices run on each device separately (`on_each_device`).
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, exit_on_abort
 
 T = TypeVar("T")
 
@@ -186,6 +189,17 @@ def constrain(mesh: Mesh | None, x: jax.Array, *axes: MeshAxes) -> jax.Array:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
+def first_reason(reason: str | None) -> str | None:
+    """Return the reason to stop of the first process that has one, in every process; each must call this."""
+    if jax.process_count() == 1:
+        return reason
+    text = np.zeros(1024, np.uint8)
+    encoded = np.frombuffer((reason or "").encode()[: len(text)], np.uint8)
+    text[: len(encoded)] = encoded
+    texts = [bytes(row[row > 0]).decode(errors="replace") for row in multihost_utils.process_allgather(text)]
+    return next(filter(None, texts), None)
+
+
 # ---- computation on each device separately -------------------------------------------------------
 
 
@@ -250,6 +264,9 @@ def keep_host_memory() -> None:
         pass
 
 
+PEER_TIMEOUT = 100  # seconds
+_MAX_PEER_TIMEOUT = 24 * 3600
+_PATIENCE = 10.0  # seconds until a process says that it waits for others
 _REMEDY = "give --coordinator=HOST:PORT, --num_processes and --process_id"
 
 
@@ -258,6 +275,7 @@ def join_processes(
     num_processes: int | None = None,
     process_id: int | None = None,
     from_cluster: bool | None = None,
+    peer_timeout: int = PEER_TIMEOUT,
 ) -> None:
     """Connect this process to the others of the same run. Call it before anything asks for devices.
 
@@ -267,20 +285,24 @@ def join_processes(
       process_id: which one this is, from 0.
       from_cluster: read these three from the cluster's environment instead (SLURM, Open MPI 4, TPU pods; by
         `jax.distributed.initialize`). None: only if srun or mpirun has started several processes.
+      peer_timeout: seconds without a sign of life after which a process counts as lost. The others then exit with
+        status 1 and a message, at the latest: most losses show at once, as a broken connection.
 
     Raises MeshError if the description is incomplete or wrong, or if the other processes cannot be reached.
     """
+    if not 1 <= peer_timeout <= _MAX_PEER_TIMEOUT:
+        raise MeshError(f"--peer_timeout={peer_timeout}: expected seconds, from 1 to {_MAX_PEER_TIMEOUT}")
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
         raise MeshError(f"{' and '.join(missing)} missing: give all of {', '.join(given)}, or none of them")
     if coordinator is None or num_processes is None or process_id is None:
         if _started_by_cluster() if from_cluster is None else from_cluster:
-            _join_by_environment()
+            _join_by_environment(peer_timeout)
     elif from_cluster:
         raise MeshError("--distributed finds the other processes by itself: give no --coordinator with it")
     else:
-        _join_by_address(coordinator, num_processes, process_id)
+        _join_by_address(coordinator, num_processes, process_id, peer_timeout)
 
 
 _N_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # the number of processes that srun or mpirun started
@@ -294,32 +316,55 @@ def _started_by_cluster() -> bool:
     return max(started.values()) > 1
 
 
-def _join_by_environment() -> None:
+def _join_by_environment(peer_timeout: int) -> None:
     try:
-        jax.distributed.initialize()
+        with _saying_that_it_waits("the other processes"):
+            jax.distributed.initialize(heartbeat_timeout_seconds=peer_timeout)
     except (ValueError, RuntimeError) as error:
         raise MeshError(
             f"cannot find or reach the other processes of this run: {error}. Start it with srun or Open MPI 4, or "
             f"{_REMEDY}"
         ) from error
-    _use_all_local_devices()
+    _prepare_joined()
 
 
-def _join_by_address(coordinator: str, num_processes: int, process_id: int) -> None:
+def _join_by_address(coordinator: str, num_processes: int, process_id: int, peer_timeout: int) -> None:
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise MeshError(f"--process_id={process_id} must be in [0, --num_processes={num_processes})")
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdecimal():
-        raise MeshError(f"--coordinator={coordinator}: expected HOST:PORT of process 0")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise MeshError(f"--coordinator={coordinator}: expected HOST:PORT of process 0, with a port from 1 to 65535")
     if num_processes == 1:
         return
     try:
-        jax.distributed.initialize(coordinator, num_processes, process_id)
+        with _saying_that_it_waits(f"process 0 at {coordinator}" if process_id else "the other processes"):
+            jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=peer_timeout)
     except (ValueError, RuntimeError) as error:
         raise MeshError(
             f"process {process_id} of {num_processes} cannot join at {coordinator}: {error}. Are all processes "
             "started, and is this the address of process 0, with a free port?"
         ) from error
+    _prepare_joined()
+
+
+@contextlib.contextmanager
+def _saying_that_it_waits(others: str) -> Iterator[None]:
+    """Print a line if the block takes long: JAX waits for minutes, and in silence."""
+    say = partial(print, f"waiting for {others} to join ...", file=sys.stderr, flush=True)
+    timer = threading.Timer(_PATIENCE, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _prepare_joined() -> None:
+    exit_on_abort(
+        "another process of the run failed or was lost, or JAX failed in this one: the lines above say which. Restart "
+        "all of them to resume the run"
+    )
     _use_all_local_devices()
 
 

@@ -22,12 +22,13 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
     Raises:
       CheckpointError: there is no usable checkpoint, or the export is damaged.
       MeshError: the mesh does not divide the parameters.
-      RunError: the export holds another model.
+      RunError: the export holds another model, or the run has no config.
     """
     abstract = abstract_params(model)
     abstract = with_shardings(abstract, shardings(mesh, abstract))
     if not is_export(workdir):
-        return restore_params(workdir, abstract)
+        # The hash tells a config.json that was damaged or edited since.
+        return restore_params(workdir, abstract, load_run(workdir).fingerprint)
     try:
         manifest = read_manifest(workdir)
         check_same_model(manifest.model, model, workdir)

@@ -26,6 +26,7 @@ from heinsen.training.run import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a command on a busy machine
+TIMEOUT_EACH = 60  # more seconds for each program that a command starts itself
 STEPS, BATCH, LENGTH = 60, 4, 16
 CHECKPOINT_EVERY, VALIDATE_EVERY, KEEP = 10, 6, 3
 EOT = 256
@@ -146,7 +147,10 @@ class Commands:
             list(map(str, command)), cwd=ROOT, env=self.environment(devices), stdin=subprocess.DEVNULL
         )
 
-    def run(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:
+    def run(
+        self, *arguments: str | Path, devices: int = 1, stdin: str = "", n_programs: int = 0
+    ) -> subprocess.CompletedProcess:
+        """Run a command, which starts `n_programs` others."""
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
@@ -154,7 +158,7 @@ class Commands:
             input=stdin,
             capture_output=True,
             encoding="utf-8",
-            timeout=TIMEOUT,
+            timeout=TIMEOUT + n_programs * TIMEOUT_EACH,
         )
 
     def run_all(self, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, subprocess.CompletedProcess]:
@@ -180,6 +184,12 @@ def finish(process: subprocess.Popen) -> subprocess.CompletedProcess:
 
 def stop_when(process: subprocess.Popen, moment: Callable[[], bool], number: int) -> subprocess.CompletedProcess:
     """Send signal `number` at a moment when `moment()` holds, and wait for the process to end."""
+    send_when(process, moment, number)
+    return finish(process)
+
+
+def send_when(process: subprocess.Popen, moment: Callable[[], bool], number: int) -> None:
+    """Send signal `number` at a moment when `moment()` holds."""
     deadline = time.monotonic() + TIMEOUT
     while True:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -190,8 +200,9 @@ def stop_when(process: subprocess.Popen, moment: Callable[[], bool], number: int
             time.sleep(0.02)
             if moment():
                 process.send_signal(number)
-                process.send_signal(signal.SIGCONT)
-                return finish(process)
+                if number != signal.SIGSTOP:
+                    process.send_signal(signal.SIGCONT)
+                return
             process.send_signal(signal.SIGCONT)
         time.sleep(0.0005)
 

@@ -96,12 +96,12 @@ def test_every_axis_of_the_mesh_gives_the_losses_of_one_device(run, commands, tm
 # ---- several processes ---------------------------------------------------------------------------
 
 
-def start_two(commands: Commands, data, workdir, **changes):
+def start_two(commands: Commands, data, workdir, *flags, **changes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     two = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    command = train_command(data, workdir, **changes)
+    command = [*train_command(data, workdir, **changes), *flags]
     return [commands.start(*command, *two, f"--process_id={i}", devices=2) for i in range(2)]
 
 
@@ -161,6 +161,14 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
         (("127.0.0.1:1", 2, 0, True), "give no --coordinator"),
         (("127.0.0.1", 2, 0), "--coordinator=127.0.0.1: expected HOST:PORT"),
         ((":1", 2, 0), "--coordinator=:1: expected HOST:PORT"),
+        (
+            ("127.0.0.1:0", 2, 0),
+            "--coordinator=127.0.0.1:0: expected HOST:PORT of process 0, with a port from 1 to 65535",
+        ),
+        (("127.0.0.1:65536", 2, 1), "--coordinator=127.0.0.1:65536: expected HOST:PORT"),
+        (("127.0.0.1:²", 2, 1), "expected HOST:PORT"),
+        (("127.0.0.1:1", 2, 0, None, 0), "--peer_timeout=0: expected seconds"),
+        (("127.0.0.1:1", 2, 0, None, 10**9), "--peer_timeout=1000000000: expected seconds"),
     ],
 )
 def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
@@ -187,14 +195,15 @@ def test_processes_that_a_cluster_has_started_find_each_other(monkeypatch, envir
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     calls, updates = [], []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.setattr("heinsen.parallel.exit_on_abort", lambda message: None)
     monkeypatch.setattr(jax.config, "update", lambda name, value: updates.append((name, value)))
     if joins is None:
         with pytest.raises(MeshError, match="an MPI that JAX does not know has started 2 processes: give --coord"):
             join_processes()
     else:
-        join_processes()
-    assert calls == ([()] if joins else [])
+        join_processes(peer_timeout=30)
+    assert calls == ([((), {"heartbeat_timeout_seconds": 30})] if joins else [])
     assert (("jax_cuda_visible_devices", "all") in updates) == all_gpus
 
 

@@ -1,12 +1,14 @@
 """The configuration of a language model, with its checks."""
 
 import dataclasses
+import math
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
+from heinsen.config import Setting, check_numbers
 from heinsen.errors import InputError
 from heinsen.models.mixers import MIXERS, Mixer
 
@@ -16,6 +18,8 @@ REMAT_POLICIES = {
     "full": None,  # the layer's input
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also the products with its matrices
 }
+
+_SIZE = Setting(at_least=1, below=2**28)  # of an axis of an array
 
 BLOCKS = ("heinsen", "gpt2")  # classes in heinsen.models.language_model
 POSITIONS = ("recurrent", "learned", "rotary", "none")  # classes in heinsen.models.positions
@@ -45,26 +49,26 @@ class ModelConfig:
     Raises ValueError for values that are impossible or do not fit each other.
     """
 
-    vocab_size: int
-    padded_vocab_size: int
-    n_layers: int
-    d_model: int
-    n_heads: int
-    d_key: int
-    d_value: int
+    vocab_size: Annotated[int, _SIZE]
+    padded_vocab_size: Annotated[int, _SIZE]
+    n_layers: Annotated[int, Setting(at_least=1, below=10_000)]
+    d_model: Annotated[int, _SIZE]
+    n_heads: Annotated[int, _SIZE]
+    d_key: Annotated[int, _SIZE]
+    d_value: Annotated[int, _SIZE]
     attention: str
-    sigmoid_alpha: float
+    sigmoid_alpha: Annotated[float, Setting(at_least=-math.inf)]
     sigmoid_bias: str
     value_domain: str
     qk_norm: bool
     block: str
     position: str
-    n_positions: int | None
+    n_positions: Annotated[int | None, _SIZE]
     objective: str
     dtype: str
     remat: str
     implementation: str | None
-    document_token: int | None
+    document_token: Annotated[int | None, Setting(at_least=0)]
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -78,14 +82,17 @@ class ModelConfig:
             )
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value", "n_positions"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"model.{name} = {getattr(self, name)}: it must be at least 1")
+        check_numbers(self, "model.")
+        if (n_features := self.n_heads * (2 * self.d_key + self.d_value)) >= 2**31:
+            raise ValueError(
+                f"model.n_heads = {self.n_heads}, d_key = {self.d_key}, d_value = {self.d_value}: the {n_features} "
+                "features of all heads are more than an array can have (2^31 - 1)"
+            )
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"model.padded_vocab_size = {self.padded_vocab_size} is smaller than vocab_size = {self.vocab_size}"
             )
-        if self.document_token is not None and not 0 <= self.document_token < self.vocab_size:
+        if self.document_token is not None and self.document_token >= self.vocab_size:
             raise ValueError(
                 f"model.document_token = {self.document_token} is not an id of a vocabulary of {self.vocab_size}"
             )
@@ -99,9 +106,10 @@ class ModelConfig:
                 raise ValueError(f"model.{name} = {getattr(self, name)!r}: choose {', '.join(allowed)}")
 
     def _check_mixers(self) -> None:
-        if self.n_layers % len(self.pattern):
+        length = sum(count for _, count in self._parts)
+        if self.n_layers % length:
             raise ValueError(
-                f"model.attention = {self.attention!r} is a pattern of {len(self.pattern)} layers, which does not "
+                f"model.attention = {self.attention!r} is a pattern of {length} layers, which does not "
                 f"divide model.n_layers = {self.n_layers}; choose a kind for all ({', '.join(MIXERS)}), or a pattern "
                 "whose length divides it"
             )
@@ -121,7 +129,12 @@ class ModelConfig:
     @property
     def pattern(self) -> tuple[str, ...]:
         """Kinds of attention of the layers that repeat: heinsen*3,softmax gives four. Raises ValueError."""
-        kinds = []
+        return tuple(kind for kind, count in self._parts for _ in range(count))
+
+    @property
+    def _parts(self) -> list[tuple[str, int]]:
+        """Parts of the pattern: heinsen*3,softmax gives (heinsen, 3) and (softmax, 1). Raises ValueError."""
+        parts = []
         for part in self.attention.split(","):
             found = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*([1-9]\d*)\s*)?", part)
             if not found or found[1] not in MIXERS:
@@ -129,8 +142,8 @@ class ModelConfig:
                     f"model.attention = {self.attention!r}: {part!r} is no kind of attention; choose "
                     f"{', '.join(MIXERS)}, or a pattern such as heinsen*3,softmax"
                 )
-            kinds += [found[1]] * int(found[2] or 1)
-        return tuple(kinds)
+            parts.append((found[1], int(found[2] or 1)))
+        return parts
 
     @property
     def mixers(self) -> tuple[Mixer[Any], ...]:

@@ -13,7 +13,7 @@ from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.display import align
-from heinsen.training.metrics import METRICS_FILE, read_metrics
+from heinsen.training.metrics import METRICS_FILE, metric_points, read_metrics
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.training.throughput import train_flops_per_token
 
@@ -34,10 +34,9 @@ class RunLog:
     def read(cls, path: Path) -> "RunLog":
         """Read a run folder. Raises CurveError."""
         try:
-            config = load_run(path)
+            config, entries = load_run(path), read_metrics(path)
         except (RunError, ConfigError) as error:
             raise CurveError(str(error)) from error
-        entries = read_metrics(path)
         if not entries:
             raise CurveError(f"{path} has logged nothing yet: its {METRICS_FILE} holds no step")
         return cls(path, config, entries)
@@ -48,8 +47,7 @@ class RunLog:
 
     def points(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, values) of the metric `name`, finite values only."""
-        found = [(e["tokens"], e[name]) for e in self.entries if e.get(name) is not None]
-        array = np.array(found, np.float64).reshape(-1, 2)
+        array = np.array(metric_points(self.entries, name), np.float64).reshape(-1, 2)
         return array[:, 0], array[:, 1]
 
     def last(self, name: str) -> float | None:

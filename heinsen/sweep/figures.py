@@ -19,6 +19,7 @@ from heinsen.sweep.definition import Definition
 from heinsen.sweep.effects import Effect, Result, grid_of, sort_key
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import Range, Value, all_numbers, format_value
+from heinsen.training.metrics import metric_points
 
 Entries = list[dict[str, Any]]  # of a run's log
 
@@ -171,7 +172,7 @@ def draw_curves(logs: Sequence[tuple[RunView, Entries]]) -> Figure:
 
 def _draw_curve(axes: Axes, entries: Entries, name: str, smoothing: float, **style: Any) -> np.ndarray:
     """Draw a metric by tokens, and return the values drawn."""
-    points = [(e["tokens"], e[name]) for e in entries if e.get(name) is not None]
+    points = metric_points(entries, name)
     if not points:
         return np.zeros(0)
     x, y = np.array(points, float).T

@@ -6,20 +6,20 @@ import dataclasses
 import io
 import json
 import os
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from heinsen.config import differences
-from heinsen.files import write_atomically
+from heinsen.config import complete, differences
+from heinsen.files import LockedError, hold_lock, is_held, seal, unseal, write_atomically
 from heinsen.sweep.definition import Definition, changes
-from heinsen.sweep.job import LOCK_FILE, LOG_FILE, STOP_FILE, is_held, read_status, wait_for_lock
-from heinsen.sweep.runs import ENDED, Progress, RunView, SweepRun
+from heinsen.sweep.job import LOCK_FILE, LOG_FILE, STATUS_FILE, STOP_FILE, read_status
+from heinsen.sweep.runs import ENDED, STATES, Progress, RunView, SweepRun
 from heinsen.sweep.slurm import queued_state, slurm_queue
 from heinsen.sweep.space import SweepError, format_value
 from heinsen.training.metrics import METRICS_FILE, read_metrics
+from heinsen.training.run import TrainConfig
 
 SWEEP_FILE, CSV_FILE, REPORT_FILE = "sweep.json", "sweep.csv", "report.html"
 SWEEP_LOCK, JOBS_FOLDER = "sweep.lock", "jobs"
@@ -51,13 +51,13 @@ class SweepFolder:
         if not file.is_file():
             raise SweepError(f"{path} holds no sweep: it has no {SWEEP_FILE}; give the --workdir of scripts/sweep.py")
         try:
-            mapping = json.loads(file.read_text())
-            if mapping["format"] != FORMAT:
-                raise SweepError(f"{file} has format {mapping['format']}, this program reads {FORMAT}")
-            runs = [SweepRun(**run) for run in mapping["runs"]]
-            return cls(path, Definition.from_json(mapping["definition"]), runs)
-        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            mapping = unseal(json.loads(file.read_bytes()))
+            if mapping["format"] == FORMAT:
+                runs = [SweepRun(**run) for run in mapping["runs"]]
+                return cls(path, Definition.from_json(mapping["definition"]), runs)
+        except (SweepError, AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
             raise SweepError(f"{file} is damaged ({error!r}): restore it, or give another --workdir") from error
+        raise SweepError(f"{file} has format {mapping['format']}, this program reads {FORMAT}")
 
     @classmethod
     def open_or_create(cls, path: Path, definition: Definition, runs: Sequence[SweepRun]) -> "SweepFolder":
@@ -78,7 +78,7 @@ class SweepFolder:
         mapping = dict(format=FORMAT, definition=self.definition.to_json(), runs=runs)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / SWEEP_FILE, json.dumps(mapping, indent=1) + "\n")
+            write_atomically(self.path / SWEEP_FILE, json.dumps(seal(mapping), indent=1) + "\n")
         except OSError as error:
             raise SweepError(
                 f"{self.path} cannot be written: {error}. Give another --workdir, or free space"
@@ -87,14 +87,14 @@ class SweepFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[LockToken]:
         """Hold the folder's lock, as only one sweep command can; yields what its jobs watch. Raises SweepError."""
-        path, token = self.path / SWEEP_LOCK, secrets.token_hex(8)
-        with path.open("a+") as file:
-            if not wait_for_lock(file, 2.0):  # the runs of a killed sweep hold it for a moment to look at it
-                raise SweepError(f"another command is running the sweep in {self.path}; --status shows its progress")
-            file.truncate(0)
-            file.write(token + "\n")
-            file.flush()
-            yield str(path.absolute()), token
+        path = self.path / SWEEP_LOCK
+        try:
+            with hold_lock(path) as lock:
+                yield str(path.absolute()), lock.token
+        except LockedError as error:
+            raise SweepError(
+                f"another command is running the sweep in {self.path} ({error}); --status shows its progress"
+            ) from error
 
     def add(self, run: SweepRun) -> None:
         """Add a run that a search has proposed. A run that the sweep already has is not added again."""
@@ -130,8 +130,8 @@ class SweepFolder:
         return [line for line in lines if line.strip()][-count:]
 
     def views(self) -> list[RunView]:
-        """Return a view of each run, in order."""
-        statuses = [read_status(self.folder(run)) for run in self.runs]  # before the queue: a job may end in between
+        """Return a view of each run, in order. Raises SweepError if a status.json is damaged."""
+        statuses = [self._read_status(run) for run in self.runs]  # before the queue: a job may end in between
         jobs = [self.job_id(run) for run in self.runs]
         queue = (slurm_queue() or {}) if any(jobs) else {}
         return [
@@ -140,8 +140,18 @@ class SweepFolder:
         ]
 
     def view(self, run: SweepRun) -> RunView:
-        """Return a view of a run that SLURM does not hold."""
-        return self._view(run, read_status(self.folder(run)), None)
+        """Return a view of a run that SLURM does not hold. Raises SweepError if its status.json is damaged."""
+        return self._view(run, self._read_status(run), None)
+
+    def _read_status(self, run: SweepRun) -> dict[str, Any]:
+        path = self.folder(run) / STATUS_FILE
+        try:
+            status = read_status(path.parent)
+        except (OSError, ValueError, RecursionError) as error:
+            raise _damaged_status(path, error) from error
+        if status.get("state", "waiting") not in STATES:
+            raise _damaged_status(path, f"state {status['state']!r}")
+        return status
 
     def _view(self, run: SweepRun, status: dict[str, Any], queued: str | None) -> RunView:
         state = status.get("state", "waiting")
@@ -172,7 +182,8 @@ class SweepFolder:
         except OSError:
             version = None
         if run.name not in self._progress or self._progress[run.name][0] != version:
-            entries = [] if version is None else read_metrics(self.folder(run))
+            # The report warns of damaged lines; here each look at a run in progress would.
+            entries = [] if version is None else read_metrics(self.folder(run), warn=lambda _: None)
             self._progress[run.name] = version, _latest(entries)
         return self._progress[run.name][1]
 
@@ -191,8 +202,13 @@ class SweepFolder:
         return path
 
 
+def _damaged_status(path: Path, problem: object) -> SweepError:
+    return SweepError(f"{path} is damaged ({problem}): delete it and resume the sweep, which then asks the run again")
+
+
 def _check_same_sweep(path: Path, old: Definition, new: Definition) -> None:
-    in_base = [line.replace("in the run", "in the folder") for line in differences(old.base, new.base)]
+    bases = complete(TrainConfig, old.base), complete(TrainConfig, new.base)  # an earlier version wrote fewer fields
+    in_base = [line.replace("in the run", "in the folder") for line in differences(*bases)]
     if lines := [*changes(old, new), *in_base]:
         raise SweepError(
             f"{path} holds another sweep:\n  " + "\n  ".join(lines) + "\nGive another --workdir, or rerun the command "

@@ -10,7 +10,6 @@ when the sweep that started it is gone: a sweep holds the lock on a file that co
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from heinsen.errors import EXIT_INTERRUPTED
-from heinsen.files import write_atomically
+from heinsen.files import LockedError, hold_lock, is_held, seal, unseal, write_atomically
 
 STATUS_FILE, LOCK_FILE, STOP_FILE, LOG_FILE = "status.json", "lock", "stop", "train.log"
 POLL_SECONDS = 0.2
@@ -57,10 +56,11 @@ class TrainingJob:
         """Run the command to its end. Exits with the command's status if that is not 0."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK_FILE).open("a") as lock:
-            if not wait_for_lock(lock, PATIENCE):
-                sys.exit(f"{folder}: another process has been running it for {PATIENCE:.0f} s; nothing is done")
-            code = self._run(folder, lock.fileno())
+        try:
+            with hold_lock(folder / LOCK_FILE, PATIENCE) as lock:
+                code = self._run(folder, lock.file.fileno())
+        except LockedError as error:
+            sys.exit(f"{folder}: another job has been running it for {PATIENCE:.0f} s ({error}); nothing is done")
         if code != 0:
             sys.exit(code if code > 0 else 128 - code)
 
@@ -79,7 +79,7 @@ class TrainingJob:
 
     def _run(self, folder: Path, lock: int) -> int:
         """Return the exit status of the command, and record its state."""
-        if read_status(folder).get("state") == "finished":
+        if _last_status(folder).get("state") == "finished":
             return 0
         started = dict(state="running", started=time.time(), ended=None, returncode=None)
         _update_status(folder, **started, host=socket.gethostname(), job=_slurm_job(), cores=self.cores)
@@ -146,42 +146,28 @@ def _end_state(code: int, stopped: str | None) -> str:
 
 
 def _update_status(folder: Path, **changes: Any) -> None:
-    write_atomically(folder / STATUS_FILE, json.dumps(read_status(folder) | changes) + "\n")
+    write_atomically(folder / STATUS_FILE, json.dumps(seal(_last_status(folder) | changes)) + "\n")
+
+
+def _last_status(folder: Path) -> dict[str, Any]:
+    """Return the status, {} if it is damaged: the run itself knows where it was."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_status(folder)
+    return {}
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return what the last job of a run has written, {} if there was none."""
+    """Return what the last job of a run has written, {} if there was none.
+
+    Raises ValueError if it is damaged, and OSError if it cannot be read.
+    """
     try:
-        return json.loads((folder / STATUS_FILE).read_text())
-    except (OSError, ValueError):
+        status = unseal(json.loads((folder / STATUS_FILE).read_bytes()))
+    except FileNotFoundError:
         return {}
-
-
-def wait_for_lock(file: IO[str], seconds: float) -> bool:
-    """Take the lock on an open file; return False if another process holds it for longer than `seconds`."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-
-
-def is_held(path: Path, token: str | None = None) -> bool:
-    """Return whether a process holds the lock on a file, and has written `token` to it if that is given."""
-    try:
-        with path.open() as file:
-            if token is not None and file.read().strip() != token:
-                return False
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    if "state" not in status:
+        raise ValueError("it has no state")
+    return status
 
 
 def _slurm_job() -> str | None:

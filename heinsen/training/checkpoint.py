@@ -16,20 +16,18 @@ import json
 import logging
 import os
 import re
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, print_warning
 from heinsen.models import Params
+from heinsen.parallel import first_reason
 from heinsen.training.checksums import checksums
+from heinsen.training.device_errors import is_device_error
 from heinsen.training.quiet_orbax import describe_cause, ignore_abandoned_reads, quiet_orbax
 
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged_checkpoints"
@@ -57,10 +55,6 @@ class Restored(NamedTuple):
     position: dict[str, Any]
 
 
-def _print_warning(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
-
-
 class Checkpoints:
     """The checkpoints of one run, saved asynchronously; use as a context manager to wait for the last save.
 
@@ -73,7 +67,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, workdir: Path, keep: int, keep_every: int | None = None, warn: Callable[[str], object] = _print_warning
+        self, workdir: Path, keep: int, keep_every: int | None = None, warn: Callable[[str], object] = print_warning
     ) -> None:
         self.directory = (workdir / CHECKPOINTS).absolute()
         policies = ocp.training.preservation_policies
@@ -90,7 +84,8 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         try:
-            self._close()
+            if not (is_device_error(error) and jax.process_count() > 1):  # a save waits for all processes
+                self._close()
         except CheckpointError as failed:
             if error is None:
                 raise
@@ -191,7 +186,7 @@ class Checkpoints:
                     self._warn(f"{self.path(step)} is damaged: {why}. Using step {used}; it is now {target}")
             except OSError as error:
                 reason = describe_cause(error)
-        if (reason := _first_reason(reason)) is not None:
+        if (reason := first_reason(reason)) is not None:
             raise CheckpointError(f"damaged checkpoints in {self.directory} cannot be moved away: {reason}")
 
     def _not_saved(self, step: int, error: Exception) -> CheckpointError:
@@ -209,16 +204,24 @@ def has_checkpoints(workdir: Path) -> bool:
 
 
 def restore_params(
-    workdir: Path, abstract_params: Params, warn: Callable[[str], object] = _print_warning
+    workdir: Path,
+    abstract_params: Params,
+    config_hash: str | None = None,
+    warn: Callable[[str], object] = print_warning,
 ) -> tuple[int, Params]:
     """Restore the newest whole parameters of a run; return their step and the parameters. Writes nothing.
 
-    `warn` is called with a message for each damaged checkpoint that is newer. Raises CheckpointError if none is whole.
+    Args:
+      config_hash: of the run's config, if it is to be that of the checkpoint.
+      warn: called with a message for each damaged checkpoint that is newer.
+
+    Raises:
+      CheckpointError: there is no whole checkpoint, or it belongs to another config or model.
     """
     directory = (workdir / CHECKPOINTS).absolute()
     if not directory.is_dir():
         raise CheckpointError(f"{workdir} has no {CHECKPOINTS}/ folder: is it the --workdir of a run of train.py?")
-    found, damaged = _find_newest(directory, {"params": abstract_params})
+    found, damaged = _find_newest(directory, {"params": abstract_params}, config_hash)
     if found is None:
         raise CheckpointError(f"{directory} holds no whole checkpoint: let train.py reach one (checkpoint_every)")
     step, _, fields = found
@@ -330,15 +333,15 @@ def _find_newest(
 
 def _check_origin(path: Path, record: dict[str, Any], wanted: dict[str, Any], config_hash: str | None) -> None:
     """Raise CheckpointError if the checkpoint belongs to another config or model; an older one would, too."""
-    if config_hash not in (None, record["config_hash"]):
-        raise CheckpointError(
-            f"{path} was saved by a run with another config (hash {record['config_hash']}, here {config_hash}): "
-            "give another --workdir, or the config it was saved with"
-        )
     if differences := _differences(record["arrays"], wanted):
         raise CheckpointError(
             f"{path} cannot be restored: it belongs to another model. {_join_first(differences)}. Give another "
             "--workdir, or the config it was saved with"
+        )
+    if config_hash not in (None, record["config_hash"]):
+        raise CheckpointError(
+            f"{path} was saved by a run with another config (hash {record['config_hash']}, here {config_hash}): "
+            "give another --workdir, or the config it was saved with; if config.json was changed, restore it"
         )
 
 
@@ -356,28 +359,18 @@ def _attempt(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None,
     """Return (result, None), or (None, reason) if `read` failed in any process."""
     result: dict[str, Any] | None = None
     reason: str | None = None
-    with quiet_orbax(logging.DEBUG), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "coroutine .* was never awaited")
+    ignore_abandoned_reads()
+    with quiet_orbax(logging.DEBUG):
         try:
             result = read()
+        except _DamagedError as error:
+            reason = str(error)
         except Exception as error:  # Orbax raises many kinds
-            reason = describe_cause(error)
+            reason = describe_cause(error, otherwise="its metadata cannot be read")
         if reason is not None:
-            ignore_abandoned_reads()
             gc.collect()
-    reason = _first_reason(reason)
+    reason = first_reason(reason)
     return (result, None) if reason is None else (None, reason)
-
-
-def _first_reason(reason: str | None) -> str | None:
-    """Return the reason of the first process that has one, in every process; each must call this."""
-    if jax.process_count() == 1:
-        return reason
-    text = np.zeros(1024, np.uint8)
-    encoded = np.frombuffer((reason or "").encode()[: len(text)], np.uint8)
-    text[: len(encoded)] = encoded
-    texts = [bytes(row[row > 0]).decode(errors="replace") for row in multihost_utils.process_allgather(text)]
-    return next(filter(None, texts), None)
 
 
 # ---- messages --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from heinsen.models import Params, count_params
 from heinsen.parallel import keep_host_memory, make_mesh, place_batch
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
 from heinsen.training.data import RunData
-from heinsen.training.device_errors import explain_device_errors
+from heinsen.training.device_errors import check_memory, explain_device_errors
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import Reporter
@@ -51,12 +51,16 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     keep_host_memory()
     mesh, is_main = make_mesh(config.mesh), jax.process_index() == 0
     check_mesh(config, mesh)
-    data = RunData.open(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
+    check_memory(config, mesh, abstract)
+    data = RunData.open(config, mesh)
     initial = _read_initial_params(config, workdir, mesh)
-    changes = claim_folder(config, workdir, write=is_main)
-    with Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints, StopSignals() as signals:
+    with (
+        claim_folder(config, workdir) as changes,
+        Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
+        StopSignals() as signals,
+    ):
         restored = checkpoints.restore_newest(abstract, config.fingerprint)
         if restored is not None:
             start_step, state, position = restored

@@ -1,17 +1,19 @@
 """Write and read WORKDIR/metrics.jsonl, with the same numbers as TensorBoard events beside it."""
 
-import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorboardX import SummaryWriter
 
+from heinsen.errors import print_warning
 from heinsen.files import write_atomically
+from heinsen.training.run import RunError
 
 METRICS_FILE = "metrics.jsonl"
+_TOO_LARGE = {int: 2**63, float: math.inf}
 
 
 class MetricsLog:
@@ -40,13 +42,40 @@ class MetricsLog:
         self._events.close()
 
 
-def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Return the entries of metrics.jsonl, without lines that are damaged or cut short by a kill."""
+def read_metrics(workdir: Path, warn: Callable[[str], object] = print_warning) -> list[dict[str, Any]]:
+    """Return the entries of metrics.jsonl without lines that are damaged, or cut short by a kill.
+
+    Args:
+      warn: called with the number of damaged lines, if there are any.
+
+    Raises:
+      RunError: the file cannot be read.
+    """
     path = workdir / METRICS_FILE
-    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    entries = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            if line.endswith("\n"):
-                entries.append(json.loads(line))
+    try:
+        *lines, _cut_short = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}. Restore it, or move it away") from error
+    entries = [entry for line in lines if (entry := _parse(line)) is not None]
+    if n_damaged := len(lines) - len(entries):
+        warn(f"{path}: {n_damaged} of {len(lines)} lines are damaged and left out")
     return entries
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the entry of a line, or None if it cannot be one: a step, and metrics that are finite numbers or null."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 1:
+        return None
+    is_metric = lambda x: x is None or (type(x) in (int, float) and abs(x) < _TOO_LARGE[type(x)])
+    return entry if all(map(is_metric, entry.values())) else None
+
+
+def metric_points(entries: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Return (tokens, value) of each entry that has the metric, as a finite value."""
+    return [(e["tokens"], e[name]) for e in entries if e.get("tokens") is not None and e.get(name) is not None]

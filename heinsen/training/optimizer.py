@@ -1,11 +1,12 @@
 """The paper's recipe: AdamW, weight decay on matrices and embedding only, clipping, linear warm-up, then cosine."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import optax
 
+from heinsen.config import Setting, check_numbers
 from heinsen.models import Params
 
 
@@ -14,24 +15,16 @@ class OptimizerConfig:
     """Settings of AdamW and its schedule; `configs/default.py` documents them and holds the paper's values."""
 
     learning_rate: float
-    final_learning_rate: float
-    warmup_steps: int
-    b1: float
-    b2: float
+    final_learning_rate: Annotated[float, Setting(at_least=0)]
+    warmup_steps: Annotated[int, Setting(at_least=0)]
+    b1: Annotated[float, Setting(at_least=0, below=1)]
+    b2: Annotated[float, Setting(at_least=0, below=1)]
     eps: float
-    weight_decay: float
-    clip_norm: float
+    weight_decay: Annotated[float, Setting(at_least=0)]
+    clip_norm: Annotated[float, Setting(unlimited=True)]
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must be positive")
-        for name in ("b1", "b2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must lie in [0, 1)")
-        for name in ("final_learning_rate", "warmup_steps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: it must not be negative")
+        check_numbers(self, "optimizer.")
 
 
 def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:

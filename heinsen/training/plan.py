@@ -17,7 +17,13 @@ from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig, check_mesh
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
-from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
+from heinsen.training.throughput import (
+    available_bytes,
+    compiled_bytes,
+    format_bytes,
+    peak_flops_per_device,
+    train_flops_per_token,
+)
 
 _MAX_SECONDS = 300.0  # for the timed steps
 _ASSUMED_MFU = (0.2, 0.4)  # where no step is timed
@@ -59,14 +65,14 @@ class Plan:
 
     def __str__(self) -> str:
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        of_device = f", of {_format_bytes(self.bytes_device)}" if self.bytes_device else ""
+        of_device = f", of {format_bytes(self.bytes_device)}" if self.bytes_device else ""
         rows = [
             ("devices", f"{self.n_devices} x {self.device}; {shape}"),
             ("parameters", f"{self.n_params:,}"),
             ("step", f"{self.batch_size} x {self.sequence_length} tokens = {self.tokens_per_step:,}"),
             ("run", f"{self.total_tokens:,} tokens, {self.total_steps:,} steps"),
-            ("state per device", f"{_format_bytes(self.bytes_state)} (parameters and optimizer)"),
-            ("memory per device", f"{_format_bytes(self.bytes_step)} in a step, by XLA's analysis{of_device}"),
+            ("state per device", f"{format_bytes(self.bytes_state)} (parameters and optimizer)"),
+            ("memory per device", f"{format_bytes(self.bytes_step)} in a step, by XLA's analysis{of_device}"),
             (
                 "FLOPs per step",
                 f"{self.flops_per_step:.3g} (6 N per token); peak {self.peak_flops:.3g} FLOP/s of all devices",
@@ -91,10 +97,6 @@ class Plan:
             total = f"{_format_hours(hours)} for the whole run, {hours * self.n_devices:,.1f} device-hours"
             rows.append((label, total))
         return rows
-
-
-def _format_bytes(n: int) -> str:
-    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def _format_hours(hours: float) -> str:
@@ -171,7 +173,7 @@ def _reason_not_to_time(untimed: Plan, steps: int) -> str | None:
     reasons = {
         "--plan_steps=0": steps == 0,
         "it needs more memory than there is": (
-            untimed.bytes_device is not None and untimed.bytes_step > untimed.bytes_device
+            (available := available_bytes()) is not None and untimed.bytes_step > available
         ),
         f"{n_steps} steps would take {at_peak:.0f} s at the peak rate (--plan_steps)": at_peak > _MAX_SECONDS,
     }

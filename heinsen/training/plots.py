@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from heinsen.files import atomic_writer
-from heinsen.training.metrics import read_metrics
+from heinsen.files import write_figure
+from heinsen.training.metrics import metric_points, read_metrics
 
 
 def plot_loss(workdir: Path) -> Path:
@@ -16,15 +16,13 @@ def plot_loss(workdir: Path) -> Path:
     entries = read_metrics(workdir)
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
-        points = [(entry["tokens"], entry[name]) for entry in entries if entry.get(name) is not None]
+        points = metric_points(entries, name)
         if points:
             axes.plot(*zip(*points, strict=True), style, label=f"{label}: {points[-1][1]:.3f}", lw=1, ms=4)
             axes.legend()
     axes.set(title=workdir.name, xlabel="tokens", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     path = workdir / "plots" / "loss.png"
-    path.parent.mkdir(exist_ok=True)
-    with atomic_writer(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +33,8 @@ def ignore_abandoned_reads() -> None:
     """Ignore, from now on, complaints of the reads that Orbax abandons when another read fails; they may end later."""
     if getattr(sys.unraisablehook, "func", None) is not _report_unrelated:
         sys.unraisablehook = functools.partial(_report_unrelated, sys.unraisablehook)
+        sys.excepthook = functools.partial(_print_unrelated, sys.excepthook)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
 
 def _report_unrelated(report: Callable[[Any], Any], unraisable: Any) -> None:
@@ -39,8 +43,19 @@ def _report_unrelated(report: Callable[[Any], Any], unraisable: Any) -> None:
         report(unraisable)
 
 
-def describe_cause(error: BaseException) -> str:
-    """Return the system's error if there is one, else the innermost cause, which Orbax's own errors hide."""
+def _print_unrelated(print_error: Callable[..., Any], kind: type[BaseException], error: Any, traceback: Any) -> None:
+    """Print an error that nothing has caught, unless it is of a read that ends in a thread of TensorStore."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main or "Event loop is closed" not in str(error):
+        print_error(kind, error, traceback)
+
+
+def describe_cause(error: BaseException, otherwise: str = "Orbax failed") -> str:
+    """Return the system's or TensorStore's error if there is one, else the innermost cause, which Orbax's errors hide.
+
+    Args:
+      otherwise: what an error of neither means: it comes without a sentence, such as KeyError("key_type").
+    """
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
@@ -49,5 +64,7 @@ def describe_cause(error: BaseException) -> str:
             return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
         if number := re.search(r"os_error_code='(\d+)'", str(link)):
             return os.strerror(int(number[1]))
-    text = " ".join(str(chain[-1]).split())
-    return re.sub(r" \[tensorstore_spec.*", "", text) or type(chain[-1]).__name__
+    text = re.sub(r" \[tensorstore_spec.*", "", " ".join(str(chain[-1]).split()))
+    if re.match("[A-Z_]{5,}: ", text):  # a status of TensorStore
+        return text
+    return f"{otherwise} ({type(chain[-1]).__name__}{text and f': {text}'})"

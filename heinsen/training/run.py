@@ -1,26 +1,39 @@
 """A run's config, its folder, and checks of its data and mesh against the config."""
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import jax
 from jax.sharding import Mesh
 
-from heinsen.config import differences, from_mapping
+from heinsen.config import (
+    ConfigError,
+    Setting,
+    check_numbers,
+    complete,
+    differences,
+    from_mapping,
+    read_json_object,
+    reduce,
+)
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
-from heinsen.errors import HeinsenError
-from heinsen.files import write_atomically
-from heinsen.interop import InteropError, is_manifest, read_manifest
+from heinsen.errors import HeinsenError, print_warning
+from heinsen.files import LockedError, hold_lock, write_atomically
+from heinsen.interop import InteropError, is_export, read_manifest
 from heinsen.models import ModelConfig
-from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
+from heinsen.parallel import MeshConfig, MeshError, first_reason, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of flock, on a file system without locks
 
 # Fields that may change when a run resumes: they concern the machine, or what is reported and saved.
 _CHANGEABLE = (
@@ -31,9 +44,6 @@ _CHANGEABLE = (
 
 # Fields of a model that do not affect what its weights mean, with a value to compare models at.
 _WEIGHT_INDEPENDENT = {"dtype": "float32", "remat": "none", "implementation": None, "document_token": None}
-
-# Fields that the config.json of older runs lacks, with the value those runs had in effect.
-_ADDED_FIELDS: dict[str, Any] = {"log_activations": False}
 
 
 class RunError(HeinsenError, RuntimeError):
@@ -57,11 +67,11 @@ class DataConfig:
 class TrainConfig:
     """The config of a run; `configs/default.py` documents the fields and holds the defaults."""
 
-    seed: int
+    seed: Annotated[int, Setting(at_least=0)]
     init_from: str | None
     total_tokens: int
-    sequence_length: int
-    batch_size: int
+    sequence_length: Annotated[int, Setting(below=2**31)]
+    batch_size: Annotated[int, Setting(below=2**31)]
     accumulation_steps: int
     mesh: MeshConfig
     data: DataConfig
@@ -70,7 +80,7 @@ class TrainConfig:
     log_every: int
     validate_every: int
     validation_tokens: int
-    log_activations: bool
+    log_activations: Annotated[bool, Setting(earlier=False)]
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None
@@ -81,13 +91,7 @@ class TrainConfig:
     peak_flops: float | None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            is_number = field.type in (int, int | None, float | None)
-            if is_number and field.name != "seed" and value is not None and not value > 0:
-                raise ValueError(f"{field.name} = {value}: it must be positive")
-        if self.seed < 0:
-            raise ValueError(f"seed = {self.seed}: it must not be negative")
+        check_numbers(self)
         if self.batch_size % self.accumulation_steps:
             raise ValueError(
                 f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
@@ -108,7 +112,7 @@ class TrainConfig:
 
     @property
     def total_steps(self) -> int:
-        return math.ceil(self.total_tokens / self.tokens_per_step)
+        return -(-self.total_tokens // self.tokens_per_step)
 
     @property
     def sequences_per_pass(self) -> int:
@@ -125,7 +129,8 @@ class TrainConfig:
     @property
     def fingerprint(self) -> str:
         """A digest of all fields that may not change: a checkpoint with another one belongs to another run."""
-        text = json.dumps(_identity(dataclasses.asdict(self)), sort_keys=True)
+        identity = _identity(reduce(TrainConfig, dataclasses.asdict(self)))
+        text = json.dumps(identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -197,21 +202,21 @@ def _check_dataset(config: TrainConfig, dataset: TokenDataset) -> None:
 def load_run(workdir: Path) -> TrainConfig:
     """Return the config of the run in `workdir`, or of the run whose weights scripts/export.py wrote there.
 
-    Raises RunError, and ConfigError where config.json is not a run's config.
+    Raises RunError where there is none, or it is damaged.
     """
-    path = workdir / CONFIG_FILE
-    if not path.is_file():
+    try:
+        config = read_manifest(workdir).run if is_export(workdir) else _read_config(workdir)
+    except InteropError as error:
+        raise RunError(str(error)) from error
+    if config is None:
         raise RunError(
             f"{workdir} is not a run folder: it has no {CONFIG_FILE}; give the --workdir of a train.py run, or the "
             "--out of scripts/export.py"
         )
-    config = _read_config(path)
-    if is_manifest(config):
-        try:
-            config = read_manifest(workdir).run
-        except InteropError as error:
-            raise RunError(str(error)) from error
-    return from_mapping(TrainConfig, _ADDED_FIELDS | config)
+    try:
+        return from_mapping(TrainConfig, config, f"{workdir / CONFIG_FILE}: config")
+    except ConfigError as error:
+        raise RunError(f"{error}. Restore the file, or use the version of heinsen that wrote it") from error
 
 
 def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:
@@ -221,37 +226,73 @@ def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:
         raise RunError(f"{source} holds the weights of another model:\n  " + "\n  ".join(lines))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(workdir: Path) -> dict[str, Any] | None:
+    """Return the contents of config.json, None if there is none. Raises RunError."""
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise RunError(f"{path} is damaged ({error}): restore it, or move the run folder away") from error
+        return read_json_object(workdir / CONFIG_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ConfigError as error:
+        raise RunError(f"{error}: restore it, or give another folder") from error
 
 
-def claim_folder(config: TrainConfig, workdir: Path, write: bool) -> list[str]:
-    """Create a new run folder (if `write`), or check that the run in an existing one has this config.
+@contextlib.contextmanager
+def claim_folder(config: TrainConfig, workdir: Path) -> Iterator[list[str]]:
+    """Hold a run folder, which one run at a time may write; create it, or check that the run in it has this config.
 
-    Returns:
+    All processes of a run call it together; the first one holds the lock.
+
+    Yields:
       A line for each field that differs and may; `write_config` then records the new values.
 
     Raises:
-      RunError: other fields differ, or the folder cannot be written.
+      RunError: another process holds it, other fields differ, or the folder cannot be written.
     """
-    path = workdir / CONFIG_FILE
-    try:
-        exists = path.exists()
-    except OSError as error:
-        raise _unwritable(workdir, error) from error
-    if not exists:
-        if write:
-            write_config(config, workdir)
-        return []
-    old, new = _read_config(path), dataclasses.asdict(config)
-    if is_manifest(old):
+    changes = _find_changes(config, workdir)  # a folder of something else is not even locked
+    with contextlib.ExitStack() as stack:
+        reason = None
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(_lock(workdir))
+                changes = _find_changes(config, workdir)  # again, as it may have waited for the lock
+                if not (workdir / CONFIG_FILE).exists():
+                    write_config(config, workdir)
+            except RunError as error:
+                reason = str(error)
+        if (reason := first_reason(reason)) is not None:
+            raise RunError(reason)
+        yield changes
+
+
+@contextlib.contextmanager
+def _lock(workdir: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(hold_lock(workdir / LOCK_FILE))
+        except LockedError as error:
+            raise RunError(
+                f"{workdir} belongs to a run in progress ({error}): wait for it or stop it, or give another --workdir. "
+                f"If that machine is down, remove {workdir / LOCK_FILE}"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise _unwritable(workdir, error) from error
+            print_warning(f"{workdir} is on a file system without locks: make sure that no other process trains there")
+        yield
+
+
+def _find_changes(config: TrainConfig, workdir: Path) -> list[str]:
+    """Describe the fields that differ from those of the run in the folder, if there is one. Raises RunError."""
+    if is_export(workdir):
         raise RunError(
             f"{workdir} holds exported weights: give a --workdir of its own, and --config.init_from={workdir} to start "
             "from them"
         )
+    old, new = _read_config(workdir), dataclasses.asdict(config)
+    if old is None:
+        return []
+    old = complete(TrainConfig, old)
     if lines := differences(_identity(old), _identity(new)):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"

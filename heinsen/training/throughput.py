@@ -1,6 +1,7 @@
 """FLOPs, peak rates and memory of a training step, and the rates that a run measures."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,20 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
     memory: Any = compiled.memory_analysis()
     in_and_out = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return in_and_out + memory.temp_size_in_bytes
+
+
+def available_bytes() -> int | None:
+    """Return the memory of a device, of which a CPU's devices share the machine's; None if it is not known."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+
+
+def format_bytes(n: int) -> str:
+    return f"{n / 2**30:,.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"
 
 
 def peak_flops_per_device() -> float:

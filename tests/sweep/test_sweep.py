@@ -2,10 +2,12 @@
 
 import csv
 import dataclasses
+import functools
 import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +18,12 @@ import time
 import numpy as np
 import pytest
 
+from heinsen.files import hold_lock, is_held
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.display import Screen, table
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
-from heinsen.sweep.job import TrainingJob, is_held, read_status
+from heinsen.sweep.job import TrainingJob, read_status
 from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher
 from heinsen.sweep.machine import divide, visible_gpus
 from heinsen.sweep.runs import SweepRun
@@ -120,24 +123,43 @@ def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_p
         SweepFolder.open_or_create(tmp_path, folder.definition, folder.runs)
     with pytest.raises(SweepError, match="holds no sweep"):
         SweepFolder.load(tmp_path)
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "sweep.json").write_text((folder.path / "sweep.json").read_text()[:-20])
-    with pytest.raises(SweepError, match="is damaged"):
-        SweepFolder.load(damaged)
+
+
+DAMAGES = {
+    "cut": lambda record: json.dumps(record)[:-20],
+    "no record": lambda record: "5",
+    "empty": lambda record: "{}",
+    "a changed value": lambda record: json.dumps(record | {"format": 1, "started": 17.0, "runs": []}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ["sweep.json", "behaviour=finish/status.json"])
+def test_damaged_records_are_named(ended, tmp_path, name, damage):
+    folder = shutil.copytree(ended[0].path, tmp_path / "damaged")
+    assert len(SweepFolder.load(folder).views()) == 3
+    (folder / name).write_text(DAMAGES[damage](json.loads((folder / name).read_text())))
+    with pytest.raises(SweepError, match=f"{re.escape(str(folder / name))} is damaged .*(restore|delete) it"):
+        SweepFolder.load(folder).views()
+
+
+def test_a_folder_of_a_version_without_digests_is_read(ended, tmp_path):
+    folder = shutil.copytree(ended[0].path, tmp_path / "old")
+    for path in (folder / "sweep.json", *folder.glob("*/status.json")):
+        record = json.loads(path.read_text())
+        del record["digest"]
+        path.write_text(json.dumps(record))
+    assert SweepFolder.load(folder).views() == ended[0].views()
 
 
 def test_two_commands_do_not_run_one_sweep(ended, monkeypatch):
     folder, _, _ = ended
     with folder.lock() as (path, token):
         assert is_held(folder.path / "sweep.lock", token) and not is_held(folder.path / "sweep.lock", "another")
-        monkeypatch.setattr("heinsen.sweep.folder.wait_for_lock", lambda file, seconds: _wait_for_lock(file, 0.0))
-        with pytest.raises(SweepError, match="another command is running"), folder.lock():
+        monkeypatch.setattr("heinsen.sweep.folder.hold_lock", functools.partial(hold_lock, patience=0.0))
+        with pytest.raises(SweepError, match=rf"another command is running.*process {os.getpid()} on "), folder.lock():
             pass
     assert not is_held(folder.path / "sweep.lock", token)
-
-
-_wait_for_lock = sys.modules["heinsen.sweep.job"].wait_for_lock
 
 
 # ---- stopped and continued -----------------------------------------------------------------------

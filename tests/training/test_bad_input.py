@@ -1,22 +1,34 @@
 """Bad configs, data and run folders: one error names the cause, and nothing is lost."""
 
 import dataclasses
+import errno
+import fcntl
+import functools
 import json
 import math
+import os
+import re
 import shutil
+import socket
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
 import pytest
 
 from configs import default
-from heinsen.config import ConfigError, differences, from_mapping
+from heinsen.config import ConfigError, Setting, complete, differences, from_mapping, reduce
 from heinsen.data.dataset import DatasetError
+from heinsen.files import LockedError, hold_lock, is_held
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import CheckpointError
+from heinsen.training.data import RunData
+from heinsen.training.device_errors import DeviceError
 from heinsen.training.loop import train
-from heinsen.training.run import RunError, TrainConfig, load_run, open_split
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.run import RunError, TrainConfig, claim_folder, load_run, open_split
+from heinsen.training.step import init_train_state
 from heinsen.weights import load_params
 from tests.runs import (
     CHECKPOINT_EVERY,
@@ -24,12 +36,14 @@ from tests.runs import (
     checkpoint_steps,
     copy_run,
     draw_text,
+    finish,
     read_log,
     run_config,
     snapshot,
     without_timing,
     write_split,
 )
+from tests.test_architecture import fields_of_type
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -71,6 +85,18 @@ def config(data: Path) -> TrainConfig:
         ("model__padded_vocab_size", 256, "model.padded_vocab_size = 256 is smaller than vocab_size = 257"),
         ("model__dtype", "float16", "model.dtype = 'float16'"),
         ("model__implementation", "fastest", "model.implementation = 'fastest'"),
+        ("seed", 2**63, f"seed = {2**63}: it does not fit into 64 bits"),
+        ("total_tokens", 10**23, f"total_tokens = {10**23}: it does not fit into 64 bits"),
+        ("optimizer__learning_rate", math.inf, "optimizer.learning_rate = inf: it must be finite"),
+        ("optimizer__learning_rate", 1e39, "optimizer.learning_rate = 1e+39: it must be finite in float32"),
+        ("optimizer__learning_rate", 10**400, "optimizer.learning_rate = inf: it must be finite"),
+        ("optimizer__eps", 1e-39, "optimizer.eps = 1e-39: it is too small for float32, which holds it as 0"),
+        ("optimizer__b2", 1 - 1e-12, "optimizer.b2 = 0.999999999999: it must lie in [0, 1)"),
+        ("spike_sigmas", math.inf, "spike_sigmas = inf: it must be finite"),
+        ("model__n_layers", 10**9, "model.n_layers = 1000000000: it must be less than 10000"),
+        ("model__d_model", 10**9, "model.d_model = 1000000000: it must be less than"),
+        ("model__n_heads", 2**28 - 1, "features of all heads are more than an array can have"),
+        ("model__attention", "heinsen*999999999", "is a pattern of 999999999 layers, which does not divide"),
         # Types: a locked ConfigDict lets None and True pass for a number.
         ("batch_size", None, "config.batch_size = None: expected int, got NoneType"),
         ("batch_size", True, "config.batch_size = True: expected int, got bool"),
@@ -118,6 +144,26 @@ def test_differences_between_configs_are_listed_field_by_field():
     assert differences(old, old) == []
 
 
+NUMBERS = [path for kind in (int, float) for path in fields_of_type(kind)]
+
+
+@pytest.mark.parametrize("path", [path for path in NUMBERS if not path.startswith("mesh.")])  # a mesh fits the devices
+def test_no_number_is_beyond_its_type(data, path):
+    """No list of fields: one that is added later is checked, too."""
+    value = functools.reduce(getattr, path.split("."), run_config(data)).__class__
+    for bad in (10**19, -(10**19)) if value is int else (math.nan, math.inf, -math.inf, 1e39, -1e39):
+        if (path, bad) == ("optimizer.clip_norm", math.inf):
+            continue  # no clipping
+        with pytest.raises(ConfigError, match=rf"{path} ="):
+            run_config(data, **{path.replace(".", "__"): bad})
+
+
+def test_the_largest_seed_works(data):
+    config, mesh = run_config(data, seed=2**63 - 1), make_mesh()
+    assert next(RunData.open(config, mesh).batches)["tokens"].shape == (4, 17)
+    init_train_state(config.model, make_optimizer(config.optimizer, STEPS), config.seed, mesh)
+
+
 # ---- data ------------------------------------------------------------------------------------
 
 
@@ -148,7 +194,7 @@ def test_a_document_token_that_is_not_the_datas_is_refused(tmp_path, data):
 
 def test_validation_split_is_checked_like_the_training_split(tmp_path, rng):
     write_split(tmp_path / "data" / "train", draw_text(rng, 500))
-    write_split(tmp_path / "data" / "validation", draw_text(rng, 500), tokenizer="gpt2", vocab_size=50257)
+    write_split(tmp_path / "data" / "validation", draw_text(rng, 500), tokenizer="gpt2", vocab_size=50257, eot_id=50256)
     with pytest.raises(DatasetError, match="validation holds 'gpt2' tokens"):
         train(run_config(tmp_path / "data"), tmp_path / "run")
 
@@ -297,8 +343,184 @@ def test_training_resumes_from_the_checkpoint_before_a_damaged_one(a_run, run, c
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-def test_a_damaged_config_file_is_named(a_run, config):
-    (a_run / "config.json").write_text('{"seed": 0, "total_')
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"seed": 0, "total_', "Unterminated string"),
+        ("[1, 2]", "it holds list, not an object of fields"),
+        ("null", "it holds NoneType"),
+        ('"seed"', "it holds str"),
+        ("[" * 100_000, "recursion"),
+        (b'{"seed": "\xff"}', "utf-8"),
+        (None, "Is a directory"),
+    ],
+    ids=["torn", "list", "null", "string", "deep", "bytes", "folder"],
+)
+def test_a_damaged_config_file_is_named(a_run, config, content, reason):
+    path = a_run / "config.json"
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    before = snapshot(a_run)
     for call in (lambda: load_run(a_run), lambda: train(config, a_run)):
-        with pytest.raises((RunError, ConfigError), match="config.json"):
+        with pytest.raises(RunError, match=re.escape(f"{path} is damaged (")) as error:
             call()
+        assert reason in str(error.value) and "\n" not in str(error.value)
+    assert snapshot(a_run) == before
+
+
+def test_a_field_that_is_damaged_is_named_with_its_file(a_run):
+    path = a_run / "config.json"
+    mapping = json.loads(path.read_text())
+    for change in ({"seed": "0"}, {"sed": 0}, {"total_tokens": -1}):
+        path.write_text(json.dumps(mapping | change))
+        with pytest.raises(RunError, match=re.escape(f"{path}: config") + f".*{next(iter(change))}.*Restore the file"):
+            load_run(a_run)
+    del mapping["seed"]
+    path.write_text(json.dumps(mapping))
+    with pytest.raises(RunError, match=re.escape(f"{path}: config lacks seed")):
+        load_run(a_run)
+
+
+def test_a_config_that_was_changed_since_the_checkpoints_is_refused_for_reading(a_run):
+    """A digit flipped in config.json would give another loss."""
+    path = a_run / "config.json"
+    mapping = json.loads(path.read_text())
+    path.write_text(json.dumps(mapping | {"sequence_length": 18}))
+    with pytest.raises(CheckpointError, match=r"another config \(hash .*if config.json was changed, restore it"):
+        load_params(a_run, load_run(a_run).model, make_mesh())
+    path.write_text(json.dumps(mapping | {"log_every": 3}))  # of no consequence
+    load_params(a_run, load_run(a_run).model, make_mesh())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__d_model": 10**8},
+        {"model__vocab_size": 10**8, "model__padded_vocab_size": 10**8, "model__d_model": 2**12},
+        {"model__n_heads": 10**4, "model__d_key": 10**4, "model__d_model": 10**5},
+        {"batch_size": 10**9, "total_tokens": 10**12},
+        {"sequence_length": 10**9, "total_tokens": 10**12},
+    ],
+)
+def test_a_model_or_batch_that_does_not_fit_the_machine_is_refused(data, tmp_path, changes):
+    config = run_config(data, **changes)
+    with pytest.raises(
+        DeviceError, match=r"out of memory: a step needs more than [\d,.]+ GiB per device, .* there are"
+    ):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# ---- two runs in a folder --------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_is_refused_before_anything_is_touched(a_run, config):
+    with hold_lock(a_run / "run.lock"):
+        before = snapshot(a_run)
+        with pytest.raises(RunError) as error:
+            train(config, a_run)
+        assert snapshot(a_run) == before
+        assert load_run(a_run) == config, "reading is not refused"
+        load_params(a_run, config.model, make_mesh())
+    host = f"process {os.getpid()} on {socket.gethostname()}, since 20"
+    assert f"{a_run} belongs to a run in progress ({host}" in str(error.value)
+    assert train(config, a_run).tokens == 300
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from heinsen.files import hold_lock
+
+with hold_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_leaves_no_lock(commands, tmp_path):
+    path = tmp_path / "lock"
+    process = commands.start("-c", HOLD, path)
+    assert process.stdout.readline() == b"held\n" and is_held(path)
+    with pytest.raises(LockedError, match=f"process {process.pid} on "), hold_lock(path, patience=0):
+        pass
+    process.kill()
+    finish(process)
+    assert path.read_text() and not is_held(path)
+    with hold_lock(path, patience=0) as lock:
+        assert is_held(path, lock.token) and not is_held(path, "another")
+    assert path.read_text() == "" and not is_held(path)
+
+
+def test_a_lock_file_that_was_removed_is_not_the_lock(tmp_path, monkeypatch):
+    """Its holder removes it after another process has opened it, and before that one locks it."""
+    path, flock, removed = tmp_path / "lock", fcntl.flock, []
+
+    def remove_and_lock(*arguments):
+        if not removed:
+            removed.append(path.unlink())
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", remove_and_lock)
+    with hold_lock(path, patience=0) as lock:
+        assert removed and is_held(path, lock.token)
+
+
+def test_a_file_system_without_locks_comes_with_a_warning(data, tmp_path, monkeypatch, capfd):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with claim_folder(run_config(data), tmp_path / "run") as changes:
+        assert changes == [] and load_run(tmp_path / "run") == run_config(data)
+    assert "is on a file system without locks" in capfd.readouterr().err
+
+
+# ---- run folders of earlier versions ---------------------------------------------------------
+
+OLD_CONFIG = Path(__file__).with_name("config_0.1.json")
+OLD_FINGERPRINT = "073e80dbb39832c3"
+
+
+def test_a_config_of_version_0_1_stays_readable(tmp_path):
+    """A field that is added to the config fails here until its Setting says what earlier versions did."""
+    shutil.copy(OLD_CONFIG, tmp_path / "config.json")
+    config = load_run(tmp_path)
+    assert not config.log_activations and config.fingerprint == OLD_FINGERPRINT
+    assert "log_activations" not in json.loads(OLD_CONFIG.read_text())
+
+
+def test_a_run_of_version_0_1_resumes(a_run, run, data):
+    """Its checkpoints hold the hash of a config without the fields that were added since."""
+    path = a_run / "config.json"
+    old = reduce(TrainConfig, json.loads(path.read_text()) | {"log_activations": False})
+    assert old.keys() == json.loads(OLD_CONFIG.read_text()).keys()
+    path.write_text(json.dumps(old))
+    shutil.rmtree(a_run / "checkpoints" / str(STEPS))
+    train(run_config(data, log_activations=False), a_run)
+    assert without_timing(read_log(a_run))[-2] == without_timing(run.log)[-2]
+    assert json.loads(path.read_text()) == old, "nothing differs"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    old: int
+    new: Annotated[int, Setting(at_least=0, earlier=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+    group: _Group
+    also_new: Annotated[str | None, Setting(earlier=None)]
+
+
+def test_added_fields_are_as_earlier_versions_ran_and_do_not_change_the_hash():
+    old = {"group": {"old": 1}}
+    assert from_mapping(_Config, old) == _Config(_Group(1, 0), None)
+    assert complete(_Config, old) == {"group": {"old": 1, "new": 0}, "also_new": None}
+    assert reduce(_Config, complete(_Config, old)) == old
+    new = {"group": {"old": 1, "new": 2}, "also_new": "a"}
+    assert reduce(_Config, new) == complete(_Config, new) == new

@@ -16,6 +16,7 @@ import pytest
 from heinsen.parallel import with_shardings
 from heinsen.training.checkpoint import CheckpointError, Checkpoints, restore_params
 from heinsen.training.checksums import checksums
+from heinsen.training.quiet_orbax import describe_cause
 from tests.runs import checkpoint_steps, finish, snapshot
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -265,6 +266,15 @@ def other_types(saved: Saved) -> None:
     (saved.path(30) / METADATA).write_text('{"item_handlers": 5}')
 
 
+def tree_lacks_a_type(saved: Saved) -> None:
+    path = saved.path(30) / "params" / "_METADATA"
+    path.write_text(path.read_text().replace("key_type", "key_typf"))
+
+
+def arrays_of_other_types(saved: Saved) -> None:
+    (saved.path(30) / "params" / "array_metadatas" / "process_0").write_text("[]")
+
+
 def position(saved: Saved) -> None:
     edit_record(saved, 30, lambda metadata: metadata["record"]["position"].update(next_index=31))
 
@@ -290,6 +300,8 @@ def data(saved: Saved) -> None:
         (no_metadata, "no record of its arrays"),
         (not_json, "no record of its arrays"),
         (other_types, "int"),
+        (tree_lacks_a_type, "is damaged: its metadata cannot be read (KeyError: 'key_type'). Using"),
+        (arrays_of_other_types, "is damaged: its metadata cannot be read ("),
         (position, "does not have its own hash"),
         (config_hash, "does not have its own hash"),
         (another_step, "it was saved as step 10"),
@@ -336,6 +348,21 @@ def test_only_damaged_checkpoints_are_refused_each_with_its_reason(saved):
         for line, step in zip(reasons, (30, 20, 10), strict=True):
             assert line.startswith(f"  {saved.path(step)} cannot be restored: ")
         assert snapshot(saved.workdir) == before and saved.path(20).exists()
+
+
+def test_a_cause_is_named_in_words():
+    """Orbax's errors may be no more than a key."""
+    assert describe_cause(KeyError(1813)) == "Orbax failed (KeyError: 1813)"
+    assert describe_cause(KeyError("key_type"), otherwise="it is odd") == "it is odd (KeyError: 'key_type')"
+    assert describe_cause(AssertionError()) == "Orbax failed (AssertionError)"
+    try:
+        try:
+            raise OSError(28, "No space left on device", "a file")
+        except OSError as error:
+            raise KeyError("key_type") from error
+    except KeyError as error:
+        assert describe_cause(error) == "No space left on device: a file"
+    assert describe_cause(ValueError("DATA_LOSS: CRC-32C  [tensorstore_spec='{}']")) == "DATA_LOSS: CRC-32C"
 
 
 # ---- another run's ---------------------------------------------------------------------------

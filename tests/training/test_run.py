@@ -19,7 +19,7 @@ from heinsen.training import loop, metrics, plots, throughput
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
 from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig, load_run
+from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.training.step import abstract_train_state
 from tests.runs import (
     BATCH,
@@ -191,6 +191,53 @@ def test_a_torn_last_line_is_dropped_and_replaced(tmp_path):
 def test_damaged_lines_are_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
     assert metrics.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+
+
+DAMAGED_LINES = [
+    *(b"5", b"null", b"{}", b'"x"', b"[]", b"", b"\xff", b"[" * 100_000),
+    *(b'{"step": null}', b'{"step": 0}', b'{"step": 2.0}', b'{"step": true}', b'{"stgp": 2}', b'{"step": 2'),
+    *(
+        b'{"step": 2, "loss": "1"}',
+        b'{"step": 2, "loss": [1]}',
+        b'{"step": 2, "loss": {}}',
+        b'{"step": 2, "loss": true}',
+    ),
+    *(b'{"step": 2, "loss": 1e999}', b'{"step": 2, "loss": NaN}', b'{"step": 2, "tokens": 1%s}' % (b"0" * 400)),
+]
+
+
+def test_lines_that_hold_no_metrics_are_dropped_and_counted(tmp_path, capsys):
+    lines = [b'{"step": 1, "tokens": 8, "loss": 2.5}', *DAMAGED_LINES, b'{"step": 3, "tokens": null, "loss": null}']
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    whole = [{"step": 1, "tokens": 8, "loss": 2.5}, {"step": 3, "tokens": None, "loss": None}]
+    n = len(DAMAGED_LINES)
+    said = []
+    assert metrics.read_metrics(tmp_path, warn=said.append) == whole
+    assert said == [f"{tmp_path / 'metrics.jsonl'}: {n} of {n + 2} lines are damaged and left out"]
+    assert metrics.metric_points(whole, "loss") == [(8, 2.5)]
+    assert plots.plot_loss(tmp_path).stat().st_size > 0
+    metrics.MetricsLog(tmp_path, start_step=3).close()
+    assert read_log(tmp_path) == whole, "resuming is not blocked"
+    capsys.readouterr()
+    assert metrics.read_metrics(tmp_path) == whole and capsys.readouterr().err == ""
+
+
+def test_each_flipped_bit_of_the_metrics_leaves_the_others_readable(run, tmp_path, rng):
+    text = (run.workdir / "metrics.jsonl").read_bytes()
+    whole = metrics.read_metrics(run.workdir)
+    for position in rng.integers(len(text), size=60):
+        damaged = bytearray(text)
+        damaged[position] ^= 1 << rng.integers(8)
+        (tmp_path / "metrics.jsonl").write_bytes(damaged)
+        entries = metrics.read_metrics(tmp_path, warn=lambda _: None)
+        assert len([entry for entry in entries if entry in whole]) >= len(whole) - 2, position
+        assert all(type(entry["step"]) is int for entry in entries)
+
+
+def test_metrics_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"metrics.jsonl cannot be read: Is a directory"):
+        metrics.read_metrics(tmp_path)
 
 
 def test_entries_past_the_checkpoint_are_dropped(tmp_path):
