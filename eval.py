@@ -39,6 +39,7 @@ NUM_FEWSHOT = flags.DEFINE_integer(
     "num_fewshot", None, "Examples before each question; none: the task's own number.", lower_bound=0
 )
 LIMIT = flags.DEFINE_integer("limit", None, "Maximum questions per task; none: all.", lower_bound=1)
+ADD_BOS_TOKEN = flags.DEFINE_bool("add_bos_token", True, "Put the end-of-text token before every text of a task.")
 TASK_BATCH = flags.DEFINE_integer("task_batch", 16, "Texts of tasks that the model reads at a time.", lower_bound=1)
 
 
@@ -49,12 +50,14 @@ def main(argv: list[str]) -> None:
     from heinsen.errors import exit_on_error
 
     with exit_on_error(on_interrupt="interrupted; nothing was written"):
-        report = run_tasks() if TASKS.value else evaluate_split()
-    print(report)
+        if TASKS.value:
+            run_tasks()
+        else:
+            evaluate_split()
 
 
-def evaluate_split() -> str:
-    """Evaluate a split; return the tables and the JSON line."""
+def evaluate_split() -> None:
+    """Evaluate a split, and print the tables and the JSON line."""
     from heinsen.config import from_mapping
     from heinsen.evaluation import report, run
     from heinsen.training.run import TrainConfig
@@ -66,21 +69,23 @@ def evaluate_split() -> str:
     split = SPLIT.value or config.data.validation_split
     mode = run.STREAMING if STREAMING.value else run.WINDOWS
     result = run.evaluate_split(config, WORKDIR.value, split, mode, with_positions=plot is not None)
+    print(f"{report.format_result(result)}\n{json.dumps(report.summarize_result(result))}", flush=True)
     if plot is not None:
         report.plot_positions(result, plot)
-    return f"{report.format_result(result)}\n{json.dumps(report.summarize_result(result))}"
 
 
-def run_tasks() -> str:
-    """Run --tasks; return their metrics and the JSON line."""
+def run_tasks() -> None:
+    """Run --tasks, and print their metrics and the JSON line."""
     from heinsen.config import from_mapping
     from heinsen.evaluation import report, tasks
     from heinsen.training.run import TrainConfig
 
     config = from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
-    options = tasks.TaskOptions(TASKS.value, TASK_FOLDER.value, NUM_FEWSHOT.value, LIMIT.value, TASK_BATCH.value)
+    options = tasks.TaskOptions(
+        TASKS.value, TASK_FOLDER.value, NUM_FEWSHOT.value, LIMIT.value, TASK_BATCH.value, ADD_BOS_TOKEN.value
+    )
     result = tasks.run_tasks(config, WORKDIR.value, options)
-    return "\n".join([*report.format_tasks(result), json.dumps(report.summarize_tasks(result))])
+    print("\n".join([*report.format_tasks(result), json.dumps(report.summarize_tasks(result))]))
 
 
 def define_config_flag(arguments: list[str]) -> None:
@@ -92,7 +97,7 @@ def define_config_flag(arguments: list[str]) -> None:
     flags.DEFINE_string("workdir", None, "", flag_values=workdir)
     workdir([argument for argument in arguments if not argument.startswith("--config")], known_only=True)
     config = default.get_config()
-    if workdir.workdir is not None:
+    if workdir.workdir:
         with exit_on_error():
             config.update(dataclasses.asdict(load_run(Path(workdir.workdir))))
     config_flags.DEFINE_config_dict("config", config, "Overrides of the run's config.")

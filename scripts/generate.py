@@ -11,6 +11,7 @@ A long document is read once, kept as a state of constant size, and continued or
 
 import copy
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags, logging
 
+from configs import parse_flags
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.decoding import (
     Prefix,
@@ -25,6 +27,7 @@ from heinsen.decoding import (
     StopStrings,
     check_prompt,
     continue_texts,
+    digest,
     fork,
     load_prefix,
     read,
@@ -76,10 +79,14 @@ def main(argv: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to continue, and how: one row for each text, the samples of a prompt next to each other."""
+    """What to continue, and how: one row for each text, the samples of a prompt next to each other.
+
+    `params` are those of the decoding steps alone: the run's own, which `digest` names, are gone once prompts are read.
+    """
 
     model: ModelConfig
     params: Params
+    digest: str | None
     tokenizer: Tokenizer
     sampling: Sampling
     prefix: Prefix
@@ -100,13 +107,15 @@ def prepare() -> Task:
     check_flags(len(texts))
     prompts = [encode(tokenizer, model, text) for text in texts]
     _, params = load_params(Path(WORKDIR.value), config.model, make_mesh())
-    prefix = read_prompts(model, params, prompts)
+    own_digest = None if SAVE_STATE.value is None and LOAD_STATE.value is None else digest(params)
+    prefix = read_prompts(model, params, own_digest, prompts)
     max_tokens = MAX_TOKENS.value or (None if SAVE_STATE.value is None else 0)
     check_length(model, prefix, max_tokens)
     n = SAMPLES.value
     return Task(
         model=model,
-        params=params,
+        params=step_params(model, params, donate=True),
+        digest=own_digest,
         tokenizer=tokenizer,
         sampling=sampling,
         prefix=fork(prefix, n),
@@ -119,12 +128,22 @@ def prepare() -> Task:
 def check_flags(n_prompts: int) -> None:
     """Raise InputError for flags that do not go together."""
     n_texts = n_prompts * SAMPLES.value
+    if SAVE_STATE.value is not None:
+        check_save_path(Path(SAVE_STATE.value))
     if SAVE_STATE.value is not None and n_texts > 1:
         raise InputError("--save_state saves one text: give one prompt and --samples=1")
     if STREAM.value and n_texts > 1:
         raise InputError("--stream shows one text as it is generated: give one prompt and --samples=1")
     if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not is_streamed(n_texts):
         raise InputError("--max_tokens=0 writes without end, which needs a single streamed text: give a number")
+
+
+def check_save_path(path: Path) -> None:
+    """Raise InputError where a state could not be written, before a long text is read."""
+    if path.is_dir():
+        raise InputError(f"--save_state={path} is a folder: give the name of a file")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise InputError(f"--save_state={path}: {path.parent} is no folder that can be written to; give another file")
 
 
 def is_streamed(n_texts: int) -> bool:
@@ -141,11 +160,12 @@ def encode(tokenizer: Tokenizer, model: ModelConfig, text: str | None) -> Sequen
     return check_prompt(model, tokens)
 
 
-def read_prompts(model: ModelConfig, params: Params, prompts: list[Sequence[int]]) -> Prefix:
+def read_prompts(model: ModelConfig, params: Params, own_digest: str | None, prompts: list[Sequence[int]]) -> Prefix:
     """Return the prefix after the loaded state, if there is one, and the prompts."""
     if LOAD_STATE.value is None:
         return read(model, params, prompts)
-    prefix = fork(load_prefix(Path(LOAD_STATE.value), model, params), len(prompts))
+    assert own_digest is not None
+    prefix = fork(load_prefix(Path(LOAD_STATE.value), model, own_digest), len(prompts))
     return read(model, params, prompts, prefix.state) if len(prompts[0]) else prefix
 
 
@@ -219,7 +239,7 @@ def generate(task: Task) -> Iterator[tuple[np.ndarray, Prefix]]:
     """Yield tokens [rows, N] and the prefix after them."""
     return continue_texts(
         task.model,
-        step_params(task.model, task.params),
+        task.params,
         task.prefix,
         task.sampling,
         SEED.value,
@@ -232,11 +252,12 @@ def generate(task: Task) -> Iterator[tuple[np.ndarray, Prefix]]:
 
 def save(task: Task, prefix: Prefix) -> None:
     """Write --save_state. Raises InputError."""
+    assert task.digest is not None
     try:
-        save_prefix(Path(SAVE_STATE.value), task.model, task.params, prefix)
+        save_prefix(Path(SAVE_STATE.value), task.model, task.digest, prefix)
     except OSError as error:
         raise InputError(f"the state cannot be saved: {error}. Give another --save_state") from error
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -45,7 +45,7 @@ def draw_documents(rng, folder, lengths, sources=None):
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["shards"][0]["sources"] = {"file": "shard-00000.sources.npy", "names": names, "sha256": ""}
         (folder / "metadata.json").write_text(json.dumps(metadata))
-    return find_documents(TokenDataset(folder), get_tokenizer("bytes"))
+    return find_documents(TokenDataset(folder, may_be_empty=True), get_tokenizer("bytes"))
 
 
 def filled(documents, rng, window=WINDOW, forgets=False, scale=1.0):
@@ -97,6 +97,30 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
         assert within.any() and (~within & ~starts_a_window).any()
         np.testing.assert_allclose(windows.nats[within], streamed.nats[within], rtol=1e-4, atol=1e-6)
         assert np.abs(windows.nats - streamed.nats).max() > 1e-3
+
+
+@pytest.mark.long
+def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path):
+    documents = draw_documents(rng, tmp_path / "split", [5, 20, 3, 18, 1])
+    kinds = dict(attention="heinsen,softmax,linear,sigmoid", n_layers=4, document_token=EOT)
+    model, mesh = dataclasses.replace(run_config(data).model, **kinds), make_mesh()
+    params = quick_jit(init_params, static_argnums=0)(model, jax.random.key(0))
+    window_step, stream_step = make_window_step(model, mesh), make_stream_step(model, mesh)
+
+    def measure(filler):
+        def fill(batch):
+            is_padding = np.pad(~batch["mask"], [(0, 0), (1, 0)])
+            return batch | {"tokens": np.where(is_padding, filler, batch["tokens"])}
+
+        windows, streamed = Sums(documents, WINDOW, True), Sums(documents, WINDOW, True)
+        measure_windows(window_step, params, map(fill, evaluation_batches(documents.dataset, WINDOW, 2)), mesh, windows)
+        state = init_model_state(model, 2, int(documents.lengths.max()))
+        measure_streaming(stream_step, params, map(fill, DocumentBatches(documents, WINDOW, 2)), mesh, streamed, state)
+        return windows.nats, streamed.nats
+
+    expected = measure(EOT)
+    assert expected[0].sum() > 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), [measure(0), measure(97)], [expected] * 2)
 
 
 def test_windows_lose_what_came_before_them(rng, tmp_path):

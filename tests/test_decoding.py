@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 
 import jax
@@ -26,9 +27,11 @@ from heinsen.decoding import (
     read,
     sample,
     save_prefix,
+    score,
     step_params,
 )
-from heinsen.models import forward, init_model_state, init_params
+from heinsen.decoding.sampling import keep_likeliest
+from heinsen.models import forward, init_model_state, init_params, trim_caches, with_capacity
 from heinsen.ops import states
 from heinsen.ops.states import LogState
 from tests.models import model_config
@@ -97,6 +100,49 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
         assert np.abs(full_forward(without, params, tokens)[0] - expected).max() > 0.1
 
 
+ALL_KINDS = "heinsen,softmax,linear,sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "document_token"),
+    [
+        pytest.param(ALL_KINDS, 0, id="first id"),
+        pytest.param(ALL_KINDS, 256, id="the tokenizer's own", marks=pytest.mark.long),
+        pytest.param(ALL_KINDS, 269, id="last id", marks=pytest.mark.long),
+        pytest.param("real", 0, id="real values"),
+    ],
+)
+def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp_path, kinds, document_token):
+    """Texts read together, saved, scored and continued: as by one forward pass over each text, without padding."""
+    changes = dict(value_domain="real", n_layers=1) if kinds == "real" else dict(attention=kinds, n_layers=4)
+    sizes = dict(vocab_size=270, padded_vocab_size=272, document_token=document_token)
+    config = model_config(**changes, **sizes, implementation="scan")
+    params, path = draw_params(rng, config), tmp_path / "state"
+    # Where a piece begins with a document, the state is the same but slots are counted from there.
+    begins = (rng.random((2, 9)) < 0.5) & np.isin(np.arange(9), [0, 1, 2, 5])
+    text = np.where(begins, document_token, 1 + rng.choice(np.delete(np.arange(268), 255), (2, 9)))
+    logits, end = full_forward(config, params, text)
+    log_p = jax.nn.log_softmax(logits)
+    monkeypatch.setattr(prompts, "PREFILL_PIECE", 4)  # pieces that are padded, and without any token of a row
+    rows, lengths = np.arange(2), np.array([3, 6])
+    prefix = read(config, params, [own[:n] for own, n in zip(text, lengths, strict=True)])
+    np.testing.assert_allclose(prefix.logits, logits[rows, lengths - 1], atol=1e-4)
+    save_prefix(path, config, params, prefix)
+    loaded = load_prefix(path, config, params)
+    place = lengths[:, None] + np.arange(5)
+    for filler in (document_token, 1):  # whatever the caller pads with
+        rest = np.where(place < 8, text[rows[:, None], np.minimum(place, 8)], filler)
+        got, _, after = score(config, params, loaded, rest, 8 - lengths)
+        for row, n in enumerate(lengths):
+            want = log_p[row, np.arange(n - 1, 7), text[row, n:8]]
+            np.testing.assert_allclose(got[row], np.pad(want, (0, n - 3)), atol=1e-4)
+        np.testing.assert_allclose(after.logits, logits[:, 7], atol=1e-4)
+        last, state = decode_step(config, params, text[:, 8], with_capacity(config, after.state, 16))
+        np.testing.assert_allclose(last, logits[:, 8], atol=1e-4)
+        state = trim_caches(config, state, 9)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, end)
+
+
 def test_a_prompt_read_in_pieces_equals_one_read_at_once(rng, params, monkeypatch):
     tokens = draw_tokens(rng, 2, 13)
     read_piece, lengths = prompts._prefill_piece, []
@@ -128,6 +174,20 @@ def test_state_keeps_its_size_and_the_one_given_is_donated(rng, params):
         assert sizes(state) == sizes(given)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, params)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["heinsen", "heinsen,linear"])
+def test_parameters_of_steps_can_take_the_place_of_the_others(rng, dtype, attention):
+    config = dataclasses.replace(MODEL, dtype=dtype, attention=attention)
+    params = draw_params(rng, config)
+    expected = step_params(config, params)
+    before = {id(x) for x in jax.live_arrays()} - {id(x) for x in jax.tree.leaves(params)}
+    own = step_params(config, params, donate=True)
+    n_bytes = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)
+    assert n_bytes == sum({id(x): x.nbytes for x in jax.tree.leaves(own)}.values())
+    jax.tree.map(np.testing.assert_array_equal, own, expected)
+    assert all(x.is_deleted() for x in jax.tree.leaves(params["layers"]))
 
 
 def test_an_empty_prompt_is_refused(params):
@@ -342,6 +402,116 @@ def test_states_of_other_models_and_damaged_ones_are_refused_by_name(rng, params
         load_prefix(path, MODEL, params)
 
 
+def contents(path) -> tuple[dict, list[np.ndarray]]:
+    with np.load(path) as file:
+        return json.loads(str(file["header"])), [file[f"array_{i}"] for i in range(len(file) - 1)]
+
+
+def write_state(path, header, arrays) -> None:
+    with open(path, "wb") as file:
+        np.savez(file, header=np.array(json.dumps(header)), **{f"array_{i}": x for i, x in enumerate(arrays)})
+
+
+def first_version(header: dict) -> dict:
+    return {name: value for name, value in header.items() if name != "digest"} | {"version": 1}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(config, parameters, file, header, arrays) of a state with sums and a cache."""
+    config = dataclasses.replace(MODEL, attention="heinsen,softmax")
+    params = draw_params(np.random.default_rng(0), config)
+    path = tmp_path_factory.mktemp("saved") / "state"
+    save_prefix(path, config, params, read(config, params, [[1, 2, 3]]))
+    return config, params, path, *contents(path)
+
+
+def test_a_state_of_the_first_version_is_read_without_its_digest(saved, tmp_path):
+    config, params, path, header, arrays = saved
+    write_state(tmp_path / "old", first_version(header), arrays)
+    old, new = (load_prefix(p, config, params) for p in (tmp_path / "old", path))
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+
+
+def test_any_change_of_a_state_is_told_by_its_digest(rng, saved, tmp_path):
+    """Also one that leaves a valid file."""
+    config, params, _, header, arrays = saved
+    refused = pytest.raises(StateError, match="damaged one .*digest is that of other contents")
+    for i, x in enumerate(arrays):
+        changed = x.copy()
+        changed.reshape(-1).view(np.uint8)[rng.integers(x.nbytes)] ^= 1 << rng.integers(8)
+        write_state(tmp_path / "state", header, [*arrays[:i], changed, *arrays[i + 1 :]])
+        with refused:
+            load_prefix(tmp_path / "state", config, params)
+    for change in ({"rows": 2}, {"model": header["model"] | {"remat": "x"}}, {"digest": None}, {"digest": "0" * 32}):
+        write_state(tmp_path / "state", header | change, arrays)
+        with refused:
+            load_prefix(tmp_path / "state", config, params)
+
+
+@pytest.mark.parametrize("header", [[], 5, None, {}, "x", {"version": None}, {"version": True}, {"version": 1}])
+def test_a_file_with_another_header_is_no_state(saved, tmp_path, header):
+    config, params, _, _, arrays = saved
+    write_state(tmp_path / "state", header, arrays)
+    with pytest.raises(StateError, match="state is no saved state, or a damaged one .*: read the text again"):
+        load_prefix(tmp_path / "state", config, params)
+
+
+@pytest.mark.parametrize(
+    "change", [{"rows": "x"}, {"rows": 0}, {"rows": 10**30}, {"rows": 1.0}, {"model": 5}, {"params": None}], ids=str
+)
+def test_header_fields_are_checked_in_states_without_a_digest(saved, tmp_path, change):
+    config, params, _, header, arrays = saved
+    write_state(tmp_path / "state", first_version(header) | change, arrays)
+    with pytest.raises(StateError, match=r"state is .*damaged.*: read the text again"):
+        load_prefix(tmp_path / "state", config, params)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda arrays: [np.full_like(x, np.nan) if x.dtype == np.float32 else x for x in arrays], "NaN or infinity"),
+        (lambda arrays: [arrays[0] * np.float32(np.inf), *arrays[1:]], "NaN or infinity"),
+        (lambda arrays: [x[:, :-1] if x.ndim > 1 else x for x in arrays], r"array 0 is float32 \(1, 263\), where"),
+        (lambda arrays: [arrays[0].astype(np.complex64), *arrays[1:]], "array 0 is complex64"),
+        (lambda arrays: arrays[1:], "where the model has"),
+        (lambda arrays: [*arrays, arrays[-1]], "where the model has"),
+        (lambda arrays: [*arrays[:-2], arrays[-2] + 4, arrays[-1]], "array .* is float32 .*, where"),  # n_tokens
+        (lambda arrays: [*arrays[:-2], -arrays[-2], arrays[-1]], "impossible numbers of tokens"),
+        (lambda arrays: [*arrays[:-2], arrays[-2], arrays[-1] + 9], "impossible numbers of tokens"),
+        (lambda arrays: [*arrays[:-1], arrays[-1].astype(np.int64)], "no numbers of tokens"),
+        (lambda arrays: [], "no numbers of tokens"),
+    ],
+)
+def test_arrays_that_are_not_the_models_are_refused_in_states_without_a_digest(saved, tmp_path, damage, message):
+    config, params, _, header, arrays = saved
+    write_state(tmp_path / "state", first_version(header), damage(arrays))
+    with pytest.raises(StateError, match=rf"state is a damaged state \(.*{message}.*\): read the text again"):
+        load_prefix(tmp_path / "state", config, params)
+
+
+def test_other_files_are_no_states(saved, tmp_path):
+    config, params, path, _, arrays = saved
+    files = {
+        "array.npy": lambda file: np.save(file, arrays[0]),
+        "text": lambda file: file.write(b"text"),
+        "folder": None,
+    }
+    files["objects.npy"] = lambda file: np.save(file, np.array([{}]), allow_pickle=True)
+    files["nested"] = lambda file: np.savez(file, header=np.array("[" * 100_000))
+    compressed = bytearray(path.read_bytes())
+    compressed[8] = compressed[compressed.index(b"PK\x01\x02") + 10] = 99  # an unknown method of compression
+    files["compressed"] = lambda file: file.write(compressed)
+    for name, write in files.items():
+        if write is None:
+            (tmp_path / name).mkdir()
+        else:
+            with open(tmp_path / name, "wb") as file:
+                write(file)
+        with pytest.raises(StateError, match=f"{name} is no saved state, or a damaged one .*: read the text again"):
+            load_prefix(tmp_path / name, config, params)
+
+
 # ---- stop strings ----------------------------------------------------------------------------
 
 
@@ -458,6 +628,43 @@ def test_tokens_that_are_equally_likely_do_not_lift_the_limit(rng, sampling):
     logits = np.zeros(VOCAB)
     logits[:2] = -50.0
     assert np.count_nonzero(count_draws(rng, logits, sampling)) == 4
+
+
+quick_keep = jax.jit(keep_likeliest, static_argnums=1)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+def test_the_likeliest_tokens_are_those_of_a_sort_in_float64(rng, top_p):
+    """Of random, peaked, flat and tied logits, and of some that underflow or have no probability."""
+    n = 5000
+    draws = rng.standard_normal((8, n))
+    draws *= np.array([1, 10, 1e-3, 1e-7, 3, 2, 40, 1e3])[:, None]
+    draws[4] = np.round(draws[4])  # some hundred equal ones at every value
+    draws[5] = np.round(draws[5] / 4)
+    draws[6, rng.random(n) < 0.5] = -np.inf
+    logits = np.float32(draws - draws.max(axis=-1, keepdims=True))
+    logits -= logits.max(axis=-1, keepdims=True)
+    p = np.exp(np.float64(logits))
+    order = np.argsort(-np.float64(logits), axis=-1, kind="stable")
+    in_order = np.take_along_axis(p / p.sum(axis=-1, keepdims=True), order, axis=-1)
+    before = np.empty_like(p)
+    np.put_along_axis(before, order, np.cumsum(in_order, axis=-1) - in_order, axis=-1)
+    kept = np.asarray(quick_keep(logits, top_p))
+    clear = np.abs(before - top_p) > 2e-6
+    np.testing.assert_array_equal(kept[clear], (before < top_p)[clear])
+    # The likeliest are a beginning of the sorted order.
+    sorted_kept = np.take_along_axis(kept, order, axis=-1)
+    np.testing.assert_array_equal(sorted_kept, np.arange(n) < kept.sum(axis=-1, keepdims=True))
+    assert kept.any(axis=-1).all()
+
+
+@pytest.mark.parametrize("n_alike", [1, 2, 7, 1024, 50304])
+def test_of_equal_tokens_the_first_are_kept_and_no_more_than_needed(rng, n_alike):
+    logits = np.full((1, 50304), -np.inf, np.float32)
+    alike = np.sort(rng.choice(50304, n_alike, replace=False))
+    logits[0, alike] = 0
+    for top_p in (2**-20, 0.25, 0.5, 0.75):
+        np.testing.assert_array_equal(np.flatnonzero(quick_keep(logits, top_p)), alike[: math.ceil(top_p * n_alike)])
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-38])

@@ -1,5 +1,6 @@
 """Answers to the lm-evaluation-harness: equal to what the forward pass says directly, token by token."""
 
+import dataclasses
 import json
 import math
 
@@ -8,6 +9,7 @@ import pytest
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate, prompts
+from heinsen.errors import InputError
 from heinsen.evaluation import harness
 from heinsen.evaluation.harness import Answers, as_lm
 from tests.test_decoding import MODEL, draw_params, full_forward
@@ -24,10 +26,13 @@ def answers(rng):
 
 def direct(answers: Answers, text: str, n_last: int) -> tuple[float, bool]:
     """Log-likelihood of the last n tokens of a document that begins with `text`, and whether all were the likeliest."""
-    ids = [256, *text.encode()]
-    tokens = np.zeros((1, LENGTH), np.int32)
-    tokens[0, : len(ids)] = ids
-    logits = np.float64(full_forward(MODEL, answers.params, tokens)[0][0])
+    return direct_of_ids(answers, [256, *text.encode()], n_last)
+
+
+def direct_of_ids(answers: Answers, ids: list[int], n_last: int) -> tuple[float, bool]:
+    tokens = np.zeros((1, answers.config.n_positions or LENGTH), np.int32)
+    tokens[0, : len(ids) - 1] = ids[:-1]
+    logits = np.float64(full_forward(answers.config, answers.params, tokens)[0][0])
     log_p = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
     log_p -= logits.max(-1, keepdims=True)
     places = range(len(ids) - 1 - n_last, len(ids) - 1)
@@ -76,6 +81,81 @@ def test_generation_ends_at_the_strings_and_limits_of_the_task(rng, answers):
     assert answers.generate_until(drawn) != [full["one"]]
 
 
+# ---- learned positions ---------------------------------------------------------------------------
+
+ROOM = 16
+
+
+@pytest.fixture
+def short_answers(rng):
+    """Of a model with few learned positions."""
+    config = dataclasses.replace(MODEL, position="learned", n_positions=ROOM, document_token=256, attention="softmax")
+    return Answers(config, draw_params(rng, config), get_tokenizer("bytes"), batch_size=3)
+
+
+def draw_text(rng, n: int) -> str:
+    return "".join(map(chr, rng.integers(97, 120, n)))
+
+
+def test_a_text_of_as_many_tokens_as_there_are_positions_is_whole(rng, short_answers):
+    text = draw_text(rng, ROOM)
+    expected, best = direct(short_answers, text, ROOM)
+    assert short_answers.loglikelihood_rolling([text]) == [pytest.approx(expected, abs=1e-3)]
+    of_end, best_of_end = direct(short_answers, text, 7)
+    got = short_answers.loglikelihood([(text[:9], text[9:]), ("", text)])
+    assert got == [(pytest.approx(of_end, abs=1e-3), best_of_end), (pytest.approx(expected, abs=1e-3), best)]
+    assert len(short_answers.generate_until([(text[:7], {"max_gen_toks": 8})])) == 1
+    assert short_answers.n_truncated == 0
+
+
+def test_what_is_too_long_is_truncated_from_the_left_or_read_in_windows_and_counted(rng, short_answers):
+    """Beside texts that are not too long."""
+    context, end, long = draw_text(rng, 40), draw_text(rng, 5), draw_text(rng, 2 * ROOM + 5)
+    ids, whole = [256, *(context + end).encode()], [256, *long.encode()]
+    got = short_answers.loglikelihood([("a", "b"), (context, end), ("", long)])
+    in_windows = [
+        direct_of_ids(short_answers, whole[: ROOM + 1], ROOM),
+        direct_of_ids(short_answers, whole[ROOM : 2 * ROOM + 1], ROOM),
+    ]
+    in_windows.append(direct_of_ids(short_answers, whole[-ROOM - 1 :], 5))
+    of_long = sum(log_p for log_p, _ in in_windows)
+    expected = [direct(short_answers, "ab", 1)[0], direct_of_ids(short_answers, ids[-ROOM - 1 :], 5)[0], of_long]
+    np.testing.assert_allclose([log_p for log_p, _ in got], expected, atol=2e-3)
+    assert got[2][1] == all(best for _, best in in_windows) and short_answers.n_truncated == 2
+    got = short_answers.loglikelihood_rolling(["ab", long])
+    np.testing.assert_allclose(got, [direct(short_answers, "ab", 2)[0], of_long], atol=2e-3)
+    assert short_answers.n_truncated == 3
+    greedy = Sampling(0.0)
+    prompts = [[256, 97], [*context.encode()][-(ROOM - 4) :]]
+    written = [bytes(generate(short_answers.config, short_answers.params, p, greedy, 0, 4, 256)) for p in prompts]
+    got = short_answers.generate_until([("a", {"max_gen_toks": 4}), (context, {"max_gen_toks": 4})])
+    assert got == [text.decode("utf-8", errors="replace") for text in written] and short_answers.n_truncated == 4
+    with pytest.raises(InputError, match="max_gen_toks = 16 leaves no room for a prompt: .* model.n_positions = 16"):
+        short_answers.generate_until([("a", {"max_gen_toks": 4}), ("a", {"max_gen_toks": 16})])
+
+
+@pytest.mark.long
+def test_windows_are_those_of_the_harness(rng, short_answers):
+    utils = pytest.importorskip("lm_eval.utils", reason="needs lm-eval: pip install 'heinsen[harness]'")
+    for n in range(1, 4 * ROOM):
+        tokens = rng.integers(0, 256, n).tolist()
+        wanted = utils.get_rolling_token_windows(tokens, prefix_token=256, max_seq_len=ROOM, context_len=1)
+        assert short_answers._windows([256], tokens) == [*map(utils.make_disjoint_window, wanted)]
+
+
+def test_without_the_token_before_a_text_contexts_are_read_as_they_are(rng, answers):
+    """An empty context still needs one."""
+    without = dataclasses.replace(answers, add_bos_token=False)
+    ((log_p, _), (of_empty, _)) = without.loglikelihood([("hello", " world"), ("", "xy")])
+    assert log_p == pytest.approx(direct_of_ids(answers, [*b"hello world"], 6)[0], abs=1e-3)
+    assert abs(log_p - direct(answers, "hello world", 6)[0]) > 1e-3
+    assert of_empty == pytest.approx(direct(answers, "xy", 2)[0], abs=1e-3)
+    assert without.loglikelihood_rolling(["xy"]) == [pytest.approx(of_empty, abs=1e-3)]
+    written = bytes(generate(MODEL, answers.params, [*b"hello"], Sampling(0.0), 0, 5, 256))
+    got = without.generate_until([("hello", {"max_gen_toks": 5}), ("", {"max_gen_toks": 1})])
+    assert got[0] == written.decode("utf-8", errors="replace")
+
+
 def test_bad_requests_are_named(answers):
     with pytest.raises(ValueError, match="an empty continuation after 'abc'"):
         answers.loglikelihood([("abc", "")])
@@ -118,3 +198,23 @@ def test_the_harness_gets_the_same_numbers_for_local_tasks(rng, answers, tmp_pat
     nats = sum(direct(answers, row["q"], len(row["q"]))[0] for row in rows)
     n_bytes = sum(len(row["q"]) for row in rows)
     assert result["rolling"]["bits_per_byte,none"] == pytest.approx(-nats / n_bytes / math.log(2), rel=1e-4)
+
+
+@pytest.mark.long
+def test_the_harness_ends_with_texts_that_are_too_long(rng, short_answers, tmp_path):
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'heinsen[harness]'")
+    from lm_eval.tasks import TaskManager
+
+    texts = [draw_text(rng, n) for n in (5, ROOM, ROOM + 1, 5 * ROOM)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"q": text}) + "\n" for text in texts))
+    (tmp_path / "rolling.yaml").write_text(
+        'task: rolling\ndoc_to_text: ""\ndoc_to_target: "{{q}}"\ndataset_path: json\ndataset_kwargs:\n  data_files:\n'
+        f"    test: {tmp_path}/rows.jsonl\ntest_split: test\noutput_type: loglikelihood_rolling\n"
+        "metric_list:\n  - metric: bits_per_byte\nmetadata:\n  version: 1\n"
+    )
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    result = lm_eval.simple_evaluate(
+        model=as_lm(short_answers), tasks=["rolling"], task_manager=manager, bootstrap_iters=10
+    )
+    assert math.isfinite(result["results"]["rolling"]["bits_per_byte,none"])
+    assert result["config"]["n_truncated"] == 2 and result["config"]["add_bos_token"]

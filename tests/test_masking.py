@@ -170,6 +170,21 @@ def test_pseudo_perplexity_predicts_every_token_once_from_those_that_are_seen_wi
     assert_close(quick_jit(lambda p, t: window_losses(MODEL, p, t))(params, tokens), want, 2e-5)
 
 
+@pytest.mark.parametrize("document_token", [None, DOCUMENT])
+def test_the_padding_of_a_window_is_not_seen(rng, document_token):
+    """Whatever id it has; a row of padding alone has losses that are finite, to be masked."""
+    changes = dict(attention="heinsen,softmax,sigmoid,linear", n_layers=4, sigmoid_bias="-log_n", **EQUAL)
+    model = model_config(**SIZES | changes, objective="masked", document_token=document_token)
+    params, n = draw_params(model, rng), T - 3
+    tokens = np.concatenate([np.full((B, 1), 5), draw_tokens(model, rng)], axis=1)
+    losses = quick_jit(lambda p, t, lengths: window_losses(model, p, t, None, lengths))
+    want = quick_jit(lambda p, t: window_losses(model, p, t))(params, tokens[:, : n + 1])
+    for filler in (0, DOCUMENT, model.vocab_size - 1):
+        tokens[:, n + 1 :] = filler
+        assert_close(losses(params, tokens, np.full(B, n))[:, :n], want, 2e-5)
+    assert np.isfinite(losses(params, tokens, np.arange(B))).all()
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,12 @@ def test_tasks_are_run_and_reported(run, harness):
     result = run_tasks(load_run(run.workdir), str(run.workdir), TaskOptions(["own"], "folder", 0, 5, 16))
     log_p = result.metrics["own"]["log_p,none"]
     assert -math.inf < log_p < 0 and "alias" not in result.metrics["own"]
-    assert summarize_tasks(result) == {"workdir": str(run.workdir), "step": STEPS, "tasks": result.metrics}
+    assert summarize_tasks(result) == {
+        "workdir": str(run.workdir),
+        "step": STEPS,
+        "tasks": result.metrics,
+        "n_truncated": 0,
+    }
     lines = format_tasks(result)
     assert lines[0] == f"{'own':<24} {'log_p,none':<24} {log_p:.4f} +- 0.2500" and len(lines) == 2
     assert lines[1].split() == ["own", "greedy,none", f"{result.metrics['own']['greedy,none']:.4f}"]

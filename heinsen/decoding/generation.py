@@ -41,12 +41,25 @@ def decode_step(
     return logits[:, -1], state
 
 
-def step_params(config: ModelConfig, params: Params) -> Params:
-    """Convert parameters to what `decode` reads fastest: one entry per layer, matrices in `config.dtype`."""
-    own = unstack(config, params)
-    cast = lambda path, x: x.astype(config.dtype) if path[-1].key == "kernel" else x
+def step_params(config: ModelConfig, params: Params, donate: bool = False) -> Params:
+    """Convert parameters to what `decode` reads fastest: one entry per layer, matrices in `config.dtype`.
+
+    donate: delete the arrays of `params` on the way, as nothing else reads them: memory holds parameters only once.
+    """
+
+    def cast(path: tuple[Any, ...], x: Array) -> Array:
+        if path[-1].key != "kernel" or x.dtype == config.dtype:
+            return x
+        converted = x.astype(config.dtype)
+        if donate:
+            jax.block_until_ready(converted)
+            x.delete()
+        return converted
+
+    own = unstack(config, jax.tree_util.tree_map_with_path(cast, params), donate)
     # Tokens are looked up in the embedding as it is; the product that makes logits reads it in config.dtype.
-    return jax.tree_util.tree_map_with_path(cast, own) | {"head": own["embedding"].astype(config.dtype)}
+    embedding = own["embedding"]
+    return own | {"head": embedding if embedding.dtype == config.dtype else embedding.astype(config.dtype)}
 
 
 def decode(

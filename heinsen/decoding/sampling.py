@@ -68,18 +68,48 @@ def sample(
     # Below 1e-30 the division could overflow; the largest logit stays 0 and is drawn alone long before.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / max(sampling.temperature, 1e-30)
     assert keys is not None
-    draw = jax.vmap(jax.random.categorical)
-    if 0 < sampling.top_k < vocab_size or sampling.top_p < 1:
+    order = None
+    if 0 < sampling.top_k < vocab_size:
         # Drawn by rank, so that tokens of equal probability do not slip in beyond the limit.
-        descending, order = jax.lax.top_k(logits, min(sampling.top_k or vocab_size, vocab_size))
-        if sampling.top_p < 1:
-            p = jax.nn.softmax(descending, axis=-1)
-            descending = jnp.where(jnp.cumsum(p, axis=-1) - p < sampling.top_p, descending, -jnp.inf)
-        rank = draw(keys, _mask_below_min_p(descending, sampling.min_p))
-        return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
-    return draw(keys, _mask_below_min_p(logits, sampling.min_p)).astype(jnp.int32)
+        logits, order = jax.lax.top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = jnp.where(keep_likeliest(logits, sampling.top_p), logits, -jnp.inf)
+    if sampling.min_p > 0:  # the likeliest has a logit of 0
+        logits = jnp.where(logits >= np.log(sampling.min_p), logits, -jnp.inf)
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    return (drawn if order is None else jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0]).astype(jnp.int32)
 
 
-def _mask_below_min_p(logits: Array, min_p: float) -> Array:
-    """Mask tokens less than min_p times as likely as the likeliest, whose logit is 0."""
-    return logits if min_p == 0 else jnp.where(logits >= np.log(min_p), logits, -jnp.inf)
+def keep_likeliest(logits: Float[Array, "B V"], top_p: float) -> Bool[Array, "B V"]:
+    """Return the fewest likeliest tokens with a total probability of at least top_p; of equal ones the first.
+
+    The largest logit of each row is 0. A token is kept if the tokens before it, by logits and then by place, have less
+    than top_p together, in sums of the logits' dtype: in float32 they are off by 1e-6.
+
+    Nothing is sorted. Bisection finds the distance from the largest logit, by all bits, that the last kept tokens have.
+    """
+    p = jnp.exp(logits)
+    limit = top_p * jnp.sum(p, axis=-1)
+    # As integers, numbers that are not negative have the same order.
+    n_bits = jnp.finfo(logits.dtype).bits
+    distance = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.dtype(f"int{n_bits}"))
+    farthest = jax.lax.bitcast_convert_type(jnp.full(limit.shape, jnp.inf, logits.dtype), distance.dtype)
+
+    def sum_closer(than: Array) -> Array:
+        return jnp.sum(jnp.where(distance < than[:, None], p, 0), axis=-1)
+
+    def halve(_: Array, interval: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = interval
+        middle = low + (high - low + 1) // 2
+        fits = sum_closer(middle) < limit
+        return jnp.where(fits, middle, low), jnp.where(fits, high, middle - 1)
+
+    last, _ = jax.lax.fori_loop(0, n_bits - 1, halve, (jnp.zeros_like(farthest), farthest))
+    is_last = distance == last[:, None]
+
+    def fit_equals() -> Array:
+        before = sum_closer(last)[:, None] + (jnp.cumsum(is_last, axis=-1) - 1) * p
+        return is_last & (before < limit[:, None])
+
+    has_equals = jnp.any(jnp.sum(is_last, axis=-1) > 1)
+    return (distance < last[:, None]) | jax.lax.cond(has_equals, fit_equals, lambda: is_last)

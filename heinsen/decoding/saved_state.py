@@ -1,9 +1,13 @@
-"""Prefixes on disk: one file (.npz) with arrays, and a header that says which model they belong to."""
+"""Prefixes on disk: one file (.npz) with arrays, and a header that says which model they belong to.
+
+The header also holds a digest of itself and of the arrays. Version 1 of the format had none: such a file is read if its
+arrays fit the model and are numbers.
+"""
 
 import dataclasses
 import hashlib
 import json
-import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +15,121 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from heinsen.config import complete
 from heinsen.decoding.prompts import Prefix
 from heinsen.errors import HeinsenError
 from heinsen.files import atomic_writer
 from heinsen.models import ModelConfig, Params, init_model_state, trim_caches
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+_FIELDS: dict[str, type] = {"version": int, "rows": int, "model": dict, "params": str}  # of a header
 
 
 class StateError(HeinsenError, ValueError):
     """A saved state that cannot be used here."""
 
 
-def save_prefix(path: Path, config: ModelConfig, params: Params, prefix: Prefix) -> None:
+def save_prefix(path: Path, config: ModelConfig, params: Params | str, prefix: Prefix) -> None:
     """Write a prefix to one file, atomically. Raises OSError.
 
     The file holds the logits, the state with caches trimmed to what is used, and the model they belong to: all fields
-    of its config that change what a state means, and a digest of `params` (from `init_params`).
+    of its config that change what a state means, and a digest of `params` (from `init_params`, or their `digest`).
     """
     logits, state = jax.tree.map(np.asarray, prefix)
     prefix = Prefix(logits, trim_caches(config, state, int(state.n_tokens.max())))
-    arrays: dict[str, Any] = {f"array_{i}": _as_bits(x) for i, x in enumerate(jax.tree.leaves(prefix))}
+    arrays = [_as_bits(x) for x in jax.tree.leaves(prefix)]
     header = {
         "version": STATE_VERSION,
         "rows": len(prefix.logits),
         "model": _identity(config),
-        "params": digest(params),
+        "params": params if isinstance(params, str) else digest(params),
     }
+    header["digest"] = _digest_contents(header, arrays)
     with atomic_writer(path) as file:
-        np.savez(file, header=np.array(json.dumps(header)), **arrays)
+        named: dict[str, Any] = {f"array_{i}": x for i, x in enumerate(arrays)}
+        np.savez(file, header=np.array(json.dumps(header)), **named)
 
 
-def load_prefix(path: Path, config: ModelConfig, params: Params) -> Prefix:
+def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix:
     """Read what `save_prefix` wrote. Raises StateError for a missing or damaged file, or a state of another model."""
-    header, arrays = _read_file(path)
-    own = _identity(config)
-    if differing := [name for name in own if header["model"].get(name) != own[name]]:
-        listed = "; ".join(f"model.{n} {header['model'].get(n)!r} there, {own[n]!r} here" for n in differing)
-        raise StateError(f"{path} is a state of another model: {listed}")
-    if header["params"] != digest(params):
-        raise StateError(
-            f"{path} is a state of a model of this shape with other parameters: use the run it was made by"
-        )
-    empty = jax.eval_shape(lambda: init_model_state(config, header["rows"]))
-    logits = jax.ShapeDtypeStruct((), empty.position.dtype)
-    leaves, structure = jax.tree.flatten((logits, empty))
-    loaded = [jnp.asarray(x.view(leaf.dtype)) for x, leaf in zip(arrays, leaves, strict=True)]
-    return Prefix(*jax.tree.unflatten(structure, loaded))
-
-
-def _read_file(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the header and the arrays. Raises StateError."""
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            header = json.loads(str(file["header"]))
-            if header["version"] != STATE_VERSION:
-                raise StateError(
-                    f"{path} has version {header['version']} of the state format, this program reads {STATE_VERSION}: "
-                    "read the text again"
-                )
-            return header, [file[f"array_{i}"] for i in range(len(file.files) - 1)]
+        header, arrays = _read_file(path)
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist: save a state there first (--save_state)") from error
     except StateError:
         raise
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # NumPy, zipfile and json raise errors of many types for bytes that are not theirs
         raise StateError(f"{path} is no saved state, or a damaged one ({error}): read the text again") from error
+    saved, own = complete(ModelConfig, header["model"]), _identity(config)
+    if differing := [name for name in own if saved.get(name) != own[name]]:
+        listed = "; ".join(f"model.{n} {saved.get(n)!r} there, {own[n]!r} here" for n in differing)
+        raise StateError(f"{path} is a state of another model: {listed}")
+    if header["params"] != (params if isinstance(params, str) else digest(params)):
+        raise StateError(
+            f"{path} is a state of a model of this shape with other parameters: use the run it was made by"
+        )
+    try:
+        return _restore(config, header["rows"], arrays)
+    except ValueError as error:
+        raise StateError(f"{path} is a damaged state ({error}): read the text again") from error
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return the header and the arrays. Raises StateError for other versions, and anything for other damage."""
+    with open(path, "rb") as opened:
+        file = np.load(opened, allow_pickle=False)
+        if not isinstance(file, Mapping):
+            raise ValueError("a single array")
+        header = json.loads(str(file["header"]))
+        if not isinstance(header, dict) or type(header.get("version")) is not int:
+            raise ValueError("the header has no version")
+        if not 1 <= header["version"] <= STATE_VERSION:
+            raise StateError(
+                f"{path} has version {header['version']} of the state format, this program reads {STATE_VERSION}: "
+                "read the text again"
+            )
+        for name, kind in _FIELDS.items():
+            if type(header.get(name)) is not kind:
+                raise ValueError(f"the header's {name} is {header.get(name)!r}")
+        arrays = [file[f"array_{i}"] for i in range(len(file) - 1)]
+        if header["version"] > 1 and header.pop("digest", None) != _digest_contents(header, arrays):
+            raise ValueError("its digest is that of other contents")
+        return header, arrays
+
+
+def _restore(config: ModelConfig, n_rows: int, arrays: Sequence[np.ndarray]) -> Prefix:
+    """Return arrays as the prefix of a model's own shapes. Raises ValueError where they are not one."""
+    if len(arrays) < 2 or any(x.shape != (n_rows,) or x.dtype != np.int32 for x in arrays[-2:]):
+        raise ValueError(f"no numbers of tokens of {n_rows} rows")
+    n_tokens, document_start = arrays[-2:]
+    if not (n_rows > 0 and (document_start >= 0).all() and (document_start <= n_tokens).all()):
+        raise ValueError("impossible numbers of tokens")
+
+    def empty() -> Prefix:
+        state = init_model_state(config, n_rows, int(n_tokens.max()) if config.has_cache else 0)
+        return Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
+
+    wanted, structure = jax.tree.flatten(jax.eval_shape(empty))
+    if len(wanted) != len(arrays):
+        raise ValueError(f"{len(arrays)} arrays, where the model has {len(wanted)}")
+    loaded = []
+    for i, (x, leaf) in enumerate(zip(arrays, wanted, strict=True)):
+        if (x.shape, x.dtype) != (leaf.shape, _as_bits(np.empty(0, leaf.dtype)).dtype):
+            raise ValueError(f"array {i} is {x.dtype} {x.shape}, where the model has {leaf.dtype} {leaf.shape}")
+        x = x.view(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not (x < np.inf).all():  # -inf is an empty sum
+            raise ValueError(f"array {i} holds NaN or infinity")
+        loaded.append(jnp.asarray(x))
+    return Prefix(*jax.tree.unflatten(structure, loaded))
+
+
+def _digest_contents(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
+    """Return a hash of a header without its digest, and of the arrays."""
+    whole = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for x in arrays:
+        whole.update(f"{x.dtype.str} {x.shape}".encode())
+        whole.update(np.ascontiguousarray(x).data)
+    return whole.hexdigest()[:32]
 
 
 def digest(params: Params) -> str:

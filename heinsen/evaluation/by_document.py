@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from heinsen.data.documents import Documents
 from heinsen.data.loader import Batch
+from heinsen.files import write_figure
 from heinsen.models import ModelConfig, ModelState, Params, forget, next_token_losses
 from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
@@ -95,10 +96,13 @@ def _range_of(position: np.ndarray) -> np.ndarray:
 
 
 def make_window_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
-    """Return a compiled step: (params, {"tokens" [B, T + 1], ...}) -> losses of all targets, [B, T]."""
+    """Return a compiled step: (params, {"tokens" [B, T + 1], "mask" [B, T]}) -> losses of all targets, [B, T].
+
+    The mask is 1 up to the end of each row's tokens, and what follows is padding.
+    """
 
     def step(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-        return window_losses(model, params, batch["tokens"], mesh)
+        return window_losses(model, params, batch["tokens"], mesh, batch["mask"].sum(axis=-1))
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 
@@ -425,6 +429,5 @@ def plot_by_position(result: ByPosition, title: str, path: Path) -> None:
     for axes in (above, below):
         axes.axvline(window, color="0.5", lw=0.8, ls=":")
         axes.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)

@@ -1,8 +1,12 @@
 """Answers to the requests of the lm-evaluation-harness: likelihoods of continuations and of whole texts, generation.
 
 `Answers` does the work and needs only this package; `as_lm` wraps it in a model for `lm_eval.simple_evaluate`
-(pip install 'heinsen[harness]'). Every text begins a document: the end-of-text token comes before it, as in training.
-The model's state is carried along, so no text is truncated.
+(pip install 'heinsen[harness]'). Every text begins a document: the end-of-text token comes before it, as in training,
+unless `add_bos_token` is false.
+
+The model's state is carried along, so texts of any length are read whole. Only a model with learned positions has a
+limit: there contexts lose their beginning and whole texts are read in windows, as lm-eval's own model class does, and
+the number of such texts is counted.
 """
 
 import dataclasses
@@ -14,6 +18,7 @@ import numpy as np
 
 from heinsen.data.tokenizer import Tokenizer
 from heinsen.decoding import Prefix, Sampling, StopStrings, continue_texts, read, score, step_params
+from heinsen.decoding.prompts import TokenIds
 from heinsen.errors import InputError
 from heinsen.models import ModelConfig, Params
 
@@ -22,24 +27,31 @@ MAX_GENERATED = 256  # tokens, for tasks without a limit
 
 @dataclasses.dataclass
 class Answers:
-    """A model's answers, computed for `batch_size` texts at a time."""
+    """A model's answers, computed for `batch_size` texts at a time.
+
+    Attributes:
+      add_bos_token: whether end-of-text comes before every text; if not, it does where a context would be empty.
+      n_truncated: number of texts so far that were too long for the model's positions.
+    """
 
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer
     batch_size: int = 32
     progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items
+    add_bos_token: bool = True
+    n_truncated: int = 0
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """For each (context, continuation), return its log-likelihood in nats, and whether greedy decoding writes it.
 
         Each context is read once for all of its continuations. Raises ValueError for an empty continuation.
         """
-        answers: list[Any] = [None] * len(requests)
-        of_context: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}
+        answers = [(0.0, True)] * len(requests)
+        of_context: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
         for i, (context, continuation) in enumerate(requests):
-            before, after = self._split(context, continuation)
-            of_context.setdefault(tuple(before), []).append((i, after))
+            for before, after in self._windows(*self._split(context, continuation)):
+                of_context.setdefault(tuple(before), []).append((i, after))
         # Contexts of similar length together need little padding.
         contexts = sorted(of_context, key=len)
         for prompts in self._batches(contexts, "reading contexts"):
@@ -49,20 +61,25 @@ class Answers:
             for start in range(0, len(asked), self.batch_size):
                 part = asked[start : start + self.batch_size]
                 rows = np.array([row for row, _, _ in part])
-                log_p, likeliest, lengths = self._score(_rows(prefix, rows), [after for _, _, after in part])
-                for (_, i, _), p, best, n in zip(part, log_p, likeliest, lengths, strict=True):
-                    answers[i] = float(p[:n].sum()), bool(best[:n].all())
+                scores = self._score(_rows(prefix, rows), [after for _, _, after in part])
+                for (_, i, _), (log_p, is_greedy) in zip(part, scores, strict=True):
+                    answers[i] = answers[i][0] + log_p, answers[i][1] and is_greedy
         return answers
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihoods of whole texts, from their first token on, in nats."""
         answers = [0.0] * len(texts)
-        tokens = {i: self.tokenizer.encode(text) for i, text in enumerate(texts) if text}
-        for part in self._batches(sorted(tokens, key=lambda i: len(tokens[i])), "reading texts"):
-            prefix = read(self.config, self.params, [[self.tokenizer.eot_id]] * len(part))
-            log_p, _, _ = self._score(prefix, [tokens[i] for i in part])
-            for i, p in zip(part, log_p, strict=True):
-                answers[i] = float(p.sum())
+        windows = [
+            (i, *window)
+            for i, text in enumerate(texts)
+            if text
+            for window in self._windows([self.tokenizer.eot_id], [*map(int, self.tokenizer.encode(text))])
+        ]
+        for part in self._batches(sorted(windows, key=lambda item: len(item[2])), "reading texts"):
+            prefix = read(self.config, self.params, [before for _, before, _ in part])
+            scores = self._score(prefix, [after for _, _, after in part])
+            for (i, _, _), (log_p, _) in zip(part, scores, strict=True):
+                answers[i] += log_p
         return answers
 
     def generate_until(self, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -76,8 +93,12 @@ class Answers:
             alike.setdefault(_generation(arguments), []).append(i)
         own = step_params(self.config, self.params)
         eot = self.tokenizer.eot_id
+        room = {max_tokens: self._room_before(max_tokens) for _, _, max_tokens in alike}
         for (sampling, until, max_tokens), members in alike.items():
-            prompts = {i: [eot, *map(int, self.tokenizer.encode(requests[i][0]))] for i in members}
+            prompts = {i: self._begin(self.tokenizer.encode(requests[i][0])) for i in members}
+            if (n := room[max_tokens]) is not None:
+                self.n_truncated += sum(len(prompt) > n for prompt in prompts.values())
+                prompts = {i: prompt[-n:] for i, prompt in prompts.items()}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
                 prefix = read(self.config, self.params, [prompts[i] for i in part])
                 stops = [StopStrings(until) for _ in part]
@@ -92,8 +113,13 @@ class Answers:
                     answers[i] += stops[row].feed(decoders[row].flush()) + stops[row].flush()
         return answers
 
-    def _split(self, context: str, continuation: str) -> tuple[list[int], np.ndarray]:
-        """Return the tokens of the context, including end-of-text at its beginning, and those of the continuation.
+    def _begin(self, tokens: TokenIds) -> list[int]:
+        """Return the tokens with what comes before every text."""
+        own = [*map(int, tokens)]
+        return [self.tokenizer.eot_id, *own] if self.add_bos_token or not own else own
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Return the tokens of the context, with what comes before every text, and those of the continuation.
 
         They are the tokens of the joined text.
         """
@@ -105,13 +131,49 @@ class Answers:
         whole = self.tokenizer.encode(context + continuation)
         # If the joined text has fewer tokens than the context, the last token belongs to the continuation.
         n = min(n, len(whole) - 1)
-        return [self.tokenizer.eot_id, *map(int, whole[:n])], np.asarray(whole[n:], np.int32)
+        return self._begin(whole[:n]), [*map(int, whole[n:])]
 
-    def _score(self, prefix: Prefix, texts: Sequence[Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        lengths = np.array([len(text) for text in texts])
-        tokens = np.stack([np.pad(np.asarray(text, np.int32), (0, lengths.max() - len(text))) for text in texts])
-        log_p, likeliest, _ = score(self.config, self.params, prefix, tokens, lengths)
-        return log_p, likeliest, lengths
+    def _windows(self, context: list[int], continuation: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Divide what the model cannot read at once into (context, continuation) whose sum is its log-likelihood.
+
+        The model reads all tokens but the last. Of a continuation with more tokens than there are positions, each
+        window predicts as many tokens as there are positions, and the last one the rest; before them come as many
+        tokens of the text as there is room for, and at least one.
+        """
+        whole, begin, room = context + continuation, len(context), self.config.max_positions
+        if room is None or len(whole) - 1 <= room:
+            return [(context, continuation)]
+        self.n_truncated += 1
+        starts = range(begin, len(whole), room)
+        ends = [min(start + room, len(whole)) for start in starts]
+        return [
+            (whole[max(0, end - 1 - room) : start], whole[start:end]) for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def _room_before(self, n_generated: int) -> int | None:
+        """Return how many tokens of a prompt the model has positions for; None: any number. Raises InputError."""
+        room = self.config.max_positions
+        if room is not None and n_generated >= room:
+            raise InputError(
+                f"max_gen_toks = {n_generated} leaves no room for a prompt: this model has learned model.n_positions = "
+                f"{room} positions; let the task generate fewer tokens"
+            )
+        return None if room is None else room - n_generated
+
+    def _score(self, prefix: Prefix, texts: Sequence[list[int]]) -> list[tuple[float, bool]]:
+        """Return each text's log-likelihood after the prefix, and whether all of its tokens are the likeliest."""
+        last = np.array([text[-1] for text in texts])
+        lengths = np.array([len(text) - 1 for text in texts])  # nothing follows the last token: it is not read
+        tokens = np.zeros((len(texts), lengths.max()), np.int32)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text) - 1] = text[:-1]
+        log_p, likeliest, prefix = score(self.config, self.params, prefix, tokens, lengths)
+        last_log_p = np.take_along_axis(np.asarray(jax.nn.log_softmax(prefix.logits)), last[:, None], axis=1)[:, 0]
+        is_likeliest = np.argmax(prefix.logits[:, : self.config.vocab_size], axis=1) == last
+        return [
+            (float(p[:n].sum() + p_last), bool(best[:n].all() and is_best))
+            for p, best, n, p_last, is_best in zip(log_p, likeliest, lengths, last_log_p, is_likeliest, strict=True)
+        ]
 
     def _batches(self, items: list[Any], what: str) -> Iterable[list[Any]]:
         starts = range(0, len(items), self.batch_size)
@@ -152,5 +214,9 @@ def as_lm(answers: Answers) -> Any:
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             return answers.generate_until([request.args for request in requests])
+
+        def get_model_info(self) -> dict[str, Any]:
+            """Return what lm-eval reports of the model, after all requests."""
+            return {"add_bos_token": answers.add_bos_token, "n_truncated": answers.n_truncated}
 
     return HarnessModel()

@@ -47,10 +47,14 @@ def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: floa
 
 
 def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
-    """Return a compiled step: (params, {"tokens" [B, T + 1], "mask" [B, T]}) -> sums of nats where mask is 1, [B]."""
+    """Return a compiled step: (params, {"tokens" [B, T + 1], "mask" [B, T]}) -> sums of nats where mask is 1, [B].
+
+    The mask is 1 up to the end of each row's tokens, and what follows is padding.
+    """
 
     def step(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-        return jnp.sum(window_losses(model, params, batch["tokens"], mesh) * batch["mask"], axis=-1)
+        lengths = jnp.sum(batch["mask"], axis=-1)
+        return jnp.sum(window_losses(model, params, batch["tokens"], mesh, lengths) * batch["mask"], axis=-1)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +147,10 @@ def check_plot_path(path: Path) -> None:
 
 
 def plot_positions(result: SplitResult, path: Path) -> None:
-    """Plot the losses by position; where the file cannot be written, say so on stderr: the tables are worth keeping."""
+    """Plot the losses by position. Raises OSError."""
     if result.positions is None:
         raise ValueError("losses by position were not measured")
-    try:
-        plot_by_position(result.positions, f"{Path(result.workdir).name}, step {result.step}: {result.split}", path)
-    except OSError as error:
-        print(f"the plot cannot be written: {error}", file=sys.stderr)
+    plot_by_position(result.positions, f"{Path(result.workdir).name}, step {result.step}: {result.split}", path)
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
@@ -169,9 +165,13 @@ def format_tasks(result: TaskResult) -> list[str]:
                 error = metrics.get(name.replace(",", "_stderr,", 1))
                 margin = "" if error is None else f" +- {error:.4f}"
                 lines.append(f"{task:<24} {name:<24} {value:.4f}{margin}")
+    if result.n_truncated:
+        lines.append(
+            f"{result.n_truncated} texts were longer than the model's positions: truncated, or read in windows"
+        )
     return lines
 
 
 def summarize_tasks(result: TaskResult) -> dict[str, Any]:
     """Return the same as JSON."""
-    return {"workdir": result.workdir, "step": result.step, "tasks": result.metrics}
+    return {"workdir": result.workdir, "step": result.step, "tasks": result.metrics, "n_truncated": result.n_truncated}

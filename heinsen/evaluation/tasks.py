@@ -28,6 +28,7 @@ class TaskOptions:
       num_fewshot: examples before each question; None: the task's own number.
       limit: at most so many questions of each task; None: all.
       batch_size: texts at a time.
+      add_bos_token: whether end-of-text comes before every text, as in training.
     """
 
     names: list[str]
@@ -35,15 +36,23 @@ class TaskOptions:
     num_fewshot: int | None
     limit: int | None
     batch_size: int
+    add_bos_token: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
-    """metrics: {task: {metric: value}}, as the harness computes them, of parameters after `step` training steps."""
+    """Results of tasks.
+
+    Attributes:
+      step: training steps of the parameters.
+      metrics: {task: {metric: value}}, as the harness computes them.
+      n_truncated: number of texts that were too long for the model's positions.
+    """
 
     workdir: str
     step: int
     metrics: dict[str, dict[str, int | float]]
+    n_truncated: int
 
 
 def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskResult:
@@ -61,7 +70,7 @@ def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskRe
             raise TasksError(f"--tasks={','.join(unknown)}: {where} has no such task")
         step, params = load_params(Path(workdir), config.model, make_mesh())
         tokenizer = get_tokenizer(config.data.tokenizer)
-        answers = Answers(config.model, params, tokenizer, options.batch_size, _track_batches)
+        answers = Answers(config.model, params, tokenizer, options.batch_size, _track_batches, options.add_bos_token)
         found = lm_eval.simple_evaluate(
             model=as_lm(answers),
             tasks=options.names,
@@ -77,7 +86,7 @@ def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskRe
         task: {name: value for name, value in values.items() if isinstance(value, (int, float))}
         for task, values in found["results"].items()
     }
-    return TaskResult(workdir, step, metrics)
+    return TaskResult(workdir, step, metrics, answers.n_truncated)
 
 
 def _track_batches(batches: Any, label: str) -> Iterator[Any]:

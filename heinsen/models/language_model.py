@@ -33,6 +33,8 @@ from heinsen.models.mixers import Mixer, Tokens
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
     ModelState,
+    find_documents,
+    find_padding,
     forget_at_document_start,
     locate_tokens,
     state_after,
@@ -72,12 +74,13 @@ class LanguageModel(nn.Module):
         embedding = self.param("embedding", weight_init(c.d_model, deviation), (c.padded_vocab_size, c.d_model))
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
 
-        begins_BxT = None if c.document_token is None else tokens_BxT == c.document_token
+        valid_BxT = find_padding(n_tokens, lengths_B)
+        begins_BxT = find_documents(c, tokens_BxT, valid_BxT)
         # Without a state the layers get None rather than empty states, which would exist for all layers at once.
         before = state_without_layers(c, n_batch) if state is None else state
         if begins_BxT is not None and state is not None:
             before = forget_at_document_start(c, before, begins_BxT[:, 0], n_tokens)
-        tokens = locate_tokens(before, n_tokens, lengths_B, begins_BxT)
+        tokens = locate_tokens(before, n_tokens, valid_BxT, begins_BxT, c.causal)
 
         x_BxTxD = constrain_stream(self.mesh, x_BxTxD)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
@@ -252,12 +255,25 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def unstack(config: ModelConfig, params: Params) -> Params:
-    """Return the parameters with an entry for each layer, for `forward` to run the layers one by one."""
+def unstack(config: ModelConfig, params: Params, donate: bool = False) -> Params:
+    """Return the parameters with an entry for each layer, for `forward` to run the layers one by one.
+
+    donate: delete each array of the stack once its layers are copied, so that memory holds only one of them twice.
+    """
     period = len(config.pattern)
-    layers = params["layers"] if period > 1 else {"layer_0": params["layers"]}
+    places = [params["layers"][f"layer_{j}"] for j in range(period)] if period > 1 else [params["layers"]]
+
+    def split(stack: Array) -> list[Array]:
+        own = [stack[i] for i in range(config.n_layers // period)]
+        if donate:
+            jax.block_until_ready(own)
+            stack.delete()
+        return own
+
+    is_split = lambda x: isinstance(x, list)
+    split_places = [jax.tree.map(split, place) for place in places]
     own = {
-        f"layer_{i}": jax.tree.map(lambda p, i=i: p[i // period], layers[f"layer_{i % period}"])
+        f"layer_{i}": jax.tree.map(lambda x, i=i: x[i // period], split_places[i % period], is_leaf=is_split)
         for i in range(config.n_layers)
     }
     return {name: x for name, x in params.items() if name != "layers"} | own

@@ -93,9 +93,13 @@ def masked_losses(
     tokens: Int[Array | np.ndarray, "B T"],
     targets: Int[Array | np.ndarray, "B T"],
     mesh: Mesh | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Float[Array, "B T"]:
-    """Return a masked model's negative log-likelihood of each target, in the place of the token there."""
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    """Return a masked model's negative log-likelihood of each target, in the place of the token there.
+
+    lengths: number of tokens of each row, if rows are padded at their end, where losses mean nothing (None: T).
+    """
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh, lengths=lengths)
     return token_losses(x_BxTxD, embedding, jnp.asarray(targets), config.dtype, mesh)
 
 
@@ -115,10 +119,12 @@ def _hidden_states(
     mesh: Mesh | None,
     state: ModelState | None = None,
     keep_state: bool = False,
+    lengths: Array | np.ndarray | None = None,
 ) -> tuple[Array, Array, ModelState | None]:
     """Return the last hidden states, the embedding, gathered once for both of its uses, and the state if kept."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
     model = LanguageModel(config, mesh)
-    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, keep_state=keep_state)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, lengths, keep_state)
     x_BxTxD, after = result
     return x_BxTxD, params["embedding"], after

@@ -49,9 +49,15 @@ def mask_tokens(
 
 
 def window_losses(
-    model: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"], mesh: Mesh | None = None
+    model: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    lengths: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Float[Array, "B N-1"]:
     """Return the loss of every token but each window's first, in nats: for a next-token model, `next_token_losses`.
+
+    lengths: number of targets of each window, if windows are padded at their end, where losses mean nothing (None: T).
 
     A masked model reads the T tokens in seven rounds, which hide tokens 0, 7, 14, ..., then 1, 8, 15, ..., and so on:
     each token is predicted once, from the 6/7 of the window that are visible with it. The exponential of the mean is
@@ -68,6 +74,6 @@ def window_losses(
     def add_round(losses: Array, i: Array) -> tuple[Array, None]:
         hidden = (place == i) & ~visible
         seen = jnp.where(hidden, model.mask_token, targets)
-        return losses + jnp.where(hidden, masked_losses(model, params, seen, targets, mesh), 0), None
+        return losses + jnp.where(hidden, masked_losses(model, params, seen, targets, mesh, lengths), 0), None
 
     return jax.lax.scan(add_round, jnp.zeros(targets.shape, model.accumulator_dtype), jnp.arange(ROUNDS))[0]

@@ -69,12 +69,34 @@ def forget_at_document_start(
     return jax.lax.cond(jnp.any(begins), lambda state: forget(config, state, begins), lambda state: state, state)
 
 
-def locate_tokens(
-    before: ModelState, n_tokens: int, lengths: Int[Array, " B"] | None, begins: Bool[Array, "B T"] | None
-) -> Tokens:
-    """Return where the tokens stand after `before`.
+def find_padding(n_tokens: int, lengths: Int[Array, " B"] | None) -> Bool[Array, "B T"] | None:
+    """Return which of n_tokens are tokens (false: padding after a row's own `lengths`); None without padding.
 
-    lengths: number of tokens in each row, if rows are padded. begins: which tokens begin a document, if any can.
+    An id says nothing about that: padding has the ids of tokens.
+    """
+    return None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
+
+
+def find_documents(
+    config: ModelConfig, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None
+) -> Bool[Array, "B T"] | None:
+    """Return which tokens begin a document; None where none can. Padding begins none."""
+    if config.document_token is None:
+        return None
+    begins = tokens == config.document_token
+    return begins if valid is None else begins & valid
+
+
+def locate_tokens(
+    before: ModelState,
+    n_tokens: int,
+    valid: Bool[Array, "B T"] | None,
+    begins: Bool[Array, "B T"] | None,
+    causal: bool = True,
+) -> Tokens:
+    """Return where the tokens stand after `before`, with `valid` from `find_padding`, `begins` from `find_documents`.
+
+    No token sees the padding after it if the model is causal; else padding is a document of its own.
     """
     slot = before.n_tokens[:, None] + jnp.arange(n_tokens)
     first = jnp.broadcast_to(before.document_start[:, None], slot.shape)
@@ -82,7 +104,8 @@ def locate_tokens(
     if begins is not None:
         first = jax.lax.cummax(jnp.where(begins, slot, first), axis=1)
         segment_ids = jnp.cumsum(begins, axis=-1)[:, None]
-    valid = None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
+    if valid is not None and not causal:
+        segment_ids = jnp.where(valid[:, None], 0 if segment_ids is None else segment_ids, -1)
     return Tokens(slot, first, valid, segment_ids)
 
 

@@ -49,7 +49,7 @@ class Mixer(abc.ABC, Generic[State]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
-    # Whether a key of -inf has no weight, and hides padding so.
+    # Whether a key of -inf has no weight, and hides padding from a causal state so.
     masks_padding_by_key: ClassVar[bool] = False
     # Whether the published module has this attention.
     is_published: ClassVar[bool] = False
@@ -121,7 +121,7 @@ class Mixer(abc.ABC, Generic[State]):
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], State]:
         """Mix tokens by `step` where one token continues a state, and else by `parallel`."""
-        if self.masks_padding_by_key and tokens.valid is not None:
+        if self.masks_padding_by_key and self.causal and tokens.valid is not None:
             k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
         if state is not None and q.shape[-2] == 1:
             return self.step(q, k, values, state, tokens, mesh)
