@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from configs import parse_flags
 from heinsen.data.format import PROGRESS_FILE, TOKEN_DTYPE
 from heinsen.data.inputs import Position
 from heinsen.data.prepare import Settings, prepare
@@ -37,6 +38,7 @@ from heinsen.data.readers import READERS, Numbered
 from heinsen.data.shards import ShardWriter
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import get_tokenizer
+from heinsen.errors import exit_on_error
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of train-*.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/readers", "Folder of the comparison.")
@@ -188,7 +190,13 @@ def measure_resumption(way: str, out: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    out = Path(OUT.value)
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    with exit_on_error():
+        compare(Path(OUT.value))
+
+
+def compare(out: Path) -> None:
     files = out / "files"
     if WAY.value is not None:
         WAYS[WAY.value](files, out / WAY.value)
@@ -206,4 +214,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

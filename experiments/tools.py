@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from heinsen.errors import HeinsenError
-from heinsen.files import write_atomically
+from heinsen.files import write_atomically, write_figure
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.machine import divide, usable_cores, visible_gpus
@@ -48,6 +48,15 @@ def default_parallel() -> int:
 def parse_numbers(flag: str, texts: Sequence[str]) -> list[float]:
     """Return the positive numbers of a list flag, at least one. Raises ExperimentError, which names the flag."""
     return [_parse_number(flag, text) for text in texts or [""]]
+
+
+def parse_counts(flag: str, texts: Sequence[str]) -> list[int]:
+    """Return the positive integers of a list flag, at least one. Raises ExperimentError, which names the flag."""
+    numbers = parse_numbers(flag, texts)
+    for text, number in zip(texts, numbers, strict=True):
+        if number != int(number):
+            raise ExperimentError(f"--{flag}: {text!r} is not an integer")
+    return [int(number) for number in numbers]
 
 
 def _parse_number(flag: str, text: str) -> float:
@@ -166,7 +175,7 @@ def make_figure(*arguments: Any, **options: Any) -> tuple[Figure, Any]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)
 
 

@@ -1,8 +1,10 @@
-"""Measure time and memory of attention, of a training step, and of decoding.
+"""Measure time and memory of attention, of a training step, of decoding, of sampling, and of reading batches.
 
     python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
     python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...]
     python scripts/benchmark.py decode [--config=configs/NAME.py --contexts=1000,10000,100000,1000000 --batches=1,32]
+    python scripts/benchmark.py sampling [--batches=1,32]
+    python scripts/benchmark.py data [--config=configs/NAME.py --config.data.path=DATASET]
 
 attention: forward and backward passes, against softmax attention at the same shapes. PyTorch's
 scaled_dot_product_attention and, on a GPU, flash-linear-attention take part if they are installed. Contestants that
@@ -14,8 +16,12 @@ decode: time per token and memory by the context length, for the model of a conf
 attention and its key-value cache. Parameters are random and states are synthetic, as if so many tokens had been read.
 The time to read the parameters once is shown for comparison. Caches that do not fit into memory are left out.
 
+sampling: time to draw a token from the logits of the config's vocabulary, and by top-p with a sort instead.
+
+data: the rate of reading a config's training batches, with and without the check that all ids are in the vocabulary.
+
 All contestants run in one process and in turn, with warm-up calls before each timed one; medians are compared. Each
-benchmark prints a table and writes results.json, and a plot except for `step`.
+benchmark prints a table and writes results.json; `attention` and `decode` also a plot.
 """
 
 from collections.abc import Callable
@@ -29,7 +35,7 @@ from heinsen.errors import exit_on_error
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; default: benchmarks/attention, .../step.")
 CONFIG = config_flags.DEFINE_config_file(
-    "config", "configs/default.py", "step, decode: config file; --config.a.b=value overrides a field."
+    "config", "configs/default.py", "step, decode, sampling, data: config file; --config.a.b=value overrides a field."
 )
 REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each contestant.", lower_bound=1)
 LENGTHS = flags.DEFINE_list("lengths", ["256", "1024", "4096", "16384", "65536"], "attention: numbers of tokens T.")
@@ -40,7 +46,9 @@ HEADS = flags.DEFINE_integer("heads", 24, "attention: heads H.", lower_bound=1)
 FEATURES = flags.DEFINE_integer("features", 32, "attention: features of keys and values, K = V.", lower_bound=1)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "attention: seconds that a call may take.", lower_bound=0.0)
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens read before.")
-BATCHES = flags.DEFINE_list("batches", ["1", "32"], "decode: texts at a time; only the first with all contexts.")
+BATCHES = flags.DEFINE_list(
+    "batches", ["1", "32"], "decode, sampling: texts at a time; `decode` takes only the first with all contexts."
+)
 CALL_TOKENS = flags.DEFINE_integer("call_tokens", 32, "decode: tokens drawn per call.", lower_bound=1)
 
 
@@ -76,7 +84,27 @@ def decode(out: Path) -> str:
     return benchmark_decode(read_config(CONFIG), settings, out)
 
 
-BENCHMARKS: dict[str, Callable[[Path], str]] = {"attention": attention, "step": step, "decode": decode}
+def sampling(out: Path) -> str:
+    from scripts.benchmarking.measure import parse_numbers
+    from scripts.benchmarking.sampling import benchmark_sampling
+
+    vocab_size = read_config(CONFIG)["model"]["vocab_size"]
+    return benchmark_sampling(vocab_size, parse_numbers("batches", BATCHES.value), REPEATS.value, out)
+
+
+def data(out: Path) -> str:
+    from scripts.benchmarking.data import benchmark_data
+
+    return benchmark_data(read_config(CONFIG), REPEATS.value, out)
+
+
+BENCHMARKS: dict[str, Callable[[Path], str]] = {
+    "attention": attention,
+    "step": step,
+    "decode": decode,
+    "sampling": sampling,
+    "data": data,
+}
 
 
 def main(argv: list[str]) -> None:

@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 
 from configs import parse_flags
 from heinsen.errors import exit_on_error
+from heinsen.files import write_figure
 from heinsen.sweep.curves import (
     AXES,
     METRICS,
@@ -71,10 +72,7 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
     """Write the figure, and return the lines to print. Raises CurveError."""
     anchors = read_anchors(Path(AGAINST.value)) if AGAINST.value is not None else []
     logs = [RunLog.read(path) for path in paths]
-    try:
-        draw(logs, anchors, out)
-    except OSError as error:
-        raise CurveError(f"{out} cannot be written: {error.strerror}") from error
+    draw(logs, anchors, out)
     lines = final_table(logs)
     for log in logs if anchors else ():
         if log.config.data.tokenizer != "gpt2":
@@ -99,14 +97,13 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
         axes.plot(curve.marks_x, curve.marks_y, "o", color=color, ms=4, mec="white", mew=0.5)
         n_points += len(curve.x)
     if not n_points:
-        raise CurveError(f"none of these runs has logged {METRIC.value}")
+        raise CurveError(f"nothing to draw: no {METRIC.value} is logged in {', '.join(str(log.path) for log in logs)}")
     set_scales(axes)
     smoothed = f", running means of weight {SMOOTH.value:g}" if SMOOTH.value else ""
     axes.set(xlabel=AXES[X.value].label, ylabel=METRICS[METRIC.value].label + smoothed)
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")
     axes.legend(fontsize="small")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
+    write_figure(out, figure, dpi=130)
     plt.close(figure)
 
 

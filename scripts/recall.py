@@ -12,7 +12,6 @@ of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
 import dataclasses
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from configs import parse_flags, read_config
 from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
 from heinsen.evaluation.probes import TASKS, Accuracy, Probe, Task, accuracy, answer_loss, right_answers
+from heinsen.files import make_folder, write_atomically, write_figure
 from heinsen.models import Params, count_params, init_model_state
 from heinsen.parallel import (
     MeshError,
@@ -76,8 +76,10 @@ def main(argv: list[str]) -> None:
         except ValueError as error:  # a flag's value that the library rejects
             raise InputError(str(error)) from error
         others = [read_results(Path(folder)) for folder in BESIDE.value]
-        make_writable(out)
-        print(run(settings, others, out))
+        make_folder(out)
+        results = run(settings, out.name)
+        print("\n".join([*report(results), json.dumps(results)]))  # even if the files below cannot be written
+        write(out, results, others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,29 +150,19 @@ def read_results(folder: Path) -> Results:
     return results
 
 
-def make_writable(out: Path) -> None:
-    """Create the folder, before the training. Raises InputError."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError(None, "permission denied")
-    except OSError as error:
-        raise InputError(f"--out={out} cannot be written: {error.strerror}; give another folder") from error
-
-
 # ---- training and testing ------------------------------------------------------------------------
 
 
-def run(settings: Settings, others: Sequence[Results], out: Path) -> str:
-    """Train, test and write the results; return the report, with the results as JSON on its last line."""
+def run(settings: Settings, label: str) -> Results:
+    """Train and test."""
     start = time.monotonic()
-    params, loss = train(settings, out.name)
+    params, loss = train(settings, label)
     seconds = time.monotonic() - start
     config, task = settings.config, settings.task
     state = jax.eval_shape(lambda: init_model_state(config.model, 1))
-    results = dict(
+    return dict(
         task=task.name,
-        label=out.name,
+        label=label,
         steps=STEPS.value,
         batch_size=config.batch_size,
         trained_lengths=settings.lengths,
@@ -182,15 +174,13 @@ def run(settings: Settings, others: Sequence[Results], out: Path) -> str:
         accuracy=[dict(length=n, **test(settings, n, params)._asdict()) for n in settings.test_lengths],
         model=dataclasses.asdict(config.model),
     )
-    text = json.dumps(results)
-    lines = report(results)
-    try:
-        (out / "results.json").write_text(text + "\n")
-        plot([*others, results], out / "accuracy.png")
-        lines.append(f"written: {out / 'results.json'}, {out / 'accuracy.png'}")
-    except OSError as error:
-        print(f"{out} cannot be written: {error}", file=sys.stderr)
-    return "\n".join([*lines, text])
+
+
+def write(out: Path, results: Results, others: Sequence[Results]) -> None:
+    """Write results.json, and accuracy.png with other results beside these. Raises OSError."""
+    write_atomically(out / "results.json", json.dumps(results) + "\n")
+    plot([*others, results], out / "accuracy.png")
+    print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
 
 
 def train(settings: Settings, name: str) -> tuple[Params, float]:
@@ -274,7 +264,7 @@ def plot(results: Sequence[Results], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)
 
 

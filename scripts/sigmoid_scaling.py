@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 from absl import app, flags, logging
 
+from configs import parse_flags
 from experiments.sigmoid_scaling import report
 from experiments.sigmoid_scaling.forms import compile_together, make_forms
 from experiments.sigmoid_scaling.measure import QUERIES, study
 from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, random_tokens, text_tokens
 from heinsen.errors import InputError, exit_on_error
+from heinsen.files import make_folder, write_atomically
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and the figure.", required=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, for hidden states of text; default: none.")
@@ -52,10 +54,7 @@ def run(lengths: list[int], out: Path) -> str:
         raise InputError("--data is text for the model of a run: give its --workdir too")
     if not np.isfinite(MEAN.value):
         raise InputError(f"--mean={MEAN.value}: expected a finite number")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--out={out} cannot be created: {error}") from error
+    make_folder(out)
     rng = np.random.default_rng(SEED.value)
     kinds = make_tokens(rng, lengths[-1])
     forms = make_forms()
@@ -76,7 +75,7 @@ def make_tokens(rng: np.random.Generator, longest: int) -> list[Tokens]:
 def write(out: Path, studies: list[dict[str, Any]]) -> str:
     """Write results.json and the figure, and return the report."""
     settings = dict(workdir=WORKDIR.value, data=DATA.value, mean=MEAN.value, seed=SEED.value)
-    (out / "results.json").write_text(json.dumps(dict(settings=settings, studies=studies), indent=1) + "\n")
+    write_atomically(out / "results.json", json.dumps(dict(settings=settings, studies=studies), indent=1) + "\n")
     report.plot(studies, out / "sigmoid_scaling")
     sizes = f"{HEADS} heads of {FEATURES}, {QUERIES} queries, {SEQUENCES.value} sequences for each n"
     lines = [f"{sizes}; errors are standard errors"]
@@ -98,4 +97,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -62,11 +62,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")  # leave the accelerators to the runs
     action = show_status if STATUS.value else report if REPORT.value else run_sweep
-    try:
-        with exit_on_error():
-            action(Path(WORKDIR.value))
-    except OSError as error:
-        sys.exit(f"error: {error}. Rerun the same command to resume the sweep")
+    with exit_on_error(on_os_error="Rerun the same command to resume the sweep"):
+        action(Path(WORKDIR.value))
 
 
 def run_sweep(path: Path) -> None:

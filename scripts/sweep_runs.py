@@ -8,6 +8,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
+from configs import load_config
 from heinsen.config import ConfigError, from_mapping
 from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
@@ -22,6 +23,7 @@ class RunFactory:
     """Makes the runs of a base config: `config` with `overrides`. With `check_data`, the data must exist here."""
 
     def __init__(self, config: str, overrides: Mapping[str, str], check_data: bool):
+        load_config(config)
         self._config, self._overrides, self._check_data = config, overrides, check_data
         self.base = resolve(config, overrides)
         self._seen: set[tuple[DataConfig, ModelConfig]] = set()  # found to fit each other
@@ -66,8 +68,6 @@ def resolve(config: str, *overrides: Mapping[str, str]) -> dict[str, Any]:
         return values.config.to_dict()
     except (AttributeError, KeyError) as error:  # from a locked ConfigDict, with a suggestion if a field is similar
         problem = f"the config has no such field: {error.args[0]}"
-    except OSError as error:
-        raise SweepError(f"--config cannot be loaded: {str(error).splitlines()[-1].strip()}") from error
     except (flags.Error, TypeError, ValueError) as error:
         problem = str(error)
     if len(overrides) > 1:

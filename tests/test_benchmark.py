@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from heinsen.data.prepare import Settings, prepare
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -47,6 +49,18 @@ def test_a_training_step_is_timed_against_matmul(tmp_path):
 
 
 @pytest.mark.long
+def test_reading_batches_is_timed_with_and_without_the_check_of_ids(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    prepare(Settings((str(tmp_path / "a.txt"),), "train", "bytes"), tmp_path / "data")
+    config = ["--config=configs/demo.py", f"--config.data.path={tmp_path}/data", "--config.sequence_length=16"]
+    result = benchmark("data", *config, "--repeats=2", f"--out={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads((tmp_path / "results.json").read_text())
+    assert f"{summary['tokens_per_second']['checked']:,.0f} tokens/s" in result.stdout
+    assert {name: len(times) for name, times in summary["seconds"].items()} == {"checked": 2, "unchecked": 2}
+
+
+@pytest.mark.long
 def test_decoding_is_timed_against_the_context(tmp_path):
     sizes = dict(n_layers=2, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=60, padded_vocab_size=64)
     config = [f"--config.model.{name}={size}" for name, size in sizes.items()]
@@ -61,6 +75,15 @@ def test_decoding_is_timed_against_the_context(tmp_path):
     cache = lambda context: 4 * (16 + 2 + 2 * 2 * 2 * 4 * (context + 4 * 4))
     assert [sizes["softmax", 1, n] for n in (50, 1000)] == [cache(50), cache(1000)]
     assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_sampling_is_timed_against_a_sort(tmp_path):
+    result = benchmark("sampling", "--config.model.vocab_size=60", "--repeats=1", f"--out={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert len(results) == 2 * 2 * 5 and all(r["milliseconds"] > 0 for r in results)
+    assert "top_p 0.95, sorted" in result.stdout
 
 
 @pytest.mark.parametrize(

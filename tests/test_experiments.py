@@ -114,16 +114,12 @@ def test_numbers_that_are_none_are_refused(texts):
 
 @pytest.mark.long
 def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
-    arguments = [f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=1x32,2x32,1x64", "--next=2x64"]
-    command = [
-        "experiments/ladder/run.py",
-        *arguments,
-        "--tokens_per_parameter=7,8,9",
-    ]  # more steps than the warm-up has
-    end = commands.run(*command)
+    command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=1x32,1x64"]
+    command += ["--next=2x64", "--tokens_per_parameter=7,8,9"]  # more steps than the warm-up has
+    end = commands.run(*command, n_programs=2 * (2 * 3 + 1))
     assert end.returncode == 0, end.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["runs"]) == 18 and len(results["next"]) == 2
+    assert len(results["runs"]) == 12 and len(results["next"]) == 2
     assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())["predictions"]
     report = (tmp_path / "report.md").read_text()
     assert "a miss of" in report and report in end.stdout
@@ -137,7 +133,9 @@ def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
 def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/attention_comparison/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--seeds=2"]
     command += ["--learning_rates=3e-3", "--tuning_tokens=110000", "--tokens=110000", "--recall_steps=101"]
-    end = commands.run(*command)
+    command += ["--speed_lengths=32,64"]
+    n_runs = 2 * len(CONTESTANTS) + len(SIGMOIDS)  # each is tested, too
+    end = commands.run(*command, n_programs=len(CONTESTANTS | SIGMOIDS) + 2 * n_runs + len(CONTESTANTS))
     assert end.returncode == 0, end.stderr
     report = (tmp_path / "report.md").read_text()
     results = json.loads((tmp_path / "results.json").read_text())

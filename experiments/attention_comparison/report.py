@@ -197,11 +197,12 @@ def summary_section(results: dict) -> list[str]:
 def speed_section(speed: dict[str, dict[int, float]]) -> list[str]:
     relative = lambda rate, n: f"{rate:,.0f} ({rate / speed['softmax'][n]:.2f})"
     rows = [[name, *(relative(rate, n) for n, rate in rates.items())] for name, rates in speed.items()]
+    n_tokens = max(map(int, speed["heinsen"]))
     return [
         "## Speed",
         "",
-        "Training steps of 8,192 tokens on all cores, one of each contestant in turn: tokens/s, and in parentheses "
-        "relative to softmax in the same block.",
+        f"Training steps of {n_tokens:,} tokens on all cores, one of each contestant in turn: tokens/s, and in "
+        "parentheses relative to softmax in the same block.",
         "",
         *table(["", *(f"T = {int(n):,}" for n in speed["heinsen"])], rows),
         "",

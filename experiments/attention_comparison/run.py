@@ -11,6 +11,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from configs import parse_flags
 from experiments import tools
 from experiments.attention_comparison import report
 from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant
@@ -27,6 +28,7 @@ TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Tokens of each t
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 1000, "Training steps on the probe of recall.", lower_bound=101)
+SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
 
 CONFIG = Path(__file__).resolve().parent / "config.py"
 RECALL_LENGTHS = (4, 8, 16, 32)
@@ -48,9 +50,7 @@ def run(out: Path, parallel: int) -> str:
     tuning, final, sigmoid = train(out, rates, parallel)
     tested = test(out, {"final": final, "sigmoid": sigmoid}, parallel)
     recall = measure_recall(out, parallel)
-    speed_file = out / "speed.json"
-    speed = tools.run_programs({speed_file: ["experiments/attention_comparison/speed.py"]}, 1)[speed_file]
-    return report.write(out, tuning, final, sigmoid, tested, recall, speed)
+    return report.write(out, tuning, final, sigmoid, tested, recall, measure_speed(out))
 
 
 def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView], list[RunView]]:
@@ -127,5 +127,11 @@ def measure_recall(out: Path, parallel: int) -> dict[str, dict]:
     return {kind: found[out / "recall" / kind / "stdout.json"] for kind in kinds}
 
 
+def measure_speed(out: Path) -> dict[str, dict]:
+    """Return {contestant: {length: tokens/s}}."""
+    file, lengths = out / "speed.json", ",".join(SPEED_LENGTHS.value)
+    return tools.run_programs({file: ["experiments/attention_comparison/speed.py", f"--lengths={lengths}"]}, 1)[file]
+
+
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

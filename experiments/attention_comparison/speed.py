@@ -1,6 +1,6 @@
 """Measure the tokens/s of a training step for every contestant, one step of each in turn.
 
-    python experiments/attention_comparison/speed.py
+    python experiments/attention_comparison/speed.py [--lengths=512,8192]
 
 Prints a table, and JSON on the last line of stdout.
 """
@@ -8,19 +8,21 @@ Prints a table, and JSON on the last line of stdout.
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from absl import app, logging
+from absl import app, flags, logging
 
+from configs import parse_flags
+from experiments import tools
 from experiments.attention_comparison.contestants import CONTESTANTS, Contestant, train_config
+from heinsen.errors import exit_on_error
 from heinsen.parallel import keep_host_memory, make_mesh
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
 
-LENGTHS = (512, 8192)  # tokens of a sequence
-TOKENS = 8192  # of a step, in sequences of one length
+LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")
 REPEATS = 5  # timed steps of each contestant
 
 
@@ -28,15 +30,17 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    print(json.dumps(measure()))
+    with exit_on_error():
+        print(json.dumps(measure(tools.parse_counts("lengths", LENGTHS.value))))
 
 
-def measure() -> dict[str, dict[int, float]]:
+def measure(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
     """Return {contestant: {length: tokens/s}}, and print each as it comes."""
+    n_tokens = max(lengths)
     keep_host_memory()
     rates: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}
-    for length in LENGTHS:
-        steps = {name: prepare(contestant, length) for name, contestant in CONTESTANTS.items()}
+    for length in lengths:
+        steps = {name: prepare(contestant, n_tokens // length, length) for name, contestant in CONTESTANTS.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(REPEATS):
             for name, step in steps.items():
@@ -45,18 +49,18 @@ def measure() -> dict[str, dict[int, float]]:
                 step()
                 seconds[name].append(time.perf_counter() - start)
         for name, times in seconds.items():
-            rates[name][length] = TOKENS / statistics.median(times)
+            rates[name][length] = n_tokens // length * length / statistics.median(times)
             print(f"T = {length:>6}  {name:<24} {rates[name][length]:>10,.0f} tokens/s", flush=True)
     return rates
 
 
-def prepare(contestant: Contestant, length: int) -> Callable[[], None]:
+def prepare(contestant: Contestant, n_sequences: int, length: int) -> Callable[[], None]:
     """Return a function that takes one training step and waits for it."""
     config, mesh = train_config(contestant), make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     state = init_train_state(config.model, optimizer, 0, mesh)
     train_step = make_train_step(config.model, optimizer, mesh)
-    tokens = np.random.default_rng(0).integers(0, 256, (1, TOKENS // length, length + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(0, 256, (1, n_sequences, length + 1), np.int32)
 
     def step() -> None:
         nonlocal state
@@ -68,4 +72,4 @@ def prepare(contestant: Contestant, length: int) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from configs import parse_flags
 from experiments import tools
 from experiments.ladder import config, law, report
 from heinsen.config import from_mapping
@@ -159,4 +160,4 @@ def predict(file: Path, laws: report.Laws, size: Size, ratio: float) -> dict[str
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

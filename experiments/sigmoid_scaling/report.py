@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.sigmoid_scaling.forms import norms_by_law
+from heinsen.files import write_figure
 
 Study = Mapping[str, Any]  # from `measure.study`
 
@@ -86,8 +87,8 @@ def plot(studies: Sequence[Study], path: Path) -> None:
             axis.set_title(f"({letter}) {axis.get_title()}", loc="left", fontsize=8)
             axis.set_title("")
         figure.tight_layout()
-        figure.savefig(path.with_suffix(".png"), dpi=200)
-        figure.savefig(path.with_suffix(".svg"))
+        write_figure(path.with_suffix(".png"), figure, dpi=200)
+        write_figure(path.with_suffix(".svg"), figure)
         plt.close(figure)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from heinsen.errors import InputError
+from heinsen.files import make_folder
 from heinsen.parallel import keep_host_memory
 from scripts.benchmarking import attention_report
 from scripts.benchmarking.contestants import (
@@ -53,7 +54,7 @@ def benchmark_attention(settings: Settings, out: Path) -> str:
         if dtype not in DTYPES:
             raise InputError(f"--dtypes={dtype}: choose float32 or bfloat16")
     race = Race(settings, _choose(contestants(), settings.only))
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     start = time.monotonic()
     for dtype in dtypes:
         for n_tokens in settings.lengths:

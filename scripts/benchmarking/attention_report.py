@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from heinsen.files import write_figure
 from scripts.benchmarking.contestants import BACKWARD, CHUNKED, DIRECTIONS, FORWARD
 from scripts.benchmarking.measure import describe_versions
 
@@ -86,6 +87,6 @@ def plot(summary: Summary, path: Path) -> Path:
     rows[0][0].legend(fontsize=8)
     figure.suptitle(f"{_shape(summary).replace('causal,', 'causal attention,')}: {summary['device']}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

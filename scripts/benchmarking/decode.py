@@ -18,6 +18,7 @@ import numpy as np
 from heinsen.config import from_mapping
 from heinsen.decoding import Prefix, Sampling, decode, step_params
 from heinsen.errors import InputError
+from heinsen.files import make_folder
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
 from heinsen.parallel import keep_host_memory
@@ -67,6 +68,7 @@ def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> s
         models = {own.attention: own, "softmax": dataclasses.replace(own, attention="softmax")}
     except ValueError as error:  # softmax attention rejects a field that the config's own attention takes
         raise InputError(str(error)) from error
+    make_folder(out)
     keep_host_memory()
     contestants = {name: Contestant.create(model) for name, model in models.items()}
     race = Race(settings, contestants, own.attention)

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from heinsen.files import write_figure
 from scripts.benchmarking.measure import describe_versions
 
 Summary = Mapping[str, Any]
@@ -74,6 +75,6 @@ def plot(summary: Summary, batch: int, path: Path) -> Path:
     time_axes.annotate("parameters read once", (time_axes.get_xlim()[1], reading), **place)
     figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters, batch {batch}: {summary['device']}")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

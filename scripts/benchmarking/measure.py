@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from heinsen.errors import InputError
+from heinsen.files import write_atomically
 
 _WARM_UP = 0.3  # seconds
 
@@ -78,7 +79,6 @@ def parse_numbers(flag: str, texts: list[str]) -> list[int]:
 
 def write_results(out: Path, results: dict[str, Any]) -> Path:
     """Write OUT/results.json."""
-    out.mkdir(parents=True, exist_ok=True)
     path = out / "results.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    write_atomically(path, json.dumps(results, indent=1) + "\n")
     return path

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from heinsen.config import from_mapping
+from heinsen.files import make_folder
 from heinsen.models import count_params
 from heinsen.parallel import keep_host_memory, make_mesh
 from heinsen.training.optimizer import make_optimizer
@@ -29,6 +30,7 @@ _SIZE = 4096  # of the square matrices
 def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError."""
     config = from_mapping(TrainConfig, values)
+    make_folder(out)
     keep_host_memory()
     take_step, n_params, peak_bytes = prepare_step(config)
     dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
