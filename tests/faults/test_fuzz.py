@@ -543,15 +543,16 @@ def is_untold(case: Case) -> bool:
 
 
 @pytest.fixture(scope="module")
-def counts() -> Iterator[collections.Counter]:
+def counts(request: pytest.FixtureRequest) -> Iterator[collections.Counter]:
     """How cases ended, by kind of file; printed at the end."""
     found: collections.Counter = collections.Counter()
     yield found
     verdicts = (*VERDICTS, "wrong")
     rows = [(kind, *(found[kind, verdict] for verdict in verdicts)) for kind in dict.fromkeys(k for k, _ in found)]
     rows.append(("all", *(sum(row[i] for row in rows) for i in range(1, 5))))
-    print(f"\n{'cases by kind of file':<32}" + "".join(f"{name:>9}" for name in verdicts))
-    print("\n".join(f"{kind:<32}" + "".join(f"{n:>9}" for n in numbers) for kind, *numbers in rows))
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{'cases by kind of file':<32}" + "".join(f"{name:>9}" for name in verdicts))
+        print("\n".join(f"{kind:<32}" + "".join(f"{n:>9}" for n in numbers) for kind, *numbers in rows))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
