@@ -121,11 +121,9 @@ def exact_chunk(kind: Values[Any], tokens: Tokens, state: Any) -> tuple[tuple[Ar
 
     # Not read where it is lost: its derivatives may be NaN there.
     queries, sums, end = zero_grad_where_unread(sum_chunk)(tokens, state)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts))
-    if tokens.keys is not None:
-        lost |= kind.has_spreading_values(tokens.keys.values)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts)) | kind.spreads(end.s)
     if queries is not None:
-        lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts))
+        lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts)) | kind.spreads(sums.s)
 
     def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
         out: tuple[Array | None, ShiftedLog | None] = None, None

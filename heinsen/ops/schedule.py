@@ -234,16 +234,17 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
 
     shifts = kind.state_shifts(state)
     m = kind.state_to_sums(state, shifts)
+    state_spreads = kind.spreads(m.s)
     buffers = None if tokens.q is None else _make_buffers(call, tokens.q, m, save_residuals)
     (m, shifts, written), before = lax.scan(step, (m, shifts, buffers), jnp.arange(split.n_groups))
     # Sums between chunks need no check: what they lost is as little to the queries that read them, and to the end.
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts))
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts)) | state_spreads
     y = log_z = sums = None
     if written is not None:
         y, sums, log_z = written
         lost |= kind.has_lost_terms(sums)
     if tokens.keys is not None:
-        lost |= kind.has_spreading_values(tokens.keys.values)
+        lost |= kind.spreads(tokens.keys.values)
     residuals = Residuals(sums, *before) if save_residuals else None
     return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
 

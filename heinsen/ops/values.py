@@ -85,8 +85,11 @@ class Values(abc.ABC, Generic[N]):
         """Whether some sum, after `fill_empty`, is NaN or so small that underflow may have taken terms from it."""
 
     @abc.abstractmethod
-    def has_spreading_values(self, values: Array) -> Array:
-        """Whether some value is NaN in the products with its weights of 0, and `has_lost_terms` does not see it."""
+    def spreads(self, values: Array) -> Array:
+        """Whether values, or sums of them, are not finite, so that products with weights of 0 are NaN.
+
+        Only where `has_lost_terms` would not see it.
+        """
 
     @abc.abstractmethod
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
@@ -169,7 +172,7 @@ class LogValues(Values[NormalizedState]):
         log_mean = safe_log(safe_divide(m.s, m.z[..., None]))
         return NormalizedState.of(log_mean, _log_weight(m, shifts), shifts.b)
 
-    def has_spreading_values(self, values: Array) -> Array:
+    def spreads(self, values: Array) -> Array:
         return jnp.zeros((), bool)  # relative to a shift, what is not finite makes its sums NaN
 
     def state_like(self, m: Sums, shifts: Shifts) -> NormalizedState:
@@ -232,7 +235,7 @@ class RealValues(Values[NormalizedMeanState]):
     def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
         return NormalizedMeanState(self.mean(m, None), _log_weight(m, shifts))
 
-    def has_spreading_values(self, values: Array) -> Array:
+    def spreads(self, values: Array) -> Array:
         return ~jnp.all(jnp.isfinite(values))
 
     def state_like(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
