@@ -223,28 +223,28 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
     kind, split = call.kind, call.split
 
     def step(carry: Any, i: Array) -> Any:
-        m, shifts, written = carry
+        m, shifts, written, spreads = carry
         chunks = to_chunks(slice_tokens(tokens, i, split.group_size), split)
         raised = _raise_in_turn(kind, shifts, chunks.keys, split)
         f = chunk.compute_factors(kind, chunks, raised)
         before, m, shifts = _sums_between(kind, f.keys, m, shifts, raised)
         if f.queries is not None:
             written = _write_queries(call, f.queries, f.keys, before, raised, written, i, save_residuals)
-        return (m, shifts, written), (before, raised) if save_residuals else None
+        if chunks.keys is not None:
+            spreads |= kind.spreads(chunks.keys.values)
+        return (m, shifts, written, spreads), (before, raised) if save_residuals else None
 
     shifts = kind.state_shifts(state)
     m = kind.state_to_sums(state, shifts)
-    state_spreads = kind.spreads(m.s)
     buffers = None if tokens.q is None else _make_buffers(call, tokens.q, m, save_residuals)
-    (m, shifts, written), before = lax.scan(step, (m, shifts, buffers), jnp.arange(split.n_groups))
+    carry = m, shifts, buffers, kind.spreads(m.s)
+    (m, shifts, written, spreads), before = lax.scan(step, carry, jnp.arange(split.n_groups))
     # Sums between chunks need no check: what they lost is as little to the queries that read them, and to the end.
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts)) | state_spreads
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts)) | spreads
     y = log_z = sums = None
     if written is not None:
         y, sums, log_z = written
         lost |= kind.has_lost_terms(sums)
-    if tokens.keys is not None:
-        lost |= kind.spreads(tokens.keys.values)
     residuals = Residuals(sums, *before) if save_residuals else None
     return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
 
