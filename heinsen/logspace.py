@@ -68,6 +68,21 @@ class ShiftedLog(NamedTuple):
         rest, other_rest = (x.rest + difference(x.shift, shift) for x in (self, other))
         return ShiftedLog(logaddexp(rest, other_rest), shift)
 
+    def scale(self, log_factor: Array) -> "ShiftedLog":
+        """The logarithm plus log_factor, which may be -inf, as if the sum were not rounded."""
+        fixed = jax.lax.stop_gradient(log_factor)
+        shift, error = two_sum(self.shift, fixed)
+        rest = self.rest + error + (finite(log_factor) - finite(fixed))
+        return ShiftedLog(jnp.where(shift == NEG_INF, NEG_INF, rest), shift)
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """(a + b rounded, what the rounding took), by Knuth's two-sum; the second is a constant, and 0 at -inf."""
+    total = a + b
+    a_part = finite(total) - finite(b)
+    error = (finite(a) - a_part) + (finite(b) - (finite(total) - a_part))
+    return total, jax.lax.stop_gradient(jnp.where(total == NEG_INF, 0.0, error))
+
 
 def log_shares(a: ShiftedLog, b: ShiftedLog) -> tuple[Array, Array]:
     """Logarithms of the shares of two terms in their sum; -inf for those that are zero."""
@@ -79,11 +94,7 @@ def log_shares(a: ShiftedLog, b: ShiftedLog) -> tuple[Array, Array]:
 
 def centered_sum(q: Array, h: Array) -> tuple[Array, Array]:
     """(q + h - top, top), with top the largest q + h along the last axis (-inf: all are), as if no sum were rounded."""
-    total = q + h
-    # Knuth's two-sum: what the rounding of the sum took.
-    q_part = finite(total) - finite(h)
-    error = (finite(q) - q_part) + (finite(h) - (finite(total) - q_part))
-    error = jax.lax.stop_gradient(jnp.where(total == NEG_INF, 0.0, error))
+    total, error = two_sum(q, h)
     top = jax.lax.stop_gradient(jnp.max(total, axis=-1))
     return (total - finite(top)[..., None]) + error, top
 
@@ -341,7 +352,8 @@ def _recurrence_bwd(
 ) -> tuple[Array, Array, Array]:
     log_a, log_b, initial, e = residuals
     previous = jnp.concatenate([jnp.expand_dims(initial, axis), jax.lax.slice_in_dim(e, 0, -1, axis=axis)], axis=axis)
-    carried = posterior(previous + log_a, e)  # the share of e[t] that comes from e[t-1]
+    # The share of e[t] that comes from e[t-1]; the difference first, which is hardly rounded.
+    carried = jnp.exp(jnp.where(previous == NEG_INF, NEG_INF, finite(previous) - finite(e)) + log_a)
     r = gated_sum(_shift_earlier(carried, axis, 0.0), g, axis, reverse=True, method=method)
     dprevious = carried * r
     broadcast_axes = tuple(i for i, size in enumerate(log_a.shape) if size != log_b.shape[i])

@@ -15,14 +15,19 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunked, reference, scan
-from heinsen.ops.checks import check_inputs
+from heinsen.ops.checks import check_inputs, check_log_decay
+from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.nonfinite import isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
 
-# (q, k, values, causal, state, starts) -> (output, the state after all tokens)
-LogAttention = Callable[[Array, Array, Array, bool, LogState | None, Array | None], tuple[Array, LogState]]
-RealAttention = Callable[[Array, Array, Array, bool, MeanState | None, Array | None], tuple[Array, MeanState]]
+# (q, k, values, causal, state, starts, log_decay) -> (output, the state after all tokens)
+LogAttention = Callable[
+    [Array, Array, Array, bool, LogState | None, Array | None, Array | None], tuple[Array, LogState]
+]
+RealAttention = Callable[
+    [Array, Array, Array, bool, MeanState | None, Array | None, Array | None], tuple[Array, MeanState]
+]
 
 
 class Implementation(NamedTuple):
@@ -47,6 +52,7 @@ def log_attention(
     k: Float[Array, "*batch S K"],
     log_v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: LogState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -59,6 +65,7 @@ def log_attention(
     k: Float[Array, "*batch S K"],
     log_v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: LogState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -70,6 +77,7 @@ def log_attention(
     k: Float[Array, "*batch S K"],
     log_v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: LogState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -81,6 +89,9 @@ def log_attention(
     Args:
       q, k, log_v: queries, keys (both exponents: no scaling is applied) and log values; -inf in k masks a key feature,
         -inf in log_v is a value of zero.
+      log_decay: a forget gate. Token t multiplies the weights of all tokens before it by exp(log_decay[t]) <= 1; -inf
+        forgets them. For causal attention only: log y is that of q + G and k - G, with G the sums of log_decay, and
+        computed without their rounding.
       causal: whether query t sees keys up to t only (then S = T), or all keys.
       state: what came before the first token, from an earlier call or `init_state`; all queries of the first document
         see it.
@@ -95,10 +106,10 @@ def log_attention(
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
     """
-    arrays, starts = _prepare(q, k, log_v, causal, segment_ids, "log_v")
+    arrays, starts, log_decay = _prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
     with _explain_forward_mode():
-        log_y, end = _choose(implementation, q, k).log_attention(*arrays, causal, state, starts)
+        log_y, end = _choose(implementation, q, k).log_attention(*arrays, causal, state, starts, log_decay)
     return (log_y, end) if return_state else log_y
 
 
@@ -108,6 +119,7 @@ def attention(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: MeanState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -120,6 +132,7 @@ def attention(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: MeanState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -131,6 +144,7 @@ def attention(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: MeanState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -143,24 +157,33 @@ def attention(
     errors as in `log_attention`, with a `MeanState`. Returns y in v's dtype (the state in at least float32); a query
     that sees nothing gets 0.
     """
-    arrays, starts = _prepare(q, k, v, causal, segment_ids, "v")
+    arrays, starts, log_decay = _prepare(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
     with _explain_forward_mode():
-        y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts)
+        y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
 
 def _prepare(
-    q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str
-) -> tuple[tuple[Array, Array, Array], Array | None]:
-    """(q, k and values in the dtype of the arithmetic, where documents start [*batch, T])."""
+    q: Array,
+    k: Array,
+    values: Array,
+    log_decay: Array | None,
+    causal: bool,
+    segment_ids: Array | None,
+    values_name: str,
+) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
+    """(q, k and values in the dtype of the arithmetic, where documents start [*batch, T], log_decay)."""
     check_inputs(q, k, values, causal, segment_ids, values_name)
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
     starts = None
     if segment_ids is not None:
         starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
-    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts
+    if log_decay is not None:
+        check_log_decay(log_decay, k, causal)
+        log_decay, starts = take_resets(log_decay.astype(dtype), starts)
+    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts, log_decay
 
 
 def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:

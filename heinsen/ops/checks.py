@@ -38,3 +38,22 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
             fits = False
         if not fits:
             raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
+
+
+def check_log_decay(log_decay: Array, k: Array, causal: bool) -> None:
+    """log_decay [*batch, T] for keys k [*batch, T, K].
+
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or without causality.
+    """
+    if not jnp.issubdtype(log_decay.dtype, jnp.floating):
+        raise TypeError(f"log_decay has dtype {log_decay.dtype}: expected a real floating-point dtype")
+    if not causal:
+        raise ValueError(
+            "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none is "
+            "before another; leave out log_decay, or attend in both directions by two causal calls"
+        )
+    if log_decay.shape != k.shape[:-1]:
+        raise ValueError(
+            f"log_decay {log_decay.shape} does not fit k {k.shape}: expected one number for each head and token, "
+            f"[*batch, T] = {k.shape[:-1]}"
+        )

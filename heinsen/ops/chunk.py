@@ -20,11 +20,13 @@ Axes: C tokens of the chunk, K key features, V value features; `*batch` is any l
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, ShiftedLog, centered_sum, finite
+from heinsen.ops.decay import chunk_decay, decay_grad
 from heinsen.ops.documents import ChunkMasks, chunk_masks
 from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shift_decay
 
@@ -33,11 +35,12 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 class Keys(NamedTuple):
-    """Keys with their values, and where documents start among them."""
+    """Keys with their values, where documents start among them, and what each leaves of the weights before it."""
 
     k: Array  # [*batch, C, K]
     values: Array  # [*batch, C, V]
     starts: Array | None  # [*batch, C] bool; None: one document
+    log_decay: Array | None = None  # [*batch, C, 1], 0 where a document starts; None: all of it
 
 
 class Tokens(NamedTuple):
@@ -47,6 +50,73 @@ class Tokens(NamedTuple):
     keys: Keys | None
 
 
+# ---- shifts ---------------------------------------------------------------------------------------
+
+
+class DecayShifts(NamedTuple):
+    """The shifts around a chunk that fall with its log decays."""
+
+    before: Shifts  # of the sums before the chunk
+    after: Shifts  # of the sums after it
+    own_b: Array | None  # [*batch, V]: of its own values
+
+
+class ChunkShifts(NamedTuple):
+    """Shifts of a chunk's factors and of the sums around it. Without log decays all are the same, and only rise."""
+
+    reading: Shifts  # of what queries read: of the sums before the chunk, and of its own keys and values
+    decay: DecayShifts | None = None
+
+    @property
+    def before(self) -> Shifts:
+        return self.reading if self.decay is None else self.decay.before
+
+    @property
+    def after(self) -> Shifts:
+        return self.reading if self.decay is None else self.decay.after
+
+    @property
+    def own_b(self) -> Array | None:
+        return self.reading.b if self.decay is None else self.decay.own_b
+
+
+class OwnShifts(NamedTuple):
+    """Shifts that cover a chunk's own keys and values."""
+
+    reading: Shifts
+    c_end: Array | None  # [*batch, K]: of its keys after the chunk; None without log decays
+    log_decay: Array | None  # [*batch]: of the sums before it
+
+
+def own_shifts(kind: Values[Any], keys: Keys) -> OwnShifts:
+    """Shifts of one chunk alone."""
+    reading = Shifts(jnp.max(keys.k, axis=-2), kind.largest(keys.values))
+    if keys.log_decay is None:
+        return OwnShifts(reading, None, None)
+    decay = chunk_decay(keys.log_decay[..., 0], keys.starts)
+    return OwnShifts(reading, jnp.max(keys.k + decay.log_until_end[..., None], axis=-2), decay.log_total)
+
+
+def move_shifts(before: Shifts, own: OwnShifts) -> ChunkShifts:
+    """Shifts of a chunk that follows sums relative to `before`."""
+    reading = jax.tree.map(jnp.maximum, before, own.reading)
+    if own.c_end is None or own.log_decay is None:
+        return ChunkShifts(reading)
+    after_c = jnp.maximum(before.c + own.log_decay[..., None], own.c_end)
+    # The share of older values in any mean falls at least so far, and so may their shift.
+    largest = jnp.max(log_shares_kept(before.c, own.log_decay, after_c), axis=-1, keepdims=True)
+    after_b = jax.tree.map(lambda b, own_b: jnp.maximum(b + finite(largest), own_b), before.b, own.reading.b)
+    return ChunkShifts(reading, DecayShifts(before, Shifts(after_c, after_b), own.reading.b))
+
+
+def log_shares_kept(c: Array, log_decay: Array, after_c: Array) -> Array:
+    """Log of the factors [*batch, K] <= 1 that take weights relative to c to after_c >= c + log_decay."""
+    return jnp.where(c == NEG_INF, NEG_INF, (finite(c) - finite(after_c)) + log_decay[..., None])
+
+
+# ---- factors --------------------------------------------------------------------------------------
+
+
 class QueryFactors(NamedTuple):
     """Exponentials of a chunk's queries."""
 
@@ -54,12 +124,21 @@ class QueryFactors(NamedTuple):
     r: Array  # [*batch, C], the shift of qf; -inf where a query sees nothing
 
 
-class KeyFactors(NamedTuple):
-    """Exponentials of a chunk's keys, the factors of its values, and its masks."""
+class Kept(NamedTuple):
+    """What a chunk leaves of the sums before it."""
 
-    kf: Array  # [*batch, C, K]
+    mask: Array | None = None  # [*batch, 1]: 0 where a document starts in the chunk, else 1
+    log_decay: Array | None = None  # [*batch]: in logarithms
+
+
+class KeyFactors(NamedTuple):
+    """Exponentials of a chunk's keys, the factors of its values, and what queries and sums have of them."""
+
+    kf: Array  # [*batch, C, K], as its queries see them
+    kf_end: Array  # [*batch, C, K], as they enter the sums
     vf: Array  # [*batch, C, V]
     masks: ChunkMasks
+    kept: Kept
 
 
 class Factors(NamedTuple):
@@ -69,25 +148,30 @@ class Factors(NamedTuple):
     keys: KeyFactors | None
 
 
-def compute_factors(kind: Values[Any], chunk: Tokens, shifts: Shifts) -> Factors:
+def compute_factors(kind: Values[Any], chunk: Tokens, shifts: ChunkShifts) -> Factors:
     """Factors of a chunk relative to shifts that cover its keys and values."""
     queries = keys = None
     if chunk.q is not None:
-        exponents, r = centered_sum(chunk.q, shifts.c[..., None, :])
+        exponents, r = centered_sum(chunk.q, shifts.reading.c[..., None, :])
         queries = QueryFactors(jnp.exp(exponents), r)
     if chunk.keys is not None:
-        k, values, starts = chunk.keys
-        kf = jnp.exp(k - finite(shifts.c)[..., None, :])
-        keys = KeyFactors(kf, kind.factor(values, shifts.b), chunk_masks(k.shape[-2], starts, k.dtype))
+        keys = _key_factors(kind, chunk.keys, shifts)
     return Factors(queries, keys)
 
 
-# ---- shifts and sums ------------------------------------------------------------------------------
+def _key_factors(kind: Values[Any], keys: Keys, shifts: ChunkShifts) -> KeyFactors:
+    k, values, starts, log_decay = keys
+    kf, vf = jnp.exp(k - finite(shifts.reading.c)[..., None, :]), kind.factor(values, shifts.own_b)
+    if log_decay is None:
+        masks = chunk_masks(k.shape[-2], starts, k.dtype)
+        return KeyFactors(kf, _mask(kf, masks.enters_state), vf, masks, Kept(mask=masks.keeps_state))
+    decay = chunk_decay(log_decay[..., 0], starts)
+    kf_end = jnp.exp((k - finite(shifts.after.c)[..., None, :]) + decay.log_until_end[..., None])
+    masks = ChunkMasks(decay.of_keys, decay.of_state[..., None], None, None)
+    return KeyFactors(kf, kf_end, vf, masks, Kept(log_decay=decay.log_total))
 
 
-def raise_shifts(kind: Values[Any], shifts: Shifts, keys: Keys) -> Shifts:
-    """Shifts that also cover a chunk's keys and values."""
-    return Shifts(jnp.maximum(shifts.c, jnp.max(keys.k, axis=-2)), kind.raise_shift(shifts.b, keys.values))
+# ---- sums -----------------------------------------------------------------------------------------
 
 
 def rescale(kind: Values[Any], sums: Sums, old: Shifts, new: Shifts) -> Sums:
@@ -100,20 +184,36 @@ def add_sums(sums: Sums, more: Sums | None) -> Sums:
     return sums if more is None else Sums(sums.s + more.s, sums.z + more.z)
 
 
-def mask_sums(sums: Sums, keeps_state: Array | None) -> Sums:
-    """A state's sums, or their gradients, where no document starts in the chunk; else 0."""
-    return sums if keeps_state is None else Sums(sums.s * keeps_state[..., None], sums.z * keeps_state)
+def readable_sums(kind: Values[Any], m: Sums, shifts: ChunkShifts) -> Sums:
+    """The sums before a chunk as its queries read them; their gradients, the other way round."""
+    return m if shifts.decay is None else rescale(kind, m, shifts.before, shifts.reading)
 
 
-def query_sums(queries: QueryFactors, keys: KeyFactors | None, m: Sums) -> Sums:
-    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries; m are the sums before the chunk."""
+def kept_sums(kind: Values[Any], kept: Kept, m: Sums, shifts: ChunkShifts) -> Sums:
+    """What is left after a chunk of the sums before it; of their gradients, the other way round."""
+    if kept.mask is not None:
+        return Sums(m.s * kept.mask[..., None], m.z * kept.mask)
+    if kept.log_decay is None:
+        return m
+    old, new = shifts.before, shifts.after
+    log_share = log_shares_kept(old.c, kept.log_decay, new.c)
+    kept_s, old_b = log_share, old.b
+    if old_b is not None:  # the shifts of weights and values move together: each factor is at most 1
+        largest = finite(lax.stop_gradient(jnp.max(log_share, axis=-1, keepdims=True)))
+        kept_s, old_b = log_share - largest, old_b + largest
+    return Sums(kind.rescale(m.s * jnp.exp(kept_s)[..., :, None], old_b, new.b), m.z * jnp.exp(log_share))
+
+
+def query_sums(kind: Values[Any], queries: QueryFactors, keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
+    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries; m are the `readable_sums` before the chunk."""
     qf = _mask(queries.qf, keys and keys.masks.reads_state)
     # Also products with vectors: XLA's CPU library takes five times as long for sums of elementwise products.
     s, z = einsum("...tk,...kv->...tv", qf, m.s), einsum("...tk,...k->...t", qf, m.z)
     if keys is None:
         return Sums(s, z)
     a = einsum("...tk,...sk->...ts", queries.qf, keys.kf) * keys.masks.causal
-    return Sums(s + einsum("...ts,...sv->...tv", a, keys.vf), z + jnp.sum(a, axis=-1))
+    own = _move_b(kind, einsum("...ts,...sv->...tv", a, keys.vf), shifts, shifts.reading)
+    return Sums(s + own, z + jnp.sum(a, axis=-1))
 
 
 def query_log_z(queries: QueryFactors, sums: Sums) -> ShiftedLog:
@@ -121,22 +221,28 @@ def query_log_z(queries: QueryFactors, sums: Sums) -> ShiftedLog:
     return ShiftedLog(safe_log(sums.z), queries.r)
 
 
-def chunk_sums(keys: KeyFactors | None) -> Sums | None:
+def chunk_sums(kind: Values[Any], keys: KeyFactors | None, shifts: ChunkShifts) -> Sums | None:
     """What a chunk adds to M_s [*batch, K, V] and M_z [*batch, K]."""
     if keys is None:
         return None
-    kf = _mask(keys.kf, keys.masks.enters_state)
-    return Sums(einsum("...sk,...sv->...kv", kf, keys.vf), jnp.sum(kf, axis=-2))
+    s = einsum("...sk,...sv->...kv", keys.kf_end, keys.vf)
+    return Sums(_move_b(kind, s, shifts, shifts.after), jnp.sum(keys.kf_end, axis=-2))
 
 
-def next_sums(keys: KeyFactors | None, m: Sums) -> Sums:
+def next_sums(kind: Values[Any], keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
     """M_s and M_z after a chunk, from those before it."""
-    return add_sums(mask_sums(m, keys and keys.masks.keeps_state), chunk_sums(keys))
+    kept = Kept() if keys is None else keys.kept
+    return add_sums(kept_sums(kind, kept, m, shifts), chunk_sums(kind, keys, shifts))
 
 
-def fill_empty_queries(kind: Values[Any], queries: QueryFactors, sums: Sums, shifts: Shifts) -> Sums:
+def _move_b(kind: Values[Any], s: Array, shifts: ChunkShifts, new: Shifts) -> Array:
+    """Sums of a chunk's own values, made relative to the shifts `new`; their gradients, the other way round."""
+    return s if shifts.decay is None else kind.rescale(s, shifts.own_b, new.b)
+
+
+def fill_empty_queries(kind: Values[Any], queries: QueryFactors, sums: Sums, shifts: ChunkShifts) -> Sums:
     """S and Z with 1 where a query sees nothing; their gradients are multiplied by factors that are 0."""
-    return kind.fill_empty(sums, queries.r != NEG_INF, shifts.b)
+    return kind.fill_empty(sums, queries.r != NEG_INF, shifts.reading.b)
 
 
 def fill_empty_features(kind: Values[Any], m: Sums, shifts: Shifts) -> Sums:
@@ -153,42 +259,75 @@ def query_sums_grad(queries: QueryFactors, keys: KeyFactors | None, dsums: Sums)
     return Sums(einsum("...tk,...tv->...kv", qf, dsums.s), einsum("...tk,...t->...k", qf, dsums.z))
 
 
-def query_grad(queries: QueryFactors, keys: KeyFactors | None, m: Sums, dsums: Sums) -> Array:
-    """dq [*batch, C, K], from the sums m before the chunk and the gradients of the queries' S and Z."""
+def query_grad(queries: QueryFactors, keys: KeyFactors | None, m: Sums, dsums: Sums, dpairs: Array | None) -> Array:
+    """dq [*batch, C, K], from the `readable_sums` m before the chunk and the gradients of the queries' S and Z."""
     dqf = einsum("...tv,...kv->...tk", dsums.s, m.s) + dsums.z[..., None] * m.z[..., None, :]
     dqf = _mask(dqf, keys and keys.masks.reads_state)
-    if keys is not None:
-        dqf = dqf + einsum("...ts,...sk->...tk", _pair_grad(keys, dsums), keys.kf)
+    if keys is not None and dpairs is not None:
+        dqf = dqf + einsum("...ts,...sk->...tk", dpairs, keys.kf)
     return queries.qf * dqf
 
 
+def pair_grad(kind: Values[Any], keys: KeyFactors | None, dsums: Sums, shifts: ChunkShifts) -> Array | None:
+    """Gradient [*batch, C, C] of the products of a chunk's queries and keys, from those of the queries' S and Z."""
+    if keys is None:
+        return None
+    ds = _move_b(kind, dsums.s, shifts, shifts.reading)
+    return (einsum("...tv,...sv->...ts", ds, keys.vf) + dsums.z[..., None]) * keys.masks.causal
+
+
+class KeyGrads(NamedTuple):
+    """Gradients of a chunk's keys and values, and what remains to be added for its log decays."""
+
+    k: Array
+    values: Array
+    end: Array | None  # [*batch]: the share of the sums after the chunk in the sum of dk over keys and features
+
+
 def key_grads(
-    kind: Values[Any], queries: QueryFactors | None, keys: KeyFactors, dsums: Sums | None, dend: Sums
-) -> Keys:
+    kind: Values[Any],
+    queries: QueryFactors | None,
+    keys: KeyFactors,
+    dsums: Sums | None,
+    dpairs: Array | None,
+    dend: Sums,
+    shifts: ChunkShifts,
+) -> KeyGrads:
     """Gradients of a chunk's keys and values.
 
     Args:
-      dsums: gradients of the queries' S and Z; None without queries.
+      dsums, dpairs: gradients of the queries' S and Z, and of their products with keys; None without queries.
       dend: gradients of the sums after the chunk.
     """
-    kf, vf, masks = keys
-    dkf = _mask(einsum("...sv,...kv->...sk", vf, dend.s) + dend.z[..., None, :], masks.enters_state)
-    dvf = einsum("...sk,...kv->...sv", _mask(kf, masks.enters_state), dend.s)
+    kf, kf_end, vf, masks, kept = keys
+    dend_s = _move_b(kind, dend.s, shifts, shifts.after)
+    dk = kf_end * (einsum("...sv,...kv->...sk", vf, dend_s) + dend.z[..., None, :])
+    dvf = einsum("...sk,...kv->...sv", kf_end, dend_s)
+    end = None if kept.log_decay is None else jnp.sum(sum_features(dk), axis=-1)
     if queries is not None and dsums is not None:
         a = einsum("...sk,...tk->...st", kf, queries.qf) * jnp.swapaxes(masks.causal, -1, -2)
-        dkf = dkf + einsum("...ts,...tk->...sk", _pair_grad(keys, dsums), queries.qf)
-        dvf = dvf + einsum("...st,...tv->...sv", a, dsums.s)
-    return Keys(kf * dkf, kind.factor_grad(vf, dvf), None)
+        dk = dk + kf * einsum("...ts,...tk->...sk", dpairs, queries.qf)
+        dvf = dvf + einsum("...st,...tv->...sv", a, _move_b(kind, dsums.s, shifts, shifts.reading))
+    return KeyGrads(dk, kind.factor_grad(vf, dvf), end)
 
 
-def _pair_grad(keys: KeyFactors, dsums: Sums) -> Array:
-    """Gradient [*batch, C, C] of the weight A of each query and key of a chunk. XLA computes it once for both users."""
-    return (einsum("...tv,...sv->...ts", dsums.s, keys.vf) + dsums.z[..., None]) * keys.masks.causal
+def log_decay_grad(dq_total: Array | float, grads: KeyGrads, dkept: Array | None) -> Array | None:
+    """Gradient [*batch, C, 1] of a chunk's log decays.
+
+    Their sums G enter as q + G, k - G, and in the sums after the chunk.
+
+    Args:
+      dq_total: sum of dq over features.
+      dkept: sum [*batch] of the sums kept from before the chunk, times their gradients.
+    """
+    if grads.end is None or dkept is None:
+        return None
+    return decay_grad(dq_total - sum_features(grads.k), dkept + grads.end)[..., None]
 
 
-def query_grad_total(kind: Values[Any], dy: Array, dlog_z: Array | None, shifts: Shifts) -> Array | float:
+def query_grad_total(kind: Values[Any], dy: Array, dlog_z: Array | None, shifts: ChunkShifts) -> Array | float:
     """Sum of dq over features: a shift of a query leaves y as it is, and shifts its log Z."""
-    return (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, shifts.b)
+    return (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, shifts.reading.b)
 
 
 def correct_query_grad(
@@ -202,6 +341,11 @@ def correct_query_grad(
     weights = queries.qf * z[..., None, :]
     surplus = jnp.sum(dq, axis=-1) - total
     return dq - weights * safe_divide(surplus, jnp.sum(weights, axis=-1))[..., None]
+
+
+def sum_features(x: Array) -> Array:
+    """Sum over the last axis, as a product: see `query_sums`."""
+    return einsum("...k,k->...", x, jnp.ones(x.shape[-1], x.dtype))
 
 
 def _mask(x: Array, mask: Array | None) -> Array:

@@ -27,26 +27,49 @@ from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
 
 
 def log_attention(
-    q: Array, k: Array, log_v: Array, causal: bool, state: LogState | None, starts: Array | None, *, exact: bool = True
+    q: Array,
+    k: Array,
+    log_v: Array,
+    causal: bool,
+    state: LogState | None,
+    starts: Array | None,
+    log_decay: Array | None = None,
+    *,
+    exact: bool = True,
 ) -> tuple[Array, LogState]:
     """(log y [*batch, T, V], the `LogState` after all tokens). Unless `exact`, lost terms stay lost."""
     first = None if state is None else _cast(state, k.dtype).normalize()
-    log_y, end = _attend(LOG_VALUES, q, Keys(k, log_v, starts), causal, first, exact)
+    log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, exact)
     return log_y, end.denormalize()
 
 
 def attention(
-    q: Array, k: Array, v: Array, causal: bool, state: MeanState | None, starts: Array | None, *, exact: bool = True
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    state: MeanState | None,
+    starts: Array | None,
+    log_decay: Array | None = None,
+    *,
+    exact: bool = True,
 ) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens). Unless `exact`, lost terms stay lost."""
     first = None if state is None else _cast(state, k.dtype).normalize()
-    y, end = _attend(REAL_VALUES, q, Keys(k, v, starts), causal, first, exact)
+    y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, exact)
     return y, end.denormalize()
 
 
-def state_after(k: Array, log_v: Array, state: LogState, starts: Array | None) -> LogState:
+def state_after(
+    k: Array, log_v: Array, state: LogState, starts: Array | None, log_decay: Array | None = None
+) -> LogState:
     """The `LogState` after all tokens, without outputs."""
-    return _run_padded(LOG_VALUES, Tokens(None, Keys(k, log_v, starts)), state.normalize()).state.denormalize()
+    tokens = Tokens(None, _keys(k, log_v, starts, log_decay))
+    return _run_padded(LOG_VALUES, tokens, state.normalize()).state.denormalize()
+
+
+def _keys(k: Array, values: Array, starts: Array | None, log_decay: Array | None) -> Keys:
+    return Keys(k, values, starts, None if log_decay is None else log_decay[..., None])
 
 
 def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, exact: bool) -> tuple[Array, N]:

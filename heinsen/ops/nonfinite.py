@@ -14,25 +14,35 @@ from heinsen.logspace import NEG_INF
 from heinsen.ops.documents import document_ranges
 from heinsen.ops.states import S
 
-Attend = Callable[[Array, Array, Array, bool, S | None, Array | None], tuple[Array, S]]
+Attend = Callable[[Array, Array, Array, bool, S | None, Array | None, Array | None], tuple[Array, S]]
 
 
 def isolate_non_finite(attend: Attend[S], zero: float) -> Attend[S]:
-    """`attend` with outputs of NaN where a query is not finite, or sees a key or value that is not, and nowhere else.
+    """`attend` with outputs of NaN where a query is not finite, or sees a key, value or log decay that is not.
 
-    Outputs of NaN have gradients of 0. -inf counts as finite where it stands for zero: in queries
+    Nowhere else. Outputs of NaN have gradients of 0. -inf counts as finite where it stands for zero: in queries
     and keys, and in values if `zero`, the number that stands for a value of zero, is -inf.
     """
 
     def isolated(
-        q: Array, k: Array, values: Array, causal: bool, state: S | None, starts: Array | None
+        q: Array,
+        k: Array,
+        values: Array,
+        causal: bool,
+        state: S | None,
+        starts: Array | None,
+        log_decay: Array | None,
     ) -> tuple[Array, S]:
         values_finite = (values < jnp.inf) & ((values > -jnp.inf) | (zero == NEG_INF))
         bad_query = ~jnp.all(q < jnp.inf, axis=-1)
         bad_key = ~(jnp.all(k < jnp.inf, axis=-1) & jnp.all(values_finite, axis=-1))
+        if log_decay is not None:
+            bad_decay = ~jnp.isfinite(log_decay)
+            bad_key |= bad_decay
+            log_decay = jnp.where(bad_decay, 0.0, log_decay)
         leave_out = lambda bad, fill, x: jnp.where(bad[..., None], fill, x)
         clean = leave_out(bad_query, 0.0, q), leave_out(bad_key, NEG_INF, k), leave_out(bad_key, zero, values)
-        y, end = attend(*clean, causal, state, starts)
+        y, end = attend(*clean, causal, state, starts, log_decay)
         seen, seen_by_last = _sees(bad_key, causal, starts)
         at_end = lambda x: jnp.expand_dims(seen_by_last, range(bad_key.ndim - 1, x.ndim))
         end = jax.tree.map(lambda x: jnp.where(at_end(x), jnp.nan, x), end)

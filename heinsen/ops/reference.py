@@ -81,18 +81,18 @@ def log_attention(
     causal: bool,
     state: LogState | None,
     starts: Bool[Array, "*batch T"] | None,
+    log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], LogState]:
     """Eq. (1) in logarithms: log y, and the state after all tokens."""
-    log_a = _log_similarity(q, k, causal, starts)
+    log_a = _log_similarity(q, k, causal, starts, log_decay)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
-        log_a0 = _state_log_similarity(q, state.h_z, starts)
-        log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
-        q_state = jnp.where(_first_document(starts), q, NEG_INF)
+        q_state = _state_queries(q, starts, log_decay)
+        log_z = logaddexp(log_z, logsumexp(q_state + state.h_z[..., None, :], axis=-1))
         log_s = logaddexp(log_s, log_matmul(q_state, state.h_s))
-    k = jnp.where(_last_document(starts), k, NEG_INF)
+    k = _keys_at_end(k, starts, log_decay)
     end = LogState(logsumexp(k[..., :, None] + log_v[..., None, :], axis=-3), logsumexp(k, axis=-2))
-    return log_divide(log_s, log_z[..., None]), _continue(state, end, starts)
+    return log_divide(log_s, log_z[..., None]), _continue(state, end, starts, log_decay)
 
 
 def attention(
@@ -102,39 +102,52 @@ def attention(
     causal: bool,
     state: MeanState | None,
     starts: Bool[Array, "*batch T"] | None,
+    log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], MeanState]:
     """Eq. (1): y, and the state after all tokens."""
-    log_a = _log_similarity(q, k, causal, starts)
+    log_a = _log_similarity(q, k, causal, starts, log_decay)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:
-        log_a0 = _state_log_similarity(q, state.h_z, starts)
+        log_a0 = _state_queries(q, starts, log_decay) + state.h_z[..., None, :]
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
     y = posterior(log_a, log_z[..., None]) @ v
     if state is not None:
         y = y + posterior(log_a0, log_z[..., None]) @ state.mean
-    k = jnp.where(_last_document(starts), k, NEG_INF)
+    k = _keys_at_end(k, starts, log_decay)
     h_z = logsumexp(k, axis=-2)
     end = MeanState(jnp.swapaxes(posterior(k, h_z[..., None, :]), -1, -2) @ v, h_z)
-    return y, _continue(state, end, starts)
+    return y, _continue(state, end, starts, log_decay)
 
 
-def _log_similarity(q: Array, k: Array, causal: bool, starts: Array | None) -> Array:
-    """log(exp(Q) exp(K)^T) [*batch, T, S], -inf where a query does not see a key."""
+def _log_similarity(q: Array, k: Array, causal: bool, starts: Array | None, log_decay: Array | None) -> Array:
+    """log(exp(Q) exp(K)^T) [*batch, T, S], -inf where a query does not see a key, less what the key has decayed."""
     log_a = log_matmul(q, jnp.swapaxes(k, -1, -2))
+    if log_decay is not None:
+        log_a = log_a + _decay_between(log_decay)
     mask = jnp.tril(jnp.ones(log_a.shape[-2:], bool)) if causal else jnp.ones(log_a.shape[-2:], bool)
     if starts is not None:
         mask = mask & mask_cross_document(starts)
     return jnp.where(mask, log_a, NEG_INF)
 
 
-def _state_log_similarity(q: Array, h_z: Array, starts: Array | None) -> Array:
-    """q + h_z [*batch, T, K]: each query's log weights on the state, -inf outside the first document."""
-    return jnp.where(_first_document(starts), q + h_z[..., None, :], NEG_INF)
+def _decay_between(log_decay: Array) -> Array:
+    """Sum [*batch, T, S] of log_decay over the tokens after s, up to t."""
+    later = jnp.tril(jnp.ones((log_decay.shape[-1],) * 2, bool), -1)
+    return jnp.cumsum(jnp.where(later, log_decay[..., :, None], 0.0), axis=-2)
 
 
-def _first_document(starts: Array | None) -> Array | bool:
-    """Whether a token belongs to the first document, [*batch, T, 1]; True without documents."""
-    return True if starts is None else document_numbers(starts)[..., None] == 0
+def _state_queries(q: Array, starts: Array | None, log_decay: Array | None) -> Array:
+    """q [*batch, T, K] as it reads the state: less what that has decayed, -inf outside the first document."""
+    if log_decay is not None:
+        q = q + jnp.cumsum(log_decay, axis=-1)[..., None]
+    return q if starts is None else jnp.where(document_numbers(starts)[..., None] == 0, q, NEG_INF)
+
+
+def _keys_at_end(k: Array, starts: Array | None, log_decay: Array | None) -> Array:
+    """k [*batch, T, K], less what it has decayed by the end, -inf outside the last document."""
+    if log_decay is not None:
+        k = k + _decay_between(log_decay)[..., -1, :, None]
+    return jnp.where(_last_document(starts), k, NEG_INF)
 
 
 def _last_document(starts: Array | None) -> Array | bool:
@@ -145,11 +158,11 @@ def _last_document(starts: Array | None) -> Array | bool:
     return (document == document[..., -1:])[..., None]
 
 
-def _continue(state: State | None, end: State, starts: Array | None) -> State:
+def _continue(state: State | None, end: State, starts: Array | None, log_decay: Array | None) -> State:
     """Merge the initial state into that of the last document, where the last document is also the first."""
     if state is None:
         return end
-    merged = merge_states(state, end)
+    merged = merge_states(state, end, log_decay=None if log_decay is None else jnp.sum(log_decay, axis=-1))
     if starts is None:
         return merged
     one_document = ~jnp.any(starts, axis=-1)

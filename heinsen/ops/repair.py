@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import ShiftedLog, zero_grad_where_unread
 from heinsen.ops import chunk
-from heinsen.ops.chunk import Keys, Tokens
+from heinsen.ops.chunk import ChunkShifts, Keys, Tokens
 from heinsen.ops.schedule import (
     Call,
     Output,
@@ -69,7 +69,7 @@ def backward(
         return exact_chunk(kind, Tokens(None, keys), state)[1], before
 
     # The fast pass needs these arrays no longer; they have the right shapes.
-    before = kind.state_like(residuals.before, residuals.shifts)
+    before = kind.state_like(residuals.before, residuals.shifts.reading)
     if tokens.keys is None:
         before = jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), before, state)
     else:
@@ -94,42 +94,45 @@ def _chunk_grads(
     size = call.split.chunk_size
     q, keys = slice_tokens(tokens, i, size)
 
-    def run(q: Array | None, k_and_values: Any, state: Any) -> Any:
-        chunk_keys = None if keys is None else Keys(k_and_values[0], k_and_values[1], keys.starts)
-        return exact_chunk(call.kind, Tokens(q, chunk_keys), state)
+    def run(q: Array | None, keys: Keys | None, state: Any) -> Any:
+        keys = None if keys is None else keys._replace(starts=starts)
+        return exact_chunk(call.kind, Tokens(q, keys), state)
 
-    ((_, log_z), _), vjp = jax.vjp(run, q, keys and (keys.k, keys.values), before)
+    starts = None if keys is None else keys.starts
+    ((_, log_z), _), vjp = jax.vjp(run, q, None if keys is None else keys._replace(starts=None), before)
     dlog_z = jax.tree.map(jnp.zeros_like, log_z)
     if grads.log_z is not None:
         dlog_z = jax.tree.map(lambda x: slice_last(x, i, size), grads.log_z)
     dout = multiply((slice_tokens(grads.y, i, size), dlog_z), 1 / scale)
     dq, dkeys, dbefore = vjp((dout, dafter))
-    return Tokens(dq, dkeys and Keys(dkeys[0], dkeys[1], None)), dbefore
+    return Tokens(dq, dkeys), dbefore
 
 
 def exact_chunk(kind: Values[Any], tokens: Tokens, state: Any) -> tuple[tuple[Array | None, ShiftedLog | None], Any]:
     """((y, log Z), the state after) of a chunk and the normalized state before it, by matmuls if they lose nothing."""
-    shifts = lax.stop_gradient(kind.state_shifts(state))
+    shifts = ChunkShifts(lax.stop_gradient(kind.state_shifts(state)))
     if tokens.keys is not None:
-        shifts = chunk.raise_shifts(kind, shifts, lax.stop_gradient(tokens.keys))
+        shifts = chunk.move_shifts(shifts.reading, chunk.own_shifts(kind, lax.stop_gradient(tokens.keys)))
 
     def sum_chunk(tokens: Tokens, state: Any) -> Any:
         f = chunk.compute_factors(kind, tokens, shifts)
-        m = kind.state_to_sums(state, shifts)
-        sums = None if f.queries is None else chunk.query_sums(f.queries, f.keys, m)
-        return f.queries, sums, chunk.next_sums(f.keys, m)
+        m = kind.state_to_sums(state, shifts.before)
+        sums = None
+        if f.queries is not None:
+            sums = chunk.query_sums(kind, f.queries, f.keys, chunk.readable_sums(kind, m, shifts), shifts)
+        return f.queries, sums, chunk.next_sums(kind, f.keys, m, shifts)
 
     # Not read where it is lost: its derivatives may be NaN there.
     queries, sums, end = zero_grad_where_unread(sum_chunk)(tokens, state)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts)) | kind.spreads(end.s)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts.after)) | kind.spreads(end.s)
     if queries is not None:
         lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts)) | kind.spreads(sums.s)
 
     def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
         out: tuple[Array | None, ShiftedLog | None] = None, None
         if queries is not None:
-            out = kind.mean(sums, shifts.b), chunk.query_log_z(queries, sums)
-        return out, state if tokens.keys is None else kind.sums_to_state(end, shifts)
+            out = kind.mean(sums, shifts.reading.b), chunk.query_log_z(queries, sums)
+        return out, state if tokens.keys is None else kind.sums_to_state(end, shifts.after)
 
     return lax.cond(lost, lambda: _token_by_token(kind, tokens, state), by_matmuls)
 
@@ -139,7 +142,9 @@ def _token_by_token(kind: Values[Any], tokens: Tokens, state: Any) -> Any:
 
     def take(state: Any, token: Tokens) -> Any:
         if token.keys is not None:
-            k, values, starts = token.keys
+            k, values, starts, log_decay = token.keys
+            if log_decay is not None:
+                state = state.decay(log_decay[..., 0])
             if starts is not None:
                 state = jax.tree.map(lambda old, new: jnp.where(starts, new, old), state, state.empty())
             state = state.merge(kind.normalized_token(k, values))

@@ -45,21 +45,33 @@ N = TypeVar("N", NormalizedState, NormalizedMeanState)
 
 @partial(jax.checkpoint, static_argnums=(3,))
 def log_attention(
-    q: Array, k: Array, log_v: Array, causal: bool, state: LogState | None, starts: Array | None
+    q: Array,
+    k: Array,
+    log_v: Array,
+    causal: bool,
+    state: LogState | None,
+    starts: Array | None,
+    log_decay: Array | None = None,
 ) -> tuple[Array, LogState]:
     """(log y [*batch, T, V], the `LogState` after all tokens)."""
     state = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype) if state is None else state
-    y, end = _attend(q, k, log_v, causal, state.normalize(), starts, _sum_log_values, _accumulate_log_values)
+    y, end = _attend(q, k, log_v, causal, state.normalize(), starts, log_decay, _sum_log_values, _accumulate_log_values)
     return y, end.denormalize()
 
 
 @partial(jax.checkpoint, static_argnums=(3,))
 def attention(
-    q: Array, k: Array, v: Array, causal: bool, state: MeanState | None, starts: Array | None
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    state: MeanState | None,
+    starts: Array | None,
+    log_decay: Array | None = None,
 ) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens); v of either sign."""
     state = init_state(k.shape[:-2], k.shape[-1], v.shape[-1], signed=True, dtype=k.dtype) if state is None else state
-    y, end = _attend(q, k, v, causal, state.normalize(), starts, _sum_real_values, _accumulate_real_values)
+    y, end = _attend(q, k, v, causal, state.normalize(), starts, log_decay, _sum_real_values, _accumulate_real_values)
     return y, end.denormalize()
 
 
@@ -70,6 +82,7 @@ def _attend(
     causal: bool,
     past: N,
     starts: Array | None,
+    log_decay: Array | None,
     sum_values: Callable[[Array, Array], N],
     accumulate: Callable[[Array, Array, Array, Array, N], tuple[N, N]],
 ) -> tuple[Array, N]:
@@ -77,7 +90,7 @@ def _attend(
     if not causal and starts is None:
         end = past.merge(sum_values(k, values))
         return read_all(end, q)[0], end
-    states, end = accumulate(*_scan_weights(k, past.h_z.value(), starts), values, past)
+    states, end = accumulate(*_scan_weights(k, past.h_z.value(), starts, log_decay), values, past)
     if not causal and starts is not None:
         at, axis = last_tokens(starts), q.ndim - 2
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
@@ -107,15 +120,23 @@ def _log_shares_in_sum(k: Array) -> tuple[Array, ShiftedLog]:
     return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
 
-def _scan_weights(k: Array, past_h_z: Array, starts: Array | None) -> tuple[Array, Array, Array]:
+def _scan_weights(
+    k: Array, past_h_z: Array, starts: Array | None, log_decay: Array | None
+) -> tuple[Array, Array, Array]:
     """h_z [*batch, T, K] after each token, and the log shares [*batch, T, K, 1] of its past and of the token in it."""
-    past = past_h_z[..., None, :] if starts is None else mask_starts(starts[..., :1], past_h_z[..., None, :])
-    x = jnp.concatenate([logaddexp(past, k[..., :1, :]), k[..., 1:, :]], axis=-2)
-    h_z = cumulative_logsumexp(x, axis=k.ndim - 2, resets=None if starts is None else starts[..., None])
-    before = jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)
-    if starts is not None:
-        before = mask_starts(starts, before)
-    past_share, own_share = log_shares(ShiftedLog.of(before), ShiftedLog.of(k))
+    past, axis = past_h_z[..., None, :], k.ndim - 2
+    if log_decay is not None:
+        # What a token leaves of the sums before it.
+        gate = log_decay[..., None] if starts is None else mask_starts(starts, log_decay[..., None])
+        h_z = log_linear_recurrence(gate, k, axis, initial=past_h_z, method="associative")
+        before = ShiftedLog.of(jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)).scale(gate)
+    else:
+        past = past if starts is None else mask_starts(starts[..., :1], past)
+        x = jnp.concatenate([logaddexp(past, k[..., :1, :]), k[..., 1:, :]], axis=-2)
+        h_z = cumulative_logsumexp(x, axis=axis, resets=None if starts is None else starts[..., None])
+        past = jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)
+        before = ShiftedLog.of(past if starts is None else mask_starts(starts, past))
+    past_share, own_share = log_shares(before, ShiftedLog.of(k))
     if starts is not None:  # also where both are empty
         past_share = mask_starts(starts, past_share)
     return h_z, past_share[..., None], own_share[..., None]

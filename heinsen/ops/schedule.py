@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk
-from heinsen.ops.chunk import KeyFactors, Keys, QueryFactors, Tokens
+from heinsen.ops.chunk import ChunkShifts, Kept, KeyFactors, Keys, OwnShifts, QueryFactors, Tokens
 from heinsen.ops.values import N, Shifts, Sums, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
@@ -78,7 +78,7 @@ class Residuals(NamedTuple):
 
     sums: Sums | None  # S [*batch, T, V] and Z [*batch, T] of all queries; None without queries
     before: Sums  # sums before each chunk, [n_groups, *batch, N, K, V] and [n_groups, *batch, N, K]
-    shifts: Shifts  # those that the sums are relative to
+    shifts: ChunkShifts  # those of each chunk, [n_groups, *batch, N, ...]
 
 
 # ---- splitting ------------------------------------------------------------------------------------
@@ -124,7 +124,8 @@ def pad_tokens(kind: Values[Any], tokens: Tokens, n_missing: int) -> Tokens:
     keys = tokens.keys
     if keys is not None:
         starts = None if keys.starts is None else pad(keys.starts, False)
-        keys = Keys(pad(keys.k, -jnp.inf), pad(keys.values, kind.zero), starts)
+        log_decay = None if keys.log_decay is None else pad(keys.log_decay, 0.0)
+        keys = Keys(pad(keys.k, -jnp.inf), pad(keys.values, kind.zero), starts, log_decay)
     return Tokens(None if tokens.q is None else pad(tokens.q, 0.0), keys)
 
 
@@ -225,14 +226,14 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
     def step(carry: Any, i: Array) -> Any:
         m, shifts, written, spreads = carry
         chunks = to_chunks(slice_tokens(tokens, i, split.group_size), split)
-        raised = _raise_in_turn(kind, shifts, chunks.keys, split)
-        f = chunk.compute_factors(kind, chunks, raised)
-        before, m, shifts = _sums_between(kind, f.keys, m, shifts, raised)
+        own = _move_in_turn(kind, shifts, chunks.keys, split)
+        f = chunk.compute_factors(kind, chunks, own)
+        before, m, shifts = _sums_between(kind, f.keys, m, shifts, own)
         if f.queries is not None:
-            written = _write_queries(call, f.queries, f.keys, before, raised, written, i, save_residuals)
+            written = _write_queries(call, f.queries, f.keys, before, own, written, i, save_residuals)
         if chunks.keys is not None:
             spreads |= kind.spreads(chunks.keys.values)
-        return (m, shifts, written, spreads), (before, raised) if save_residuals else None
+        return (m, shifts, written, spreads), (before, own) if save_residuals else None
 
     shifts = kind.state_shifts(state)
     m = kind.state_to_sums(state, shifts)
@@ -263,17 +264,18 @@ def _write_queries(
     queries: QueryFactors,
     keys: KeyFactors | None,
     before: Sums,
-    shifts: Shifts,
+    shifts: ChunkShifts,
     written: _Written,
     i: Array,
     save_residuals: bool,
 ) -> _Written:
     """The buffers with what group i's queries read."""
     y, (s, z), log_z = written
-    sums = chunk.query_sums(queries, keys, before)
+    readable = chunk.readable_sums(call.kind, before, shifts)
+    sums = chunk.query_sums(call.kind, queries, keys, readable, shifts)
     filled = chunk.fill_empty_queries(call.kind, queries, sums, shifts)
     group_s, group_z = to_tokens(filled.s), to_tokens(filled.z, axis=-1)
-    y = write(y, to_tokens(call.kind.mean(sums, shifts.b)), i)
+    y = write(y, to_tokens(call.kind.mean(sums, shifts.reading.b)), i)
     if save_residuals:
         s, z = write(s, group_s, i), write(z, group_z, i, axis=-1)
     else:
@@ -283,27 +285,36 @@ def _write_queries(
     return _Written(y, Sums(s, z), log_z)
 
 
-def _raise_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys | None, split: Split) -> Shifts:
-    """Shifts that cover each chunk of a group and all before it: [*batch, N, K or V]."""
+def _move_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys | None, split: Split) -> ChunkShifts:
+    """Shifts of each chunk of a group, [*batch, N, ...], after sums relative to `shifts`."""
     of_each = jax.tree.map(lambda x: x[..., None, :], shifts)
     if keys is None:
-        return jax.tree.map(lambda x: jnp.repeat(x, split.n_chunks, axis=-2), of_each)
-    raised = chunk.raise_shifts(kind, of_each, keys)
-    return jax.tree.map(lambda x: lax.cummax(x, axis=x.ndim - 2), raised)
+        return ChunkShifts(jax.tree.map(lambda x: jnp.repeat(x, split.n_chunks, axis=-2), of_each))
+    own = chunk.own_shifts(kind, keys)
+    if keys.log_decay is None:  # the same as below, at once
+        reading = jax.tree.map(jnp.maximum, of_each, own.reading)
+        return ChunkShifts(jax.tree.map(lambda x: lax.cummax(x, axis=x.ndim - 2), reading))
+
+    def step(before: Shifts, own: OwnShifts) -> tuple[Shifts, ChunkShifts]:
+        moved = chunk.move_shifts(before, own)
+        return moved.after, moved
+
+    return scan_chunks(step, shifts, own, shifts.c.ndim - 1)[1]
 
 
 def _sums_between(
-    kind: Values[Any], keys: KeyFactors | None, m: Sums, shifts: Shifts, raised: Shifts
+    kind: Values[Any], keys: KeyFactors | None, m: Sums, shifts: Shifts, own: ChunkShifts
 ) -> tuple[Sums, Sums, Shifts]:
-    """The sums before each chunk of a group, relative to `raised`; the sums and shifts after the last."""
+    """The sums before each chunk of a group, relative to `own.before`; the sums and shifts after the last."""
 
     def step(carry: Any, xs: Any) -> Any:
         m, shifts = carry
-        raised, own, keeps_state = xs
-        m = chunk.rescale(kind, m, shifts, raised)
-        return (chunk.add_sums(chunk.mask_sums(m, keeps_state), own), raised), m
+        own, more, kept = xs
+        if own.decay is None:
+            m = chunk.rescale(kind, m, shifts, own.before)
+        return (chunk.add_sums(chunk.kept_sums(kind, kept, m, own), more), own.after), m
 
-    xs = raised, chunk.chunk_sums(keys), keys and keys.masks.keeps_state
+    xs = own, chunk.chunk_sums(kind, keys, own), Kept() if keys is None else keys.kept
     (m, shifts), before = scan_chunks(step, (m, shifts), xs, shifts.c.ndim - 1)
     return before, m, shifts
 
@@ -331,18 +342,25 @@ def backward(
 
     def step(carry: Any, xs: Any) -> Any:
         dm, after, dtokens = carry
-        i, (m, shifts) = xs
-        f = chunk.compute_factors(kind, to_chunks(slice_tokens(tokens, i, split.group_size), split), shifts)
-        dsums = own = dq = dkeys = None
+        i, (before, own) = xs
+        chunks = to_chunks(slice_tokens(tokens, i, split.group_size), split)
+        f = chunk.compute_factors(kind, chunks, own)
+        dsums = dpairs = more = dq = dkeys = None
+        dq_total: Array | float = 0.0
         if f.queries is not None:
             s = dtokens.keys.values if overwrites_s else None
             dy, dlog_z, dsums = _query_sums_grad(call, residuals, s, grads, i, 1 / scale)
-            own = chunk.query_sums_grad(f.queries, f.keys, dsums)
-            dq = chunk.query_grad(f.queries, f.keys, m, dsums)
-            dq = chunk.correct_query_grad(dq, f.queries, f.keys, m, chunk.query_grad_total(kind, dy, dlog_z, shifts))
-        dends, dm, after = _sums_between_grad(kind, f.keys, own, dm, shifts, after)
+            m = chunk.readable_sums(kind, before, own)
+            more = chunk.readable_sums(kind, chunk.query_sums_grad(f.queries, f.keys, dsums), own)
+            dpairs = chunk.pair_grad(kind, f.keys, dsums, own)
+            dq = chunk.query_grad(f.queries, f.keys, m, dsums, dpairs)
+            dq_total = chunk.query_grad_total(kind, dy, dlog_z, own)
+            dq = chunk.correct_query_grad(dq, f.queries, f.keys, m, dq_total)
+        dends, dkept, dm, after = _sums_between_grad(kind, f.keys, before, more, dm, own, after)
         if f.keys is not None:
-            dkeys = chunk.key_grads(kind, f.queries, f.keys, dsums, dends)
+            dkey = chunk.key_grads(kind, f.queries, f.keys, dsums, dpairs, dends, own)
+            dlog_decay = chunk.log_decay_grad(dq_total, dkey, dkept)
+            dkeys = Keys(dkey.k, dkey.values, None, dlog_decay)
         return (dm, after, write(dtokens, multiply(to_tokens(Tokens(dq, dkeys)), scale), i)), None
 
     m, shifts = _end_sums(call, tokens, residuals)
@@ -360,7 +378,9 @@ def _make_grad_buffers(tokens: Tokens, sums: Sums | None) -> Tokens:
     keys = None
     if tokens.keys is not None:
         dvalues = jnp.full_like(tokens.keys.values, 2) if sums is None else sums.s
-        keys = Keys(jnp.full_like(tokens.keys.k, 1), dvalues, None)
+        log_decay = tokens.keys.log_decay
+        dlog_decay = None if log_decay is None else jnp.full_like(log_decay, 3)
+        keys = Keys(jnp.full_like(tokens.keys.k, 1), dvalues, None, dlog_decay)
     return Tokens(None if tokens.q is None else jnp.full_like(tokens.q, 0), keys)
 
 
@@ -382,29 +402,41 @@ def _query_sums_grad(
 
 
 def _sums_between_grad(
-    kind: Values[Any], keys: KeyFactors | None, own: Sums | None, dm: Sums, shifts: Shifts, after: Shifts
-) -> tuple[Sums, Sums, Shifts]:
-    """The gradients of the sums after each chunk of a group; those of the sums before the first, and their shifts.
+    kind: Values[Any],
+    keys: KeyFactors | None,
+    before: Sums,
+    more: Sums | None,
+    dm: Sums,
+    own: ChunkShifts,
+    after: Shifts,
+) -> tuple[Sums, Array | None, Sums, Shifts]:
+    """The gradients of the sums after each chunk of a group, and their products with the sums `before` that are kept.
 
-    `own` is what each chunk's queries add to the gradient of the sums before it; `dm` is relative to `after`.
+    Last come the gradients of the sums before the first chunk, and their shifts. `more` is what each chunk's queries
+    add to the gradient of the sums before it; `dm` is relative to `after`.
     """
 
     def step(carry: Any, xs: Any) -> Any:
         dm, after = carry
-        shifts, own, keeps_state = xs
-        dm = chunk.rescale(kind, dm, shifts, after)
-        return (chunk.add_sums(chunk.mask_sums(dm, keeps_state), own), shifts), dm
+        own, m, more, kept = xs
+        if own.decay is None:
+            dm = chunk.rescale(kind, dm, own.before, after)
+        dkept = chunk.kept_sums(kind, kept, dm, own)
+        product = None
+        if own.decay is not None:
+            product = jnp.sum(chunk.sum_features(dkept.s * m.s) + dkept.z * m.z, axis=-1)
+        return (chunk.add_sums(dkept, more), own.before), (dm, product)
 
-    xs = shifts, own, keys and keys.masks.keeps_state
-    (dm, shifts), dends = scan_chunks(step, (dm, after), xs, after.c.ndim - 1, reverse=True)
-    return dends, dm, shifts
+    xs = own, None if own.decay is None else before, more, Kept() if keys is None else keys.kept
+    (dm, shifts), (dends, products) = scan_chunks(step, (dm, after), xs, after.c.ndim - 1, reverse=True)
+    return dends, products, dm, shifts
 
 
 def _end_sums(call: Call, tokens: Tokens, residuals: Residuals) -> tuple[Sums, Shifts]:
     """The sums after the last chunk, and their shifts."""
     split = call.split
     last = jnp.asarray(split.n_groups * split.n_chunks - 1)
-    m, shifts = pick_chunk((residuals.before, residuals.shifts), last, split, residuals.before.z.ndim - 3)
+    m, own = pick_chunk((residuals.before, residuals.shifts), last, split, residuals.before.z.ndim - 3)
     keys = slice_tokens(tokens.keys, last, split.chunk_size)
-    f = chunk.compute_factors(call.kind, Tokens(None, keys), shifts)
-    return chunk.next_sums(f.keys, m), shifts
+    f = chunk.compute_factors(call.kind, Tokens(None, keys), own)
+    return chunk.next_sums(call.kind, f.keys, m, own), own.after

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from heinsen import logspace
 from heinsen.ops import chunked
 from heinsen.ops.api import log_attention as on_one_device
+from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
@@ -44,6 +45,7 @@ def log_attention(
     segment_ids: Int[Array, "B 1 T"] | None,
     implementation: str | None,
     causal: bool = True,
+    log_decay: Float[Array, "B H T"] | None = None,
 ) -> tuple[Float[Array, "B H T V"], LogState]:
     """Compute `heinsen.log_attention`: (log y, the state after all tokens).
 
@@ -51,12 +53,14 @@ def log_attention(
     """
 
     def attend(
-        q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
+        q: Array, k: Array, log_v: Array, state: LogState | None, tokens: tuple[Array | None, Array | None]
     ) -> tuple[Array, LogState]:
+        segment_ids, log_decay = tokens
         return on_one_device(
             q,
             k,
             log_v,
+            log_decay=log_decay,
             causal=causal,
             state=state,
             segment_ids=segment_ids,
@@ -64,26 +68,27 @@ def log_attention(
             return_state=True,
         )
 
+    tokens = segment_ids, log_decay
     if mesh is None or mesh.size == 1:
-        return attend(q, k, log_v, state, segment_ids)
+        return attend(q, k, log_v, state, tokens)
     if not causal:
-        return over_heads(mesh, attend)(q, k, log_v, state, segment_ids)
+        return over_heads(mesh, attend)(q, k, log_v, state, tokens)
 
     def on_each(
-        q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None
+        q: Array, k: Array, log_v: Array, state: LogState | None, tokens: tuple[Array | None, Array | None]
     ) -> tuple[Array, LogState]:
         if mesh.shape["sequence"] > 1:
-            state = _state_before(k, log_v, state, segment_ids)
-        log_y, end = attend(q, k, log_v, state, segment_ids)
+            state = _state_before(k, log_v, state, *tokens)
+        log_y, end = attend(q, k, log_v, state, tokens)
         return log_y, jax.tree.map(lambda x: x[None], end)
 
-    segments = P(BATCH, None, "sequence")
+    segments, decays = P(BATCH, None, "sequence"), P(BATCH, "tensor", "sequence")
     log_y, ends = on_each_device(
         mesh,
         on_each,
-        in_specs=(_TOKENS, _TOKENS, _TOKENS, _STATE, segments),
+        in_specs=(_TOKENS, _TOKENS, _TOKENS, _STATE, (segments, decays)),
         out_specs=(_TOKENS, P("sequence", *_STATE)),
-    )(q, k, log_v, state, segment_ids)
+    )(q, k, log_v, state, tokens)
     return log_y, jax.tree.map(lambda x: x[-1], ends)
 
 
@@ -106,40 +111,37 @@ def over_heads(
     return on_each_device(mesh, attend, in_specs=(heads, heads, heads, heads, P(BATCH)), out_specs=(heads, heads))
 
 
-def _state_before(k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None) -> LogState:
+def _state_before(
+    k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None, log_decay: Array | None
+) -> LogState:
     """Return the state before this device's first token: an empty one where that token begins a document."""
     is_first = lax.axis_index("sequence") == 0
     empty = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype)
     state = empty if state is None else state
     # What the first device leaves behind includes the state before all.
     begin = jax.tree.map(lambda given, none: jnp.where(is_first, given, none), state, empty)
-    forgets, starts = jnp.zeros((), bool), None
+    resets = starts = None
     if segment_ids is not None:
         ids_before = lax.ppermute(segment_ids[..., -1], "sequence", _next_device())
         begins = ~is_first & (ids_before != segment_ids[..., 0])  # [B, 1]
         starts = document_starts(segment_ids).at[..., 0].set(begins)
-        forgets = jnp.any(starts, axis=-1)
         starts = jnp.broadcast_to(starts, k.shape[:-1])
-    own = chunked.state_after(k, log_v, begin, starts)
+        resets = starts
+    total = jnp.zeros(k.shape[:-2], k.dtype)  # log of what these tokens leave of the state before them
+    if log_decay is not None:
+        log_decay, resets = take_resets(log_decay.astype(k.dtype), starts)
+        total = jnp.sum(log_decay, axis=-1)
+    if resets is not None:
+        total = jnp.where(jnp.any(resets, axis=-1), logspace.NEG_INF, total)
+    own = chunked.state_after(k, log_v, begin, resets, log_decay)
 
-    Part = tuple[Array, LogState]  # whether a document begins in this part of the tokens, the state after it
+    Part = tuple[Array, LogState]  # (total, the state after these tokens)
 
     def combine(earlier: Part, later: Part) -> Part:
-        cleared = _cleared(earlier[1], later[0])
-        return earlier[0] | later[0], merge_states(cleared, later[1])
+        return earlier[0] + later[0], merge_states(earlier[1], later[1], log_decay=later[0])
 
-    before = scan_before(combine, (forgets, own), (jnp.zeros_like(forgets), state), "sequence")[1]
-    return before if segment_ids is None else _cleared(before, begins)
-
-
-def _cleared(state: LogState, where: Bool[Array, "B 1"] | Bool[Array, ""]) -> LogState:
-    """Return the state with those rows as before any token."""
-
-    def clear(x: Array) -> Array:
-        rows = where.reshape(where.shape + (1,) * (x.ndim - where.ndim))
-        return jnp.where(rows, logspace.NEG_INF, x)
-
-    return jax.tree.map(clear, state)
+    before = scan_before(combine, (total, own), (jnp.zeros_like(total), state), "sequence")[1]
+    return before if starts is None else before.decay(jnp.where(starts[..., 0], logspace.NEG_INF, 0.0))
 
 
 def _next_device() -> list[tuple[int, int]]:

@@ -11,8 +11,9 @@ A normalized state loses no precision at any dynamic range: rounding a weight ch
 of a mean alike, and cancels; rounding h_s and h_z separately does not. `normalize` and `denormalize` convert;
 `begin_steps` and `end_steps` convert to and from a `RunningState`.
 
-States are commutative monoids under `merge`, with the empty state (h = -inf) as identity. All functions are pure and
-differentiable, at -inf too.
+States are commutative monoids under `merge`, with the empty state (h = -inf) as identity. `decay` multiplies all
+weights, as a forget gate does; with it the order of merging matters, older before newer (`merge_states`). All functions
+are pure and differentiable, at -inf too.
 
 Axes: K key features, V value features, T queries; `*batch` is any leading axes, the same in every argument.
 """
@@ -63,6 +64,10 @@ class NormalizedState(NamedTuple):
         )
         return self.of(log_mean, self.h_z.add(other.h_z), b)
 
+    def decay(self, log_decay: Float[Array, "*batch"]) -> "NormalizedState":
+        """State of the same tokens, their weights multiplied by exp(log_decay) > 0."""
+        return self._replace(h_z=self.h_z.scale(log_decay[..., None]))
+
     def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
         """(log y [*batch, V], log Z [*batch]) of one query per state."""
         log_weights, log_z = _weigh(q, self.h_z)
@@ -88,6 +93,10 @@ class NormalizedMeanState(NamedTuple):
     def merge(self, other: "NormalizedMeanState") -> "NormalizedMeanState":
         share, other_share = (jnp.exp(x)[..., None] for x in log_shares(self.h_z, other.h_z))
         return NormalizedMeanState(share * self.mean + other_share * other.mean, self.h_z.add(other.h_z))
+
+    def decay(self, log_decay: Float[Array, "*batch"]) -> "NormalizedMeanState":
+        """State of the same tokens, their weights multiplied by exp(log_decay) > 0."""
+        return self._replace(h_z=self.h_z.scale(log_decay[..., None]))
 
     def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
         """(y [*batch, V], log Z [*batch]) of one query per state."""
@@ -120,6 +129,10 @@ class LogState(NamedTuple):
     def merge(self, other: "LogState") -> "LogState":
         return LogState(logaddexp(self.h_s, other.h_s), logaddexp(self.h_z, other.h_z))
 
+    def decay(self, log_decay: Float[Array, "*batch"]) -> "LogState":
+        """State of the same tokens, their weights multiplied by exp(log_decay); -inf gives the empty state."""
+        return LogState(_scale(self.h_s, log_decay[..., None, None]), _scale(self.h_z, log_decay[..., None]))
+
     def query(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
         return read_all(self.normalize(), q)[0]
 
@@ -141,6 +154,11 @@ class MeanState(NamedTuple):
 
     def merge(self, other: "MeanState") -> "MeanState":
         return self.normalize().merge(other.normalize()).denormalize()
+
+    def decay(self, log_decay: Float[Array, "*batch"]) -> "MeanState":
+        """State of the same tokens, their weights multiplied by exp(log_decay); -inf gives the empty state."""
+        mean = jnp.where((log_decay == NEG_INF)[..., None, None], 0.0, self.mean)
+        return MeanState(mean, _scale(self.h_z, log_decay[..., None]))
 
     def query(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
         return read_all(self.normalize(), q)[0]
@@ -182,8 +200,16 @@ def init_state(
     return LogState(jnp.full((*batch_shape, d_key, d_value), NEG_INF, dtype), h_z)
 
 
-def update_state(state: S, k: Float[Array, "*batch K"], values: Float[Array, "*batch V"]) -> S:
+def update_state(
+    state: S,
+    k: Float[Array, "*batch K"],
+    values: Float[Array, "*batch V"],
+    *,
+    log_decay: Float[Array, "*batch"] | None = None,
+) -> S:
     """Eq. (6): the state after one more token. `values` are log v for a `LogState`, v for a `MeanState`.
+
+    log_decay: logarithm, at most 0, of what is left of the weights of the tokens before it (-inf: nothing).
 
     For many tokens at once use `log_attention(..., state=state, return_state=True)`. Raises ValueError for shapes that
     do not fit.
@@ -193,17 +219,30 @@ def update_state(state: S, k: Float[Array, "*batch K"], values: Float[Array, "*b
             f"k {k.shape} and the token's values {values.shape} do not fit a state for k {state.h_z.shape} and values "
             f"{state[0].shape[:-2] + state[0].shape[-1:]}: update_state takes one token, with the state's leading axes"
         )
-    return state.merge(state.of_token(k, values))
+    return merge_states(state, state.of_token(k, values), log_decay=log_decay)
 
 
-def merge_states(a: S, b: S) -> S:
-    """The state of two disjoint sets of tokens together: associative, commutative, `init_state` its identity.
+def merge_states(older: S, newer: S, *, log_decay: Float[Array, "*batch"] | None = None) -> S:
+    """The state of two disjoint sets of tokens together: associative, with `init_state` as identity.
 
-    Raises TypeError for states of different kinds.
+    log_decay: the sum of the newer tokens' log decays, which multiply the weights of all older ones. The states are
+    pairs (log_decay, state) of a monoid, in which the order matters:
+    (a, x) (b, y) = (a + b, merge_states(x, y, log_decay=b)). Without it the order does not matter.
+
+    Raises TypeError for states of different kinds, ValueError for a log_decay that does not fit.
     """
-    if type(a) is not type(b):
-        raise TypeError(f"states of different kinds cannot be merged: {type(a).__name__} and {type(b).__name__}")
-    return a.merge(b)
+    if type(older) is not type(newer):
+        raise TypeError(
+            f"states of different kinds cannot be merged: {type(older).__name__} and {type(newer).__name__}"
+        )
+    if log_decay is None:
+        return older.merge(newer)
+    if log_decay.shape != newer.h_z.shape[:-1]:
+        raise ValueError(
+            f"log_decay {log_decay.shape} does not fit states with h_z {newer.h_z.shape}: expected one number for each "
+            f"of their leading axes, {newer.h_z.shape[:-1]}"
+        )
+    return older.decay(log_decay.astype(older.h_z.dtype)).merge(newer)
 
 
 def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch T K"]) -> Array:
@@ -224,13 +263,15 @@ def extend_context(
     k: Float[Array, "*batch K"],
     values: Float[Array, "*batch V"],
     q: Float[Array, "*batch T K"],
+    *,
+    log_decay: Float[Array, "*batch"] | None = None,
 ) -> tuple[Array, S]:
     """Eq. (8): what T queries read once one more token is in their context, and the state with it.
 
     Equals `log_attention(..., causal=False)` of the whole context (`attention`, for a `MeanState`), at a cost that is
     independent of the context's length. Arguments and errors as in `update_state` and `query_state`.
     """
-    state = update_state(state, k, values)
+    state = update_state(state, k, values, log_decay=log_decay)
     return query_state(state, q), state
 
 
@@ -240,6 +281,11 @@ def extend_context(
 def read_all(state: NormalizedState | NormalizedMeanState, q: Float[Array, "*batch T K"]) -> tuple[Array, ShiftedLog]:
     """(y or log y [*batch, T, V], log Z [*batch, T]) of T queries that all read the one state."""
     return jax.tree.map(lambda x: jnp.expand_dims(x, q.ndim - 2), state).read(q)
+
+
+def _scale(h: Array, log_factor: Array) -> Array:
+    """h + log_factor, and -inf where that is -inf, also for h = NaN."""
+    return jnp.where(log_factor == NEG_INF, NEG_INF, h + log_factor)
 
 
 def whole_shift(largest: Array) -> Array:
@@ -307,6 +353,7 @@ class RunningState(NamedTuple):
     since: MeanState  # relative to log_scale
     log_scale_before: Float[Array, "*batch V"]
     log_scale: Float[Array, "*batch V"]
+    log_decay: Float[Array, "*batch"]  # of `before`, since `begin_steps`: its h_z would round many small ones away
     smallest: Float[Array, "*batch"]  # of all outputs, relative to their scale
 
 
@@ -317,19 +364,30 @@ def begin_steps(state: LogState) -> RunningState:
     before = MeanState(posterior(log_mean, log_scale[..., None, :]), state.h_z)
     *batch, d_key, d_value = state.h_s.shape
     since = init_state(tuple(batch), d_key, d_value, signed=True, dtype=state.h_s.dtype)
-    return RunningState(before, since, log_scale, log_scale, jnp.ones(batch, state.h_s.dtype))
+    none, one = jnp.zeros(batch, state.h_s.dtype), jnp.ones(batch, state.h_s.dtype)
+    return RunningState(before, since, log_scale, log_scale, log_decay=none, smallest=one)
 
 
 def take_step(
-    state: RunningState, q: Float[Array, "*batch K"], k: Float[Array, "*batch K"], log_v: Float[Array, "*batch V"]
+    state: RunningState,
+    q: Float[Array, "*batch K"],
+    k: Float[Array, "*batch K"],
+    log_v: Float[Array, "*batch V"],
+    log_decay: Float[Array, "*batch"] | None = None,
 ) -> tuple[Float[Array, "*batch V"], RunningState]:
-    """Eqs. (6) and (5): log y of a token's query, and the state after that token, in the state's dtype."""
+    """Eqs. (6) and (5): log y of a token's query, and the state after that token, in the state's dtype.
+
+    log_decay: as in `update_state`.
+    """
     log_scale = jnp.maximum(state.log_scale, log_v)
-    h_z = logaddexp(state.since.h_z, k)
+    since_h_z, decay_before = state.since.h_z, state.log_decay
+    if log_decay is not None:
+        since_h_z, decay_before = since_h_z + log_decay[..., None], decay_before + log_decay
+    h_z = logaddexp(since_h_z, k)
     rescaled = posterior(state.log_scale, log_scale)[..., None, :] * state.since.mean
-    decay, weight = posterior(state.since.h_z, h_z), posterior(k, h_z)
-    mean = decay[..., None] * rescaled + weight[..., None] * posterior(log_v, log_scale)[..., None, :]
-    log_weights = q + state.before.h_z, q + h_z
+    share, weight = posterior(since_h_z, h_z), posterior(k, h_z)
+    mean = share[..., None] * rescaled + weight[..., None] * posterior(log_v, log_scale)[..., None, :]
+    log_weights = q + (state.before.h_z + decay_before[..., None]), q + h_z
     log_z = logsumexp(jnp.concatenate(log_weights, axis=-1))[..., None]
     # Matrix products: XLA's CPU library takes a tenth of the time that a sum of elementwise products takes.
     product = partial(jnp.einsum, "...k,...kv->...v", precision=lax.Precision.HIGHEST)
@@ -339,14 +397,15 @@ def take_step(
     )
     y = posterior(state.log_scale_before, log_scale) * y_before + y_since
     smallest = jnp.minimum(state.smallest, jnp.min(y, axis=-1))
-    return jnp.log(y) + log_scale, RunningState(
-        state.before, MeanState(mean, h_z), state.log_scale_before, log_scale, smallest
+    return jnp.log(y) + log_scale, state._replace(
+        since=MeanState(mean, h_z), log_scale=log_scale, log_decay=decay_before, smallest=smallest
     )
 
 
 def end_steps(state: RunningState) -> tuple[LogState, Bool[Array, "*batch"]]:
     """The state after all steps, and whether its means and every output were exact (NaN, which stays, counts as so)."""
-    parts = (state.before, state.log_scale_before), (state.since, state.log_scale)
+    decayed = state.before.decay(state.log_decay)
+    parts = (decayed, state.log_scale_before), (state.since, state.log_scale)
     before, since = (
         LogState(jnp.log(part.mean) + log_scale[..., None, :] + part.h_z[..., None], part.h_z)
         for part, log_scale in parts

@@ -49,8 +49,8 @@ class Values(abc.ABC, Generic[N]):
         """Normalized state before any of the tokens k [*batch, T, K], values [*batch, T, V]."""
 
     @abc.abstractmethod
-    def raise_shift(self, b: Array | None, values: Array) -> Array | None:
-        """Shift that also covers values [*batch, T, V]."""
+    def largest(self, values: Array) -> Array | None:
+        """Shift that covers values [*batch, T, V]."""
 
     @abc.abstractmethod
     def factor(self, values: Array, b: Array | None) -> Array:
@@ -124,9 +124,8 @@ class LogValues(Values[NormalizedState]):
     def empty_state(self, k: Array, values: Array) -> NormalizedState:
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], dtype=k.dtype).normalize()
 
-    def raise_shift(self, b: Array | None, values: Array) -> Array | None:
-        assert b is not None
-        return jnp.maximum(b, jnp.max(values, axis=-2))
+    def largest(self, values: Array) -> Array | None:
+        return jnp.max(values, axis=-2)
 
     def factor(self, values: Array, b: Array | None) -> Array:
         assert b is not None
@@ -197,7 +196,7 @@ class RealValues(Values[NormalizedMeanState]):
     def empty_state(self, k: Array, values: Array) -> NormalizedMeanState:
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype).normalize()
 
-    def raise_shift(self, b: Array | None, values: Array) -> Array | None:
+    def largest(self, values: Array) -> Array | None:
         return None
 
     def factor(self, values: Array, b: Array | None) -> Array:

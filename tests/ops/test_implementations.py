@@ -54,7 +54,7 @@ class Form:
         return self.run(case._replace(**replaced))[0]
 
     def run_with_gradients(self, case: Case, cotangents):
-        """y, state parts, and gradients by q, k, values and, where one came in, the parts of the state."""
+        """y, state parts, gradients by q, k, values, log_decay (or None) and, where one came in, the state's parts."""
         case = case._replace(state=self.state(case.state))
         out, gradients = _evaluate(self, case.causal, case, (cotangents[0], self.state(cotangents[1:])))
         (y, state), (*inputs, of_state) = jax.tree.map(np.asarray, (out, gradients))
@@ -63,11 +63,12 @@ class Form:
 
 @functools.partial(quick_jit, static_argnums=(0, 1))
 def _evaluate(form, causal, case, cotangents):
-    def call(q, k, values, state):
+    def call(q, k, values, log_decay, state):
         return getattr(heinsen, form.function)(
             q,
             k,
             values,
+            log_decay=log_decay,
             causal=causal,
             state=state,
             segment_ids=case.segment_ids,
@@ -75,7 +76,7 @@ def _evaluate(form, causal, case, cotangents):
             return_state=True,
         )
 
-    out, pull = jax.vjp(call, case.q, case.k, case.values, case.state)
+    out, pull = jax.vjp(call, case.q, case.k, case.values, case.log_decay, case.state)
     return out, pull(cotangents)
 
 
@@ -100,6 +101,9 @@ CASES = {
     "state": dict(batch=(2, 2), n_queries=5, d_key=2, d_value=6, state=True),
     "one token, state": dict(batch=(2, 2), n_queries=1, d_key=2, d_value=6, state=True),
     "documents, state": dict(batch=(2,), n_queries=T, mean_length=3, state=True),
+    "decay": dict(batch=(2,), n_queries=T, decay=True),
+    "decay, documents, state": dict(batch=(3,), n_queries=T, mean_length=4, state=True, decay=True),
+    "decay, one token, state": dict(batch=(2, 2), n_queries=1, d_key=2, d_value=6, state=True, decay=True),
     "all keys": dict(batch=(2,), n_queries=4, n_keys=T, causal=False),
     "all keys, one query, state": dict(n_queries=1, n_keys=5, d_key=1, d_value=1, causal=False, state=True),
     "all keys, documents, state": dict(
@@ -151,15 +155,16 @@ def check(form, case, rng, tolerance=1e-5, gradient_tolerance=1e-5):
 def test_truth_has_the_gradients_of_its_outputs(rng, causal, signed):
     """The closed forms used as truth below, against finite differences of the truth's own outputs."""
     case = draw_case(rng, (2,), 4, d_key=2, d_value=2, causal=causal, state=True, mean_length=2)
+    decays = -rng.random((2, 4))
     case.segment_ids[0] = 0  # one document, through which the state passes, and several
     cotangents = draw_cotangents(rng, case)
 
     def loss(inputs):
-        out = truth(Case(*inputs[:3], causal, tuple(inputs[3:]), case.segment_ids), signed)
+        out = truth(Case(*inputs[:3], causal, tuple(inputs[4:]), case.segment_ids, inputs[3]), signed)
         return sum(np.sum(g * x) for g, x in zip(cotangents, (out.y, *out.state), strict=True))
 
-    inputs = [np.asarray(x, np.float64) for x in (*case[:3], *case.state)]
-    gradients = truth(case, signed, cotangents).gradients
+    inputs = [np.asarray(x, np.float64) for x in (*case[:3], decays, *case.state)]
+    gradients = truth(case._replace(log_decay=decays), signed, cotangents).gradients
     for x, gradient in zip(inputs, gradients, strict=True):
         numeric = np.zeros_like(x)
         for index in np.ndindex(x.shape):

@@ -31,22 +31,26 @@ def with_grads(function, arrays, cotangents):
 
 def test_one_page_is_the_truth_with_its_gradients_by_jax(rng):
     case = draw_case(rng, batch=(2,), n_queries=14, d_key=3, d_value=5)
+    case = case._replace(log_decay=-rng.random((2, 14)).astype(np.float32))
     cotangents = tuple(rng.standard_normal(shape).astype(np.float32) for shape in ((2, 14, 5), (2, 3, 5), (2, 3)))
     expected = truth(case, signed=False, cotangents=cotangents)
-    run = lambda *arrays: (lambda y, state: (y, *state))(*naive(*arrays))
-    (y, *state), grads = with_grads(run, (case.q, case.k, case.values), cotangents)
+    run = lambda q, k, log_v, g: (lambda y, state: (y, *state))(*naive(q, k, log_v, log_decay=g))
+    (y, *state), grads = with_grads(run, (case.q, case.k, case.values, case.log_decay), cotangents)
     assert_close(y, expected.y, what="log y")
     for got, want in zip(state, expected.state, strict=True):
         assert_close(got, want, what="state")
-    assert_gradients_close(grads, expected.gradients[:3], case, signed=False)
+    assert_gradients_close(grads, expected.gradients[:4], case, signed=False)
 
 
-def test_the_fast_form_is_the_naive_one_with_its_gradients(rng, small_chunks):
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_fast_form_is_the_naive_one_with_its_gradients(rng, small_chunks, gated):
     arrays = tuple(jnp.asarray(2 * rng.standard_normal((3, 22, n)), jnp.float32) for n in (4, 4, 6))
-    fast = functools.partial(heinsen.log_attention, implementation="chunked", return_state=True)
-    out = quick_jit(naive)(*arrays)
+    arrays = (*arrays, jnp.asarray(-rng.random((3, 22)), jnp.float32) if gated else None)
+    attend = functools.partial(heinsen.log_attention, implementation="chunked", return_state=True)
+    slow, fast = (lambda q, k, log_v, g, f=f: f(q, k, log_v, log_decay=g) for f in (naive, attend))
+    out = quick_jit(slow)(*arrays)
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), out)
-    (want, want_grads), (got, got_grads) = (with_grads(f, arrays, cotangents) for f in (naive, fast))
+    (want, want_grads), (got, got_grads) = (with_grads(f, arrays, cotangents) for f in (slow, fast))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got_grads, want_grads)
 

@@ -2,8 +2,9 @@
 
     S = A V + [first document] exp(q) N0,   Z = A 1 + [first document] exp(q) Z0,   A = [seen] exp(q) exp(k)^T
 
-where (N0, Z0) is what the incoming state sums up; the outgoing one sums up the last document. float64 holds
-exp of +-700: enough for logarithms of a few hundred. Nothing here is shared with heinsen.
+where (N0, Z0) is what the incoming state sums up; the outgoing one sums up the last document. With log decays, key s
+counts exp(sum of those after it, up to t) at query t, and so on: [seen] and its like are numbers between 0 and 1.
+float64 holds exp of +-700: enough for logarithms of a few hundred. Nothing here is shared with heinsen.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 
 class Case(NamedTuple):
-    """Inputs of one call, in float32: values are log v or v; state is a pair of arrays, or None."""
+    """Inputs of one call, in float32: values are log v or v; state is a pair of arrays, or None; log_decay [*, T]."""
 
     q: np.ndarray
     k: np.ndarray
@@ -20,6 +21,7 @@ class Case(NamedTuple):
     causal: bool
     state: tuple[np.ndarray, np.ndarray] | None
     segment_ids: np.ndarray | None
+    log_decay: np.ndarray | None = None
 
 
 def draw_case(
@@ -33,8 +35,12 @@ def draw_case(
     state=False,
     mean_length=0,
     scale=1.0,
+    decay=False,
 ) -> Case:
-    """Normal inputs times `scale`; if `mean_length`, documents of about that length, with recurring ids."""
+    """Normal inputs times `scale`; if `mean_length`, documents of about that length, with recurring ids.
+
+    If `decay`, log decays of every size from -1e-6 to -50, and some of -inf.
+    """
     n_keys = n_queries if n_keys is None else n_keys
     normal = lambda *shape: (scale * rng.standard_normal(shape)).astype(np.float32)
     ids = None
@@ -50,11 +56,17 @@ def draw_case(
         causal,
         (normal(*batch, d_key, d_value), normal(*batch, d_key)) if state else None,
         ids,
+        draw_decays(rng, (*batch, n_keys)) if decay else None,
     )
 
 
+def draw_decays(rng, shape) -> np.ndarray:
+    decays = -np.exp(rng.uniform(np.log(1e-6), np.log(50), shape))
+    return np.where(rng.random(shape) < 0.1, -np.inf, decays).astype(np.float32)
+
+
 class Truth(NamedTuple):
-    """y is log y or y; state the pair after all tokens; gradients by q, k, values and the state's parts."""
+    """y is log y or y; state the pair after all tokens; gradients by q, k, values, log decays and the state's parts."""
 
     y: np.ndarray
     state: tuple[np.ndarray, np.ndarray]
@@ -76,8 +88,9 @@ def truth(case: Case, signed: bool, cotangents=None) -> Truth:
         cotangents = np.ones((*batch, case.q.shape[-2], d_value)), *map(np.ones_like, state)
     inputs = [np.asarray(x, np.float64) for x in (case.q, case.k, case.values, *state)]
     cotangents = [np.asarray(g, np.float64) for g in cotangents]
+    log_decay = np.zeros((*batch, n_keys)) if case.log_decay is None else np.asarray(case.log_decay, np.float64)
     rows = [
-        _row(*(x[row] for x in inputs), case.causal, ids[row], signed, *(g[row] for g in cotangents))
+        _row(*(x[row] for x in inputs), log_decay[row], case.causal, ids[row], signed, *(g[row] for g in cotangents))
         for row in np.ndindex(batch)
     ]
     results = [np.reshape(column, (*batch, *column[0].shape)) for column in zip(*rows, strict=True)]
@@ -92,7 +105,7 @@ def document_numbers(ids):
     return np.array(numbers)
 
 
-def _row(q, k, values, state, h_z0, causal, ids, signed, g_y, g_state, g_h_z):
+def _row(q, k, values, state, h_z0, log_decay, causal, ids, signed, g_y, g_state, g_h_z):
     document = document_numbers(ids)
     packed = document[-1] > 0
     seen = np.ones((len(q), len(k)))
@@ -103,6 +116,12 @@ def _row(q, k, values, state, h_z0, causal, ids, signed, g_y, g_state, g_h_z):
     first = (document == 0).astype(np.float64) if packed else np.ones(len(q))
     last = (document == document[-1]).astype(np.float64)
     goes_on = 0.0 if packed else 1.0
+    if causal:  # decays between tokens are sums over those after s, up to t
+        n = len(k)
+        between = [[log_decay[s + 1 : t + 1].sum() if s <= t else 0.0 for s in range(n)] for t in range(n)]
+        seen, last = seen * np.exp(between), last * np.exp(between[-1])
+        first = first * np.exp([log_decay[: t + 1].sum() for t in range(n)])
+        goes_on *= np.exp(log_decay.sum())
 
     exp_q, exp_k, z0 = np.exp(q), np.exp(k), np.exp(h_z0)
     v = values if signed else np.exp(values)
@@ -132,12 +151,19 @@ def _row(q, k, values, state, h_z0, causal, ids, signed, g_y, g_state, g_h_z):
     d_v = a.T @ d_s + last[:, None] * (exp_k @ d_n)
     d_n0 = exp_q.T @ (first[:, None] * d_s) + goes_on * d_n
     d_z0 = exp_q.T @ (first * d_z) + goes_on * d_zz
+    d_pairs = d_a * (exp_q @ exp_k.T)
+    d_first = first * ((d_s * (exp_q @ n0)).sum(-1) + d_z * (exp_q @ z0))
+    d_last = last * (exp_k * (v @ d_n.T + d_zz)).sum(-1)
+    d_on = goes_on * ((d_n * n0).sum() + (d_zz * z0).sum())
+    d_log_decay = np.zeros(len(k))
+    for r in range(len(k) if causal else 0):
+        d_log_decay[r] = d_pairs[r:, :r].sum() + d_first[r:].sum() + d_last[:r].sum() + d_on
     if signed:
         d_values, d_state = d_v, z0[:, None] * d_n0
         d_h_z0 = z0 * (d_z0 + (d_n0 * state).sum(-1))
     else:
         d_values, d_state, d_h_z0 = v * d_v, n0 * d_n0, z0 * d_z0
-    return y, end, _log(zz), exp_q * d_exp_q, exp_k * d_exp_k, d_values, d_state, d_h_z0
+    return y, end, _log(zz), exp_q * d_exp_q, exp_k * d_exp_k, d_values, d_log_decay, d_state, d_h_z0
 
 
 def _ratio(a, b):
@@ -167,7 +193,8 @@ def assert_gradients_close(got, want, case, signed, tolerance=1e-5):
 
     It may cancel, even to 0; what float32 rounds off is relative to its terms.
     """
-    assert len(got) == (3 if case.state is None else 5)
+    assert len(got) == (4 if case.state is None else 6)
     floor = max(1.0, np.abs(case.values).max()) if signed else 1.0
-    for name, x, expected in zip(("q", "k", "values", "state[0]", "h_z"), got, want, strict=False):
-        assert_close(x, expected, tolerance, f"gradient by {name}", floor)
+    for name, x, expected in zip(("q", "k", "values", "log_decay", "state[0]", "h_z"), got, want, strict=False):
+        if x is not None:
+            assert_close(x, expected, tolerance, f"gradient by {name}", floor)
