@@ -1,0 +1,246 @@
+"""The forget gate: float32 against float64 at every size of decay and of exponents, and what it must never do.
+
+tests/ops/test_implementations.py has the equations with decays, documents and states; test_sharded.py has meshes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import heinsen
+from heinsen import LogState, MeanState, init_state, merge_states, update_state
+from heinsen.ops import chunked
+from heinsen.ops.decay import chunk_decay
+from heinsen.ops.states import begin_steps, end_steps, take_step
+from tests.ops.quick import quick_jit
+from tests.ops.truth import draw_decays
+
+FEATURES = 16
+
+
+@functools.cache
+def compiled(implementation):
+    def run(q, k, log_v, log_decay, g):
+        attend = functools.partial(heinsen.log_attention, implementation=implementation)
+        y, pull = jax.vjp(lambda q, k, log_v, g: attend(q, k, log_v, log_decay=g), q, k, log_v, log_decay)
+        return y, *pull(g.astype(y.dtype))
+
+    return jax.jit(run)
+
+
+def run(implementation, arrays, dtype):
+    with jax.enable_x64(dtype == np.float64):
+        return [np.asarray(x) for x in compiled(implementation)(*(x.astype(dtype) for x in arrays))]
+
+
+def check(rng, n_tokens, sigma, batch, decays):
+    """The same bars as without decays (test_accuracy.py)."""
+    arrays = [sigma * rng.standard_normal((*batch, n_tokens, FEATURES)) for _ in range(3)]
+    arrays = [x.astype(np.float32) for x in (*arrays, decays, rng.standard_normal(arrays[0].shape))]
+    y64, *gradients64 = run("reference", arrays, np.float64)
+    for form in ("chunked", "scan"):
+        y, *gradients = run(form, arrays, np.float32)
+        error = np.max(np.abs(y - y64))
+        assert error <= (2e-5 if sigma <= 8 else 2e-4), f"{form}: log y off by {error:.2g}"
+        for name, x, want in zip(("q", "k", "log_v", "log_decay"), gradients, gradients64, strict=True):
+            error, largest = np.max(np.abs(x - want)), np.max(np.abs(want))
+            # A single token's gradients by everything but its values vanish.
+            assert error <= 1e-4 * (1.0 if n_tokens == 1 else largest), f"{form}, {name}: {error:.2g} of {largest:.2g}"
+
+
+@pytest.mark.parametrize("sigma", [1, 8, 64])
+def test_decays_of_every_size_in_one_sequence(rng, sigma):
+    check(rng, 100, sigma, (6,), draw_decays(rng, (6, 100)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sigma", [0.1, 1, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("n_tokens", [1, 2, 63, 1000, 4096])
+def test_every_size_of_decay_and_every_dynamic_range(rng, n_tokens, sigma):
+    check(rng, n_tokens, sigma, (2,), draw_decays(rng, (2, n_tokens)))
+    for decay in (-1e-6, -1e-2, -1.0, -50.0):  # one time constant for all tokens
+        decays = np.full((2, n_tokens), decay)
+        decays[:, 0] = -20.0  # so that the gradient by the decays does not vanish as a whole
+        check(rng, n_tokens, sigma, (2,), decays)
+
+
+def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
+    """A float32 running sum that passes through -1600 is off by 1e-4."""
+    decays = draw_decays(rng, (50, 64))
+    decays[np.isneginf(decays)] = -50.0
+    decays[..., -8:] *= 1e-4
+    got = quick_jit(chunk_decay, static_argnums=1)(decays, None)
+    exact = np.cumsum(decays.astype(np.float64), axis=-1)
+    of_keys = np.tril(np.exp(np.minimum(exact[..., :, None] - exact[..., None, :], 0)))
+    np.testing.assert_allclose(got.of_keys, of_keys, rtol=2e-5, atol=1e-30)
+    np.testing.assert_allclose(got.log_until_end, exact[..., -1:] - exact, rtol=1e-6, atol=1e-7)
+    naive = np.cumsum(decays, axis=-1)
+    assert np.abs((naive[..., -1:] - naive) - (exact[..., -1:] - exact))[..., -8:].max() > 1e-6
+
+
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
+def test_ordinary_inputs_never_reach_the_repair(rng, function):
+    """Without the repair the outputs are the same bits, for inputs up to sigma = 4 and decays from -5 to 0."""
+    attend = getattr(chunked, function)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(exact, q, k, values, g):
+        call = lambda *arrays: attend(*arrays[:3], True, None, jnp.zeros(g.shape, bool), arrays[3], exact=exact)
+        y, pull = jax.vjp(call, q, k, values, g)
+        return y, pull(y)
+
+    for sigma in (1, 4):
+        arrays = [np.float32(sigma * rng.standard_normal((8, 700, FEATURES))) for _ in range(3)]
+        decays = -5 * rng.random((8, 700)).astype(np.float32)
+        decays[1], decays[2], decays[3] = -5, 0, -1e-3
+        decays[4] = np.where(rng.random(700) < 0.5, -5, -1e-4)
+        jax.tree.map(np.testing.assert_array_equal, run(False, *arrays, decays), run(True, *arrays, decays))
+
+
+def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
+    """The shifts fall: beside exp(200) the values after it would underflow, and every later call need repair."""
+    q, k, log_v = (jnp.asarray(rng.standard_normal((2, 96, FEATURES)), jnp.float32) for _ in range(3))
+    decays = jnp.full((2, 96), -4.0)
+    log_v = log_v.at[:, 0].add(200.0)
+    arguments = lambda part: (x[:, part] for x in (q, k, log_v))
+    attend = functools.partial(chunked.log_attention, causal=True, starts=None)
+    first = quick_jit(attend)(*arguments(slice(0, 64)), state=None, log_decay=decays[:, :64])[1]
+    exact, lossy = (
+        quick_jit(functools.partial(attend, exact=exact))(
+            *arguments(slice(64, 96)), state=first, log_decay=decays[:, 64:]
+        )[0]
+        for exact in (True, False)
+    )
+    np.testing.assert_array_equal(exact, lossy)
+    rest = functools.partial(heinsen.log_attention, state=first, log_decay=decays[:, 64:], implementation="reference")
+    np.testing.assert_allclose(exact, rest(*arguments(slice(64, 96))), atol=1e-5)
+
+
+# ---- laws ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "scan", "reference"])
+def test_no_decay_is_a_decay_of_zero_and_minus_infinity_is_a_document(rng, implementation):
+    q, k, log_v = (jnp.float32(rng.standard_normal((2, 40, 4))) for _ in range(3))
+    attend = quick_jit(functools.partial(heinsen.log_attention, implementation=implementation))
+    zero = jnp.zeros((2, 40))
+    np.testing.assert_allclose(attend(q, k, log_v, log_decay=zero), attend(q, k, log_v), atol=2e-6)
+    starts = jnp.asarray(rng.random((2, 40)) < 0.2)
+    got = attend(q, k, log_v, log_decay=jnp.where(starts, -jnp.inf, zero))
+    np.testing.assert_allclose(got, attend(q, k, log_v, segment_ids=jnp.cumsum(starts, axis=-1)), atol=2e-6)
+
+
+def test_a_decay_is_a_shift_of_queries_and_keys_by_its_sums(rng):
+    """The definition, in float64: q + G and k - G."""
+    with jax.enable_x64(True):
+        q, k, log_v = (jnp.asarray(rng.standard_normal((2, 50, 4))) for _ in range(3))
+        decays = jnp.asarray(-rng.random((2, 50)))
+        sums = jnp.cumsum(decays, axis=-1)[..., None]
+        attend = quick_jit(heinsen.log_attention)
+        want = attend(q + sums, k - sums, log_v)
+        np.testing.assert_allclose(attend(q, k, log_v, log_decay=decays), want, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [LogState, MeanState])
+def test_states_with_their_decays_are_a_monoid_in_order(rng, kind):
+    """(a, x) (b, y) = (a + b, merge(x, y, b)): associative, with pieces of a sequence as elements."""
+    function = heinsen.log_attention if kind is LogState else heinsen.attention
+    attend = quick_jit(functools.partial(function, implementation="reference", return_state=True))
+    arrays = [jnp.float32(rng.standard_normal((2, 30, 4))) for _ in range(3)]
+    decays = jnp.asarray(np.maximum(draw_decays(rng, (2, 30)), -2))
+    cut = lambda part: attend(*(x[:, part] for x in arrays), log_decay=decays[:, part])[1]
+    parts = [slice(0, 7), slice(7, 8), slice(8, 30)]
+    (x, y, z), (_, b, c) = map(cut, parts), (jnp.sum(decays[:, part], axis=-1) for part in parts)
+    left = merge_states(merge_states(x, y, log_decay=b), z, log_decay=c)
+    right = merge_states(x, merge_states(y, z, log_decay=c), log_decay=b + c)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5, rtol=1e-5)
+    jax.tree.map(close, left, right)
+    jax.tree.map(close, left, cut(slice(0, 30)))
+    assert not np.allclose(left.h_z, merge_states(merge_states(x, y), z).h_z, atol=1e-2)
+    gone = merge_states(jax.tree.map(lambda x: x * np.nan, x), y, log_decay=jnp.full(2, -jnp.inf))
+    jax.tree.map(close, gone, y)  # nothing of it is left, NaN included
+
+
+def test_updates_and_steps_are_the_parallel_form(rng):
+    n, shape = 60, (2, 3)
+    q, k, log_v = (jnp.float32(rng.standard_normal((*shape, n, 4))) for _ in range(3))
+    decays = jnp.asarray(draw_decays(rng, (*shape, n)))
+    attend = quick_jit(functools.partial(heinsen.log_attention, return_state=True))
+    want, want_end = attend(q, k, log_v, log_decay=decays)
+    tokens = [jnp.moveaxis(x, 2, 0) for x in (q, k, log_v, decays)]
+
+    def update(state, token):
+        state = update_state(state, *token[1:3], log_decay=token[3])
+        return state, heinsen.query_state(state, token[0])
+
+    end, got = quick_jit(functools.partial(jax.lax.scan, update))(init_state(shape, 4, 4), tokens)
+    np.testing.assert_allclose(np.moveaxis(got, 0, 2), want, atol=2e-5)
+
+    def step(state, token):
+        log_y, state = take_step(state, *token)
+        return state, log_y
+
+    half = jax.tree.map(lambda x: x[: n // 2], tokens), jax.tree.map(lambda x: x[n // 2 :], tokens)
+    state, outputs = init_state(shape, 4, 4), []
+    for part in half:
+        running, got = quick_jit(functools.partial(jax.lax.scan, step))(begin_steps(state), part)
+        state, exact = end_steps(running)
+        assert bool(exact.all())
+        outputs.append(got)
+    np.testing.assert_allclose(np.moveaxis(np.concatenate(outputs), 0, 2), want, atol=2e-5)
+    for got_end in (end, state):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got_end, want_end)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("decay", [-1e-6, -1e-4, -0.1])
+def test_a_million_steps(rng, decay):
+    """Decays as small as float32's rounding of a sum of exponents add up all the same."""
+    n_calls, n, size = 31_250, 32, 8
+    key = jax.random.key(int(rng.integers(2**31)))
+
+    def run(dtype):
+        def call(carry, i):
+            x = jax.random.normal(jax.random.fold_in(key, i), (n, 3, size), jnp.float32).astype(dtype)
+
+            def step(state, token):
+                log_y, state = take_step(state, *token, jnp.asarray(decay, dtype))
+                return state, log_y
+
+            state, log_y = jax.lax.scan(step, begin_steps(carry), tuple(x[:, j] for j in range(3)))
+            end, exact = end_steps(state)
+            return end, (log_y[-1], exact)
+
+        state, (log_y, exact) = jax.lax.scan(call, init_state((), size, size, dtype=dtype), jnp.arange(n_calls))
+        return state, log_y, exact
+
+    state, log_y, exact = jax.tree.map(np.asarray, jax.jit(run, static_argnums=0)(jnp.float32))
+    with jax.enable_x64(True):
+        state64, log_y64, _ = jax.tree.map(np.asarray, jax.jit(run, static_argnums=0)(jnp.float64))
+    assert exact.all()
+    assert np.max(np.abs(log_y - log_y64)) <= 2e-4
+    assert max(np.max(np.abs(x - y)) for x, y in zip(state, state64, strict=True)) <= 2e-3
+
+
+# ---- errors ----------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_named():
+    x, decays = jnp.zeros((2, 5, 4)), jnp.zeros((2, 5))
+    with pytest.raises(ValueError, match="log_decay with causal=False"):
+        heinsen.log_attention(x, x, x, log_decay=decays, causal=False)
+    state = init_state((2,), 4, 4)
+    with pytest.raises(ValueError, match=r"log_decay \(5,\) does not fit states"):
+        merge_states(state, state, log_decay=decays[0])
+
+
+@pytest.mark.wrong_types
+def test_decays_of_whole_numbers_or_features_are_refused():
+    x = jnp.zeros((2, 5, 4))
+    with pytest.raises(TypeError, match="log_decay has dtype int32"):
+        heinsen.attention(x, x, x, log_decay=jnp.zeros((2, 5), int))
+    with pytest.raises(ValueError, match=r"log_decay \(2, 5, 4\) does not fit k \(2, 5, 4\): expected one number"):
+        heinsen.log_attention(x, x, x, log_decay=x)
