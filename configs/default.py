@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
                 sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
+                convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
                 qk_norm=False,  # RMS normalization of each head's queries and keys, with learned scales
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
                 position="recurrent",  # the paper's; or learned, rotary (softmax and sigmoid layers), none

@@ -8,6 +8,7 @@ from heinsen.models.config import (
     ModelConfig,
     check_room,
 )
+from heinsen.models.convolution import check_halo
 from heinsen.models.language_model import (
     GPT2Layer,
     LanguageModel,
@@ -18,6 +19,7 @@ from heinsen.models.language_model import (
     count_params,
     forward,
     hidden_states,
+    identity_params,
     init_params,
     logits_of,
     unstack,
@@ -58,12 +60,14 @@ __all__ = [
     "activation_rms",
     "begin_steps",
     "capacity",
+    "check_halo",
     "check_room",
     "count_params",
     "end_steps",
     "forget",
     "forward",
     "hidden_states",
+    "identity_params",
     "init_model_state",
     "init_params",
     "join_caches",

@@ -36,6 +36,8 @@ class ModelConfig:
         as heinsen*3,softmax.
       sigmoid_alpha, sigmoid_bias: arguments of `heinsen.sigmoid_attention`, for sigmoid layers.
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
+      convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
+        on; 0: none.
       qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
       position: how the model knows the order of tokens (`heinsen.models.positions`).
@@ -60,6 +62,7 @@ class ModelConfig:
     sigmoid_alpha: Annotated[float, Setting(at_least=-math.inf)]
     sigmoid_bias: str
     value_domain: str
+    convolution: Annotated[int, Setting(at_least=0, below=65, earlier=0)]
     qk_norm: bool
     block: str
     position: str
@@ -75,6 +78,8 @@ class ModelConfig:
         self._check_choices()
         self._check_mixers()
         self._check_positions()
+        if self.convolution == 1:
+            raise ValueError("model.convolution = 1: one tap sees no other token; choose 0 for none, or at least 2")
         if self.objective == "masked" and self.padded_vocab_size == self.vocab_size:
             raise ValueError(
                 f"model.objective = 'masked' takes the first padded row of the embedding for masked tokens: set "

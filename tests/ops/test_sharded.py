@@ -1,4 +1,4 @@
-"""Attention and position recurrence on four simulated devices against one device, in float64, gradients included."""
+"""Attention, position recurrence and convolution on four simulated devices against one, in float64, with gradients."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from heinsen import LogState, logspace
+from heinsen.models.convolution import convolve
 from heinsen.ops import sharded
 from heinsen.ops.api import log_attention
 from heinsen.parallel import AXES, MeshConfig, make_mesh, on_each_device, scan_before
@@ -59,6 +60,15 @@ weights = [draw(B, T, D)]
 wanted = value_and_gradients(one, (log_a, log_b, initial), weights)
 many = lambda a, b, e: sharded.log_linear_recurrence(mesh, a, b, e)
 same(value_and_gradients(many, (log_a, log_b, initial), weights), wanted, "recurrence")
+
+x, taps, last = draw(B, T, 4 * D), draw(4, 4 * D), draw(B, 3, 4 * D)
+slots = np.arange(T) + 2  # documents begin in the inputs before the first token, and within the tokens
+places = jnp.asarray(slots - np.maximum.accumulate(np.where(documents[:, 0] == 1, slots, 0), axis=-1))
+weights = draw(B, T, 4 * D), draw(B, 3, 4 * D)
+for mesh in (make_mesh(MeshConfig(1, 1, 1, 4)), make_mesh(MeshConfig(1, 1, 2, 2))):
+    one, many = (lambda x, taps, last, mesh=m: convolve(mesh, x, taps, last, places, None) for m in (None, mesh))
+    wanted = value_and_gradients(one, (x, taps, last), weights)
+    same(value_and_gradients(many, (x, taps, last), weights), wanted, "convolution")
 
 # Matrices: their product is associative and not commutative.
 for n in (1, 2, 3, 4):
