@@ -23,13 +23,13 @@ from tests.test_kinds import DOCUMENT, SIZES, assert_close, draw_params
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-B, T, F, N = 3, 9, 5, 4
+B, H, T, F, N = 3, 2, 9, 5, 4
 CONFIG = model_config(**SIZES, convolution=N, document_token=DOCUMENT)
 full_forward = quick_jit(forward, static_argnums=0)
 
 
 def convolve64(x, taps, begins):
-    """One row [T, F] with documents that begin at some tokens: y, token by token."""
+    """One head of one row, [T, F] and [N, F], with documents that begin at some tokens: y, token by token."""
     y, first = np.zeros_like(x), 0
     for t in range(len(x)):
         first = t if begins[t] else first
@@ -46,20 +46,20 @@ def places_of(begins):
 
 def test_outputs_states_and_gradients_are_those_of_a_loop(rng):
     """At once, and in pieces of any sizes, one of a single token."""
-    x, taps = rng.standard_normal((B, T, F)), rng.standard_normal((N, F))
+    x, taps = rng.standard_normal((B, H, T, F)), rng.standard_normal((H, N, F))
     begins = rng.random((B, T)) < [[0.0], [0.2], [0.6]]
     places, cuts = jnp.int32(places_of(begins)), [0, 1, int(rng.integers(2, T - 1)), T]
-    weights = rng.standard_normal((B, T, F))
+    weights = rng.standard_normal((B, H, T, F))
 
     def in_pieces(x, taps, last=None):
         pieces = []
         for here in map(slice, cuts, cuts[1:]):
-            y, last = convolve(None, x[:, here], taps, last, places[:, here], None)
+            y, last = convolve(None, x[:, :, here], taps, last, places[:, here], None)
             pieces.append(y)
-        return jnp.concatenate(pieces, axis=1)
+        return jnp.concatenate(pieces, axis=2)
 
     at_once = lambda x, taps: convolve(None, x, taps, None, places, None)[0]
-    by_rows = lambda x, taps: np.stack([convolve64(row, taps, own) for row, own in zip(x, begins, strict=True)])
+    by_rows = lambda x, taps: np.stack([[convolve64(x[b, h], taps[h], begins[b]) for h in range(H)] for b in range(B)])
     for run in (at_once, in_pieces):
         arguments = jnp.float32(x), jnp.float32(taps)
         y, gradient = quick_jit(lambda *a, run=run: jax.vjp(run, *a))(*arguments)
@@ -72,17 +72,18 @@ def test_outputs_states_and_gradients_are_those_of_a_loop(rng):
 
 
 def test_padding_is_never_among_the_last_inputs(rng):
-    x, before = rng.standard_normal((B, T, F)), rng.standard_normal((B, N - 1, F))
+    x, before = rng.standard_normal((B, H, T, F)), rng.standard_normal((B, H, N - 1, F))
     lengths = np.array([0, 2, T])
     valid = np.arange(T) < lengths[:, None]
     places = np.broadcast_to(np.arange(T, dtype=np.int32) + 20, (B, T))
-    x = np.where(valid[..., None], x, np.nan)
-    taps = rng.standard_normal((N, F))
+    x = np.where(valid[:, None, :, None], x, np.nan)
+    taps = rng.standard_normal((H, N, F))
     y, last = convolve(None, *map(jnp.float32, (x, taps, before)), jnp.array(places), jnp.array(valid))
-    for row, length in enumerate(lengths):
-        own = np.concatenate([before[row], x[row, :length]])
-        np.testing.assert_array_equal(last[row], np.float32(own[-N + 1 :]))
-        np.testing.assert_allclose(y[row, :length], convolve64(own, taps, np.zeros(len(own)))[N - 1 :], atol=1e-5)
+    for row, head in np.ndindex(B, H):
+        own = np.concatenate([before[row, head], x[row, head, : lengths[row]]])
+        np.testing.assert_array_equal(last[row, head], np.float32(own[-N + 1 :]))
+        want = convolve64(own, taps[head], np.zeros(len(own)))[N - 1 :]
+        np.testing.assert_allclose(y[row, head, : lengths[row]], want, atol=1e-5)
 
 
 def merged(params, others):
@@ -111,8 +112,8 @@ def test_identity_parameters_make_it_the_model_without_bit_for_bit(rng, attentio
 def test_it_does_not_decay_and_is_divided_with_the_heads():
     params = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0)))
     assert not decay_mask(params)["layers"]["convolution"]["taps"]
-    assert params["layers"]["convolution"]["taps"].shape == (2, N, 3 * 8)
-    assert dict(PARAMETER_RULES)["convolution/taps"] == (None, None, "tensor")
+    assert params["layers"]["convolution"]["taps"].shape == (2, 3, N, 8)
+    assert dict(PARAMETER_RULES)["convolution/taps"] == (None, "tensor", None, None)
 
 
 def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng, monkeypatch, tmp_path):
@@ -141,7 +142,7 @@ def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng
 
 def test_it_decodes_what_the_forward_pass_finds_likeliest(rng):
     params, prompt = jax.tree.map(jnp.asarray, draw_params(CONFIG, rng)), np.int32(rng.integers(4, 13, 6))
-    text = np.array([*prompt, *generate(CONFIG, params, prompt, Sampling(temperature=0.0), seed=0, max_tokens=10)])
+    text = np.array([*prompt, *generate(CONFIG, params, prompt, Sampling(temperature=0.0), seed=0, max_tokens=6)])
     logits = np.array(full_forward(CONFIG, params, text[None])[0][0, 5:-1, :13])
     drawn = np.take_along_axis(logits, text[6:, None], axis=-1)[:, 0]
     assert np.all(drawn >= logits.max(-1) - 1e-4)

@@ -135,10 +135,11 @@ def layer64(config, kind, x, p, told):
     """Appends its attention and what it gives on to `told`."""
     n_k = config.d_key
     h = norm64(x, p["norm"]) @ p["w1"]["kernel"] + p["w1"]["bias"]
-    if config.convolution:
-        h = sum(tap * np.pad(h, [(i, 0), (0, 0)])[: len(h)] for i, tap in enumerate(p["convolution"]["taps"]))
     heads = []
     for i, qkv in enumerate(np.split(h, config.n_heads, axis=-1)):
+        if config.convolution:
+            taps = p["convolution"]["taps"][i]
+            qkv = sum(tap * np.pad(qkv, [(j, 0), (0, 0)])[: len(qkv)] for j, tap in enumerate(taps))
         q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
         if config.qk_norm:
             unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
@@ -396,7 +397,8 @@ for name in NAMES:
     optimizer = make_optimizer(run_config("unused").optimizer, 100)
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
-    assert len(split) == 1 + (model.position == "recurrent") + (6 if model.block == "gpt2" else 4) + bool(model.convolution), split
+    n_split = 1 + (model.position == "recurrent") + (6 if model.block == "gpt2" else 4) + bool(model.convolution)
+    assert len(split) == n_split, split
     on_mesh = jax.jit(gradient(mesh), in_shardings=(where, split_batch(mesh)))
     got, got_grads = jax.block_until_ready(on_mesh(params, batch))
     np.testing.assert_allclose(got, loss, rtol=1e-5)

@@ -9,6 +9,7 @@ from heinsen.models.config import (
     check_room,
 )
 from heinsen.models.convolution import check_halo
+from heinsen.models.identity import OPTIONAL_PARTS, OptionalPart, identity_params
 from heinsen.models.language_model import (
     GPT2Layer,
     LanguageModel,
@@ -19,7 +20,6 @@ from heinsen.models.language_model import (
     count_params,
     forward,
     hidden_states,
-    identity_params,
     init_params,
     logits_of,
     unstack,
@@ -50,6 +50,8 @@ __all__ = [
     "ModelConfig",
     "ModelState",
     "OBJECTIVES",
+    "OPTIONAL_PARTS",
+    "OptionalPart",
     "POSITIONS",
     "Params",
     "Position",

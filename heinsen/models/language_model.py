@@ -17,7 +17,6 @@ Axes: B batch, T tokens, D d_model, H heads, K key features, V value features, L
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -28,7 +27,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
-from heinsen.models.convolution import Convolution, identity_taps
+from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
 from heinsen.models.dense import Dense, matmul, weight_init
 from heinsen.models.mixers import Mixer, Tokens
@@ -189,10 +188,10 @@ class Layer(nn.Module):
         n_batch, n_tokens, _ = x_BxTxD.shape
         h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(h)
+        h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         inputs = state.convolution
         if c.convolution:
-            h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, tokens)
-        h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
+            h_BxHxTxC, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h_BxHxTxC, inputs, tokens)
         q, k, values = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
         if c.qk_norm:
             ones = nn.initializers.ones
@@ -257,29 +256,6 @@ def init_params(config: ModelConfig, key: Array) -> Params:
     For a pattern of P > 1 layers, params["layers"]["layer_0"] to ["layer_{P-1}"] hold the L / P layers of each place.
     """
     return LanguageModel(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-
-# The parts of a layer that a model may have or lack, by the ends of their parameters' paths: parameters of any shape
-# with which the part does nothing.
-_IDENTITIES: dict[str, Callable[[tuple[int, ...]], Array]] = {
-    "convolution/taps": lambda shape: identity_taps(None, shape),
-}
-
-
-def identity_params(config: ModelConfig) -> Params:
-    """Return the parameters of the optional parts with which those do nothing, and no others, as in `init_params`.
-
-    With them and the other parameters of a model that lacks these parts, a model has the outputs of that one.
-    """
-    found: Params = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
-        names = [key.key for key in path]
-        if identity := next((f for end, f in _IDENTITIES.items() if "/".join(names).endswith(end)), None):
-            group = found
-            for name in names[:-1]:
-                group = group.setdefault(name, {})
-            group[names[-1]] = identity(x.shape)
-    return found
 
 
 def abstract_params(config: ModelConfig) -> Params:

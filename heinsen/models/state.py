@@ -21,7 +21,7 @@ class LayerState(NamedTuple):
     """The state of one layer, of which ModelState has all. None: nothing came before, or there is none."""
 
     attention: Any  # the mixer's
-    convolution: Float[Array, "B I F"] | None  # the last inputs
+    convolution: Float[Array, "B H I F"] | None  # the last inputs
 
 
 class ModelState(NamedTuple):
@@ -44,7 +44,7 @@ def init_model_state(config: ModelConfig, batch_size: int, capacity: int = 0) ->
     state = state_without_layers(config, batch_size)._replace(attention=attention)
     if not config.convolution:
         return state
-    shape = batch_size, config.convolution - 1, config.n_heads * (2 * config.d_key + config.d_value)
+    shape = batch_size, config.n_heads, config.convolution - 1, 2 * config.d_key + config.d_value
     return state._replace(convolution=(jnp.zeros(shape, config.accumulator_dtype),) * config.n_layers)
 
 

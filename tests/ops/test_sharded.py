@@ -61,13 +61,13 @@ wanted = value_and_gradients(one, (log_a, log_b, initial), weights)
 many = lambda a, b, e: sharded.log_linear_recurrence(mesh, a, b, e)
 same(value_and_gradients(many, (log_a, log_b, initial), weights), wanted, "recurrence")
 
-x, taps, last = draw(B, T, 4 * D), draw(4, 4 * D), draw(B, 3, 4 * D)
+x, taps, last = draw(B, H, T, V), draw(H, 4, V), draw(B, H, 3, V)
 slots = np.arange(T) + 2  # documents begin in the inputs before the first token, and within the tokens
 places = jnp.asarray(slots - np.maximum.accumulate(np.where(documents[:, 0] == 1, slots, 0), axis=-1))
-weights = draw(B, T, 4 * D), draw(B, 3, 4 * D)
+weights = draw(B, H, T, V), draw(B, H, 3, V)
+wanted = value_and_gradients(lambda *inputs: convolve(None, *inputs, places, None), (x, taps, last), weights)
 for mesh in (make_mesh(MeshConfig(1, 1, 1, 4)), make_mesh(MeshConfig(1, 1, 2, 2))):
-    one, many = (lambda x, taps, last, mesh=m: convolve(mesh, x, taps, last, places, None) for m in (None, mesh))
-    wanted = value_and_gradients(one, (x, taps, last), weights)
+    many = lambda *inputs: convolve(mesh, *inputs, places, None)
     same(value_and_gradients(many, (x, taps, last), weights), wanted, "convolution")
 
 # Matrices: their product is associative and not commutative.
