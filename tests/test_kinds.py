@@ -43,6 +43,7 @@ VARIANTS = {
         attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
     ),
     "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
+    "window": dict(attention="window,heinsen", window=3, position="rotary", block="gpt2", document_token=DOCUMENT),
     "linear": dict(attention="linear", document_token=DOCUMENT),
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, qk_norm=True, document_token=DOCUMENT
@@ -106,13 +107,15 @@ def attention64(config, kind, q, k, v):
     """One head of one document, [T, K], [T, K], [T, V] -> [T, V]: the weights of all pairs."""
     n = len(q)
     seen = np.tril(np.ones((n, n))) if config.causal else np.ones((n, n))
-    if config.position == "rotary" and kind in ("softmax", "sigmoid"):
+    if kind == "window":
+        seen = seen * (np.abs(np.subtract.outer(np.arange(n), np.arange(n))) < config.window)
+    if config.position == "rotary" and kind in ("softmax", "sigmoid", "window"):
         q, k = rotate64(q, np.arange(n)), rotate64(k, np.arange(n))
     if kind == "sigmoid":
         count = seen.sum(-1, keepdims=True)
         bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
         return seen * sigmoid64(q @ k.T / np.sqrt(config.d_key) + bias) / count**config.sigmoid_alpha @ v
-    if kind == "softmax":
+    if kind in ("softmax", "window"):
         weights = np.exp(q @ k.T / np.sqrt(config.d_key))
     elif kind == "linear":
         f = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
@@ -244,9 +247,11 @@ def test_pieces_and_steps_equal_the_whole(rng, config):
 
 
 def test_each_kind_has_its_own_state():
-    config = model_config(attention="heinsen,softmax,sigmoid,linear", n_layers=4)
-    kinds = [type(state) for state in init_model_state(config, B, 5).attention]
-    assert kinds == [LogState, KVCache, KVCache, LinearState] and config.has_cache
+    config = model_config(attention="heinsen,softmax,sigmoid,linear,window", n_layers=5, window=7)
+    states = init_model_state(config, B, 5).attention
+    assert list(map(type, states)) == [LogState, KVCache, KVCache, LinearState, KVCache] and config.has_cache
+    assert states[1].k.shape[2] == 5 and states[4].k.shape[2] == 7
+    assert not model_config(attention="window", window=7).has_cache
     real = model_config(value_domain="real")
     assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
 
@@ -297,6 +302,8 @@ def run_config_of(name):
             "a pattern of 3 layers, which does not divide model.n_layers = 2; choose",
         ),
         (dict(attention="softmax", d_value=8), "model.d_key = 4 and model.d_value = 8 to be equal"),
+        (dict(attention="window"), "model.attention = 'window' needs the number of tokens that each one sees"),
+        (dict(attention="window", window=0), "model.window = 0: it must be at least 1"),
         (dict(sigmoid_alpha=float("nan")), "model.sigmoid_alpha = nan: it must be finite"),
         (dict(sigmoid_alpha=float("inf")), "model.sigmoid_alpha = inf: it must be finite"),
         (dict(sigmoid_bias="log_n"), "model.sigmoid_bias = 'log_n': expected a finite number, or -log_n"),
@@ -371,7 +378,7 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
         check_mesh(config, mesh)
 
 
-NAMES = ["gpt2", "sigmoid", "linear", "real", "masked"]
+NAMES = ["gpt2", "sigmoid", "window", "linear", "real", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
 from heinsen.models.masking import mask_tokens
