@@ -10,7 +10,7 @@ import pytest
 
 from heinsen.config import ConfigError
 from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, save_prefix
-from heinsen.models import forget, forward, identity_params, init_model_state, init_params
+from heinsen.models import forget, forward, init_model_state, init_params
 from heinsen.models.convolution import convolve
 from heinsen.parallel import PARAMETER_RULES, MeshError
 from heinsen.training.optimizer import decay_mask
@@ -84,29 +84,6 @@ def test_padding_is_never_among_the_last_inputs(rng):
         np.testing.assert_array_equal(last[row, head], np.float32(own[-N + 1 :]))
         want = convolve64(own, taps[head], np.zeros(len(own)))[N - 1 :]
         np.testing.assert_allclose(y[row, head, : lengths[row]], want, atol=1e-5)
-
-
-def merged(params, others):
-    """`params` with the leaves of `others` in their places."""
-    if not isinstance(others, dict):
-        return others
-    return {**params, **{name: merged(params.get(name, {}), x) for name, x in others.items()}}
-
-
-@pytest.mark.parametrize("attention", ["heinsen", "heinsen,linear"])
-def test_identity_parameters_make_it_the_model_without_bit_for_bit(rng, attention):
-    """A checkpoint of the paper's model can start one with a convolution, and every new one begins so."""
-    without = model_config(**SIZES, attention=attention)
-    config = dataclasses.replace(without, convolution=N)
-    identity = identity_params(config)
-    assert identity_params(without) == {} and len(jax.tree.leaves(identity)) == len(config.pattern)
-    params = quick_jit(init_params, static_argnums=0)(config, jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, merged(params, identity), params)
-    own, tokens = draw_params(without, rng), np.int32(rng.integers(0, 13, (2, 8)))
-    want = full_forward(without, own, tokens)[0]
-    np.testing.assert_array_equal(full_forward(config, merged(own, identity), tokens)[0], want)
-    other = merged(own, jax.tree.map(lambda x: x + 0.3, identity))
-    assert np.abs(full_forward(config, other, tokens)[0] - want).max() > 0.01
 
 
 def test_it_does_not_decay_and_is_divided_with_the_heads():

@@ -42,9 +42,11 @@ VARIANTS = {
     "gpt2": dict(
         attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
     ),
-    "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
+    "sigmoid": dict(
+        attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2", output="norm"
+    ),
     "window": dict(attention="window,heinsen", window=3, position="rotary", block="gpt2", document_token=DOCUMENT),
-    "linear": dict(attention="linear", document_token=DOCUMENT),
+    "linear": dict(attention="linear", signed_features=True, output="gate", document_token=DOCUMENT),
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, qk_norm=True, document_token=DOCUMENT
     ),
@@ -54,6 +56,8 @@ VARIANTS = {
         sigmoid_bias="-1.5",
         position="rotary",
         convolution=2,
+        signed_features=True,
+        output="norm",
         qk_norm=True,
         document_token=DOCUMENT,
         **EQUAL,
@@ -71,7 +75,7 @@ def draw_params(config, rng):
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
     def draw(path, x):
-        is_scale = path[-1].key in ("scale", "q_scale", "k_scale")
+        is_scale = path[-1].key in ("scale", "q_scale", "k_scale", "y_scale")
         size = 0.3 if is_scale else 1 / np.sqrt(x.shape[-2] if path[-1].key == "kernel" else 2)
         return np.float32(is_scale + size * rng.standard_normal(x.shape))
 
@@ -111,6 +115,8 @@ def attention64(config, kind, q, k, v):
         seen = seen * (np.abs(np.subtract.outer(np.arange(n), np.arange(n))) < config.window)
     if config.position == "rotary" and kind in ("softmax", "sigmoid", "window"):
         q, k = rotate64(q, np.arange(n)), rotate64(k, np.arange(n))
+    if config.signed_features and kind in ("heinsen", "linear"):
+        q, k = (np.concatenate([x, -x], axis=-1) for x in (q, k))
     if kind == "sigmoid":
         count = seen.sum(-1, keepdims=True)
         bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
@@ -138,6 +144,7 @@ def layer64(config, kind, x, p, told):
     """Appends its attention and what it gives on to `told`."""
     n_k = config.d_key
     h = norm64(x, p["norm"]) @ p["w1"]["kernel"] + p["w1"]["bias"]
+    unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
     heads = []
     for i, qkv in enumerate(np.split(h, config.n_heads, axis=-1)):
         if config.convolution:
@@ -145,11 +152,13 @@ def layer64(config, kind, x, p, told):
             qkv = sum(tap * np.pad(qkv, [(j, 0), (0, 0)])[: len(qkv)] for j, tap in enumerate(taps))
         q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
         if config.qk_norm:
-            unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
             q, k = unit(q) * p["q_scale"][i], unit(k) * p["k_scale"][i]
-        heads.append(attention64(config, kind, q, k, v))
+        y = attention64(config, kind, q, k, v)
+        heads.append(unit(y) * p["y_scale"][i] if config.output == "norm" else y)
     y = np.concatenate(heads, axis=-1)
     dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)
+    if config.output == "gate":
+        y = 2 * sigmoid64(dense("output_gate", norm64(x, p["norm"]))) * y
     if config.block == "heinsen":
         h = dense("w2", y)
         x = x + dense("w3", h[:, : config.d_model] * sigmoid64(h[:, config.d_model :]))
@@ -310,6 +319,11 @@ def run_config_of(name):
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
+        (dict(output="relu"), "model.output = 'relu': choose none, norm, gate"),
+        (
+            dict(signed_features=True, attention="softmax"),
+            "of heinsen and linear attention, of which model.attention =",
+        ),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -405,6 +419,7 @@ for name in NAMES:
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
     n_split = 1 + (model.position == "recurrent") + (6 if model.block == "gpt2" else 4) + bool(model.convolution)
+    n_split += 2 * (model.output == "gate")
     assert len(split) == n_split, split
     on_mesh = jax.jit(gradient(mesh), in_shardings=(where, split_batch(mesh)))
     got, got_grads = jax.block_until_ready(on_mesh(params, batch))

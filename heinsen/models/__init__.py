@@ -3,6 +3,7 @@
 from heinsen.models.config import (
     BLOCKS,
     OBJECTIVES,
+    OUTPUTS,
     POSITIONS,
     REMAT_POLICIES,
     ModelConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "ModelState",
     "OBJECTIVES",
     "OPTIONAL_PARTS",
+    "OUTPUTS",
     "OptionalPart",
     "POSITIONS",
     "Params",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from heinsen.models.config import ModelConfig
@@ -30,6 +31,13 @@ class OptionalPart:
 
 
 OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
+    "output": OptionalPart(  # a gate of 2 sigmoid(0) = 1; a norm is never nothing
+        "none",
+        {
+            "output_gate/kernel": lambda config, shape: jnp.zeros(shape),
+            "output_gate/bias": lambda config, shape: jnp.zeros(shape),
+        },
+    ),
     "convolution": OptionalPart(0, {"convolution/taps": lambda config, shape: identity_taps(None, shape)}),
 }
 

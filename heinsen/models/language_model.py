@@ -162,7 +162,9 @@ class Layer(nn.Module):
 
     Shapes: x [B, T, D], W1 [D, H (2K + V)], W2 [H V, 2D], W3 [D, D]. The paper's attention takes log v for v, and
     returns the logarithm of its output. A short convolution, if the config has one, follows W1, then qk_norm, which
-    divides q and k by their root mean square, with learned scales.
+    divides q and k by their root mean square, with learned scales. W2 may read an `output` of the attention other than
+    what the mixer returns, log y with log values: divided by each head's root mean square, with learned scales (norm),
+    or times 2 sigmoid(Wg LayerNorm(x)) (gate), Wg [D, H V].
     """
 
     config: ModelConfig
@@ -186,8 +188,8 @@ class Layer(nn.Module):
         """mix(split(W1 LayerNorm(x))): (the output of all heads [B, T, H V], the state after the tokens)."""
         c = self.config
         n_batch, n_tokens, _ = x_BxTxD.shape
-        h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(h)
+        normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed_BxTxD)
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         inputs = state.convolution
         if c.convolution:
@@ -200,7 +202,14 @@ class Layer(nn.Module):
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
         y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
-        return y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1), LayerState(attention, inputs)
+        if c.output == "norm":
+            y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))
+            y_BxHxTxV = scaled_rms_norm(y_BxHxTxV, y_scale)
+        y = y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
+        if c.output == "gate":
+            gate = Dense(y.shape[-1], c.dtype, deviation=self.deviation, name="output_gate")(normed_BxTxD)
+            y = y * (2 * nn.sigmoid(gate))
+        return y, LayerState(attention, inputs)
 
     def feed(self, x_BxTxD: Array, y: Array) -> Array:
         """x + W3 GLU(W2 y)."""
@@ -348,7 +357,7 @@ def hidden_states(
 def activation_rms(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> dict[str, Float[Array, " L"]]:
-    """Return root mean squares of every layer: "attention", its mixer's output; "residual", the stream after it.
+    """Return root mean squares of every layer: "attention", its output as W2 reads it; "residual", the stream after it.
 
     `params` are stacked, as from `init_params`.
     """
