@@ -21,6 +21,8 @@ from heinsen.models import (
     init_params,
     mean_loss,
 )
+from heinsen.models.mixers import Tokens
+from heinsen.models.positions import POSITION_CLASSES
 from heinsen.ops.linear import LinearState
 from heinsen.ops.softmax import KVCache
 from heinsen.ops.states import LogState, MeanState
@@ -296,6 +298,16 @@ def test_gpt2_small_has_its_124439808_parameters_and_differs_in_its_model_only()
 
 def run_config_of(name):
     return from_mapping(TrainConfig, importlib.import_module(f"configs.{name}").get_config().to_dict())
+
+
+@pytest.mark.parametrize("start", [0, 4090, 10**6, 2**24 - 3, 2**31 - 20])
+def test_rotations_are_relative_however_long_the_text(rng, start):
+    """A state of constant size goes on for millions of tokens: the places of neighbors must not run together."""
+    q, k = (rng.standard_normal((1, 1, 9, 16)) for _ in range(2))
+    tokens = Tokens(jnp.arange(9, dtype=jnp.int32)[None] + start, jnp.zeros((1, 9), jnp.int32), None, None)
+    q32, k32 = POSITION_CLASSES["rotary"].rotate(jnp.float32(q), jnp.float32(k), tokens)
+    scores = rotate64(q[0, 0], np.arange(9)) @ rotate64(k[0, 0], np.arange(9)).T
+    np.testing.assert_allclose(q32[0, 0] @ k32[0, 0].T, scores, atol=0.02)
 
 
 # ---- bad input -----------------------------------------------------------------------------------
