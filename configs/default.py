@@ -36,11 +36,15 @@ def get_config() -> ConfigDict:
                 n_heads=24,
                 d_key=32,
                 d_value=32,
-                attention="heinsen",  # or softmax, sigmoid, linear; or a repeating pattern: heinsen*3,softmax
+                attention="heinsen",  # or softmax, sigmoid, linear, window; or a repeating pattern: heinsen*3,softmax
                 sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
+                window=placeholder(int),  # window: number of last tokens that each one sees, itself included
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
+                convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
                 qk_norm=False,  # RMS normalization of each head's queries and keys, with learned scales
+                signed_features=False,  # heinsen, linear: features [q, -q] and [k, -k] instead of q and k
+                output="none",  # the attention's output as it is; norm: RMS per head; gate: times 2 sigmoid(Wg x)
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
                 position="recurrent",  # the paper's; or learned, rotary (softmax and sigmoid layers), none
                 n_positions=placeholder(int),  # learned: number of positions, at least sequence_length

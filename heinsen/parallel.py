@@ -48,6 +48,9 @@ PARAMETER_RULES: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = (
     ("position/dense/kernel", (_BOTH, None)),  # [D, 2D], or [D, 4D] in two directions
     ("w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
     ("w1/bias", (None, "tensor")),
+    ("convolution/taps", (None, "tensor", None, None)),  # [L, H, N, 2K + V]
+    ("output_gate/kernel", (None, "fsdp", "tensor")),  # [L, D, H V], head by head
+    ("output_gate/bias", (None, "tensor")),
     ("w2/kernel", (None, "tensor", "fsdp")),  # [L, H V, 2D], head by head
     ("w3/kernel", (None, "tensor", "fsdp")),  # [L, D, D]
     ("attention_out/kernel", (None, "tensor", "fsdp")),  # [L, H V, D], head by head

@@ -70,11 +70,12 @@ def draw_tokens(rng, *shape: int) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "attention, document_token", [("heinsen", None), ("heinsen", 5), ("softmax", 5), ("heinsen,softmax", None)]
+    "attention, document_token",
+    [("heinsen", None), ("heinsen", 5), ("softmax", 5), ("heinsen,softmax", None), ("window", 5)],
 )
 def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, attention, document_token):
     """Also the steps of the decoding form, of parameters that are not stacked."""
-    config = dataclasses.replace(MODEL, attention=attention, document_token=document_token)
+    config = dataclasses.replace(MODEL, attention=attention, document_token=document_token, window=6)
     params = draw_params(rng, config)
     tokens = np.where(np.asarray(draw_tokens(rng, 2, 24)) == 5, 6, draw_tokens(rng, 2, 24))
     tokens[0, [0, 15]] = tokens[1, 4] = 5
@@ -100,7 +101,7 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
         assert np.abs(full_forward(without, params, tokens)[0] - expected).max() > 0.1
 
 
-ALL_KINDS = "heinsen,softmax,linear,sigmoid"
+ALL_KINDS = "heinsen,softmax,linear,sigmoid,window"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ ALL_KINDS = "heinsen,softmax,linear,sigmoid"
 )
 def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp_path, kinds, document_token):
     """Texts read together, saved, scored and continued: as by one forward pass over each text, without padding."""
-    changes = dict(value_domain="real", n_layers=1) if kinds == "real" else dict(attention=kinds, n_layers=4)
+    changes = dict(value_domain="real", n_layers=1) if kinds == "real" else dict(attention=kinds, n_layers=5, window=4)
     sizes = dict(vocab_size=270, padded_vocab_size=272, document_token=document_token)
     config = model_config(**changes, **sizes, implementation="scan")
     params, path = draw_params(rng, config), tmp_path / "state"

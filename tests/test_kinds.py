@@ -21,6 +21,8 @@ from heinsen.models import (
     init_params,
     mean_loss,
 )
+from heinsen.models.mixers import Tokens
+from heinsen.models.positions import POSITION_CLASSES
 from heinsen.ops.linear import LinearState
 from heinsen.ops.softmax import KVCache
 from heinsen.ops.states import LogState, MeanState
@@ -42,14 +44,22 @@ VARIANTS = {
     "gpt2": dict(
         attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
     ),
-    "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
-    "linear": dict(attention="linear", document_token=DOCUMENT),
-    "real": dict(value_domain="real", position="none", block="gpt2", qk_norm=True, document_token=DOCUMENT),
+    "sigmoid": dict(
+        attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2", output="norm"
+    ),
+    "window": dict(attention="window,heinsen", window=3, position="rotary", block="gpt2", document_token=DOCUMENT),
+    "linear": dict(attention="linear", signed_features=True, output="gate", document_token=DOCUMENT),
+    "real": dict(
+        value_domain="real", position="none", block="gpt2", convolution=4, qk_norm=True, document_token=DOCUMENT
+    ),
     "hybrid": dict(
         attention="heinsen,softmax,sigmoid",
         n_layers=3,
         sigmoid_bias="-1.5",
         position="rotary",
+        convolution=2,
+        signed_features=True,
+        output="norm",
         qk_norm=True,
         document_token=DOCUMENT,
         **EQUAL,
@@ -67,7 +77,7 @@ def draw_params(config, rng):
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
     def draw(path, x):
-        is_scale = path[-1].key in ("scale", "q_scale", "k_scale")
+        is_scale = path[-1].key in ("scale", "q_scale", "k_scale", "y_scale")
         size = 0.3 if is_scale else 1 / np.sqrt(x.shape[-2] if path[-1].key == "kernel" else 2)
         return np.float32(is_scale + size * rng.standard_normal(x.shape))
 
@@ -103,13 +113,17 @@ def attention64(config, kind, q, k, v):
     """One head of one document, [T, K], [T, K], [T, V] -> [T, V]: the weights of all pairs."""
     n = len(q)
     seen = np.tril(np.ones((n, n))) if config.causal else np.ones((n, n))
-    if config.position == "rotary" and kind in ("softmax", "sigmoid"):
+    if kind == "window":
+        seen = seen * (np.abs(np.subtract.outer(np.arange(n), np.arange(n))) < config.window)
+    if config.position == "rotary" and kind in ("softmax", "sigmoid", "window"):
         q, k = rotate64(q, np.arange(n)), rotate64(k, np.arange(n))
+    if config.signed_features and kind in ("heinsen", "linear"):
+        q, k = (np.concatenate([x, -x], axis=-1) for x in (q, k))
     if kind == "sigmoid":
         count = seen.sum(-1, keepdims=True)
         bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
         return seen * sigmoid64(q @ k.T / np.sqrt(config.d_key) + bias) / count**config.sigmoid_alpha @ v
-    if kind == "softmax":
+    if kind in ("softmax", "window"):
         weights = np.exp(q @ k.T / np.sqrt(config.d_key))
     elif kind == "linear":
         f = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
@@ -132,15 +146,21 @@ def layer64(config, kind, x, p, told):
     """Appends its attention and what it gives on to `told`."""
     n_k = config.d_key
     h = norm64(x, p["norm"]) @ p["w1"]["kernel"] + p["w1"]["bias"]
+    unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
     heads = []
     for i, qkv in enumerate(np.split(h, config.n_heads, axis=-1)):
+        if config.convolution:
+            taps = p["convolution"]["taps"][i]
+            qkv = sum(tap * np.pad(qkv, [(j, 0), (0, 0)])[: len(qkv)] for j, tap in enumerate(taps))
         q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
         if config.qk_norm:
-            unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
             q, k = unit(q) * p["q_scale"][i], unit(k) * p["k_scale"][i]
-        heads.append(attention64(config, kind, q, k, v))
+        y = attention64(config, kind, q, k, v)
+        heads.append(unit(y) * p["y_scale"][i] if config.output == "norm" else y)
     y = np.concatenate(heads, axis=-1)
     dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)
+    if config.output == "gate":
+        y = 2 * sigmoid64(dense("output_gate", norm64(x, p["norm"]))) * y
     if config.block == "heinsen":
         h = dense("w2", y)
         x = x + dense("w3", h[:, : config.d_model] * sigmoid64(h[:, config.d_model :]))
@@ -238,9 +258,11 @@ def test_pieces_and_steps_equal_the_whole(rng, config):
 
 
 def test_each_kind_has_its_own_state():
-    config = model_config(attention="heinsen,softmax,sigmoid,linear", n_layers=4)
-    kinds = [type(state) for state in init_model_state(config, B, 5).attention]
-    assert kinds == [LogState, KVCache, KVCache, LinearState] and config.has_cache
+    config = model_config(attention="heinsen,softmax,sigmoid,linear,window", n_layers=5, window=7)
+    states = init_model_state(config, B, 5).attention
+    assert list(map(type, states)) == [LogState, KVCache, KVCache, LinearState, KVCache] and config.has_cache
+    assert states[1].k.shape[2] == 5 and states[4].k.shape[2] == 7
+    assert not model_config(attention="window", window=7).has_cache
     real = model_config(value_domain="real")
     assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
 
@@ -278,6 +300,16 @@ def run_config_of(name):
     return from_mapping(TrainConfig, importlib.import_module(f"configs.{name}").get_config().to_dict())
 
 
+@pytest.mark.parametrize("start", [0, 4090, 10**6, 2**24 - 3, 2**31 - 20])
+def test_rotations_are_relative_however_long_the_text(rng, start):
+    """A state of constant size goes on for millions of tokens: the places of neighbors must not run together."""
+    q, k = (rng.standard_normal((1, 1, 9, 16)) for _ in range(2))
+    tokens = Tokens(jnp.arange(9, dtype=jnp.int32)[None] + start, jnp.zeros((1, 9), jnp.int32), None, None)
+    q32, k32 = POSITION_CLASSES["rotary"].rotate(jnp.float32(q), jnp.float32(k), tokens)
+    scores = rotate64(q[0, 0], np.arange(9)) @ rotate64(k[0, 0], np.arange(9)).T
+    np.testing.assert_allclose(q32[0, 0] @ k32[0, 0].T, scores, atol=0.02)
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 
@@ -291,12 +323,19 @@ def run_config_of(name):
             "a pattern of 3 layers, which does not divide model.n_layers = 2; choose",
         ),
         (dict(attention="softmax", d_value=8), "model.d_key = 4 and model.d_value = 8 to be equal"),
+        (dict(attention="window"), "model.attention = 'window' needs the number of tokens that each one sees"),
+        (dict(attention="window", window=0), "model.window = 0: it must be at least 1"),
         (dict(sigmoid_alpha=float("nan")), "model.sigmoid_alpha = nan: it must be finite"),
         (dict(sigmoid_alpha=float("inf")), "model.sigmoid_alpha = inf: it must be finite"),
         (dict(sigmoid_bias="log_n"), "model.sigmoid_bias = 'log_n': expected a finite number, or -log_n"),
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
+        (dict(output="relu"), "model.output = 'relu': choose none, norm, gate"),
+        (
+            dict(signed_features=True, attention="softmax"),
+            "of heinsen and linear attention, of which model.attention =",
+        ),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -365,7 +404,7 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
         check_mesh(config, mesh)
 
 
-NAMES = ["gpt2", "sigmoid", "linear", "real", "masked"]
+NAMES = ["gpt2", "sigmoid", "window", "linear", "real", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
 from heinsen.models.masking import mask_tokens
@@ -391,7 +430,9 @@ for name in NAMES:
     optimizer = make_optimizer(run_config("unused").optimizer, 100)
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
-    assert len(split) == 1 + (model.position == "recurrent") + (6 if model.block == "gpt2" else 4), split
+    of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * (model.output == "gate")
+    n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer
+    assert len(split) == n_split, split
     on_mesh = jax.jit(gradient(mesh), in_shardings=(where, split_batch(mesh)))
     got, got_grads = jax.block_until_ready(on_mesh(params, batch))
     np.testing.assert_allclose(got, loss, rtol=1e-5)

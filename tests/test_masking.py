@@ -109,7 +109,15 @@ def test_logits_and_gradients_are_those_of_the_float64_model(rng):
 
 
 def test_all_kinds_read_in_both_directions(rng):
-    changes = dict(attention="softmax,sigmoid,linear", n_layers=3, sigmoid_bias="-log_n", position="rotary", **EQUAL)
+    changes = dict(
+        attention="softmax,sigmoid,linear,window",
+        n_layers=4,
+        window=3,
+        sigmoid_bias="-log_n",
+        position="rotary",
+        **EQUAL,
+    )
+    changes |= dict(convolution=3)  # causal here too
     model = model_config(**SIZES | changes, objective="masked", document_token=DOCUMENT)
     params, tokens = draw_params(model, rng), draw_tokens(model, rng)
     logits = quick_jit(lambda params, tokens: masked_logits(model, params, tokens))(params, tokens)

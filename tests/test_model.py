@@ -206,7 +206,7 @@ def test_state_has_one_size(params):
     shapes = [jax.tree.map(jnp.shape, state_after(n)) for n in (1, 50)]
     empty = jax.tree.map(jnp.shape, init_model_state(SMALL, B))
     assert shapes[0] == shapes[1] == empty
-    assert empty == ModelState((B, 10), (LogState((B, 3, 2, 4), (B, 3, 2)),) * 2, (B,), (B,))
+    assert empty == ModelState((B, 10), (LogState((B, 3, 2, 4), (B, 3, 2)),) * 2, (None,) * 2, (B,), (B,))
 
 
 # ---- gradients -----------------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 from heinsen.models.config import (
     BLOCKS,
     OBJECTIVES,
+    OUTPUTS,
     POSITIONS,
     REMAT_POLICIES,
     ModelConfig,
     check_room,
 )
+from heinsen.models.convolution import check_halo
+from heinsen.models.identity import OPTIONAL_PARTS, OptionalPart, identity_params
 from heinsen.models.language_model import (
     GPT2Layer,
     LanguageModel,
@@ -48,6 +51,9 @@ __all__ = [
     "ModelConfig",
     "ModelState",
     "OBJECTIVES",
+    "OPTIONAL_PARTS",
+    "OUTPUTS",
+    "OptionalPart",
     "POSITIONS",
     "Params",
     "Position",
@@ -58,12 +64,14 @@ __all__ = [
     "activation_rms",
     "begin_steps",
     "capacity",
+    "check_halo",
     "check_room",
     "count_params",
     "end_steps",
     "forget",
     "forward",
     "hidden_states",
+    "identity_params",
     "init_model_state",
     "init_params",
     "join_caches",

@@ -23,6 +23,7 @@ _SIZE = Setting(at_least=1, below=2**28)  # of an axis of an array
 
 BLOCKS = ("heinsen", "gpt2")  # classes in heinsen.models.language_model
 POSITIONS = ("recurrent", "learned", "rotary", "none")  # classes in heinsen.models.positions
+OUTPUTS = ("none", "norm", "gate")
 OBJECTIVES = ("next_token", "masked")
 
 
@@ -35,8 +36,13 @@ class ModelConfig:
       attention: the kind of attention of all layers (`heinsen.models.mixers.MIXERS`), or a pattern that repeats, such
         as heinsen*3,softmax.
       sigmoid_alpha, sigmoid_bias: arguments of `heinsen.sigmoid_attention`, for sigmoid layers.
+      window: number of tokens that each one sees in window layers, itself included.
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
+      convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
+        on; 0: none.
       qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
+      signed_features: whether heinsen and linear layers have the features [q, -q] and [k, -k] instead of q and k.
+      output: what becomes of the attention's output, a name in OUTPUTS (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
       position: how the model knows the order of tokens (`heinsen.models.positions`).
       n_positions: number of learned positions.
@@ -59,8 +65,12 @@ class ModelConfig:
     attention: str
     sigmoid_alpha: Annotated[float, Setting(at_least=-math.inf)]
     sigmoid_bias: str
+    window: Annotated[int | None, Setting(at_least=1, below=2**28, earlier=None)]
     value_domain: str
+    convolution: Annotated[int, Setting(at_least=0, below=65, earlier=0)]
     qk_norm: bool
+    signed_features: Annotated[bool, Setting(earlier=False)]
+    output: Annotated[str, Setting(earlier="none")]
     block: str
     position: str
     n_positions: Annotated[int | None, _SIZE]
@@ -75,6 +85,8 @@ class ModelConfig:
         self._check_choices()
         self._check_mixers()
         self._check_positions()
+        if self.convolution == 1:
+            raise ValueError("model.convolution = 1: one tap sees no other token; choose 0 for none, or at least 2")
         if self.objective == "masked" and self.padded_vocab_size == self.vocab_size:
             raise ValueError(
                 f"model.objective = 'masked' takes the first padded row of the embedding for masked tokens: set "
@@ -100,7 +112,13 @@ class ModelConfig:
     def _check_choices(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
-        choices = {"remat": REMAT_POLICIES, "block": BLOCKS, "position": POSITIONS, "objective": OBJECTIVES}
+        choices = {
+            "remat": REMAT_POLICIES,
+            "output": OUTPUTS,
+            "block": BLOCKS,
+            "position": POSITIONS,
+            "objective": OBJECTIVES,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"model.{name} = {getattr(self, name)!r}: choose {', '.join(allowed)}")
@@ -115,6 +133,12 @@ class ModelConfig:
             )
         for name, build in MIXERS.items():  # those without layers too: their fields must still be possible
             build(self).check_use(self.attention, is_used=name in self.pattern)
+        if self.signed_features and not any(mixer.takes_signed_features for mixer in self.mixers):
+            kinds = " and ".join(name for name, build in MIXERS.items() if build(self).takes_signed_features)
+            raise ValueError(
+                f"model.signed_features is an option of {kinds} attention, of which model.attention = "
+                f"{self.attention!r} has none: set it to False"
+            )
 
     def _check_positions(self) -> None:
         if self.position == "learned" and self.n_positions is None:

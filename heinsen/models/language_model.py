@@ -27,15 +27,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
+from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
 from heinsen.models.dense import Dense, matmul, weight_init
 from heinsen.models.mixers import Mixer, Tokens
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
+    LayerState,
     ModelState,
     find_documents,
     find_padding,
     forget_at_document_start,
+    layer_states,
     locate_tokens,
     state_after,
     state_without_layers,
@@ -85,17 +88,18 @@ class LanguageModel(nn.Module):
         x_BxTxD = constrain_stream(self.mesh, x_BxTxD)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
         x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, tokens, begins_BxT)
+        states = layer_states(before)
         if self.stacked:
-            x_BxTxD, attention = self._scan_layers(x_BxTxD, before.attention, tokens, keep_state)
+            x_BxTxD, states = self._scan_layers(x_BxTxD, states, tokens, keep_state)
         else:
-            x_BxTxD, attention = run_layers(c, c.layer_mixers, self.mesh, x_BxTxD, before.attention, tokens, keep_state)
+            x_BxTxD, states = run_layers(c, c.layer_mixers, self.mesh, x_BxTxD, states, tokens, keep_state)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        after = state_after(before, tokens, lengths_B, position_BxD, attention) if keep_state else None
+        after = state_after(before, tokens, lengths_B, position_BxD, states) if keep_state else None
         return x_BxTxD, after
 
     def _scan_layers(
-        self, x_BxTxD: Array, states: tuple[Any, ...], tokens: Tokens, keep_state: bool
-    ) -> tuple[Array, tuple[Any, ...]]:
+        self, x_BxTxD: Array, states: tuple[LayerState, ...], tokens: Tokens, keep_state: bool
+    ) -> tuple[Array, tuple[LayerState, ...]]:
         """Scan over repetitions of the pattern, with the states of each of its places stacked."""
         c, period = self.config, len(self.config.mixers)
         module, arguments = (LAYERS[c.block], (c, c.mixers[0])) if period == 1 else (Period, (c,))
@@ -126,8 +130,8 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], states: tuple[Any, ...], tokens: Tokens, keep_state: bool
-    ) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+        self, x_BxTxD: Float[Array, "B T D"], states: tuple[LayerState, ...], tokens: Tokens, keep_state: bool
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
         c = self.config
         return run_layers(c, c.mixers, self.mesh, x_BxTxD, states, tokens, keep_state)
 
@@ -137,10 +141,10 @@ def run_layers(
     mixers: tuple[Mixer[Any], ...],
     mesh: Mesh | None,
     x_BxTxD: Float[Array, "B T D"],
-    states: tuple[Any, ...],
+    states: tuple[LayerState, ...],
     tokens: Tokens,
     keep_state: bool,
-) -> tuple[Float[Array, "B T D"], tuple[Any, ...]]:
+) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
     """Run one layer for each mixer, in order, as submodules layer_0, layer_1, ... of the module that calls this."""
     after = []
     for i, (mixer, state) in enumerate(zip(mixers, states, strict=True)):
@@ -157,7 +161,10 @@ class Layer(nn.Module):
     """The paper's layer: x + W3 GLU(W2 mix(q, k, v)), with (q, k, v) = W1 LayerNorm(x) split head by head.
 
     Shapes: x [B, T, D], W1 [D, H (2K + V)], W2 [H V, 2D], W3 [D, D]. The paper's attention takes log v for v, and
-    returns the logarithm of its output. qk_norm divides q and k by their root mean square, with learned scales.
+    returns the logarithm of its output. A short convolution, if the config has one, follows W1, then qk_norm, which
+    divides q and k by their root mean square, with learned scales. W2 may read an `output` of the attention other than
+    what the mixer returns, log y with log values: divided by each head's root mean square, with learned scales (norm),
+    or times 2 sigmoid(Wg LayerNorm(x)) (gate), Wg [D, H V].
     """
 
     config: ModelConfig
@@ -168,22 +175,25 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], state: Any, tokens: Tokens, keep_state: bool
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """Return x after the layer, and the mixer's state after the last token if it is to be kept, else None."""
+        self, x_BxTxD: Float[Array, "B T D"], state: LayerState, tokens: Tokens, keep_state: bool
+    ) -> tuple[Float[Array, "B T D"], LayerState]:
+        """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
         y, state = self.attend(x_BxTxD, state, tokens)
         self.record_rms("attention", y)
         x_BxTxD = self.feed(x_BxTxD, y)
         self.record_rms("residual", x_BxTxD)
-        return constrain_stream(self.mesh, x_BxTxD), state if keep_state else None
+        return constrain_stream(self.mesh, x_BxTxD), state if keep_state else LayerState(None, None)
 
-    def attend(self, x_BxTxD: Array, state: Any, tokens: Tokens) -> tuple[Array, Any]:
-        """mix(split(W1 LayerNorm(x))): (the output of all heads [B, T, H V], the mixer's state after the tokens)."""
+    def attend(self, x_BxTxD: Array, state: LayerState, tokens: Tokens) -> tuple[Array, LayerState]:
+        """mix(split(W1 LayerNorm(x))): (the output of all heads [B, T, H V], the state after the tokens)."""
         c = self.config
         n_batch, n_tokens, _ = x_BxTxD.shape
-        h = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(h)
+        normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed_BxTxD)
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
+        inputs = state.convolution
+        if c.convolution:
+            h_BxHxTxC, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h_BxHxTxC, inputs, tokens)
         q, k, values = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
         if c.qk_norm:
             ones = nn.initializers.ones
@@ -191,8 +201,15 @@ class Layer(nn.Module):
             k = scaled_rms_norm(k, self.param("k_scale", ones, (c.n_heads, c.d_key)))
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
-        y_BxHxTxV, state = self.mixer.mix(q, k, values, state, tokens, self.mesh)
-        return y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1), state
+        y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
+        if c.output == "norm":
+            y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))
+            y_BxHxTxV = scaled_rms_norm(y_BxHxTxV, y_scale)
+        y = y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
+        if c.output == "gate":
+            gate = Dense(y.shape[-1], c.dtype, deviation=self.deviation, name="output_gate")(normed_BxTxD)
+            y = y * (2 * nn.sigmoid(gate))
+        return y, LayerState(attention, inputs)
 
     def feed(self, x_BxTxD: Array, y: Array) -> Array:
         """x + W3 GLU(W2 y)."""
@@ -340,7 +357,7 @@ def hidden_states(
 def activation_rms(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> dict[str, Float[Array, " L"]]:
-    """Return root mean squares of every layer: "attention", its mixer's output; "residual", the stream after it.
+    """Return root mean squares of every layer: "attention", its output as W2 reads it; "residual", the stream after it.
 
     `params` are stacked, as from `init_params`.
     """

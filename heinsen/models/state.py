@@ -17,11 +17,19 @@ from heinsen.models.mixers import Mixer, Tokens
 from heinsen.models.mixers.base import select_rows
 
 
+class LayerState(NamedTuple):
+    """The state of one layer, of which ModelState has all. None: nothing came before, or there is none."""
+
+    attention: Any  # the mixer's
+    convolution: Float[Array, "B H I F"] | None  # the last inputs
+
+
 class ModelState(NamedTuple):
     """Everything the model remembers of the tokens seen. Without caches its size does not depend on their number."""
 
     position: Float[Array, "B D"]  # e of the position recurrence
     attention: tuple[Any, ...]  # each layer's state (`Mixer`), with leading axis B
+    convolution: tuple[Array | None, ...]  # each layer's last inputs (`heinsen.models.convolution`), if it has one
     n_tokens: Int[Array, " B"]  # tokens seen since the state was empty: the next slot of the caches
     document_start: Int[Array, " B"]  # slot of the current document's first token
 
@@ -33,14 +41,24 @@ def init_model_state(config: ModelConfig, batch_size: int, capacity: int = 0) ->
     """
     check_causal(config)
     attention = tuple(mixer.init_state(batch_size, capacity) for mixer in config.layer_mixers)
-    return state_without_layers(config, batch_size)._replace(attention=attention)
+    state = state_without_layers(config, batch_size)._replace(attention=attention)
+    if not config.convolution:
+        return state
+    shape = batch_size, config.n_heads, config.convolution - 1, 2 * config.d_key + config.d_value
+    return state._replace(convolution=(jnp.zeros(shape, config.accumulator_dtype),) * config.n_layers)
 
 
 def state_without_layers(config: ModelConfig, batch_size: int) -> ModelState:
     """Return the state before any token, with None for the state of every layer."""
     position = jnp.zeros((batch_size, config.d_model), config.accumulator_dtype)
     zeros = jnp.zeros(batch_size, jnp.int32)
-    return ModelState(position, (None,) * config.n_layers, zeros, zeros)
+    nothing = (None,) * config.n_layers
+    return ModelState(position, nothing, nothing, zeros, zeros)
+
+
+def layer_states(state: ModelState) -> tuple[LayerState, ...]:
+    """Return the state of each layer."""
+    return tuple(map(LayerState, state.attention, state.convolution))
 
 
 def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -55,8 +73,10 @@ def forget(config: ModelConfig, state: ModelState, rows: Bool[Array, " B"]) -> M
     """Return the state with those rows as before any token."""
     check_causal(config)
     attention = _map_layers(lambda mixer, layer: mixer.forget(layer, rows), config, state.attention)
-    fresh = state_without_layers(config, rows.shape[0])._replace(attention=())
-    return select_rows(rows, fresh, state._replace(attention=()))._replace(attention=attention)
+    fresh = state_without_layers(config, rows.shape[0])._replace(attention=(), convolution=())
+    selected = select_rows(rows, fresh, state._replace(attention=(), convolution=()))
+    # The last inputs may stay: a convolution sees those of its own document alone.
+    return selected._replace(attention=attention, convolution=state.convolution)
 
 
 def forget_at_document_start(
@@ -114,13 +134,14 @@ def state_after(
     tokens: Tokens,
     lengths: Int[Array, " B"] | None,
     position: Float[Array, "B D"],
-    attention: tuple[Any, ...],
+    layers: tuple[LayerState, ...],
 ) -> ModelState:
     """Return the state after the tokens that follow `before`, with these states of positions and layers."""
     n_seen = before.n_tokens + (tokens.slot.shape[1] if lengths is None else lengths)
     last = jnp.maximum(n_seen - before.n_tokens - 1, 0)
     document_start = jnp.take_along_axis(tokens.first, last[:, None], axis=1)[:, 0]
-    return ModelState(position, attention, n_seen, document_start)
+    attention, convolution = zip(*layers, strict=True)
+    return ModelState(position, attention, convolution, n_seen, document_start)
 
 
 # ---- decoding ------------------------------------------------------------------------------------

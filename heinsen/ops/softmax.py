@@ -160,15 +160,27 @@ def step_cached(
     first: Int[Array, "B 1"],
 ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
     """`append` one token and `attend_cached` its query, without copying the cache."""
-    score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    scores, own = score(cache.k), score(k)
     position = jnp.arange(cache.k.shape[-2])
     visible = (first[..., None] <= position) & (position < slots[..., None])
+    return read_and_append(q, k, v, cache, visible, slots)
+
+
+def read_and_append(
+    q: Float[Array, "B H 1 K"],
+    k: Float[Array, "B H 1 K"],
+    v: Float[Array, "B H 1 V"],
+    cache: KVCache,
+    visible: Bool[Array, "B 1 C"],
+    slots: Int[Array, "B 1"],
+) -> tuple[Float[Array, "B H 1 V"], KVCache]:
+    """Attend to what is visible of a cache and to one more token, and write that into a slot, without a copy."""
+    score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores, own = score(cache.k), score(k)
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
     p, p_own = jnp.exp(scores - top), jnp.exp(own - top)
     y = jnp.einsum("bhtc,bhcv->bhtv", p.astype(v.dtype), cache.v, preferred_element_type=jnp.float32) + p_own * v
     y = y / (jnp.sum(p, axis=-1, keepdims=True) + p_own)
     # The write depends on the read, so that XLA updates the cache in place instead of reading from a copy.
-    zero = (0 * y).astype(k.dtype)
+    zero = (0 * y[..., :1]).astype(k.dtype)
     return y.astype(q.dtype), append(cache, k + zero, v + zero, slots, None)

@@ -27,7 +27,7 @@ from heinsen.data.mixture import open_mixture
 from heinsen.errors import HeinsenError, print_warning
 from heinsen.files import LockedError, hold_lock, write_atomically
 from heinsen.interop import InteropError, is_export, read_manifest
-from heinsen.models import ModelConfig
+from heinsen.models import ModelConfig, check_halo
 from heinsen.parallel import MeshConfig, MeshError, first_reason, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
@@ -162,6 +162,7 @@ def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
             f"{config.model.attention}, {config.model.value_domain} and {config.model.objective}. Use the mesh's other "
             "axes"
         )
+    check_halo(mesh, config.sequence_length, config.model.convolution)
     parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
     if config.sequence_length % parts:
         raise MeshError(

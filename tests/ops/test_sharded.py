@@ -1,4 +1,4 @@
-"""Attention and position recurrence on four simulated devices against one device, in float64, gradients included."""
+"""Attention, position recurrence and convolution on four simulated devices against one, in float64, with gradients."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from heinsen import LogState, logspace
+from heinsen.models.convolution import convolve
 from heinsen.ops import sharded
 from heinsen.ops.api import log_attention
 from heinsen.parallel import AXES, MeshConfig, make_mesh, on_each_device, scan_before
@@ -66,6 +67,15 @@ weights = [draw(B, T, D)]
 wanted = value_and_gradients(one, (log_a, log_b, initial), weights)
 many = lambda a, b, e: sharded.log_linear_recurrence(mesh, a, b, e)
 same(value_and_gradients(many, (log_a, log_b, initial), weights), wanted, "recurrence")
+
+x, taps, last = draw(B, H, T, V), draw(H, 4, V), draw(B, H, 3, V)
+slots = np.arange(T) + 2  # documents begin in the inputs before the first token, and within the tokens
+places = jnp.asarray(slots - np.maximum.accumulate(np.where(documents[:, 0] == 1, slots, 0), axis=-1))
+weights = draw(B, H, T, V), draw(B, H, 3, V)
+wanted = value_and_gradients(lambda *inputs: convolve(None, *inputs, places, None), (x, taps, last), weights)
+for mesh in (make_mesh(MeshConfig(1, 1, 1, 4)), make_mesh(MeshConfig(1, 1, 2, 2))):
+    many = lambda *inputs: convolve(mesh, *inputs, places, None)
+    same(value_and_gradients(many, (x, taps, last), weights), wanted, "convolution")
 
 # Matrices: their product is associative and not commutative.
 for n in (1, 2, 3, 4):

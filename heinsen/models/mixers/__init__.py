@@ -11,6 +11,7 @@ from heinsen.models.mixers.heinsen import VALUE_DOMAINS, Heinsen
 from heinsen.models.mixers.linear import Linear
 from heinsen.models.mixers.sigmoid import Sigmoid
 from heinsen.models.mixers.softmax import Softmax
+from heinsen.models.mixers.window import Window
 
 # Names in `ModelConfig.attention`: how the mixer is built from a `ModelConfig`. Raises ValueError.
 MIXERS: dict[str, Callable[[Any], Mixer[Any]]] = {
@@ -18,6 +19,7 @@ MIXERS: dict[str, Callable[[Any], Mixer[Any]]] = {
     "softmax": Softmax.from_config,
     "sigmoid": Sigmoid.from_config,
     "linear": Linear.from_config,
+    "window": Window.from_config,
 }
 
 __all__ = ["MIXERS", "Mixer", "Tokens", "VALUE_DOMAINS"]

@@ -27,6 +27,7 @@ class Heinsen(Mixer[State], Generic[State]):
 
     implementation: str | None
 
+    takes_signed_features: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
     @classmethod
@@ -47,7 +48,9 @@ class Heinsen(Mixer[State], Generic[State]):
 class LogHeinsen(Heinsen[LogState | RunningState]):
     """log y from log v: the paper's. In a loop of decoding steps the state is a `RunningState`, else a `LogState`."""
 
-    is_published: ClassVar[bool] = True
+    @property
+    def is_published(self) -> bool:
+        return not self.signed_features
 
     @property
     def splits_sequences(self) -> bool:
@@ -55,7 +58,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
 
     def init_state(self, batch_size: int, capacity: int) -> LogState:
         shape = batch_size, self.n_heads
-        return states.init_state(shape, self.d_key, self.d_value, signed=False, dtype=self.accumulator_dtype)
+        return states.init_state(shape, self.n_features, self.d_value, signed=False, dtype=self.accumulator_dtype)
 
     def parallel(
         self,
@@ -115,7 +118,7 @@ class RealHeinsen(Heinsen[MeanState]):
 
     def init_state(self, batch_size: int, capacity: int) -> MeanState:
         shape = batch_size, self.n_heads
-        return states.init_state(shape, self.d_key, self.d_value, signed=True, dtype=self.accumulator_dtype)
+        return states.init_state(shape, self.n_features, self.d_value, signed=True, dtype=self.accumulator_dtype)
 
     def parallel(
         self,

@@ -1,0 +1,105 @@
+"""The short causal convolution: each feature of a layer's queries, keys and values mixed with its last few inputs.
+
+    y[t] = sum_{i < N} taps[i] x[t - i]     over the tokens t - i of t's document
+
+It is depthwise: every feature has N taps of its own. Its state is the last N - 1 inputs. With taps[0] = 1 and all
+others 0, as they start, y = x.
+
+Axes: B batch, H heads, T tokens, F features, N taps (`ModelConfig.convolution`), I = N - 1 last inputs.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.typing import Dtype
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from heinsen.models.mixers import Tokens
+from heinsen.parallel import BATCH, MeshError, on_each_device
+
+
+class Convolution(nn.Module):
+    """Convolution with n_taps taps for each feature, which start as the identity.
+
+    A mesh divides the batch, the heads and the tokens.
+    """
+
+    n_taps: int
+    mesh: Mesh | None = None
+
+    @nn.compact
+    def __call__(
+        self, x_BxHxTxF: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, tokens: Tokens
+    ) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
+        """Return (y, the last inputs), where `before` are the inputs before the first token (None: there are none)."""
+        taps = self.param("taps", identity_taps, (x_BxHxTxF.shape[1], self.n_taps, x_BxHxTxF.shape[-1]))
+        return convolve(self.mesh, x_BxHxTxF, taps, before, tokens.slot - tokens.first, tokens.valid)
+
+
+def identity_taps(_: Array | None, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Float[Array, "*stack N F"]:
+    """Initializer of taps with which y = x, whatever the random key."""
+    return jnp.zeros(shape, dtype).at[..., 0, :].set(1.0)
+
+
+def convolve(
+    mesh: Mesh | None,
+    x: Float[Array, "B H T F"],
+    taps: Float[Array, "H N F"],
+    before: Float[Array, "B H I F"] | None,
+    places: Int[Array, "B T"],
+    valid: Bool[Array, "B T"] | None,
+) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
+    """Return (y, the last N - 1 inputs), where inputs in `before` are seen as far as a token's document reaches there.
+
+    Args:
+      before: the last inputs before the tokens (None: there are none).
+      places: of the tokens in their documents, from 0.
+      valid: false for padding at a row's end, which is never among the last inputs. A mesh that divides sequences needs
+        whole ones (None).
+
+    Raises MeshError where the mesh divides sequences into parts of fewer than N - 1 tokens.
+    """
+    n_heads, n_taps, n_features = taps.shape
+    if before is None:
+        before = jnp.zeros((x.shape[0], n_heads, n_taps - 1, n_features), x.dtype)
+    if mesh is None or mesh.size == 1:
+        return _convolve(x, taps, before, places, valid)
+
+    def on_each(x: Array, taps: Array, before: Array, places: Array, valid: Array | None) -> tuple[Array, Array]:
+        if (n_devices := mesh.shape["sequence"]) > 1:
+            received = lax.ppermute(x[:, :, 1 - n_taps :], "sequence", [(i, i + 1) for i in range(n_devices - 1)])
+            before = jnp.where(lax.axis_index("sequence") == 0, before, received)
+        y, last = _convolve(x, taps, before, places, valid)
+        return y, last[None]
+
+    check_halo(mesh, x.shape[2], n_taps)
+    inputs, tokens = P(BATCH, "tensor", "sequence"), P(BATCH, "sequence")
+    in_specs = (inputs, P("tensor"), P(BATCH, "tensor"), tokens, tokens)
+    out_specs = (inputs, P("sequence", BATCH, "tensor"))
+    y, last = on_each_device(mesh, on_each, in_specs=in_specs, out_specs=out_specs)(x, taps, before, places, valid)
+    return y, last[-1]
+
+
+def check_halo(mesh: Mesh, n_tokens: int, n_taps: int) -> None:
+    """Raise MeshError where a device's part of a sequence has less than the inputs that the next one's first sees."""
+    n_parts = mesh.shape["sequence"]
+    if n_parts > 1 and n_tokens // n_parts < n_taps - 1:
+        raise MeshError(
+            f"mesh.sequence = {n_parts} divides {n_tokens} tokens into parts of {n_tokens // n_parts}, but "
+            f"model.convolution = {n_taps} needs parts of at least {n_taps - 1}: use the mesh's other axes"
+        )
+
+
+def _convolve(x: Array, taps: Array, before: Array, places: Array, valid: Array | None) -> tuple[Array, Array]:
+    n_taps, n_tokens = taps.shape[1], x.shape[2]
+    x = jnp.concatenate([before, x], axis=2)
+    y = taps[:, :1] * x[:, :, n_taps - 1 :]
+    for i in range(1, n_taps):
+        seen = jnp.where((places >= i)[:, None, :, None], x[:, :, n_taps - 1 - i :][:, :, :n_tokens], 0)
+        y = y + taps[:, i : i + 1] * seen
+    if valid is None:
+        return y, x[:, :, n_tokens:]
+    last = jnp.sum(valid, axis=1)[:, None] + jnp.arange(n_taps - 1)
+    return y, jnp.take_along_axis(x, last[:, None, :, None], axis=2)

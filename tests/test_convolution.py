@@ -1,0 +1,142 @@
+"""The short convolution against loops in float64, and where it begins, ends and is nothing."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen.config import ConfigError
+from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, save_prefix
+from heinsen.models import forget, forward, init_model_state, init_params
+from heinsen.models.convolution import convolve
+from heinsen.parallel import PARAMETER_RULES, MeshError
+from heinsen.training.optimizer import decay_mask
+from heinsen.training.run import check_mesh
+from tests.models import model_config
+from tests.ops.quick import quick_jit
+from tests.runs import run_config
+from tests.test_kinds import DOCUMENT, SIZES, assert_close, draw_params
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+B, H, T, F, N = 3, 2, 9, 5, 4
+CONFIG = model_config(**SIZES, convolution=N, document_token=DOCUMENT)
+full_forward = quick_jit(forward, static_argnums=0)
+
+
+def convolve64(x, taps, begins):
+    """One head of one row, [T, F] and [N, F], with documents that begin at some tokens: y, token by token."""
+    y, first = np.zeros_like(x), 0
+    for t in range(len(x)):
+        first = t if begins[t] else first
+        for i in range(len(taps)):
+            if t - i >= first:
+                y[t] += taps[i] * x[t - i]
+    return y
+
+
+def places_of(begins):
+    slot = np.arange(begins.shape[1])
+    return slot - np.maximum.accumulate(np.where(begins, slot, 0), axis=1)
+
+
+def test_outputs_states_and_gradients_are_those_of_a_loop(rng):
+    """At once, and in pieces of any sizes, one of a single token."""
+    x, taps = rng.standard_normal((B, H, T, F)), rng.standard_normal((H, N, F))
+    begins = rng.random((B, T)) < [[0.0], [0.2], [0.6]]
+    places, cuts = jnp.int32(places_of(begins)), [0, 1, int(rng.integers(2, T - 1)), T]
+    weights = rng.standard_normal((B, H, T, F))
+
+    def in_pieces(x, taps, last=None):
+        pieces = []
+        for here in map(slice, cuts, cuts[1:]):
+            y, last = convolve(None, x[:, :, here], taps, last, places[:, here], None)
+            pieces.append(y)
+        return jnp.concatenate(pieces, axis=2)
+
+    at_once = lambda x, taps: convolve(None, x, taps, None, places, None)[0]
+    by_rows = lambda x, taps: np.stack([[convolve64(x[b, h], taps[h], begins[b]) for h in range(H)] for b in range(B)])
+    for run in (at_once, in_pieces):
+        arguments = jnp.float32(x), jnp.float32(taps)
+        y, gradient = quick_jit(lambda *a, run=run: jax.vjp(run, *a))(*arguments)
+        np.testing.assert_allclose(y, by_rows(x, taps), atol=1e-5)
+        grads = quick_jit(gradient)(jnp.float32(weights))
+        # The loss is linear in each argument: its slope is a difference.
+        d_x, d_taps = rng.standard_normal(x.shape), rng.standard_normal(taps.shape)
+        slopes = np.vdot(weights, by_rows(d_x, taps)), np.vdot(weights, by_rows(x, d_taps))
+        np.testing.assert_allclose([np.vdot(d_x, grads[0]), np.vdot(d_taps, grads[1])], slopes, atol=1e-3, rtol=1e-4)
+
+
+def test_padding_is_never_among_the_last_inputs(rng):
+    x, before = rng.standard_normal((B, H, T, F)), rng.standard_normal((B, H, N - 1, F))
+    lengths = np.array([0, 2, T])
+    valid = np.arange(T) < lengths[:, None]
+    places = np.broadcast_to(np.arange(T, dtype=np.int32) + 20, (B, T))
+    x = np.where(valid[:, None, :, None], x, np.nan)
+    taps = rng.standard_normal((H, N, F))
+    y, last = convolve(None, *map(jnp.float32, (x, taps, before)), jnp.array(places), jnp.array(valid))
+    for row, head in np.ndindex(B, H):
+        own = np.concatenate([before[row, head], x[row, head, : lengths[row]]])
+        np.testing.assert_array_equal(last[row, head], np.float32(own[-N + 1 :]))
+        want = convolve64(own, taps[head], np.zeros(len(own)))[N - 1 :]
+        np.testing.assert_allclose(y[row, head, : lengths[row]], want, atol=1e-5)
+
+
+def test_it_does_not_decay_and_is_divided_with_the_heads():
+    params = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0)))
+    assert not decay_mask(params)["layers"]["convolution"]["taps"]
+    assert params["layers"]["convolution"]["taps"].shape == (2, 3, N, 8)
+    assert dict(PARAMETER_RULES)["convolution/taps"] == (None, "tensor", None, None)
+
+
+def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng, monkeypatch, tmp_path):
+    monkeypatch.setattr(prompts, "PREFILL_PIECE", 4)
+    params = draw_params(CONFIG, rng)
+    tokens = np.int32(rng.integers(4, 13, (2, 16)))
+    tokens[0, [5, 7]] = tokens[1, 9] = DOCUMENT
+    want = full_forward(CONFIG, params, tokens)[0]
+    lengths = rng.permutation([5, 11])
+    prefix = prefill(CONFIG, params, np.where(np.arange(11) < lengths[:, None], tokens[:, :11], 2), lengths=lengths)
+    save_prefix(tmp_path / "state", CONFIG, params, prefix)
+    logits, state = load_prefix(tmp_path / "state", CONFIG, params)
+    step = quick_jit(lambda params, tokens, state: forward(CONFIG, params, tokens, state))
+    rows = np.arange(2)
+    assert_close(logits, np.asarray(want, np.float64)[rows, lengths - 1], 2e-5)
+    for t in range(5):
+        logits, state = step(params, tokens[rows, lengths + t][:, None], state)
+        assert_close(logits[:, 0], np.asarray(want, np.float64)[rows, lengths + t], 3e-5)
+    # What is forgotten is not seen, in the rows that forget.
+    state = forget(CONFIG, state, jnp.array([True, False]))
+    fresh = step(params, tokens[:, :1], init_model_state(CONFIG, 2))[0]
+    after = step(params, tokens[:, :1], state)[0]
+    assert_close(after[0], np.asarray(fresh[0], np.float64), 1e-5)
+    assert np.abs(after[1] - fresh[1]).max() > 1e-3
+
+
+def test_it_decodes_what_the_forward_pass_finds_likeliest(rng):
+    params, prompt = jax.tree.map(jnp.asarray, draw_params(CONFIG, rng)), np.int32(rng.integers(4, 13, 6))
+    text = np.array([*prompt, *generate(CONFIG, params, prompt, Sampling(temperature=0.0), seed=0, max_tokens=6)])
+    logits = np.array(full_forward(CONFIG, params, text[None])[0][0, 5:-1, :13])
+    drawn = np.take_along_axis(logits, text[6:, None], axis=-1)[:, 0]
+    assert np.all(drawn >= logits.max(-1) - 1e-4)
+
+
+def test_impossible_numbers_of_taps_are_refused():
+    with pytest.raises(ConfigError, match="model.convolution = 1: one tap sees no other token; choose 0 for none"):
+        model_config(convolution=1)
+    with pytest.raises(ConfigError, match="model.convolution = 65: it must be less than 65"):
+        model_config(convolution=65)
+
+
+def test_a_mesh_whose_parts_are_shorter_than_the_taps_reach_is_refused():
+    config = run_config("unused", model__convolution=6)
+    mesh = mock.Mock(spec=jax.sharding.Mesh, shape={"data": 1, "fsdp": 1, "tensor": 1, "sequence": 4})
+    with pytest.raises(
+        MeshError, match="sequence = 4 divides 16 tokens into parts of 4, but model.convolution = 6 needs"
+    ):
+        check_mesh(config, mesh)
+    check_mesh(dataclasses.replace(config, model=dataclasses.replace(config.model, convolution=5)), mesh)
