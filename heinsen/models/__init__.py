@@ -34,6 +34,7 @@ from heinsen.models.state import (
     init_model_state,
     join_caches,
     split_caches,
+    state_shardings,
     trim_caches,
     with_capacity,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "mean_loss",
     "next_token_losses",
     "split_caches",
+    "state_shardings",
     "trim_caches",
     "unstack",
     "with_capacity",

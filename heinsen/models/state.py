@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
 from heinsen.models.mixers import Mixer, Tokens
 from heinsen.models.mixers.base import select_rows
+from heinsen.parallel import BATCH, split_batch
 
 
 class ModelState(NamedTuple):
@@ -41,6 +43,13 @@ def state_without_layers(config: ModelConfig, batch_size: int) -> ModelState:
     position = jnp.zeros((batch_size, config.d_model), config.accumulator_dtype)
     zeros = jnp.zeros(batch_size, jnp.int32)
     return ModelState(position, (None,) * config.n_layers, zeros, zeros)
+
+
+def state_shardings(mesh: Mesh, state: ModelState) -> ModelState:
+    """Return the sharding of each array of a state: its rows divided like a batch's, the heads of its layers too."""
+    heads = NamedSharding(mesh, PartitionSpec(BATCH, "tensor"))
+    rows: ModelState = jax.tree.map(lambda _: split_batch(mesh), state)
+    return rows._replace(attention=jax.tree.map(lambda _: heads, state.attention))
 
 
 def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tuple[Any, ...]) -> tuple[Any, ...]:
