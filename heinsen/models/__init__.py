@@ -8,6 +8,7 @@ from heinsen.models.config import (
     ModelConfig,
     check_room,
 )
+from heinsen.models.identity import OPTIONAL_PARTS, OptionalPart, identity_params
 from heinsen.models.language_model import (
     GPT2Layer,
     LanguageModel,
@@ -49,6 +50,8 @@ __all__ = [
     "ModelConfig",
     "ModelState",
     "OBJECTIVES",
+    "OPTIONAL_PARTS",
+    "OptionalPart",
     "POSITIONS",
     "Params",
     "Position",
@@ -65,6 +68,7 @@ __all__ = [
     "forget",
     "forward",
     "hidden_states",
+    "identity_params",
     "init_model_state",
     "init_params",
     "join_caches",

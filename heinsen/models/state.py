@@ -46,10 +46,10 @@ def state_without_layers(config: ModelConfig, batch_size: int) -> ModelState:
 
 
 def state_shardings(mesh: Mesh, state: ModelState) -> ModelState:
-    """Return the sharding of each array of a state: its rows divided like a batch's, the heads of its layers too."""
+    """Return the sharding of each array of a state: its rows are divided like a batch's, the heads of layers too."""
     heads = NamedSharding(mesh, PartitionSpec(BATCH, "tensor"))
-    rows: ModelState = jax.tree.map(lambda _: split_batch(mesh), state)
-    return rows._replace(attention=jax.tree.map(lambda _: heads, state.attention))
+    where: ModelState = jax.tree.map(lambda x: heads if x.ndim > 2 else split_batch(mesh), state)
+    return where
 
 
 def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tuple[Any, ...]) -> tuple[Any, ...]:

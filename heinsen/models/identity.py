@@ -1,0 +1,45 @@
+"""Optional parts of a model, and the parameters with which they do nothing.
+
+A model with such a part, these parameters of it and the other parameters of a model that lacks it has the outputs of
+that one: a checkpoint without the part can start a model with it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from heinsen.models.config import ModelConfig
+from heinsen.models.language_model import Params, abstract_params
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalPart:
+    """A part that a field of `ModelConfig` adds.
+
+    Attributes:
+      absent: the field's value without it.
+      identity: the end of a parameter's path -> its value with which the part does nothing, from (config, shape).
+    """
+
+    absent: Any
+    identity: Mapping[str, Callable[[ModelConfig, tuple[int, ...]], Array]]
+
+
+OPTIONAL_PARTS: dict[str, OptionalPart] = {}  # by the name of the field
+
+
+def identity_params(config: ModelConfig) -> Params:
+    """Return the parameters of the optional parts with which they do nothing, and no others, as in `init_params`."""
+    identities = [each for part in OPTIONAL_PARTS.values() for each in part.identity.items()]
+    found: Params = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
+        *groups, name = (key.key for key in path)
+        if identity := next((f for end, f in identities if "/".join([*groups, name]).endswith(end)), None):
+            group = found
+            for each in groups:
+                group = group.setdefault(each, {})
+            group[name] = identity(config, x.shape)
+    return found
