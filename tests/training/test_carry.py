@@ -20,7 +20,8 @@ from heinsen.training.loop import train
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 from tests.models import model_config
-from tests.runs import EOT, STEPS, copy_run, draw_text, read_log, run_config, without_timing, write_split
+from tests.runs import EOT, STEPS, copy_run, draw_text, finish, read_log, run_config, without_timing, write_split
+from tests.test_parallel import start_two
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -170,7 +171,8 @@ from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch
 from heinsen.training.step import init_train_state, make_train_step
 from tests.models import model_config
 
-rng = np.random.default_rng()
+sizes, changes, seed = map(eval, sys.argv[1:])
+rng = np.random.default_rng(seed)
 texts = rng.integers(0, 257, (8, 33)).astype(np.int32)
 texts[rng.random(texts.shape) < 0.05] = 256
 
@@ -184,30 +186,32 @@ def run(model, mesh):
     return losses, state
 
 one = jax.make_mesh((1,) * 4, AXES, devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,) * 4)
-for sizes, changes in eval(sys.argv[1]):
-    model = model_config(implementation="scan", document_token=256, **changes)
-    want, whole = run(model, one)
-    losses, state = run(model, make_mesh(MeshConfig(*sizes)))
-    np.testing.assert_allclose(losses, want, rtol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), state.carry, whole.carry)
-    h = jax.tree.leaves(state.carry.attention)[0]
-    assert h.addressable_shards[0].data.shape[:2] == (8 // (sizes[0] * sizes[1]), 2 // sizes[2])
+model = model_config(implementation="scan", document_token=256, **changes)
+want, whole = run(model, one)
+losses, state = run(model, make_mesh(MeshConfig(*sizes)))
+np.testing.assert_allclose(losses, want, rtol=1e-5)
+jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), state.carry, whole.carry)
+h = jax.tree.leaves(state.carry.attention)[0]
+assert h.addressable_shards[0].data.shape[:2] == (8 // (sizes[0] * sizes[1]), 2 // sizes[2])
 """
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    "cases",
+    ("sizes", "changes"),
     [
-        [((1, 2, 1, 2), {})],
-        pytest.param(
-            [((4, 1, 1, 1), {}), ((2, 1, 2, 1), {}), ((1, 1, 2, 2), {}), ((2, 1, 2, 1), {"value_domain": "real"})],
-            marks=pytest.mark.long,
-        ),
+        ((1, 2, 1, 2), {}),
+        pytest.param((4, 1, 1, 1), {}, marks=LONG),
+        pytest.param((1, 1, 2, 2), {}, marks=LONG),
+        pytest.param((2, 1, 2, 1), {"value_domain": "real"}, marks=LONG),
     ],
-    ids=["quick", "others"],
+    ids=str,
 )
-def test_meshes_agree_with_one_device(commands, cases):
-    done = commands.run("-W", "error", "-c", DEVICES, repr(cases), devices=4)
+def test_a_mesh_agrees_with_one_device(commands, rng, sizes, changes):
+    arguments = map(repr, (sizes, changes, int(rng.integers(2**31))))
+    done = commands.run("-W", "error", "-c", DEVICES, *arguments, devices=4)
     assert done.returncode == 0, done.stderr
 
 
@@ -266,6 +270,23 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, mixture, t
     again = last_state(resumed, config)
     assert again.position == whole.position and without_timing(read_log(resumed)) == without_timing(log)
     jax.tree.map(np.testing.assert_array_equal, again.state, whole.state)
+
+
+@pytest.mark.long
+def test_two_processes_of_two_devices_give_the_losses_of_one(mixture, commands, tmp_path):
+    sizes = dict(total_tokens=12 * 8 * 16, batch_size=8, accumulation_steps=2, checkpoint_every=12, carry_state=True)
+    every = dict(validate_every=6, log_activations=False)
+    for process in start_two(commands, mixture, tmp_path / "two", mesh__data=2, mesh__sequence=2, **sizes, **every):
+        end = finish(process)
+        assert end.returncode == 0, end.stderr
+    train(run_config(mixture, **sizes, **every), tmp_path / "one")
+    found, want = ([*map(losses_of, read_log(tmp_path / name))] for name in ("two", "one"))
+    assert len(want) == 14
+    np.testing.assert_allclose(found, want, rtol=1e-4)
+
+
+def losses_of(entry):
+    return entry.get("loss", entry.get("validation_loss"))
 
 
 def test_a_run_that_carries_nothing_is_as_before(run):
