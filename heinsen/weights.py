@@ -1,13 +1,16 @@
 """Load parameters from a run or an export, placed on a mesh."""
 
+import dataclasses
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from heinsen.interop import InteropError, is_export, load_folder, read_manifest
-from heinsen.models import ModelConfig, Params, abstract_params
+from heinsen.models import OPTIONAL_PARTS, ModelConfig, Params, abstract_params, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
 from heinsen.training.checkpoint import CheckpointError, restore_params
 from heinsen.training.run import RunError, TrainConfig, check_mesh, check_same_model, load_run
@@ -46,18 +49,49 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
 def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
     """Load the parameters that `config.init_from` names, with their training step, split over the mesh.
 
+    The run may add optional parts to the model there (`heinsen.models.OPTIONAL_PARTS`): they begin doing nothing, so
+    that the run starts at that model's outputs.
+
     Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
     """
     assert config.init_from is not None, "init_from is not set"
     source = Path(config.init_from)
     old = load_run(source)
-    check_same_model(old.model, config.model, source)
+    absent = {name: part.absent for name, part in OPTIONAL_PARTS.items() if getattr(old.model, name) == part.absent}
+    model = dataclasses.replace(config.model, **absent)
+    check_same_model(old.model, model, source)
     if old.data.tokenizer != config.data.tokenizer:
         raise RunError(
             f"{source} holds the weights of a model of {old.data.tokenizer!r} tokens, the config says "
             f"data.tokenizer = {config.data.tokenizer!r}: use other weights, or data of the same tokenizer"
         )
-    return load_params(source, config.model, mesh)
+    step, params = load_params(source, model, mesh)
+    return step, params if model == config.model else _add_parts(config.model, params, source, mesh)
+
+
+def _add_parts(model: ModelConfig, params: Params, source: Path, mesh: Mesh) -> Params:
+    """Return the parameters of `model`: those given, and for what they lack `identity_params`. Raises RunError."""
+    identity = partial(identity_params, model)
+    where = shardings(mesh, jax.eval_shape(identity))
+    found = _by_name(jax.jit(identity, out_shardings=where)()) | _by_name(params)
+    abstract = abstract_params(model)
+    describe = lambda x: "missing" if x is None else str(list(x.shape))
+    wanted = _by_name(abstract)
+    if different := [
+        f"{name} is {describe(found.get(name))} there, {describe(wanted.get(name))} in the model"
+        for name in sorted(found.keys() | wanted.keys())
+        if describe(found.get(name)) != describe(wanted.get(name))
+    ]:
+        raise RunError(f"{source} cannot start this model: {'; '.join(different)}. Use weights of the same model")
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[_name(path)], abstract)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _by_name(tree: Params) -> dict[str, Any]:
+    return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def mesh_for_reading(config: TrainConfig) -> Mesh:

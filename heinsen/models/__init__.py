@@ -37,6 +37,7 @@ from heinsen.models.state import (
     init_model_state,
     join_caches,
     split_caches,
+    state_shardings,
     trim_caches,
     with_capacity,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "mean_loss",
     "next_token_losses",
     "split_caches",
+    "state_shardings",
     "trim_caches",
     "unstack",
     "with_capacity",

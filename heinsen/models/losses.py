@@ -60,23 +60,54 @@ def next_token_losses(
     return losses_BxT if after is None else (losses_BxT, after)
 
 
+@overload
 def mean_loss(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
     weights: Float[Array | np.ndarray, "B N-1"] | None = None,
-) -> Float[Array, ""]:
-    """Return the mean of `next_token_losses` by `weights` (None: equal). Fast to differentiate."""
+    state: ModelState | None = None,
+    return_state: Literal[False] = False,
+) -> Float[Array, ""]: ...
+
+
+@overload
+def mean_loss(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
+    state: ModelState | None = None,
+    *,
+    return_state: Literal[True],
+) -> tuple[Float[Array, ""], ModelState]: ...
+
+
+def mean_loss(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
+    state: ModelState | None = None,
+    return_state: bool = False,
+) -> Float[Array, ""] | tuple[Float[Array, ""], ModelState]:
+    """Return the mean of `next_token_losses` by `weights` (None: equal). Fast to differentiate.
+
+    `state` and return_state are as there.
+    """
     check_causal(config)
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
     targets_BxT = tokens[:, 1:]
     if weights is None:
         weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
     else:
         weights_BxT = jnp.asarray(weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
-    return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
+    loss = weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
+    return loss if after is None else (loss, after)
 
 
 def masked_logits(

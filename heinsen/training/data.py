@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, train_iterator
-from heinsen.data.mixture import bytes_per_token
+from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, stream_iterator, train_iterator
+from heinsen.data.mixture import bytes_per_token, share_rows
 from heinsen.parallel import process_rows
 from heinsen.training.run import TrainConfig, open_split
 
@@ -54,19 +54,30 @@ class RunData:
         """Open the data that `config` names. Raises DatasetError."""
         per_pass, length = config.sequences_per_pass, config.sequence_length
         pass_rows = process_rows(mesh, per_pass)
-        rows = np.concatenate([first + pass_rows for first in range(0, config.batch_size, per_pass)])
         training = open_split(config, config.data.train_split)
+        if config.carry_state:
+            rows = (pass_rows[:, None] * config.accumulation_steps + np.arange(config.accumulation_steps)).reshape(-1)
+            batches = stream_iterator(training, length, config.batch_size, config.seed, rows)
+            training_bytes_per_token = bytes_per_token(share_rows(training, config.batch_size))
+        else:
+            rows = np.concatenate([first + pass_rows for first in range(0, config.batch_size, per_pass)])
+            batches = train_iterator(training, length, config.batch_size, config.seed, rows)
+            training_bytes_per_token = bytes_per_token(training)
         validation = open_split(config, config.data.validation_split)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
             names = [str(dataset.path.parent) for dataset, _ in validation]
         return cls(
-            train_iterator(training, length, config.batch_size, config.seed, rows=rows),
+            batches,
             rows,
-            bytes_per_token(training),
+            training_bytes_per_token,
             [
                 ValidationSet(
-                    name, share, evaluation_batches(dataset, length, per_pass, pass_rows, config.validation_tokens)
+                    name,
+                    share,
+                    evaluation_batches(
+                        dataset, length, per_pass, pass_rows, config.validation_tokens, in_streams=config.carry_state
+                    ),
                 )
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],

@@ -52,7 +52,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     mesh, is_main = make_mesh(config.mesh), jax.process_index() == 0
     check_mesh(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    abstract = abstract_train_state(config.model, optimizer, mesh)
+    abstract = abstract_train_state(config.model, optimizer, mesh, config.carry_rows)
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
     initial = _read_initial_params(config, workdir, mesh)
@@ -66,7 +66,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
             start_step, state, position = restored
             data.batches.set_state(position)
         else:
-            start_step, state = 0, init_train_state(config.model, optimizer, config.seed, mesh)
+            start_step, state = 0, init_train_state(config.model, optimizer, config.seed, mesh, config.carry_rows)
             if initial is not None:
                 state = state._replace(params=initial.params)
         if changes and is_main:
@@ -79,7 +79,8 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
                     reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
                 for change in changes:
                     reporter.message(f"{change}: continuing with the command's")
-                step = make_train_step(config.model, optimizer, mesh, get_objective(config.model).loss)
+                loss = get_objective(config.model).loss
+                step = make_train_step(config.model, optimizer, mesh, loss, config.carry_rows)
                 return _Loop(config, mesh, data, step, checkpoints, signals, reporter).run(state, start_step)
         except OSError as error:
             raise RunError(

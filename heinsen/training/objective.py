@@ -12,7 +12,7 @@ from heinsen.models import ModelConfig, Params, masked_loss, mean_loss
 from heinsen.models.masking import mask_tokens
 from heinsen.training.run import TrainConfig
 
-Loss = Callable[[ModelConfig, Params, Any, Mesh | None], jax.Array]
+Loss = Callable[..., Any]  # the argument of `make_train_step`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Objective:
     """A loss and its batches.
 
     Attributes:
-      loss: (model, params, batch, mesh) -> scalar in nats per token, for `make_train_step`.
+      loss: (model, params, batch, mesh) -> scalar in nats per token, for `make_train_step`. That of "next_token" can
+        carry a state.
       arrays: (config, windows [N, T + 1], step, rows [N]) -> the batch's arrays [N, ...].
     """
 
@@ -37,16 +38,20 @@ class Objective:
           step: a masked model's masks depend on it.
           rows: [N], the places of the windows in the global batch.
         """
-        arrays = self.arrays(config, windows, step, rows)
-        return {name: x.reshape(config.accumulation_steps, -1, x.shape[-1]) for name, x in arrays.items()}
+        arrays, n_passes = self.arrays(config, windows, step, rows), config.accumulation_steps
+        if config.carry_state:  # rows of a pass are A apart, as in `TrainState.carry`
+            return {name: x.reshape(-1, n_passes, x.shape[-1]).swapaxes(0, 1) for name, x in arrays.items()}
+        return {name: x.reshape(n_passes, -1, x.shape[-1]) for name, x in arrays.items()}
 
 
 def get_objective(model: ModelConfig) -> Objective:
     return _OBJECTIVES[model.objective]
 
 
-def _next_token_loss(model: ModelConfig, params: Params, batch: dict[str, jax.Array], mesh: Mesh | None) -> jax.Array:
-    return mean_loss(model, params, batch["tokens"], mesh)
+def _next_token_loss(
+    model: ModelConfig, params: Params, batch: dict[str, jax.Array], mesh: Mesh | None, **options: Any
+) -> Any:
+    return mean_loss(model, params, batch["tokens"], mesh, **options)
 
 
 def _next_token_arrays(config: TrainConfig, windows: np.ndarray, step: int, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -116,15 +116,15 @@ def plan(config: TrainConfig, steps: int) -> Plan:
     mesh = make_mesh(config.mesh)
     check_mesh(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    abstract = abstract_train_state(config.model, optimizer, mesh)
+    abstract = abstract_train_state(config.model, optimizer, mesh, config.carry_rows)
     arrays = _random_batches(config, mesh)
     start = time.perf_counter()
-    step = make_train_step(config.model, optimizer, mesh, get_objective(config.model).loss)
+    step = make_train_step(config.model, optimizer, mesh, get_objective(config.model).loss, config.carry_rows)
     compiled = step.lower(abstract, _abstract_batches(config, mesh, arrays)).compile()
     untimed = _untimed_plan(config, mesh, abstract, compiled, time.perf_counter() - start)
     if reason := _reason_not_to_time(untimed, steps):
         return dataclasses.replace(untimed, not_timed=reason)
-    state = init_train_state(config.model, optimizer, config.seed, mesh)
+    state = init_train_state(config.model, optimizer, config.seed, mesh, config.carry_rows)
     seconds = _time_steps(compiled, state, place_batch(mesh, arrays, axis=1), steps)
     return dataclasses.replace(untimed, seconds_per_step=seconds)
 

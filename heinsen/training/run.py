@@ -73,6 +73,7 @@ class TrainConfig:
     sequence_length: Annotated[int, Setting(below=2**31)]
     batch_size: Annotated[int, Setting(below=2**31)]
     accumulation_steps: int
+    carry_state: Annotated[bool, Setting(earlier=False)]
     mesh: MeshConfig
     data: DataConfig
     model: ModelConfig
@@ -102,6 +103,8 @@ class TrainConfig:
                 f"sequence_length = {self.sequence_length} is longer than model.n_positions = "
                 f"{n_positions}: raise it, or shorten the sequences"
             )
+        if self.carry_state:
+            check_carries(self.model)
         make_schedule(self.optimizer, self.total_steps)  # raises if the warm-up does not fit
         if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
             raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")
@@ -117,6 +120,11 @@ class TrainConfig:
     @property
     def sequences_per_pass(self) -> int:
         return self.batch_size // self.accumulation_steps
+
+    @property
+    def carry_rows(self) -> int | None:
+        """Rows of a batch whose state goes on to the next one's; None: no state does."""
+        return self.batch_size if self.carry_state else None
 
     @property
     def traced(self) -> range | None:
@@ -141,6 +149,23 @@ def _identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         for name, value in mapping.items()
         if path + name not in _CHANGEABLE
     }
+
+
+def check_carries(model: ModelConfig) -> None:
+    """Raise ValueError if the model has no state of constant size to carry on from batch to batch."""
+    carried = "carry_state = True carries a state of constant size on through texts without an end"
+    if not model.causal:
+        raise ValueError(f"{carried}; model.objective = {model.objective!r} reads whole windows: set it to next_token")
+    if model.has_cache:
+        raise ValueError(
+            f"{carried}; model.attention = {model.attention!r} has layers that keep every token: choose kinds without "
+            "a cache, such as heinsen"
+        )
+    if model.max_positions is not None:
+        raise ValueError(
+            f"{carried}; model.position = {model.position!r} ends after n_positions = {model.n_positions} tokens: "
+            "choose recurrent or none"
+        )
 
 
 def check_mesh(config: TrainConfig, mesh: Mesh) -> None:

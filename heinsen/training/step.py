@@ -1,6 +1,7 @@
 """One optimizer step as a pure function, jitted over a mesh with a donated state."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -9,7 +10,15 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from heinsen.models import ModelConfig, Params, init_params, mean_loss
+from heinsen.models import (
+    ModelConfig,
+    ModelState,
+    Params,
+    init_model_state,
+    init_params,
+    mean_loss,
+    state_shardings,
+)
 from heinsen.parallel import replicated, shardings, split_batch, with_shardings
 
 
@@ -17,12 +26,14 @@ class TrainState(NamedTuple):
     """Everything that a step updates.
 
     opt_state counts the updates. skipped counts the steps whose loss or gradient was not finite: in "all", and
-    "in_a_row" up to now.
+    "in_a_row" up to now. carry is what the model remembers of the rows of the batch, from which the next batch's rows
+    continue; None: nothing is carried.
     """
 
     params: Params
     opt_state: Any
     skipped: dict[str, Int[Array, ""]]
+    carry: ModelState | None = None
 
 
 Metrics = dict[str, jax.Array]
@@ -37,59 +48,96 @@ class TrainStep(Protocol):
     def lower(self, state: TrainState, batches: Any, /) -> jax.stages.Lowered: ...
 
 
-def _init_function(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> Callable[[], TrainState]:
+def _init_function(
+    model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, carry_rows: int | None
+) -> Callable[[], TrainState]:
     def init() -> TrainState:
         params = init_params(model, jax.random.key(seed))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, optimizer.init(params), {"all": zero, "in_a_row": zero})
+        carry = None if carry_rows is None else init_model_state(model, carry_rows)
+        return TrainState(params, optimizer.init(params), {"all": zero, "in_a_row": zero}, carry)
 
     return init
 
 
-def init_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """Return the state before the first step; each device computes only its own part."""
-    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
-    return jax.jit(_init_function(model, optimizer, seed), out_shardings=where)()
+def init_train_state(
+    model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh, carry_rows: int | None = None
+) -> TrainState:
+    """Return the state before the first step; each device computes only its own part.
+
+    carry_rows: rows of a batch whose state is carried on from step to step; None: none is.
+    """
+    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh, carry_rows))
+    return jax.jit(_init_function(model, optimizer, seed, carry_rows), out_shardings=where)()
 
 
-def abstract_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_train_state(
+    model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, carry_rows: int | None = None
+) -> TrainState:
     """Return the shapes, dtypes and shardings of a state. Raises MeshError if the mesh does not divide it."""
-    abstract = jax.eval_shape(_init_function(model, optimizer, 0))
-    return with_shardings(abstract, shardings(mesh, abstract))
+    abstract = jax.eval_shape(_init_function(model, optimizer, 0, carry_rows))
+    where = shardings(mesh, abstract)
+    if abstract.carry is not None:
+        where = where._replace(carry=state_shardings(mesh, abstract.carry))
+    return with_shardings(abstract, where)
 
 
 def make_train_step(
-    model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, loss: Callable[..., jax.Array] = mean_loss
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    loss: Callable[..., Any] = mean_loss,
+    carry_rows: int | None = None,
 ) -> TrainStep:
     """Return the jitted step (state, tokens [A, B, T + 1]) -> (state, metrics).
 
     The loss is the mean over A accumulated passes of B rows. The given state is donated. A step whose loss or gradient
-    is not finite changes nothing but the count of such steps.
+    is not finite changes nothing but the count of such steps, and what it carries: all rows then begin anew, as the
+    state that they came with may be the cause.
 
     Args:
       loss: (model, params, batch, mesh) -> scalar; its batches may be a tree of arrays [A, B, ...] instead of tokens.
+        With carry_rows it takes a state, too, and returns (scalar, state after) if `return_state` is true.
+      carry_rows: A B, to carry a state on from each row of a batch to that of the next, without its gradient; row b of
+        pass a is row `b A + a` of TrainState.carry. None: none is carried.
 
     Returns:
       The step. Its metrics are "loss" in nats per token; "grad_norm" before clipping; "param_norm"; "skipped" and
       "skipped_in_a_row", the counts after the step.
     """
 
-    def loss_fn(params: Params, batch: Any) -> jax.Array:
-        return loss(model, params, batch, mesh)
+    def loss_fn(params: Params, batch: Any, carry: ModelState | None) -> tuple[jax.Array, ModelState | None]:
+        if carry is None:
+            return loss(model, params, batch, mesh), None
+        value, after = loss(model, params, batch, mesh, state=carry, return_state=True)
+        return value, after
 
-    def loss_and_grads(params: Params, batches: Any) -> tuple[jax.Array, Params]:
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def loss_and_grads(
+        params: Params, batches: Any, carry: ModelState | None
+    ) -> tuple[jax.Array, Params, ModelState | None]:
         n_passes = jax.tree.leaves(batches)[0].shape[0]
         if n_passes == 1:
-            return jax.value_and_grad(loss_fn)(params, jax.tree.map(lambda x: x[0], batches))
+            (value, carry), grads = value_and_grad(params, jax.tree.map(lambda x: x[0], batches), carry)
+            return value, grads, carry
+
+        def add(total: Any, given: Any) -> tuple[Any, ModelState | None]:
+            (value, after), grads = value_and_grad(params, *given)
+            return jax.tree.map(jnp.add, total, (value, grads)), after
+
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        add = lambda total, batch: (jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, batch)), None)
-        total, _ = jax.lax.scan(add, zeros, batches)
-        return jax.tree.map(lambda x: x / n_passes, total)
+        total, carry = jax.lax.scan(add, zeros, (batches, jax.tree.map(partial(_split_passes, n_passes), carry)))
+        return *jax.tree.map(lambda x: x / n_passes, total), jax.tree.map(_join_passes, carry)
 
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
-        value, grads = loss_and_grads(state.params, batches)
+        value, grads, carry = loss_and_grads(state.params, batches, state.carry)
         grad_norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        if carry is not None and carry_rows is not None:
+            is_finite &= _can_carry(carry)
+            begin = init_model_state(model, carry_rows)
+            carry = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), carry, begin)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updated = optax.apply_updates(state.params, updates), opt_state
         params, opt_state = jax.tree.map(
@@ -101,12 +149,27 @@ def make_train_step(
         }
         metrics = {"loss": value, "grad_norm": grad_norm, "param_norm": optax.tree.norm(params)}
         metrics |= {"skipped": skipped["all"], "skipped_in_a_row": skipped["in_a_row"]}
-        return TrainState(params, opt_state, skipped), metrics
+        return TrainState(params, opt_state, skipped, carry), metrics
 
-    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
+    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh, carry_rows))
     return jax.jit(
         step,
         in_shardings=(where, split_batch(mesh, axis=1)),
         out_shardings=(where, replicated(mesh)),
         donate_argnums=0,
     )
+
+
+def _split_passes(n_passes: int, x: Array) -> Array:
+    """[B A, ...] to [A, B, ...]: each device's rows stay its own, and a row its place for any number of passes."""
+    return x.reshape(-1, n_passes, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _join_passes(x: Array) -> Array:
+    """Invert `_split_passes`."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
+def _can_carry(state: ModelState) -> Array:
+    """Return whether no number of the state is NaN or infinity; -infinity is the logarithm of nothing."""
+    return jnp.stack([jnp.all(x < jnp.inf) for x in jax.tree.leaves(state)]).all()

@@ -1,9 +1,21 @@
 """Validation of a run in progress."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jax.sharding import Mesh
 
-from heinsen.evaluation.loss import Evaluation, evaluate, make_activation_step, make_eval_step, mean_of_mixture
+from heinsen.data.loader import EvaluationBatches
+from heinsen.evaluation.loss import (
+    Evaluation,
+    begin_streams,
+    evaluate,
+    make_activation_step,
+    make_eval_step,
+    make_stream_eval_step,
+    mean_of_mixture,
+)
 from heinsen.models import Params
 from heinsen.parallel import place_batch
 from heinsen.training.data import RunData
@@ -11,19 +23,20 @@ from heinsen.training.run import TrainConfig
 
 
 class Validator:
-    """Measures the validation loss of a run's parameters, and activations where the config asks for them."""
+    """Measures the validation loss of a run's parameters, and activations where the config asks for them.
+
+    A run that carries its state in training carries it here, too, along each row of the batches.
+    """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, data: RunData) -> None:
-        self._mesh, self._data = mesh, data
-        self._eval_step = make_eval_step(config.model, mesh)
+        self._config, self._mesh, self._data = config, mesh, data
+        make_step: Callable[..., Any] = make_stream_eval_step if config.carry_state else make_eval_step
+        self._eval_step = make_step(config.model, mesh)
         self._activation_step = make_activation_step(config.model, mesh) if config.log_activations else None
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
-        results = [
-            evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token)
-            for _, _, batches in self._data.validation
-        ]
+        results = [self._evaluate(params, batches) for _, _, batches in self._data.validation]
         shares = [share for _, share, _ in self._data.validation]
         mean = mean_of_mixture(list(zip(shares, results, strict=True)), self._data.validation_bytes_per_token)
         metrics = {"validation_loss": mean.loss, "validation_bits_per_byte": mean.bits_per_byte}
@@ -31,6 +44,11 @@ class Validator:
             names = [f"validation_loss/{name}" for name, _, _ in self._data.validation]
             metrics |= {name: result.loss for name, result in zip(names, results, strict=True)}
         return mean, metrics | self._activations(params)
+
+    def _evaluate(self, params: Params, batches: EvaluationBatches) -> Evaluation:
+        carries, model = self._config.carry_state, self._config.model
+        state = begin_streams(model, self._mesh, batches.batch_size) if carries else None
+        return evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token, state)
 
     def _activations(self, params: Params) -> dict[str, float]:
         """Root mean squares per layer over the first dataset's first batch, if `log_activations`."""

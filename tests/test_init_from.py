@@ -1,0 +1,90 @@
+"""Parameters of a run start a model with parts that it lacks: first at its outputs, then learning with the parts."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from heinsen.models import OPTIONAL_PARTS, OptionalPart, abstract_params, forward, mean_loss
+from heinsen.parallel import make_mesh
+from heinsen.training.checkpoint import Checkpoints
+from heinsen.training.run import RunError, write_config
+from heinsen.training.step import init_train_state
+from heinsen.weights import load_initial_params
+from tests.runs import run_config
+
+pytest_plugins = ["tests.run_fixtures"]
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
+# A value of each field with its part. That of positions is one for these tests: a table of zeros does nothing.
+WITH = {"position": "learned", "convolution": 4, "gate": "head"}
+TABLE = OptionalPart("none", {"position/embedding": lambda config, shape: jnp.zeros(shape)})
+
+
+@pytest.fixture
+def table_is_optional(monkeypatch):
+    monkeypatch.setitem(OPTIONAL_PARTS, "position", TABLE)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A run without positions, whose parameters are those it began with."""
+    workdir = tmp_path_factory.mktemp("source") / "run"
+    config = run_config(Path("data"), model__position="none", model__n_positions=32)
+    write_config(config, workdir)
+    state = init_train_state(config.model, optax.sgd(0.1), 1, make_mesh())
+    with Checkpoints(workdir, 1) as checkpoints:
+        checkpoints.save(2, state, {}, config.fingerprint)
+    return workdir
+
+
+def started_config(source: Path, **changes):
+    changes = {"model__position": "none", "model__n_positions": 32} | changes
+    return run_config(Path("data"), init_from=str(source), **changes)
+
+
+@pytest.mark.parametrize("part", [*OPTIONAL_PARTS, "position"])
+def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part, source, table_is_optional, rng):
+    before, after = started_config(source), started_config(source, **{f"model__{part}": WITH[part]})
+    tokens, mesh = jnp.asarray(rng.integers(0, 257, (3, 9)), jnp.int32), make_mesh()
+    (_, params), (step, started) = load_initial_params(before, mesh), load_initial_params(after, mesh)
+    assert step == 2 and len(jax.tree.leaves(started)) > len(jax.tree.leaves(params))
+    apply = jax.jit(forward, static_argnums=0)
+    want = apply(before.model, params, tokens[:, :-1])[0]
+    np.testing.assert_array_equal(apply(after.model, started, tokens[:, :-1])[0], want)
+
+    gradients = jax.jit(jax.grad(lambda params: mean_loss(after.model, params, tokens)))(started)
+    abstract = abstract_params(after.model)
+    assert jax.tree.structure(started) == jax.tree.structure(abstract)
+    assert jax.tree.map(jnp.shape, started) == jax.tree.map(jnp.shape, abstract)
+    ends = [*OPTIONAL_PARTS[part].identity]
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        assert any(map(name.endswith, ends)) <= (np.abs(gradient).max() > 0), f"{name} does not learn"
+
+
+def test_what_no_part_explains_is_refused(source, table_is_optional, monkeypatch):
+    cases = [
+        ({"model__position": "learned", "model__n_layers": 3}, "model.n_layers: 2 in the run, 3 in the command"),
+        ({"model__qk_norm": True}, "model.qk_norm: False in the run, True in the command"),
+        # The field is that of a part, the parameters are not: positions of another kind.
+        (
+            {"model__position": "recurrent"},
+            r"cannot start this model: position/dense/bias is missing there, \[64\] in the model; position/dense/k",
+        ),
+    ]
+    for changes, message in cases:
+        with pytest.raises(RunError, match=message):
+            load_initial_params(started_config(source, **changes), make_mesh())
+    monkeypatch.delitem(OPTIONAL_PARTS, "position")
+    with pytest.raises(RunError, match="model.position: 'none' in the run, 'learned' in the command"):
+        load_initial_params(started_config(source, model__position="learned"), make_mesh())
+
+
+def test_a_source_with_a_part_does_not_start_a_model_without_it(table_is_optional, tmp_path):
+    write_config(run_config(Path("data")), tmp_path)
+    with pytest.raises(RunError, match="model.position: 'recurrent' in the run, 'none' in the command"):
+        load_initial_params(started_config(tmp_path, model__n_positions=None), make_mesh())
