@@ -49,6 +49,9 @@ PARAMETER_RULES: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = (
     ("w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
     ("w1/bias", (None, "tensor")),
     ("convolution/taps", (None, "tensor", None, None)),  # [L, H, N, 2K + V]
+    ("/gate/kernel", (None, None, "tensor")),  # [L, D, H]
+    ("/gate/bias", (None, "tensor")),
+    ("/gate/scale", (None, "tensor")),
     ("output_gate/kernel", (None, "fsdp", "tensor")),  # [L, D, H V], head by head
     ("output_gate/bias", (None, "tensor")),
     ("w2/kernel", (None, "tensor", "fsdp")),  # [L, H V, 2D], head by head

@@ -47,10 +47,18 @@ VARIANTS = {
     "sigmoid": dict(
         attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2", output="norm"
     ),
-    "window": dict(attention="window,heinsen", window=3, position="rotary", block="gpt2", document_token=DOCUMENT),
-    "linear": dict(attention="linear", signed_features=True, output="gate", document_token=DOCUMENT),
+    "window": dict(
+        attention="window,heinsen", window=3, position="rotary", block="gpt2", gate="head", document_token=DOCUMENT
+    ),
+    "linear": dict(attention="linear", signed_features=True, output="gate", gate="head", document_token=DOCUMENT),
     "real": dict(
-        value_domain="real", position="none", block="gpt2", convolution=4, qk_norm=True, document_token=DOCUMENT
+        value_domain="real",
+        position="none",
+        block="gpt2",
+        convolution=4,
+        qk_norm=True,
+        gate="head",
+        document_token=DOCUMENT,
     ),
     "hybrid": dict(
         attention="heinsen,softmax,sigmoid",
@@ -58,6 +66,7 @@ VARIANTS = {
         sigmoid_bias="-1.5",
         position="rotary",
         convolution=2,
+        gate="head",
         signed_features=True,
         output="norm",
         qk_norm=True,
@@ -109,8 +118,8 @@ def rotate64(x, place):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def attention64(config, kind, q, k, v):
-    """One head of one document, [T, K], [T, K], [T, V] -> [T, V]: the weights of all pairs."""
+def attention64(config, kind, q, k, v, log_decay):
+    """One head of one document, [T, K], [T, K], [T, V], [T] -> [T, V]: the weights of all pairs."""
     n = len(q)
     seen = np.tril(np.ones((n, n))) if config.causal else np.ones((n, n))
     if kind == "window":
@@ -130,6 +139,8 @@ def attention64(config, kind, q, k, v):
         weights = f(q) @ f(k).T
     else:
         weights = np.exp(q) @ np.exp(k).T
+    if config.gate == "head" and kind in ("heinsen", "linear"):
+        weights = weights * np.exp([[log_decay[s + 1 : t + 1].sum() for s in range(n)] for t in range(n)])
     weights = seen * weights / (seen * weights).sum(-1, keepdims=True)
     return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.value_domain == "log" else weights @ v
 
@@ -155,7 +166,11 @@ def layer64(config, kind, x, p, told):
         q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
         if config.qk_norm:
             q, k = unit(q) * p["q_scale"][i], unit(k) * p["k_scale"][i]
-        y = attention64(config, kind, q, k, v)
+        log_decay = None
+        if config.gate == "head" and kind in ("heinsen", "linear"):
+            gate = norm64(x, p["norm"]) @ p["gate"]["kernel"][:, i] + p["gate"]["bias"][i]
+            log_decay = p["gate"]["scale"][i] * np.log(sigmoid64(gate))
+        y = attention64(config, kind, q, k, v, log_decay)
         heads.append(unit(y) * p["y_scale"][i] if config.output == "norm" else y)
     y = np.concatenate(heads, axis=-1)
     dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)

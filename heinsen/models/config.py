@@ -24,6 +24,7 @@ _SIZE = Setting(at_least=1, below=2**28)  # of an axis of an array
 BLOCKS = ("heinsen", "gpt2")  # classes in heinsen.models.language_model
 POSITIONS = ("recurrent", "learned", "rotary", "none")  # classes in heinsen.models.positions
 OUTPUTS = ("none", "norm", "gate")
+GATES = ("none", "head")  # heinsen.models.gate
 OBJECTIVES = ("next_token", "masked")
 
 
@@ -42,6 +43,8 @@ class ModelConfig:
         on; 0: none.
       qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
       signed_features: whether heinsen and linear layers have the features [q, -q] and [k, -k] instead of q and k.
+      gate: a forget gate for heinsen and linear layers (`heinsen.models.gate`), "head": one number per head and token.
+      gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
       output: what becomes of the attention's output, a name in OUTPUTS (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
       position: how the model knows the order of tokens (`heinsen.models.positions`).
@@ -70,6 +73,9 @@ class ModelConfig:
     convolution: Annotated[int, Setting(at_least=0, below=65, earlier=0)]
     qk_norm: bool
     signed_features: Annotated[bool, Setting(earlier=False)]
+    gate: Annotated[str, Setting(earlier="none")]
+    gate_shortest: Annotated[float, Setting(earlier=2.0)]
+    gate_longest: Annotated[float, Setting(earlier=4096.0)]
     output: Annotated[str, Setting(earlier="none")]
     block: str
     position: str
@@ -114,6 +120,7 @@ class ModelConfig:
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
         choices = {
             "remat": REMAT_POLICIES,
+            "gate": GATES,
             "output": OUTPUTS,
             "block": BLOCKS,
             "position": POSITIONS,
@@ -133,11 +140,31 @@ class ModelConfig:
             )
         for name, build in MIXERS.items():  # those without layers too: their fields must still be possible
             build(self).check_use(self.attention, is_used=name in self.pattern)
+        if self.gate != "none":
+            self._check_gate()
         if self.signed_features and not any(mixer.takes_signed_features for mixer in self.mixers):
             kinds = " and ".join(name for name, build in MIXERS.items() if build(self).takes_signed_features)
             raise ValueError(
                 f"model.signed_features is an option of {kinds} attention, of which model.attention = "
                 f"{self.attention!r} has none: set it to False"
+            )
+
+    def _check_gate(self) -> None:
+        if not any(mixer.takes_log_decay for mixer in self.mixers):
+            kinds = " and ".join(name for name, build in MIXERS.items() if build(self).takes_log_decay)
+            raise ValueError(
+                f"model.gate = {self.gate!r} is an option of {kinds} attention, of which model.attention = "
+                f"{self.attention!r} has none: set it to none"
+            )
+        if not self.causal:
+            raise ValueError(
+                f"model.gate = {self.gate!r} forgets the tokens before, and a model with objective = 'masked' reads in "
+                "both directions: set it to none"
+            )
+        if self.gate_longest < self.gate_shortest:
+            raise ValueError(
+                f"model.gate_longest = {self.gate_longest} is below model.gate_shortest = {self.gate_shortest}: give "
+                "time constants in tokens, such as 2 and 4096"
             )
 
     def _check_positions(self) -> None:

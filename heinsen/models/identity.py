@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from heinsen.models.config import ModelConfig
 from heinsen.models.convolution import identity_taps
+from heinsen.models.gate import spread_biases
 from heinsen.models.language_model import Params, abstract_params
 
 
@@ -31,6 +32,14 @@ class OptionalPart:
 
 
 OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
+    "gate": OptionalPart(
+        "none",
+        {
+            "gate/scale": lambda config, shape: jnp.zeros(shape),
+            "gate/kernel": lambda config, shape: jnp.zeros(shape),
+            "gate/bias": lambda config, shape: spread_biases(config.gate_shortest, config.gate_longest, shape),
+        },
+    ),
     "output": OptionalPart(  # a gate of 2 sigmoid(0) = 1; a norm is never nothing
         "none",
         {

@@ -30,6 +30,7 @@ from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
 from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
 from heinsen.models.dense import Dense, matmul, weight_init
+from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, Tokens
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
@@ -201,6 +202,9 @@ class Layer(nn.Module):
             k = scaled_rms_norm(k, self.param("k_scale", ones, (c.n_heads, c.d_key)))
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
+        if c.gate == "head" and self.mixer.takes_log_decay:
+            forget = ForgetGate(c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation, name="gate")
+            tokens = tokens._replace(log_decay=forget(normed_BxTxD))
         y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
         if c.output == "norm":
             y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))

@@ -20,8 +20,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.checks import check_inputs
-from heinsen.ops.documents import document_numbers, document_starts
+from heinsen.ops.checks import check_inputs, check_log_decay
+from heinsen.ops.decay import chunk_decay, take_resets
+from heinsen.ops.documents import document_ends, document_numbers, document_starts
 
 _CHUNK = 64  # tokens
 
@@ -45,6 +46,7 @@ def linear_attention(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = ...,
     causal: bool = ...,
     state: LinearState | None = ...,
     segment_ids: Int[Array, "*#batch T"] | None = ...,
@@ -58,6 +60,7 @@ def linear_attention(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = ...,
     causal: bool = ...,
     state: LinearState | None = ...,
     segment_ids: Int[Array, "*#batch T"] | None = ...,
@@ -70,6 +73,7 @@ def linear_attention(
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
     *,
+    log_decay: Float[Array, "*batch T"] | None = None,
     causal: bool = True,
     state: LinearState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
@@ -79,6 +83,7 @@ def linear_attention(
 
     Args:
       q, k, v: queries, keys and values of either sign; -inf in k gives a feature of zero.
+      log_decay: as in `heinsen.log_attention`: token t multiplies what all before it weigh by exp(log_decay[t]) <= 1.
       causal: whether query t sees only keys up to t (then S = T), or all keys.
       state: the sums over everything before the first token, visible to all queries of the first document.
       segment_ids: packed documents. Tokens see each other only within a run of equal ids. `state` continues into the
@@ -95,13 +100,19 @@ def linear_attention(
     if state is None:
         state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], dtype)
     initial = state.sums.astype(dtype)
+    starts = None
+    if segment_ids is not None:
+        starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
+    if log_decay is not None:
+        check_log_decay(log_decay, k, causal)
+        log_decay, starts = take_resets(log_decay.astype(dtype), starts)
     if causal:
-        numerators, final = _causal(fq, fk, v1, initial, segment_ids)
-    elif segment_ids is None:
+        numerators, final = _causal(fq, fk, v1, initial, starts, log_decay)
+    elif starts is None:
         final = initial + _einsum("...sk,...sv->...kv", fk, v1)
         numerators = _einsum("...tk,...kv->...tv", fq, final)
     else:
-        numerators, final = _within_documents(fq, fk, v1, initial, segment_ids)
+        numerators, final = _within_documents(fq, fk, v1, initial, starts)
     z = numerators[..., -1:]
     y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(v.dtype)
     return (y, LinearState(final)) if return_state else y
@@ -112,18 +123,20 @@ def _features(x: Array) -> Array:
     return jnp.where(x > 0, x + 1.0, jnp.exp(jnp.minimum(x, 0.0)))
 
 
-def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, segment_ids: Array) -> tuple[Array, Array]:
+def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, starts: Array) -> tuple[Array, Array]:
     """Non-causal attention within documents: `_causal` once in each direction. Results as in `_causal`."""
-    numerators, final = _causal(fq, fk, v1, initial, segment_ids)
+    numerators, final = _causal(fq, fk, v1, initial, starts, None)
     flip = partial(jnp.flip, axis=-2)
-    reversed_ids = jnp.flip(segment_ids, axis=-1)
-    later, _ = _causal(flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), reversed_ids)
+    from_end = jnp.flip(document_ends(starts), axis=-1)
+    later, _ = _causal(flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), from_end, None)
     # Both directions have counted the query's own token.
     own = _einsum("...tk,...tk->...t", fq, fk)[..., None] * v1
     return numerators + jnp.flip(later, axis=-2) - own, final
 
 
-def _causal(fq: Array, fk: Array, v1: Array, initial: Array, segment_ids: Array | None) -> tuple[Array, Array]:
+def _causal(
+    fq: Array, fk: Array, v1: Array, initial: Array, starts: Array | None, log_decay: Array | None
+) -> tuple[Array, Array]:
     """Sum over each document's tokens up to the query's own, chunk by chunk.
 
     Returns what each query reads, [*batch, T, V + 1] with the denominator last, and the sums of the last document.
@@ -134,22 +147,33 @@ def _causal(fq: Array, fk: Array, v1: Array, initial: Array, segment_ids: Array 
     mask = jnp.tril(jnp.ones((size, size), bool))
     fq_carried, fk_carried = fq, fk  # zero for queries and keys whose document the carried sums do not belong to
     carries = None  # whether the document a chunk begins in is the document it ends in
-    if segment_ids is not None:
-        document = _split(document_numbers(document_starts(segment_ids)), size, -1, "edge")  # [*#batch, N, C]
+    if starts is not None:
+        document = _split(document_numbers(starts), size, -1, "edge")  # [*batch, N, C]
         mask = mask & (document[..., :, None] == document[..., None, :])
         # The document of the last token before each chunk.
         document_before = jnp.pad(document[..., :-1, -1], [(0, 0)] * (document.ndim - 2) + [(1, 0)])
         fq_carried = jnp.where((document == document_before[..., None])[..., None], fq, 0.0)
         fk_carried = jnp.where((document == document[..., -1:])[..., None], fk, 0.0)
         carries = jnp.moveaxis(document_before == document[..., -1], -1, 0)
+    left = None  # of the weight of each key at each query of its chunk
+    if log_decay is not None:
+        decay = chunk_decay(_split(log_decay, size, -1), None)
+        left, kept = decay.of_keys, jnp.moveaxis(jnp.exp(decay.log_total), -1, 0)
+        fq_carried = fq_carried * decay.of_state[..., None]
+        fk_carried = fk_carried * jnp.exp(decay.log_until_end)[..., None]
+        carries = kept if carries is None else kept * carries
 
     def step(sums: Array, chunk: tuple[Array, Array | None]) -> tuple[Array, Array]:
         own, carries = chunk
-        return (sums if carries is None else jnp.where(carries[..., None, None], sums, 0.0)) + own, sums
+        if carries is None:
+            return sums + own, sums
+        carries = carries[..., None, None]
+        return jnp.where(carries > 0, sums * carries, 0.0) + own, sums
 
     own = _einsum("...sk,...sv->...kv", fk_carried, v1)  # [*batch, N, K, V + 1]
     final, before = lax.scan(step, initial, (jnp.moveaxis(own, -3, 0), carries))
     weights = jnp.where(mask, _einsum("...tk,...sk->...ts", fq, fk), 0.0)
+    weights = weights if left is None else weights * left
     read = _einsum("...ts,...sv->...tv", weights, v1)
     read = read + _einsum("...tk,...kv->...tv", fq_carried, jnp.moveaxis(before, 0, -3))
     return read.reshape(*read.shape[:-3], -1, v1.shape[-1])[..., :n_tokens, :], final

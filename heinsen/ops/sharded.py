@@ -97,8 +97,8 @@ def over_heads(
 ) -> Callable[[Array, Array, Array, Before, Any], tuple[Array, After]]:
     """Divide the batch and the heads of attend(q, k, v, state, tokens) -> (y, state after) over a mesh.
 
-    Arrays q, k, v and both states are [B, H, ...]; those of `tokens`, any tree, are [B, ...]. Raises MeshError if the
-    mesh divides sequences too.
+    Arrays q, k, v and both states are [B, H, ...]. Those of `tokens`, any tree, are [B, ...]; those with H heads are
+    divided by heads too. Raises MeshError if the mesh divides sequences too.
     """
     if mesh is None or mesh.size == 1:
         return attend
@@ -108,7 +108,16 @@ def over_heads(
             " sequences: use the mesh's other axes"
         )
     heads = P(BATCH, "tensor")
-    return on_each_device(mesh, attend, in_specs=(heads, heads, heads, heads, P(BATCH)), out_specs=(heads, heads))
+
+    def divided(q: Array, k: Array, v: Array, state: Before, tokens: Any) -> tuple[Array, After]:
+        of_tokens = jax.tree.map(lambda x: heads if x.ndim == 3 and x.shape[1] == q.shape[1] else P(BATCH), tokens)
+        in_specs = heads, heads, heads, heads, of_tokens
+        result: tuple[Array, After] = on_each_device(mesh, attend, in_specs=in_specs, out_specs=(heads, heads))(
+            q, k, v, state, tokens
+        )
+        return result
+
+    return divided
 
 
 def _state_before(

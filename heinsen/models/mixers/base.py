@@ -24,12 +24,13 @@ AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of one call stand in their texts."""
+    """Where the tokens of one call stand in their texts, and what each leaves of those before it."""
 
     slot: Int[Array, "B T"]  # number of tokens before each, since the state was empty
     first: Int[Array, "B T"]  # slot of the first token that each one sees
     valid: Bool[Array, "B T"] | None  # false for padding at a row's end; None: there is no padding
     segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
+    log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Mixer(abc.ABC, Generic[State]):
     causal: bool
     signed_features: bool
 
+    # Whether it forgets by `Tokens.log_decay`.
+    takes_log_decay: ClassVar[bool] = False
     # Whether the state holds a slot for every token.
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
@@ -136,6 +139,8 @@ class Mixer(abc.ABC, Generic[State]):
             q, k = (jnp.concatenate([x, -x], axis=-1) for x in (q, k))
         if self.masks_padding_by_key and self.causal and tokens.valid is not None:
             k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
+            if tokens.log_decay is not None:
+                tokens = tokens._replace(log_decay=jnp.where(tokens.valid[:, None], tokens.log_decay, 0.0))
         if state is not None and q.shape[-2] == 1:
             return self.step(q, k, values, state, tokens, mesh)
         return self.parallel(q, k, values, state, tokens, mesh)

@@ -28,6 +28,7 @@ class Heinsen(Mixer[State], Generic[State]):
     implementation: str | None
 
     takes_signed_features: ClassVar[bool] = True
+    takes_log_decay: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
     @classmethod
@@ -71,7 +72,17 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     ) -> tuple[Float[Array, "B H T V"], LogState]:
         """log y[t] = log sum_s w[t, s] exp(log v[s]) - log sum_s w[t, s]. A mesh may divide the tokens."""
         assert not isinstance(state, RunningState)
-        return log_attention(mesh, q, k, values, state, tokens.segment_ids, self.implementation, causal=self.causal)
+        return log_attention(
+            mesh,
+            q,
+            k,
+            values,
+            state,
+            tokens.segment_ids,
+            self.implementation,
+            causal=self.causal,
+            log_decay=tokens.log_decay,
+        )
 
     def step(
         self,
@@ -84,7 +95,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     ) -> tuple[Float[Array, "B H 1 V"], LogState | RunningState]:
         if isinstance(state, LogState):
             return self.parallel(q, k, values, state, tokens, mesh)
-        log_y, state = states.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0])
+        log_y, state = states.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _of_token(tokens))
         return log_y[:, :, None], state
 
     def begin_steps(self, state: LogState | RunningState) -> RunningState:
@@ -137,6 +148,7 @@ class RealHeinsen(Heinsen[MeanState]):
             q,
             k,
             v,
+            log_decay=tokens.log_decay,
             causal=self.causal,
             state=state,
             segment_ids=tokens.segment_ids,
@@ -157,8 +169,13 @@ class RealHeinsen(Heinsen[MeanState]):
         return over_heads(mesh, self._step)(q, k, values, state, tokens)
 
     def _step(self, q: Array, k: Array, v: Array, state: MeanState, tokens: Tokens) -> tuple[Array, MeanState]:
-        state = states.update_state(state, k[:, :, 0], v[:, :, 0])
+        state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_of_token(tokens))
         return states.query_state(state, q), state
+
+
+def _of_token(tokens: Tokens) -> Float[Array, "B H"] | None:
+    """log_decay of a single token."""
+    return None if tokens.log_decay is None else tokens.log_decay[:, :, 0]
 
 
 VALUE_DOMAINS: dict[str, type[Heinsen[Any]]] = {"log": LogHeinsen, "real": RealHeinsen}

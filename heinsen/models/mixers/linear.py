@@ -21,6 +21,7 @@ class Linear(Mixer[LinearState]):
     """Linear attention (`heinsen.linear_attention`)."""
 
     takes_signed_features: ClassVar[bool] = True
+    takes_log_decay: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
     def init_state(self, batch_size: int, capacity: int) -> LinearState:
@@ -42,5 +43,13 @@ class Linear(Mixer[LinearState]):
     def _attend(
         self, q: Array, k: Array, v: Array, state: LinearState | None, tokens: Tokens
     ) -> tuple[Array, LinearState]:
-        segment_ids = tokens.segment_ids
-        return linear_attention(q, k, v, causal=self.causal, state=state, segment_ids=segment_ids, return_state=True)
+        return linear_attention(
+            q,
+            k,
+            v,
+            log_decay=tokens.log_decay,
+            causal=self.causal,
+            state=state,
+            segment_ids=tokens.segment_ids,
+            return_state=True,
+        )
