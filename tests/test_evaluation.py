@@ -140,7 +140,7 @@ def reports(run, other_data, plot, commands):
     """What eval.py prints: as it is, of other data, and by position on devices that do not divide the batch."""
     before = snapshot(run.workdir)
     command = ["eval.py", f"--workdir={run.workdir}"]
-    done = commands.run_all(
+    done = commands.fork_all(
         {
             "own": {"arguments": command},
             "other": {"arguments": [*command, "--split=test", f"--config.data.path={other_data}"]},
