@@ -20,6 +20,7 @@ from pathlib import Path
 MODULES = (
     "configs",
     "grain",
+    "heinsen.data.prepare",
     "heinsen.decoding",
     "heinsen.evaluation.run",
     "heinsen.training.loop",
