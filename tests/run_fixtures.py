@@ -26,8 +26,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def commands(shared: Path) -> Commands:
-    return Commands(shared / "compiled")
+def commands(shared: Path) -> Iterator[Commands]:
+    with contextlib.closing(Commands(shared / "compiled")) as commands:
+        yield commands
 
 
 @pytest.fixture(scope="module")

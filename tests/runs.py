@@ -5,16 +5,18 @@ The runs use configs/default.py with small sizes: 60 steps of 4 x 16 tokens, two
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +163,42 @@ class Commands:
             timeout=TIMEOUT + n_programs * TIMEOUT_EACH,
         )
 
-    def run_all(self, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, subprocess.CompletedProcess]:
-        """Run commands `{name: {"arguments": [...], and devices or stdin}}`, two at a time."""
-        with ThreadPoolExecutor(2) as pool:
-            call = lambda arguments, **options: self.run(*arguments, **options)
-            futures = {name: pool.submit(call, **case) for name, case in cases.items()}
-        return {name: future.result() for name, future in futures.items()}
+    def fork(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:
+        """Run a script as `run` does, but in a fork of a process that has imported JAX and heinsen (warm.py).
+
+        Every script also has a test that runs it in a new process: an import that is missing shows there alone.
+        """
+        words = list(map(str, arguments))
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "stdin").write_text(stdin, encoding="utf-8")
+            request = {"arguments": words, "devices": devices, "folder": folder}
+            self._warm.stdin.write(json.dumps(request).encode() + b"\n")
+            ready, _, _ = select.select([self._warm.stdout], [], [], TIMEOUT)
+            assert ready, f"{words} takes too long"
+            status = int(self._warm.stdout.readline())
+            stdout, stderr = (Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess(words, status, stdout, stderr)
+
+    def fork_all(self, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, subprocess.CompletedProcess]:
+        """Run scripts `{name: {"arguments": [...], and devices or stdin}}` by `fork`."""
+        call = lambda arguments, **options: self.fork(*arguments, **options)
+        return {name: call(**case) for name, case in cases.items()}
+
+    @functools.cached_property
+    def _warm(self) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.warm"],
+            bufsize=0,
+            cwd=ROOT,
+            env=self.environment(1),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def close(self) -> None:
+        if "_warm" in self.__dict__:
+            with self._warm as process:
+                process.kill()
 
 
 def train_command(data: Path, workdir: Path, /, **changes: Any) -> list[str]:

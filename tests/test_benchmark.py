@@ -10,6 +10,8 @@ import pytest
 
 from heinsen.data.prepare import Settings, prepare
 
+pytest_plugins = ["tests.run_fixtures"]
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -89,7 +91,6 @@ def test_sampling_is_timed_against_a_sort(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "expected one of attention, step, decode"),
         (["speed"], "expected one of attention, step, decode"),
         (["step", "--config.batch_sise=1"], "batch_sise"),
         (["step", "--config.model.n_heads=0"], "n_heads = 0"),
@@ -100,8 +101,15 @@ def test_sampling_is_timed_against_a_sort(tmp_path):
         (["attention", "--only=heinsen"], "here there are heinsen chunked"),
     ],
 )
-def test_bad_input_is_named(arguments, message, tmp_path):
-    result = benchmark(*arguments, f"--out={tmp_path}")
+def test_bad_input_is_named(commands, arguments, message, tmp_path):
+    result = commands.fork("scripts/benchmark.py", *arguments, f"--out={tmp_path}")
     assert result.returncode != 0
     assert message in result.stdout + result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_to_measure_must_be_said(tmp_path):
+    """In a process that has imported nothing."""
+    result = benchmark(f"--out={tmp_path}")
+    assert result.returncode != 0 and "expected one of attention, step, decode" in result.stdout + result.stderr
     assert not list(tmp_path.iterdir())

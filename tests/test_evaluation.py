@@ -140,9 +140,8 @@ def reports(run, other_data, plot, commands):
     """What eval.py prints: as it is, of other data, and by position on devices that do not divide the batch."""
     before = snapshot(run.workdir)
     command = ["eval.py", f"--workdir={run.workdir}"]
-    done = commands.run_all(
+    done = {"own": commands.run(*command)} | commands.fork_all(
         {
-            "own": {"arguments": command},
             "other": {"arguments": [*command, "--split=test", f"--config.data.path={other_data}"]},
             "three devices": {"arguments": [*command, f"--by_position={plot}"], "devices": 3},
         }

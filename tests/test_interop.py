@@ -445,7 +445,7 @@ def test_the_model_card_tells_of_the_run_and_its_command_repeats_it(run, exporte
 def used(run, exported, commands):
     """Return what eval.py and generate.py print for the export."""
     write = ["scripts/generate.py", "--prompt=some text", "--seed=3", "--max_tokens=40"]
-    ends = commands.run_all(
+    ends = commands.fork_all(
         {
             "eval": {"arguments": ["eval.py", f"--config.data.path={run.data}", f"--workdir={exported[0]}"]},
             "generate": {"arguments": [*write, f"--workdir={exported[0]}"]},
@@ -557,7 +557,7 @@ BAD_COMMANDS = {
 def test_bad_export_commands_fail_with_a_message_and_write_nothing(run, exported, commands, tmp_path):
     names = {"run": run.workdir, "export": exported[0], "new": tmp_path / "new"}
     before = [snapshot(folder) for folder in names.values()]
-    ends = commands.run_all(
+    ends = commands.fork_all(
         {
             name: {"arguments": ["scripts/export.py", *(word.format(**names) for word in arguments)]}
             for name, (arguments, _) in BAD_COMMANDS.items()

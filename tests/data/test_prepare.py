@@ -33,6 +33,8 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.errors import exit_on_error
 from heinsen.files import seal, unseal
 
+pytest_plugins = ["tests.run_fixtures"]
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 
 
@@ -1043,7 +1045,7 @@ def test_command_line_prepares_both_stdlib_splits(tmp_path):
         assert f"{split}: {len(texts):,} documents, {dataset.num_tokens:,} tokens" in result.stderr
 
 
-def test_command_line_errors_are_one_line(tmp_path):
+def test_command_line_errors_are_one_line(commands, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     for arguments, message in [
         (["--source=missing.txt", "--split=train"], "no file matches"),
@@ -1057,7 +1059,6 @@ def test_command_line_errors_are_one_line(tmp_path):
             "a.txt/train: Not a directory: giv",
         ),
     ]:
-        command = _command(f"--out={tmp_path}/out", *arguments, "--tokenizer=bytes")
-        result = subprocess.run(command, capture_output=True, text=True)
+        result = commands.fork(SCRIPT, f"--out={tmp_path}/out", *arguments, "--tokenizer=bytes")
         assert result.returncode == 1 and result.stderr.startswith("error: ") and message in result.stderr
         assert result.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""jax.jit with less of the optimisation that takes most of the tests' time."""
+"""jax.jit with less of the optimization that takes most of the tests' time, and with all that users get."""
 
 import contextlib
 import functools
@@ -18,3 +18,6 @@ def _options():
 
 
 quick_jit = functools.partial(jax.jit, compiler_options=_options())
+
+# tests/conftest.py turns the emitters off for all other compilations.
+user_jit = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True})

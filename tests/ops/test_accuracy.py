@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import heinsen
-from tests.ops.quick import quick_jit
+from tests.ops.quick import quick_jit, user_jit
 
 SIGMAS = (0.1, 1, 4, 8, 16, 32, 64)
 FEATURES = 16
@@ -19,18 +19,22 @@ FORMS = ["chunked", "scan"]
 
 
 @functools.cache
-def compiled(implementation):
+def compiled(implementation, n_tokens):
     def run(q, k, log_v, g):
         attend = functools.partial(heinsen.log_attention, implementation=implementation)
         y, pull = jax.vjp(attend, q, k, log_v)
         return y, *pull(g.astype(y.dtype))
 
-    return jax.jit(run)
+    # What is measured is compiled as for users. The plain scan is one program whatever the number of tokens, and a
+    # single token has no sum of several terms.
+    as_users = n_tokens > (1 if implementation == "chunked" else 63) and implementation != "reference"
+    return (user_jit if as_users else quick_jit)(run)
 
 
 def run(implementation, arrays, dtype):
     with jax.enable_x64(dtype == np.float64):
-        return [np.asarray(x) for x in compiled(implementation)(*(x.astype(dtype) for x in arrays))]
+        call = compiled(implementation, arrays[0].shape[-2])
+        return [np.asarray(x) for x in call(*(x.astype(dtype) for x in arrays))]
 
 
 def check(arrays, bar, floor=0.0):
@@ -153,7 +157,8 @@ def test_a_state_of_a_million_tokens(rng, form):
         with jax.enable_x64(dtype == np.float64):
             state = heinsen.LogState(jnp.asarray(h_s, dtype), jnp.asarray(h_z, dtype))
             call = functools.partial(heinsen.log_attention, implementation=implementation, return_state=True)
-            y, end = jax.jit(call)(*(x.astype(dtype) for x in (q, k, log_v)), state=state)
+            jit = quick_jit if implementation == "reference" else user_jit
+            y, end = jit(call)(*(x.astype(dtype) for x in (q, k, log_v)), state=state)
             return [np.asarray(x) for x in (y, *end)]
 
     for got, want in zip(attend(form, np.float32), attend("reference", np.float64), strict=True):

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import heinsen
+from tests.ops.quick import user_jit
 
 HEADS, FEATURES = 24, 32  # as many as in the 125M model
 
@@ -14,7 +15,7 @@ def compile_for(function, n_tokens, gradient):
     attend = functools.partial(getattr(heinsen, function), implementation="chunked")
     x = jax.ShapeDtypeStruct((1, HEADS, n_tokens, FEATURES), "float32")
     run = lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g) if gradient else attend(q, k, v)
-    return jax.jit(run).lower(x, x, x, x).compile()
+    return user_jit(run).lower(x, x, x, x).compile()
 
 
 @pytest.mark.parametrize("function", ["log_attention", pytest.param("attention", marks=pytest.mark.long)])

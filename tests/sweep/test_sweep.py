@@ -492,7 +492,7 @@ def test_a_sweep_of_two_real_runs(run, commands, tmp_path):
         "plot": ["scripts/plot_runs.py", *runs, f"--out={tmp_path}/plot.svg", "--x=flops", "--log_x"],
         "report": ["scripts/sweep.py", f"--workdir={folder}", "--report"],
     }
-    ends = commands.run_all({name: {"arguments": arguments} for name, arguments in cases.items()})
+    ends = commands.fork_all({name: {"arguments": arguments} for name, arguments in cases.items()})
     assert all(end.returncode == 0 for end in ends.values()), [end.stderr for end in ends.values()]
     rows = [line.split() for line in ends["plot"].stdout.splitlines() if line.startswith(str(folder))]
     assert [row[1] for row in rows] == [f"{loss:.4f}" for loss in losses]
