@@ -22,7 +22,7 @@ from heinsen.models.language_model import (
     logits_of,
     unstack,
 )
-from heinsen.models.losses import masked_logits, masked_loss, masked_losses, mean_loss, next_token_losses
+from heinsen.models.losses import masked_logits, masked_loss, masked_losses, mean_loss, mean_loss_at, next_token_losses
 from heinsen.models.mixers import MIXERS, VALUE_DOMAINS, Mixer, Tokens
 from heinsen.models.positions import Position
 from heinsen.models.state import (
@@ -34,6 +34,7 @@ from heinsen.models.state import (
     init_model_state,
     join_caches,
     split_caches,
+    state_size,
     trim_caches,
     with_capacity,
 )
@@ -72,8 +73,10 @@ __all__ = [
     "masked_loss",
     "masked_losses",
     "mean_loss",
+    "mean_loss_at",
     "next_token_losses",
     "split_caches",
+    "state_size",
     "trim_caches",
     "unstack",
     "with_capacity",
