@@ -16,7 +16,9 @@ from tests.test_model import SMALL
 pytest_plugins = ["tests.run_fixtures"]
 
 VOCAB = 30
-MODEL = dataclasses.replace(SMALL, n_layers=1, attention="softmax", position="none")
+MODEL = dataclasses.replace(
+    SMALL, n_layers=1, attention="softmax", position="none", implementation=None, d_key=8, d_value=8
+)
 
 
 def recalled(task, row):
