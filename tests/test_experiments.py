@@ -221,6 +221,20 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax, softmax-learned, linear, heinsen"),
+        ("--widths=6", "--widths: 6 does not divide into 2 heads of even size"),
+        ("--tokens=1e5", "the warm-up alone takes 100"),
+    ],
+)
+def test_bad_grids_of_recall_are_named(commands, tmp_path, argument, message):
+    end = commands.run("experiments/associative_recall/run.py", f"--out={tmp_path / 'out'}", argument)
+    assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr
+
+
+@pytest.mark.long
 def test_recall_from_its_command_to_its_report(commands, tmp_path):
     command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--kinds=softmax,heinsen", "--widths=8"]
     command += ["--learning_rates=1e-3,1e-2", "--pairs=1,2", "--test_pairs=3", "--tokens=78000"]
@@ -243,9 +257,6 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["associative_recall/run.py", "--kinds=softmax,hyena"], "--kinds: 'hyena': choose softmax, linear, heinsen"),
-        (["associative_recall/run.py", "--widths=6"], "--widths: 6 does not divide into 2 heads of even size"),
-        (["associative_recall/run.py", "--tokens=1e5"], "the warm-up alone takes 100"),
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
         (["attention_comparison/run.py", "--corpus={}/none"], "has failed"),
     ],

@@ -9,6 +9,7 @@ from heinsen.sweep.space import Value
 
 CONTESTANTS: dict[str, dict[str, Value]] = {
     "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
+    "softmax-learned": dict(attention="softmax", block="gpt2", position="learned", n_positions=1024),
     "linear": dict(attention="linear", block="gpt2", position="recurrent"),
     "heinsen": dict(attention="heinsen", block="heinsen", position="recurrent"),
     "heinsen-gpt2": dict(attention="heinsen", block="gpt2", position="recurrent"),
