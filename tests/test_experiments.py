@@ -224,7 +224,7 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax, softmax-learned, linear, heinsen"),
+        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax, softmax-rotary, softmax-learned, linear, heinsen"),
         ("--widths=6", "--widths: 6 does not divide into 2 heads of even size"),
         ("--tokens=1e5", "the warm-up alone takes 100"),
     ],

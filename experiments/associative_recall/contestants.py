@@ -7,8 +7,11 @@ from heinsen.config import from_mapping
 from heinsen.models import ModelConfig
 from heinsen.sweep.space import Value
 
+# Recurrent positions tell each token about the one before it, as a short convolution does: without them softmax needs
+# many more tokens to learn the task.
 CONTESTANTS: dict[str, dict[str, Value]] = {
-    "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
+    "softmax": dict(attention="softmax", block="gpt2", position="recurrent"),
+    "softmax-rotary": dict(attention="softmax", block="gpt2", position="rotary"),
     "softmax-learned": dict(attention="softmax", block="gpt2", position="learned", n_positions=1024),
     "linear": dict(attention="linear", block="gpt2", position="recurrent"),
     "heinsen": dict(attention="heinsen", block="heinsen", position="recurrent"),

@@ -28,7 +28,7 @@ OUT = flags.DEFINE_string("out", "runs/associative_recall", "Folder of the exper
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-KINDS = flags.DEFINE_list("kinds", list(CONTESTANTS), "Contestants.")
+KINDS = flags.DEFINE_list("kinds", list(CONTESTANTS), "Contestants, all of contestants.py by default.")
 WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Widths of the models.")
 HEADS = flags.DEFINE_integer("heads", 2, "Heads of each layer, which share the width.", lower_bound=1)
 RATES = flags.DEFINE_list("learning_rates", ["1e-3", "3e-3", "1e-2"], "Learning rates, the same for every contestant.")
