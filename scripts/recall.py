@@ -68,7 +68,7 @@ STOP_AT = flags.DEFINE_float(
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: recall/TASK.")
 BESIDE = flags.DEFINE_list("beside", [], "Folders of other results for the task, to draw in the same plot.")
 
-TEST_SEQUENCES, _STOP_SEQUENCES = 256, 64  # of each length, at the end and to know when to stop
+TEST_SEQUENCES = 256  # of each length
 _TRAIN, _TEST, _STOP = 0, 1, 2  # parts of seeds: the three draw different sequences
 
 Results = dict[str, Any]  # results.json
@@ -236,7 +236,7 @@ def train(settings: Settings, name: str, tester: Callable[..., Accuracy]) -> Tra
 
 def is_solved(params: Params, lengths: Sequence[int], seed: Sequence[int], tester: Callable[..., Accuracy]) -> bool:
     """Return whether the accuracy is --stop_at for each of these lengths."""
-    return all(tester(params, n, [*seed, n], _STOP_SEQUENCES).answers >= STOP_AT.value for n in sorted(set(lengths)))
+    return all(tester(params, n, [*seed, n], TEST_SEQUENCES).answers >= STOP_AT.value for n in sorted(set(lengths)))
 
 
 def make_tester(settings: Settings) -> Callable[..., Accuracy]:
