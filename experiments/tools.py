@@ -6,11 +6,13 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import matplotlib
@@ -18,6 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from tqdm import tqdm
 
 from heinsen.errors import HeinsenError
 from heinsen.files import write_atomically, write_figure
@@ -109,34 +112,66 @@ def run_sweep(
     return SweepFolder.load(out).views()
 
 
-def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path, dict[str, Any]]:
+@overload
+def run_programs(
+    commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: Literal[False] = False
+) -> dict[Path, dict[str, Any]]: ...
+
+
+@overload
+def run_programs(
+    commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: Literal[True]
+) -> dict[Path, dict[str, Any] | None]: ...
+
+
+def run_programs(
+    commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: bool = False
+) -> Mapping[Path, dict[str, Any] | None]:
     """Run programs, `parallel` at a time, and return the JSON on the last line of stdout of each.
 
     Cores and GPUs are divided among them. `commands` are {file: arguments}: each result is kept in its file, and not
-    computed again for the same arguments. Raises ExperimentError.
+    computed again for the same arguments. What the programs say on stderr is passed on, with their number and the time
+    that is left. The result of a program that fails is None if they `may_fail`; the next call starts it again. Raises
+    ExperimentError.
     """
     slots: SimpleQueue[tuple[list[int], list[str]]] = SimpleQueue()
     for slot in zip(divide(usable_cores(), parallel), divide(visible_gpus(), parallel), strict=True):
         slots.put(slot)
 
-    def run(file: Path, arguments: Sequence[str]) -> dict[str, Any]:
-        if file.exists() and (kept := json.loads(file.read_text()))["arguments"] == list(arguments):
-            return kept["result"]
+    def run(file: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
         slot = slots.get()
         try:
             result = _run_program(arguments, *slot)
+        except ExperimentError as error:
+            if not may_fail:
+                raise
+            print(error, file=sys.stderr, flush=True)
+            return None
         finally:
             slots.put(slot)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
         return result
 
-    pool = ThreadPoolExecutor(parallel)
+    found = {file: _read_kept(file, arguments) for file, arguments in commands.items()}
+    left = {file: arguments for file, arguments in commands.items() if found[file] is None}
+    start, pool = time.monotonic(), ThreadPoolExecutor(parallel)
     try:
-        futures = {file: pool.submit(run, file, arguments) for file, arguments in commands.items()}
-        return {file: future.result() for file, future in futures.items()}
+        futures = {pool.submit(run, file, arguments): file for file, arguments in left.items()}
+        for done, future in enumerate(as_completed(futures), 1):
+            found[futures[future]] = future.result()
+            eta = tqdm.format_interval((time.monotonic() - start) / done * (len(left) - done))
+            print(f"{done} of {len(left)} programs done, ETA {eta}", file=sys.stderr, flush=True)
+        return found
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _read_kept(file: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
+    """Return the result in a file of `run_programs`; None if there is none for these arguments."""
+    if not file.exists() or (kept := json.loads(file.read_text()))["arguments"] != list(arguments):
+        return None
+    return kept["result"]
 
 
 def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) -> dict[str, Any]:
@@ -144,10 +179,19 @@ def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) ->
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # of this thread; its child process inherits it
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ExperimentError(f"python {shlex.join(arguments)} has failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, *arguments]
+    with (
+        tempfile.TemporaryFile("w+") as output,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.PIPE, text=True
+        ) as program,
+    ):
+        for line in program.stderr or ():  # a pipe, so that they draw no bars over each other
+            print(line, end="", file=sys.stderr, flush=True)
+        if program.wait():
+            raise ExperimentError(f"python {shlex.join(arguments)} has failed, see above")
+        output.seek(0)
+        return json.loads(output.read().splitlines()[-1])
 
 
 # ---- reports --------------------------------------------------------------------------------------

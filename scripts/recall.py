@@ -5,7 +5,8 @@
     python scripts/recall.py --task=copy ... --config.model.d_key=32 --out=recall/wide --beside=recall/copy
 
 One model is trained from scratch on all --lengths in turn; heinsen/evaluation/probes.py describes the tasks. Of the
-config, model, optimizer, batch_size, log_every and seed are used. Prints a table, and one JSON object on the last line
+config, model, optimizer, batch_size, log_every and seed are used. --stop_at=0.99 ends the training once 99% of the
+answers are right, tested where the loss is logged. Prints a table, and one JSON object on the last line
 of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
 """
 
@@ -14,9 +15,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import matplotlib
@@ -33,7 +34,7 @@ from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
 from heinsen.evaluation.probes import TASKS, Accuracy, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.files import make_folder, write_atomically, write_figure
-from heinsen.models import Params, count_params, init_model_state
+from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import (
     MeshError,
     keep_host_memory,
@@ -57,10 +58,18 @@ TASK = flags.DEFINE_enum("task", None, list(TASKS), "What to recall.", required=
 LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of items in training, in turn.")
 TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of items to test; default: those of training.")
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.", lower_bound=1)
+STOP_AT = flags.DEFINE_float(
+    "stop_at",
+    None,
+    "Stop once the accuracy is this for each of --lengths; default: never.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: recall/TASK.")
 BESIDE = flags.DEFINE_list("beside", [], "Folders of other results for the task, to draw in the same plot.")
 
 TEST_SEQUENCES = 256  # of each length
+_TRAIN, _TEST, _STOP = 0, 1, 2  # parts of seeds: the three draw different sequences
 
 Results = dict[str, Any]  # results.json
 
@@ -91,6 +100,15 @@ class Settings:
     lengths: list[int]
     test_lengths: list[int]
     mesh: Mesh
+
+
+class Training(NamedTuple):
+    """The trained parameters, the mean loss over the last step of each length, the number of steps and of tokens."""
+
+    params: Params
+    loss: float
+    steps: int
+    tokens: int
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -156,22 +174,24 @@ def read_results(folder: Path) -> Results:
 def run(settings: Settings, label: str) -> Results:
     """Train and test."""
     start = time.monotonic()
-    params, loss = train(settings, label)
+    tester = make_tester(settings)
+    params, loss, steps, n_tokens = train(settings, label, tester)
     seconds = time.monotonic() - start
     config, task = settings.config, settings.task
-    state = jax.eval_shape(lambda: init_model_state(config.model, 1))
+    measure = lambda n: tester(params, n, [config.seed, _TEST, n], TEST_SEQUENCES)
     return dict(
         task=task.name,
         label=label,
-        steps=STEPS.value,
+        steps=steps,
+        tokens=n_tokens,
         batch_size=config.batch_size,
         trained_lengths=settings.lengths,
         loss=loss,
         chance=task.chance,
         parameters=count_params(params),
-        state_numbers=sum(leaf.size for leaf in jax.tree.leaves(state)),
+        state_numbers=state_size(config.model, 0),
         seconds=seconds,
-        accuracy=[dict(length=n, **test(settings, n, params)._asdict()) for n in settings.test_lengths],
+        accuracy=[dict(length=n, **measure(n)._asdict()) for n in settings.test_lengths],
         model=dataclasses.asdict(config.model),
     )
 
@@ -183,48 +203,60 @@ def write(out: Path, results: Results, others: Sequence[Results]) -> None:
     print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
 
 
-def train(settings: Settings, name: str) -> tuple[Params, float]:
-    """Return the trained parameters, and the mean loss over the last step of each length."""
-    config, lengths = settings.config, settings.lengths
+def train(settings: Settings, name: str, tester: Callable[..., Accuracy]) -> Training:
+    """Train until the accuracy is --stop_at, or for all steps."""
+    config, lengths, task = settings.config, settings.lengths, settings.task
     optimizer = make_optimizer(config.optimizer, STEPS.value)
     state = init_train_state(config.model, optimizer, config.seed, settings.mesh)
     step = make_train_step(config.model, optimizer, settings.mesh, answer_loss)
-    console, since, n_tokens, losses = Console(name, 0, STEPS.value, True), time.monotonic(), 0, []
+    console, since, n_tokens, n_before, losses = Console(name, 0, STEPS.value, True), time.monotonic(), 0, 0, []
     try:
         for number in range(1, STEPS.value + 1):
-            rng = np.random.default_rng([config.seed, 0, number])
-            probe = settings.task.draw(rng, config.batch_size, lengths[number % len(lengths)])
-            batch = {name: x[None] for name, x in probe._asdict().items()}
+            rng = np.random.default_rng([config.seed, _TRAIN, number])
+            probe = task.draw(rng, config.batch_size, lengths[number % len(lengths)])
+            batch = {name: x[None] for name, x in probe.batch.items()}
             state, metrics = step(state, place_batch(settings.mesh, batch, axis=1))
             losses = [*losses, float(metrics["loss"])][-len(lengths) :]
-            n_tokens += probe.answers.size
+            n_tokens += probe.tokens.size
             console.update(number)
             if not math.isfinite(losses[-1]):
                 remedy = "lower --config.optimizer.learning_rate"
                 raise NonFiniteLossError(f"the loss is {losses[-1]} at step {number}: {remedy}")
             if number % config.log_every == 0:
-                now, rate = time.monotonic(), n_tokens / max(time.monotonic() - since, 1e-9)
+                now, rate = time.monotonic(), (n_tokens - n_before) / max(time.monotonic() - since, 1e-9)
                 measured = {"loss": float(np.mean(losses)), "grad_norm": float(metrics["grad_norm"])}
                 console.report(number, measured | {"tokens_per_second": rate})
-                since, n_tokens = now, 0
+                since, n_before = now, n_tokens
+                if STOP_AT.value is not None and is_solved(state.params, lengths, [config.seed, _STOP, number], tester):
+                    break
     finally:
         console.close()
-    return state.params, float(np.mean(losses))
+    return Training(state.params, float(np.mean(losses)), number, n_tokens)
 
 
-def test(settings: Settings, length: int, params: Params) -> Accuracy:
-    """Return the accuracy on sequences that training has not seen."""
+def is_solved(params: Params, lengths: Sequence[int], seed: Sequence[int], tester: Callable[..., Accuracy]) -> bool:
+    """Return whether the accuracy is --stop_at for each of these lengths."""
+    return all(tester(params, n, [*seed, n], TEST_SEQUENCES).answers >= STOP_AT.value for n in sorted(set(lengths)))
+
+
+def make_tester(settings: Settings) -> Callable[..., Accuracy]:
+    """Return the function (params, length, seed, number of sequences) -> accuracy."""
     config, mesh = settings.config, settings.mesh
     step = jax.jit(
-        lambda params, tokens: right_answers(config.model, params, tokens),
+        lambda params, batch: right_answers(config.model, params, batch),
         in_shardings=(None, split_batch(mesh)),
         out_shardings=replicated(mesh),
     )
-    rng, probes, right = np.random.default_rng([config.seed, 1, length]), [], []
-    for _ in range(-(-TEST_SEQUENCES // config.batch_size)):
-        probes.append(settings.task.draw(rng, config.batch_size, length))
-        right.append(np.asarray(step(params, place_batch(mesh, {"tokens": probes[-1].tokens})["tokens"])))
-    return accuracy(Probe(*map(np.concatenate, zip(*probes, strict=True))), np.concatenate(right))
+
+    def test(params: Params, length: int, seed: Sequence[int], n_sequences: int) -> Accuracy:
+        rng, probes, right = np.random.default_rng(seed), [], []
+        for _ in range(-(-n_sequences // config.batch_size)):
+            probes.append(settings.task.draw(rng, config.batch_size, length))
+            right.append(np.asarray(step(params, place_batch(mesh, probes[-1].batch))))
+        *arrays, _ = (np.concatenate(x) for x in zip(*probes, strict=True))
+        return accuracy(Probe(*arrays, probes[0].answers), np.concatenate(right))
+
+    return test
 
 
 # ---- report --------------------------------------------------------------------------------------

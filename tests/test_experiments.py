@@ -1,10 +1,13 @@
-"""The experiments: the law they fit, who takes part, and (long) both whole, from their command to their report."""
+"""The experiments: the law they fit, who takes part, and (long) each whole, from its command to its report."""
 
 import json
 
 import numpy as np
 import pytest
 
+from experiments import tools
+from experiments.associative_recall import contestants as recall_contestants
+from experiments.associative_recall import report as recall_report
 from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
 from experiments.attention_comparison.report import growth, state_size, versus
 from experiments.ladder.law import Law, bootstrap, fit
@@ -109,6 +112,77 @@ def test_numbers_that_are_none_are_refused(texts):
         parse_numbers("flag", texts)
 
 
+def test_results_of_programs_are_kept(tmp_path, capfd):
+    """The same command resumes: only what is missing, or has other arguments, or has failed, is computed again."""
+    ran = tmp_path / "ran"
+    script = "import sys; print('said', sys.argv[2], file=sys.stderr); open(sys.argv[1], 'a').write(sys.argv[2]); "
+    script += "print(0); print([int(sys.argv[2])])"
+    commands = {tmp_path / "kept" / f"{i}.json": ["-c", script, str(ran), str(i)] for i in (1, 2)}
+    wanted = dict(zip(commands, ([1], [2]), strict=True))
+    assert tools.run_programs(commands, 1) == wanted
+    said = capfd.readouterr().err
+    assert "said 1\n" in said and "1 of 2 programs done, ETA " in said
+    assert tools.run_programs(commands, 2) == wanted and ran.read_text() == "12"
+    first, second = commands
+    first.unlink()
+    commands[second] = ["-c", script, str(ran), "3"]
+    assert list(tools.run_programs(commands, 1).values()) == [[1], [3]] and ran.read_text() == "1213"
+    commands[first] = ["-c", script, str(ran), "x"]
+    for _ in range(2):  # what has failed starts again
+        assert list(tools.run_programs(commands, 1, may_fail=True).values()) == [None, [3]]
+    assert ran.read_text() == "1213xx"
+    with pytest.raises(ExperimentError, match="has failed, see above"):
+        tools.run_programs(commands, 1)
+
+
+def draw_recall_runs(rng, grid, failed=()):
+    runs = []
+    for kind in grid["kinds"]:
+        for width in grid["widths"]:
+            for rate in grid["rates"]:
+                for seed in grid["seeds"]:
+                    accuracy = {n: float(rng.random()) for n in (4, 8, 32)}
+                    run = dict(kind=kind, width=width, rate=rate, seed=seed, accuracy=accuracy)
+                    run |= dict(parameters=width**2, steps=9, tokens=int(rng.integers(10**6)), loss=1.0, seconds=3.0)
+                    runs.append(run | ({"accuracy": None} if (kind, rate) in failed else {}))
+    return runs
+
+
+def test_the_report_of_recall_shows_the_best_rate_on_the_lengths_of_training(rng, tmp_path):
+    grid = dict(kinds=["softmax", "heinsen"], widths=[32, 64], rates=[1e-3, 1e-2], seeds=[1, 2], pairs=[4, 8])
+    grid |= dict(test_pairs=[32], n_heads=2, n_steps=10, spread=16)
+    runs = draw_recall_runs(rng, grid, failed={("heinsen", 1e-2)})
+    text = recall_report.write(tmp_path, grid, runs)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (tmp_path / "recall.png").stat().st_size > 10_000 and text.startswith((tmp_path / "report.md").read_text())
+    for model in results["models"]:
+        own = [run for run in runs if (run["kind"], run["width"]) == (model["kind"], model["width"])]
+        of_rate = lambda rate, own=own: [run["accuracy"] for run in own if run["rate"] == rate]
+        means = {
+            rate: np.mean([[a[4], a[8]] for a in of_rate(rate) if a]) for rate in grid["rates"] if any(of_rate(rate))
+        }
+        assert model["rate"] == max(means, key=means.get)
+        assert model["accuracy"]["32"] == pytest.approx(np.mean([a[32] for a in of_rate(model["rate"])]))
+        assert f"{model['accuracy']['32']:.1%}" in text
+        if model["kind"] == "heinsen":  # h_s and h_z of two layers of two heads, and e of the positions
+            features = model["width"] // 2
+            assert model["state"] == 2 * 2 * (features + 1) * features + model["width"]
+        else:
+            assert model["state"] == 2 * 2 * 8 * 16 * model["width"], "keys and values of 128 tokens"
+    again = recall_report.write(tmp_path, grid, runs)
+    assert again == text and json.loads((tmp_path / "results.json").read_text()) == results
+    with pytest.raises(ExperimentError, match="heinsen of width 32 has failed at all learning rates"):
+        recall_report.write(tmp_path, grid, draw_recall_runs(rng, grid, {("heinsen", rate) for rate in grid["rates"]}))
+
+
+def test_contestants_of_recall_differ_in_what_they_say():
+    models = [recall_contestants.model_config(name, 64, 2) for name in recall_contestants.CONTESTANTS]
+    assert len(set(models)) == len(models)
+    for model, fields in zip(models, recall_contestants.CONTESTANTS.values(), strict=True):
+        assert all(getattr(model, name) == value for name, value in fields.items())
+        assert (model.vocab_size, model.n_layers, model.d_key, model.d_value) == (8192, 2, 32, 32)
+
+
 # ---- whole ----------------------------------------------------------------------------------------
 
 
@@ -144,6 +218,40 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
         assert name in report and set(of_seeds) == {"1", "2"}
     for figure in ("curves", "recall", "sigmoid"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax, softmax-rotary, softmax-learned, linear, heinsen"),
+        ("--widths=6", "--widths: 6 does not divide into 2 heads of even size"),
+        ("--tokens=1e5", "the warm-up alone takes 100"),
+    ],
+)
+def test_bad_grids_of_recall_are_named(commands, tmp_path, argument, message):
+    end = commands.run("experiments/associative_recall/run.py", f"--out={tmp_path / 'out'}", argument)
+    assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr
+
+
+@pytest.mark.long
+def test_recall_from_its_command_to_its_report(commands, tmp_path):
+    command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--kinds=softmax,heinsen", "--widths=8"]
+    command += ["--learning_rates=1e-3,1e-2", "--pairs=1,2", "--test_pairs=3", "--tokens=78000"]
+    end = commands.run(*command, n_programs=4)
+    assert end.returncode == 0, end.stderr
+    assert "4 of 4 programs done" in end.stderr
+    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
+    assert len(results["runs"]) == 4 and set(results["runs"][0]["accuracy"]) == {"1", "2", "3"}
+    assert report in end.stdout and (tmp_path / "recall.png").stat().st_size > 10_000
+    kept = sorted((tmp_path / "runs").glob("*.json"))
+    kept[0].unlink()
+    end = commands.run(*command)
+    assert end.returncode == 0 and "1 of 1 programs done" in end.stderr, end.stderr
+    again = json.loads((tmp_path / "results.json").read_text())
+    for run in (*results["runs"], *again["runs"]):
+        run.pop("seconds")
+    assert again == results, "one run was repeated, and the others were kept"
 
 
 @pytest.mark.parametrize(

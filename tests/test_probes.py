@@ -4,18 +4,21 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
-from heinsen.models import init_params, next_token_losses
+from heinsen.models import abstract_params, forward
 from tests.ops.quick import quick_jit
 from tests.test_model import SMALL
 
 pytest_plugins = ["tests.run_fixtures"]
 
 VOCAB = 30
-MODEL = dataclasses.replace(SMALL, n_layers=1, implementation="scan")
+MODEL = dataclasses.replace(
+    SMALL, n_layers=1, attention="softmax", position="none", implementation=None, d_key=8, d_value=8
+)
 
 
 def recalled(task, row):
@@ -34,28 +37,66 @@ def recalled(task, row):
     return [token for query in queries for token in book[query]]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "mqar"])
 @pytest.mark.parametrize("length", [1, 2, 9, 14])
 def test_answers_stand_in_the_context(rng, name, length):
     task, batch = Task(name, VOCAB), 20
-    tokens, answers = task.draw(rng, batch, length)
+    tokens, places, targets, answers = task.draw(rng, batch, length)
     assert tokens.dtype == np.int32 and tokens.min() == 0 and tokens.max() < VOCAB
-    assert answers.shape == (batch, tokens.shape[1] - 1)
-    for row, own in zip(tokens, answers, strict=True):
-        assert row[1:][own > 0].tolist() == recalled(name, row.tolist())
-        assert sorted(set(own[own > 0].tolist())) == list(range(1, own.max() + 1))
+    assert places.shape == targets.shape == (batch, len(answers))
+    assert places.max() == tokens.shape[1] - 1
+    for row, at, own in zip(tokens, places, targets, strict=True):
+        assert own.tolist() == recalled(name, [*row.tolist(), own[-1]])
+        assert row[at[1:]][np.diff(at) == 1].tolist() == own[:-1][np.diff(at) == 1].tolist(), "answers are tokens"
     expected = {"associative": length, "phonebook": min(length, 8), "copy": 1}[name]
-    assert answers.max() == expected and (np.diff(answers[0][answers[0] > 0]) >= 0).all()
+    assert sorted(set(answers.tolist())) == list(range(expected)) and (np.diff(answers) >= 0).all()
     assert len(np.unique(tokens[:, 1:], axis=0)) > batch / 2 or length == 1
-    again = task.draw(np.random.default_rng(3), batch, length), task.draw(np.random.default_rng(3), batch, length)
-    np.testing.assert_array_equal(again[0].tokens, again[1].tokens)
+    check_draws_repeat(task, batch, length)
+
+
+def check_draws_repeat(task, batch, length):
+    draw = lambda seed: task.draw(np.random.default_rng(seed), batch, length)
+    jax.tree.map(np.testing.assert_array_equal, draw(3), draw(3))
+    assert not np.array_equal(draw([3, 0, length]).tokens, draw([3, 1, length]).tokens), "training and test"
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 14])
+def test_mqar_answers_every_key_by_its_value(rng, length):
+    """Every token is read one by one: pairs first, then fillers, and every key once more, where its value is due."""
+    task, batch = Task("mqar", VOCAB), 20
+    tokens, places, targets, answers = task.draw(rng, batch, length)
+    assert tokens.shape == (batch, 16 * length) and tokens.dtype == places.dtype == targets.dtype == np.int32
+    assert answers.tolist() == list(range(length))
+    for row, at, own in zip(tokens.tolist(), places.tolist(), targets.tolist(), strict=True):
+        book, due = {}, {}
+        for key, value in zip(row[0 : 2 * length : 2], row[1 : 2 * length : 2], strict=True):
+            assert 0 < key < value < VOCAB and key not in book and value not in book.values()
+            book[key] = value
+        assert max(book) < min(book.values()), "no id is both"
+        for place, token in enumerate(row[2 * length :], 2 * length):
+            if token != 0:
+                due[place] = book[token]
+        assert dict(zip(at, own, strict=True)) == due and sorted(due.values()) == sorted(book.values())
+    check_draws_repeat(task, batch, length)
+
+
+def test_mqar_asks_soon_by_a_power_law(rng):
+    """The first key's distance has p(d) ~ d^-0.99, d = 1 to 7 n pairs of tokens after the context."""
+    length, batch = 3, 3000
+    places = Task("mqar", VOCAB).draw(rng, batch, length).places
+    distances = (places[:, 0] - 2 * length) // 2 + 1
+    assert (places % 2 == 0).all()
+    p = np.arange(1, 7 * length + 1) ** -0.99
+    counts = np.bincount(distances, minlength=len(p) + 1)[1:]
+    expected = batch * p / p.sum()
+    assert len(counts) == len(p)
+    np.testing.assert_array_less(np.abs(counts - expected), 6 * np.sqrt(expected))
 
 
 def test_a_guess_among_the_possible_answers_is_right_by_chance(rng):
     for name in TASKS:
         task = Task(name, VOCAB)
-        tokens, answers = task.draw(rng, 2000, 5)
-        values, counts = np.unique(tokens[:, 1:][answers > 0], return_counts=True)
+        values, counts = np.unique(task.draw(rng, 2000, 5).targets, return_counts=True)
         assert len(values) == round(1 / task.chance)
         np.testing.assert_allclose(counts / counts.sum(), task.chance, rtol=0.5)
 
@@ -73,23 +114,35 @@ def test_lengths_and_tasks_that_cannot_be(rng):
 
 
 def test_accuracy_counts_answers_of_which_every_token_is_right():
-    tokens = np.zeros((2, 6), np.int32)
-    answers = np.array([[0, 1, 1, 2, 2], [0, 1, 1, 2, 2]])
-    right = np.array([[False, True, True, True, False], [True, False, False, True, True]])
-    assert accuracy(Probe(tokens, answers), right) == (5 / 8, 2 / 4, 4)
+    probe = Probe(np.zeros((2, 6), np.int32), *np.zeros((2, 2, 4), np.int32), np.array([0, 0, 1, 1]))
+    right = np.array([[True, True, True, False], [False, False, True, True]])
+    assert accuracy(probe, right) == (5 / 8, 2 / 4, 4)
 
 
 def test_only_answers_count(rng):
-    params = quick_jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
-    probe = Task("associative", MODEL.vocab_size).draw(rng, 3, 3)
-    losses = np.float64(quick_jit(next_token_losses, static_argnums=0)(MODEL, params, probe.tokens))
-    loss = quick_jit(answer_loss, static_argnums=0)(MODEL, params, probe._asdict())
-    assert loss == pytest.approx(losses[probe.answers > 0].mean(), rel=1e-5)
-    assert loss != pytest.approx(losses.mean(), rel=1e-3)
-    right = quick_jit(right_answers, static_argnums=0)(MODEL, params, probe.tokens)
-    assert right.shape == probe.answers.shape
-    likely = np.exp(-losses) > 1 / 2  # then no other id can be likelier
-    assert np.asarray(right)[likely].all()
+    """Loss, gradient and right answers are those of the logits of all tokens, where only the answers weigh anything."""
+    params = jax.tree.map(lambda x: rng.normal(0, 0.5, x.shape).astype(np.float32), abstract_params(MODEL))
+    tokens, places, targets, _ = Task("mqar", MODEL.vocab_size).draw(rng, 2, 2)
+    batch, rows = {"tokens": tokens, "places": places, "targets": targets}, np.arange(2)[:, None]
+    is_answer, target_of = np.zeros(tokens.shape, bool), np.zeros_like(tokens)
+    is_answer[rows, places], target_of[rows, places] = True, targets
+
+    def masked(params):
+        logits = forward(MODEL, params, tokens)[0]
+        losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), target_of[..., None], axis=-1)[..., 0]
+        return jnp.sum(jnp.where(is_answer, losses, 0.0)) / targets.size, logits
+
+    (_, logits), want_grads = quick_jit(jax.value_and_grad(masked, has_aux=True))(params)
+    log_p = np.float64(logits) - np.logaddexp.reduce(np.float64(logits), axis=-1, keepdims=True)
+    loss, grads = quick_jit(jax.value_and_grad(lambda params: answer_loss(MODEL, params, batch)))(params)
+    assert loss == pytest.approx(-np.mean(log_p[rows, places, targets]), rel=1e-5)
+    for got, want in zip(*map(jax.tree.leaves, (grads, want_grads)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+    likeliest = np.argmax(log_p[rows, places, : MODEL.vocab_size], axis=-1)
+    mixed = np.where(rng.random(targets.shape) < 0.5, likeliest, targets)
+    right = quick_jit(lambda params, batch: right_answers(MODEL, params, batch))
+    np.testing.assert_array_equal(right(params, batch | {"targets": mixed}), likeliest == mixed)
 
 
 @pytest.mark.long
@@ -98,7 +151,7 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     arguments = ["scripts/recall.py", "--task=associative", "--lengths=1", "--test_lengths=1,3", "--steps=40"]
     arguments += ["--config.model.vocab_size=10", "--config.model.padded_vocab_size=16", "--config.model.d_model=16"]
     arguments += ["--config.model.n_layers=1", "--config.model.implementation=scan", "--config.log_every=20"]
-    arguments += ["--config.optimizer.warmup_steps=5", "--config.optimizer.learning_rate=3e-2"]
+    arguments += ["--config.optimizer.warmup_steps=5", "--config.optimizer.learning_rate=3e-2", "--stop_at=0.999"]
     end = commands.run(*arguments, f"--out={tmp_path}/new/probe")
     assert end.returncode == 0, end.stderr
     assert "probe step 40/40" in end.stderr and "ETA" in end.stderr

@@ -1,16 +1,18 @@
 """Probes of recall: sequences of any length, drawn from a seed, whose answers are in the context.
 
-- "associative": n pairs of a key and its value, then every key again in another order, each answered by its value
-  (multi-query associative recall of Arora et al., 2023, "Zoology").
+- "associative": n pairs of a key and its value, then every key again in another order, each answered by its value, all
+  of them close together.
 - "phonebook": n entries of a name and a number of several tokens each, then some of the names, each answered by its
   number (Jelassi et al., 2024, "Repeat After Me").
 - "copy": n tokens, answered by the same tokens again (the same paper).
+- "mqar": multi-query associative recall as Arora et al. (2023, "Zoology") measure it: n pairs, then every key again,
+  spread over 16 n tokens in all. The others are fillers; the answers are not among the tokens.
 
 n, the number of items in the context, is the length of the probe. A state of constant size can hold only so many; a
 cache of all tokens, such as softmax attention's, grows with them. All ids are random: there is nothing to learn but to
 recall.
 
-Axes: B sequences, T predicted tokens of each, N = T + 1 tokens.
+Axes: B sequences, T tokens of each, A tokens of its answers, n items.
 """
 
 import dataclasses
@@ -23,18 +25,30 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.errors import InputError
-from heinsen.models import ModelConfig, Params, forward, mean_loss
+from heinsen.models import ModelConfig, Params, hidden_states, logits_of, mean_loss_at
 
 _START, _QUERY, _N_MARKS = 0, 1, 2  # ids that begin a sequence and its queries; the others are content
 _NAME, _NUMBER = 2, 3  # tokens of a phonebook's names and numbers
 _QUERIES = 8  # names that a phonebook is asked for, at most
+MQAR_SPREAD = 16  # tokens per pair in "mqar"
+_POWER = 0.01  # there, of the distances from the context's end to the queries: p(d) ~ d^(_POWER - 1)
 
 
 class Probe(NamedTuple):
-    """Sequences, and the number of the answer, from 1 on, that each target tokens[:, t + 1] belongs to (0: none)."""
+    """Sequences with their answers: `targets` are to be predicted after the tokens at `places`.
 
-    tokens: Int[np.ndarray, "B N"]
-    answers: Int[np.ndarray, "B N-1"]
+    `answers` has the number of the answer, from 0 on, that each target belongs to.
+    """
+
+    tokens: Int[np.ndarray, "B T"]
+    places: Int[np.ndarray, "B A"]
+    targets: Int[np.ndarray, "B A"]
+    answers: Int[np.ndarray, " A"]
+
+    @property
+    def batch(self) -> dict[str, np.ndarray]:
+        """The arrays with an axis B: what `answer_loss` reads."""
+        return {"tokens": self.tokens, "places": self.places, "targets": self.targets}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +77,7 @@ class Task:
     @property
     def max_length(self) -> int | float:
         """Largest length for which there are enough different keys."""
-        return {"associative": self.n_keys, "phonebook": self.n_keys**_NAME, "copy": np.inf}[self.name]
+        return {"phonebook": self.n_keys**_NAME, "copy": np.inf}.get(self.name, self.n_keys)
 
     def check(self, length: int) -> None:
         """Raise ValueError if there are not enough different keys for this length."""
@@ -101,10 +115,25 @@ def _copy(task: Task, rng: np.random.Generator, batch_size: int, length: int) ->
     return _sequence(items, items.reshape(batch_size, 1, length), n_given=0)
 
 
+def _mqar(task: Task, rng: np.random.Generator, batch_size: int, length: int) -> Probe:
+    n_tokens, n_context, first_value = MQAR_SPREAD * length, 2 * length, _N_MARKS + task.n_keys
+    keys = _N_MARKS + _different(rng, batch_size, length, task.n_keys)
+    values = first_value + _different(rng, batch_size, length, task.vocab_size - first_value)
+    # Distances without replacement, each key's after those of the keys before it: the largest of log p + Gumbel noise.
+    log_p = (_POWER - 1) * np.log(np.arange(1, (n_tokens - n_context) // 2 + 1))
+    order = np.argsort(-log_p - rng.gumbel(size=(batch_size, len(log_p))), axis=1)
+    places = n_context + 2 * order[:, :length]
+    tokens = np.full((batch_size, n_tokens), _START)
+    tokens[:, 0:n_context:2], tokens[:, 1:n_context:2] = keys, values
+    np.put_along_axis(tokens, places, keys, axis=1)
+    return Probe(tokens.astype(np.int32), places.astype(np.int32), values.astype(np.int32), np.arange(length))
+
+
 TASKS: dict[str, Callable[[Task, np.random.Generator, int, int], Probe]] = {
     "associative": _associative,
     "phonebook": _phonebook,
     "copy": _copy,
+    "mqar": _mqar,
 }
 
 
@@ -127,26 +156,29 @@ def _sequence(context: np.ndarray, asked: np.ndarray, n_given: int) -> Probe:
         return x.reshape(n_batch, -1)
 
     tokens = np.concatenate([mark(_START), flat(context), mark(_QUERY), flat(asked)], axis=1)
-    which = np.repeat(np.arange(1, n_asked + 1), n_tokens) * (np.arange(n_asked * n_tokens) % n_tokens >= n_given)
-    answers = np.zeros((n_batch, tokens.shape[1] - 1), np.int32)
-    answers[:, -len(which) :] = which
-    return Probe(tokens.astype(np.int32), answers)
+    is_answer = np.tile(np.arange(n_tokens) >= n_given, n_asked)
+    first = tokens.shape[1] - len(is_answer)
+    at, answers = first + np.flatnonzero(is_answer), np.repeat(np.arange(n_asked), n_tokens)[is_answer]
+    tokens, targets = tokens[:, :-1].astype(np.int32), tokens[:, at].astype(np.int32)
+    return Probe(tokens, np.tile((at - 1).astype(np.int32), (n_batch, 1)), targets, answers)
 
 
 # ---- models --------------------------------------------------------------------------------------
 
 
 def answer_loss(
-    config: ModelConfig, params: Params, batch: dict[str, Array], mesh: Mesh | None = None
+    config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
-    """Return the loss, in nats per token, of the answers alone; `batch` is a `Probe._asdict()`."""
-    return mean_loss(config, params, batch["tokens"], mesh, (batch["answers"] > 0).astype(jnp.float32))
+    """Return the loss of the answers, in nats per token; only they have logits. `batch` is a `Probe.batch`."""
+    return mean_loss_at(config, params, batch["tokens"], batch["places"], batch["targets"], mesh)
 
 
-def right_answers(config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"]) -> Bool[Array, "B N-1"]:
-    """Return whether each target is the likeliest id, given all tokens before it, those of its answer included."""
-    logits = forward(config, params, tokens[:, :-1])[0][..., : config.vocab_size]
-    return jnp.argmax(logits, axis=-1) == tokens[:, 1:]
+def right_answers(config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray]) -> Bool[Array, "B A"]:
+    """Return whether each target is the likeliest id, given the tokens up to its place."""
+    x, _ = hidden_states(config, params, batch["tokens"])
+    x = jnp.take_along_axis(x, jnp.asarray(batch["places"])[..., None], axis=1)
+    logits = logits_of(config, params, x.reshape(-1, x.shape[-1]))[:, : config.vocab_size]
+    return jnp.argmax(logits, axis=-1).reshape(x.shape[:-1]) == batch["targets"]
 
 
 class Accuracy(NamedTuple):
@@ -157,8 +189,8 @@ class Accuracy(NamedTuple):
     n_answers: int
 
 
-def accuracy(probe: Probe, right: Bool[np.ndarray, "B T"]) -> Accuracy:
+def accuracy(probe: Probe, right: Bool[np.ndarray, "B A"]) -> Accuracy:
     """Return the accuracy of a model whose `right_answers` are these."""
-    n_answers = int(probe.answers.max())
-    whole = [np.all(right | (probe.answers != which), axis=1) for which in range(1, n_answers + 1)]
-    return Accuracy(float(right[probe.answers > 0].mean()), float(np.mean(whole)), n_answers * len(probe.tokens))
+    n_answers = int(probe.answers.max()) + 1
+    whole = [np.all(right[:, probe.answers == which], axis=1) for which in range(n_answers)]
+    return Accuracy(float(right.mean()), float(np.mean(whole)), n_answers * len(probe.tokens))

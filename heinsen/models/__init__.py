@@ -25,7 +25,7 @@ from heinsen.models.language_model import (
     logits_of,
     unstack,
 )
-from heinsen.models.losses import masked_logits, masked_loss, masked_losses, mean_loss, next_token_losses
+from heinsen.models.losses import masked_logits, masked_loss, masked_losses, mean_loss, mean_loss_at, next_token_losses
 from heinsen.models.mixers import MIXERS, VALUE_DOMAINS, Mixer, Tokens
 from heinsen.models.positions import Position
 from heinsen.models.state import (
@@ -38,6 +38,7 @@ from heinsen.models.state import (
     join_caches,
     split_caches,
     state_shardings,
+    state_size,
     trim_caches,
     with_capacity,
 )
@@ -81,9 +82,11 @@ __all__ = [
     "masked_loss",
     "masked_losses",
     "mean_loss",
+    "mean_loss_at",
     "next_token_losses",
     "split_caches",
     "state_shardings",
+    "state_size",
     "trim_caches",
     "unstack",
     "with_capacity",

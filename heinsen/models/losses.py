@@ -66,7 +66,6 @@ def mean_loss(
     params: Params,
     tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
-    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
     state: ModelState | None = None,
     return_state: Literal[False] = False,
 ) -> Float[Array, ""]: ...
@@ -78,7 +77,6 @@ def mean_loss(
     params: Params,
     tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
-    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
     state: ModelState | None = None,
     *,
     return_state: Literal[True],
@@ -90,24 +88,39 @@ def mean_loss(
     params: Params,
     tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
-    weights: Float[Array | np.ndarray, "B N-1"] | None = None,
     state: ModelState | None = None,
     return_state: bool = False,
 ) -> Float[Array, ""] | tuple[Float[Array, ""], ModelState]:
-    """Return the mean of `next_token_losses` by `weights` (None: equal). Fast to differentiate.
-
-    `state` and return_state are as there.
-    """
+    """Return the mean of `next_token_losses`. Fast to differentiate. `state` and return_state are as there."""
     check_causal(config)
     tokens = jnp.asarray(tokens)
     x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
-    targets_BxT = tokens[:, 1:]
-    if weights is None:
-        weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
-    else:
-        weights_BxT = jnp.asarray(weights / jnp.sum(weights)).astype(x_BxTxD.dtype)
-    loss = weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
+    loss = _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh)
     return loss if after is None else (loss, after)
+
+
+def mean_loss_at(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    places: Int[Array | np.ndarray, "B A"],
+    targets: Int[Array | np.ndarray, "B A"],
+    mesh: Mesh | None = None,
+) -> Float[Array, ""]:
+    """Return the mean of -log p(targets[b, a] | tokens[b, :places[b, a] + 1]). Fast to differentiate.
+
+    Only these places have logits: with few of them the embedding's share of the work is small. Raises ValueError for
+    masked models.
+    """
+    check_causal(config)
+    x_BxTxD, embedding, _ = _hidden_states(config, params, jnp.asarray(tokens), mesh)
+    x_BxAxD = jnp.take_along_axis(x_BxTxD, jnp.asarray(places)[..., None], axis=1)
+    return _plain_mean(config, x_BxAxD, embedding, jnp.asarray(targets), mesh)
+
+
+def _plain_mean(config: ModelConfig, x_BxTxD: Array, embedding: Array, targets_BxT: Array, mesh: Mesh | None) -> Array:
+    weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
+    return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
 
 def masked_logits(

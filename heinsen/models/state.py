@@ -70,6 +70,13 @@ def state_shardings(mesh: Mesh, state: ModelState) -> ModelState:
     return where
 
 
+def state_size(config: ModelConfig, n_tokens: int) -> int:
+    """Return how many numbers one sequence's state has after n_tokens; without caches that does not depend on them."""
+    state = jax.eval_shape(lambda: init_model_state(config, 1, n_tokens))
+    position = state.position.size if config.position == "recurrent" else 0
+    return position + sum(leaf.size for leaf in jax.tree.leaves(state.attention))
+
+
 def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tuple[Any, ...]) -> tuple[Any, ...]:
     """Apply function(mixer, *states) to each layer."""
     return tuple(function(*layer) for layer in zip(config.layer_mixers, *layers, strict=True))

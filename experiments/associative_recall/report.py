@@ -1,0 +1,138 @@
+"""report.md, results.json and recall.png, from the runs."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments import tools
+from experiments.associative_recall.contestants import model_config
+from experiments.tools import table
+from heinsen.models import state_size
+
+Runs = Sequence[dict[str, Any]]  # of results.json
+
+
+def write(out: Path, grid: dict[str, Any], runs: Runs) -> str:
+    """Write the report and its figure, and return it. Raises ExperimentError where every rate of a model has failed.
+
+    grid: what was run, as of run.py, with "spread", the number of tokens per pair.
+    """
+    results = dict(machine=tools.describe_machine(), jax=jax.__version__, grid=grid, runs=runs)
+    results["models"] = [summarize(grid, runs, kind, width) for kind in grid["kinds"] for width in grid["widths"]]
+    plot(out / "recall.png", results)
+    text = tools.write_report(out, results, report(results))
+    return f"{text}\nwritten: {out / 'report.md'}, results.json, recall.png"
+
+
+def summarize(grid: dict[str, Any], runs: Runs, kind: str, width: int) -> dict[str, Any]:
+    """Return a model's size, its accuracy at each learning rate, and that of all lengths at the best one.
+
+    The best has the highest mean accuracy on the lengths of training, over seeds. A failed run recalls nothing.
+    """
+    own = [run for run in runs if (run["kind"], run["width"]) == (kind, width)]
+    done = [run for run in own if run["accuracy"] is not None]
+    if not done:
+        raise tools.ExperimentError(f"{kind} of width {width} has failed at all learning rates, see above")
+    scores = {rate: [score(grid, run) for run in own if run["rate"] == rate] for rate in grid["rates"]}
+    best = max(scores, key=lambda rate: statistics.fmean(scores[rate]))
+    at_best = [run for run in done if run["rate"] == best]
+    n_tokens = grid["spread"] * max(grid["pairs"])
+    return dict(
+        kind=kind,
+        width=width,
+        parameters=done[0]["parameters"],
+        state=state_size(model_config(kind, width, grid["n_heads"]), n_tokens),
+        rate=best,
+        tokens=statistics.fmean(run["tokens"] for run in at_best),
+        accuracy={n: statistics.fmean(run["accuracy"][n] for run in at_best) for n in at_best[0]["accuracy"]},
+        scores=scores,
+    )
+
+
+def score(grid: dict[str, Any], run: dict[str, Any]) -> float:
+    """Return the mean accuracy on the lengths of training."""
+    return 0.0 if run["accuracy"] is None else statistics.fmean(run["accuracy"][n] for n in grid["pairs"])
+
+
+def report(results: dict[str, Any]) -> list[str]:
+    """Return the lines of report.md."""
+    grid, models, runs = results["grid"], results["models"], results["runs"]
+    hours = sum(run.get("seconds", 0) for run in runs) / 3600
+    pairs = ", ".join(f"{n} pairs in {grid['spread'] * n} tokens" for n in grid["pairs"])
+    return [
+        "# Multi-query associative recall",
+        "",
+        f"`python experiments/associative_recall/run.py`, {results['machine']}, jax {results['jax']}: {len(runs)} "
+        f"runs, {hours:.1f} hours of training in all. The task of Zoology (Arora et al., 2023) with 8192 ids: {pairs}, "
+        f"in turn; longer sequences are only tested. Two layers of {grid['n_heads']} heads, {grid['n_steps']:,} steps "
+        f"at most, fewer once 99% are right; seeds {', '.join(map(str, grid['seeds']))}. Every contestant is tuned "
+        "over the same learning rates.",
+        "",
+        "![Accuracy by the size of the state](recall.png)",
+        "",
+        "## Accuracy",
+        "",
+        "Right answers at the best learning rate, by the number of pairs. State: numbers per sequence after "
+        f"{grid['spread'] * max(grid['pairs'])} tokens, in all layers; that of softmax grows with the tokens.",
+        "",
+        *accuracy_table(models),
+        "",
+        "## Learning rates",
+        "",
+        "Right answers on the lengths of training, by learning rate, from the lowest to the highest of the seeds.",
+        "",
+        *rate_table(grid["rates"], models),
+    ]
+
+
+def accuracy_table(models: Runs) -> list[str]:
+    lengths = list(models[0]["accuracy"])
+    head = ["", "width", "parameters", "state", "learning rate", "tokens", *(f"{n} pairs" for n in lengths)]
+    rows = [
+        [
+            each["kind"], str(each["width"]), f"{each['parameters']:,}", f"{each['state']:,}", f"{each['rate']:g}",
+            f"{each['tokens'] / 1e6:.1f}M", *(f"{each['accuracy'][n]:.1%}" for n in lengths),
+        ]
+        for each in models
+    ]  # fmt: skip
+    return table(head, rows)
+
+
+def rate_table(rates: Sequence[float], models: Runs) -> list[str]:
+    def cell(scores: Sequence[float], is_best: bool) -> str:
+        low, high = f"{min(scores):.1%}", f"{max(scores):.1%}"
+        text = low if low == high else f"{low} to {high}"
+        return f"**{text}**" if is_best else text
+
+    rows = [
+        [each["kind"], str(each["width"]), *(cell(each["scores"][rate], rate == each["rate"]) for rate in rates)]
+        for each in models
+    ]
+    return table(["", "width", *(f"{rate:g}" for rate in rates)], rows)
+
+
+def plot(path: Path, results: dict[str, Any]) -> None:
+    """Draw the accuracy by the size of the state, one line per contestant and one panel per number of pairs."""
+    grid, models = results["grid"], results["models"]
+    lengths = list(models[0]["accuracy"])
+    columns = min(3, len(lengths))
+    n_rows = math.ceil(len(lengths) / columns)
+    figure, panels = tools.make_figure(
+        n_rows, columns, figsize=(4 * columns, 3.5 * n_rows), squeeze=False, sharex=True, sharey=True
+    )
+    for axes in panels.flat[len(lengths) :]:
+        axes.set_axis_off()
+    for axes, n in zip(panels.flat, lengths, strict=False):
+        for index, kind in enumerate(grid["kinds"]):
+            own = sorted((each["state"], each["accuracy"][n]) for each in models if each["kind"] == kind)
+            axes.plot(*zip(*own, strict=True), "o-", color=f"C{index}", ms=4, lw=1.2, label=kind)
+        seen = "" if n in grid["pairs"] else ", not trained"
+        axes.set(title=f"{n} pairs in {grid['spread'] * n} tokens{seen}", ylim=(-0.02, 1.02), xscale="log")
+        axes.set(xlabel="numbers in the state", ylabel="right answers")
+        axes.grid(alpha=0.3)
+    panels.flat[0].legend()
+    tools.save_figure(figure, path)
