@@ -58,7 +58,9 @@ def test_every_part_is_a_field_that_the_papers_model_has_not():
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(convolution=4), dict(output="gate"), dict(output="norm"), dict(signed_features=True)], ids=str
+    "changes",
+    [dict(convolution=4), dict(output="gate"), dict(output="norm"), dict(signed_features=True), dict(gate="head")],
+    ids=str,
 )
 def test_the_published_module_has_no_such_part(changes):
     """Not even where the parameters have the same names and shapes."""

@@ -20,7 +20,8 @@ pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 # A value of each field with its part. That of positions is one for these tests: a table of zeros does nothing.
-WITH = {"position": "learned", "convolution": 4, "gate": "head"}
+WITH = {"position": "learned", "convolution": 4, "gate": "head", "output": "gate"}
+LEARNS_LATER = ("/gate/kernel", "/gate/bias")  # once the scale is not 0
 TABLE = OptionalPart("none", {"position/embedding": lambda config, shape: jnp.zeros(shape)})
 
 
@@ -54,7 +55,9 @@ def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part
     assert step == 2 and len(jax.tree.leaves(started)) > len(jax.tree.leaves(params))
     apply = jax.jit(forward, static_argnums=0)
     want = apply(before.model, params, tokens[:, :-1])[0]
-    np.testing.assert_array_equal(apply(after.model, started, tokens[:, :-1])[0], want)
+    got = apply(after.model, started, tokens[:, :-1])[0]
+    # Decays of 0 take another path through the attention, whose rounding differs.
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if part == "gate" else 0)
 
     gradients = jax.jit(jax.grad(lambda params: mean_loss(after.model, params, tokens)))(started)
     abstract = abstract_params(after.model)
@@ -63,7 +66,8 @@ def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part
     ends = [*OPTIONAL_PARTS[part].identity]
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert any(map(name.endswith, ends)) <= (np.abs(gradient).max() > 0), f"{name} does not learn"
+        if any(map(name.endswith, ends)) and not name.endswith(LEARNS_LATER):
+            assert np.abs(gradient).max() > 0, f"{name} does not learn"
 
 
 def test_what_no_part_explains_is_refused(source, table_is_optional, monkeypatch):

@@ -19,6 +19,7 @@ from heinsen.models import (
     forward,
     init_model_state,
     init_params,
+    mean_log_decays,
     mean_loss,
 )
 from heinsen.models.mixers import Tokens
@@ -254,6 +255,25 @@ def test_logits_activations_and_gradients_are_those_of_the_float64_model(rng, co
     scale = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
     assert abs(numeric - slope) < 1e-4 * max(scale, abs(slope))
     assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(grads))
+
+
+def test_mean_log_decays_are_those_of_the_gates(rng):
+    """With no weights, a head forgets at its bias's rate; layers of kinds without a gate have none."""
+    config = model_config(
+        **SIZES
+        | EQUAL
+        | dict(attention="softmax,heinsen", position="none", gate="head", gate_shortest=3, gate_longest=300),
+        n_layers=4,
+    )
+    params = init_params(config, jax.random.key(0))
+    gate = params["layers"]["layer_1"]["gate"]
+    gate["kernel"] *= 0
+    decays = mean_log_decays(config, params, draw_tokens(config, rng))
+    assert list(decays) == [1, 3]
+    for each in decays.values():
+        np.testing.assert_allclose(-1 / each, [3, 30, 300], rtol=1e-4)
+    gate["scale"] *= -1  # less than nothing is nothing
+    assert not any(map(np.any, mean_log_decays(config, params, draw_tokens(config, rng)).values()))
 
 
 def test_pieces_and_steps_equal_the_whole(rng, config):

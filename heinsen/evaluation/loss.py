@@ -21,6 +21,7 @@ from heinsen.models import (
     Params,
     activation_rms,
     init_model_state,
+    mean_log_decays,
     next_token_losses,
     state_shardings,
 )
@@ -97,14 +98,25 @@ def _where_states_are(model: ModelConfig, mesh: Mesh) -> ModelState:
     return state_shardings(mesh, jax.eval_shape(partial(init_model_state, model, 1)))
 
 
-def make_activation_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
-    """Return a compiled step: (params, windows [B, T + 1]) -> `activation_rms` of the tokens that the model reads.
+def make_activation_step(
+    model: ModelConfig, mesh: Mesh, rms: bool
+) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
+    """Return a compiled step: (params, windows [B, T + 1]) -> metrics of what happens inside the model.
 
-    No token is masked.
+    With `rms`, root mean squares of every layer (`activation_rms`); of a forget gate, every head's time constant in
+    tokens (`mean_log_decays`), at most 1e9. No token is masked.
     """
 
     def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-        return activation_rms(model, params, tokens[:, :-1] if model.causal else tokens[:, 1:], mesh)
+        tokens = tokens[:, :-1] if model.causal else tokens[:, 1:]
+        metrics: dict[str, jax.Array] = {}
+        if rms:
+            for name, layers in activation_rms(model, params, tokens, mesh).items():
+                metrics |= {f"{name}_rms/layer_{i}": x for i, x in enumerate(layers)}
+        if model.gate != "none":
+            for i, heads in mean_log_decays(model, params, tokens, mesh).items():
+                metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / jnp.maximum(-x, 1e-9) for j, x in enumerate(heads)}
+        return metrics
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 

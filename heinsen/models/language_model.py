@@ -17,6 +17,7 @@ Axes: B batch, T tokens, D d_model, H heads, K key features, V value features, L
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -48,7 +49,7 @@ from heinsen.parallel import BATCH, constrain
 
 Params = dict[str, Any]
 
-_RMS = "rms"  # the collection of variables in which layers record activations for `activation_rms`
+_RECORDS = "records"  # the collection of variables in which layers record what is asked for
 
 
 class LanguageModel(nn.Module):
@@ -108,7 +109,7 @@ class LanguageModel(nn.Module):
             module = nn.remat(module, prevent_cse=False, policy=REMAT_POLICIES[c.remat], static_argnums=(4,))
         scan: Any = nn.scan(
             module,
-            variable_axes={"params": 0, _RMS: 0},
+            variable_axes={"params": 0, _RECORDS: 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast),
             out_axes=0,
@@ -180,9 +181,9 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
         y, state = self.attend(x_BxTxD, state, tokens)
-        self.record_rms("attention", y)
+        self.record("attention", lambda: self.rms(y))
         x_BxTxD = self.feed(x_BxTxD, y)
-        self.record_rms("residual", x_BxTxD)
+        self.record("residual", lambda: self.rms(x_BxTxD))
         return constrain_stream(self.mesh, x_BxTxD), state if keep_state else LayerState(None, None)
 
     def attend(self, x_BxTxD: Array, state: LayerState, tokens: Tokens) -> tuple[Array, LayerState]:
@@ -204,7 +205,9 @@ class Layer(nn.Module):
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
         if c.gate == "head" and self.mixer.takes_log_decay:
             forget = ForgetGate(c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation, name="gate")
-            tokens = tokens._replace(log_decay=forget(normed_BxTxD))
+            log_decay_BxHxT = forget(normed_BxTxD)
+            tokens = tokens._replace(log_decay=log_decay_BxHxT)
+            self.record("log_decay", lambda: jnp.mean(log_decay_BxHxT, axis=(0, 2)))
         y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
         if c.output == "norm":
             y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))
@@ -221,11 +224,14 @@ class Layer(nn.Module):
         h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(y))
         return x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
 
-    def record_rms(self, name: str, x: Array) -> None:
-        """Record the root mean square of x where `activation_rms` asks for it."""
-        if self.is_mutable_collection(_RMS) and not self.is_initializing():
-            rms = jnp.sqrt(jnp.mean(jnp.square(x.astype(self.config.accumulator_dtype))))
-            self.sow(_RMS, name, rms, reduce_fn=lambda _, new: new, init_fn=lambda: None)
+    def record(self, name: str, compute: Callable[[], Array]) -> None:
+        """Record a value where `activation_rms` or `mean_log_decays` asks for it."""
+        if self.is_mutable_collection(_RECORDS) and not self.is_initializing():
+            self.sow(_RECORDS, name, compute(), reduce_fn=lambda _, new: new, init_fn=lambda: None)
+
+    def rms(self, x: Array) -> Array:
+        """Root mean square of x."""
+        return jnp.sqrt(jnp.mean(jnp.square(x.astype(self.config.accumulator_dtype))))
 
 
 class GPT2Layer(Layer):
@@ -365,8 +371,32 @@ def activation_rms(
 
     `params` are stacked, as from `init_params`.
     """
+    places = _records(config, params, tokens, mesh)
+    return {name: jnp.stack([each[name] for each in places], axis=1).reshape(-1) for name in ("attention", "residual")}
+
+
+def mean_log_decays(
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
+) -> dict[int, Float[Array, " H"]]:
+    """Return the mean log decay of every head, for the layers that have a forget gate, by their number.
+
+    Its inverse, negated, is the head's time constant in tokens. `params` are stacked, as from `init_params`.
+    """
+    places = _records(config, params, tokens, mesh)
+    found = {
+        i * len(places) + j: log_decay
+        for j, place in enumerate(places)
+        if "log_decay" in place
+        for i, log_decay in enumerate(place["log_decay"])
+    }
+    return dict(sorted(found.items()))
+
+
+def _records(
+    config: ModelConfig, params: Params, tokens: Array | np.ndarray, mesh: Mesh | None
+) -> list[dict[str, Any]]:
+    """What the layers record, stacked, for each place of the pattern."""
     model = LanguageModel(config, mesh)
-    found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RMS])[1]
-    period, layers = len(config.pattern), found[_RMS]["layers"]
-    places = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
-    return {name: jnp.stack([place[name] for place in places], axis=1).reshape(-1) for name in places[0]}
+    found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
+    period, layers = len(config.pattern), found[_RECORDS]["layers"]
+    return [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]

@@ -1,19 +1,25 @@
 """Plots of a run."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from heinsen.files import write_figure
 from heinsen.training.metrics import metric_points, read_metrics
 
 
-def plot_loss(workdir: Path) -> Path:
-    """Plot training and validation loss over tokens from metrics.jsonl; return the path, WORKDIR/plots/loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot_run(workdir: Path) -> list[Path]:
+    """Plot a run from metrics.jsonl: the loss and, of a forget gate, the time constants. Return the paths."""
     entries = read_metrics(workdir)
+    paths = [_plot_loss(workdir, entries)]
+    if any(name.startswith("time_constant/") for entry in entries for name in entry):
+        paths.append(_plot_time_constants(workdir, entries))
+    return paths
+
+
+def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
+    """Training and validation loss over tokens."""
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
         points = metric_points(entries, name)
@@ -26,3 +32,44 @@ def plot_loss(workdir: Path) -> Path:
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path
+
+
+def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
+    """Every head's time constant over tokens, one panel for each layer."""
+    plt = _pyplot()
+    names = sorted({name for entry in entries for name in entry if name.startswith("time_constant/")}, key=_numbers)
+    layers = sorted({_numbers(name)[0] for name in names})
+    n_columns = min(4, len(layers))
+    n_rows = -(-len(layers) // n_columns)
+    figure, grid = plt.subplots(
+        n_rows, n_columns, figsize=(3 * n_columns, 2.5 * n_rows), sharex=True, sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axes, layer in zip(grid.flat, layers, strict=False):
+        own = [name for name in names if _numbers(name)[0] == layer]
+        for j, name in enumerate(own):
+            color = plt.get_cmap("viridis")(j / max(1, len(own) - 1))
+            axes.plot(*zip(*metric_points(entries, name), strict=True), ".-", color=color, lw=1, ms=3)
+        axes.set(title=f"layer {layer}", yscale="log")
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{workdir.name}: time constants of the forget gate, by head")
+    figure.supxlabel("tokens")
+    figure.supylabel("time constant (tokens)")
+    path = workdir / "plots" / "time_constants.png"
+    write_figure(path, figure, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    """(layer, head) of time_constant/layer_0/head_3."""
+    return tuple(int(part.rsplit("_", 1)[1]) for part in name.split("/")[1:])
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -11,7 +11,7 @@ import jax
 from heinsen.training.console import Console
 from heinsen.training.metrics import MetricsLog
 from heinsen.training.optimizer import make_schedule
-from heinsen.training.plots import plot_loss
+from heinsen.training.plots import plot_run
 from heinsen.training.run import TrainConfig
 from heinsen.training.spikes import SpikeDetector
 from heinsen.training.throughput import ThroughputMeter, peak_flops_per_device, train_flops_per_token
@@ -54,7 +54,7 @@ class Reporter:
             for log in reversed(self._logs):
                 log.close()
             if self._writes:
-                plot_loss(self._workdir)
+                plot_run(self._workdir)
 
     def message(self, text: str) -> None:
         self._console.message(text)

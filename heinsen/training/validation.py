@@ -23,7 +23,7 @@ from heinsen.training.run import TrainConfig
 
 
 class Validator:
-    """Measures the validation loss of a run's parameters, and activations where the config asks for them.
+    """Measures the validation loss of a run's parameters, and what `make_activation_step` shows of them.
 
     A run that carries its state in training carries it here, too, along each row of the batches.
     """
@@ -32,7 +32,9 @@ class Validator:
         self._config, self._mesh, self._data = config, mesh, data
         make_step: Callable[..., Any] = make_stream_eval_step if config.carry_state else make_eval_step
         self._eval_step = make_step(config.model, mesh)
-        self._activation_step = make_activation_step(config.model, mesh) if config.log_activations else None
+        self._activation_step = None
+        if config.log_activations or config.model.gate != "none":
+            self._activation_step = make_activation_step(config.model, mesh, rms=config.log_activations)
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
@@ -51,10 +53,9 @@ class Validator:
         return evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token, state)
 
     def _activations(self, params: Params) -> dict[str, float]:
-        """Root mean squares per layer over the first dataset's first batch, if `log_activations`."""
+        """Metrics of the first dataset's first batch: of activations, if asked for, and of a forget gate."""
         if self._activation_step is None:
             return {}
         tokens = next(iter(self._data.validation[0].batches))["tokens"]
         placed = place_batch(self._mesh, {"tokens": tokens})["tokens"]
-        rms = jax.device_get(self._activation_step(params, placed))
-        return {f"{name}_rms/layer_{i}": float(x) for name, layers in rms.items() for i, x in enumerate(layers)}
+        return {name: float(x) for name, x in jax.device_get(self._activation_step(params, placed)).items()}

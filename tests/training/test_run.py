@@ -215,7 +215,7 @@ def test_lines_that_hold_no_metrics_are_dropped_and_counted(tmp_path, capsys):
     assert metrics.read_metrics(tmp_path, warn=said.append) == whole
     assert said == [f"{tmp_path / 'metrics.jsonl'}: {n} of {n + 2} lines are damaged and left out"]
     assert metrics.metric_points(whole, "loss") == [(8, 2.5)]
-    assert plots.plot_loss(tmp_path).stat().st_size > 0
+    assert plots.plot_run(tmp_path)[0].stat().st_size > 0
     metrics.MetricsLog(tmp_path, start_step=3).close()
     assert read_log(tmp_path) == whole, "resuming is not blocked"
     capsys.readouterr()
@@ -252,7 +252,7 @@ def test_entries_past_the_checkpoint_are_dropped(tmp_path):
 
 def test_no_metrics_yet_is_no_error(tmp_path):
     assert metrics.read_metrics(tmp_path) == []
-    assert plots.plot_loss(tmp_path).stat().st_size > 0
+    assert plots.plot_run(tmp_path)[0].stat().st_size > 0
 
 
 def test_peak_rate_is_of_the_longest_name_that_fits_else_measured(monkeypatch):
