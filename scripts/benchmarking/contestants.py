@@ -60,6 +60,10 @@ def contestants() -> dict[str, Prepare]:
     found: dict[str, Prepare] = {
         name: functools.partial(_prepare_jax, function) for name, function in functions.items()
     }
+    gated = functools.partial(heinsen.log_attention, implementation="chunked")
+    found[f"{CHUNKED} (forget gate)"] = functools.partial(
+        _prepare_jax, lambda q, k, v, g: gated(q, k, v, log_decay=g), gated=True
+    )
     found["softmax (jax)"] = _prepare_jax_softmax
     return found | _torch_contestants()
 
@@ -74,15 +78,18 @@ def unchecked_attention(q: jax.Array, k: jax.Array, log_v: jax.Array) -> jax.Arr
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
-def _prepare_jax(function: Callable[..., jax.Array], shape: Shape, direction: str) -> Prepared:
-    """Compile the function, and its gradient for BACKWARD."""
-    arrays = [jax.random.normal(key, shape.axes, shape.dtype) for key in jax.random.split(jax.random.key(0), 4)]
+def _prepare_jax(function: Callable[..., jax.Array], shape: Shape, direction: str, gated: bool = False) -> Prepared:
+    """Compile the function, and its gradient for BACKWARD; `gated`: of log decays, too."""
+    grad, *inputs = (jax.random.normal(key, shape.axes, shape.dtype) for key in jax.random.split(jax.random.key(0), 4))
+    if gated:  # time constants from 1 to 1000 tokens
+        exponents = jax.random.uniform(jax.random.key(1), shape.axes[:-1])
+        inputs.append(-(1e-3**exponents))
 
-    def with_gradient(q, k, v, grad):
-        y, pull = jax.vjp(function, q, k, v)
+    def with_gradient(grad, *inputs):
+        y, pull = jax.vjp(function, *inputs)
         return y, pull(grad.astype(y.dtype))  # y too, as in training, where the layers above need it
 
-    run, arguments = (function, arrays[:3]) if direction == FORWARD else (with_gradient, arrays)
+    run, arguments = (function, inputs) if direction == FORWARD else (with_gradient, [grad, *inputs])
     compiled = jax.jit(run).lower(*arguments).compile()
     memory = compiled.memory_analysis()
     peak = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes

@@ -54,6 +54,55 @@ def truth(q, k, v, causal, ids, state, g):
     return y, end, (d_fq * slope(q), (d_a.swapaxes(-1, -2) @ fq) * slope(k), (a.swapaxes(-1, -2) @ d_sums)[..., :-1])
 
 
+@pytest.mark.parametrize("mean_length", [0, 3], ids=["one document", "several"])
+def test_decays_multiply_what_is_before_them(rng, mean_length):
+    """The recurrence token by token in float64; gradients by finite differences along a direction."""
+    case = draw_case(rng, (2, 3), T, T, K, V, mean_length=mean_length, decay=True)
+    state = np.abs(rng.standard_normal((2, 3, K, V + 1)))
+    weights = rng.standard_normal((2, 3, T, V)), rng.standard_normal((2, 3, K, V + 1))
+    starts = np.zeros((2, 3, T), bool)
+    if case.segment_ids is not None:
+        starts[..., 1:] = case.segment_ids[..., 1:] != case.segment_ids[..., :-1]
+
+    def recurrence(q, k, v, decays, sums):
+        outputs = []
+        for t in range(T):
+            left = np.where(starts[..., t], 0.0, np.exp(decays[..., t]))[..., None, None]
+            v1 = np.concatenate([v[..., t, :], np.ones((2, 3, 1))], axis=-1)
+            sums = left * sums + features(k[..., t, :])[..., None] * v1[..., None, :]
+            read = (features(q[..., t, :])[..., None] * sums).sum(-2)
+            outputs.append(read[..., :-1] / read[..., -1:])
+        return np.stack(outputs, axis=-2), sums
+
+    def attend(q, k, v, decays, sums):
+        y, end = linear_attention(
+            q,
+            k,
+            v,
+            log_decay=decays,
+            state=linear.LinearState(sums),
+            segment_ids=case.segment_ids,
+            return_state=True,
+        )
+        return y, end.sums
+
+    arrays = [np.float64(x) for x in (*case[:3], case.log_decay, state)]
+    loss = lambda *arrays: sum(np.sum(w * x) for w, x in zip(weights, recurrence(*arrays), strict=True))
+    inputs, cotangents = jax.tree.map(np.float32, (arrays, weights))
+    got, gradients = quick_jit(lambda arrays: (lambda out, pull: (out, pull(cotangents)))(*jax.vjp(attend, *arrays)))(
+        inputs
+    )
+    for x, want in zip(got, recurrence(*arrays), strict=True):
+        assert_close(x, want, 1e-5)
+    for i, gradient in enumerate(gradients):
+        direction = np.where(np.isfinite(arrays[i]), rng.standard_normal(arrays[i].shape), 0.0)
+        moved = [[x + step * direction if i == j else x for j, x in enumerate(arrays)] for step in (1e-6, -1e-6)]
+        slope = (loss(*moved[0]) - loss(*moved[1])) / 2e-6
+        assert (
+            abs(np.sum(direction * gradient) - slope) < 1e-4 * np.sqrt(np.sum(np.square(np.float64(gradient)))) + 1e-5
+        )
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("mean_length", [0, 3], ids=["one document", "several"])
 def test_outputs_states_and_gradients_are_those_of_the_quadratic_form(rng, causal, mean_length):
