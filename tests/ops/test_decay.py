@@ -224,7 +224,12 @@ def test_a_million_steps(rng, decay):
         state64, log_y64, _ = jax.tree.map(np.asarray, jax.jit(run, static_argnums=0)(jnp.float64))
     assert exact.all()
     assert np.max(np.abs(log_y - log_y64)) <= 2e-4
-    assert max(np.max(np.abs(x - y)) for x, y in zip(state, state64, strict=True)) <= 2e-3
+    means, means64 = (np.asarray(h_s) - np.asarray(h_z)[..., None] for h_s, h_z in (state, state64))
+    assert np.max(np.abs(means - means64)) <= 2e-4
+    # The state between calls rounds h_z: by as much for all features, where it is stationary, which no query sees.
+    drift = np.asarray(state.h_z) - np.asarray(state64.h_z)
+    assert np.max(np.abs(drift)) <= n_calls * np.spacing(np.float32(np.max(np.abs(state64.h_z)))) / 2
+    assert np.ptp(drift) <= 2e-4
 
 
 # ---- errors ----------------------------------------------------------------------------------------
