@@ -168,7 +168,7 @@ def test_the_report_of_recall_shows_the_best_rate_on_the_lengths_of_training(rng
             features = model["width"] // 2
             assert model["state"] == 2 * 2 * (features + 1) * features + model["width"]
         else:
-            assert model["state"] == 2 * 2 * 8 * 16 * model["width"], "keys and values of 128 tokens"
+            assert model["state"] == (2 * 2 * 8 * 16 + 1) * model["width"], "keys and values of 128 tokens, and e"
     again = recall_report.write(tmp_path, grid, runs)
     assert again == text and json.loads((tmp_path / "results.json").read_text()) == results
     with pytest.raises(ExperimentError, match="heinsen of width 32 has failed at all learning rates"):

@@ -39,7 +39,6 @@ def run(arguments: list[str], devices: int, folder: str) -> None:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
     jax.config.update("jax_num_cpu_devices", devices)
     sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
     runpy.run_path(arguments[0], run_name="__main__")
 
 
