@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -142,20 +143,20 @@ class ModelConfig:
             build(self).check_use(self.attention, is_used=name in self.pattern)
         if self.gate != "none":
             self._check_gate()
-        if self.signed_features and not any(mixer.takes_signed_features for mixer in self.mixers):
-            kinds = " and ".join(name for name, build in MIXERS.items() if build(self).takes_signed_features)
+        if self.signed_features:
+            self._check_taken("signed_features", lambda mixer: mixer.takes_signed_features, "False")
+
+    def _check_taken(self, name: str, takes: Callable[[Mixer[Any]], bool], off: str) -> None:
+        """Raise ValueError where no layer's kind of attention takes an option, which `off` leaves out."""
+        if not any(map(takes, self.mixers)):
+            kinds = " and ".join(kind for kind, build in MIXERS.items() if takes(build(self)))
             raise ValueError(
-                f"model.signed_features is an option of {kinds} attention, of which model.attention = "
-                f"{self.attention!r} has none: set it to False"
+                f"model.{name} = {getattr(self, name)!r} is an option of {kinds} attention, of which model.attention = "
+                f"{self.attention!r} has none: set it to {off}"
             )
 
     def _check_gate(self) -> None:
-        if not any(mixer.takes_log_decay for mixer in self.mixers):
-            kinds = " and ".join(name for name, build in MIXERS.items() if build(self).takes_log_decay)
-            raise ValueError(
-                f"model.gate = {self.gate!r} is an option of {kinds} attention, of which model.attention = "
-                f"{self.attention!r} has none: set it to none"
-            )
+        self._check_taken("gate", lambda mixer: mixer.takes_log_decay, "none")
         if not self.causal:
             raise ValueError(
                 f"model.gate = {self.gate!r} forgets the tokens before, and a model with objective = 'masked' reads in "

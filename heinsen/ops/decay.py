@@ -60,12 +60,12 @@ def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
     )
 
 
-def prefix_sums(x: Array) -> Array:
-    """Sums of x [*batch, C] up to each token, as a product, which XLA does not compute again for every user."""
-    n_tokens = x.shape[-1]
-    return jnp.einsum("...s,st->...t", x, jnp.triu(jnp.ones((n_tokens,) * 2, x.dtype)), precision=lax.Precision.HIGHEST)
+def prefix_sums(x: Array, reverse: bool = False) -> Array:
+    """Sums of x [*batch, C] up to each token, or from each on: a product, which XLA computes once for all users."""
+    triangle = (jnp.tril if reverse else jnp.triu)(jnp.ones((x.shape[-1],) * 2, x.dtype))
+    return jnp.einsum("...s,st->...t", x, triangle, precision=lax.Precision.HIGHEST)
 
 
 def decay_grad(dsums: Array, dtotal: Array) -> Array:
     """Gradient of log_decay [*batch, C] from those of its sums G [*batch, C] and of the last of them [*batch]."""
-    return jnp.flip(prefix_sums(jnp.flip(dsums, axis=-1)), axis=-1) + dtotal[..., None]
+    return prefix_sums(dsums, reverse=True) + dtotal[..., None]

@@ -22,7 +22,7 @@ def small_blocks(monkeypatch):
 
 
 def draw(rng):
-    """Queries, keys, values and slopes; documents, one of which goes on from before the first token."""
+    """Queries, keys, values and slopes; documents, one of which began before the first token."""
     arrays = (np.float32(scale * rng.standard_normal((B, H, T, K))) for scale in (3, 3, 1, 1))
     return *arrays, rng.random((B, T)) < [[0.0], [0.2]]
 

@@ -1,4 +1,4 @@
-"""Endless training contexts: the state of each row goes on from batch to batch, and from checkpoint to resumed run."""
+"""Endless training contexts: the state of each row carries over to the next batch, and to a resumed run."""
 
 import functools
 import json
