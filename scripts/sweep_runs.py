@@ -32,7 +32,15 @@ class RunFactory:
         """Return the value that the config makes of a text. Raises SweepError."""
         if isinstance(group := _look_up(self.base, field), Mapping):
             raise SweepError(f"--sweep.{field}={text}: {field} is a group of fields ({', '.join(group)}): sweep those")
+        if text == "None" and self._is_none(field):
+            return None  # a flag cannot say so, and need not
         return _look_up(resolve(self._config, self._overrides, {field: text}), field)
+
+    def _is_none(self, field: str) -> bool:
+        """Whether the config has the field, and it is None."""
+        group, _, name = field.rpartition(".")
+        mapping = _look_up(self.base, group) if group else self.base
+        return isinstance(mapping, Mapping) and name in mapping and mapping[name] is None
 
     def make(self, point: Point) -> SweepRun:
         """Return the run of a point. Raises HeinsenError if the config rejects the point, or the data do not fit."""
@@ -86,7 +94,8 @@ def check(config: str, overrides: Mapping[str, str], point: Mapping[str, Value])
 
 
 def _texts(point: Mapping[str, Value]) -> dict[str, str]:
-    return {field: format_value(value) for field, value in point.items()}
+    """Return the flags' texts. None is the value that the config has without a flag (`RunFactory.convert`)."""
+    return {field: format_value(value) for field, value in point.items() if value is not None}
 
 
 def _look_up(mapping: Any, field: str) -> Any:

@@ -14,9 +14,10 @@ from absl import app, flags
 from configs import parse_flags
 from experiments import tools
 from experiments.attention_comparison import report
-from experiments.attention_comparison.contestants import CONTESTANTS, RATE, SIGMOIDS, Contestant
+from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
+from experiments.contest import test
 from heinsen.errors import exit_on_error
-from heinsen.sweep.runs import RunView, best_of
+from heinsen.sweep.runs import RunView
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/attention_comparison", "Folder of the experiment.")
@@ -30,9 +31,7 @@ SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with se
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 1000, "Training steps on the probe of recall.", lower_bound=101)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
 
-CONFIG = Path(__file__).resolve().parent / "config.py"
 RECALL_LENGTHS = (4, 8, 16, 32)
-_MOST_EXTENSIONS = 2  # of the grid of learning rates
 
 
 def main(argv: list[str]) -> None:
@@ -48,72 +47,25 @@ def run(out: Path, parallel: int) -> str:
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.prepare_bytes(Path(CORPUS.value), out / "data")
     tuning, final, sigmoid = train(out, rates, parallel)
-    tested = test(out, {"final": final, "sigmoid": sigmoid}, parallel)
+    tested = test(out / "test", {out / "final": final, out / "sigmoid": sigmoid}, parallel)
     recall = measure_recall(out, parallel)
     return report.write(out, tuning, final, sigmoid, tested, recall, measure_speed(out))
 
 
 def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView], list[RunView]]:
     """Return the runs of the tuning, of the contestants, and of the sigmoid variants."""
-    everyone = CONTESTANTS | SIGMOIDS
     data = f"--config.data.path={(out / 'data').absolute()}"
-    tuning = tune(out, data, rates, parallel)
-    best = {name: best_rate(tuning, each) for name, each in everyone.items()}
+    tuning = CONTEST.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
     options = [data, "--config.log_activations=True", "--config.seed=1"]
     options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
-    settings = lambda contestants: [each.settings(best[name]) for name, each in contestants.items()]
-    seeds = f"--seeds={SEEDS.value}"
-    final = tools.run_sweep(CONFIG, out / "final", settings(CONTESTANTS), parallel, *options, seeds)
-    sigmoid = tools.run_sweep(CONFIG, out / "sigmoid", settings(SIGMOIDS), parallel, *options, "--seeds=1")
+    final = CONTEST.train(out / "final", CONTESTANTS, tuning, parallel, *options, f"--seeds={SEEDS.value}")
+    sigmoid = CONTEST.train(out / "sigmoid", SIGMOIDS, tuning, parallel, *options, "--seeds=1")
     return tuning, final, sigmoid
-
-
-def tune(out: Path, data: str, rates: list[float], parallel: int) -> list[RunView]:
-    """Return the runs of the grid, and of its extensions.
-
-    A contestant whose best rate is at an end of the grid gets a rate half or twice as large, and then another one.
-    """
-    everyone = CONTESTANTS | SIGMOIDS
-    options = data, f"--config.total_tokens={TUNING_TOKENS.value}"
-    wanted = [each.settings(rate) for each in everyone.values() for rate in rates]
-    tuning = tools.run_sweep(CONFIG, out / "tuning", wanted, parallel, *options, may_crash=True)
-    for extension in range(1, _MOST_EXTENSIONS + 1):
-        beyond = []
-        for each in everyone.values():
-            tried, best = [run.run.point[RATE] for run in each.runs_of(tuning)], best_rate(tuning, each)
-            if len(tried) > 1 and best in (min(tried), max(tried)):
-                beyond.append(each.settings(best / 2 if best == min(tried) else best * 2))
-        if beyond:
-            folder = out / f"tuning_{extension}"
-            tuning += tools.run_sweep(CONFIG, folder, beyond, parallel, *options, may_crash=True)
-    return tuning
-
-
-def best_rate(tuning: list[RunView], contestant: Contestant) -> float:
-    """Return the learning rate with the lowest validation loss. Raises ExperimentError."""
-    best = best_of(contestant.runs_of(tuning))
-    if best is None:
-        raise tools.ExperimentError(
-            f"{contestant} has crashed at all learning rates: give lower --learning_rates, and another --out"
-        )
-    return best.run.point[RATE]
-
-
-def test(out: Path, sweeps: dict[str, list[RunView]], parallel: int) -> dict[str, dict]:
-    """Return {run: summary of eval.py on the test split}, given {folder of a sweep: its runs}."""
-    files = {run.name: out / "test" / f"{run.name}.json" for runs in sweeps.values() for run in runs}
-    commands = {
-        files[run.name]: ["eval.py", f"--workdir={(out / folder / run.name).absolute()}", "--split=test"]
-        for folder, runs in sweeps.items()
-        for run in runs
-    }
-    found = tools.run_programs(commands, parallel)
-    return {name: found[file] for name, file in files.items()}
 
 
 def measure_recall(out: Path, parallel: int) -> dict[str, dict]:
     """Return {kind of attention: results of scripts/recall.py for a small model}."""
-    kinds = [name for name, each in CONTESTANTS.items() if each.block == "heinsen"]
+    kinds = [name for name in CONTESTANTS if CONTEST.train_config(name).model.block == "heinsen"]
     lengths = ",".join(map(str, RECALL_LENGTHS))
     commands = {
         out / "recall" / kind / "stdout.json": [

@@ -16,10 +16,11 @@ from absl import app, flags, logging
 
 from configs import parse_flags
 from experiments import tools
-from experiments.attention_comparison.contestants import CONTESTANTS, Contestant, train_config
+from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS
 from heinsen.errors import exit_on_error
 from heinsen.parallel import keep_host_memory, make_mesh
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 
 LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")
@@ -40,7 +41,7 @@ def measure(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
     keep_host_memory()
     rates: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}
     for length in lengths:
-        steps = {name: prepare(contestant, n_tokens // length, length) for name, contestant in CONTESTANTS.items()}
+        steps = {name: prepare(CONTEST.train_config(name), n_tokens // length, length) for name in CONTESTANTS}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(REPEATS):
             for name, step in steps.items():
@@ -54,9 +55,9 @@ def measure(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
     return rates
 
 
-def prepare(contestant: Contestant, n_sequences: int, length: int) -> Callable[[], None]:
+def prepare(config: TrainConfig, n_sequences: int, length: int) -> Callable[[], None]:
     """Return a function that takes one training step and waits for it."""
-    config, mesh = train_config(contestant), make_mesh()
+    mesh = make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     state = init_train_state(config.model, optimizer, 0, mesh)
     train_step = make_train_step(config.model, optimizer, mesh)

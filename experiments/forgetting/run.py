@@ -1,0 +1,64 @@
+"""What a forget gate is worth, and what helps beside it: parts, blocks and context lengths, tuned and trained alike.
+
+    python experiments/forgetting/run.py --corpus=CORPUS --out=runs/forgetting [--parallel=2] [--contests=parts,...]
+
+CORPUS holds {train-*,validation,test}.jsonl.zst. Rerun the same command to resume. config.py is what all contestants
+share, and contestants.py lists them by the question that they answer. OUT receives data/, for each contest its sweeps
+CONTEST/tuning*/ and CONTEST/final/ and the test split's losses CONTEST/test/, and the report: report.md, results.json
+and figures.
+"""
+
+from pathlib import Path
+
+from absl import app, flags
+
+from configs import parse_flags
+from experiments import tools
+from experiments.contest import Contest, test
+from experiments.forgetting import report
+from experiments.forgetting.contestants import CONTESTS
+from heinsen.errors import exit_on_error
+
+CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+OUT = flags.DEFINE_string("out", "runs/forgetting", "Folder of the experiment.")
+PARALLEL = flags.DEFINE_integer(
+    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
+)
+WHICH = flags.DEFINE_list("contests", list(CONTESTS), "Contests of contestants.py, all by default.")
+RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
+TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Tokens of each tuning run.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    with exit_on_error(on_interrupt=tools.RESUME):
+        print(run(Path(OUT.value), PARALLEL.value or tools.default_parallel()))
+
+
+def run(out: Path, parallel: int) -> str:
+    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
+    for name in WHICH.value:
+        if name not in CONTESTS:
+            raise tools.ExperimentError(f"--contests: {name!r}: choose {', '.join(CONTESTS)}")
+    rates = tools.parse_numbers("learning_rates", RATES.value)
+    tools.share_compilations(out)
+    tools.prepare_bytes(Path(CORPUS.value), out / "data")
+    found = {name: hold(CONTESTS[name], out / name, rates, parallel) for name in WHICH.value}
+    return report.write(out, found)
+
+
+def hold(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Held:
+    """Tune, train and test the contestants of a contest."""
+    data = f"--config.data.path={(out.parent / 'data').absolute()}"
+    tuning = contest.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
+    options = [data, "--config.seed=1", f"--seeds={SEEDS.value}"]
+    options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
+    final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
+    return report.Held(contest, tuning, final, test(out / "test", {out / "final": final}, parallel))
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)
