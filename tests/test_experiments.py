@@ -8,12 +8,14 @@ import pytest
 from experiments import tools
 from experiments.associative_recall import contestants as recall_contestants
 from experiments.associative_recall import report as recall_report
-from experiments.attention_comparison.contestants import CONTESTANTS, SIGMOIDS, train_config
-from experiments.attention_comparison.report import growth, state_size, versus
+from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
+from experiments.attention_comparison.report import growth
+from experiments.contest import versus
+from experiments.forgetting.contestants import CONTESTS
 from experiments.ladder.law import Law, bootstrap, fit
 from experiments.ladder.run import n_params as n_params_of
 from experiments.ladder.run import parse_rate, parse_size, settings
-from experiments.tools import ExperimentError, n_params, parse_numbers
+from experiments.tools import ExperimentError, parse_numbers
 
 pytest_plugins = ["tests.run_fixtures"]
 
@@ -54,34 +56,46 @@ def test_too_few_runs_are_no_law(rng):
         fit(sizes, tokens, sizes)
 
 
-def test_contestants_have_as_many_parameters_within_1_percent():
-    sizes = {name: n_params(train_config(each)) for name, each in (CONTESTANTS | SIGMOIDS).items()}
-    assert max(sizes.values()) < 1.01 * min(sizes.values()), sizes
+@pytest.mark.parametrize("contest", [CONTEST, *CONTESTS.values()], ids=["comparison", *CONTESTS])
+def test_contestants_have_as_many_parameters_within_1_percent(contest):
+    sizes = {name: contest.parameters(name) for name in contest.contestants}
+    assert max(sizes.values()) < 1.01 * CONTEST.parameters("heinsen"), sizes
+    assert min(sizes.values()) > 0.99 * CONTEST.parameters("heinsen"), sizes
+
+
+@pytest.mark.parametrize("contest", [CONTEST, *CONTESTS.values()], ids=["comparison", *CONTESTS])
+def test_contestants_differ_in_what_they_say(contest):
+    models = {name: contest.train_config(name).model for name in contest.contestants}
+    assert len(set(models.values())) == len(models)
+    for name, model in models.items():
+        said = {field.removeprefix("model."): value for field, value in contest.fields(name).items()}
+        assert contest.contestants[name].items() <= said.items()
+        assert all(getattr(model, field) == value for field, value in said.items())
 
 
 def test_what_is_remembered_grows_with_the_text_only_where_there_is_a_cache():
-    for name, each in CONTESTANTS.items():
-        few, many = (state_size(each, n) for n in (100, 1000))
+    for name in CONTESTANTS:
+        few, many = (CONTEST.state_size(name, n) for n in (100, 1000))
         grows = "softmax" in name or name == "sigmoid"
         assert (many > few) == grows
     heads, features = 4, 32
-    assert state_size(CONTESTANTS["heinsen"], 100) >= 4 * heads * features * features
-    assert state_size(CONTESTANTS["softmax"], 100) == 4 * heads * 2 * 100 * features
+    assert CONTEST.state_size("heinsen", 100) >= 4 * heads * features * features
+    assert CONTEST.state_size("softmax", 100) == 4 * heads * 2 * 100 * features
 
 
 def test_the_law_of_sigmoid_attention_over_a_window():
     t = np.arange(1, 513)
-    assert growth(CONTESTANTS["sigmoid"]) == pytest.approx(1 / 2)
-    assert growth(SIGMOIDS["alpha 0.5"]) == pytest.approx(np.sqrt(np.mean(t)) / 2)
-    assert growth(SIGMOIDS["alpha 1.5"]) == pytest.approx(np.sqrt(np.mean(1 / t)) / 2)
+    assert growth("sigmoid") == pytest.approx(1 / 2)
+    assert growth("alpha 0.5") == pytest.approx(np.sqrt(np.mean(t)) / 2)
+    assert growth("alpha 1.5") == pytest.approx(np.sqrt(np.mean(1 / t)) / 2)
     n_sigmoids = [sum(1 / (1 + np.exp(np.log(n))) for _ in range(n)) for n in t]
-    assert growth(SIGMOIDS["alpha 0, bias -log n"]) == pytest.approx(np.sqrt(np.mean(np.square(n_sigmoids))))
+    assert growth("alpha 0, bias -log n") == pytest.approx(np.sqrt(np.mean(np.square(n_sigmoids))))
 
 
 def test_differences_are_those_of_equal_seeds():
     bits = {"a": {1: 2.0, 2: 3.0, 3: 4.0}, "b": {1: 2.1, 2: 3.2, 3: 4.3}}
     text = versus(bits, "b", "a")  # 0.2 +- 4.303 * 0.1 / sqrt(3)
-    assert text == "b is +0.2000 [-0.0484, +0.4484] above it."
+    assert text == "+0.2000 [-0.0484, +0.4484]"
 
 
 def test_the_ladder_takes_tokens_and_rates_by_the_size(rng):

@@ -54,10 +54,9 @@ class Tokens(NamedTuple):
 
 
 class DecayShifts(NamedTuple):
-    """The shifts around a chunk that fall with its log decays."""
+    """Shifts of a chunk with log decays that may be lower than those of its queries."""
 
-    before: Shifts  # of the sums before the chunk
-    after: Shifts  # of the sums after it
+    after: Shifts  # of the sums after the chunk
     own_b: Array | None  # [*batch, V]: of its own values
 
 
@@ -66,10 +65,6 @@ class ChunkShifts(NamedTuple):
 
     reading: Shifts  # of what queries read: of the sums before the chunk, and of its own keys and values
     decay: DecayShifts | None = None
-
-    @property
-    def before(self) -> Shifts:
-        return self.reading if self.decay is None else self.decay.before
 
     @property
     def after(self) -> Shifts:
@@ -85,7 +80,7 @@ class OwnShifts(NamedTuple):
 
     reading: Shifts
     c_end: Array | None  # [*batch, K]: of its keys after the chunk; None without log decays
-    log_decay: Array | None  # [*batch]: of the sums before it
+    log_decay: Array | None  # [*batch, 1]: of the sums before it
 
 
 def own_shifts(kind: Values[Any], keys: Keys) -> OwnShifts:
@@ -94,24 +89,49 @@ def own_shifts(kind: Values[Any], keys: Keys) -> OwnShifts:
     if keys.log_decay is None:
         return OwnShifts(reading, None, None)
     decay = chunk_decay(keys.log_decay[..., 0], keys.starts)
-    return OwnShifts(reading, jnp.max(keys.k + decay.log_until_end[..., None], axis=-2), decay.log_total)
+    return OwnShifts(reading, jnp.max(keys.k + decay.log_until_end[..., None], axis=-2), decay.log_total[..., None])
 
 
-def move_shifts(before: Shifts, own: OwnShifts) -> ChunkShifts:
-    """Shifts of a chunk that follows sums relative to `before`."""
-    reading = jax.tree.map(jnp.maximum, before, own.reading)
+def move_shifts(before: Shifts, own: OwnShifts, axis: int) -> ChunkShifts:
+    """Shifts of chunks that follow sums relative to `before`, in turn along `axis`."""
     if own.c_end is None or own.log_decay is None:
-        return ChunkShifts(reading)
-    after_c = jnp.maximum(before.c + own.log_decay[..., None], own.c_end)
+        return ChunkShifts(jax.tree.map(lambda x, own: running_max(x, own, None, axis), before, own.reading))
+    cover = lambda x, after, own: jnp.maximum(preceding(after, x, axis), own)
+    after_c = running_max(before.c, own.c_end, own.log_decay, axis)
+    reading_c = cover(before.c, after_c, own.reading.c)
     # The share of older values in any mean falls at least so far, and so may their shift.
-    largest = jnp.max(log_shares_kept(before.c, own.log_decay, after_c), axis=-1, keepdims=True)
-    after_b = jax.tree.map(lambda b, own_b: jnp.maximum(b + finite(largest), own_b), before.b, own.reading.b)
-    return ChunkShifts(reading, DecayShifts(before, Shifts(after_c, after_b), own.reading.b))
+    largest = jnp.max(log_shares_kept(reading_c, own.log_decay, after_c), axis=-1, keepdims=True)
+    after_b = jax.tree.map(lambda b, own_b: running_max(b, own_b, largest, axis), before.b, own.reading.b)
+    reading_b = jax.tree.map(cover, before.b, after_b, own.reading.b)
+    return ChunkShifts(Shifts(reading_c, reading_b), DecayShifts(Shifts(after_c, after_b), own.reading.b))
 
 
 def log_shares_kept(c: Array, log_decay: Array, after_c: Array) -> Array:
     """Log of the factors [*batch, K] <= 1 that take weights relative to c to after_c >= c + log_decay."""
-    return jnp.where(c == NEG_INF, NEG_INF, (finite(c) - finite(after_c)) + log_decay[..., None])
+    return jnp.where(c == NEG_INF, NEG_INF, (finite(c) - finite(after_c)) + log_decay)
+
+
+def running_max(first: Array, x: Array, fall: Array | None, axis: int) -> Array:
+    """m[n] = max(m[n-1] + fall[n], x[n]) along `axis`, from m[-1] = first, which lacks the axis (fall None: 0)."""
+
+    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
+
+    first = jnp.expand_dims(first, axis)
+    if fall is None:
+        return lax.cummax(jnp.maximum(first, x), axis=axis)
+    total, largest = lax.associative_scan(combine, (fall, x), axis=axis)
+    return jnp.maximum(first + total, largest)
+
+
+def preceding(x: Array, first: Array, axis: int) -> Array:
+    """The entry before each of x along `axis`, and `first`, which lacks the axis, before the first one."""
+    return jnp.concatenate([jnp.expand_dims(first, axis), lax.slice_in_dim(x, 0, -1, axis=axis)], axis)
+
+
+def following(x: Array, last: Array, axis: int) -> Array:
+    """The entry after each of x along `axis`, and `last`, which lacks the axis, after the last one."""
+    return jnp.concatenate([lax.slice_in_dim(x, 1, None, axis=axis), jnp.expand_dims(last, axis)], axis)
 
 
 # ---- factors --------------------------------------------------------------------------------------
@@ -128,7 +148,7 @@ class Kept(NamedTuple):
     """What a chunk leaves of the sums before it."""
 
     mask: Array | None = None  # [*batch, 1]: 0 where a document starts in the chunk, else 1
-    log_decay: Array | None = None  # [*batch]: in logarithms
+    log_decay: Array | None = None  # [*batch, 1]: in logarithms
 
 
 class KeyFactors(NamedTuple):
@@ -164,55 +184,79 @@ def _key_factors(kind: Values[Any], keys: Keys, shifts: ChunkShifts) -> KeyFacto
     kf, vf = jnp.exp(k - finite(shifts.reading.c)[..., None, :]), kind.factor(values, shifts.own_b)
     if log_decay is None:
         masks = chunk_masks(k.shape[-2], starts, k.dtype)
-        return KeyFactors(kf, _mask(kf, masks.enters_state), vf, masks, Kept(mask=masks.keeps_state))
+        return KeyFactors(kf, _mask_tokens(kf, masks.enters_state), vf, masks, Kept(mask=masks.keeps_state))
     decay = chunk_decay(log_decay[..., 0], starts)
     kf_end = jnp.exp((k - finite(shifts.after.c)[..., None, :]) + decay.log_until_end[..., None])
-    masks = ChunkMasks(decay.of_keys, decay.of_state[..., None], None, None)
-    return KeyFactors(kf, kf_end, vf, masks, Kept(log_decay=decay.log_total))
+    masks = ChunkMasks(decay.of_keys, decay.of_state, None, None)
+    return KeyFactors(kf, kf_end, vf, masks, Kept(log_decay=decay.log_total[..., None]))
 
 
 # ---- sums -----------------------------------------------------------------------------------------
 
 
-def rescale(kind: Values[Any], sums: Sums, old: Shifts, new: Shifts) -> Sums:
-    """Sums relative to the shifts `old`, made relative to `new` >= `old`; their gradients, the other way round."""
-    decay = shift_decay(old.c, new.c)
-    return Sums(kind.rescale(sums.s * decay[..., :, None], old.b, new.b), sums.z * decay)
+class Scales(NamedTuple):
+    """Factors of sums, at most 1: of M_s for each key and each value feature, and of M_z for each key feature."""
+
+    s: Array  # [*batch, K]
+    v: Array | None  # [*batch, V]; None: 1
+    z: Array  # [*batch, K]
+
+
+def scale(sums: Sums, scales: Scales | None) -> Sums:
+    """Sums times their factors (None: 1)."""
+    if scales is None:
+        return sums
+    return Sums(_scale_values(sums.s * scales.s[..., :, None], scales.v), sums.z * scales.z)
+
+
+def shift_scales(old: Shifts, new: Shifts) -> Scales:
+    """Factors that make sums relative to the shifts `old` relative to `new` >= `old`; or gradients the other way."""
+    c = shift_decay(old.c, new.c)
+    return Scales(c, jax.tree.map(shift_decay, old.b, new.b), c)
+
+
+def kept_scales(kept: Kept, shifts: ChunkShifts) -> Scales | None:
+    """Factors of what is left after a chunk of the sums before it; of gradients the other way round."""
+    if kept.mask is not None:
+        return Scales(kept.mask, None, kept.mask)
+    if kept.log_decay is None:
+        return None
+    old, new = shifts.reading, shifts.after
+    log_share = log_shares_kept(old.c, kept.log_decay, new.c)
+    if old.b is None or new.b is None:
+        return Scales(jnp.exp(log_share), None, jnp.exp(log_share))
+    # The shifts of weights and values move together: each factor is at most 1.
+    largest = lax.stop_gradient(jnp.max(log_share, axis=-1, keepdims=True))
+    v = shift_decay(old.b + largest, new.b)
+    return Scales(jnp.exp(log_share - finite(largest)), v, jnp.exp(log_share))
+
+
+def _scale_values(s: Array, v: Array | None) -> Array:
+    return s if v is None else s * v[..., None, :]
+
+
+def kept_product(kept: Scales | None, m: Sums, dend: Sums) -> Array:
+    """Sum [*batch] over all features of what is kept of the sums m, times the gradients of the sums after the chunk."""
+    assert kept is not None
+    v = jnp.ones(m.s.shape[-1:], m.s.dtype) if kept.v is None else kept.v
+    s = kept.s * einsum("...kv,...v->...k", m.s * dend.s, v)
+    return sum_features(s + kept.z * m.z * dend.z)
 
 
 def add_sums(sums: Sums, more: Sums | None) -> Sums:
     return sums if more is None else Sums(sums.s + more.s, sums.z + more.z)
 
 
-def readable_sums(kind: Values[Any], m: Sums, shifts: ChunkShifts) -> Sums:
-    """The sums before a chunk as its queries read them; their gradients, the other way round."""
-    return m if shifts.decay is None else rescale(kind, m, shifts.before, shifts.reading)
-
-
-def kept_sums(kind: Values[Any], kept: Kept, m: Sums, shifts: ChunkShifts) -> Sums:
-    """What is left after a chunk of the sums before it; of their gradients, the other way round."""
-    if kept.mask is not None:
-        return Sums(m.s * kept.mask[..., None], m.z * kept.mask)
-    if kept.log_decay is None:
-        return m
-    old, new = shifts.before, shifts.after
-    log_share = log_shares_kept(old.c, kept.log_decay, new.c)
-    kept_s, old_b = log_share, old.b
-    if old_b is not None:  # the shifts of weights and values move together: each factor is at most 1
-        largest = finite(lax.stop_gradient(jnp.max(log_share, axis=-1, keepdims=True)))
-        kept_s, old_b = log_share - largest, old_b + largest
-    return Sums(kind.rescale(m.s * jnp.exp(kept_s)[..., :, None], old_b, new.b), m.z * jnp.exp(log_share))
-
-
-def query_sums(kind: Values[Any], queries: QueryFactors, keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
-    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries; m are the `readable_sums` before the chunk."""
-    qf = _mask(queries.qf, keys and keys.masks.reads_state)
+def query_sums(queries: QueryFactors, keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
+    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries, from the sums m before it."""
     # Also products with vectors: XLA's CPU library takes five times as long for sums of elementwise products.
-    s, z = einsum("...tk,...kv->...tv", qf, m.s), einsum("...tk,...k->...t", qf, m.z)
+    s, z = einsum("...tk,...kv->...tv", queries.qf, m.s), einsum("...tk,...k->...t", queries.qf, m.z)
     if keys is None:
         return Sums(s, z)
+    if (reads_state := keys.masks.reads_state) is not None:
+        s, z = s * reads_state[..., None], z * reads_state
     a = einsum("...tk,...sk->...ts", queries.qf, keys.kf) * keys.masks.causal
-    own = _move_b(kind, einsum("...ts,...sv->...tv", a, keys.vf), shifts, shifts.reading)
+    own = _move_b(einsum("...ts,...sv->...tv", a, keys.vf), shifts, shifts.reading)
     return Sums(s + own, z + jnp.sum(a, axis=-1))
 
 
@@ -221,23 +265,24 @@ def query_log_z(queries: QueryFactors, sums: Sums) -> ShiftedLog:
     return ShiftedLog(safe_log(sums.z), queries.r)
 
 
-def chunk_sums(kind: Values[Any], keys: KeyFactors | None, shifts: ChunkShifts) -> Sums | None:
+def chunk_sums(keys: KeyFactors | None, shifts: ChunkShifts) -> Sums | None:
     """What a chunk adds to M_s [*batch, K, V] and M_z [*batch, K]."""
     if keys is None:
         return None
     s = einsum("...sk,...sv->...kv", keys.kf_end, keys.vf)
-    return Sums(_move_b(kind, s, shifts, shifts.after), jnp.sum(keys.kf_end, axis=-2))
+    return Sums(_move_b(s, shifts, shifts.after), jnp.sum(keys.kf_end, axis=-2))
 
 
-def next_sums(kind: Values[Any], keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
+def next_sums(keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
     """M_s and M_z after a chunk, from those before it."""
-    kept = Kept() if keys is None else keys.kept
-    return add_sums(kept_sums(kind, kept, m, shifts), chunk_sums(kind, keys, shifts))
+    return m if keys is None else add_sums(scale(m, kept_scales(keys.kept, shifts)), chunk_sums(keys, shifts))
 
 
-def _move_b(kind: Values[Any], s: Array, shifts: ChunkShifts, new: Shifts) -> Array:
+def _move_b(s: Array, shifts: ChunkShifts, new: Shifts) -> Array:
     """Sums of a chunk's own values, made relative to the shifts `new`; their gradients, the other way round."""
-    return s if shifts.decay is None else kind.rescale(s, shifts.own_b, new.b)
+    if shifts.decay is None or shifts.own_b is None or new.b is None:
+        return s
+    return _scale_values(s, shift_decay(shifts.own_b, new.b))
 
 
 def fill_empty_queries(kind: Values[Any], queries: QueryFactors, sums: Sums, shifts: ChunkShifts) -> Sums:
@@ -255,24 +300,24 @@ def fill_empty_features(kind: Values[Any], m: Sums, shifts: Shifts) -> Sums:
 
 def query_sums_grad(queries: QueryFactors, keys: KeyFactors | None, dsums: Sums) -> Sums:
     """What a chunk's queries add to the gradient of the sums before it: qf^T dS, qf^T dZ."""
-    qf = _mask(queries.qf, keys and keys.masks.reads_state)
+    qf = _mask_tokens(queries.qf, keys and keys.masks.reads_state)
     return Sums(einsum("...tk,...tv->...kv", qf, dsums.s), einsum("...tk,...t->...k", qf, dsums.z))
 
 
 def query_grad(queries: QueryFactors, keys: KeyFactors | None, m: Sums, dsums: Sums, dpairs: Array | None) -> Array:
-    """dq [*batch, C, K], from the `readable_sums` m before the chunk and the gradients of the queries' S and Z."""
+    """dq [*batch, C, K], from the sums m before the chunk and the gradients of the queries' S and Z."""
     dqf = einsum("...tv,...kv->...tk", dsums.s, m.s) + dsums.z[..., None] * m.z[..., None, :]
-    dqf = _mask(dqf, keys and keys.masks.reads_state)
+    dqf = _mask_tokens(dqf, keys and keys.masks.reads_state)
     if keys is not None and dpairs is not None:
         dqf = dqf + einsum("...ts,...sk->...tk", dpairs, keys.kf)
     return queries.qf * dqf
 
 
-def pair_grad(kind: Values[Any], keys: KeyFactors | None, dsums: Sums, shifts: ChunkShifts) -> Array | None:
+def pair_grad(keys: KeyFactors | None, dsums: Sums, shifts: ChunkShifts) -> Array | None:
     """Gradient [*batch, C, C] of the products of a chunk's queries and keys, from those of the queries' S and Z."""
     if keys is None:
         return None
-    ds = _move_b(kind, dsums.s, shifts, shifts.reading)
+    ds = _move_b(dsums.s, shifts, shifts.reading)
     return (einsum("...tv,...sv->...ts", ds, keys.vf) + dsums.z[..., None]) * keys.masks.causal
 
 
@@ -300,14 +345,14 @@ def key_grads(
       dend: gradients of the sums after the chunk.
     """
     kf, kf_end, vf, masks, kept = keys
-    dend_s = _move_b(kind, dend.s, shifts, shifts.after)
+    dend_s = _move_b(dend.s, shifts, shifts.after)
     dk = kf_end * (einsum("...sv,...kv->...sk", vf, dend_s) + dend.z[..., None, :])
     dvf = einsum("...sk,...kv->...sv", kf_end, dend_s)
     end = None if kept.log_decay is None else jnp.sum(sum_features(dk), axis=-1)
     if queries is not None and dsums is not None:
         a = einsum("...sk,...tk->...st", kf, queries.qf) * jnp.swapaxes(masks.causal, -1, -2)
         dk = dk + kf * einsum("...ts,...tk->...sk", dpairs, queries.qf)
-        dvf = dvf + einsum("...st,...tv->...sv", a, _move_b(kind, dsums.s, shifts, shifts.reading))
+        dvf = dvf + einsum("...st,...tv->...sv", a, _move_b(dsums.s, shifts, shifts.reading))
     return KeyGrads(dk, kind.factor_grad(vf, dvf), end)
 
 
@@ -348,5 +393,5 @@ def sum_features(x: Array) -> Array:
     return einsum("...k,k->...", x, jnp.ones(x.shape[-1], x.dtype))
 
 
-def _mask(x: Array, mask: Array | None) -> Array:
-    return x if mask is None else x * mask
+def _mask_tokens(x: Array, mask: Array | None) -> Array:
+    return x if mask is None else x * mask[..., None]

@@ -55,9 +55,7 @@ def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
         visible = visible & (document[..., :, None] == document[..., None, :])
         of_state = jnp.where(document == 0, of_state, NEG_INF)
         until_end = jnp.where(document == document[..., -1:], until_end, NEG_INF)
-    return ChunkDecay(
-        jnp.exp(jnp.where(visible, of_keys, 0.0)) * visible, jnp.exp(of_state), until_end, of_state[..., -1]
-    )
+    return ChunkDecay(jnp.exp(jnp.where(visible, of_keys, NEG_INF)), jnp.exp(of_state), until_end, of_state[..., -1])
 
 
 def prefix_sums(x: Array, reverse: bool = False) -> Array:

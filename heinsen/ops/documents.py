@@ -59,8 +59,8 @@ class ChunkMasks(NamedTuple):
     """What the documents of a chunk see of it and of the state before it: 0 or 1, or None for all ones."""
 
     causal: Array  # [*batch, C, C]: key s is visible to query t of the same chunk
-    reads_state: Array | None  # [*batch, C, 1]: query t continues the document of the incoming state
-    enters_state: Array | None  # [*batch, C, 1]: key s belongs to the document that the chunk ends in
+    reads_state: Array | None  # [*batch, C]: query t continues the document of the incoming state
+    enters_state: Array | None  # [*batch, C]: key s belongs to the document that the chunk ends in
     keeps_state: Array | None  # [*batch, 1]: no document starts in the chunk
 
 
@@ -72,7 +72,7 @@ def chunk_masks(n_tokens: int, starts: Array | None, dtype: jnp.dtype) -> ChunkM
     document = document_numbers(starts)
     return ChunkMasks(
         causal * (document[..., :, None] == document[..., None, :]),
-        (document == 0)[..., None].astype(dtype),
-        (document == document[..., -1:])[..., None].astype(dtype),
+        (document == 0).astype(dtype),
+        (document == document[..., -1:]).astype(dtype),
         (document[..., -1:] == 0).astype(dtype),
     )

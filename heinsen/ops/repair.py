@@ -112,15 +112,15 @@ def exact_chunk(kind: Values[Any], tokens: Tokens, state: Any) -> tuple[tuple[Ar
     """((y, log Z), the state after) of a chunk and the normalized state before it, by matmuls if they lose nothing."""
     shifts = ChunkShifts(lax.stop_gradient(kind.state_shifts(state)))
     if tokens.keys is not None:
-        shifts = chunk.move_shifts(shifts.reading, chunk.own_shifts(kind, lax.stop_gradient(tokens.keys)))
+        own, axis = chunk.own_shifts(kind, lax.stop_gradient(tokens.keys)), shifts.reading.c.ndim - 1
+        in_turn = jax.tree.map(lambda x: jnp.expand_dims(x, axis), own)
+        shifts = jax.tree.map(lambda x: jnp.squeeze(x, axis), chunk.move_shifts(shifts.reading, in_turn, axis))
 
     def sum_chunk(tokens: Tokens, state: Any) -> Any:
         f = chunk.compute_factors(kind, tokens, shifts)
-        m = kind.state_to_sums(state, shifts.before)
-        sums = None
-        if f.queries is not None:
-            sums = chunk.query_sums(kind, f.queries, f.keys, chunk.readable_sums(kind, m, shifts), shifts)
-        return f.queries, sums, chunk.next_sums(kind, f.keys, m, shifts)
+        m = kind.state_to_sums(state, shifts.reading)
+        sums = None if f.queries is None else chunk.query_sums(f.queries, f.keys, m, shifts)
+        return f.queries, sums, chunk.next_sums(f.keys, m, shifts)
 
     # Not read where it is lost: its derivatives may be NaN there.
     queries, sums, end = zero_grad_where_unread(sum_chunk)(tokens, state)

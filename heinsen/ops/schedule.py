@@ -29,7 +29,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk
-from heinsen.ops.chunk import ChunkShifts, Kept, KeyFactors, Keys, OwnShifts, QueryFactors, Tokens
+from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors, Tokens
 from heinsen.ops.values import N, Shifts, Sums, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
@@ -228,7 +228,7 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
         chunks = to_chunks(slice_tokens(tokens, i, split.group_size), split)
         own = _move_in_turn(kind, shifts, chunks.keys, split)
         f = chunk.compute_factors(kind, chunks, own)
-        before, m, shifts = _sums_between(kind, f.keys, m, shifts, own)
+        before, m, shifts = _sums_between(f.keys, m, shifts, own)
         if f.queries is not None:
             written = _write_queries(call, f.queries, f.keys, before, own, written, i, save_residuals)
         if chunks.keys is not None:
@@ -271,8 +271,7 @@ def _write_queries(
 ) -> _Written:
     """The buffers with what group i's queries read."""
     y, (s, z), log_z = written
-    readable = chunk.readable_sums(call.kind, before, shifts)
-    sums = chunk.query_sums(call.kind, queries, keys, readable, shifts)
+    sums = chunk.query_sums(queries, keys, before, shifts)
     filled = chunk.fill_empty_queries(call.kind, queries, sums, shifts)
     group_s, group_z = to_tokens(filled.s), to_tokens(filled.z, axis=-1)
     y = write(y, to_tokens(call.kind.mean(sums, shifts.reading.b)), i)
@@ -287,36 +286,25 @@ def _write_queries(
 
 def _move_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys | None, split: Split) -> ChunkShifts:
     """Shifts of each chunk of a group, [*batch, N, ...], after sums relative to `shifts`."""
-    of_each = jax.tree.map(lambda x: x[..., None, :], shifts)
     if keys is None:
-        return ChunkShifts(jax.tree.map(lambda x: jnp.repeat(x, split.n_chunks, axis=-2), of_each))
-    own = chunk.own_shifts(kind, keys)
-    if keys.log_decay is None:  # the same as below, at once
-        reading = jax.tree.map(jnp.maximum, of_each, own.reading)
-        return ChunkShifts(jax.tree.map(lambda x: lax.cummax(x, axis=x.ndim - 2), reading))
-
-    def step(before: Shifts, own: OwnShifts) -> tuple[Shifts, ChunkShifts]:
-        moved = chunk.move_shifts(before, own)
-        return moved.after, moved
-
-    return scan_chunks(step, shifts, own, shifts.c.ndim - 1)[1]
+        return ChunkShifts(jax.tree.map(lambda x: jnp.repeat(x[..., None, :], split.n_chunks, axis=-2), shifts))
+    return chunk.move_shifts(shifts, chunk.own_shifts(kind, keys), shifts.c.ndim - 1)
 
 
-def _sums_between(
-    kind: Values[Any], keys: KeyFactors | None, m: Sums, shifts: Shifts, own: ChunkShifts
-) -> tuple[Sums, Sums, Shifts]:
-    """The sums before each chunk of a group, relative to `own.before`; the sums and shifts after the last."""
+def _sums_between(keys: KeyFactors | None, m: Sums, shifts: Shifts, own: ChunkShifts) -> tuple[Sums, Sums, Shifts]:
+    """The sums before each chunk of a group, relative to `own.reading`; the sums and shifts after the last."""
+    axis = shifts.c.ndim - 1
 
-    def step(carry: Any, xs: Any) -> Any:
-        m, shifts = carry
-        own, more, kept = xs
-        if own.decay is None:
-            m = chunk.rescale(kind, m, shifts, own.before)
-        return (chunk.add_sums(chunk.kept_sums(kind, kept, m, own), more), own.after), m
+    def step(m: Sums, xs: Any) -> tuple[Sums, Sums]:
+        moved, kept, more = xs
+        before = chunk.scale(m, moved)
+        return chunk.add_sums(chunk.scale(before, kept), more), before
 
-    xs = own, chunk.chunk_sums(kind, keys, own), Kept() if keys is None else keys.kept
-    (m, shifts), before = scan_chunks(step, (m, shifts), xs, shifts.c.ndim - 1)
-    return before, m, shifts
+    earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
+    moved = chunk.shift_scales(earlier, own.reading)
+    kept = None if keys is None else chunk.kept_scales(keys.kept, own)
+    m, before = scan_chunks(step, m, (moved, kept, chunk.chunk_sums(keys, own)), axis)
+    return before, m, jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, keepdims=False), own.after)
 
 
 # ---- backward -------------------------------------------------------------------------------------
@@ -350,13 +338,12 @@ def backward(
         if f.queries is not None:
             s = dtokens.keys.values if overwrites_s else None
             dy, dlog_z, dsums = _query_sums_grad(call, residuals, s, grads, i, 1 / scale)
-            m = chunk.readable_sums(kind, before, own)
-            more = chunk.readable_sums(kind, chunk.query_sums_grad(f.queries, f.keys, dsums), own)
-            dpairs = chunk.pair_grad(kind, f.keys, dsums, own)
-            dq = chunk.query_grad(f.queries, f.keys, m, dsums, dpairs)
+            more = chunk.query_sums_grad(f.queries, f.keys, dsums)
+            dpairs = chunk.pair_grad(f.keys, dsums, own)
+            dq = chunk.query_grad(f.queries, f.keys, before, dsums, dpairs)
             dq_total = chunk.query_grad_total(kind, dy, dlog_z, own)
-            dq = chunk.correct_query_grad(dq, f.queries, f.keys, m, dq_total)
-        dends, dkept, dm, after = _sums_between_grad(kind, f.keys, before, more, dm, own, after)
+            dq = chunk.correct_query_grad(dq, f.queries, f.keys, before, dq_total)
+        dends, dkept, dm, after = _sums_between_grad(f.keys, before, more, dm, own, after)
         if f.keys is not None:
             dkey = chunk.key_grads(kind, f.queries, f.keys, dsums, dpairs, dends, own)
             dlog_decay = chunk.log_decay_grad(dq_total, dkey, dkept)
@@ -370,7 +357,7 @@ def backward(
     (dm, shifts, dtokens), _ = lax.scan(step, (dm, shifts, dtokens), xs, reverse=True)
     first = kind.state_shifts(state)
     to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
-    return dtokens, multiply(to_state(chunk.rescale(kind, dm, first, shifts))[0], scale)
+    return dtokens, multiply(to_state(chunk.scale(dm, chunk.shift_scales(first, shifts)))[0], scale)
 
 
 def _make_grad_buffers(tokens: Tokens, sums: Sums | None) -> Tokens:
@@ -402,34 +389,26 @@ def _query_sums_grad(
 
 
 def _sums_between_grad(
-    kind: Values[Any],
-    keys: KeyFactors | None,
-    before: Sums,
-    more: Sums | None,
-    dm: Sums,
-    own: ChunkShifts,
-    after: Shifts,
+    keys: KeyFactors | None, before: Sums, more: Sums | None, dm: Sums, own: ChunkShifts, later: Shifts
 ) -> tuple[Sums, Array | None, Sums, Shifts]:
     """The gradients of the sums after each chunk of a group, and their products with the sums `before` that are kept.
 
     Last come the gradients of the sums before the first chunk, and their shifts. `more` is what each chunk's queries
-    add to the gradient of the sums before it; `dm` is relative to `after`.
+    add to the gradient of the sums before it; `dm` is relative to `later`.
     """
+    axis = later.c.ndim - 1
 
-    def step(carry: Any, xs: Any) -> Any:
-        dm, after = carry
-        own, m, more, kept = xs
-        if own.decay is None:
-            dm = chunk.rescale(kind, dm, own.before, after)
-        dkept = chunk.kept_sums(kind, kept, dm, own)
-        product = None
-        if own.decay is not None:
-            product = jnp.sum(chunk.sum_features(dkept.s * m.s) + dkept.z * m.z, axis=-1)
-        return (chunk.add_sums(dkept, more), own.before), (dm, product)
+    def step(dm: Sums, xs: Any) -> tuple[Sums, Sums]:
+        moved, kept, more = xs
+        dend = chunk.scale(dm, moved)
+        return chunk.add_sums(chunk.scale(dend, kept), more), dend
 
-    xs = own, None if own.decay is None else before, more, Kept() if keys is None else keys.kept
-    (dm, shifts), (dends, products) = scan_chunks(step, (dm, after), xs, after.c.ndim - 1, reverse=True)
-    return dends, products, dm, shifts
+    next_reading = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, later)
+    kept = None if keys is None else chunk.kept_scales(keys.kept, own)
+    xs = chunk.shift_scales(own.after, next_reading), kept, more
+    dm, dends = scan_chunks(step, dm, xs, axis, reverse=True)
+    dkept = None if own.decay is None else chunk.kept_product(kept, before, dends)
+    return dends, dkept, dm, jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, keepdims=False), own.reading)
 
 
 def _end_sums(call: Call, tokens: Tokens, residuals: Residuals) -> tuple[Sums, Shifts]:
@@ -439,4 +418,4 @@ def _end_sums(call: Call, tokens: Tokens, residuals: Residuals) -> tuple[Sums, S
     m, own = pick_chunk((residuals.before, residuals.shifts), last, split, residuals.before.z.ndim - 3)
     keys = slice_tokens(tokens.keys, last, split.chunk_size)
     f = chunk.compute_factors(call.kind, Tokens(None, keys), own)
-    return chunk.next_sums(call.kind, f.keys, m, own), own.after
+    return chunk.next_sums(f.keys, m, own), own.after

@@ -61,10 +61,6 @@ class Values(abc.ABC, Generic[N]):
         """Gradient of the values from that of their factor."""
 
     @abc.abstractmethod
-    def rescale(self, s: Array, old: Array | None, new: Array | None) -> Array:
-        """Sums s [*batch, K, V] relative to the shift `new` >= `old`."""
-
-    @abc.abstractmethod
     def mean(self, sums: Sums, b: Array | None) -> Array:
         """What queries read: log s - log z + b, or s / z; -inf, or 0, where nothing is summed."""
 
@@ -134,10 +130,6 @@ class LogValues(Values[NormalizedState]):
     def factor_grad(self, vf: Array, dvf: Array) -> Array:
         return vf * dvf
 
-    def rescale(self, s: Array, old: Array | None, new: Array | None) -> Array:
-        assert old is not None and new is not None
-        return s * shift_decay(old, new)[..., None, :]
-
     def mean(self, sums: Sums, b: Array | None) -> Array:
         assert b is not None
         return log_divide(safe_log(sums.s), safe_log(sums.z)[..., None]) + finite(b)[..., None, :]
@@ -204,9 +196,6 @@ class RealValues(Values[NormalizedMeanState]):
 
     def factor_grad(self, vf: Array, dvf: Array) -> Array:
         return dvf
-
-    def rescale(self, s: Array, old: Array | None, new: Array | None) -> Array:
-        return s
 
     def mean(self, sums: Sums, b: Array | None) -> Array:
         return safe_divide(sums.s, sums.z[..., None])
