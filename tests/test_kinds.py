@@ -19,7 +19,7 @@ from heinsen.models import (
     forward,
     init_model_state,
     init_params,
-    mean_log_decays,
+    mean_decays,
     mean_loss,
 )
 from heinsen.models.mixers import Tokens
@@ -257,7 +257,7 @@ def test_logits_activations_and_gradients_are_those_of_the_float64_model(rng, co
     assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(grads))
 
 
-def test_mean_log_decays_are_those_of_the_gates(rng):
+def test_mean_decays_are_those_of_the_gates(rng):
     """With no weights, a head forgets at its bias's rate; layers of kinds without a gate have none."""
     config = model_config(
         **SIZES
@@ -268,12 +268,23 @@ def test_mean_log_decays_are_those_of_the_gates(rng):
     params = init_params(config, jax.random.key(0))
     gate = params["layers"]["layer_1"]["gate"]
     gate["kernel"] *= 0
-    decays = mean_log_decays(config, params, draw_tokens(config, rng))
+    decays = mean_decays(config, params, draw_tokens(config, rng))
     assert list(decays) == [1, 3]
     for each in decays.values():
-        np.testing.assert_allclose(-1 / each, [3, 30, 300], rtol=1e-4)
+        np.testing.assert_allclose(-1 / np.log(each), [3, 30, 300], rtol=1e-4)
     gate["scale"] *= -1  # less than nothing is nothing
-    assert not any(map(np.any, mean_log_decays(config, params, draw_tokens(config, rng)).values()))
+    assert all(map(np.all, (each == 1 for each in mean_decays(config, params, draw_tokens(config, rng)).values())))
+
+
+def test_mean_decays_average_what_tokens_leave(rng):
+    config = model_config(**SIZES | EQUAL | dict(position="none", gate="head"), n_layers=1)
+    params, tokens = init_params(config, jax.random.key(1)), draw_tokens(config, rng)
+    gate = params["layers"]["gate"]
+    gate["kernel"] = gate["kernel"] + 3 * rng.standard_normal(gate["kernel"].shape, np.float32)
+    x = np.float64(params["embedding"])[tokens]
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    kept = 1 / (1 + np.exp(-(x @ np.float64(gate["kernel"][0]) + np.float64(gate["bias"][0]))))
+    np.testing.assert_allclose(mean_decays(config, params, tokens)[0], kept.mean((0, 1)), rtol=1e-5)
 
 
 def test_pieces_and_steps_equal_the_whole(rng, config):

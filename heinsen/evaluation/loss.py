@@ -21,7 +21,7 @@ from heinsen.models import (
     Params,
     activation_rms,
     init_model_state,
-    mean_log_decays,
+    mean_decays,
     next_token_losses,
     state_shardings,
 )
@@ -104,7 +104,7 @@ def make_activation_step(
     """Return a compiled step: (params, windows [B, T + 1]) -> metrics of what happens inside the model.
 
     With `rms`, root mean squares of every layer (`activation_rms`); of a forget gate, every head's time constant in
-    tokens (`mean_log_decays`), at most 1e9. No token is masked.
+    tokens, 1 / -log of its `mean_decays`, at most 1e7. No token is masked.
     """
 
     def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
@@ -114,8 +114,9 @@ def make_activation_step(
             for name, layers in activation_rms(model, params, tokens, mesh).items():
                 metrics |= {f"{name}_rms/layer_{i}": x for i, x in enumerate(layers)}
         if model.gate != "none":
-            for i, heads in mean_log_decays(model, params, tokens, mesh).items():
-                metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / jnp.maximum(-x, 1e-9) for j, x in enumerate(heads)}
+            for i, heads in mean_decays(model, params, tokens, mesh).items():
+                rates = jnp.maximum(-jnp.log(heads), 1e-7)
+                metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
         return metrics
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))

@@ -23,7 +23,7 @@ from heinsen.models.language_model import (
     hidden_states,
     init_params,
     logits_of,
-    mean_log_decays,
+    mean_decays,
     unstack,
 )
 from heinsen.models.losses import masked_logits, masked_loss, masked_losses, mean_loss, mean_loss_at, next_token_losses
@@ -82,7 +82,7 @@ __all__ = [
     "masked_logits",
     "masked_loss",
     "masked_losses",
-    "mean_log_decays",
+    "mean_decays",
     "mean_loss",
     "mean_loss_at",
     "next_token_losses",

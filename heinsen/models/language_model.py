@@ -207,7 +207,7 @@ class Layer(nn.Module):
             forget = ForgetGate(c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation, name="gate")
             log_decay_BxHxT = forget(normed_BxTxD)
             tokens = tokens._replace(log_decay=log_decay_BxHxT)
-            self.record("log_decay", lambda: jnp.mean(log_decay_BxHxT, axis=(0, 2)))
+            self.record("decay", lambda: jnp.mean(jnp.exp(log_decay_BxHxT), axis=(0, 2)))
         y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
         if c.output == "norm":
             y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))
@@ -225,7 +225,7 @@ class Layer(nn.Module):
         return x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
 
     def record(self, name: str, compute: Callable[[], Array]) -> None:
-        """Record a value where `activation_rms` or `mean_log_decays` asks for it."""
+        """Record a value where `activation_rms` or `mean_decays` asks for it."""
         if self.is_mutable_collection(_RECORDS) and not self.is_initializing():
             self.sow(_RECORDS, name, compute(), reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
@@ -375,19 +375,20 @@ def activation_rms(
     return {name: jnp.stack([each[name] for each in places], axis=1).reshape(-1) for name in ("attention", "residual")}
 
 
-def mean_log_decays(
+def mean_decays(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> dict[int, Float[Array, " H"]]:
-    """Return the mean log decay of every head, for the layers that have a forget gate, by their number.
+    """Return what a token leaves of the weights before it: each head's mean, by the number of a layer with a gate.
 
-    Its inverse, negated, is the head's time constant in tokens. `params` are stacked, as from `init_params`.
+    After n tokens with independent gates mean_decay^n is expected to be left. `params` are stacked, as from
+    `init_params`.
     """
     places = _records(config, params, tokens, mesh)
     found = {
-        i * len(places) + j: log_decay
+        i * len(places) + j: decay
         for j, place in enumerate(places)
-        if "log_decay" in place
-        for i, log_decay in enumerate(place["log_decay"])
+        if "decay" in place
+        for i, decay in enumerate(place["decay"])
     }
     return dict(sorted(found.items()))
 
