@@ -155,15 +155,19 @@ class Contest:
 
 
 def test(
-    out: Path, folders: Mapping[Path, Sequence[RunView]], parallel: int, split: str = "test", *options: str
+    out: Path, folders: Mapping[Path, Sequence[RunView]], parallel: int, by_position: bool = False
 ) -> dict[str, dict]:
-    """Return {run: summary of eval.py}, given {folder of a sweep: its runs}. Results are kept in out/RUN.json."""
+    """Return {run: summary of eval.py on the test split}, given {folder of a sweep: its runs}.
+
+    Results are kept in out/RUN.json, and the plot of the loss by position, if wanted, in out/RUN.png.
+    """
     files = {run.name: out / f"{run.name}.json" for runs in folders.values() for run in runs}
-    commands = {
-        files[run.name]: ["eval.py", f"--workdir={(folder / run.name).absolute()}", f"--split={split}", *options]
-        for folder, runs in folders.items()
-        for run in runs
-    }
+    commands = {}
+    for folder, runs in folders.items():
+        for run in runs:
+            options = [f"--by_position={(out / run.name).absolute()}.png"] if by_position else []
+            workdir = (folder / run.name).absolute()
+            commands[files[run.name]] = ["eval.py", f"--workdir={workdir}", "--split=test", *options]
     found = tools.run_programs(commands, parallel)
     return {name: found[file] for name, file in files.items()}
 
@@ -197,11 +201,6 @@ def ranked(bits: Bits) -> list[str]:
 
 def best_rate(losses: Mapping[float, float]) -> float:
     return min(losses, key=losses.__getitem__)
-
-
-def without_infinity(tuning: Tuning) -> dict[str, dict[float, float | None]]:
-    """Return the losses with None for those of crashed runs: JSON lacks infinity."""
-    return {name: {rate: None if x == math.inf else x for rate, x in each.items()} for name, each in tuning.items()}
 
 
 def tuning_section(tuning: Tuning) -> list[str]:

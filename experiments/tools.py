@@ -82,17 +82,24 @@ def share_compilations(out: Path) -> None:
 
 def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
     """Run a program of this repository as a user would. Raises ExperimentError if its status is not `allowed`."""
-    print("$ python", shlex.join(arguments), file=sys.stderr, flush=True)
+    shown = " ".join(text if len(text) < 100 else f"{text[:97]}..." for text in map(shlex.quote, arguments))
+    print(f"$ python {shown}", file=sys.stderr, flush=True)
     if subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=sys.stderr).returncode not in allowed:
-        raise ExperimentError(f"python {shlex.join(arguments)} has failed, see above")
+        raise ExperimentError(f"python {shown} has failed, see above")
 
 
-def prepare_bytes(corpus: Path, data: Path) -> None:
-    """Prepare DATA/{train,validation,test} from CORPUS/{train-*,validation,test}.jsonl.zst, unless they exist."""
-    for split, pattern in (("train", "train-*"), ("validation", "validation"), ("test", "test")):
-        source = str(corpus.absolute() / f"{pattern}.jsonl.zst")
+def splits_of(corpus: Path) -> dict[str, list[Path]]:
+    """Return the files of each split of a folder of {train-*,validation,test}.jsonl.zst."""
+    pattern = {"train": "train-*", "validation": "validation", "test": "test"}
+    return {split: [corpus / f"{name}.jsonl.zst"] for split, name in pattern.items()}
+
+
+def prepare_bytes(splits: Mapping[str, Sequence[Path]], data: Path) -> None:
+    """Prepare DATA/SPLIT from the files and patterns of each split, unless it exists."""
+    for split, files in splits.items():
+        sources = [f"--source={file.absolute()}" for file in files]
         where = ["--tokenizer=bytes", f"--split={split}", f"--out={data.absolute()}"]
-        run_script("scripts/prepare_data.py", f"--source={source}", *where)
+        run_script("scripts/prepare_data.py", *sources, *where)
 
 
 def run_sweep(
@@ -194,6 +201,12 @@ def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) ->
         return json.loads(output.read().splitlines()[-1])
 
 
+def measure_speed(out: Path, experiment: str, lengths: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return {contestant: {length: tokens/s}} by experiments/speed.py; kept in out/speed.json."""
+    command = ["experiments/speed.py", f"--experiment={experiment}", f"--lengths={','.join(lengths)}"]
+    return run_programs({out / "speed.json": command}, 1)[out / "speed.json"]
+
+
 # ---- reports --------------------------------------------------------------------------------------
 
 
@@ -224,8 +237,17 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def write_report(out: Path, results: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """Write results.json and report.md, and return the report."""
-    write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
+    """Write results.json, with None for infinite numbers, and report.md; return the report."""
+    write_atomically(out / "results.json", json.dumps(_without_infinity(results), indent=1) + "\n")
     text = "\n".join(lines) + "\n"
     write_atomically(out / "report.md", text)
     return text
+
+
+def _without_infinity(x: Any) -> Any:
+    """Return results with None in place of infinity, which JSON lacks."""
+    if isinstance(x, Mapping):
+        return {name: _without_infinity(each) for name, each in x.items()}
+    if isinstance(x, list | tuple):
+        return [_without_infinity(each) for each in x]
+    return None if x == math.inf else x

@@ -119,8 +119,8 @@ def rotate64(x, place):
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def attention64(config, kind, q, k, v, log_decay):
-    """One head of one document, [T, K], [T, K], [T, V], [T] -> [T, V]: the weights of all pairs."""
+def attention64(config, kind, q, k, v, log_decays):
+    """One head of one document, [T, K], [T, K], [T, V], [T]s -> [T, V]: the weights of all pairs."""
     n = len(q)
     seen = np.tril(np.ones((n, n))) if config.causal else np.ones((n, n))
     if kind == "window":
@@ -141,7 +141,10 @@ def attention64(config, kind, q, k, v, log_decay):
     else:
         weights = np.exp(q) @ np.exp(k).T
     if config.gate == "head" and kind in ("heinsen", "linear"):
-        weights = weights * np.exp([[log_decay[s + 1 : t + 1].sum() for s in range(n)] for t in range(n)])
+        left = [[log_decays[0][s + 1 : t + 1].sum() for s in range(n)] for t in range(n)]
+        if not config.causal:  # the tokens between, for later ones
+            left += np.array([[log_decays[1][t + 1 : s].sum() for s in range(n)] for t in range(n)])
+        weights = weights * np.exp(left)
     weights = seen * weights / (seen * weights).sum(-1, keepdims=True)
     return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.value_domain == "log" else weights @ v
 
@@ -167,11 +170,12 @@ def layer64(config, kind, x, p, told):
         q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
         if config.qk_norm:
             q, k = unit(q) * p["q_scale"][i], unit(k) * p["k_scale"][i]
-        log_decay = None
+        log_decays = []
         if config.gate == "head" and kind in ("heinsen", "linear"):
-            gate = norm64(x, p["norm"]) @ p["gate"]["kernel"][:, i] + p["gate"]["bias"][i]
-            log_decay = p["gate"]["scale"][i] * np.log(sigmoid64(gate))
-        y = attention64(config, kind, q, k, v, log_decay)
+            for name in ("gate",) if config.causal else ("gate", "gate_after"):
+                gate = norm64(x, p["norm"]) @ p[name]["kernel"][:, i] + p[name]["bias"][i]
+                log_decays.append(p[name]["scale"][i] * np.log(sigmoid64(gate)))
+        y = attention64(config, kind, q, k, v, log_decays)
         heads.append(unit(y) * p["y_scale"][i] if config.output == "norm" else y)
     y = np.concatenate(heads, axis=-1)
     dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)

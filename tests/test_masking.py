@@ -42,6 +42,14 @@ pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 MODEL = model_config(**SIZES, objective="masked", document_token=DOCUMENT)
+GATED = [  # the directions are gated separately
+    model_config(
+        **SIZES | dict(implementation="chunked", gate="head", value_domain=domain),
+        objective="masked",
+        document_token=DOCUMENT,
+    )
+    for domain in ("log", "real")
+]
 
 
 # ---- which tokens --------------------------------------------------------------------------------
@@ -87,21 +95,22 @@ def test_a_row_of_document_tokens_has_nothing_to_hide(rng):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def test_logits_and_gradients_are_those_of_the_float64_model(rng):
+@pytest.mark.parametrize("model", [MODEL, *GATED], ids=["plain", "gated", "gated, real values"])
+def test_logits_and_gradients_are_those_of_the_float64_model(rng, model):
     """Every token sees its whole document, and positions come from both ends of it."""
-    params, targets = draw_params(MODEL, rng), draw_tokens(MODEL, rng)
-    batch = mask_tokens(MODEL, targets, 0, 0, np.arange(B))
+    params, targets = draw_params(model, rng), draw_tokens(model, rng)
+    batch = mask_tokens(model, targets, 0, 0, np.arange(B))
 
     def run(params, batch):
-        return masked_logits(MODEL, params, batch["tokens"]), jax.grad(lambda p: masked_loss(MODEL, p, batch))(params)
+        return masked_logits(model, params, batch["tokens"]), jax.grad(lambda p: masked_loss(model, p, batch))(params)
 
     logits, grads = quick_jit(run)(params, batch)
-    assert_close(logits, logits64(MODEL, params, batch["tokens"]), 2e-5)
+    assert_close(logits, logits64(model, params, batch["tokens"]), 2e-5)
     direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
 
     def loss(params):
-        losses = losses64(logits64(MODEL, params, batch["tokens"]), targets)
+        losses = losses64(logits64(model, params, batch["tokens"]), targets)
         return np.sum(losses * batch["weights"]) / batch["weights"].sum()
 
     scale = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))

@@ -5,6 +5,7 @@ from pathlib import Path
 from experiments.attention_comparison import config
 from experiments.contest import Contest
 from heinsen.sweep.space import Value
+from heinsen.training.run import TrainConfig
 
 # Two layers of GPT-2's block have as many parameters as four of the paper's.
 CONTESTANTS: dict[str, dict[str, Value]] = {
@@ -22,3 +23,8 @@ SIGMOIDS: dict[str, dict[str, Value]] = {
     "alpha 0, bias -log n": dict(attention="sigmoid", sigmoid_alpha=0.0, sigmoid_bias="-log_n"),
 }
 CONTEST = Contest(Path(config.__file__), config.get_config, CONTESTANTS | SIGMOIDS)
+
+
+def timed() -> dict[str, TrainConfig]:
+    """Return the contestants whose speed is measured."""
+    return {name: CONTEST.train_config(name) for name in CONTESTANTS}

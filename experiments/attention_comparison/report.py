@@ -34,14 +34,13 @@ def write(
 
     tested: {run: summary of eval.py}; recall: {kind: results of scripts/recall.py}; speed: {kind: {T: tokens/s}}.
     """
-    tuned = {name: CONTEST.losses(name, tuning) for name in CONTEST.contestants}
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
         tokens=final[0].tokens,
         bits_per_byte=CONTEST.bits(CONTESTANTS, final, tested),
         sources=CONTEST.by_source(CONTESTANTS, final, tested),
-        tuning=contest.without_infinity(tuned),
+        tuning={name: CONTEST.losses(name, tuning) for name in CONTEST.contestants},
         parameters={name: CONTEST.parameters(name) for name in CONTESTANTS},
         remembered={name: [CONTEST.state_size(name, n) for n in CONTEXTS] for name in CONTESTANTS},
         speed=speed,
@@ -54,7 +53,7 @@ def write(
     CONTEST.plot_curves(out / "curves.png", CONTESTANTS, out / "final", final)
     plot_recall(out, results["recall"])
     plot_sigmoid(out, results)
-    text = tools.write_report(out, results, report(results | {"tuning": tuned}))
+    text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, recall.png, sigmoid.png"
 
 

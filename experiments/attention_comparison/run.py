@@ -45,11 +45,12 @@ def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
     tools.share_compilations(out)
     rates = tools.parse_numbers("learning_rates", RATES.value)
-    tools.prepare_bytes(Path(CORPUS.value), out / "data")
+    tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     tuning, final, sigmoid = train(out, rates, parallel)
     tested = test(out / "test", {out / "final": final, out / "sigmoid": sigmoid}, parallel)
     recall = measure_recall(out, parallel)
-    return report.write(out, tuning, final, sigmoid, tested, recall, measure_speed(out))
+    speed = tools.measure_speed(out, "attention_comparison", SPEED_LENGTHS.value)
+    return report.write(out, tuning, final, sigmoid, tested, recall, speed)
 
 
 def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView], list[RunView]]:
@@ -77,12 +78,6 @@ def measure_recall(out: Path, parallel: int) -> dict[str, dict]:
     }  # fmt: skip
     found = tools.run_programs(commands, parallel)
     return {kind: found[out / "recall" / kind / "stdout.json"] for kind in kinds}
-
-
-def measure_speed(out: Path) -> dict[str, dict]:
-    """Return {contestant: {length: tokens/s}}."""
-    file, lengths = out / "speed.json", ",".join(SPEED_LENGTHS.value)
-    return tools.run_programs({file: ["experiments/attention_comparison/speed.py", f"--lengths={lengths}"]}, 1)[file]
 
 
 if __name__ == "__main__":

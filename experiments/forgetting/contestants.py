@@ -5,6 +5,7 @@ from pathlib import Path
 from experiments.contest import Contest
 from experiments.forgetting import config
 from heinsen.sweep.space import Value
+from heinsen.training.run import TrainConfig
 
 
 def gated(**fields: Value) -> dict[str, Value]:
@@ -14,6 +15,11 @@ def gated(**fields: Value) -> dict[str, Value]:
 def gpt2(**fields: Value) -> dict[str, Value]:
     """Two layers of GPT-2's block have as many parameters as four of the paper's."""
     return dict(block="gpt2", n_layers=2) | fields
+
+
+def best(**fields: Value) -> dict[str, Value]:
+    """The parts that lowered the loss in PARTS: a gate, a gated output, and no positions."""
+    return gated(output="gate", position="none", d_model=120) | fields
 
 
 # Rotary positions have no parameters, and so leave some for the rest; an output's gate takes some.
@@ -32,6 +38,19 @@ PARTS: dict[str, dict[str, Value]] = {
     "softmax": dict(attention="softmax", position="rotary", d_model=136),
     "softmax, GPT-2's block": gpt2(attention="softmax", position="rotary", d_model=134),
 }
+# What helped most, together with the other parts and in the other models.
+COMBINED: dict[str, dict[str, Value]] = {
+    "all that won": best(),
+    "all that won, signed features": best(signed_features=True),
+    "all that won, convolution": best(convolution=4, d_model=124, d_key=30, d_value=30),
+    "all that won*3, window": best(attention="heinsen*3,window", window=64),
+    "all that won, GPT-2's block": best(**gpt2(d_model=128)),
+    "linear, all that won": best(attention="linear"),
+    "softmax, output gate": dict(
+        attention="softmax", position="rotary", output="gate", d_model=126, d_key=30, d_value=30
+    ),
+    "softmax, GPT-2's block, output gate": gpt2(attention="softmax", position="rotary", output="gate", d_model=128),
+}
 # Why is the paper's attention worse in GPT-2's block: the block, its depth, or the logarithms of values?
 BLOCKS: dict[str, dict[str, Value]] = {
     "paper's, real values": dict(value_domain="real"),
@@ -47,5 +66,13 @@ BLOCKS: dict[str, dict[str, Value]] = {
 }
 CONTESTS = {
     name: Contest(Path(config.__file__), config.get_config, contestants)
-    for name, contestants in {"parts": PARTS, "blocks": BLOCKS}.items()
+    for name, contestants in {"parts": PARTS, "combined": COMBINED, "blocks": BLOCKS}.items()
 }
+
+# {contest: those that are tested on long documents}
+LONG = {"parts": ["paper's", "gate", "linear, gate", "softmax, GPT-2's block"], "combined": ["all that won"]}
+
+
+def timed() -> dict[str, TrainConfig]:
+    """Return the contestants whose speed is measured."""
+    return {name: contest.train_config(name) for contest in CONTESTS.values() for name in contest.contestants}

@@ -1,20 +1,192 @@
 """report.md, results.json and the figures, from the measurements."""
 
+import math
+import statistics
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+
+from experiments import contest, tools
 from experiments.contest import Contest
+from experiments.forgetting.contexts import Measured
 from heinsen.sweep.runs import RunView
+
+CONTEXTS = 512, 65536  # tokens after which the size of the state is counted
+QUESTIONS = {
+    "parts": "What a gate is worth, and what helps beside it",
+    "combined": "Parts together",
+    "blocks": "The paper's block or GPT-2's, logarithms of values or values",
+}
 
 
 class Held(NamedTuple):
-    """A contest, and its runs: of the tuning, the final ones, and {run: summary of eval.py}."""
+    """A contest, and its runs: of the tuning, the final ones in `folder`, and {run: summary of eval.py}."""
 
     contest: Contest
     tuning: list[RunView]
+    folder: Path
     final: list[RunView]
     tested: dict[str, dict]
 
 
-def write(out: Path, found: dict[str, Held]) -> str:
-    return ""
+def write(out: Path, held: Mapping[str, Held], contexts: Measured, speed: dict[str, dict[str, float]]) -> str:
+    """Write the report and its figures, and return it. speed: {contestant: {T: tokens/s}}."""
+    results = dict(
+        machine=tools.describe_machine(),
+        jax=jax.__version__,
+        tokens=next(iter(held.values())).final[0].tokens,
+        contests={name: results_of(each) for name, each in held.items()},
+        contexts=contexts._asdict(),
+        speed=speed,
+    )
+    figures = []
+    for name, each in held.items():
+        each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, each.folder, each.final)
+        figures.append(f"{name}.png")
+    plot_sizes(out / "state_size.png", results["contests"])
+    plot_positions(out / "contexts.png", contexts)
+    text = tools.write_report(out, results, report(results))
+    figures += ["state_size.png", "contexts.png"]
+    return f"{text}\nwritten: {out / 'report.md'}, results.json, {', '.join(figures)}"
+
+
+def results_of(held: Held) -> dict[str, Any]:
+    """Return the numbers of a contest."""
+    own, final, tested = held.contest, held.final, held.tested
+    names = list(own.contestants)
+    return dict(
+        tuning={name: own.losses(name, held.tuning) for name in names},
+        bits_per_byte=own.bits(names, final, tested),
+        sources=own.by_source(names, final, tested),
+        parameters={name: own.parameters(name) for name in names},
+        state={name: [own.state_size(name, n) for n in CONTEXTS] for name in names},
+    )
+
+
+# ---- words ----------------------------------------------------------------------------------------
+
+
+def report(results: dict[str, Any]) -> list[str]:
+    """Return the lines of report.md."""
+    contests = results["contests"]
+    return [
+        "# Attention that forgets",
+        "",
+        f"`python experiments/forgetting/run.py`, {results['machine']}, jax {results['jax']}. Every contestant was "
+        f"trained on the same {results['tokens']:,} bytes of the same text in windows of 512, with as many parameters "
+        "within 1%, the same optimizer and the best learning rate for it from one grid, which was extended if the best "
+        "was at its end. Bits per byte are measured on the whole test split. +- is the standard deviation over seeds; "
+        "in brackets are 95% intervals of the mean difference between runs with equal seeds (Student's t), not "
+        "corrected for the number of comparisons. The state is how many numbers the layers keep of the text, after "
+        f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Tokens/s are those of training steps of 8,192 tokens in "
+        "sequences of 512 and of 8,192 on all cores, one of each contestant in turn.",
+        "",
+        "![Bits per byte by the size of the state](state_size.png)",
+        "",
+        *(line for name, found in contests.items() for line in contest_section(name, found, results["speed"])),
+        *contexts_section(results["contexts"]),
+        *(line for name, found in contests.items() for line in tuning_section(name, found["tuning"])),
+        *contest.sources_section(next(iter(contests.values()))["sources"]),
+    ]
+
+
+def contest_section(name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]]) -> list[str]:
+    bits = found["bits_per_byte"]
+    first = next(iter(bits))
+    rate = lambda each: " / ".join(f"{x:,.0f}" for x in speed[each].values())
+    rows = [
+        [
+            each,
+            contest.spread(bits[each]),
+            "" if each == first else contest.versus(bits, each, first),
+            f"{found['parameters'][each]:,}",
+            " / ".join(f"{n:,}" for n in found["state"][each]),
+            rate(each),
+            f"{contest.best_rate(found['tuning'][each]):g}",
+        ]
+        for each in contest.ranked(bits)
+    ]
+    head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate"]
+    return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), "", f"![Validation]({name}.png)", ""]
+
+
+def tuning_section(name: str, tuning: contest.Tuning) -> list[str]:
+    head, *lines = contest.tuning_section(tuning)
+    return [f"{head}: {QUESTIONS[name]}", *lines]
+
+
+def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    kinds = [(name, training) for training in ("windows", "streams") for name in contexts[training]]
+    ranges = contexts["windows"][kinds[0][0]]["ranges"]
+    window = contexts["windows"][kinds[0][0]]["window"]
+    wanted = [i for i, each in enumerate(ranges) if each["first"] > window / 2]
+    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
+    cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
+    rows = [
+        [f"{name}, {training}", *(cell(contexts[training][name]["ranges"][i]) for i in wanted)]
+        for name, training in kinds
+    ]
+    return [
+        "## Longer contexts",
+        "",
+        "Loss in nats per byte by position in long documents of the corpus's last file, which training did not read. "
+        f"Each is read from its start to its end. In parentheses is the difference to windows of {window}; * where its "
+        "95% interval (over documents) excludes 0. Trained on windows, or on streams: each step continues the state of "
+        "the step before.",
+        "",
+        *tools.table(["", *(span(ranges[i]) for i in wanted)], rows),
+        "",
+        "![Loss by position](contexts.png)",
+        "",
+    ]
+
+
+def significance(each: Mapping[str, Any]) -> str:
+    """Return * where the interval of the difference between streaming and windows excludes 0."""
+    interval = each["difference_interval"]
+    return "*" if interval is not None and not interval[0] <= 0 <= interval[1] else ""
+
+
+# ---- figures --------------------------------------------------------------------------------------
+
+
+def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw the bits per byte by the size of the state, after as many tokens as are counted first."""
+    figure, axes = tools.make_figure(figsize=(8, 5.5))
+    for index, (question, found) in enumerate(contests.items()):
+        means = {name: statistics.fmean(seeds.values()) for name, seeds in found["bits_per_byte"].items()}
+        sizes = [found["state"][name][0] for name in means]
+        axes.plot(sizes, list(means.values()), "o", color=f"C{index}", ms=5, label=QUESTIONS[question])
+        for (name, bits), size in zip(means.items(), sizes, strict=True):
+            axes.annotate(name, (size, bits), xytext=(5, 2), textcoords="offset points", fontsize=7)
+    axes.set(xlabel=f"numbers in the state after {CONTEXTS[0]} tokens", ylabel="test (bits per byte)", xscale="log")
+    axes.margins(x=0.2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    tools.save_figure(figure, path)
+
+
+def plot_positions(path: Path, contexts: Measured) -> None:
+    """Draw the loss by position, read from the documents' start (lines) and in windows (dots), in nats."""
+    figure, axes = tools.make_figure(figsize=(8, 5.5))
+    curves = [(training, name) for training in contexts._fields for name in getattr(contexts, training)]
+    colors = {name: f"C{index}" for index, name in enumerate(contexts.windows)}
+    for training, name in curves:
+        found = getattr(contexts, training)[name]
+        middles = [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
+        streaming = [each["streaming"] for each in found["ranges"]]
+        style = dict(color=colors[name], lw=1.4, ls="-" if training == "streams" else "--")
+        axes.plot(middles, streaming, label=f"{name}, trained on {training}", **style)
+        if training == "windows":
+            axes.plot(middles, [each["windows"] for each in found["ranges"]], ".", ms=4, color=colors[name])
+    window = next(iter(contexts.windows.values()))["window"]
+    axes.axvline(window, color="0.5", lw=0.8, ls=":")
+    best = min(each["windows"] for found in contexts.windows.values() for each in found["ranges"])
+    axes.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(0.9 * best, 4))
+    axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    tools.save_figure(figure, path)

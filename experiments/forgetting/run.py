@@ -4,8 +4,8 @@
 
 CORPUS holds {train-*,validation,test}.jsonl.zst. Rerun the same command to resume. config.py is what all contestants
 share, and contestants.py lists them by the question that they answer. OUT receives data/, for each contest its sweeps
-CONTEST/tuning*/ and CONTEST/final/ and the test split's losses CONTEST/test/, and the report: report.md, results.json
-and figures.
+CONTEST/tuning*/ and CONTEST/final/ and the test split's losses CONTEST/test/, contexts/ with the models that are tested
+on long documents (contexts.py), and the report: report.md, results.json and figures.
 """
 
 from pathlib import Path
@@ -15,8 +15,8 @@ from absl import app, flags
 from configs import parse_flags
 from experiments import tools
 from experiments.contest import Contest, test
-from experiments.forgetting import report
-from experiments.forgetting.contestants import CONTESTS
+from experiments.forgetting import contexts, report
+from experiments.forgetting.contestants import CONTESTS, LONG
 from heinsen.errors import exit_on_error
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
@@ -29,6 +29,9 @@ RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learnin
 TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Tokens of each tuning run.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
+DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at most.", lower_bound=1)
+LONGEST = flags.DEFINE_integer("longest", 131_072, "Bytes of each long document.", lower_bound=1)
+SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
 
 
 def main(argv: list[str]) -> None:
@@ -40,24 +43,38 @@ def main(argv: list[str]) -> None:
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    for name in WHICH.value:
+    for name in WHICH.value or [""]:
         if name not in CONTESTS:
             raise tools.ExperimentError(f"--contests: {name!r}: choose {', '.join(CONTESTS)}")
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.share_compilations(out)
-    tools.prepare_bytes(Path(CORPUS.value), out / "data")
-    found = {name: hold(CONTESTS[name], out / name, rates, parallel) for name in WHICH.value}
-    return report.write(out, found)
+    corpus = Path(CORPUS.value)
+    tools.prepare_bytes(tools.splits_of(corpus), out / "data")
+    held = {name: hold(each, out / name, rates, parallel) for name, each in CONTESTS.items() if name in WHICH.value}
+    contexts.prepare(corpus, out / "contexts", DOCUMENTS.value, LONGEST.value)
+    options = "--config.seed=1", *length_options()
+    by_position = [
+        contexts.measure(each.contest, LONG[name], each.tuning, out / "contexts" / name, parallel, *options)
+        for name, each in held.items()
+        if name in LONG
+    ]
+    return report.write(
+        out, held, contexts.join(by_position), tools.measure_speed(out, "forgetting", SPEED_LENGTHS.value)
+    )
 
 
 def hold(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Held:
     """Tune, train and test the contestants of a contest."""
     data = f"--config.data.path={(out.parent / 'data').absolute()}"
     tuning = contest.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
-    options = [data, "--config.seed=1", f"--seeds={SEEDS.value}"]
-    options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
+    options = data, "--config.seed=1", f"--seeds={SEEDS.value}", *length_options()
     final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
-    return report.Held(contest, tuning, final, test(out / "test", {out / "final": final}, parallel))
+    tested = test(out / "test", {out / "final": final}, parallel)
+    return report.Held(contest, tuning, out / "final", final, tested)
+
+
+def length_options() -> list[str]:
+    return [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
 
 
 if __name__ == "__main__":

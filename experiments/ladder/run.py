@@ -64,7 +64,7 @@ def run(out: Path, parallel: int) -> str:
         )
     if next_step in ladder:
         raise tools.ExperimentError(f"--next={NEXT.value} is one of --sizes: there is nothing to predict")
-    tools.prepare_bytes(Path(CORPUS.value), out / "data")
+    tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     of_all_kinds = lambda *steps: [settings(kind, *step, rate) for step in steps for kind, rate in rates.items()]
     runs = train(out / "ladder", of_all_kinds(*ladder), parallel)
     laws = {kind: fit([run for run in runs if run["kind"] == kind]) for kind in rates}

@@ -44,7 +44,8 @@ class ModelConfig:
         on; 0: none.
       qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
       signed_features: whether heinsen and linear layers have the features [q, -q] and [k, -k] instead of q and k.
-      gate: a forget gate for heinsen and linear layers (`heinsen.models.gate`), "head": one number per head and token.
+      gate: a forget gate for heinsen and linear layers (`heinsen.models.gate`), "head": one number per head and token;
+        in a masked model one for each direction, for heinsen layers alone.
       gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
       output: what becomes of the attention's output, a name in OUTPUTS (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
@@ -157,11 +158,6 @@ class ModelConfig:
 
     def _check_gate(self) -> None:
         self._check_taken("gate", lambda mixer: mixer.takes_log_decay, "none")
-        if not self.causal:
-            raise ValueError(
-                f"model.gate = {self.gate!r} forgets the tokens before, and a model with objective = 'masked' reads in "
-                "both directions: set it to none"
-            )
         if self.gate_longest < self.gate_shortest:
             raise ValueError(
                 f"model.gate_longest = {self.gate_longest} is below model.gate_shortest = {self.gate_shortest}: give "

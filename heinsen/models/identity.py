@@ -35,9 +35,13 @@ OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
     "gate": OptionalPart(  # with a scale of 0; the other parameters learn once it has left 0
         "none",
         {
-            "/gate/scale": lambda config, shape: jnp.zeros(shape),
-            "/gate/kernel": lambda config, shape: jnp.zeros(shape),
-            "/gate/bias": lambda config, shape: spread_biases(config.gate_shortest, config.gate_longest, shape),
+            f"/{name}/{parameter}": identity
+            for name in ("gate", "gate_after")
+            for parameter, identity in {
+                "scale": lambda config, shape: jnp.zeros(shape),
+                "kernel": lambda config, shape: jnp.zeros(shape),
+                "bias": lambda config, shape: spread_biases(config.gate_shortest, config.gate_longest, shape),
+            }.items()
         },
     ),
     "output": OptionalPart(  # a gate of 2 sigmoid(0) = 1; a norm is never nothing

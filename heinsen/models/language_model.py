@@ -18,6 +18,7 @@ Axes: B batch, T tokens, D d_model, H heads, K key features, V value features, L
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -204,10 +205,10 @@ class Layer(nn.Module):
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
         if c.gate == "head" and self.mixer.takes_log_decay:
-            forget = ForgetGate(c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation, name="gate")
-            log_decay_BxHxT = forget(normed_BxTxD)
-            tokens = tokens._replace(log_decay=log_decay_BxHxT)
-            self.record("decay", lambda: jnp.mean(jnp.exp(log_decay_BxHxT), axis=(0, 2)))
+            forget = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation)
+            log_decays = [forget(name=name)(normed_BxTxD) for name in ("gate", "gate_after")[: 1 if c.causal else 2]]
+            tokens = tokens._replace(log_decay=log_decays[0], log_decay_after=None if c.causal else log_decays[1])
+            self.record("decay", lambda: jnp.mean(jnp.exp(jnp.concatenate(log_decays, axis=1)), axis=(0, 2)))
         y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
         if c.output == "norm":
             y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))
@@ -380,6 +381,7 @@ def mean_decays(
 ) -> dict[int, Float[Array, " H"]]:
     """Return what a token leaves of the weights before it: each head's mean, by the number of a layer with a gate.
 
+    For masked models, H heads and again H heads: those of the weights after it follow.
     After n tokens with independent gates mean_decay^n is expected to be left. `params` are stacked, as from
     `init_params`.
     """

@@ -20,6 +20,7 @@ from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.nonfinite import isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
+from heinsen.ops.values import LOG_VALUES, REAL_VALUES
 
 # (q, k, values, causal, state, starts, log_decay) -> (output, the state after all tokens)
 LogAttention = Callable[
@@ -163,6 +164,32 @@ def attention(
         y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
+
+
+def attend_both_ways(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch T K"],
+    values: Float[Array, "*batch T V"],
+    *,
+    log_decay: Float[Array, "*batch T"],
+    log_decay_after: Float[Array, "*batch T"],
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    signed: bool,
+) -> Float[Array, "*batch T V"]:
+    """Attention over the whole document with a forget gate for each direction: y if `signed`, else log y of log values.
+
+    Key s counts exp(sum of log_decay[r], s < r <= t) at query t >= s, and exp(sum of log_decay_after[r], t < r < s) at
+    query t < s: each direction is a causal attention, the second one without the token itself. They are combined by
+    their log Z. Other arguments and errors as in `log_attention`; computed in chunks.
+    """
+    dtype = values.dtype
+    (q, k, values), starts, _ = _prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
+    decays = []
+    for each in (log_decay, log_decay_after):
+        check_log_decay(each, k, causal=True)
+        decays.append(each.astype(k.dtype))
+    kind = REAL_VALUES if signed else LOG_VALUES
+    return chunked.attend_both_ways(kind, q, k, values, starts, *decays).astype(dtype if signed else q.dtype)
 
 
 def _prepare(

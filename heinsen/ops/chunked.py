@@ -10,6 +10,7 @@ where a packed document starts (`documents.document_starts`). Axes as in `chunk`
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxtyping import Array
 from heinsen.logspace import NEG_INF, log_shares
 from heinsen.ops import repair, schedule
 from heinsen.ops.chunk import Keys, Tokens
+from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_ends
 from heinsen.ops.schedule import Call, Output, Residuals, pad_tokens, split_tokens, token_axis
 from heinsen.ops.states import LogState, MeanState, S
@@ -68,6 +70,20 @@ def state_after(
     return _run_padded(LOG_VALUES, tokens, state.normalize()).state.denormalize()
 
 
+def attend_both_ways(
+    kind: Values[Any], q: Array, k: Array, values: Array, starts: Array | None, log_decay: Array, log_decay_after: Array
+) -> Array:
+    """y or log y [*batch, T, V] of all tokens of a query's document.
+
+    Tokens up to the query are left by log_decay, later ones by log_decay_after, each [*batch, T].
+    """
+    starts = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
+    log_decay, resets = take_resets(log_decay, starts)
+    state = lax.optimization_barrier(kind.empty_state(k, values))
+    run = partial(_run_padded, kind, return_log_z=True)
+    return _attend_both_ways(kind, q, _keys(k, values, resets, log_decay), starts, state, run, log_decay_after)[0]
+
+
 def _keys(k: Array, values: Array, starts: Array | None, log_decay: Array | None) -> Keys:
     return Keys(k, values, starts, None if log_decay is None else log_decay[..., None])
 
@@ -83,21 +99,31 @@ def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None
         end = run(Tokens(None, keys), state).state
         y = run(Tokens(q, None), end).y
     else:
-        y, end = _attend_documents(kind, q, keys, keys.starts, state, partial(run, return_log_z=True))
+        y, end = _attend_both_ways(kind, q, keys, keys.starts, state, partial(run, return_log_z=True))
     assert y is not None
     return y, end
 
 
-def _attend_documents(
-    kind: Values[N], q: Array, keys: Keys, starts: Array, state: N, run: Callable[[Tokens, N], Output[N]]
+def _attend_both_ways(
+    kind: Values[N],
+    q: Array,
+    keys: Keys,
+    document_starts: Array,
+    state: N,
+    run: Callable[[Tokens, N], Output[N]],
+    log_decay_after: Array | None = None,
 ) -> tuple[Array, N]:
     """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
     past = run(Tokens(q, keys), state)
     # From the end, each token takes the key of the token after it, unless that starts another document.
-    ends = document_ends(starts)
+    ends = document_ends(document_starts)
     later_k = jnp.where(ends[..., None], NEG_INF, _shift_earlier(keys.k, NEG_INF))
-    later = Tokens(q, Keys(later_k, _shift_earlier(keys.values, kind.zero), ends))
-    future = run(jax.tree.map(lambda x: jnp.flip(x, token_axis(x)), later), state.empty())
+    later = Keys(later_k, _shift_earlier(keys.values, kind.zero), ends)
+    if log_decay_after is not None:
+        later_decay, resets = take_resets(_shift_earlier(log_decay_after[..., None], 0.0)[..., 0], ends)
+        later = later._replace(starts=resets, log_decay=later_decay[..., None])
+
+    future = run(jax.tree.map(lambda x: jnp.flip(x, token_axis(x)), Tokens(q, later)), state.empty())
     assert past.y is not None and past.log_z is not None and future.y is not None and future.log_z is not None
     future_y, future_log_z = jnp.flip(future.y, axis=-2), jax.tree.map(lambda x: jnp.flip(x, axis=-1), future.log_z)
     past_share, future_share = (share[..., None] for share in log_shares(past.log_z, future_log_z))

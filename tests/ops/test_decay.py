@@ -13,6 +13,7 @@ import pytest
 import heinsen
 from heinsen import LogState, MeanState, init_state, merge_states, update_state
 from heinsen.ops import chunked
+from heinsen.ops.api import attend_both_ways
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.states import begin_steps, end_steps, take_step
 from tests.ops.quick import quick_jit, user_jit
@@ -251,3 +252,49 @@ def test_decays_of_whole_numbers_or_features_are_refused():
         heinsen.attention(x, x, x, log_decay=jnp.zeros((2, 5), int))
     with pytest.raises(ValueError, match=r"log_decay \(2, 5, 4\) does not fit k \(2, 5, 4\): expected one number"):
         heinsen.log_attention(x, x, x, log_decay=x)
+
+
+# ---- both directions ------------------------------------------------------------------------------
+
+
+def both_ways64(q, k, v, before, after, document):
+    """y of one sequence in float64: the weights of all pairs, with a reset for each -inf."""
+    n = len(q)
+    left = np.zeros((n, n))
+    for t in range(n):
+        for s in range(n):
+            between = before[s + 1 : t + 1] if s <= t else after[t + 1 : s]
+            left[t, s] = np.exp(between.sum()) * (document[s] == document[t])
+    weights = left * (np.exp(q) @ np.exp(k).T)
+    return weights @ v / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_both_directions_are_gated_separately_and_the_later_one_leaves_out_the_token(rng, signed, packed):
+    n = int(rng.integers(60, 100))
+    q, k, values = (rng.standard_normal((2, n, 4)).astype(np.float32) for _ in range(3))
+    before, after = draw_decays(rng, (2, n)), draw_decays(rng, (2, n))
+    document = np.cumsum(rng.random((2, n)) < 0.05, axis=-1) if packed else np.zeros((2, n), int)
+    ids = jnp.asarray(document, jnp.int32) if packed else None
+
+    def attend(q, k, values, before, after):
+        return attend_both_ways(q, k, values, log_decay=before, log_decay_after=after, segment_ids=ids, signed=signed)
+
+    arrays = [jnp.asarray(x) for x in (q, k, values, before, after)]
+    g = rng.standard_normal(q.shape).astype(np.float32)
+    y, grads = quick_jit(lambda *arrays: (attend(*arrays), jax.vjp(attend, *arrays)[1](jnp.asarray(g))))(*arrays)
+
+    def truth(q, k, values, before, after):
+        v = values if signed else np.exp(values)
+        y = np.stack([both_ways64(*each) for each in zip(q, k, v, before, after, document, strict=True)])
+        return y if signed else np.log(y)
+
+    arrays64 = [np.float64(x) for x in (q, k, values, before, after)]
+    np.testing.assert_allclose(y, truth(*arrays64), atol=2e-5)
+    directions = [np.where(np.isfinite(x), rng.standard_normal(x.shape), 0.0) for x in arrays64]
+    for i, direction in enumerate(directions):  # by each input alone
+        moved = lambda step, i=i, d=direction: [x + step * d if j == i else x for j, x in enumerate(arrays64)]
+        slope = np.sum(g * (truth(*moved(1e-6)) - truth(*moved(-1e-6)))) / 2e-6
+        terms = direction * np.float64(grads[i])
+        assert abs(slope - terms.sum()) <= 1e-4 * np.sqrt(np.sum(terms**2)) + 1e-5

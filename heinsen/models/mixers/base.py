@@ -31,6 +31,7 @@ class Tokens(NamedTuple):
     valid: Bool[Array, "B T"] | None  # false for padding at a row's end; None: there is no padding
     segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
     log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
+    log_decay_after: Float[Array, "B H T"] | None = None  # not causal: of the tokens after each, for those before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +48,6 @@ class Mixer(abc.ABC, Generic[State]):
     causal: bool
     signed_features: bool
 
-    # Whether it forgets by `Tokens.log_decay`.
-    takes_log_decay: ClassVar[bool] = False
     # Whether the state holds a slot for every token.
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
@@ -74,6 +73,11 @@ class Mixer(abc.ABC, Generic[State]):
     @property
     def is_published(self) -> bool:
         """Whether the published module has this attention."""
+        return False
+
+    @property
+    def takes_log_decay(self) -> bool:
+        """Whether it forgets by `Tokens.log_decay`, and by `log_decay_after` if it is not causal."""
         return False
 
     @property

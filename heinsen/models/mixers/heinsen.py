@@ -8,6 +8,7 @@ goes on with log y; with value_domain = real they are v, of either sign, and y.
 Axes: B batch, H heads, T tokens, K key features, V value features.
 """
 
+import abc
 import dataclasses
 from typing import Any, ClassVar, Generic
 
@@ -16,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from heinsen.models.mixers.base import Mixer, State, Tokens, read_fields, select_rows
 from heinsen.ops import states
-from heinsen.ops.api import IMPLEMENTATIONS, attention
+from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention
 from heinsen.ops.sharded import log_attention, over_heads
 from heinsen.ops.states import LogState, MeanState, RunningState
 
@@ -28,7 +29,6 @@ class Heinsen(Mixer[State], Generic[State]):
     implementation: str | None
 
     takes_signed_features: ClassVar[bool] = True
-    takes_log_decay: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
     @classmethod
@@ -44,6 +44,29 @@ class Heinsen(Mixer[State], Generic[State]):
                 f"model.implementation = {self.implementation!r}: choose {sorted(IMPLEMENTATIONS)} or None"
             )
 
+    @property
+    def takes_log_decay(self) -> bool:
+        return self.causal or self.implementation in (None, "chunked")
+
+    @abc.abstractmethod
+    def _empty(self, *shape: int) -> Any:
+        """The state before any token of this many sequences and heads."""
+
+    def _attend_both_ways(self, q: Array, k: Array, values: Array, state: None, tokens: Tokens) -> tuple[Array, Any]:
+        """The output of a model that is not causal; it keeps no state."""
+        assert tokens.log_decay is not None and tokens.log_decay_after is not None
+        empty = self._empty(*q.shape[:2])
+        y = attend_both_ways(
+            q,
+            k,
+            values,
+            log_decay=tokens.log_decay,
+            log_decay_after=tokens.log_decay_after,
+            segment_ids=tokens.segment_ids,
+            signed=isinstance(empty, MeanState),
+        )
+        return y, empty
+
 
 @dataclasses.dataclass(frozen=True)
 class LogHeinsen(Heinsen[LogState | RunningState]):
@@ -58,7 +81,9 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         return self.causal
 
     def init_state(self, batch_size: int, capacity: int) -> LogState:
-        shape = batch_size, self.n_heads
+        return self._empty(batch_size, self.n_heads)
+
+    def _empty(self, *shape: int) -> LogState:
         return states.init_state(shape, self.n_features, self.d_value, signed=False, dtype=self.accumulator_dtype)
 
     def parallel(
@@ -72,6 +97,8 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     ) -> tuple[Float[Array, "B H T V"], LogState]:
         """log y[t] = log sum_s w[t, s] exp(log v[s]) - log sum_s w[t, s]. A mesh may divide the tokens."""
         assert not isinstance(state, RunningState)
+        if tokens.log_decay_after is not None:
+            return over_heads(mesh, self._attend_both_ways)(q, k, values, None, tokens)
         return log_attention(
             mesh,
             q,
@@ -128,7 +155,9 @@ class RealHeinsen(Heinsen[MeanState]):
             )
 
     def init_state(self, batch_size: int, capacity: int) -> MeanState:
-        shape = batch_size, self.n_heads
+        return self._empty(batch_size, self.n_heads)
+
+    def _empty(self, *shape: int) -> MeanState:
         return states.init_state(shape, self.n_features, self.d_value, signed=True, dtype=self.accumulator_dtype)
 
     def parallel(
@@ -141,6 +170,8 @@ class RealHeinsen(Heinsen[MeanState]):
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], MeanState]:
         """y[t] = sum_s w[t, s] v[s] / sum_s w[t, s]."""
+        if tokens.log_decay_after is not None:
+            return over_heads(mesh, self._attend_both_ways)(q, k, values, None, tokens)
         return over_heads(mesh, self._attend)(q, k, values, state, tokens)
 
     def _attend(self, q: Array, k: Array, v: Array, state: MeanState | None, tokens: Tokens) -> tuple[Array, MeanState]:

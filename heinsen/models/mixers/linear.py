@@ -21,8 +21,11 @@ class Linear(Mixer[LinearState]):
     """Linear attention (`heinsen.linear_attention`)."""
 
     takes_signed_features: ClassVar[bool] = True
-    takes_log_decay: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
+
+    @property
+    def takes_log_decay(self) -> bool:
+        return self.causal
 
     def init_state(self, batch_size: int, capacity: int) -> LinearState:
         return init_linear_state(

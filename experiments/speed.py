@@ -1,14 +1,15 @@
-"""Measure the tokens/s of a training step for every contestant, one step of each in turn.
+"""Measure the tokens/s of a training step for every contestant of an experiment, one step of each in turn.
 
-    python experiments/attention_comparison/speed.py [--lengths=512,8192]
+    python experiments/speed.py --experiment=attention_comparison [--lengths=512,8192]
 
 Prints a table, and JSON on the last line of stdout.
 """
 
+import importlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -16,13 +17,15 @@ from absl import app, flags, logging
 
 from configs import parse_flags
 from experiments import tools
-from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS
 from heinsen.errors import exit_on_error
 from heinsen.parallel import keep_host_memory, make_mesh
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 
+EXPERIMENT = flags.DEFINE_enum(
+    "experiment", None, ["attention_comparison", "forgetting"], "A folder with contestants.py.", required=True
+)
 LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")
 REPEATS = 5  # timed steps of each contestant
 
@@ -32,16 +35,17 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        print(json.dumps(measure(tools.parse_counts("lengths", LENGTHS.value))))
+        contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
+        print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 
 
-def measure(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
+def measure(contestants: Mapping[str, TrainConfig], lengths: Sequence[int]) -> dict[str, dict[int, float]]:
     """Return {contestant: {length: tokens/s}}, and print each as it comes."""
     n_tokens = max(lengths)
     keep_host_memory()
-    rates: dict[str, dict[int, float]] = {name: {} for name in CONTESTANTS}
+    rates: dict[str, dict[int, float]] = {name: {} for name in contestants}
     for length in lengths:
-        steps = {name: prepare(CONTEST.train_config(name), n_tokens // length, length) for name in CONTESTANTS}
+        steps = {name: prepare(config, n_tokens // length, length) for name, config in contestants.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(REPEATS):
             for name, step in steps.items():
@@ -51,7 +55,7 @@ def measure(lengths: Sequence[int]) -> dict[str, dict[int, float]]:
                 seconds[name].append(time.perf_counter() - start)
         for name, times in seconds.items():
             rates[name][length] = n_tokens // length * length / statistics.median(times)
-            print(f"T = {length:>6}  {name:<24} {rates[name][length]:>10,.0f} tokens/s", flush=True)
+            print(f"T = {length:>6}  {name:<42} {rates[name][length]:>10,.0f} tokens/s", flush=True)
     return rates
 
 

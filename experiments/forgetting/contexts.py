@@ -1,0 +1,87 @@
+"""Loss by position in documents much longer than the training length, by models trained on windows or on streams.
+
+Training reads all files of the corpus but the last one, whose long documents are the test.
+"""
+
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import zstandard
+
+from experiments import tools
+from experiments.contest import Contest, test
+from heinsen.files import write_atomically
+from heinsen.sweep.runs import RunView
+
+Positions = dict[str, dict]  # {contestant: "by_position" of eval.py's summary}
+
+
+class Measured(NamedTuple):
+    """The models of each kind, trained on windows and on streams: with the state of the step before."""
+
+    windows: Positions
+    streams: Positions
+
+
+def measure(
+    contest: Contest,
+    names: list[str],
+    tuning: list[RunView],
+    out: Path,
+    parallel: int,
+    *options: str,
+) -> Measured:
+    """Train some contestants at their best learning rates on the data of `prepare`, and test them on long documents.
+
+    Those whose state is of constant size are trained on streams, too. `out` is in the folder of `prepare`.
+    """
+    given = [f"--config.data.path={(out.parent / 'data').absolute()}", *options]
+    constant = [name for name in names if not contest.train_config(name).model.has_cache]
+
+    def train(kind: str, kinds: list[str], *more: str) -> Positions:
+        runs = contest.train(out / kind, kinds, tuning, parallel, *given, *more)
+        tested = test(out / f"test_{kind}", {out / kind: runs}, parallel, by_position=True)
+        return {name: tested[run.name]["by_position"] for name in kinds for run in contest.runs_of(name, runs)}
+
+    return Measured(train("windows", names), train("streams", constant, "--config.carry_state=True"))
+
+
+def join(measured: Iterable[Measured]) -> Measured:
+    """Return the models of several contests as one."""
+    windows, streams = Positions(), Positions()
+    for each in measured:
+        windows |= each.windows
+        streams |= each.streams
+    return Measured(windows, streams)
+
+
+def prepare(corpus: Path, out: Path, documents: int, longest: int) -> None:
+    """Prepare out/data, and out/long.jsonl: the first `longest` bytes of the first documents that have as many.
+
+    Raises ExperimentError if there are none.
+    """
+    *train, last = sorted(corpus.glob("train-*.jsonl.zst")) or [None]
+    if last is None or not train:
+        raise tools.ExperimentError(f"--corpus={corpus}: two files train-*.jsonl.zst are needed, one of them to test")
+    if not (out / "long.jsonl").exists():
+        found = find_long(last, documents, longest)
+        if not found:
+            raise tools.ExperimentError(f"{last} has no document of {longest} bytes: give another --corpus")
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / "long.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in found))
+    splits = {"train": train, "validation": [corpus / "validation.jsonl.zst"], "test": [out / "long.jsonl"]}
+    tools.prepare_bytes(splits, out / "data")
+
+
+def find_long(file: Path, documents: int, longest: int) -> list[str]:
+    """Return the texts of the first documents of at least `longest` bytes, cut there."""
+    found: list[str] = []
+    with zstandard.open(file, "rb") as stream:
+        for line in io.TextIOWrapper(stream, encoding="utf-8"):
+            text = json.loads(line)["text"].encode()
+            if len(text) >= longest and len(found) < documents:
+                found.append(text[:longest].decode(errors="ignore"))
+    return found
