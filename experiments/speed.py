@@ -26,6 +26,7 @@ from heinsen.training.step import init_train_state, make_train_step
 EXPERIMENT = flags.DEFINE_enum(
     "experiment", None, ["attention_comparison", "forgetting"], "A folder with contestants.py.", required=True
 )
+CONTESTS = flags.DEFINE_list("contests", [], "Those of forgetting to measure, all by default.")
 LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")
 REPEATS = 5  # timed steps of each contestant
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
+        contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed(*CONTESTS.value)
         print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 
 

@@ -201,9 +201,9 @@ def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) ->
         return json.loads(output.read().splitlines()[-1])
 
 
-def measure_speed(out: Path, experiment: str, lengths: Sequence[str]) -> dict[str, dict[str, float]]:
+def measure_speed(out: Path, experiment: str, lengths: Sequence[str], *options: str) -> dict[str, dict[str, float]]:
     """Return {contestant: {length: tokens/s}} by experiments/speed.py; kept in out/speed.json."""
-    command = ["experiments/speed.py", f"--experiment={experiment}", f"--lengths={','.join(lengths)}"]
+    command = ["experiments/speed.py", f"--experiment={experiment}", f"--lengths={','.join(lengths)}", *options]
     return run_programs({out / "speed.json": command}, 1)[out / "speed.json"]
 
 

@@ -102,7 +102,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of documents in The Pile's format, made of words with unequal frequencies."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefgh"), n)) for n in rng.integers(2, 7, 50)]
-    for name, count in (("train-00", 400), ("validation", 20), ("test", 20)):
+    for name, count in (("train-00", 300), ("train-01", 100), ("validation", 20), ("test", 20)):
         lines = []
         for i in range(count):
             text = " ".join(rng.choice(words, 100, p=np.arange(1, 51) / 1275))

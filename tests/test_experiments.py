@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import zstandard
 
 from experiments import tools
 from experiments.associative_recall import contestants as recall_contestants
@@ -11,7 +12,10 @@ from experiments.associative_recall import report as recall_report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.attention_comparison.report import growth
 from experiments.contest import versus
+from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS
+from experiments.forgetting.contexts import find_long
+from experiments.forgetting.contexts import prepare as prepare_long
 from experiments.ladder.law import Law, bootstrap, fit
 from experiments.ladder.run import n_params as n_params_of
 from experiments.ladder.run import parse_rate, parse_size, settings
@@ -197,6 +201,60 @@ def test_contestants_of_recall_differ_in_what_they_say():
         assert (model.vocab_size, model.n_layers, model.d_key, model.d_value) == (8192, 2, 32, 32)
 
 
+def by_position(rng, n_ranges=12):
+    """As in eval.py's summary; in streaming the last range is significantly worse."""
+    ranges = []
+    for i in range(n_ranges):
+        windows, streaming = rng.uniform(1, 2, 2)
+        worse = i == n_ranges - 1
+        interval = (0.1, 0.2) if worse else (-0.1, 0.2)
+        each = dict(first=2 ** (i - 1) + 1 if i else 1, last=None if worse else 2**i, tokens=5, windows=windows)
+        ranges.append(each | dict(streaming=streaming, difference=streaming - windows, difference_interval=interval))
+    return dict(window=512, ranges=ranges)
+
+
+def test_the_report_on_forgetting_has_every_contestant_and_every_range_of_positions(rng):
+    names, contests = ["paper's", "gate"], {}
+    for question in forgetting_report.QUESTIONS:
+        bits = {name: {seed: rng.uniform(1, 2) for seed in (1, 2, 3)} for name in names}
+        contests[question] = dict(
+            tuning={name: {1e-3: 2.0, 3e-3: np.inf} for name in names},
+            bits_per_byte=bits,
+            sources={"Books": dict.fromkeys(names, 2.5)},
+            parameters=dict.fromkeys(names, 12345),
+            state=dict.fromkeys(names, [7, 8765]),
+        )
+    contexts = dict(windows={name: by_position(rng) for name in names}, streams={"gate": by_position(rng)})
+    results = dict(machine="2 CPU cores", jax="1", tokens=100, contests=contests, contexts=contexts)
+    results["speed"] = {name: {"512": 100.0, "8192": 50.0} for name in names}
+    text = "\n".join(forgetting_report.report(results))
+    for question, found in contests.items():
+        assert f"## {forgetting_report.QUESTIONS[question]}" in text and f"({question}.png)" in text
+        for name, seeds in found["bits_per_byte"].items():
+            assert f"{np.mean(list(seeds.values())):.4f}" in text
+            assert name == "paper's" or versus(found["bits_per_byte"], name, "paper's") in text
+    assert "| 12,345 | 7 / 8,765 | 100 / 50 | 0.001 |" in text and "| **2.0000** | inf |" in text
+    last = contexts["streams"]["gate"]["ranges"][-1]
+    assert f"| {last['streaming']:.3f} ({last['difference']:+.3f}*) |" in text
+    assert "| to 512 | to 1,024 | 1,025 on |" in text and "| to 256 |" not in text
+    results["contexts"] = dict(windows={}, streams={})
+    assert "Longer contexts" not in "\n".join(forgetting_report.report(results))
+
+
+def test_long_documents_are_found_and_cut(rng, tmp_path):
+    texts = ["a" * n for n in rng.integers(50, 200, 40)] + ["é" * 100]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "train-1.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    long = [text for text in texts if len(text.encode()) >= 99]
+    assert find_long(tmp_path / "train-1.jsonl.zst", 1000, 99) == [*(text[:99] for text in long[:-1]), "é" * 49]
+    assert find_long(tmp_path / "train-1.jsonl.zst", 3, 99) == [text[:99] for text in long[:3]]
+    for documents, message in ((0, "two files train-"), (1, "no document of 500 bytes")):
+        if documents:
+            (tmp_path / "train-0.jsonl.zst").write_bytes(b"")
+        with pytest.raises(ExperimentError, match=message):
+            prepare_long(tmp_path, tmp_path / "out", 5, 500)
+
+
 # ---- whole ----------------------------------------------------------------------------------------
 
 
@@ -231,6 +289,22 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
     for name, of_seeds in results["bits_per_byte"].items():
         assert name in report and set(of_seeds) == {"1", "2"}
     for figure in ("curves", "recall", "sigmoid"):
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_forgetting_from_its_command_to_its_report(commands, corpus, tmp_path):
+    command = ["experiments/forgetting/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--contests=combined"]
+    command += ["--seeds=2", "--learning_rates=3e-3", "--tuning_tokens=110000", "--tokens=110000"]
+    command += ["--documents=2", "--longest=300", "--speed_lengths=32,64"]
+    contestants = CONTESTS["combined"].contestants
+    end = commands.run(*command, n_programs=5 * len(contestants) + 8)
+    assert end.returncode == 0, end.stderr
+    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
+    assert report in end.stdout and set(results["contests"]) == {"combined"}
+    assert set(results["contests"]["combined"]["bits_per_byte"]) == set(contestants)
+    assert set(results["contexts"]["windows"]) == set(results["contexts"]["streams"]) == {"all that won"}
+    for figure in ("combined", "state_size", "contexts"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
 

@@ -73,6 +73,7 @@ CONTESTS = {
 LONG = {"parts": ["paper's", "gate", "linear, gate", "softmax, GPT-2's block"], "combined": ["all that won"]}
 
 
-def timed() -> dict[str, TrainConfig]:
-    """Return the contestants whose speed is measured."""
-    return {name: contest.train_config(name) for contest in CONTESTS.values() for name in contest.contestants}
+def timed(*contests: str) -> dict[str, TrainConfig]:
+    """Return the contestants of some contests (none named: all), whose speed is measured."""
+    chosen = [CONTESTS[name] for name in contests or CONTESTS]
+    return {name: contest.train_config(name) for contest in chosen for name in contest.contestants}

@@ -41,14 +41,15 @@ def write(out: Path, held: Mapping[str, Held], contexts: Measured, speed: dict[s
         contexts=contexts._asdict(),
         speed=speed,
     )
-    figures = []
+    figures = ["state_size.png"]
     for name, each in held.items():
         each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, each.folder, each.final)
         figures.append(f"{name}.png")
     plot_sizes(out / "state_size.png", results["contests"])
-    plot_positions(out / "contexts.png", contexts)
+    if contexts.windows:
+        plot_positions(out / "contexts.png", contexts)
+        figures.append("contexts.png")
     text = tools.write_report(out, results, report(results))
-    figures += ["state_size.png", "contexts.png"]
     return f"{text}\nwritten: {out / 'report.md'}, results.json, {', '.join(figures)}"
 
 
@@ -119,6 +120,8 @@ def tuning_section(name: str, tuning: contest.Tuning) -> list[str]:
 
 def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     kinds = [(name, training) for training in ("windows", "streams") for name in contexts[training]]
+    if not kinds:
+        return []
     ranges = contexts["windows"][kinds[0][0]]["ranges"]
     window = contexts["windows"][kinds[0][0]]["window"]
     wanted = [i for i, each in enumerate(ranges) if each["first"] > window / 2]

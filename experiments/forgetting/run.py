@@ -58,9 +58,9 @@ def run(out: Path, parallel: int) -> str:
         for name, each in held.items()
         if name in LONG
     ]
-    return report.write(
-        out, held, contexts.join(by_position), tools.measure_speed(out, "forgetting", SPEED_LENGTHS.value)
-    )
+    which = f"--contests={','.join(held)}"
+    speed = tools.measure_speed(out, "forgetting", SPEED_LENGTHS.value, which)
+    return report.write(out, held, contexts.join(by_position), speed)
 
 
 def hold(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Held:
