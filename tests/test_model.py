@@ -1,6 +1,7 @@
 """The language model against a float64 NumPy forward pass, written from the paper's table with loops."""
 
 import dataclasses
+import importlib
 import re
 
 import jax
@@ -354,3 +355,12 @@ for _name in ("vocab_size", "n_layers", "d_model", "n_heads", "d_key", "d_value"
 def test_impossible_model_configs_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"model.{name} = {value!r}"):
         dataclasses.replace(SMALL, **{name: value})
+
+
+@pytest.mark.parametrize("name, of", [("gated_125m", "pile_125m"), ("gated_demo", "demo")])
+def test_the_gated_models_have_as_many_parameters_within_1_percent(name, of):
+    configs = [importlib.import_module(f"configs.{each}").get_config() for each in (name, of)]
+    gated, plain = (
+        count_params(abstract_params(from_mapping(TrainConfig, config.to_dict()).model)) for config in configs
+    )
+    assert 0 < abs(gated / plain - 1) < 0.01
