@@ -13,6 +13,7 @@ from configs import pile_125m
 from heinsen.config import from_mapping
 from heinsen.models import (
     ModelState,
+    abstract_params,
     count_params,
     forward,
     init_model_state,
