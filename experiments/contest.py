@@ -155,9 +155,13 @@ class Contest:
 
 
 def test(
-    out: Path, folders: Mapping[Path, Sequence[RunView]], parallel: int, by_position: bool = False
+    out: Path,
+    folders: Mapping[Path, Sequence[RunView]],
+    parallel: int,
+    by_position: bool = False,
+    split_of: Callable[[RunView], str] = lambda run: "test",
 ) -> dict[str, dict]:
-    """Return {run: summary of eval.py on the test split}, given {folder of a sweep: its runs}.
+    """Return {run: summary of eval.py on its split}, given {folder of a sweep: its runs}.
 
     Results are kept in out/RUN.json, and the plot of the loss by position, if wanted, in out/RUN.png.
     """
@@ -167,7 +171,7 @@ def test(
         for run in runs:
             options = [f"--by_position={(out / run.name).absolute()}.png"] if by_position else []
             workdir = (folder / run.name).absolute()
-            commands[files[run.name]] = ["eval.py", f"--workdir={workdir}", "--split=test", *options]
+            commands[files[run.name]] = ["eval.py", f"--workdir={workdir}", f"--split={split_of(run)}", *options]
     found = tools.run_programs(commands, parallel)
     return {name: found[file] for name, file in files.items()}
 

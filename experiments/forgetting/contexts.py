@@ -36,14 +36,18 @@ def measure(
 ) -> Measured:
     """Train some contestants at their best learning rates on the data of `prepare`, and test them on long documents.
 
-    Those whose state is of constant size are trained on streams, too. `out` is in the folder of `prepare`.
+    Those whose state is of constant size are trained on streams, too; the others are tested on the documents' first
+    parts. `out` is in the folder of `prepare`.
     """
     given = [f"--config.data.path={(out.parent / 'data').absolute()}", *options]
     constant = [name for name in names if not contest.train_config(name).model.has_cache]
 
+    def split_of(run: RunView) -> str:
+        return "long" if any(contest.runs_of(name, [run]) for name in constant) else "shorter"
+
     def train(kind: str, kinds: list[str], *more: str) -> Positions:
         runs = contest.train(out / kind, kinds, tuning, parallel, *given, *more)
-        tested = test(out / f"test_{kind}", {out / kind: runs}, parallel, by_position=True)
+        tested = test(out / f"test_{kind}", {out / kind: runs}, parallel, True, split_of)
         return {name: tested[run.name]["by_position"] for name in kinds for run in contest.runs_of(name, runs)}
 
     return Measured(train("windows", names), train("streams", constant, "--config.carry_state=True"))
@@ -59,20 +63,23 @@ def join(measured: Iterable[Measured]) -> Measured:
 
 
 def prepare(corpus: Path, out: Path, documents: int, longest: int) -> None:
-    """Prepare out/data, and out/long.jsonl: the first `longest` bytes of the first documents that have as many.
+    """Prepare out/data: its split "long" has the first `longest` bytes of the first documents that have as many.
 
-    Raises ExperimentError if there are none.
+    "shorter" has an eighth of each. Raises ExperimentError if there are no such documents.
     """
     *train, last = sorted(corpus.glob("train-*.jsonl.zst")) or [None]
     if last is None or not train:
         raise tools.ExperimentError(f"--corpus={corpus}: two files train-*.jsonl.zst are needed, one of them to test")
-    if not (out / "long.jsonl").exists():
-        found = find_long(last, documents, longest)
-        if not found:
-            raise tools.ExperimentError(f"{last} has no document of {longest} bytes: give another --corpus")
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / "long.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in found))
-    splits = {"train": train, "validation": [corpus / "validation.jsonl.zst"], "test": [out / "long.jsonl"]}
+    splits = {"train": train, "validation": [corpus / "validation.jsonl.zst"]}
+    for split, n_bytes in (("long", longest), ("shorter", longest // 8)):
+        splits[split] = [out / f"{split}.jsonl"]
+        if not splits[split][0].exists():
+            found = find_long(last, documents, longest)
+            if not found:
+                raise tools.ExperimentError(f"{last} has no document of {longest} bytes: give another --corpus")
+            out.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps({"text": cut(text, n_bytes)}) for text in found)
+            write_atomically(splits[split][0], "".join(f"{line}\n" for line in lines))
     tools.prepare_bytes(splits, out / "data")
 
 
@@ -81,7 +88,11 @@ def find_long(file: Path, documents: int, longest: int) -> list[str]:
     found: list[str] = []
     with zstandard.open(file, "rb") as stream:
         for line in io.TextIOWrapper(stream, encoding="utf-8"):
-            text = json.loads(line)["text"].encode()
-            if len(text) >= longest and len(found) < documents:
-                found.append(text[:longest].decode(errors="ignore"))
+            text = json.loads(line)["text"]
+            if len(text.encode()) >= longest and len(found) < documents:
+                found.append(cut(text, longest))
     return found
+
+
+def cut(text: str, n_bytes: int) -> str:
+    return text.encode()[:n_bytes].decode(errors="ignore")

@@ -127,17 +127,18 @@ def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     wanted = [i for i, each in enumerate(ranges) if each["first"] > window / 2]
     span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
     cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
-    rows = [
-        [f"{name}, {training}", *(cell(contexts[training][name]["ranges"][i]) for i in wanted)]
-        for name, training in kinds
-    ]
+    rows = []
+    for name, training in kinds:
+        own = {each["first"]: each for each in contexts[training][name]["ranges"]}
+        firsts = [ranges[i]["first"] for i in wanted]
+        rows.append([f"{name}, {training}", *(cell(own[first]) if first in own else "" for first in firsts)])
     return [
         "## Longer contexts",
         "",
         "Loss in nats per byte by position in long documents of the corpus's last file, which training did not read. "
         f"Each is read from its start to its end. In parentheses is the difference to windows of {window}; * where its "
         "95% interval (over documents) excludes 0. Trained on windows, or on streams: each step continues the state of "
-        "the step before.",
+        "the step before. Models whose cache grows are tested on the documents' first eighths.",
         "",
         *tools.table(["", *(span(ranges[i]) for i in wanted)], rows),
         "",
