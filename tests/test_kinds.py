@@ -393,6 +393,10 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(position="rotary"), "model.attention = 'heinsen' must have some"),
         (dict(position="rotary", attention="sigmoid", d_key=5), "model.d_key = 5 be even"),
         (dict(objective="denoise"), "model.objective = 'denoise': choose next_token, masked"),
+        (
+            dict(objective="masked", gate="head", implementation="scan"),
+            "model.implementation = 'scan': a forget gate in a masked model is computed in chunks; set it to chunked",
+        ),
         (dict(objective="masked", padded_vocab_size=257), "set model.padded_vocab_size = 257 above vocab_size = 257"),
     ],
     ids=str,

@@ -45,7 +45,7 @@ class ModelConfig:
       qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
       signed_features: whether heinsen and linear layers have the features [q, -q] and [k, -k] instead of q and k.
       gate: a forget gate for heinsen and linear layers (`heinsen.models.gate`), "head": one number per head and token;
-        in a masked model one for each direction, for heinsen layers alone.
+        in a masked model one for each direction, for heinsen layers alone, in the chunked implementation.
       gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
       output: what becomes of the attention's output, a name in OUTPUTS (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
@@ -157,6 +157,11 @@ class ModelConfig:
             )
 
     def _check_gate(self) -> None:
+        if not self.causal and self.implementation not in (None, "chunked"):
+            raise ValueError(
+                f"model.implementation = {self.implementation!r}: a forget gate in a masked model is computed in "
+                "chunks; set it to chunked or None, or model.gate to none"
+            )
         self._check_taken("gate", lambda mixer: mixer.takes_log_decay, "none")
         if self.gate_longest < self.gate_shortest:
             raise ValueError(

@@ -180,13 +180,14 @@ def attend_both_ways(
 
     Key s counts exp(sum of log_decay[r], s < r <= t) at query t >= s, and exp(sum of log_decay_after[r], t < r < s) at
     query t < s: each direction is a causal attention, the second one without the token itself. They are combined by
-    their log Z. Other arguments and errors as in `log_attention`; computed in chunks.
+    their log Z. -inf in either forgets all on its side. For models: dtypes, other arguments and errors are those of
+    `log_attention` and `attention`; there is no forward-mode derivative.
     """
     dtype = values.dtype
     (q, k, values), starts, _ = _prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
     decays = []
-    for each in (log_decay, log_decay_after):
-        check_log_decay(each, k, causal=True)
+    for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
+        check_log_decay(each, k, causal=True, name=name)
         decays.append(each.astype(k.dtype))
     kind = REAL_VALUES if signed else LOG_VALUES
     return chunked.attend_both_ways(kind, q, k, values, starts, *decays).astype(dtype if signed else q.dtype)

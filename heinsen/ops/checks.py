@@ -40,13 +40,13 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
             raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
 
 
-def check_log_decay(log_decay: Array, k: Array, causal: bool) -> None:
-    """log_decay [*batch, T] for keys k [*batch, T, K].
+def check_log_decay(log_decay: Array, k: Array, causal: bool, name: str = "log_decay") -> None:
+    """log_decay [*batch, T] for keys k [*batch, T, K]; the caller calls it `name`.
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or without causality.
     """
     if not jnp.issubdtype(log_decay.dtype, jnp.floating):
-        raise TypeError(f"log_decay has dtype {log_decay.dtype}: expected a real floating-point dtype")
+        raise TypeError(f"{name} has dtype {log_decay.dtype}: expected a real floating-point dtype")
     if not causal:
         raise ValueError(
             "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none is "
@@ -54,6 +54,6 @@ def check_log_decay(log_decay: Array, k: Array, causal: bool) -> None:
         )
     if log_decay.shape != k.shape[:-1]:
         raise ValueError(
-            f"log_decay {log_decay.shape} does not fit k {k.shape}: expected one number for each head and token, "
+            f"{name} {log_decay.shape} does not fit k {k.shape}: expected one number for each head and token, "
             f"[*batch, T] = {k.shape[:-1]}"
         )

@@ -107,7 +107,10 @@ def move_shifts(before: Shifts, own: OwnShifts, axis: int) -> ChunkShifts:
 
 
 def log_shares_kept(c: Array, log_decay: Array, after_c: Array) -> Array:
-    """Log of the factors [*batch, K] <= 1 that take weights relative to c to after_c >= c + log_decay."""
+    """Log of the factors [*batch, K] <= 1 that take weights relative to c to after_c >= c + log_decay.
+
+    Differences of shifts are exact where their sums with a decay would be rounded.
+    """
     return jnp.where(c == NEG_INF, NEG_INF, (finite(c) - finite(after_c)) + log_decay)
 
 
@@ -227,7 +230,7 @@ def kept_scales(kept: Kept, shifts: ChunkShifts) -> Scales | None:
         return Scales(jnp.exp(log_share), None, jnp.exp(log_share))
     # The shifts of weights and values move together: each factor is at most 1.
     largest = lax.stop_gradient(jnp.max(log_share, axis=-1, keepdims=True))
-    v = shift_decay(old.b + largest, new.b)
+    v = jnp.exp(lax.stop_gradient(log_shares_kept(old.b, largest, new.b)))
     return Scales(jnp.exp(log_share - finite(largest)), v, jnp.exp(log_share))
 
 
@@ -235,12 +238,12 @@ def _scale_values(s: Array, v: Array | None) -> Array:
     return s if v is None else s * v[..., None, :]
 
 
-def kept_product(kept: Scales | None, m: Sums, dend: Sums) -> Array:
+def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
     """Sum [*batch] over all features of what is kept of the sums m, times the gradients of the sums after the chunk."""
-    assert kept is not None
     v = jnp.ones(m.s.shape[-1:], m.s.dtype) if kept.v is None else kept.v
-    s = kept.s * einsum("...kv,...v->...k", m.s * dend.s, v)
-    return sum_features(s + kept.z * m.z * dend.z)
+    # The factors first: where nothing is kept, the gradient times the sum may be beyond float32.
+    s = einsum("...kv,...v->...k", (m.s * kept.s[..., None]) * dend.s, v)
+    return sum_features(s + (m.z * kept.z) * dend.z)
 
 
 def add_sums(sums: Sums, more: Sums | None) -> Sums:

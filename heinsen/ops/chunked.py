@@ -75,7 +75,7 @@ def attend_both_ways(
 ) -> Array:
     """y or log y [*batch, T, V] of all tokens of a query's document.
 
-    Tokens up to the query are left by log_decay, later ones by log_decay_after, each [*batch, T].
+    The weights of earlier tokens decay by log_decay, those of later tokens by log_decay_after, each [*batch, T].
     """
     starts = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
     log_decay, resets = take_resets(log_decay, starts)
@@ -118,7 +118,8 @@ def _attend_both_ways(
     # From the end, each token takes the key of the token after it, unless that starts another document.
     ends = document_ends(document_starts)
     later_k = jnp.where(ends[..., None], NEG_INF, _shift_earlier(keys.k, NEG_INF))
-    later = Keys(later_k, _shift_earlier(keys.values, kind.zero), ends)
+    later_values = jnp.where(ends[..., None], kind.zero, _shift_earlier(keys.values, kind.zero))
+    later = Keys(later_k, later_values, ends)
     if log_decay_after is not None:
         later_decay, resets = take_resets(_shift_earlier(log_decay_after[..., None], 0.0)[..., 0], ends)
         later = later._replace(starts=resets, log_decay=later_decay[..., None])

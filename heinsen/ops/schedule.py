@@ -407,7 +407,7 @@ def _sums_between_grad(
     kept = None if keys is None else chunk.kept_scales(keys.kept, own)
     xs = chunk.shift_scales(own.after, next_reading), kept, more
     dm, dends = scan_chunks(step, dm, xs, axis, reverse=True)
-    dkept = None if own.decay is None else chunk.kept_product(kept, before, dends)
+    dkept = None if own.decay is None or kept is None else chunk.kept_product(kept, before, dends)
     return dends, dkept, dm, jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, keepdims=False), own.reading)
 
 

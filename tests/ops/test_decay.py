@@ -254,6 +254,16 @@ def test_decays_of_whole_numbers_or_features_are_refused():
         heinsen.log_attention(x, x, x, log_decay=x)
 
 
+def test_values_far_from_one_cost_no_precision(rng):
+    """Shifts of values that fall by less than they are rounded to must not count as falling by more."""
+    n, offset = 2048, 1e3
+    q, k, noise = (rng.standard_normal((1, n, FEATURES)).astype(np.float32) for _ in range(3))
+    log_v, decays = (np.float32(offset) + 0.1 * noise).astype(np.float32), np.full((1, n), -1e-4, np.float32)
+    arrays = 0.1 * q, 0.1 * k, log_v, decays, noise
+    want, (got, *_) = run("scan", arrays, np.float64)[0], run("chunked", arrays, np.float32)
+    assert np.abs(got - want).max() < 2e-4  # float32 holds log y itself to 6e-5
+
+
 # ---- both directions ------------------------------------------------------------------------------
 
 
@@ -298,3 +308,15 @@ def test_both_directions_are_gated_separately_and_the_later_one_leaves_out_the_t
         slope = np.sum(g * (truth(*moved(1e-6)) - truth(*moved(-1e-6)))) / 2e-6
         terms = direction * np.float64(grads[i])
         assert abs(slope - terms.sum()) <= 1e-4 * np.sqrt(np.sum(terms**2)) + 1e-5
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_document_in_both_directions(rng, bad):
+    n, start = 9, int(rng.integers(1, 9))
+    q, k, v = (jnp.asarray(rng.standard_normal((n, 4)), jnp.float32) for _ in range(3))
+    ids, decays = jnp.asarray(np.arange(n) >= start, jnp.int32), jnp.full(n, -0.1, jnp.float32)
+    v = v.at[start, 0].set(bad)
+    gated = attend_both_ways(q, k, v, log_decay=decays, log_decay_after=decays, segment_ids=ids, signed=True)
+    plain = heinsen.attention(q, k, v, causal=False, segment_ids=ids, implementation="chunked")
+    for y in (gated, plain):
+        assert np.all(np.isfinite(y[:start])) and not np.any(np.isfinite(y[start:, 0]))

@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     valid: Bool[Array, "B T"] | None  # false for padding at a row's end; None: there is no padding
     segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
     log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
-    log_decay_after: Float[Array, "B H T"] | None = None  # not causal: of the tokens after each, for those before it
+    log_decay_after: Float[Array, "B H T"] | None = None  # the gate by which later tokens decay; None if causal
 
 
 @dataclasses.dataclass(frozen=True)

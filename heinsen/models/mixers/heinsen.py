@@ -8,7 +8,6 @@ goes on with log y; with value_domain = real they are v, of either sign, and y.
 Axes: B batch, H heads, T tokens, K key features, V value features.
 """
 
-import abc
 import dataclasses
 from typing import Any, ClassVar, Generic
 
@@ -28,6 +27,7 @@ class Heinsen(Mixer[State], Generic[State]):
 
     implementation: str | None
 
+    signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
     takes_signed_features: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
@@ -46,16 +46,18 @@ class Heinsen(Mixer[State], Generic[State]):
 
     @property
     def takes_log_decay(self) -> bool:
-        return self.causal or self.implementation in (None, "chunked")
+        return True
 
-    @abc.abstractmethod
+    def init_state(self, batch_size: int, capacity: int) -> State:
+        return self._empty(batch_size, self.n_heads)
+
     def _empty(self, *shape: int) -> Any:
         """The state before any token of this many sequences and heads."""
+        return states.init_state(shape, self.n_features, self.d_value, signed=self.signed, dtype=self.accumulator_dtype)
 
     def _attend_both_ways(self, q: Array, k: Array, values: Array, state: None, tokens: Tokens) -> tuple[Array, Any]:
         """The output of a model that is not causal; it keeps no state."""
         assert tokens.log_decay is not None and tokens.log_decay_after is not None
-        empty = self._empty(*q.shape[:2])
         y = attend_both_ways(
             q,
             k,
@@ -63,14 +65,16 @@ class Heinsen(Mixer[State], Generic[State]):
             log_decay=tokens.log_decay,
             log_decay_after=tokens.log_decay_after,
             segment_ids=tokens.segment_ids,
-            signed=isinstance(empty, MeanState),
+            signed=self.signed,
         )
-        return y, empty
+        return y, self._empty(*q.shape[:2])
 
 
 @dataclasses.dataclass(frozen=True)
 class LogHeinsen(Heinsen[LogState | RunningState]):
     """log y from log v: the paper's. In a loop of decoding steps the state is a `RunningState`, else a `LogState`."""
+
+    signed: ClassVar[bool] = False
 
     @property
     def is_published(self) -> bool:
@@ -79,12 +83,6 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     @property
     def splits_sequences(self) -> bool:
         return self.causal
-
-    def init_state(self, batch_size: int, capacity: int) -> LogState:
-        return self._empty(batch_size, self.n_heads)
-
-    def _empty(self, *shape: int) -> LogState:
-        return states.init_state(shape, self.n_features, self.d_value, signed=False, dtype=self.accumulator_dtype)
 
     def parallel(
         self,
@@ -147,18 +145,14 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
 class RealHeinsen(Heinsen[MeanState]):
     """y from v, of either sign (`heinsen.attention`)."""
 
+    signed: ClassVar[bool] = True
+
     def check_use(self, attention: str, is_used: bool) -> None:
         if not is_used:
             raise ValueError(
                 f"model.value_domain = 'real' is an option of heinsen attention, of which model.attention = "
                 f"{attention!r} has none: set it to log"
             )
-
-    def init_state(self, batch_size: int, capacity: int) -> MeanState:
-        return self._empty(batch_size, self.n_heads)
-
-    def _empty(self, *shape: int) -> MeanState:
-        return states.init_state(shape, self.n_features, self.d_value, signed=True, dtype=self.accumulator_dtype)
 
     def parallel(
         self,
