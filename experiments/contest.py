@@ -31,7 +31,7 @@ Tuning = Mapping[str, Mapping[float, float]]  # {contestant: {learning rate: val
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Who takes part.
+    """A set of contestants and the config that they share.
 
     Attributes:
       config: the config file of all contestants.
@@ -123,13 +123,14 @@ class Contest:
         return {source: found[source] for source in sorted(found, key=lambda source: -sizes[source])}
 
     def parameters(self, name: str) -> int:
+        """Return the number of parameters of a contestant."""
         return tools.n_params(self.train_config(name))
 
     def state_size(self, name: str, n_tokens: int) -> int:
         """Return how many numbers the states of all layers have after so many tokens."""
         model = self.train_config(name).model
         state = jax.eval_shape(lambda: init_model_state(model, 1, n_tokens))
-        return sum(leaf.size for leaf in jax.tree.leaves(state.attention))
+        return sum(leaf.size for leaf in jax.tree.leaves((state.attention, state.convolution)))
 
     def plot_curves(self, path: Path, names: Iterable[str], folder: Path, final: Sequence[RunView]) -> None:
         """Draw validation by training bytes: the mean over seeds, in a band from the lowest to the highest.
@@ -204,6 +205,7 @@ def ranked(bits: Bits) -> list[str]:
 
 
 def best_rate(losses: Mapping[float, float]) -> float:
+    """Return the learning rate with the lowest loss."""
     return min(losses, key=losses.__getitem__)
 
 

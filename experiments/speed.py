@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
+        if EXPERIMENT.value != "forgetting" and CONTESTS.value:
+            raise tools.ExperimentError(f"--contests={','.join(CONTESTS.value)}: an option of --experiment=forgetting")
         contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed(*CONTESTS.value)
         print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 

@@ -1,6 +1,7 @@
 """The experiments: the law they fit, who takes part, and (long) each whole, from its command to its report."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -219,6 +220,7 @@ def test_the_report_on_forgetting_has_every_contestant_and_every_range_of_positi
         bits = {name: {seed: rng.uniform(1, 2) for seed in (1, 2, 3)} for name in names}
         contests[question] = dict(
             tuning={name: {1e-3: 2.0, 3e-3: np.inf} for name in names},
+            fields={"paper's": {}, "gate": dict(gate="head")},
             bits_per_byte=bits,
             sources={"Books": dict.fromkeys(names, 2.5)},
             parameters=dict.fromkeys(names, 12345),
@@ -232,8 +234,12 @@ def test_the_report_on_forgetting_has_every_contestant_and_every_range_of_positi
         assert f"## {forgetting_report.QUESTIONS[question]}" in text and f"({question}.png)" in text
         for name, seeds in found["bits_per_byte"].items():
             assert f"{np.mean(list(seeds.values())):.4f}" in text
-            assert name == "paper's" or versus(found["bits_per_byte"], name, "paper's") in text
-    assert "| 12,345 | 7 / 8,765 | 100 / 50 | 0.001 |" in text and "| **2.0000** | inf |" in text
+            everyone = contests["parts"]["bits_per_byte"] | found["bits_per_byte"]
+            assert name == "paper's" or versus(everyone, name, "paper's") in text
+    assert "| 12,345 | 7 / 8,765 | 100 / 50 | 0.001 | gate=head |" in text and "| **2.0000** | inf |" in text
+    contexts["windows"]["gate"]["ranges"] = contexts["windows"]["gate"]["ranges"][:-1]  # shorter documents
+    text = "\n".join(forgetting_report.report(results))
+    assert re.search(r"^\| gate, windows \|.*\|  \|$", text, re.MULTILINE)
     last = contexts["streams"]["gate"]["ranges"][-1]
     assert f"| {last['streaming']:.3f} ({last['difference']:+.3f}*) |" in text
     assert "| to 512 | to 1,024 | 1,025 on |" in text and "| to 256 |" not in text

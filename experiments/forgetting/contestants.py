@@ -4,6 +4,7 @@ from pathlib import Path
 
 from experiments.contest import Contest
 from experiments.forgetting import config
+from experiments.tools import ExperimentError
 from heinsen.sweep.space import Value
 from heinsen.training.run import TrainConfig
 
@@ -22,7 +23,7 @@ def convolved(**fields: Value) -> dict[str, Value]:
     return gated(**dict(output="gate", convolution=4, d_model=118, d_key=30, d_value=30) | fields)
 
 
-def rotary(**fields: Value) -> dict[str, Value]:
+def softmax(**fields: Value) -> dict[str, Value]:
     """The best softmax model of PARTS, with a gated output."""
     return gpt2(attention="softmax", position="rotary", output="gate", d_model=128) | fields
 
@@ -51,8 +52,8 @@ COMBINED: dict[str, dict[str, Value]] = {
     "(gate, output gate, convolution)*3, window": convolved(attention="heinsen*3,window", window=64),
     "gate, output gate, convolution, GPT-2's block": convolved(**gpt2(d_model=122, d_key=32, d_value=32)),
     "linear, gate, output gate, convolution": convolved(attention="linear"),
-    "softmax, GPT-2's block, output gate": rotary(),
-    "softmax, GPT-2's block, output gate, convolution": rotary(convolution=4),
+    "softmax, GPT-2's block, output gate": softmax(),
+    "softmax, GPT-2's block, output gate, convolution": softmax(convolution=4),
 }
 # Why is the paper's attention worse in GPT-2's block: the block, its depth, or the logarithms of values?
 BLOCKS: dict[str, dict[str, Value]] = {
@@ -81,5 +82,7 @@ LONG = {
 
 def timed(*contests: str) -> dict[str, TrainConfig]:
     """Return the contestants of some contests (none named: all), whose speed is measured."""
+    if unknown := [name for name in contests if name not in CONTESTS]:
+        raise ExperimentError(f"--contests: {unknown[0]!r}: choose {', '.join(CONTESTS)}")
     chosen = [CONTESTS[name] for name in contests or CONTESTS]
     return {name: contest.train_config(name) for contest in chosen for name in contest.contestants}

@@ -10,9 +10,11 @@ import jax
 
 from experiments import contest, tools
 from experiments.contest import Contest
+from experiments.forgetting import config
 from experiments.forgetting.contexts import Measured
 from heinsen.sweep.runs import RunView
 
+WINDOW = config.get_config().sequence_length
 CONTEXTS = 512, 65536  # tokens after which the size of the state is counted
 QUESTIONS = {
     "parts": "What a gate is worth, and what helps beside it",
@@ -21,7 +23,7 @@ QUESTIONS = {
 }
 
 
-class Held(NamedTuple):
+class Result(NamedTuple):
     """A contest, and its runs: of the tuning, the final ones in `folder`, and {run: summary of eval.py}."""
 
     contest: Contest
@@ -31,18 +33,18 @@ class Held(NamedTuple):
     tested: dict[str, dict]
 
 
-def write(out: Path, held: Mapping[str, Held], contexts: Measured, speed: dict[str, dict[str, float]]) -> str:
+def write(out: Path, found: Mapping[str, Result], contexts: Measured, speed: dict[str, dict[str, float]]) -> str:
     """Write the report and its figures, and return it. speed: {contestant: {T: tokens/s}}."""
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
-        tokens=next(iter(held.values())).final[0].tokens,
-        contests={name: results_of(each) for name, each in held.items()},
+        tokens=next(iter(found.values())).final[0].tokens,
+        contests={name: results_of(each) for name, each in found.items()},
         contexts=contexts._asdict(),
         speed=speed,
     )
     figures = ["state_size.png"]
-    for name, each in held.items():
+    for name, each in found.items():
         each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, each.folder, each.final)
         figures.append(f"{name}.png")
     plot_sizes(out / "state_size.png", results["contests"])
@@ -53,12 +55,13 @@ def write(out: Path, held: Mapping[str, Held], contexts: Measured, speed: dict[s
     return f"{text}\nwritten: {out / 'report.md'}, results.json, {', '.join(figures)}"
 
 
-def results_of(held: Held) -> dict[str, Any]:
+def results_of(result: Result) -> dict[str, Any]:
     """Return the numbers of a contest."""
-    own, final, tested = held.contest, held.final, held.tested
+    own, final, tested = result.contest, result.final, result.tested
     names = list(own.contestants)
     return dict(
-        tuning={name: own.losses(name, held.tuning) for name in names},
+        tuning={name: own.losses(name, result.tuning) for name in names},
+        fields={name: dict(own.contestants[name]) for name in names},
         bits_per_byte=own.bits(names, final, tested),
         sources=own.by_source(names, final, tested),
         parameters={name: own.parameters(name) for name in names},
@@ -71,45 +74,57 @@ def results_of(held: Held) -> dict[str, Any]:
 
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of report.md."""
-    contests = results["contests"]
+    contests, lengths = results["contests"], list(next(iter(results["speed"].values())))
+    references = contests["parts"]["bits_per_byte"] if "parts" in contests else {}
     return [
         "# Attention that forgets",
         "",
         f"`python experiments/forgetting/run.py`, {results['machine']}, jax {results['jax']}. Every contestant was "
-        f"trained on the same {results['tokens']:,} bytes of the same text in windows of 512, with as many parameters "
-        "within 1%, the same optimizer and the best learning rate for it from one grid, which was extended if the best "
-        "was at its end. Bits per byte are measured on the whole test split. +- is the standard deviation over seeds; "
-        "in brackets are 95% intervals of the mean difference between runs with equal seeds (Student's t), not "
-        "corrected for the number of comparisons. The state is how many numbers the layers keep of the text, after "
-        f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Tokens/s are those of training steps of 8,192 tokens in "
-        "sequences of 512 and of 8,192 on all cores, one of each contestant in turn.",
+        f"trained on the same {results['tokens']:,} bytes of the same text in windows of {WINDOW}, with as many "
+        "parameters within 1%, the same optimizer and the best learning rate for it from one grid, which was extended "
+        "if the best was at its end. Bits per byte are measured on the whole test split. +- is the standard deviation "
+        "over seeds; in brackets are 95% intervals of the mean difference between runs with equal seeds (Student's t), "
+        "not corrected for the number of comparisons. The parts that are combined were chosen by the same split. The "
+        "state is how many numbers the layers keep of the text, after "
+        f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Tokens/s are those of training steps of "
+        f"{max(map(int, lengths)):,} tokens in sequences of {' and of '.join(f'{int(n):,}' for n in lengths)} on all "
+        "cores, one of each contestant in turn.",
         "",
         "![Bits per byte by the size of the state](state_size.png)",
         "",
-        *(line for name, found in contests.items() for line in contest_section(name, found, results["speed"])),
+        *(
+            line
+            for name, found in contests.items()
+            for line in contest_section(name, found, results["speed"], references)
+        ),
         *contexts_section(results["contexts"]),
         *(line for name, found in contests.items() for line in tuning_section(name, found["tuning"])),
         *contest.sources_section(next(iter(contests.values()))["sources"]),
     ]
 
 
-def contest_section(name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]]) -> list[str]:
+def contest_section(
+    name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: contest.Bits
+) -> list[str]:
+    """Return the section of a contest; the first of `references`, if there are any, is what others are compared with."""
     bits = found["bits_per_byte"]
-    first = next(iter(bits))
+    first = next(iter(references or bits))
+    everyone = {**references, **bits}
     rate = lambda each: " / ".join(f"{x:,.0f}" for x in speed[each].values())
     rows = [
         [
             each,
             contest.spread(bits[each]),
-            "" if each == first else contest.versus(bits, each, first),
+            "" if each == first else contest.versus(everyone, each, first),
             f"{found['parameters'][each]:,}",
             " / ".join(f"{n:,}" for n in found["state"][each]),
             rate(each),
             f"{contest.best_rate(found['tuning'][each]):g}",
+            ", ".join(f"{field}={value}" for field, value in found["fields"][each].items()),
         ]
         for each in contest.ranked(bits)
     ]
-    head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate"]
+    head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate", "model"]
     return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), "", f"![Validation]({name}.png)", ""]
 
 
@@ -138,7 +153,8 @@ def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "Loss in nats per byte by position in long documents of the corpus's last file, which training did not read. "
         f"Each is read from its start to its end. In parentheses is the difference to windows of {window}; * where its "
         "95% interval (over documents) excludes 0. Trained on windows, or on streams: each step continues the state of "
-        "the step before. Models whose cache grows are tested on the documents' first eighths.",
+        "the step before. Models whose cache grows are tested on the documents' first eighths. One seed each, at the "
+        "learning rates of the tables above, which were tuned with the last file.",
         "",
         *tools.table(["", *(span(ranges[i]) for i in wanted)], rows),
         "",

@@ -50,27 +50,33 @@ def run(out: Path, parallel: int) -> str:
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)
     tools.prepare_bytes(tools.splits_of(corpus), out / "data")
-    held = {name: hold(each, out / name, rates, parallel) for name, each in CONTESTS.items() if name in WHICH.value}
-    contexts.prepare(corpus, out / "contexts", DOCUMENTS.value, LONGEST.value)
-    options = "--config.seed=1", *length_options()
+    splits = None
+    if any(name in LONG for name in WHICH.value):
+        splits = contexts.prepare(corpus, out / "contexts", DOCUMENTS.value, LONGEST.value)
+    found = {
+        name: run_contest(each, out / name, rates, parallel) for name, each in CONTESTS.items() if name in WHICH.value
+    }
     by_position = [
-        contexts.measure(each.contest, LONG[name], each.tuning, out / "contexts" / name, parallel, *options)
-        for name, each in held.items()
-        if name in LONG
+        contexts.measure(
+            *(each.contest, LONG[name], each.tuning, splits, out / "contexts" / name, parallel),
+            *("--config.seed=1", *length_options()),
+        )
+        for name, each in found.items()
+        if splits is not None and name in LONG
     ]
-    which = f"--contests={','.join(held)}"
+    which = f"--contests={','.join(found)}"
     speed = tools.measure_speed(out, "forgetting", SPEED_LENGTHS.value, which)
-    return report.write(out, held, contexts.join(by_position), speed)
+    return report.write(out, found, contexts.join(by_position), speed)
 
 
-def hold(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Held:
+def run_contest(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Result:
     """Tune, train and test the contestants of a contest."""
     data = f"--config.data.path={(out.parent / 'data').absolute()}"
     tuning = contest.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
     options = data, "--config.seed=1", f"--seeds={SEEDS.value}", *length_options()
     final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
     tested = test(out / "test", {out / "final": final}, parallel)
-    return report.Held(contest, tuning, out / "final", final, tested)
+    return report.Result(contest, tuning, out / "final", final, tested)
 
 
 def length_options() -> list[str]:

@@ -256,12 +256,12 @@ def test_decays_of_whole_numbers_or_features_are_refused():
 
 def test_values_far_from_one_cost_no_precision(rng):
     """Shifts of values that fall by less than they are rounded to must not count as falling by more."""
-    n, offset = 2048, 1e3
-    q, k, noise = (rng.standard_normal((1, n, FEATURES)).astype(np.float32) for _ in range(3))
+    n, offset = 2048, 1e5
+    noise, g = rng.standard_normal((2, 1, n, FEATURES)).astype(np.float32)
     log_v, decays = (np.float32(offset) + 0.1 * noise).astype(np.float32), np.full((1, n), -1e-4, np.float32)
-    arrays = 0.1 * q, 0.1 * k, log_v, decays, noise
+    arrays = 0 * noise, 0 * noise, log_v, decays, g
     want, (got, *_) = run("scan", arrays, np.float64)[0], run("chunked", arrays, np.float32)
-    assert np.abs(got - want).max() < 2e-4  # float32 holds log y itself to 6e-5
+    assert np.abs(got - want).max() < 0.02  # float32 holds log y itself to 0.004
 
 
 # ---- both directions ------------------------------------------------------------------------------
