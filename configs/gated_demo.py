@@ -1,4 +1,4 @@
-"""The small model of demo.py with a forget gate: as many parameters, and a lower loss after as many bytes.
+"""The small model of demo.py with a forget gate, and as many parameters.
 
 python scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=data/stdlib
 python train.py --config=configs/gated_demo.py --workdir=runs/gated_demo

@@ -7,9 +7,10 @@
     python scripts/sweep.py --workdir=DIR --report
 
 A zip takes the first values of all fields together, then the second ones. --config.FIELD=VALUE applies to every run.
-Values with commas: --sweep.FIELD='["A,B","C"]'. All values are checked before the first run starts. Rerun the same
-command to resume a sweep that was stopped or killed; finished runs are not repeated. Each run is a run folder of
-train.py, for example DIR/learning_rate=0.001__seed=0; beside them are sweep.json, sweep.csv and report.html.
+Values with commas: --sweep.FIELD='["A,B","C"]'. A field that is None in the config can be None in the list, too. All
+values are checked before the first run starts. Rerun the same command to resume a sweep that was stopped or killed;
+finished runs are not repeated. Each run is a run folder of train.py, such as DIR/learning_rate=0.001__seed=0. Beside
+them are sweep.json, sweep.csv and report.html.
 
 Exits with status 3 if runs have crashed, 75 if the sweep was interrupted, 1 if the command is wrong.
 """

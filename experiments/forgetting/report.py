@@ -106,7 +106,7 @@ def report(results: dict[str, Any]) -> list[str]:
 def contest_section(
     name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: contest.Bits
 ) -> list[str]:
-    """Return the section of a contest; the first of `references`, if there are any, is what others are compared with."""
+    """Return the section of a contest, compared with the first of `references`, or of its own if there are none."""
     bits = found["bits_per_byte"]
     first = next(iter(references or bits))
     everyone = {**references, **bits}

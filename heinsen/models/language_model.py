@@ -378,10 +378,10 @@ def activation_rms(
 
 def mean_decays(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
-) -> dict[int, Float[Array, " H"]]:
+) -> dict[int, Float[Array, " n_gates"]]:
     """Return what a token leaves of the weights before it: each head's mean, by the number of a layer with a gate.
 
-    For masked models, H heads and again H heads: those of the weights after it follow.
+    For masked models 2H: the gates of the H heads for earlier tokens, then those for later tokens.
     After n tokens with independent gates mean_decay^n is expected to be left. `params` are stacked, as from
     `init_params`.
     """

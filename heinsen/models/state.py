@@ -74,7 +74,7 @@ def state_size(config: ModelConfig, n_tokens: int) -> int:
     """Return how many numbers one sequence's state has after n_tokens; without caches that does not depend on them."""
     state = jax.eval_shape(lambda: init_model_state(config, 1, n_tokens))
     position = state.position.size if config.position == "recurrent" else 0
-    return position + sum(leaf.size for leaf in jax.tree.leaves(state.attention))
+    return position + sum(leaf.size for leaf in jax.tree.leaves((state.attention, state.convolution)))
 
 
 def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tuple[Any, ...]) -> tuple[Any, ...]:
