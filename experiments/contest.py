@@ -57,7 +57,8 @@ class Contest:
 
     def runs_of(self, name: str, runs: Iterable[RunView]) -> list[RunView]:
         """Return a contestant's runs."""
-        return [run for run in runs if self.fields(name).items() <= run.run.point.items()]
+        fields = self.fields(name).items()
+        return [run for run in runs if fields <= run.run.point.items()]
 
     # ---- training ----
 
@@ -209,7 +210,7 @@ def best_rate(losses: Mapping[float, float]) -> float:
     return min(losses, key=losses.__getitem__)
 
 
-def tuning_section(tuning: Tuning) -> list[str]:
+def tuning_section(tuning: Tuning, title: str = "Tuning") -> list[str]:
     """Return the section of a report on the tuning."""
     at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
     note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
@@ -218,7 +219,7 @@ def tuning_section(tuning: Tuning) -> list[str]:
     cell = lambda x, losses: "" if x is None else mark_best(x, losses)
     rows = [[name, *(cell(losses.get(rate), losses) for rate in rates)] for name, losses in tuning.items()]
     return [
-        "## Tuning",
+        f"## {title}",
         "",
         f"Validation loss in nats per token of shorter runs with one seed, by learning rate.{note}",
         "",

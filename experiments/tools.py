@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,13 +16,14 @@ from typing import Any, Literal, overload
 
 import jax
 import matplotlib
+from absl import app
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import write_atomically, write_figure
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.folder import SweepFolder
@@ -46,6 +47,14 @@ class ExperimentError(HeinsenError, RuntimeError):
 def default_parallel() -> int:
     """Return how many runs to execute at a time: one for each GPU, or one for each core."""
     return len(visible_gpus()) or len(usable_cores())
+
+
+def execute(run: Callable[[Path, int], str], argv: Sequence[str], out: str, parallel: int | None) -> None:
+    """Print the report of run(folder, runs at a time), an experiment's command, and end as commands do on errors."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    with exit_on_error(on_interrupt=RESUME):
+        print(run(Path(out), parallel or default_parallel()))
 
 
 def parse_numbers(flag: str, texts: Sequence[str]) -> list[float]:

@@ -20,7 +20,6 @@ from configs import parse_flags
 from experiments import tools
 from experiments.associative_recall import config, report
 from experiments.associative_recall.contestants import CONTESTANTS, model_config, model_fields
-from heinsen.errors import exit_on_error
 from heinsen.evaluation.probes import MQAR_SPREAD
 from heinsen.sweep.space import format_value
 
@@ -64,10 +63,7 @@ class Point(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    with exit_on_error(on_interrupt=tools.RESUME):
-        print(run(Path(OUT.value), PARALLEL.value or tools.default_parallel()))
+    tools.execute(run, argv, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

@@ -16,7 +16,6 @@ from experiments import tools
 from experiments.attention_comparison import report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.contest import test
-from heinsen.errors import exit_on_error
 from heinsen.sweep.runs import RunView
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
@@ -35,10 +34,7 @@ RECALL_LENGTHS = (4, 8, 16, 32)
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    with exit_on_error(on_interrupt=tools.RESUME):
-        print(run(Path(OUT.value), PARALLEL.value or tools.default_parallel()))
+    tools.execute(run, argv, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

@@ -98,7 +98,11 @@ def report(results: dict[str, Any]) -> list[str]:
             for line in contest_section(name, found, results["speed"], references)
         ),
         *contexts_section(results["contexts"]),
-        *(line for name, found in contests.items() for line in tuning_section(name, found["tuning"])),
+        *(
+            line
+            for name, found in contests.items()
+            for line in contest.tuning_section(found["tuning"], f"Tuning: {QUESTIONS[name]}")
+        ),
         *contest.sources_section(next(iter(contests.values()))["sources"]),
     ]
 
@@ -126,11 +130,6 @@ def contest_section(
     ]
     head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate", "model"]
     return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), "", f"![Validation]({name}.png)", ""]
-
-
-def tuning_section(name: str, tuning: contest.Tuning) -> list[str]:
-    head, *lines = contest.tuning_section(tuning)
-    return [f"{head}: {QUESTIONS[name]}", *lines]
 
 
 def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -17,7 +17,6 @@ from experiments import tools
 from experiments.contest import Contest, test
 from experiments.forgetting import contexts, report
 from experiments.forgetting.contestants import CONTESTS, LONG
-from heinsen.errors import exit_on_error
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/forgetting", "Folder of the experiment.")
@@ -35,10 +34,7 @@ SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    with exit_on_error(on_interrupt=tools.RESUME):
-        print(run(Path(OUT.value), PARALLEL.value or tools.default_parallel()))
+    tools.execute(run, argv, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

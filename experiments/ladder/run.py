@@ -22,7 +22,6 @@ from configs import parse_flags
 from experiments import tools
 from experiments.ladder import config, law, report
 from heinsen.config import from_mapping
-from heinsen.errors import exit_on_error
 from heinsen.files import write_atomically
 from heinsen.training.run import TrainConfig
 
@@ -46,10 +45,7 @@ Size = tuple[int, int]  # layers, width
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    with exit_on_error(on_interrupt=tools.RESUME):
-        print(run(Path(OUT.value), PARALLEL.value or tools.default_parallel()))
+    tools.execute(run, argv, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

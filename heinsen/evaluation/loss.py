@@ -19,9 +19,8 @@ from heinsen.models import (
     ModelConfig,
     ModelState,
     Params,
-    activation_rms,
     init_model_state,
-    mean_decays,
+    layer_records,
     next_token_losses,
     state_shardings,
 )
@@ -104,19 +103,19 @@ def make_activation_step(
     """Return a compiled step: (params, windows [B, T + 1]) -> metrics of what happens inside the model.
 
     With `rms`, root mean squares of every layer (`activation_rms`); of a forget gate, every head's time constant in
-    tokens, 1 / -log of its `mean_decays`, at most 1e7. No token is masked.
+    tokens, 1 / -log of its mean decay (`mean_decays`), at most 1e7. No token is masked.
     """
 
     def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
         tokens = tokens[:, :-1] if model.causal else tokens[:, 1:]
+        records = layer_records(model, params, tokens, mesh)
         metrics: dict[str, jax.Array] = {}
         if rms:
-            for name, layers in activation_rms(model, params, tokens, mesh).items():
-                metrics |= {f"{name}_rms/layer_{i}": x for i, x in enumerate(layers)}
-        if model.gate != "none":
-            for i, heads in mean_decays(model, params, tokens, mesh).items():
-                rates = jnp.maximum(-jnp.log(heads), 1e-7)
-                metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
+            for name in ("attention", "residual"):
+                metrics |= {f"{name}_rms/layer_{i}": x for i, x in records[name].items()}
+        for i, heads in records["decay"].items():
+            rates = jnp.maximum(-jnp.log(heads), 1e-7)
+            metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
         return metrics
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))

@@ -226,7 +226,7 @@ class Layer(nn.Module):
         return x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
 
     def record(self, name: str, compute: Callable[[], Array]) -> None:
-        """Record a value where `activation_rms` or `mean_decays` asks for it."""
+        """Record a value where `layer_records` asks for it."""
         if self.is_mutable_collection(_RECORDS) and not self.is_initializing():
             self.sow(_RECORDS, name, compute(), reduce_fn=lambda _, new: new, init_fn=lambda: None)
 
@@ -365,6 +365,25 @@ def hidden_states(
     return result
 
 
+def layer_records(
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
+) -> dict[str, dict[int, Array]]:
+    """Return {name: {number of a layer: its value}}, in the order of the layers, from one forward pass.
+
+    "attention" and "residual" are as in `activation_rms`; "decay", of the layers with a forget gate, as in
+    `mean_decays`. `params` are stacked, as from `init_params`.
+    """
+    model = LanguageModel(config, mesh)
+    found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
+    period, layers = len(config.pattern), found[_RECORDS]["layers"]
+    places = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
+    records: dict[str, dict[int, Array]] = {"attention": {}, "residual": {}, "decay": {}}
+    for layer in range(config.n_layers):
+        for name, stack in places[layer % period].items():
+            records[name][layer] = stack[layer // period]
+    return records
+
+
 def activation_rms(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> dict[str, Float[Array, " L"]]:
@@ -372,8 +391,8 @@ def activation_rms(
 
     `params` are stacked, as from `init_params`.
     """
-    places = _records(config, params, tokens, mesh)
-    return {name: jnp.stack([each[name] for each in places], axis=1).reshape(-1) for name in ("attention", "residual")}
+    records = layer_records(config, params, tokens, mesh)
+    return {name: jnp.stack([*records[name].values()]) for name in ("attention", "residual")}
 
 
 def mean_decays(
@@ -385,21 +404,4 @@ def mean_decays(
     After n tokens with independent gates mean_decay^n is expected to be left. `params` are stacked, as from
     `init_params`.
     """
-    places = _records(config, params, tokens, mesh)
-    found = {
-        i * len(places) + j: decay
-        for j, place in enumerate(places)
-        if "decay" in place
-        for i, decay in enumerate(place["decay"])
-    }
-    return dict(sorted(found.items()))
-
-
-def _records(
-    config: ModelConfig, params: Params, tokens: Array | np.ndarray, mesh: Mesh | None
-) -> list[dict[str, Any]]:
-    """What the layers record, stacked, for each place of the pattern."""
-    model = LanguageModel(config, mesh)
-    found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
-    period, layers = len(config.pattern), found[_RECORDS]["layers"]
-    return [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
+    return layer_records(config, params, tokens, mesh)["decay"]

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, log_shares
 from heinsen.ops import repair, schedule
-from heinsen.ops.chunk import Keys, Tokens
+from heinsen.ops.chunk import Keys, Tokens, following
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_ends
 from heinsen.ops.schedule import Call, Output, Residuals, pad_tokens, split_tokens, token_axis
@@ -79,20 +79,23 @@ def attend_both_ways(
     """
     starts = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
     log_decay, resets = take_resets(log_decay, starts)
-    state = lax.optimization_barrier(kind.empty_state(k, values))
     run = partial(_run_padded, kind, return_log_z=True)
-    return _attend_both_ways(kind, q, _keys(k, values, resets, log_decay), starts, state, run, log_decay_after)[0]
+    keys = _keys(k, values, resets, log_decay)
+    return _attend_both_ways(kind, q, keys, starts, _empty_state(kind, keys), run, log_decay_after)[0]
 
 
 def _keys(k: Array, values: Array, starts: Array | None, log_decay: Array | None) -> Keys:
     return Keys(k, values, starts, None if log_decay is None else log_decay[..., None])
 
 
+def _empty_state(kind: Values[N], keys: Keys) -> N:
+    # XLA would spend seconds folding what follows from so large a constant.
+    return lax.optimization_barrier(kind.empty_state(keys.k, keys.values))
+
+
 def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, exact: bool) -> tuple[Array, N]:
     run = partial(_run_padded, kind, exact=exact)
-    if state is None:
-        # XLA would spend seconds folding what follows from so large a constant.
-        state = lax.optimization_barrier(kind.empty_state(keys.k, keys.values))
+    state = _empty_state(kind, keys) if state is None else state
     if causal:
         y, _, end = run(Tokens(q, keys), state)
     elif keys.starts is None:
@@ -121,7 +124,7 @@ def _attend_both_ways(
     later_values = jnp.where(ends[..., None], kind.zero, _shift_earlier(keys.values, kind.zero))
     later = Keys(later_k, later_values, ends)
     if log_decay_after is not None:
-        later_decay, resets = take_resets(_shift_earlier(log_decay_after[..., None], 0.0)[..., 0], ends)
+        later_decay, resets = take_resets(_shift_earlier(log_decay_after, 0.0, axis=-1), ends)
         later = later._replace(starts=resets, log_decay=later_decay[..., None])
 
     future = run(jax.tree.map(lambda x: jnp.flip(x, token_axis(x)), Tokens(q, later)), state.empty())
@@ -135,9 +138,10 @@ def _cast(state: S, dtype: DTypeLike) -> S:
     return jax.tree.map(lambda part: part.astype(dtype), state)
 
 
-def _shift_earlier(x: Array, fill: float) -> Array:
+def _shift_earlier(x: Array, fill: float, axis: int = -2) -> Array:
     """Each token's successor in its place, and `fill` in the last one's."""
-    return jnp.concatenate([x[..., 1:, :], jnp.full_like(x[..., :1, :], fill)], axis=-2)
+    axis += x.ndim
+    return following(x, jnp.full_like(lax.index_in_dim(x, -1, axis, keepdims=False), fill), axis)
 
 
 def _run_padded(
