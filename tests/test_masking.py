@@ -238,3 +238,27 @@ def test_accumulation_hides_the_same_and_the_commands_know_masked_models(data, m
     whole = np.exp(summary["loss"])
     assert summary["pseudo_perplexity"] == pytest.approx(whole) and "perplexity" not in summary
     assert plan(masked_config(data), 0).n_params > 0
+
+
+ON_A_MESH = """
+import sys
+from pathlib import Path
+from heinsen.training.loop import train
+from tests.test_masking import gated_config
+train(gated_config(Path(sys.argv[1]), mesh__data=2, mesh__tensor=2), Path(sys.argv[2]))
+"""
+
+
+def gated_config(data, **changes):
+    return masked_config(
+        data, total_tokens=12 * 4 * 16, model__gate="head", model__convolution=4, model__implementation=None, **changes
+    )
+
+
+@pytest.mark.long
+def test_heads_gated_in_both_directions_split_over_devices(data, commands, tmp_path):
+    train(gated_config(data), tmp_path / "one")
+    done = commands.run("-W", "error", "-c", ON_A_MESH, data, tmp_path / "four", devices=4)
+    assert done.returncode == 0, done.stderr
+    one, four = ([e["loss"] for e in read_log(tmp_path / n) if "loss" in e] for n in ("one", "four"))
+    assert four == pytest.approx(one, rel=1e-4) and four != one
