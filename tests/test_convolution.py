@@ -11,7 +11,7 @@ import pytest
 from heinsen.config import ConfigError
 from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, save_prefix
 from heinsen.models import forget, forward, init_model_state, init_params
-from heinsen.models.convolution import convolve
+from heinsen.models.convolution import convolve, random_taps
 from heinsen.parallel import PARAMETER_RULES, MeshError
 from heinsen.training.optimizer import decay_mask
 from heinsen.training.run import check_mesh
@@ -84,6 +84,15 @@ def test_padding_is_never_among_the_last_inputs(rng):
         np.testing.assert_array_equal(last[row, head], np.float32(own[-N + 1 :]))
         want = convolve64(own, taps[head], np.zeros(len(own)))[N - 1 :]
         np.testing.assert_allclose(y[row, head, : lengths[row]], want, atol=1e-5)
+
+
+def test_taps_start_random_and_keep_the_variance_of_what_they_mix(rng):
+    taps = random_taps(jax.random.key(rng.integers(2**31)), (H, N, 4096))
+    assert np.abs(taps).max() <= np.sqrt(3 / N)
+    np.testing.assert_allclose(np.var(taps, axis=-1), 1 / N, rtol=0.1)
+    x, places = rng.standard_normal((1, H, N, 4096)), np.arange(N)[None]
+    y = convolve(None, jnp.float32(x), taps, None, jnp.array(places), None)[0]
+    np.testing.assert_allclose(np.var(y[0, :, -1], axis=-1), 1, rtol=0.15)
 
 
 def test_it_does_not_decay_and_is_divided_with_the_heads():

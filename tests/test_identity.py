@@ -45,12 +45,6 @@ def test_identity_parameters_make_a_model_the_one_without_the_parts_bit_for_bit(
         assert np.abs(other - want).max() > 1e-3
 
 
-def test_a_convolution_begins_as_the_identity():
-    config = model_config(**SIZES, convolution=4)
-    params = quick_jit(init_params, static_argnums=0)(config, jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, merged(params, identity_params(config)), params)
-
-
 def test_every_part_is_a_field_that_the_papers_model_has_not():
     for name, part in OPTIONAL_PARTS.items():
         assert name in {field.name for field in dataclasses.fields(ModelConfig)}

@@ -2,13 +2,17 @@
 
     y[t] = sum_{i < N} taps[i] x[t - i]     over the tokens t - i of t's document
 
-It is depthwise: every feature has N taps of its own. Its state is the last N - 1 inputs. With taps[0] = 1 and all
-others 0, as they start, y = x.
+It is depthwise: every feature has N taps of its own. Its state is the last N - 1 inputs. The taps start random, so that
+y has the variance of x: where they start as the identity, a model learns far later to bring a value together with the
+key before it (docs/LOG.md, "taps that start random").
 
 Axes: B batch, H heads, T tokens, F features, N taps (`ModelConfig.convolution`), I = N - 1 last inputs.
 """
 
+import math
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 from jax import lax
@@ -21,10 +25,7 @@ from heinsen.parallel import BATCH, MeshError, on_each_device
 
 
 class Convolution(nn.Module):
-    """Convolution with n_taps taps for each feature, which start as the identity.
-
-    A mesh divides the batch, the heads and the tokens.
-    """
+    """Convolution with n_taps random taps for each feature. A mesh divides the batch, the heads and the tokens."""
 
     n_taps: int
     mesh: Mesh | None = None
@@ -34,13 +35,19 @@ class Convolution(nn.Module):
         self, x_BxHxTxF: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, tokens: Tokens
     ) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
         """Return (y, the last inputs), where `before` are the inputs before the first token (None: there are none)."""
-        taps = self.param("taps", identity_taps, (x_BxHxTxF.shape[1], self.n_taps, x_BxHxTxF.shape[-1]))
+        taps = self.param("taps", random_taps, (x_BxHxTxF.shape[1], self.n_taps, x_BxHxTxF.shape[-1]))
         return convolve(self.mesh, x_BxHxTxF, taps, before, tokens.slot - tokens.first, tokens.valid)
 
 
-def identity_taps(_: Array | None, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Float[Array, "*stack N F"]:
-    """Initializer of taps with which y = x, whatever the random key."""
-    return jnp.zeros(shape, dtype).at[..., 0, :].set(1.0)
+def random_taps(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Float[Array, "H N F"]:
+    """Initializer of taps, uniform with variance 1/N."""
+    limit = math.sqrt(3 / shape[-2])
+    return jax.random.uniform(key, shape, dtype, -limit, limit)
+
+
+def identity_taps(shape: tuple[int, ...]) -> Float[Array, "*stack N F"]:
+    """Taps with which y = x."""
+    return jnp.zeros(shape).at[..., 0, :].set(1.0)
 
 
 def convolve(

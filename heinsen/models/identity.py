@@ -51,7 +51,7 @@ OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
             "output_gate/bias": lambda config, shape: jnp.zeros(shape),
         },
     ),
-    "convolution": OptionalPart(0, {"convolution/taps": lambda config, shape: identity_taps(None, shape)}),
+    "convolution": OptionalPart(0, {"convolution/taps": lambda config, shape: identity_taps(shape)}),
 }
 
 
