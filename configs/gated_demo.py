@@ -3,7 +3,8 @@
 python scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=data/stdlib
 python train.py --config=configs/gated_demo.py --workdir=runs/gated_demo
 
-The attention's output is gated too. The gate tells near from far, so that positions need no parameters.
+The attention's output is gated too, and queries, keys and values are convolved. The gate tells near from far, so that
+positions need no parameters.
 """
 
 from ml_collections import ConfigDict
@@ -13,5 +14,5 @@ from configs import demo
 
 def get_config() -> ConfigDict:
     config = demo.get_config()
-    config.model.update(gate="head", output="gate", position="none", d_model=276)
+    config.model.update(gate="head", output="gate", convolution=4, position="none", d_model=276)
     return config
