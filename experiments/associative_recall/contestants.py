@@ -16,7 +16,8 @@ CONTESTANTS: dict[str, dict[str, Value]] = {
     "heinsen": dict(attention="heinsen", block="heinsen", position="recurrent"),
     "heinsen-gpt2": dict(attention="heinsen", block="gpt2", position="recurrent"),
     "heinsen-gate": dict(attention="heinsen", block="heinsen", position="recurrent", gate="head"),
-    "heinsen-convolution": dict(attention="heinsen", block="heinsen", position="recurrent", convolution=4),
+    "heinsen-convolution": dict(attention="heinsen", block="heinsen", position="none", convolution=4),
+    "heinsen-gate-convolution": dict(attention="heinsen", block="heinsen", position="none", gate="head", convolution=4),
     "linear-gate": dict(attention="linear", block="gpt2", position="recurrent", gate="head"),
 }
 
