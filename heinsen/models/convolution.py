@@ -14,7 +14,6 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -39,10 +38,10 @@ class Convolution(nn.Module):
         return convolve(self.mesh, x_BxHxTxF, taps, before, tokens.slot - tokens.first, tokens.valid)
 
 
-def random_taps(key: Array, shape: tuple[int, ...], dtype: Dtype = jnp.float32) -> Float[Array, "H N F"]:
+def random_taps(key: Array, shape: tuple[int, ...]) -> Float[Array, "H N F"]:
     """Initializer of taps, uniform with variance 1/N."""
     limit = math.sqrt(3 / shape[-2])
-    return jax.random.uniform(key, shape, dtype, -limit, limit)
+    return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
 
 
 def identity_taps(shape: tuple[int, ...]) -> Float[Array, "*stack N F"]:
