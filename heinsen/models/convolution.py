@@ -99,13 +99,57 @@ def check_halo(mesh: Mesh, n_tokens: int, n_taps: int) -> None:
 
 
 def _convolve(x: Array, taps: Array, before: Array, places: Array, valid: Array | None) -> tuple[Array, Array]:
-    n_taps, n_tokens = taps.shape[1], x.shape[2]
-    x = jnp.concatenate([before, x], axis=2)
-    y = taps[:, :1] * x[:, :, n_taps - 1 :]
-    for i in range(1, n_taps):
-        seen = jnp.where((places >= i)[:, None, :, None], x[:, :, n_taps - 1 - i :][:, :, :n_tokens], 0)
-        y = y + taps[:, i : i + 1] * seen
+    n_inputs, n_tokens = taps.shape[1] - 1, x.shape[2]
+    # The barriers keep XLA from mixing the inputs again wherever it reads an output, and from the same backward.
+    x = lax.optimization_barrier(jnp.concatenate([before, x], axis=2))
+    y = lax.optimization_barrier(_mix(x, taps, places))
     if valid is None:
         return y, x[:, :, n_tokens:]
-    last = jnp.sum(valid, axis=1)[:, None] + jnp.arange(n_taps - 1)
+    last = jnp.sum(valid, axis=1)[:, None] + jnp.arange(n_inputs)
     return y, jnp.take_along_axis(x, last[:, None, :, None], axis=2)
+
+
+@jax.custom_vjp
+def _mix(x: Array, taps: Float[Array, "H N F"], places: Int[Array, "B T"]) -> Array:
+    """y [B, H, T, F] of inputs x [B, H, I + T, F] from before the tokens on. JAX would save them for each tap."""
+    y = taps[:, :1] * _input(x, 0, places)
+    for i in range(1, taps.shape[1]):
+        y = y + taps[:, i : i + 1] * _where_seen(_input(x, i, places), i, places)
+    return y
+
+
+def _mix_forward(x: Array, taps: Array, places: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _mix(x, taps, places), (x, taps, places)
+
+
+def _mix_backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
+    x, taps, places = saved
+    n_taps, dx, dtaps = taps.shape[1], jnp.zeros_like(x), []
+    for i in range(n_taps):
+        seen = _where_seen(dy, i, places)
+        dx = dx + jnp.pad(taps[:, i : i + 1] * seen, [(0, 0), (0, 0), (n_taps - 1 - i, i), (0, 0)])
+        dtaps.append(_sum_tokens(seen * _input(x, i, places)))
+    return dx, jnp.stack(dtaps, axis=1), None
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
+
+
+def _input(x: Array, i: int, places: Array) -> Array:
+    """The inputs [B, H, T, F] that come i before each token, whatever their documents."""
+    end = x.shape[2] - i
+    return x[:, :, end - places.shape[1] : end]
+
+
+def _where_seen(x: Array, i: int, places: Array) -> Array:
+    """x [B, H, T, F] where the input i before a token is of its document, else 0."""
+    return jnp.where((places >= i)[:, None, :, None], x, 0) if i else x
+
+
+def _sum_tokens(x: Float[Array, "B H T F"]) -> Float[Array, "H F"]:
+    """Sum over rows and tokens, by halves: XLA's CPU backend is many times slower at its own sum of a product."""
+    while x.shape[2] > 8:
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)])
+        half = x.shape[2] // 2
+        x = x[:, :, :half] + x[:, :, half:]
+    return jnp.sum(x, axis=(0, 2))
