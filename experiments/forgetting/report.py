@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from matplotlib.text import Annotation, Text
 
 from experiments import contest, tools
 from experiments.contest import Contest
@@ -14,7 +15,7 @@ from experiments.forgetting import config
 from experiments.forgetting.contexts import Measured
 from heinsen.sweep.runs import RunView
 
-WINDOW = config.get_config().sequence_length
+WINDOW, ROWS = config.get_config().sequence_length, config.get_config().batch_size
 CONTEXTS = 512, 65536  # tokens after which the size of the state is counted
 QUESTIONS = {
     "parts": "What a gate is worth, and what helps beside it",
@@ -152,8 +153,9 @@ def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "Loss in nats per byte by position in long documents of the corpus's last file, which training did not read. "
         f"Each is read from its start to its end. In parentheses is the difference to windows of {window}; * where its "
         "95% interval (over documents) excludes 0. Trained on windows, or on streams: each step continues the state of "
-        "the step before. Models whose cache grows are tested on the documents' first eighths. One seed each, at the "
-        "learning rates of the tables above, which were tuned with the last file.",
+        f"the step before. Windows come from all of the text; streams read it in {ROWS} places, from each on: compare "
+        "their levels with each other only. Models whose cache grows are tested on the documents' first eighths. One "
+        "seed each, at the learning rates of the tables above, which were tuned with the last file.",
         "",
         *tools.table(["", *(span(ranges[i]) for i in wanted)], rows),
         "",
@@ -173,23 +175,42 @@ def significance(each: Mapping[str, Any]) -> str:
 
 def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
     """Draw the bits per byte by the size of the state, after as many tokens as are counted first."""
-    figure, axes = tools.make_figure(figsize=(8, 5.5))
+    figure, axes = tools.make_figure(figsize=(9, 8))
+    points: dict[str, tuple[float, float]] = {}
     for index, (question, found) in enumerate(contests.items()):
         means = {name: statistics.fmean(seeds.values()) for name, seeds in found["bits_per_byte"].items()}
         sizes = [found["state"][name][0] for name in means]
         axes.plot(sizes, list(means.values()), "o", color=f"C{index}", ms=5, label=QUESTIONS[question])
-        for (name, bits), size in zip(means.items(), sizes, strict=True):
-            axes.annotate(name, (size, bits), xytext=(5, 2), textcoords="offset points", fontsize=7)
+        points |= {name: (size, bits) for (name, bits), size in zip(means.items(), sizes, strict=True)}
     axes.set(xlabel=f"numbers in the state after {CONTEXTS[0]} tokens", ylabel="test (bits per byte)", xscale="log")
-    axes.margins(x=0.2)
+    smallest, largest = axes.get_xlim()
+    axes.set_xlim(smallest, 4 * largest)  # room for names
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper right")
+    figure.canvas.draw()
+    name_points(axes, points)
     tools.save_figure(figure, path)
+
+
+def name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write each point's name beside it, above the names that it would cover, with a line to the point."""
+    taken: list[Any] = []
+
+    def extent(label: Annotation) -> Any:
+        label.get_window_extent()  # with its line; this places it
+        return Text.get_window_extent(label)
+
+    for name, point in sorted(points.items(), key=lambda item: item[1][1]):
+        line = dict(arrowstyle="-", color="0.6", lw=0.5, shrinkA=0, shrinkB=3)
+        label = axes.annotate(name, point, (9, -2), textcoords="offset points", fontsize=7, arrowprops=line)
+        while any(extent(label).overlaps(other) for other in taken):
+            label.set_position((9, label.get_position()[1] + 1))
+        taken.append(extent(label))
 
 
 def plot_positions(path: Path, contexts: Measured) -> None:
     """Draw the loss by position, read from the documents' start (lines) and in windows (dots), in nats."""
-    figure, axes = tools.make_figure(figsize=(8, 5.5))
+    figure, axes = tools.make_figure(figsize=(8, 7))
     curves = [(training, name) for training in contexts._fields for name in getattr(contexts, training)]
     colors = {name: f"C{index}" for index, name in enumerate(contexts.windows)}
     for training, name in curves:
@@ -207,5 +228,5 @@ def plot_positions(path: Path, contexts: Measured) -> None:
     axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     tools.save_figure(figure, path)
