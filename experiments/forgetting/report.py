@@ -89,7 +89,7 @@ def report(results: dict[str, Any]) -> list[str]:
         "state is how many numbers the layers keep of the text, after "
         f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Tokens/s are those of training steps of "
         f"{max(map(int, lengths)):,} tokens in sequences of {' and of '.join(f'{int(n):,}' for n in lengths)} on all "
-        "cores, one of each contestant in turn.",
+        "cores, one of each contestant of a table in turn.",
         "",
         "![Bits per byte by the size of the state](state_size.png)",
         "",
