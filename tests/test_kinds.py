@@ -1,6 +1,7 @@
 """Kinds of attention, blocks and positions in one frame: each against a float64 model of loops and quadratic forms."""
 
 import dataclasses
+import functools
 import importlib
 from unittest import mock
 
@@ -272,12 +273,13 @@ def test_mean_decays_are_those_of_the_gates(rng):
     params = init_params(config, jax.random.key(0))
     gate = params["layers"]["layer_1"]["gate"]
     gate["kernel"] *= 0
-    decays = mean_decays(config, params, draw_tokens(config, rng))
+    measure = quick_jit(functools.partial(mean_decays, config))
+    decays = measure(params, draw_tokens(config, rng))
     assert list(decays) == [1, 3]
     for each in decays.values():
         np.testing.assert_allclose(-1 / np.log(each), [3, 30, 300], rtol=1e-4)
     gate["scale"] *= -1  # less than nothing is nothing
-    assert all(map(np.all, (each == 1 for each in mean_decays(config, params, draw_tokens(config, rng)).values())))
+    assert all(map(np.all, (each == 1 for each in measure(params, draw_tokens(config, rng)).values())))
 
 
 def test_mean_decays_average_what_tokens_leave(rng):

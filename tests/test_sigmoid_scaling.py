@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,8 +18,6 @@ from heinsen.weights import load_params
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -144,16 +138,15 @@ def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
 # ---- the command -------------------------------------------------------------------------------------
 
 
-def command(*arguments):
-    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    arguments = [sys.executable, "scripts/sigmoid_scaling.py", *map(str, arguments)]
-    return subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.long
-def test_the_command_measures_a_run_and_writes_it_down(run, tmp_path):
-    where = [f"--out={tmp_path}", f"--workdir={run.workdir}", f"--data={run.data / 'train'}"]
-    result = command(*where, "--lengths=8,16,32", "--sequences=4", "--tokens=320")
+def test_the_command_measures_a_run_and_writes_it_down(commands, run, tmp_path):
+    where = [
+        "scripts/sigmoid_scaling.py",
+        f"--out={tmp_path}",
+        f"--workdir={run.workdir}",
+        f"--data={run.data / 'train'}",
+    ]
+    result = commands.run(*where, "--lengths=8,16,32", "--sequences=4", "--tokens=320")
     assert result.returncode == 0, result.stderr
     assert "random tokens: n = 32" in result.stderr
     for name in ("random tokens", "text, in order", "text, independent"):
@@ -167,18 +160,17 @@ def test_the_command_measures_a_run_and_writes_it_down(run, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--lengths=16,many,32"], "--lengths=16,many,32: expected three numbers of keys or more"),
-        (["--lengths=16,32"], "--lengths=16,32: expected three numbers"),
-        (["--data=validation"], "give its --workdir too"),
-        (["--mean=nan"], "--mean=nan: expected a finite number"),
-        (["--workdir=nowhere"], "error: nowhere is not a run folder"),
-    ],
-)
-def test_bad_input_is_named(arguments, message, tmp_path):
-    result = command(f"--out={tmp_path}", *arguments)
-    assert result.returncode != 0
-    assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
-    assert not list(tmp_path.iterdir())
+def test_bad_input_is_named(commands, tmp_path):
+    first, *others = (
+        ("--lengths=16,many,32", "--lengths=16,many,32: expected three numbers of keys or more"),
+        ("--lengths=16,32", "--lengths=16,32: expected three numbers"),
+        ("--data=validation", "give its --workdir too"),
+        ("--mean=nan", "--mean=nan: expected a finite number"),
+        ("--workdir=nowhere", "error: nowhere is not a run folder"),
+    )
+    for start, cases in ((commands.run, [first]), (commands.fork, others)):
+        for argument, message in cases:
+            result = start("scripts/sigmoid_scaling.py", f"--out={tmp_path}", argument)
+            assert result.returncode != 0
+            assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
+            assert not list(tmp_path.iterdir())
