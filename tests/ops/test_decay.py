@@ -50,8 +50,8 @@ def check(rng, n_tokens, sigma, batch, decays):
         assert error <= (2e-5 if sigma <= 8 else 2e-4), f"{form}: log y off by {error:.2g}"
         for name, x, want in zip(("q", "k", "log_v", "log_decay"), gradients, gradients64, strict=True):
             error, largest = np.max(np.abs(x - want)), np.max(np.abs(want))
-            # A single token's gradients by everything but its values vanish.
-            assert error <= 1e-4 * (1.0 if n_tokens == 1 else largest), f"{form}, {name}: {error:.2g} of {largest:.2g}"
+            # Where tokens see little but themselves, most gradients vanish beside the cotangents, which are near 1.
+            assert error <= 1e-4 * (1.0 if largest < 1e-3 else largest), f"{form}, {name}: {error:.2g} of {largest:.2g}"
 
 
 @pytest.mark.parametrize("sigma", [1, 8, 64])
