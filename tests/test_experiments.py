@@ -14,7 +14,7 @@ from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, S
 from experiments.attention_comparison.report import growth
 from experiments.contest import versus
 from experiments.forgetting import report as forgetting_report
-from experiments.forgetting.contestants import CONTESTS
+from experiments.forgetting.contestants import CONTESTS, LONG
 from experiments.forgetting.contexts import find_long
 from experiments.forgetting.contexts import prepare as prepare_long
 from experiments.ladder.law import Law, bootstrap, fit
@@ -309,9 +309,7 @@ def test_forgetting_from_its_command_to_its_report(commands, corpus, tmp_path):
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
     assert report in end.stdout and set(results["contests"]) == {"combined"}
     assert set(results["contests"]["combined"]["bits_per_byte"]) == set(contestants)
-    assert (
-        set(results["contexts"]["windows"]) == set(results["contexts"]["streams"]) == {"gate, output gate, convolution"}
-    )
+    assert set(results["contexts"]["windows"]) == set(results["contexts"]["streams"]) == set(LONG["combined"])
     for figure in ("combined", "state_size", "contexts"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
