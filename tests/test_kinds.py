@@ -487,7 +487,8 @@ for name in NAMES:
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
     of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * (model.output == "gate")
-    n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer
+    of_gates = 3 * sum(name in ("heinsen", "linear") for name in model.pattern) * (model.gate == "head")
+    n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer + of_gates
     assert len(split) == n_split, split
     on_mesh = jax.jit(gradient(mesh), in_shardings=(where, split_batch(mesh)))
     got, got_grads = jax.block_until_ready(on_mesh(params, batch))
