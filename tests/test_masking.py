@@ -95,7 +95,11 @@ def test_a_row_of_document_tokens_has_nothing_to_hide(rng):
 # ---- the model -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [MODEL, *GATED], ids=["plain", "gated", "gated, real values"])
+@pytest.mark.parametrize(
+    "model",
+    [MODEL, GATED[0], pytest.param(GATED[1], marks=pytest.mark.long)],
+    ids=["plain", "gated", "gated, real values"],
+)
 def test_logits_and_gradients_are_those_of_the_float64_model(rng, model):
     """Every token sees its whole document, and positions come from both ends of it."""
     params, targets = draw_params(model, rng), draw_tokens(model, rng)

@@ -28,7 +28,7 @@ from heinsen.models import Params
 from heinsen.parallel import first_reason
 from heinsen.training.checksums import checksums
 from heinsen.training.device_errors import is_device_error
-from heinsen.training.quiet_orbax import describe_cause, ignore_abandoned_reads, quiet_orbax
+from heinsen.training.quiet_orbax import describe_cause, ignore_abandoned_reads, quiet_orbax, wait_for_threads
 
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged_checkpoints"
 
@@ -112,6 +112,7 @@ class Checkpoints:
         except Exception as error:  # Orbax raises many kinds
             with contextlib.suppress(Exception):
                 self._open().wait()  # Orbax raises it a second time
+            wait_for_threads()
             raise self._not_saved(step, error) from error
 
     def save(self, step: int, state: _NamedTuple, position: dict[str, Any], config_hash: str) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,14 @@ def quiet_orbax(level: int) -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(is_wanted)
+
+
+def wait_for_threads(seconds: float = 60) -> None:
+    """Wait for the threads that Orbax abandons when another thread of a save fails: they still write and log."""
+    end = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            threading.Thread.join(thread, max(0.0, end - time.monotonic()))  # their own raises what they raised
 
 
 def ignore_abandoned_reads() -> None:

@@ -54,11 +54,10 @@ many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None
 same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, "attention")
 
 decays = -jnp.exp(draw(B, H, T)).at[0, 1, jnp.array([3, 6, 12])].set(jnp.inf)
-for ids in (None, segments):
-    one = lambda q, k, v, g, s: log_attention(q, k, v, log_decay=g, state=s, segment_ids=ids, return_state=True)
-    wanted = value_and_gradients(one, (q, k, log_v, decays, before), weights)
-    many = lambda q, k, v, g, s: sharded.log_attention(mesh, q, k, v, s, ids, None, log_decay=g)
-    same(value_and_gradients(many, (q, k, log_v, decays, before), weights), wanted, "attention with decays")
+one = lambda q, k, v, g, s: log_attention(q, k, v, log_decay=g, state=s, segment_ids=segments, return_state=True)
+wanted = value_and_gradients(one, (q, k, log_v, decays, before), weights)
+many = lambda q, k, v, g, s: sharded.log_attention(mesh, q, k, v, s, segments, None, log_decay=g)
+same(value_and_gradients(many, (q, k, log_v, decays, before), weights), wanted, "attention with decays")
 
 log_a, log_b, initial = logspace.log_sigmoid(3 * draw(B, T, D)), 5 * draw(B, T, D), draw(B, D)
 log_a = log_a.at[:, [0, 5, 12], 1].set(-jnp.inf)  # forgets all before

@@ -502,9 +502,11 @@ def test_what_one_of_two_processes_cannot_read_is_damaged_for_both(commands, tmp
 NO_ROOM = """
 import resource, sys
 from pathlib import Path
-import numpy as np
+import jax, numpy as np
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
 from tests.training.test_checkpoint import HASH, KEEP, bits, draw_state, placed
+
+jax.config.update("jax_enable_compilation_cache", False)  # the limit is for checkpoints
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
