@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from heinsen import platform
 from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk
 from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors, Tokens
@@ -86,7 +87,7 @@ class Residuals(NamedTuple):
 
 def chunk_size(d_key: int) -> int:
     """Tokens in a chunk, for d_key key features per head."""
-    return 32 if d_key < 64 and jax.default_backend() == "cpu" else 64
+    return 32 if d_key < 64 and platform.target() == "cpu" else 64
 
 
 def chunks_per_group(elements: int) -> int:
@@ -95,7 +96,7 @@ def chunks_per_group(elements: int) -> int:
     On CPUs the arrays of a group stay in cache and yet are large enough for several threads; accelerators want few
     large steps.
     """
-    return max(1, (2**18 if jax.default_backend() == "cpu" else 2**26) // elements)
+    return max(1, (2**18 if platform.target() == "cpu" else 2**26) // elements)
 
 
 def split_tokens(shape: tuple[int, ...]) -> Split:
