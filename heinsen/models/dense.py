@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.typing import Initializer
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+PRODUCT = "product"  # the name of every product, for policies of remat
 
 
 class Dense(nn.Module):
@@ -51,7 +54,7 @@ def matmul(
     x: Float[Array | np.ndarray, "*batch N K"], w: Float[Array | np.ndarray, "K M"], dtype: str
 ) -> Float[Array, "*batch N M"]:
     """x w, with inputs in `dtype`, accumulated in float32 at least; so are its gradients, in reverse mode."""
-    return _matmul(jnp.asarray(x), jnp.asarray(w), dtype)
+    return checkpoint_name(_matmul(jnp.asarray(x), jnp.asarray(w), dtype), PRODUCT)
 
 
 # JAX's own gradient multiplies the float32 cotangent, which matrix units take at a fraction of the rate of `dtype`.
