@@ -237,7 +237,8 @@ def test_products_that_remat_saves_are_not_computed_again(params, tokens):
 
     c, n_tokens = SMALL, tokens.shape[0] * (tokens.shape[1] - 1)
     products = 2 * n_tokens * c.d_model * (c.n_heads * (2 * c.d_key + c.d_value) + c.n_heads * c.d_value * 2)
-    assert products < flops("full") - flops("dots") < 1.25 * products, "W1 and W2; nothing reads W3's product"
+    saved = flops("full") - flops("dots")
+    assert 0.8 * products < saved < 1.2 * products, "W1 and W2; nothing reads W3's product"
     assert flops("none") < flops("dots")
 
 
