@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from heinsen.parallel import make_mesh
+from heinsen.planning.plan import plan
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.plan import plan
 from heinsen.training.step import init_train_state
 from tests.runs import BATCH, LENGTH, STEPS, run_config
 
