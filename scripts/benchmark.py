@@ -1,9 +1,10 @@
-"""Measure time and memory of attention, of a training step, of decoding, of sampling, and of reading batches.
+"""Measure attention, training steps, decoding, sampling and reading batches: time, memory, bounds of the time.
 
     python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
     python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...]
     python scripts/benchmark.py decode [--config=configs/NAME.py --contexts=1000,10000,100000,1000000 --batches=1,32]
     python scripts/benchmark.py sampling [--batches=1,32]
+    python scripts/benchmark.py bounds --target=h200 [--shape=32,24,1024,32 --only=chunked]
     python scripts/benchmark.py data [--config=configs/NAME.py --config.data.path=DATASET]
 
 attention: forward and backward passes, against softmax attention at the same shapes. PyTorch's
@@ -17,6 +18,9 @@ attention and its key-value cache. Parameters are random and states are syntheti
 The time to read the parameters once is shown for comparison. Caches that do not fit into memory are left out.
 
 sampling: time to draw a token from the logits of the config's vocabulary, and by top-p with a sort instead.
+
+bounds: kernels, bytes and a lower bound of the time of attention on a machine that is not there, by its compiler
+(docs/performance.md), for forward and backward pass together and each implementation. Nothing runs.
 
 data: the rate of reading a config's training batches, with and without the check that all ids are in the vocabulary.
 
@@ -39,12 +43,20 @@ CONFIG = config_flags.DEFINE_config_file(
 )
 REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each contestant.", lower_bound=1)
 LENGTHS = flags.DEFINE_list("lengths", ["256", "1024", "4096", "16384", "65536"], "attention: numbers of tokens T.")
-ONLY = flags.DEFINE_list("only", [], "attention: names of the contestants to run; default: all available.")
-DTYPES = flags.DEFINE_list("dtypes", [], "attention: default: float32, on accelerators also bfloat16.")
+ONLY = flags.DEFINE_list(
+    "only", [], "attention: names of the contestants to run, bounds: of the implementations; default: all available."
+)
+DTYPES = flags.DEFINE_list(
+    "dtypes", [], "attention, bounds: default: float32; attention on accelerators: and bfloat16."
+)
 BATCH = flags.DEFINE_integer("batch", 1, "attention: batch size B.", lower_bound=1)
 HEADS = flags.DEFINE_integer("heads", 24, "attention: heads H.", lower_bound=1)
 FEATURES = flags.DEFINE_integer("features", 32, "attention: features of keys and values, K = V.", lower_bound=1)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "attention: seconds that a call may take.", lower_bound=0.0)
+TARGET = flags.DEFINE_string(
+    "target", None, "bounds: the machine, such as h100, h200, v5e-4, v5p-8; one of its devices."
+)
+SHAPE = flags.DEFINE_list("shape", ["32", "24", "1024", "32"], "bounds: batch B, heads H, tokens T, features K = V.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens read before.")
 BATCHES = flags.DEFINE_list(
     "batches", ["1", "32"], "decode, sampling: texts at a time; `decode` takes only the first with all contexts."
@@ -92,6 +104,14 @@ def sampling(out: Path) -> str:
     return benchmark_sampling(vocab_size, parse_numbers("batches", BATCHES.value), REPEATS.value, out)
 
 
+def bounds(out: Path) -> str:
+    from scripts.benchmarking.bounds import Settings, find_bounds
+    from scripts.benchmarking.measure import parse_numbers
+
+    shape = parse_numbers("shape", SHAPE.value)
+    return find_bounds(Settings(TARGET.value, shape, DTYPES.value or ["float32"], ONLY.value), out)
+
+
 def data(out: Path) -> str:
     from scripts.benchmarking.data import benchmark_data
 
@@ -103,6 +123,7 @@ BENCHMARKS: dict[str, Callable[[Path], str]] = {
     "step": step,
     "decode": decode,
     "sampling": sampling,
+    "bounds": bounds,
     "data": data,
 }
 

@@ -11,7 +11,7 @@ Counted from the optimized HLO (`hlo`), which says what is fused, in which order
   * A collective counts the bytes that each device must at least send.
 
 The bound adds, for each kernel, the larger of bytes / bandwidth and FLOPs / rate, and the time of a launch. Collectives
-are taken to overlap with all of it.
+and copies that run beside kernels are taken to overlap with all of it, as far as all bytes / bandwidth allows.
 """
 
 import dataclasses
@@ -64,12 +64,14 @@ class Costs:
     Attributes:
       operations: by name, the part of the model and the line of Python that made them.
       collectives: of each kind, how many run and the bytes that a device must send.
-      seconds_collectives: the latter by the interconnect's rate.
+      seconds_moving: all bytes that kernels and copies move, by the memory's bandwidth.
+      seconds_collectives: the bytes of collectives, by the interconnect's rate.
       loops_not_counted: loops whose length depends on data; they count as not run.
     """
 
     operations: dict[str, Operation]
     collectives: dict[str, tuple[int, float]]
+    seconds_moving: float
     seconds_collectives: float
     loops_not_counted: int
 
@@ -80,7 +82,7 @@ class Costs:
     @property
     def seconds(self) -> float:
         """Lower bound of the time of one call."""
-        return max(self.total.seconds, self.seconds_collectives)
+        return max(self.total.seconds, self.seconds_moving, self.seconds_collectives)
 
     def costliest(self, n: int) -> list[tuple[str, Operation]]:
         """The n operations with the largest bounds, the largest first."""
@@ -129,8 +131,15 @@ class _Counter:
 
     def costs(self) -> Costs:
         total = self.tally(self.module.entry)
-        n_bytes = sum(n_bytes for _, n_bytes in total.collectives.values())
-        return Costs(total.operations, total.collectives, n_bytes / self.chip.interconnect, len(total.loops))
+        moved = sum(operation.n_bytes for operation in total.operations.values())
+        sent = sum(n_bytes for _, n_bytes in total.collectives.values())
+        return Costs(
+            operations=total.operations,
+            collectives=total.collectives,
+            seconds_moving=moved / self.chip.bandwidth,
+            seconds_collectives=sent / self.chip.interconnect,
+            loops_not_counted=len(total.loops),
+        )
 
     def tally(self, computation: Computation) -> _Tally:
         if computation.name not in self._tallies:
@@ -178,7 +187,8 @@ class _Counter:
         if self.chip.platform == "tpu" and not n_bytes and not flops:
             return  # scalars, and what stays on the chip
         compute = sum(n / self.chip.rate(kind) for kind, n in flops.items())
-        seconds = max(n_bytes / self.chip.bandwidth, compute) + self.chip.launch
+        transfer = 0.0 if instruction.opcode.endswith("-start") else n_bytes / self.chip.bandwidth
+        seconds = max(transfer, compute) + self.chip.launch
         tally.add_operation(self.label(instruction), Operation(1, n_bytes, flops, seconds))
 
     def label(self, instruction: Instruction) -> str:
@@ -347,7 +357,8 @@ def group_size(instruction: Instruction, n_devices: int) -> int:
 # ---- names ---------------------------------------------------------------------------------------
 
 _NOISE = re.compile(
-    r"^(while|body|cond|closed_call|checkpoint|shard_map|branch_\d+_fun|jit\(.*\)|jvp\(\)|.*_scan_layers|)$"
+    r"(while|body|cond|closed_call|checkpoint|shard_map|rematted_computation|branch_\d+_fun|.*_scan_layers|"
+    r"jit\(.*|jvp\(.*|transpose\(jvp.*|)$"
 )
 
 
@@ -359,7 +370,7 @@ def describe_op_name(path: str) -> str:
         direction = "backward "
     else:
         direction = "forward " if "jvp(" in path else ""
-    parts = [part for part in path.replace("rematted_computation", "").split("/") if not _NOISE.match(part)]
+    parts = [part for part in path.split("/") if not _NOISE.match(part)]
     following = itertools.zip_longest(parts, parts[1:], fillvalue="")
     kept = [part for part, after in following if not after.startswith(f"{part}.")]  # layers/layers.attend: the latter
     return direction + "/".join(kept) if kept else ""

@@ -108,7 +108,8 @@ class Plan:
         figures, total = self.figures(), self.costs.total
         products = ", ".join(f"{kind} {flops:.3g}" for kind, flops in sorted(total.flops.items()))
         collectives = ", ".join(
-            f"{n} {kind} ({n_bytes / 1e9:.3g} GB)" for kind, (n, n_bytes) in sorted(self.costs.collectives.items())
+            f"{n} {kind} ({format_gigabytes(n_bytes)} GB)"
+            for kind, (n, n_bytes) in sorted(self.costs.collectives.items())
         )
         n_loops = self.costs.loops_not_counted
         loops = f"; {n_loops} loops whose length depends on data count as not run" if n_loops else ""
@@ -117,7 +118,7 @@ class Plan:
                 "kernels",
                 f"{total.kernels:,} per step{loops}",
             ),
-            ("bytes moved", f"{total.n_bytes / 1e9:,.1f} GB per step and device"),
+            ("bytes moved", f"{format_gigabytes(total.n_bytes)} GB per step and device"),
             ("matrix products", f"{products or 0} FLOPs per step and device"),
             ("collectives", f"{collectives or 'none'} per step and device"),
             (
@@ -159,6 +160,7 @@ def describe_costs(costs: Costs) -> dict[str, Any]:
         "flops": dict(total.flops),
         "collectives": {kind: {"count": n, "bytes": n_bytes} for kind, (n, n_bytes) in costs.collectives.items()},
         "seconds_kernels": total.seconds,
+        "seconds_moving": costs.seconds_moving,
         "seconds_collectives": costs.seconds_collectives,
         "loops_not_counted": costs.loops_not_counted,
         "costliest": [
@@ -172,8 +174,13 @@ def _costliest_lines(costs: Costs) -> list[str]:
     lines = ["costliest operations, by their bounds:", "      ms  share  kernels        GB  name"]
     for name, x in costs.costliest(_N_COSTLIEST):
         share = x.seconds / costs.total.seconds
-        lines.append(f"{1e3 * x.seconds:8.2f}  {share:5.1%}  {x.kernels:7,}  {x.n_bytes / 1e9:8.1f}  {name}")
+        lines.append(f"{1e3 * x.seconds:8.2f}  {share:5.1%}  {x.kernels:7,}  {format_gigabytes(x.n_bytes):>8}  {name}")
     return lines
+
+
+def format_gigabytes(n_bytes: float) -> str:
+    """Return 10^9 bytes as a number."""
+    return f"{n_bytes / 1e9:,.1f}" if n_bytes >= 1e9 else f"{n_bytes / 1e9:.2g}"
 
 
 def _format_hours(hours: float) -> str:

@@ -128,7 +128,8 @@ def _use_compilers_only() -> None:
     """Start no accelerator's runtime, and look for none: JAX computes on the CPU, if anything."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_LOG_DIR", "disabled")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # without these two libtpu complains, for any target
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     jax.config.update("jax_platforms", "cpu")
 
 
