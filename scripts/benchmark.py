@@ -46,16 +46,12 @@ LENGTHS = flags.DEFINE_list("lengths", ["256", "1024", "4096", "16384", "65536"]
 ONLY = flags.DEFINE_list(
     "only", [], "attention: names of the contestants to run, bounds: of the implementations; default: all available."
 )
-DTYPES = flags.DEFINE_list(
-    "dtypes", [], "attention, bounds: default: float32; attention on accelerators: and bfloat16."
-)
+DTYPES = flags.DEFINE_list("dtypes", [], "attention, bounds: default: float32; on accelerators also bfloat16.")
 BATCH = flags.DEFINE_integer("batch", 1, "attention: batch size B.", lower_bound=1)
 HEADS = flags.DEFINE_integer("heads", 24, "attention: heads H.", lower_bound=1)
 FEATURES = flags.DEFINE_integer("features", 32, "attention: features of keys and values, K = V.", lower_bound=1)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "attention: seconds that a call may take.", lower_bound=0.0)
-TARGET = flags.DEFINE_string(
-    "target", None, "bounds: the machine, such as h100, h200, v5e-4, v5p-8; one of its devices."
-)
+TARGET = flags.DEFINE_string("target", None, "bounds: the machine, such as h100, h200, v5e-4, v5p-8.")
 SHAPE = flags.DEFINE_list("shape", ["32", "24", "1024", "32"], "bounds: batch B, heads H, tokens T, features K = V.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens read before.")
 BATCHES = flags.DEFINE_list(

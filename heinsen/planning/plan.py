@@ -68,7 +68,7 @@ def _plan_target(config: TrainConfig, target: Target) -> Plan:
         try:
             compiled, overflow = step.compile(), None
         except jax.errors.JaxRuntimeError as error:
-            compiled, overflow = None, _find_overflow(str(error))
+            compiled, overflow = None, find_overflow(str(error))
             if overflow is None:
                 raise
     planned = step.plan_of(compiled, target.chip, config.peak_flops or target.chip.bfloat16)
@@ -80,7 +80,7 @@ def _plan_target(config: TrainConfig, target: Target) -> Plan:
     return planned
 
 
-def _find_overflow(message: str) -> tuple[int, int] | None:
+def find_overflow(message: str) -> tuple[int, int] | None:
     """Bytes that a step would need and that there are, of a compiler's error; None if it says something else."""
     found = re.search(r"Used ([\d.]+)([KMG]?) of ([\d.]+)([KMG]?) hbm", message)
     if found is None:
