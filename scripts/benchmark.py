@@ -1,4 +1,4 @@
-"""Measure accuracy, time and memory of attention, and the time of a training step, decoding, sampling and reading.
+"""Measure attention, training steps, decoding, sampling and reading: accuracy, time, memory, bounds of the time.
 
     python scripts/benchmark.py accuracy [--lengths=250,1000 --sigmas=1,8,64]
     python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
@@ -6,6 +6,7 @@
     python scripts/benchmark.py decode [--config=configs/NAME.py --contexts=1000,10000,100000,1000000 --batches=1,32]
     python scripts/benchmark.py losses [--write_reference]
     python scripts/benchmark.py sampling [--batches=1,32]
+    python scripts/benchmark.py bounds --target=h200 [--shape=32,24,1024,32 --only=chunked]
     python scripts/benchmark.py data [--config=configs/NAME.py --config.data.path=DATASET]
 
 accuracy: errors of every implementation in float32 on this device against float64 on the host, outputs and gradients,
@@ -26,6 +27,9 @@ losses: 200 training steps of configs/demo.py on a generated text, beside a CPU'
 --write_reference makes these anew, on a CPU.
 
 sampling: time to draw a token from the logits of the config's vocabulary, and by top-p with a sort instead.
+
+bounds: kernels, bytes and a lower bound of the time of attention on a machine that is not there, by its compiler
+(docs/performance.md), for forward and backward pass together and each implementation. Nothing runs.
 
 data: the rate of reading a config's training batches, with and without the check that all ids are in the vocabulary.
 
@@ -54,9 +58,11 @@ LENGTHS = flags.DEFINE_list(
     "accuracy, attention: numbers of tokens T; default: 250,1000 and 256,1024,4096,16384,65536.",
 )
 SIGMAS = flags.DEFINE_list("sigmas", ["1", "8", "64"], "accuracy: standard deviations of the inputs, up to 64.")
-ONLY = flags.DEFINE_list("only", [], "attention: names of the contestants to run; default: all available.")
+ONLY = flags.DEFINE_list(
+    "only", [], "attention: names of the contestants to run, bounds: of the implementations; default: all available."
+)
 SKIP = flags.DEFINE_list("skip", [], "attention: names of contestants to leave out.")
-DTYPES = flags.DEFINE_list("dtypes", [], "attention: default: float32, on accelerators also bfloat16.")
+DTYPES = flags.DEFINE_list("dtypes", [], "attention, bounds: default: float32; on accelerators also bfloat16.")
 BATCH = flags.DEFINE_integer("batch", 1, "attention: batch size B.", lower_bound=1)
 HEADS = flags.DEFINE_integer("heads", None, "Heads H; default: 2 for accuracy, 24 for attention.", lower_bound=1)
 FEATURES = flags.DEFINE_integer(
@@ -66,9 +72,8 @@ STOP_AFTER = flags.DEFINE_float(
     "stop_after", math.inf, "accuracy, attention: seconds after which nothing more is begun.", lower_bound=0.0
 )
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "attention: seconds that a call may take.", lower_bound=0.0)
-BOUND = flags.DEFINE_float(
-    "bound", None, "step: a lower bound of the step's time in seconds, such as a plan's, to show beside it.", 0.0
-)
+TARGET = flags.DEFINE_string("target", None, "bounds: the machine, such as h100, h200, v5e-4, v5p-8.")
+SHAPE = flags.DEFINE_list("shape", ["32", "24", "1024", "32"], "bounds: batch B, heads H, tokens T, features K = V.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens read before.")
 BATCHES = flags.DEFINE_list(
     "batches", ["1", "32"], "decode, sampling: texts at a time; `decode` takes only the first with all contexts."
@@ -113,7 +118,7 @@ def attention(out: Path) -> str:
 def step(out: Path) -> str:
     from scripts.benchmarking.step import benchmark_step
 
-    return benchmark_step(read_config(CONFIG), REPEATS.value, out, BOUND.value)
+    return benchmark_step(read_config(CONFIG), REPEATS.value, out)
 
 
 def decode(out: Path) -> str:
@@ -139,6 +144,14 @@ def sampling(out: Path) -> str:
     return benchmark_sampling(vocab_size, parse_numbers("batches", BATCHES.value), REPEATS.value, out)
 
 
+def bounds(out: Path) -> str:
+    from scripts.benchmarking.bounds import Settings, find_bounds
+    from scripts.benchmarking.measure import parse_numbers
+
+    shape = parse_numbers("shape", SHAPE.value)
+    return find_bounds(Settings(TARGET.value, shape, DTYPES.value or ["float32"], ONLY.value), out)
+
+
 def data(out: Path) -> str:
     from scripts.benchmarking.data import benchmark_data
 
@@ -152,6 +165,7 @@ BENCHMARKS: dict[str, Callable[[Path], str]] = {
     "decode": decode,
     "losses": losses,
     "sampling": sampling,
+    "bounds": bounds,
     "data": data,
 }
 

@@ -40,7 +40,7 @@ def test_attention_is_timed_and_written_down(tmp_path):
 @pytest.mark.long
 def test_a_training_step_is_timed_against_matmul(tmp_path):
     config = ["--config=configs/demo.py", "--config.sequence_length=16", "--config.model.d_model=16"]
-    result = benchmark("step", *config, "--repeats=1", "--bound=1e-4", f"--out={tmp_path}")
+    result = benchmark("step", *config, "--repeats=1", f"--out={tmp_path}")
     assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "results.json").read_text())
     assert f"{summary['tokens_per_second']:,.0f} tokens/s" in result.stdout
@@ -49,7 +49,7 @@ def test_a_training_step_is_timed_against_matmul(tmp_path):
     assert summary["tokens_per_step"] == 16 * summary["config"]["batch_size"]
     assert summary["share_of_product_rate"] == pytest.approx(flops / summary["product_flops_per_second"])
     assert summary["mfu"] == pytest.approx(flops / summary["peak_flops_per_second"])
-    assert summary["bound_seconds_per_step"] == 1e-4 and "bound: 0.0001 s per step" in result.stdout
+    assert summary["bound_seconds_per_step"] is None  # of a CPU
     assert summary["peak_bytes"] > 4 * 3 * summary["parameters"]  # at least AdamW's
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 
+from heinsen.chips import chip_of
 from heinsen.config import from_mapping
 from heinsen.files import make_folder
 from heinsen.models import count_params
 from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.planning.costs import count_costs
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
@@ -29,16 +31,13 @@ _SIZE = 4096  # of the square matrices
 
 
 @explain_device_errors()
-def benchmark_step(values: dict[str, Any], repeats: int, out: Path, bound: float | None = None) -> str:
-    """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError, DeviceError.
-
-    bound: a lower bound of the step's time in seconds, shown beside the measured one.
-    """
+def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
+    """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError, DeviceError."""
     config = from_mapping(TrainConfig, values)
     make_folder(out)
     keep_host_memory()
     print("compiling the step", file=sys.stderr, flush=True)
-    take_step, n_params, peak_bytes = prepare_step(config)
+    take_step, n_params, compiled = prepare_step(config)
     dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
     multiply = prepare_product(dtype)
     step_seconds: list[float] = []
@@ -68,16 +67,16 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path, bound: float
         share_of_product_rate=rate / product_rate,
         peak_flops_per_second=peak_rate,
         mfu=rate / peak_rate,
-        bound_seconds_per_step=bound,
-        peak_bytes=peak_bytes,
+        bound_seconds_per_step=bound_of(compiled),
+        peak_bytes=compiled_bytes(compiled),
         config=values,
     )
     path = write_results(out, summary)
     return "\n".join([*report(summary), f"written: {path}"])
 
 
-def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, int]:
-    """Return a call that takes one training step, the number of parameters, and the peak memory per device."""
+def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, jax.stages.Compiled]:
+    """Return a call that takes one training step, the number of parameters, and the compiled step."""
     mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, config.total_steps)
     state = init_train_state(config.model, optimizer, config.seed, mesh)
     n_params = count_params(state.params)
@@ -90,7 +89,13 @@ def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, int]:
         state, _ = step(state, tokens)
         jax.block_until_ready(state)
 
-    return take_step, n_params, compiled_bytes(step)
+    return take_step, n_params, step
+
+
+def bound_of(compiled: jax.stages.Compiled) -> float | None:
+    """Return a lower bound of the time of a call in seconds; None on devices whose rates are not known."""
+    chip, text = chip_of(jax.devices()[0].device_kind), compiled.as_text()
+    return None if chip is None or text is None else count_costs(text, chip, jax.device_count()).seconds
 
 
 def prepare_product(dtype: str) -> Callable[[], Any]:
