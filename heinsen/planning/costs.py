@@ -342,16 +342,19 @@ def _update_fraction(computation: Computation, instruction: Instruction) -> floa
 
 
 def group_size(instruction: Instruction, n_devices: int) -> int:
-    """Number of devices that exchange data in a collective: of its first group."""
+    """Number of devices that exchange data in a collective: of its first group. Raises ValueError."""
     text = instruction.attributes
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
         return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", text):
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
-        return math.prod(int(sizes[name]) for name in re.findall(r"'([^']*)'", found[2]) if name in sizes)
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])  # a part of an axis: 'a':(2)4
+        return math.prod(int(part or sizes[name]) for name, part in axes)
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return len(found[1].split(","))
-    return n_devices
+    if "replica_groups=" not in text or "replica_groups={}" in text:
+        return n_devices
+    raise ValueError(f"the groups of a collective are written in an unknown form: {text[:200]}")
 
 
 # ---- names ---------------------------------------------------------------------------------------

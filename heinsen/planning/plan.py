@@ -73,7 +73,7 @@ def _plan_target(config: TrainConfig, target: Target) -> Plan:
                 raise
     planned = step.plan_of(compiled, target.chip, config.peak_flops or target.chip.bfloat16)
     planned = dataclasses.replace(
-        planned, target=target.name, bytes_device=target.chip.memory, seconds_compiling=time.perf_counter() - start
+        planned, target=target.name, bytes_device=target.memory, seconds_compiling=time.perf_counter() - start
     )
     if overflow is not None:
         planned = dataclasses.replace(planned, bytes_step=overflow[0], bytes_device=overflow[1])

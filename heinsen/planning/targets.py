@@ -18,6 +18,7 @@ from heinsen.chips import CHIPS, Chip
 from heinsen.errors import HeinsenError
 
 _GPUS_PER_HOST = 8
+_GPU_SHARE = 0.75  # of a GPU's memory that JAX takes, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise
 
 # Streaming multiprocessors, float32 units in each, shared memory (bytes) of each and of a block, L2 cache (bytes),
 # clock (GHz), and CUDA's compute capability.
@@ -48,6 +49,11 @@ class Target:
     chip: Chip
     n_devices: int
     topology: str
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device that JAX can use."""
+        return int(_GPU_SHARE * self.chip.memory) if self.chip.platform == "gpu" else self.chip.memory
 
     def devices(self) -> list[jax.Device]:
         """Devices to compile for; nothing can be computed on them. Raises TargetError without their compiler."""

@@ -210,12 +210,16 @@ def test_collectives_count_once_what_a_device_must_send():
         ("[4,2]<=[2,4]T(1,0)", 2),
         ("mesh['a'=4,'b'=2] {'a'}", 4),
         ("mesh['a'=4,'b'=2] {'a','b'}", 8),
+        ("mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'b'}", 2),
+        ("mesh['a'=8,'b'=2] {'a':(2)4,'b'}", 8),
         ("{}", 8),
     ],
 )
 def test_size_of_a_group(groups, size):
     line = f"%a = f32[2]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add"
     assert group_size(parse_instruction(line), 8) == size
+    with pytest.raises(ValueError, match="unknown form"):
+        group_size(parse_instruction(line.replace(groups, "new[1]")), 8)
 
 
 DOT = "%a = TA[16,32]{1,0} parameter(0)\n%b = TB[32,8]{1,0} parameter(1)\nROOT %d = f32[16,8]{1,0} dot(%a, %b), "

@@ -25,6 +25,7 @@ from heinsen.planning.targets import TargetError, find_target
 def test_a_name_says_chip_and_number(name, chip, n_devices, topology):
     target = find_target(name)
     assert (target.chip, target.n_devices, target.topology) == (CHIPS[chip], n_devices, topology)
+    assert target.memory == (0.75 if chip[0] in "abh" else 1) * CHIPS[chip].memory
 
 
 @pytest.mark.parametrize("name", ["h300", "", "H100", "h100-", "h100-x", "8-h100", "v5-8", "h100-8-8"])
