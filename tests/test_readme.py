@@ -27,7 +27,7 @@ PLACEHOLDERS = {f"[--config.{any}]": "" for any in ("any.field=value ...", "any.
 PLACEHOLDERS |= {"[": "", "]": ""}
 NAMES = {"NAME": "small", "FILE.png": "positions.png", "--out=DIR": "--out=exported"}
 # Too long, or a download: docs/LOG.md and tests/test_experiments.py have their smaller selves.
-NOT_HERE = ("--source=monology/", "--config=configs/pile_125m.py", "experiments/", "--tasks=")
+NOT_HERE = ("build_corpus.py", "--source=monology/", "--config=configs/pile_125m.py", "experiments/", "--tasks=")
 SMALL = """
 from configs import demo
 
