@@ -60,9 +60,11 @@ def run() -> str | None:
     from heinsen.training.run import TrainConfig
 
     config = from_mapping(TrainConfig, read_config(CONFIG))
+    if TARGET.value is not None:
+        return str(plan(config, 0, TARGET.value))
     join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)
     if PLAN.value:
-        report = str(plan(config, PLAN_STEPS.value, TARGET.value))
+        report = str(plan(config, PLAN_STEPS.value))
     else:
         result = train(config, Path(WORKDIR.value))
         report = (

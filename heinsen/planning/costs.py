@@ -27,7 +27,7 @@ from heinsen.planning.loops import find_trip_count
 from heinsen.planning.products import product_flops
 
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all"}
-_FREE |= {"add-dependency", "domain", "partition-id", "replica-id", "iota", "call-done", "send-done", "recv-done"}
+_FREE |= {"add-dependency", "domain", "partition-id", "replica-id", "call-done", "send-done", "recv-done"}
 _FREE_CALLS = {"AllocateBuffer", "AsyncCollectiveStart", "AsyncCollectiveDone", "AssumeGatherIndicesInBound"}
 _COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"}
 _COLLECTIVES |= {"collective-broadcast"}

@@ -25,7 +25,7 @@ from heinsen.training.step import TrainState, abstract_train_state, init_train_s
 from heinsen.training.throughput import available_bytes, compiled_bytes, peak_flops_per_device
 
 _MAX_SECONDS = 300.0  # for the timed steps
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def plan(config: TrainConfig, steps: int, target: str | None = None) -> Plan:
@@ -80,9 +80,16 @@ def _plan_target(config: TrainConfig, target: Target) -> Plan:
     return planned
 
 
+_SIZE = r"([\d.]+)([KMGT]?)"
+_OVERFLOWS = (
+    rf"Used {_SIZE} of {_SIZE} hbm",
+    rf"total memory required for HLO temporaries \({_SIZE}\) exceeds available HBM \({_SIZE}\)",
+)
+
+
 def find_overflow(message: str) -> tuple[int, int] | None:
-    """Bytes that a step would need and that there are, of a compiler's error; None if it says something else."""
-    found = re.search(r"Used ([\d.]+)([KMG]?) of ([\d.]+)([KMG]?) hbm", message)
+    """Bytes that a step needs at least and that there are, of a compiler's error; None if it says something else."""
+    found = next(filter(None, (re.search(pattern, message) for pattern in _OVERFLOWS)), None)
     if found is None:
         return None
     return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])

@@ -75,7 +75,7 @@ def test_a_step_on_a_slice_of_tpus(target, n_devices):
 
 @needs_tpu
 def test_a_step_that_does_not_fit_is_said_to_need_more():
-    figures = plan("v5e-1", "--config.batch_size=2048", "--config.sequence_length=2048")
+    figures = plan("v5e-1", "--config.model.d_model=8192", "--config.model.n_heads=256", "--config.model.n_layers=8")
     assert not figures["fits"] and figures["bytes_step"] > figures["bytes_device"] > 2**33
 
 

@@ -87,6 +87,9 @@ def test_a_plan_for_a_target_says_whether_it_fits(tmp_path):
 def test_an_overflow_of_a_compiler_is_understood():
     message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 46.5G of 31.25G hbm. Exceeded by 15.25G."
     assert find_overflow(message) == (int(46.5 * 2**30), int(31.25 * 2**30))
+    message = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (65.57G) "
+    message += "exceeds available HBM (15.75G)."
+    assert find_overflow(message) == (int(65.57 * 2**30), int(15.75 * 2**30))
     assert find_overflow("INTERNAL: something else") is None
 
 
