@@ -103,6 +103,9 @@ def test_sampling_is_timed_against_a_sort(tmp_path):
         (["decode", "--contexts=1k"], "'1k' is not a number above 0"),
         (["attention", "--dtypes=float8"], "choose float32 or bfloat16"),
         (["attention", "--only=heinsen"], "here there are heinsen chunked"),
+        (["bounds"], "--target=MACHINE is missing"),
+        (["bounds", "--target=h100", "--only=fast"], "there is no implementation 'fast'"),
+        (["bounds", "--target=h100", "--shape=1,2,3"], "expected B,H,T,K"),
     ],
 )
 def test_bad_input_is_named(commands, arguments, message, tmp_path):
