@@ -33,12 +33,12 @@ class Shape(NamedTuple):
 
 def pieces_ref(shape, rows, columns):
     transforms = plgpu.TilingTransform((8, shape.tile)), plgpu.SwizzleTransform(2 * shape.tile)
-    return plgpu.SMEM((PIECES, rows, columns), jnp.bfloat16, transforms=transforms)
+    return plgpu.SMEM((1, PIECES, rows, columns), jnp.bfloat16, transforms=transforms)
 
 
 def floats_ref(rows, columns):
     tile = min(32, columns)
-    return plgpu.SMEM((rows, columns), jnp.float32, transforms=(plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(4 * tile)))
+    return plgpu.SMEM((1, rows, columns), jnp.float32, transforms=(plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(4 * tile)))
 
 
 def store_pieces(ref, x, columns=None):
@@ -134,27 +134,30 @@ def query_factors(q, c):
     return jnp.exp((total - rows(finite(r), q.shape[1])) + error), r
 
 
-def forward_kernel(shape, q_ref, k_ref, v_ref, kvec, vvec, m0_s, m0_z, y_ref, s_ref, z_ref, r_ref, least_ref, before_s, before_z, end_s, end_z, q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage, bar):
+def forward_kernel(shape, q_ref, k_ref, v_ref, kvec, vvec, m0_s, m0_z, y_ref, s_ref, z_ref, r_ref, least_ref, before_s, before_z, end_s, end_z, q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage, zero_s, bar):
+    smem = q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage
+    zero_s[0] = 0
     g = lax.axis_index("g")
     n, K, V, R = shape.n_chunks, shape.d_key, shape.d_value, shape.rows
     fetch = functools.partial(load, shape)
 
-    def copy(i):
+    def copy(i, q_s, k_s, v_s):
         at = pl.ds(i * CHUNK, CHUNK)
         for ref, smem in ((q_ref, q_s), (k_ref, k_s), (v_ref, v_s)):
             plgpu.copy_gmem_to_smem(ref.at[g, at], smem, bar)
 
-    copy(0)
+    copy(0, q_s.at[0], k_s.at[0], v_s.at[0])
     if R != K:
         zero = jnp.zeros((CHUNK, R), jnp.bfloat16)
         for i in range(PIECES):
-            k_p[i] = zero if shape.interpret else plgpu.layout_cast(zero, MATRIX)
-    qf_, kf_, vf_ = Operand(q_p, CHUNK, K), Operand(k_p, CHUNK, K), Operand(v_p, CHUNK, V)
-    kf_wide = Operand(k_p, CHUNK, R)
-    m_, a_ = Operand(m_p, K, V), Operand(a_p, CHUNK, CHUNK)
-
+            k_p[0, i] = zero if shape.interpret else plgpu.layout_cast(zero, MATRIX)
     def step(i, carry):
         m_s, m_z = carry
+        zero = zero_s[0]
+        q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage = (x.at[zero] for x in smem)
+        qf_, kf_, vf_ = Operand(q_p, CHUNK, K), Operand(k_p, CHUNK, K), Operand(v_p, CHUNK, V)
+        kf_wide = Operand(k_p, CHUNK, R)
+        m_, a_ = Operand(m_p, K, V), Operand(a_p, CHUNK, CHUNK)
         at = pl.ds(i * CHUNK, CHUNK)
         c = fetch(kvec.at[g, i, 0, pl.ds(0, K)], COLUMNS)
         moved_rows = fetch(kvec.at[g, i, 1], ROWS)
@@ -163,27 +166,26 @@ def forward_kernel(shape, q_ref, k_ref, v_ref, kvec, vvec, m0_s, m0_z, y_ref, s_
         if shape.log_values:
             b = fetch(vvec.at[g, i, 0], COLUMNS)
             m_s = m_s * columns(fetch(vvec.at[g, i, 1], COLUMNS), R)
-        plgpu.barrier_wait(bar)
-        q, k, v = q_s[...], k_s[...], v_s[...]
-        qf, r = query_factors(q, c)
-        kf = jnp.exp(k - columns(finite(c), CHUNK))
-        vf = jnp.exp(v - columns(finite(b), CHUNK)) if shape.log_values else v
-        store_pieces(q_p, qf)
-        store_pieces(k_p, kf, K if R != K else None)
-        store_pieces(v_p, vf)
         store_pieces(m_p, m_s)
         stage[...] = m_s
+        before_z[g, i] = m_z
+        plgpu.barrier_wait(bar)
+        qf, r = query_factors(q_s[...], c)
+        store_pieces(q_p, qf)
+        z = jnp.sum(qf * columns(m_z, CHUNK), axis=1)
+        kf = jnp.exp(k_s[...] - columns(finite(c), CHUNK))
+        store_pieces(k_p, kf, K if R != K else None)
+        m_z = m_z + jnp.sum(kf, axis=0)
+        vf = v_s[...]
+        store_pieces(v_p, jnp.exp(vf - columns(finite(b), CHUNK)) if shape.log_values else vf)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(stage.at[pl.ds(0, K)], before_s.at[g, i])
-        pl.when(i + 1 < n)(lambda: copy(i + 1))
-        before_z[g, i] = m_z
+        pl.when(i + 1 < n)(lambda: copy(i + 1, q_s, k_s, v_s))
         a = jnp.where(index(shape, 0) >= index(shape, 1), matmul(shape, (qf_, kf_.T)), 0.0)
-        z = jnp.sum(a, axis=1) + jnp.sum(qf * columns(m_z, CHUNK), axis=1)
+        z = z + jnp.sum(a, axis=1)
         store_pieces(a_p, a)
         plgpu.commit_smem()
         s = matmul(shape, (a_, vf_), (qf_, m_))
-        m_s = m_s + matmul(shape, (kf_wide.T, vf_))
-        m_z = m_z + jnp.sum(kf, axis=0)
         seen = rows(r, V) != NEG_INF
         safe_z = jnp.where(z == 0, 1.0, z)
         if shape.log_values:
@@ -198,6 +200,7 @@ def forward_kernel(shape, q_ref, k_ref, v_ref, kvec, vvec, m0_s, m0_z, y_ref, s_
         z_ref[g, at] = z
         r_ref[g, at] = r
         least_ref[g, at] = jnp.minimum(jnp.min(s, axis=1), z) if shape.log_values else z
+        m_s = m_s + matmul(shape, (kf_wide.T, vf_))
         plgpu.wait_smem_to_gmem(0)
         return m_s, m_z
 
@@ -213,7 +216,7 @@ def forward(shape, q, k, v, kvec, vvec, m0_s, m0_z):
     f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
     out = f32(G, T, V), f32(G, T, V), f32(G, T), f32(G, T), f32(G, T), f32(G, N, K, V), f32(G, N, K), f32(G, R, V), f32(G, K)
     p = functools.partial(pieces_ref, shape)
-    scratch = [floats_ref(CHUNK, K), floats_ref(CHUNK, K), floats_ref(CHUNK, V), p(CHUNK, K), p(CHUNK, R), p(CHUNK, V), p(R, V), p(CHUNK, CHUNK), floats_ref(R, V), plgpu.Barrier(num_arrivals=3)]
+    scratch = [floats_ref(CHUNK, K), floats_ref(CHUNK, K), floats_ref(CHUNK, V), p(CHUNK, K), p(CHUNK, R), p(CHUNK, V), p(R, V), p(CHUNK, CHUNK), floats_ref(R, V), plgpu.SMEM((1,), jnp.int32), plgpu.Barrier(num_arrivals=3)]
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
     kw = {"interpret": InterpretGPUParams(detect_races=True)} if shape.interpret else {}
     return plgpu.kernel(functools.partial(forward_kernel, shape), out_type=out, grid=(G,), grid_names=("g",), scratch_types=scratch, **kw)(q, k, v, kvec, vvec, m0_s, m0_z)
