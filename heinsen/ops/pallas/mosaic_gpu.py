@@ -220,3 +220,103 @@ def forward(shape, q, k, v, kvec, vvec, m0_s, m0_z):
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
     kw = {"interpret": InterpretGPUParams(detect_races=True)} if shape.interpret else {}
     return plgpu.kernel(functools.partial(forward_kernel, shape), out_type=out, grid=(G,), grid_names=("g",), scratch_types=scratch, **kw)(q, k, v, kvec, vvec, m0_s, m0_z)
+
+
+def load_pieces(ref, columns=None):
+    at = lambda i: ref[i] if columns is None else ref[i, :, pl.ds(0, columns)]
+    return sum(at(i).astype(jnp.float32) for i in reversed(range(PIECES)))
+
+
+def backward_kernel(shape, q_ref, k_ref, v_ref, dy_ref, s_ref, z_ref, dlog_z_ref, scale_ref, kvec, vvec, before_s, before_z, dend_s, dend_z, dq_ref, dk_ref, dv_ref, dfirst_s, dfirst_z, q_s, k_s, v_s, dy_s, m_s, q_p, k_p, v_p, ds_p, m_p, a_p, zero_s, bar):
+    smem = q_s, k_s, v_s, dy_s, m_s, q_p, k_p, v_p, ds_p, m_p, a_p
+    zero_s[0] = 0
+    g = lax.axis_index("g")
+    n, K, V, R = shape.n_chunks, shape.d_key, shape.d_value, shape.rows
+    fetch = functools.partial(load, shape)
+
+    def copy(i, q_s, k_s, v_s, dy_s, m_s):
+        at = pl.ds(i * CHUNK, CHUNK)
+        for ref, to in ((q_ref, q_s), (k_ref, k_s), (v_ref, v_s), (dy_ref, dy_s)):
+            plgpu.copy_gmem_to_smem(ref.at[g, at], to, bar)
+        plgpu.copy_gmem_to_smem(before_s.at[g, i], m_s.at[pl.ds(0, K)], bar)
+
+    copy(n - 1, *(x.at[0] for x in smem[:5]))
+    if R != K:
+        zero = jnp.zeros((CHUNK, R), jnp.bfloat16)
+        for i in range(PIECES):
+            q_p[0, i] = zero if shape.interpret else plgpu.layout_cast(zero, MATRIX)
+
+    def step(j, carry):
+        dm_s, dm_z = carry
+        i = n - 1 - j
+        zero = zero_s[0]
+        q_s, k_s, v_s, dy_s, m_s, q_p, k_p, v_p, ds_p, m_p, a_p = (x.at[zero] for x in smem)
+        qf_, kf_, vf_, ds_ = Operand(q_p, CHUNK, K), Operand(k_p, CHUNK, K), Operand(v_p, CHUNK, V), Operand(ds_p, CHUNK, V)
+        qf_wide, m_, a_ = Operand(q_p, CHUNK, R), Operand(m_p, K, V), Operand(a_p, CHUNK, CHUNK)
+        at = pl.ds(i * CHUNK, CHUNK)
+        c = fetch(kvec.at[g, i, 0, pl.ds(0, K)], COLUMNS)
+        m_z = fetch(before_z.at[g, i], COLUMNS)
+        dm_z = dm_z * fetch(kvec.at[g, i, 2, pl.ds(0, K)], COLUMNS)
+        dm_s = dm_s * rows(fetch(kvec.at[g, i, 2], ROWS), V)
+        z, factor, scale = fetch(z_ref.at[g, at], ROWS), scale_ref[0], scale_ref[1]
+        dlog_z = fetch(dlog_z_ref.at[g, at], ROWS) * factor
+        if shape.log_values:
+            b = fetch(vvec.at[g, i, 0], COLUMNS)
+            dm_s = dm_s * columns(fetch(vvec.at[g, i, 2], COLUMNS), R)
+        plgpu.barrier_wait(bar)
+        store_pieces(m_p, m_s[...])
+        dy = dy_s[...] * factor
+        s = fetch(s_ref.at[g, at], MATRIX)
+        total = dlog_z
+        if shape.log_values:
+            ds, dz = dy / s, (dlog_z - jnp.sum(dy, axis=1)) / z
+            total = total - jnp.sum(jnp.where(columns(b, CHUNK) == NEG_INF, dy, 0.0), axis=1)
+        else:
+            ds, dz = dy / rows(z, V), (dlog_z - jnp.sum(dy * (s / rows(z, V)), axis=1)) / z
+        store_pieces(ds_p, ds)
+        qf, _ = query_factors(q_s[...], c)
+        store_pieces(q_p, qf, K if R != K else None)
+        kf = jnp.exp(k_s[...] - columns(finite(c), CHUNK))
+        store_pieces(k_p, kf)
+        weights_z = m_z + jnp.sum(kf, axis=0)
+        vf = v_s[...]
+        store_pieces(v_p, jnp.exp(vf - columns(finite(b), CHUNK)) if shape.log_values else vf)
+        plgpu.commit_smem()
+        pl.when(i > 0)(lambda: copy(i - 1, q_s, k_s, v_s, dy_s, m_s))
+        visible = index(shape, 0) >= index(shape, 1)
+        store_pieces(a_p, jnp.where(visible, matmul(shape, (ds_, vf_.T)) + rows(dz, CHUNK), 0.0))
+        plgpu.commit_smem()
+        qf = load_pieces(q_p, K if R != K else None)
+        dq = qf * (matmul(shape, (a_, kf_), (ds_, m_.T)) + rows(dz, K) * columns(m_z, CHUNK))
+        weights = qf * columns(weights_z, CHUNK)
+        surplus, weight = jnp.sum(dq, axis=1) - total, jnp.sum(weights, axis=1)
+        surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
+        dq_ref[g, at] = (dq - weights * rows(surplus, K)) * scale
+        dm_z_next = dm_z + jnp.sum(qf * rows(dz, K), axis=0)
+        store_pieces(m_p, dm_s)
+        plgpu.commit_smem()
+        dk = matmul(shape, (a_.T, qf_), (vf_, m_.T)) + columns(dm_z, CHUNK)
+        dk_ref[g, at] = load_pieces(k_p) * dk * scale
+        store_pieces(a_p, jnp.where(visible, matmul(shape, (qf_, kf_.T)), 0.0))
+        plgpu.commit_smem()
+        dv = matmul(shape, (a_.T, ds_), (kf_, m_))
+        dv = load_pieces(v_p) * dv if shape.log_values else dv
+        dv_ref[g, at] = dv * scale
+        return dm_s + matmul(shape, (qf_wide.T, ds_)), dm_z_next
+
+    carry = fetch(dend_s.at[g], MATRIX), fetch(dend_z.at[g], COLUMNS)
+    dm_s, dm_z = lax.fori_loop(0, n, step, carry)
+    dfirst_s[g] = dm_s
+    dfirst_z[g] = dm_z
+
+
+def backward(shape, q, k, v, dy, s, z, dlog_z, scales, kvec, vvec, before_s, before_z, dend_s, dend_z):
+    G, T, K = q.shape
+    V, R = shape.d_value, shape.rows
+    f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
+    out = f32(G, T, K), f32(G, T, K), f32(G, T, V), f32(G, R, V), f32(G, K)
+    p = functools.partial(pieces_ref, shape)
+    scratch = [floats_ref(CHUNK, K), floats_ref(CHUNK, K), floats_ref(CHUNK, V), floats_ref(CHUNK, V), floats_ref(R, V), p(CHUNK, R), p(CHUNK, K), p(CHUNK, V), p(CHUNK, V), p(R, V), p(CHUNK, CHUNK), plgpu.SMEM((1,), jnp.int32), plgpu.Barrier(num_arrivals=5)]
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    kw = {"interpret": InterpretGPUParams(detect_races=True)} if shape.interpret else {}
+    return plgpu.kernel(functools.partial(backward_kernel, shape), out_type=out, grid=(G,), grid_names=("g",), scratch_types=scratch, **kw)(q, k, v, dy, s, z, dlog_z, scales, kvec, vvec, before_s, before_z, dend_s, dend_z)
