@@ -1,4 +1,28 @@
-import functools
+"""The forward and the backward pass of the chunked form as one kernel each, for Hopper GPUs (Pallas Mosaic GPU).
+
+A block of one warpgroup takes one head of one sequence, chunk after chunk, backwards in the backward pass. The sums M
+before a chunk (or their gradient) stay in registers; queries, keys and values come by asynchronous copies, the next
+chunk's while this one's products run; factors and pairwise weights never leave the chip. Written to global memory are
+the outputs and what the backward pass needs: S and Z of every query, and M before every chunk.
+
+XLA computes what is small, before the kernels: the shifts of every chunk (it reads the keys and values once more), the
+factors between them, and the sums of log decays. The mathematics is that of `chunk`, with the same names; the functions
+here take the place of those of `schedule`, and what they return goes through the same check and `repair`.
+
+A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
+
+Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
+moves them all out of the loop, where they fill the registers.
+
+Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R = 64 rows, of which
+the matrix units need at least so many, for the K features of M.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,315 +32,677 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-CHUNK = 64
-PIECES = 3
-NEG_INF = -jnp.inf
-MATRIX, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+from heinsen.errors import InputError
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, two_sum
+from heinsen.ops import chunk, schedule
+from heinsen.ops.chunk import ChunkShifts, Tokens
+from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
+from heinsen.ops.pallas.wgmma import COLUMNS, MATRIX, ROWS, Operand, Ref, Registers, columns, rows, smem_float32, smem_pieces
+from heinsen.ops.schedule import Call, Output, Residuals, Split
+from heinsen.ops.values import LOG_VALUES, N, Sums, safe_log, shift_decay
+
+CHUNK = 64  # tokens: the rows of the matrix units
+LARGEST_HEAD = 64  # features: what fits into the registers and the shared memory of a block
+
+_INTERPRET: ContextVar[Any] = ContextVar("interpret", default=None)
 
 
-class Shape(NamedTuple):
+@contextmanager
+def interpreted(params: Any) -> Iterator[None]:
+    """Within the block, kernels are traced for JAX's interpret mode on CPUs: `params` are its InterpretGPUParams."""
+    token = _INTERPRET.set(params)
+    try:
+        yield
+    finally:
+        _INTERPRET.reset(token)
+
+
+class Sizes(NamedTuple):
+    """What is known of a kernel when it is compiled."""
+
     n_chunks: int
-    d_key: int
-    d_value: int
+    d_key: int  # 16, 32 or 64
+    d_value: int  # 16, 32 or 64
     log_values: bool
-    decay: bool
-    interpret: bool
+    registers: Registers
 
     @property
-    def rows(self) -> int:
+    def n_rows(self) -> int:
         return max(64, self.d_key)
 
+    def pieces(self, n_rows: int, n_columns: int) -> Any:
+        return smem_pieces(n_rows, n_columns, min(self.d_key, self.d_value))
+
+
+# ---- what the kernels read of each chunk -------------------------------------------------------------
+
+
+class DecayVectors(NamedTuple):
+    """Vectors of each chunk for log decays or document starts; those of value features are None for real values."""
+
+    kept_k: Array  # [G, N, R]: factors of M_s, with kept_v, after the chunk
+    kept_v: Array | None  # [G, N, V]
+    kept_z: Array  # [G, N, R]: of M_z
+    after_c: Array  # [G, N, R]: shift of the keys as they enter the sums
+    own_b: Array | None  # [G, N, V]: shift of the values
+    to_reading: Array | None  # [G, N, V]: exp(own_b - b)
+    to_after: Array | None  # [G, N, V]: exp(own_b - b after the chunk)
+    units: Array  # [G, T]: `decay.DecaySums`
+    unit: Array  # [G, T]
+    rest: Array  # [G, T]
+    document: Array  # [G, T]
+    of_state: Array  # [G, T]: factor of the sums before the chunk at each query
+    until_end: Array  # [G, T]: log decay of each key at the chunk's end
+
+
+class ChunkVectors(NamedTuple):
+    """Vectors of each chunk. Key features are filled up to the R rows of M."""
+
+    c: Array  # [G, N, R]: shifts of the sums that queries read
+    b: Array | None  # [G, N, V]
+    moved_k: Array  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
+    moved_v: Array | None  # [G, N, V]
+    decay: DecayVectors | None
+
+
+class Inputs(NamedTuple):
+    """A call's arrays as the kernels read them."""
+
+    q: Array  # [G, T, K]
+    k: Array  # [G, T, K]
+    values: Array  # [G, T, V]
+    vectors: ChunkVectors
+
+
+class State(NamedTuple):
+    """Sums M or their gradients."""
+
+    s: Array  # [G, R, V]
+    z: Array  # [G, K]
+
+
+class _Chunk(NamedTuple):
+    """One chunk within a kernel: reads its vectors from global memory."""
+
+    sizes: Sizes
+    vectors: ChunkVectors
+    g: Array
+    i: Array
+
     @property
-    def tile(self) -> int:
-        return min(64, self.d_key, self.d_value)
+    def tokens(self) -> Any:
+        return pl.ds(self.i * CHUNK, CHUNK)
+
+    def keys_vector(self, ref: Ref) -> Array:
+        """[K], for columns."""
+        return self.sizes.registers.load(ref.at[self.g, self.i, pl.ds(0, self.sizes.d_key)], COLUMNS)
+
+    def keys_rows(self, ref: Ref) -> Array:
+        """[R], for rows."""
+        return self.sizes.registers.load(ref.at[self.g, self.i], ROWS)
+
+    def values_vector(self, ref: Ref) -> Array:
+        """[V], for columns."""
+        return self.sizes.registers.load(ref.at[self.g, self.i], COLUMNS)
+
+    def tokens_vector(self, ref: Ref, layout: Any = ROWS) -> Array:
+        """[C]."""
+        return self.sizes.registers.load(ref.at[self.g, self.tokens], layout)
+
+    def scale(self, m: Array, k: Ref, v: Ref | None) -> Array:
+        """A matrix [R, V] times factors of its rows and columns."""
+        m = m * rows(self.keys_rows(k), self.sizes.d_value)
+        return m if v is None else m * columns(self.values_vector(v), self.sizes.n_rows)
+
+    def scale_values(self, x: Array, ref: Ref | None) -> Array:
+        """A matrix [any, V] times factors of its columns."""
+        return x if ref is None else x * columns(self.values_vector(ref), x.shape[0])
+
+    def query_factors(self, q: Array) -> tuple[Array, Array]:
+        """(qf [C, K], r [C])."""
+        total, error = two_sum(q, columns(self.keys_vector(self.vectors.c), CHUNK))
+        r = jnp.max(total, axis=1)
+        return jnp.exp((total - rows(finite(r), q.shape[1])) + error), r
+
+    def key_factors(self, k: Array) -> Array:
+        """kf [C, K], as queries see the keys."""
+        return jnp.exp(k - columns(finite(self.keys_vector(self.vectors.c)), CHUNK))
+
+    def end_factors(self, k: Array) -> Array:
+        """kf [C, K], as the keys enter the sums, with log decays."""
+        assert self.vectors.decay is not None
+        exponents = k - columns(finite(self.keys_vector(self.vectors.decay.after_c)), CHUNK)
+        return jnp.exp(exponents + rows(self.tokens_vector(self.vectors.decay.until_end), k.shape[1]))
+
+    def value_factors(self, values: Array) -> Array:
+        """vf [C, V]."""
+        b = self.vectors.b if self.vectors.decay is None else self.vectors.decay.own_b
+        return values if b is None else jnp.exp(values - columns(finite(self.values_vector(b)), CHUNK))
+
+    def mask(self, pairs: Array) -> Array:
+        """Pairs [C, C] of queries and keys times what is left of each key at each query."""
+        visible = self.sizes.registers.causal(CHUNK)
+        if (decay := self.vectors.decay) is None:
+            return jnp.where(visible, pairs, 0.0)
+        of_query = lambda ref: rows(self.tokens_vector(ref), CHUNK)
+        of_key = lambda ref: columns(self.tokens_vector(ref, COLUMNS), CHUNK)
+        difference = lambda ref: of_query(ref) - of_key(ref)
+        left = difference(decay.units) * of_query(decay.unit) + difference(decay.rest)
+        visible = visible & (difference(decay.document) == 0)
+        return pairs * jnp.exp(jnp.where(visible, left, NEG_INF))
 
 
-def pieces_ref(shape, rows, columns):
-    transforms = plgpu.TilingTransform((8, shape.tile)), plgpu.SwizzleTransform(2 * shape.tile)
-    return plgpu.SMEM((1, PIECES, rows, columns), jnp.bfloat16, transforms=transforms)
+# ---- forward ------------------------------------------------------------------------------------------
 
 
-def floats_ref(rows, columns):
-    tile = min(32, columns)
-    return plgpu.SMEM((1, rows, columns), jnp.float32, transforms=(plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(4 * tile)))
+class Written(NamedTuple):
+    """What the forward kernel writes."""
+
+    y: Array  # [G, T, V]
+    s: Array  # [G, T, V]: S, with 1 where it is rightly 0
+    z: Array  # [G, T]: Z, the same
+    r: Array  # [G, T]
+    least: Array  # [G, T]: the smallest of each query's sums that must not lose terms
+    before_s: Array  # [G, N, K, V]: M_s before each chunk
+    before_z: Array  # [G, N, K]
+    end: State
 
 
-def store_pieces(ref, x, columns=None):
-    for i in range(PIECES):
-        piece = x.astype(jnp.bfloat16)
-        if columns is None:
-            ref[i] = piece
+def _forward_kernel(
+    sizes: Sizes, inputs: Inputs, first: State, out: Written, *, copied: Any, zero: Ref, smem: Any
+) -> None:
+    g, n = lax.axis_index("g"), sizes.n_chunks
+    d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
+    vectors = inputs.vectors
+    decay = vectors.decay
+
+    def copy(i: Any, smem: Any) -> None:
+        tokens = pl.ds(i * CHUNK, CHUNK)
+        for source, to in ((inputs.q, smem["q"]), (inputs.k, smem["k"]), (inputs.values, smem["values"])):
+            plgpu.copy_gmem_to_smem(source.at[g, tokens], to, copied)
+
+    def step(i: Array, m: State) -> State:
+        at = _Chunk(sizes, vectors, g, i)
+        buffers = jax.tree.map(lambda x: x.at[zero[0]], smem)
+        a, v, sums = (Operand(buffers[x], CHUNK, w) for x, w in (("a", CHUNK), ("vf", d_value), ("m", d_value)))
+        sums = sums._replace(n_rows=d_key)
+        q, k = Operand(buffers["qf"], CHUNK, d_key), Operand(buffers["kf"], CHUNK, d_key)
+        k_end = Operand(buffers["kf" if decay is None else "kf_end"], CHUNK, d_key)
+
+        m_s = at.scale(m.s, vectors.moved_k, vectors.moved_v)
+        m_z = m.z * at.keys_vector(vectors.moved_k)
+        Operand(buffers["m"], n_rows, d_value).store(m_s)
+        buffers["m_float32"][...] = m_s
+        out.before_z[g, i] = m_z
+        plgpu.barrier_wait(copied)
+        qf, r = at.query_factors(buffers["q"][...])
+        q.store(qf)
+        z = jnp.sum(qf * columns(m_z, CHUNK), axis=1)
+        key = buffers["k"][...]
+        kf = at.key_factors(key)
+        k.store(kf)
+        if decay is not None:
+            kf = at.end_factors(key)
+            k_end.store(kf)
+            m_z = m_z * at.keys_vector(decay.kept_z)
+            z = z * at.tokens_vector(decay.of_state)
+        m_z = m_z + jnp.sum(kf, axis=0)
+        v.store(at.value_factors(buffers["values"][...]))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffers["m_float32"].at[pl.ds(0, d_key)], out.before_s.at[g, i])
+        pl.when(i + 1 < n)(lambda: copy(i + 1, buffers))
+
+        weights = at.mask(registers.matmul((q, k.mT)))
+        z = z + jnp.sum(weights, axis=1)
+        a.store(weights)
+        plgpu.commit_smem()
+        if decay is None:
+            s = registers.matmul((a, v), (q, sums))
         else:
-            ref[i, :, pl.ds(0, columns)] = piece
-        x = x - piece.astype(jnp.float32)
+            s = registers.matmul((q, sums)) * rows(at.tokens_vector(decay.of_state), d_value)
+            s = s + at.scale_values(registers.matmul((a, v)), decay.to_reading)
+        _write_means(at, out, s, z, r)
+
+        more = registers.matmul((k_end._replace(n_columns=n_rows).mT, v))
+        if decay is not None:
+            m_s = at.scale(m_s, decay.kept_k, decay.kept_v)
+            more = at.scale_values(more, decay.to_after)
+        plgpu.wait_smem_to_gmem(0)
+        return State(m_s + more, m_z)
+
+    zero[0] = 0
+    copy(0, jax.tree.map(lambda x: x.at[0], smem))
+    if n_rows != d_key:  # keys of the features that are missing, which the matrix units want
+        Operand(smem["kf" if decay is None else "kf_end"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
+    m = State(registers.load(first.s.at[g], MATRIX), registers.load(first.z.at[g], COLUMNS))
+    m = lax.fori_loop(0, n, step, m)
+    out.end.s[g] = m.s
+    out.end.z[g] = m.z
 
 
-class Operand(NamedTuple):
-    ref: Any
-    rows: int
-    columns: int
-    transposed: bool = False
-
-    @property
-    def T(self):
-        return self._replace(transposed=not self.transposed)
-
-    @property
-    def shape(self):
-        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
-
-    def piece(self, i):
-        whole = self.ref.shape[1:] == (self.rows, self.columns)
-        ref = self.ref.at[i] if whole else self.ref.at[i, pl.ds(0, self.rows), pl.ds(0, self.columns)]
-        return ref
-
-    def at(self, i):
-        return plgpu.transpose_ref(self.piece(i), (1, 0)) if self.transposed else self.piece(i)
-
-    def value(self, i):
-        x = self.piece(i)[...].astype(jnp.float32)
-        return x.T if self.transposed else x
+def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None:
+    """Write what the chunk's queries read, and their sums, from S [C, V], Z [C] and r [C]."""
+    d_value = at.sizes.d_value
+    empty = rows(z, d_value) == 0
+    whole_z = jnp.where(z == 0, 1.0, z)
+    z = jnp.where(r == NEG_INF, 1.0, z)
+    if at.vectors.b is None:
+        out.y[at.g, at.tokens] = jnp.where(empty, 0.0, s / rows(whole_z, d_value))
+        least = z
+    else:
+        b = columns(at.values_vector(at.vectors.b), CHUNK)
+        y = jnp.log(jnp.where(s == 0, 1.0, s)) - rows(jnp.log(whole_z), d_value) + finite(b)
+        out.y[at.g, at.tokens] = jnp.where(empty | (s == 0), NEG_INF, y)
+        s = jnp.where((b == NEG_INF) | (rows(r, d_value) == NEG_INF), 1.0, s)
+        least = jnp.minimum(jnp.min(s, axis=1), z)
+    out.s[at.g, at.tokens] = s
+    out.z[at.g, at.tokens] = z
+    out.r[at.g, at.tokens] = r
+    out.least[at.g, at.tokens] = least
 
 
-TERMS = [(i, n - i) for n in reversed(range(PIECES)) for i in range(n + 1)]
+def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
+    heads, n_tokens, d_key = inputs.q.shape
+    d_value, n_chunks = sizes.d_value, sizes.n_chunks
+    array = lambda *shape: jax.ShapeDtypeStruct((heads, *shape), jnp.float32)
+    tokens, values = array(n_tokens), array(n_tokens, d_value)
+    before = array(n_chunks, d_key, d_value), array(n_chunks, d_key)
+    out = Written(values, values, tokens, tokens, tokens, *before, State(*map(_like, first)))
+    smem = {
+        "q": smem_float32(CHUNK, d_key),
+        "k": smem_float32(CHUNK, d_key),
+        "values": smem_float32(CHUNK, d_value),
+        "m_float32": smem_float32(sizes.n_rows, d_value),
+        "qf": sizes.pieces(CHUNK, d_key),
+        "kf": sizes.pieces(CHUNK, sizes.n_rows if inputs.vectors.decay is None else d_key),
+        "vf": sizes.pieces(CHUNK, d_value),
+        "m": sizes.pieces(sizes.n_rows, d_value),
+        "a": sizes.pieces(CHUNK, CHUNK),
+    }
+    if inputs.vectors.decay is not None:
+        smem["kf_end"] = sizes.pieces(CHUNK, sizes.n_rows)
+    return _run_kernel(_forward_kernel, sizes, (inputs, first), out, smem, n_copies=3)
 
 
-def matmul(shape, *pairs):
-    a, b = pairs[0]
-    out = a.shape[0], b.shape[1]
-    if shape.interpret:
-        return sum(
-            jnp.dot(a.value(i), b.value(j), precision=lax.Precision.HIGHEST) for i, j in TERMS for a, b in pairs
+# ---- backward -----------------------------------------------------------------------------------------
+
+
+class Cotangents(NamedTuple):
+    """What the backward kernel reads besides the inputs, whose `moved_k` and `moved_v` are those after each chunk."""
+
+    dy: Array  # [G, T, V]
+    dlog_z: Array  # [G, T]
+    s: Array  # [G, T, V], as written by the forward kernel
+    z: Array  # [G, T]
+    before_s: Array  # [G, N, K, V]
+    before_z: Array  # [G, N, K]
+    factors: Array  # [2]: of the cotangents in the kernel, and of the gradients that it writes
+
+
+class Gradients(NamedTuple):
+    """What the backward kernel writes."""
+
+    q: Array  # [G, T, K]
+    k: Array  # [G, T, K]
+    values: Array  # [G, T, V]
+    first: State  # of the sums before the first chunk, relative to its shifts
+    decay: "DecayGradients | None"
+
+
+class DecayGradients(NamedTuple):
+    """Gradients of the sums of log decays, before they are scaled."""
+
+    sums: Array  # [G, T]: of the sum up to each token
+    ends_s: Array  # [G, N, R]: of the last sum of each chunk: the total of these two
+    ends_z: Array  # [G, N, K]
+
+
+def _backward_kernel(
+    sizes: Sizes, inputs: Inputs, given: Cotangents, end: State, out: Gradients, *, copied: Any, zero: Ref, smem: Any
+) -> None:
+    g, n = lax.axis_index("g"), sizes.n_chunks
+    d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
+    vectors = inputs.vectors
+    decay = vectors.decay
+
+    def copy(i: Any, smem: Any) -> None:
+        tokens = pl.ds(i * CHUNK, CHUNK)
+        sources = {"q": inputs.q, "k": inputs.k, "values": inputs.values, "dy": given.dy}
+        for name, source in sources.items():
+            plgpu.copy_gmem_to_smem(source.at[g, tokens], smem[name], copied)
+        plgpu.copy_gmem_to_smem(given.before_s.at[g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
+
+    def step(j: Array, dm: State) -> State:
+        i = n - 1 - j
+        at = _Chunk(sizes, vectors, g, i)
+        buffers = jax.tree.map(lambda x: x.at[zero[0]], smem)
+        operand = lambda name, width: Operand(buffers[name], CHUNK, width)
+        q, k, v, ds, a = (operand(*x) for x in (("qf", d_key), ("kf", d_key), ("vf", d_value), ("ds", d_value), ("a", CHUNK)))
+        all_sums = Operand(buffers["m"], n_rows, d_value)
+        sums = all_sums._replace(n_rows=d_key)
+        factor, scale = given.factors[0], given.factors[1]
+
+        dm_s = at.scale(dm.s, vectors.moved_k, vectors.moved_v)
+        dm_z = dm.z * at.keys_vector(vectors.moved_k)
+        m_z = registers.load(given.before_z.at[g, i], COLUMNS)
+        plgpu.barrier_wait(copied)
+        m_s = buffers["m_float32"][...]
+        all_sums.store(m_s)
+        if decay is not None:
+            out.decay.ends_s[g, i] = jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1)
+        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...] * factor, factor)
+        ds.store(ds_value)
+        qf, _ = at.query_factors(buffers["q"][...])
+        q.store(qf)
+        kf = at.key_factors(buffers["k"][...])
+        k.store(kf)
+        weights_z = m_z + jnp.sum(kf, axis=0)
+        vf = at.value_factors(buffers["values"][...])
+        v.store(vf if decay is None else at.scale_values(vf, decay.to_reading))
+        plgpu.commit_smem()
+        pl.when(i > 0)(lambda: copy(i - 1, buffers))
+
+        a.store(at.mask(registers.matmul((ds, v.mT)) + rows(dz, CHUNK)))
+        plgpu.commit_smem()
+        of_sums = rows(dz, d_key) * columns(m_z, CHUNK)
+        if decay is None:
+            dq = registers.matmul((a, k), (ds, sums.mT)) + of_sums
+        else:
+            of_sums = of_sums + registers.matmul((ds, sums.mT))
+            dq = registers.matmul((a, k)) + of_sums * rows(at.tokens_vector(decay.of_state), d_key)
+        qf = q.load()
+        dq = qf * dq
+        weights = qf * columns(weights_z, CHUNK)
+        surplus, weight = jnp.sum(dq, axis=1) - dq_total, jnp.sum(weights, axis=1)
+        surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
+        out.q[g, at.tokens] = (dq - weights * rows(surplus, d_key)) * scale
+
+        dk = k.load() * registers.matmul((a.mT, q))
+        all_sums.store(dm_s)
+        a.store(at.mask(registers.matmul((q, k.mT))))
+        if decay is None:
+            kf = k.load()
+            plgpu.commit_smem()
+            dk_end = kf * (registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK))
+            dv = registers.matmul((a.mT, ds), (k, sums))
+        else:
+            vf = at.value_factors(registers.load(inputs.values.at[g, at.tokens], MATRIX))
+            v.store(at.scale_values(vf, decay.to_after))
+            kf = at.end_factors(registers.load(inputs.k.at[g, at.tokens], MATRIX))
+            k.store(kf)
+            plgpu.commit_smem()
+            dk_end = kf * (registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK))
+            dv = at.scale_values(registers.matmul((a.mT, ds)), decay.to_reading)
+            dv = dv + at.scale_values(registers.matmul((k, sums)), decay.to_after)
+            out.decay.ends_z[g, i] = jnp.sum(dk_end, axis=0) + m_z * at.keys_vector(decay.kept_z) * dm_z
+        dk = dk + dk_end
+        out.k[g, at.tokens] = dk * scale
+        if vectors.b is not None:
+            dv = dv * (v.load() if decay is None else at.value_factors(registers.load(inputs.values.at[g, at.tokens], MATRIX)))
+        out.values[g, at.tokens] = dv * scale
+
+        qf = q.load()
+        if decay is not None:
+            out.decay.sums[g, at.tokens] = dq_total - jnp.sum(dk, axis=1)
+            qf = qf * rows(at.tokens_vector(decay.of_state), d_key)
+            q.store(qf)
+            plgpu.commit_smem()
+            dm_s = at.scale(dm_s, decay.kept_k, decay.kept_v)
+            dm_z = dm_z * at.keys_vector(decay.kept_z)
+        dm_s = dm_s + registers.matmul((q._replace(n_columns=n_rows).mT, ds))
+        return State(dm_s, dm_z + jnp.sum(qf * rows(dz, d_key), axis=0))
+
+    zero[0] = 0
+    copy(n - 1, jax.tree.map(lambda x: x.at[0], smem))
+    if n_rows != d_key:
+        Operand(smem["qf"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
+    dm = State(registers.load(end.s.at[g], MATRIX), registers.load(end.z.at[g], COLUMNS))
+    dm = lax.fori_loop(0, n, step, dm)
+    out.first.s[g] = dm.s
+    out.first.z[g] = dm.z
+
+
+def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array, factor: Array) -> tuple[Array, Array, Array]:
+    """(dS [C, V], dZ [C], the sum of dq over features [C]) from dy [C, V]."""
+    z, dlog_z = at.tokens_vector(given.z), at.tokens_vector(given.dlog_z) * factor
+    s = at.sizes.registers.load(given.s.at[at.g, at.tokens], MATRIX)
+    whole_z = rows(z, at.sizes.d_value)
+    if at.vectors.b is None:
+        return dy / whole_z, (dlog_z - jnp.sum(dy * (s / whole_z), axis=1)) / z, dlog_z
+    always_zero = columns(at.values_vector(at.vectors.b), CHUNK) == NEG_INF
+    dq_total = dlog_z - jnp.sum(jnp.where(always_zero, dy, 0.0), axis=1)
+    return dy / s, (dlog_z - jnp.sum(dy, axis=1)) / z, dq_total
+
+
+def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: State) -> Gradients:
+    d_key, d_value = sizes.d_key, sizes.d_value
+    decay = None
+    if inputs.vectors.decay is not None:
+        decay = DecayGradients(*map(_like, (given.z, inputs.vectors.c, given.before_z)))
+    out = Gradients(_like(inputs.q), _like(inputs.k), _like(inputs.values), State(*map(_like, end)), decay)
+    smem = {
+        "q": smem_float32(CHUNK, d_key),
+        "k": smem_float32(CHUNK, d_key),
+        "values": smem_float32(CHUNK, d_value),
+        "dy": smem_float32(CHUNK, d_value),
+        "m_float32": smem_float32(sizes.n_rows, d_value),
+        "qf": sizes.pieces(CHUNK, sizes.n_rows),
+        "kf": sizes.pieces(CHUNK, d_key),
+        "vf": sizes.pieces(CHUNK, d_value),
+        "ds": sizes.pieces(CHUNK, d_value),
+        "m": sizes.pieces(sizes.n_rows, d_value),
+        "a": sizes.pieces(CHUNK, CHUNK),
+    }
+    return _run_kernel(_backward_kernel, sizes, (inputs, given, end), out, smem, n_copies=5)
+
+
+# ---- running kernels ----------------------------------------------------------------------------------
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str, Any], n_copies: int) -> Any:
+    """What `kernel` writes, of the shapes `out`: one block for each head."""
+    leaves, tree = jax.tree.flatten(inputs)
+    out_leaves, out_tree = jax.tree.flatten(out)
+    names = list(smem)
+
+    def body(*refs: Ref, zero: Ref, copied: Any, **buffers: Ref) -> None:
+        inputs, out = tree.unflatten(refs[: len(leaves)]), out_tree.unflatten(refs[len(leaves) :])
+        kernel(sizes, *inputs, out, copied=copied, zero=zero, smem={name: buffers[name] for name in names})
+
+    scratch = {**smem, "zero": plgpu.SMEM((1,), jnp.int32), "copied": plgpu.Barrier(num_arrivals=n_copies)}
+    written = plgpu.kernel(
+        body,
+        out_type=out_leaves,
+        grid=(leaves[0].shape[0],),
+        grid_names=("g",),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024),
+        interpret=_INTERPRET.get(),
+        kernel_name=kernel.__name__.strip("_"),
+    )(*leaves)
+    return out_tree.unflatten(written)
+
+
+# ---- in the place of `schedule` -----------------------------------------------------------------------
+
+
+def split_tokens(shape: tuple[int, ...]) -> Split:
+    """Split of queries or keys of shape [*batch, T, K]: all chunks in one group."""
+    return Split(1, -(-shape[-2] // CHUNK), CHUNK)
+
+
+def check_sizes(k: Array, values: Array) -> None:
+    """Raise InputError for keys [*batch, T, K] or values [*batch, T, V] that the kernels do not take."""
+    if k.dtype != jnp.float32:
+        raise InputError(f'implementation="pallas" computes in float32, not {k.dtype}: pass implementation="chunked"')
+    for name, x in (("K", k), ("V", values)):
+        if x.shape[-1] > LARGEST_HEAD:
+            raise InputError(
+                f'implementation="pallas" takes heads of at most {LARGEST_HEAD} features on GPUs, not {name} = '
+                f'{x.shape[-1]}: pass implementation="chunked"'
+            )
+
+
+def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], Residuals | None, Array]:
+    """`schedule.forward` of queries with keys."""
+    kind, tokens = call.kind, _with_decay(tokens)
+    assert tokens.q is not None and tokens.keys is not None
+    shifts = kind.state_shifts(state)
+    m = kind.state_to_sums(state, shifts)
+    axis = shifts.c.ndim - 1
+    own = schedule.move_in_turn(kind, shifts, schedule.to_chunks(tokens.keys, call.split), call.split)
+    earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
+    layout = _Layout.of(call, tokens)
+    inputs = layout.inputs(tokens, own, chunk.shift_scales(earlier, own.reading))
+    written = _run_forward(layout.sizes, inputs, layout.state(m))
+
+    end, after = layout.sums(written.end), jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, False), own.after)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.spreads(m.s)
+    lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.spreads(tokens.keys.values)
+    unflatten = lambda x, *last: layout.unflatten(x)[(..., *map(slice, last))]
+    z, r = unflatten(written.z), unflatten(written.r)
+    log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if call.return_log_z else None
+    out = Output(unflatten(written.y, layout.d_value), log_z, kind.sums_to_state(end, after))
+    if not save_residuals:
+        return out, None, lost
+    before = Sums(unflatten(written.before_s, layout.d_key, layout.d_value), unflatten(written.before_z, layout.d_key))
+    sums = Sums(unflatten(written.s, layout.d_value), z)
+    return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
+
+
+def backward(
+    call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N], scale: Array
+) -> tuple[Tokens, N]:
+    """`schedule.backward` of queries with keys."""
+    kind, split, with_decay = call.kind, call.split, _with_decay(tokens)
+    assert with_decay.keys is not None and residuals.sums is not None and grads.y is not None
+    before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
+    axis = before.z.ndim - 2
+    m, shifts = schedule.end_sums(call, with_decay, residuals)
+    (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](schedule.multiply(grads.state, 1 / scale))
+    following = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, shifts)
+    layout = _Layout.of(call, tokens)
+    inputs = layout.inputs(with_decay, own, chunk.shift_scales(own.after, following))
+    dlog_z = jnp.zeros_like(residuals.sums.z) if grads.log_z is None else grads.log_z.rest
+    given = Cotangents(
+        dy=layout.fill(grads.y, layout.sizes.d_value),
+        dlog_z=layout.flatten(dlog_z),
+        s=layout.fill(residuals.sums.s, layout.sizes.d_value, with_=1.0),
+        z=layout.flatten(residuals.sums.z),
+        before_s=layout.fill(layout.fill(before.s, layout.sizes.d_key, axis=-2), layout.sizes.d_value),
+        before_z=layout.fill(before.z, layout.sizes.d_key),
+        factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
+    )
+    written = _run_backward(layout.sizes, inputs, given, layout.state(dm))
+
+    dlog_decay = None
+    if written.decay is not None and tokens.keys is not None and tokens.keys.log_decay is not None:
+        ends = jnp.sum(layout.unflatten(written.decay.ends_s)[..., : layout.d_key], axis=-1)
+        ends += jnp.sum(layout.unflatten(written.decay.ends_z)[..., : layout.d_key], axis=-1)
+        sums = layout.unflatten(written.decay.sums).reshape(*ends.shape, split.chunk_size)
+        dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
+    cut = lambda x, size: layout.unflatten(x)[..., :size]
+    dkeys = chunk.Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
+    first = kind.state_shifts(state)
+    reading = jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, False), own.reading)
+    to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
+    dfirst = chunk.scale(layout.sums(written.first), chunk.shift_scales(first, reading))
+    return Tokens(cut(written.q, layout.d_key), dkeys), schedule.multiply(to_state(dfirst)[0], scale)
+
+
+def _with_decay(tokens: Tokens) -> Tokens:
+    """Tokens with log decays of 0 where documents start without a forget gate: the kernels know one way to forget."""
+    keys = tokens.keys
+    if keys is None or keys.starts is None or keys.log_decay is not None:
+        return tokens
+    return tokens._replace(keys=keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1])))
+
+
+class _Layout(NamedTuple):
+    """How arrays [*batch, ...] become those of the kernels, and back."""
+
+    batch: tuple[int, ...]
+    d_key: int
+    d_value: int
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, call: Call, tokens: Tokens) -> "_Layout":
+        assert tokens.keys is not None
+        k, values = tokens.keys.k, tokens.keys.values
+        d_key, d_value = k.shape[-1], values.shape[-1]
+        whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
+        registers = Registers(interpret=_INTERPRET.get() is not None)
+        sizes = Sizes(call.split.n_chunks, whole(d_key), whole(d_value), call.kind is LOG_VALUES, registers)
+        return cls(k.shape[:-2], d_key, d_value, sizes)
+
+    def flatten(self, x: Array) -> Array:
+        return x.reshape(-1, *x.shape[len(self.batch) :])
+
+    def unflatten(self, x: Array) -> Array:
+        return x.reshape(*self.batch, *x.shape[1:])
+
+    def fill(self, x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
+        """An array, flattened unless it is, with `axis` filled up to `size`."""
+        x = self.flatten(x) if x.shape[: len(self.batch)] == self.batch else x
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, size - x.shape[axis])
+        return jnp.pad(x, widths, constant_values=with_) if size > x.shape[axis] else x
+
+    def keys_vectors(self, x: Array) -> Array:
+        return self.fill(x, self.sizes.n_rows)
+
+    def values_vectors(self, x: Array | None, with_: float = 0.0) -> Array | None:
+        return None if x is None else self.fill(x, self.sizes.d_value, with_=with_)
+
+    def state(self, m: Sums) -> State:
+        s = self.fill(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
+        return State(s, self.fill(m.z, self.sizes.d_key))
+
+    def sums(self, m: State) -> Sums:
+        return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
+
+    def inputs(self, tokens: Tokens, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
+        assert tokens.q is not None and tokens.keys is not None
+        k, values, starts, log_decay = tokens.keys
+        zero = NEG_INF if self.sizes.log_values else 0.0
+        c = self.fill(self.fill(own.reading.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
+        moved_v = self.values_vectors(moved.v)
+        decay = None
+        if log_decay is not None:
+            decay = self._decay_vectors(log_decay[..., 0], starts, own)
+        vectors = ChunkVectors(c, self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s), moved_v, decay)
+        return Inputs(
+            self.fill(tokens.q, self.sizes.d_key),
+            self.fill(k, self.sizes.d_key, with_=NEG_INF),
+            self.fill(values, self.sizes.d_value, with_=zero),
+            vectors,
         )
 
-    def accumulate(acc):
-        for i, j in TERMS:
-            for a, b in pairs:
-                plgpu.wgmma(acc, a.at(i), b.at(j))
-        return acc[...]
-
-    return pl.run_scoped(accumulate, plgpu.ACC(out, jnp.float32))
-
-
-def load(shape, ref, layout):
-    return ref[...] if shape.interpret else plgpu.load(ref, (), layout=layout, optimized=False)
-
-
-def index(shape, axis):
-    size = (CHUNK, CHUNK)
-    if shape.interpret:
-        return lax.broadcasted_iota(jnp.int32, size, axis)
-    return plgpu.broadcasted_iota(jnp.int32, size, axis, layout=MATRIX)
-
-
-def rows(x, n):  # a number for each row
-    return lax.broadcast_in_dim(x, (x.shape[0], n), [0])
-
-
-def columns(x, n):
-    return lax.broadcast_in_dim(x, (n, x.shape[0]), [1])
-
-
-def finite(x):
-    return jnp.where(x == NEG_INF, 0.0, x)
-
-
-def two_sum(a, b):
-    total = a + b
-    a_part = finite(total) - finite(b)
-    error = (finite(a) - a_part) + (finite(b) - (finite(total) - a_part))
-    return total, jnp.where(total == NEG_INF, 0.0, error)
-
-
-def query_factors(q, c):
-    total, error = two_sum(q, columns(c, CHUNK))
-    r = jnp.max(total, axis=1)
-    return jnp.exp((total - rows(finite(r), q.shape[1])) + error), r
-
-
-def forward_kernel(shape, q_ref, k_ref, v_ref, kvec, vvec, m0_s, m0_z, y_ref, s_ref, z_ref, r_ref, least_ref, before_s, before_z, end_s, end_z, q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage, zero_s, bar):
-    smem = q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage
-    zero_s[0] = 0
-    g = lax.axis_index("g")
-    n, K, V, R = shape.n_chunks, shape.d_key, shape.d_value, shape.rows
-    fetch = functools.partial(load, shape)
-
-    def copy(i, q_s, k_s, v_s):
-        at = pl.ds(i * CHUNK, CHUNK)
-        for ref, smem in ((q_ref, q_s), (k_ref, k_s), (v_ref, v_s)):
-            plgpu.copy_gmem_to_smem(ref.at[g, at], smem, bar)
-
-    copy(0, q_s.at[0], k_s.at[0], v_s.at[0])
-    if R != K:
-        zero = jnp.zeros((CHUNK, R), jnp.bfloat16)
-        for i in range(PIECES):
-            k_p[0, i] = zero if shape.interpret else plgpu.layout_cast(zero, MATRIX)
-    def step(i, carry):
-        m_s, m_z = carry
-        zero = zero_s[0]
-        q_s, k_s, v_s, q_p, k_p, v_p, m_p, a_p, stage = (x.at[zero] for x in smem)
-        qf_, kf_, vf_ = Operand(q_p, CHUNK, K), Operand(k_p, CHUNK, K), Operand(v_p, CHUNK, V)
-        kf_wide = Operand(k_p, CHUNK, R)
-        m_, a_ = Operand(m_p, K, V), Operand(a_p, CHUNK, CHUNK)
-        at = pl.ds(i * CHUNK, CHUNK)
-        c = fetch(kvec.at[g, i, 0, pl.ds(0, K)], COLUMNS)
-        moved_rows = fetch(kvec.at[g, i, 1], ROWS)
-        m_z = m_z * fetch(kvec.at[g, i, 1, pl.ds(0, K)], COLUMNS)
-        m_s = m_s * rows(moved_rows, V)
-        if shape.log_values:
-            b = fetch(vvec.at[g, i, 0], COLUMNS)
-            m_s = m_s * columns(fetch(vvec.at[g, i, 1], COLUMNS), R)
-        store_pieces(m_p, m_s)
-        stage[...] = m_s
-        before_z[g, i] = m_z
-        plgpu.barrier_wait(bar)
-        qf, r = query_factors(q_s[...], c)
-        store_pieces(q_p, qf)
-        z = jnp.sum(qf * columns(m_z, CHUNK), axis=1)
-        kf = jnp.exp(k_s[...] - columns(finite(c), CHUNK))
-        store_pieces(k_p, kf, K if R != K else None)
-        m_z = m_z + jnp.sum(kf, axis=0)
-        vf = v_s[...]
-        store_pieces(v_p, jnp.exp(vf - columns(finite(b), CHUNK)) if shape.log_values else vf)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(stage.at[pl.ds(0, K)], before_s.at[g, i])
-        pl.when(i + 1 < n)(lambda: copy(i + 1, q_s, k_s, v_s))
-        a = jnp.where(index(shape, 0) >= index(shape, 1), matmul(shape, (qf_, kf_.T)), 0.0)
-        z = z + jnp.sum(a, axis=1)
-        store_pieces(a_p, a)
-        plgpu.commit_smem()
-        s = matmul(shape, (a_, vf_), (qf_, m_))
-        seen = rows(r, V) != NEG_INF
-        safe_z = jnp.where(z == 0, 1.0, z)
-        if shape.log_values:
-            y = jnp.log(jnp.where(s == 0, 1.0, s)) - rows(jnp.log(safe_z), V) + columns(finite(b), CHUNK)
-            y = jnp.where((s == 0) | (rows(z, V) == 0), NEG_INF, y)
-            s = jnp.where(seen & (columns(b, CHUNK) != NEG_INF), s, 1.0)
-        else:
-            y = jnp.where(rows(z, V) == 0, 0.0, s / rows(safe_z, V))
-        z = jnp.where(r == NEG_INF, 1.0, z)
-        y_ref[g, at] = y
-        s_ref[g, at] = s
-        z_ref[g, at] = z
-        r_ref[g, at] = r
-        least_ref[g, at] = jnp.minimum(jnp.min(s, axis=1), z) if shape.log_values else z
-        m_s = m_s + matmul(shape, (kf_wide.T, vf_))
-        plgpu.wait_smem_to_gmem(0)
-        return m_s, m_z
-
-    carry = fetch(m0_s.at[g], MATRIX), fetch(m0_z.at[g], COLUMNS)
-    m_s, m_z = lax.fori_loop(0, n, step, carry)
-    end_s[g] = m_s
-    end_z[g] = m_z
-
-
-def forward(shape, q, k, v, kvec, vvec, m0_s, m0_z):
-    G, T, K = q.shape
-    V, N, R = shape.d_value, shape.n_chunks, shape.rows
-    f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-    out = f32(G, T, V), f32(G, T, V), f32(G, T), f32(G, T), f32(G, T), f32(G, N, K, V), f32(G, N, K), f32(G, R, V), f32(G, K)
-    p = functools.partial(pieces_ref, shape)
-    scratch = [floats_ref(CHUNK, K), floats_ref(CHUNK, K), floats_ref(CHUNK, V), p(CHUNK, K), p(CHUNK, R), p(CHUNK, V), p(R, V), p(CHUNK, CHUNK), floats_ref(R, V), plgpu.SMEM((1,), jnp.int32), plgpu.Barrier(num_arrivals=3)]
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-    kw = {"interpret": InterpretGPUParams(detect_races=True)} if shape.interpret else {}
-    return plgpu.kernel(functools.partial(forward_kernel, shape), out_type=out, grid=(G,), grid_names=("g",), scratch_types=scratch, **kw)(q, k, v, kvec, vvec, m0_s, m0_z)
-
-
-def load_pieces(ref, columns=None):
-    at = lambda i: ref[i] if columns is None else ref[i, :, pl.ds(0, columns)]
-    return sum(at(i).astype(jnp.float32) for i in reversed(range(PIECES)))
-
-
-def backward_kernel(shape, q_ref, k_ref, v_ref, dy_ref, s_ref, z_ref, dlog_z_ref, scale_ref, kvec, vvec, before_s, before_z, dend_s, dend_z, dq_ref, dk_ref, dv_ref, dfirst_s, dfirst_z, q_s, k_s, v_s, dy_s, m_s, q_p, k_p, v_p, ds_p, m_p, a_p, zero_s, bar):
-    smem = q_s, k_s, v_s, dy_s, m_s, q_p, k_p, v_p, ds_p, m_p, a_p
-    zero_s[0] = 0
-    g = lax.axis_index("g")
-    n, K, V, R = shape.n_chunks, shape.d_key, shape.d_value, shape.rows
-    fetch = functools.partial(load, shape)
-
-    def copy(i, q_s, k_s, v_s, dy_s, m_s):
-        at = pl.ds(i * CHUNK, CHUNK)
-        for ref, to in ((q_ref, q_s), (k_ref, k_s), (v_ref, v_s), (dy_ref, dy_s)):
-            plgpu.copy_gmem_to_smem(ref.at[g, at], to, bar)
-        plgpu.copy_gmem_to_smem(before_s.at[g, i], m_s.at[pl.ds(0, K)], bar)
-
-    copy(n - 1, *(x.at[0] for x in smem[:5]))
-    if R != K:
-        zero = jnp.zeros((CHUNK, R), jnp.bfloat16)
-        for i in range(PIECES):
-            q_p[0, i] = zero if shape.interpret else plgpu.layout_cast(zero, MATRIX)
-
-    def step(j, carry):
-        dm_s, dm_z = carry
-        i = n - 1 - j
-        zero = zero_s[0]
-        q_s, k_s, v_s, dy_s, m_s, q_p, k_p, v_p, ds_p, m_p, a_p = (x.at[zero] for x in smem)
-        qf_, kf_, vf_, ds_ = Operand(q_p, CHUNK, K), Operand(k_p, CHUNK, K), Operand(v_p, CHUNK, V), Operand(ds_p, CHUNK, V)
-        qf_wide, m_, a_ = Operand(q_p, CHUNK, R), Operand(m_p, K, V), Operand(a_p, CHUNK, CHUNK)
-        at = pl.ds(i * CHUNK, CHUNK)
-        c = fetch(kvec.at[g, i, 0, pl.ds(0, K)], COLUMNS)
-        m_z = fetch(before_z.at[g, i], COLUMNS)
-        dm_z = dm_z * fetch(kvec.at[g, i, 2, pl.ds(0, K)], COLUMNS)
-        dm_s = dm_s * rows(fetch(kvec.at[g, i, 2], ROWS), V)
-        z, factor, scale = fetch(z_ref.at[g, at], ROWS), scale_ref[0], scale_ref[1]
-        dlog_z = fetch(dlog_z_ref.at[g, at], ROWS) * factor
-        if shape.log_values:
-            b = fetch(vvec.at[g, i, 0], COLUMNS)
-            dm_s = dm_s * columns(fetch(vvec.at[g, i, 2], COLUMNS), R)
-        plgpu.barrier_wait(bar)
-        store_pieces(m_p, m_s[...])
-        dy = dy_s[...] * factor
-        s = fetch(s_ref.at[g, at], MATRIX)
-        total = dlog_z
-        if shape.log_values:
-            ds, dz = dy / s, (dlog_z - jnp.sum(dy, axis=1)) / z
-            total = total - jnp.sum(jnp.where(columns(b, CHUNK) == NEG_INF, dy, 0.0), axis=1)
-        else:
-            ds, dz = dy / rows(z, V), (dlog_z - jnp.sum(dy * (s / rows(z, V)), axis=1)) / z
-        store_pieces(ds_p, ds)
-        qf, _ = query_factors(q_s[...], c)
-        store_pieces(q_p, qf, K if R != K else None)
-        kf = jnp.exp(k_s[...] - columns(finite(c), CHUNK))
-        store_pieces(k_p, kf)
-        weights_z = m_z + jnp.sum(kf, axis=0)
-        vf = v_s[...]
-        store_pieces(v_p, jnp.exp(vf - columns(finite(b), CHUNK)) if shape.log_values else vf)
-        plgpu.commit_smem()
-        pl.when(i > 0)(lambda: copy(i - 1, q_s, k_s, v_s, dy_s, m_s))
-        visible = index(shape, 0) >= index(shape, 1)
-        store_pieces(a_p, jnp.where(visible, matmul(shape, (ds_, vf_.T)) + rows(dz, CHUNK), 0.0))
-        plgpu.commit_smem()
-        qf = load_pieces(q_p, K if R != K else None)
-        dq = qf * (matmul(shape, (a_, kf_), (ds_, m_.T)) + rows(dz, K) * columns(m_z, CHUNK))
-        weights = qf * columns(weights_z, CHUNK)
-        surplus, weight = jnp.sum(dq, axis=1) - total, jnp.sum(weights, axis=1)
-        surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
-        dq_ref[g, at] = (dq - weights * rows(surplus, K)) * scale
-        dm_z_next = dm_z + jnp.sum(qf * rows(dz, K), axis=0)
-        store_pieces(m_p, dm_s)
-        plgpu.commit_smem()
-        dk = matmul(shape, (a_.T, qf_), (vf_, m_.T)) + columns(dm_z, CHUNK)
-        dk_ref[g, at] = load_pieces(k_p) * dk * scale
-        store_pieces(a_p, jnp.where(visible, matmul(shape, (qf_, kf_.T)), 0.0))
-        plgpu.commit_smem()
-        dv = matmul(shape, (a_.T, ds_), (kf_, m_))
-        dv = load_pieces(v_p) * dv if shape.log_values else dv
-        dv_ref[g, at] = dv * scale
-        return dm_s + matmul(shape, (qf_wide.T, ds_)), dm_z_next
-
-    carry = fetch(dend_s.at[g], MATRIX), fetch(dend_z.at[g], COLUMNS)
-    dm_s, dm_z = lax.fori_loop(0, n, step, carry)
-    dfirst_s[g] = dm_s
-    dfirst_z[g] = dm_z
-
-
-def backward(shape, q, k, v, dy, s, z, dlog_z, scales, kvec, vvec, before_s, before_z, dend_s, dend_z):
-    G, T, K = q.shape
-    V, R = shape.d_value, shape.rows
-    f32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-    out = f32(G, T, K), f32(G, T, K), f32(G, T, V), f32(G, R, V), f32(G, K)
-    p = functools.partial(pieces_ref, shape)
-    scratch = [floats_ref(CHUNK, K), floats_ref(CHUNK, K), floats_ref(CHUNK, V), floats_ref(CHUNK, V), floats_ref(R, V), p(CHUNK, R), p(CHUNK, K), p(CHUNK, V), p(CHUNK, V), p(R, V), p(CHUNK, CHUNK), plgpu.SMEM((1,), jnp.int32), plgpu.Barrier(num_arrivals=5)]
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-    kw = {"interpret": InterpretGPUParams(detect_races=True)} if shape.interpret else {}
-    return plgpu.kernel(functools.partial(backward_kernel, shape), out_type=out, grid=(G,), grid_names=("g",), scratch_types=scratch, **kw)(q, k, v, dy, s, z, dlog_z, scales, kvec, vvec, before_s, before_z, dend_s, dend_z)
+    def _decay_vectors(self, log_decay: Array, starts: Array | None, own: ChunkShifts) -> DecayVectors:
+        in_chunks = lambda x: x.reshape(*self.batch, self.sizes.n_chunks, CHUNK)
+        in_tokens = lambda x: self.flatten(x.reshape(*self.batch, -1))
+        log_decay, starts = in_chunks(log_decay), None if starts is None else in_chunks(starts)
+        sums, left = decay_sums(log_decay, starts), chunk_decay(log_decay, starts)
+        kept = chunk.kept_scales(chunk.Kept(log_decay=left.log_total[..., None]), own)
+        assert kept is not None
+        to = lambda b: None if own.own_b is None or b is None else shift_decay(own.own_b, b)
+        return DecayVectors(
+            kept_k=self.keys_vectors(kept.s),
+            kept_v=self.values_vectors(kept.v),
+            kept_z=self.keys_vectors(kept.z),
+            after_c=self.fill(self.fill(own.after.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows),
+            own_b=self.values_vectors(own.own_b, NEG_INF),
+            to_reading=self.values_vectors(to(own.reading.b)),
+            to_after=self.values_vectors(to(own.after.b)),
+            units=in_tokens(sums.units),
+            unit=in_tokens(jnp.broadcast_to(sums.unit, sums.units.shape)),
+            rest=in_tokens(sums.rest),
+            document=in_tokens(jnp.zeros_like(sums.rest) if sums.document is None else sums.document),
+            of_state=in_tokens(left.of_state),
+            until_end=in_tokens(left.log_until_end),
+        )
