@@ -33,7 +33,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.errors import InputError
-from heinsen.logspace import NEG_INF, ShiftedLog, finite, two_sum
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, Tokens
 from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
@@ -149,6 +149,10 @@ class _Chunk(NamedTuple):
         """[C]."""
         return self.sizes.registers.load(ref.at[self.g, self.tokens], layout)
 
+    def load_tokens(self, ref: Ref) -> Array:
+        """[C, K] or [C, V], from global memory."""
+        return self.sizes.registers.load(ref.at[self.g, self.tokens], MATRIX)
+
     def scale(self, m: Array, k: Ref, v: Ref | None) -> Array:
         """A matrix [R, V] times factors of its rows and columns."""
         m = m * rows(self.keys_rows(k), self.sizes.d_value)
@@ -160,9 +164,10 @@ class _Chunk(NamedTuple):
 
     def query_factors(self, q: Array) -> tuple[Array, Array]:
         """(qf [C, K], r [C])."""
-        total, error = two_sum(q, columns(self.keys_vector(self.vectors.c), CHUNK))
+        c = columns(self.keys_vector(self.vectors.c), CHUNK)
+        total = q + c
         r = jnp.max(total, axis=1)
-        return jnp.exp((total - rows(finite(r), q.shape[1])) + error), r
+        return jnp.exp((total - rows(finite(r), q.shape[1])) + sum_error(q, c, total)), r
 
     def key_factors(self, k: Array) -> Array:
         """kf [C, K], as queries see the keys."""
@@ -349,6 +354,23 @@ class Gradients(NamedTuple):
     decay: "DecayGradients | None"
 
 
+class _Operands(NamedTuple):
+    """Operands of the backward pass in shared memory."""
+
+    q: Operand  # [C, K]
+    k: Operand  # [C, K]
+    values: Operand  # [C, V]
+    ds: Operand  # [C, V]
+    pairs: Operand  # [C, C]
+    sums: Operand  # [K, V]
+
+    @classmethod
+    def of(cls, sizes: Sizes, buffers: Any) -> "_Operands":
+        of_tokens = {"qf": sizes.d_key, "kf": sizes.d_key, "vf": sizes.d_value, "ds": sizes.d_value, "a": CHUNK}
+        operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens.items())
+        return cls(*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value))
+
+
 class DecayGradients(NamedTuple):
     """Gradients of the sums of log decays, before they are scaled."""
 
@@ -362,8 +384,7 @@ def _backward_kernel(
 ) -> None:
     g, n = lax.axis_index("g"), sizes.n_chunks
     d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
-    vectors = inputs.vectors
-    decay = vectors.decay
+    decay = inputs.vectors.decay
 
     def copy(i: Any, smem: Any) -> None:
         tokens = pl.ds(i * CHUNK, CHUNK)
@@ -373,37 +394,40 @@ def _backward_kernel(
         plgpu.copy_gmem_to_smem(given.before_s.at[g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
 
     def step(j: Array, dm: State) -> State:
-        i = n - 1 - j
-        at = _Chunk(sizes, vectors, g, i)
-        buffers = jax.tree.map(lambda x: x.at[zero[0]], smem)
-        operand = lambda name, width: Operand(buffers[name], CHUNK, width)
-        q, k, v, ds, a = (operand(*x) for x in (("qf", d_key), ("kf", d_key), ("vf", d_value), ("ds", d_value), ("a", CHUNK)))
-        all_sums = Operand(buffers["m"], n_rows, d_value)
-        sums = all_sums._replace(n_rows=d_key)
-        factor, scale = given.factors[0], given.factors[1]
+        def addresses() -> tuple[_Chunk, Any, _Operands]:
+            unseen = zero[0]
+            buffers = jax.tree.map(lambda x: x.at[unseen], smem)
+            return _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen), buffers, _Operands.of(sizes, buffers)
 
-        dm_s = at.scale(dm.s, vectors.moved_k, vectors.moved_v)
-        dm_z = dm.z * at.keys_vector(vectors.moved_k)
-        m_z = registers.load(given.before_z.at[g, i], COLUMNS)
+        # The chunk's factors.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        dm_s = at.scale(dm.s, at.vectors.moved_k, at.vectors.moved_v)
+        dm_z = dm.z * at.keys_vector(at.vectors.moved_k)
         plgpu.barrier_wait(copied)
         m_s = buffers["m_float32"][...]
-        all_sums.store(m_s)
+        sums._replace(n_rows=n_rows).store(m_s)
         if decay is not None:
-            out.decay.ends_s[g, i] = jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1)
-        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...] * factor, factor)
+            out.decay.ends_s[at.g, at.i] = jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1)
+        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...])
         ds.store(ds_value)
-        qf, _ = at.query_factors(buffers["q"][...])
-        q.store(qf)
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        q.store(at.query_factors(buffers["q"][...])[0])
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
         kf = at.key_factors(buffers["k"][...])
         k.store(kf)
-        weights_z = m_z + jnp.sum(kf, axis=0)
+        of_keys = jnp.sum(kf, axis=0)
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
         vf = at.value_factors(buffers["values"][...])
         v.store(vf if decay is None else at.scale_values(vf, decay.to_reading))
         plgpu.commit_smem()
-        pl.when(i > 0)(lambda: copy(i - 1, buffers))
+        pl.when(j + 1 < n)(lambda: copy(at.i - 1, buffers))
 
+        # Queries.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
         a.store(at.mask(registers.matmul((ds, v.mT)) + rows(dz, CHUNK)))
         plgpu.commit_smem()
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        m_z = registers.load(given.before_z.at[at.g, at.i], COLUMNS)
         of_sums = rows(dz, d_key) * columns(m_z, CHUNK)
         if decay is None:
             dq = registers.matmul((a, k), (ds, sums.mT)) + of_sums
@@ -412,38 +436,50 @@ def _backward_kernel(
             dq = registers.matmul((a, k)) + of_sums * rows(at.tokens_vector(decay.of_state), d_key)
         qf = q.load()
         dq = qf * dq
-        weights = qf * columns(weights_z, CHUNK)
+        weights = qf * columns(m_z + of_keys, CHUNK)
         surplus, weight = jnp.sum(dq, axis=1) - dq_total, jnp.sum(weights, axis=1)
         surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
-        out.q[g, at.tokens] = (dq - weights * rows(surplus, d_key)) * scale
+        out.q[at.g, at.tokens] = (dq - weights * rows(surplus, d_key)) * given.factors[1]
 
-        dk = k.load() * registers.matmul((a.mT, q))
-        all_sums.store(dm_s)
-        a.store(at.mask(registers.matmul((q, k.mT))))
+        # Keys.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        sums._replace(n_rows=n_rows).store(dm_s)
         if decay is None:
-            kf = k.load()
             plgpu.commit_smem()
-            dk_end = kf * (registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK))
+            dk = registers.matmul((a.mT, q), (v, sums.mT)) + columns(dm_z, CHUNK)
+            dk = k.load() * dk
+        else:
+            v.store(at.scale_values(at.value_factors(at.load_tokens(inputs.values)), decay.to_after))
+            plgpu.commit_smem()
+            dk = registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK)
+            dk = at.end_factors(at.load_tokens(inputs.k)) * dk
+            m_z = registers.load(given.before_z.at[at.g, at.i], COLUMNS)
+            out.decay.ends_z[at.g, at.i] = jnp.sum(dk, axis=0) + m_z * at.keys_vector(decay.kept_z) * dm_z
+            at, buffers, (q, k, v, ds, a, sums) = addresses()
+            dk = dk + k.load() * registers.matmul((a.mT, q))
+            out.decay.sums[at.g, at.tokens] = dq_total - jnp.sum(dk, axis=1)
+        out.k[at.g, at.tokens] = dk * given.factors[1]
+
+        # Values.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        a.store(at.mask(registers.matmul((q, k.mT))))
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        if decay is None:
+            plgpu.commit_smem()
             dv = registers.matmul((a.mT, ds), (k, sums))
         else:
-            vf = at.value_factors(registers.load(inputs.values.at[g, at.tokens], MATRIX))
-            v.store(at.scale_values(vf, decay.to_after))
-            kf = at.end_factors(registers.load(inputs.k.at[g, at.tokens], MATRIX))
-            k.store(kf)
+            k.store(at.end_factors(at.load_tokens(inputs.k)))
             plgpu.commit_smem()
-            dk_end = kf * (registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK))
             dv = at.scale_values(registers.matmul((a.mT, ds)), decay.to_reading)
             dv = dv + at.scale_values(registers.matmul((k, sums)), decay.to_after)
-            out.decay.ends_z[g, i] = jnp.sum(dk_end, axis=0) + m_z * at.keys_vector(decay.kept_z) * dm_z
-        dk = dk + dk_end
-        out.k[g, at.tokens] = dk * scale
-        if vectors.b is not None:
-            dv = dv * (v.load() if decay is None else at.value_factors(registers.load(inputs.values.at[g, at.tokens], MATRIX)))
-        out.values[g, at.tokens] = dv * scale
+        if at.vectors.b is not None:
+            dv = dv * (v.load() if decay is None else at.value_factors(at.load_tokens(inputs.values)))
+        out.values[at.g, at.tokens] = dv * given.factors[1]
 
-        qf = q.load()
+        # The sums before the chunk.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        qf, dm_s = q.load(), sums._replace(n_rows=n_rows).load()
         if decay is not None:
-            out.decay.sums[g, at.tokens] = dq_total - jnp.sum(dk, axis=1)
             qf = qf * rows(at.tokens_vector(decay.of_state), d_key)
             q.store(qf)
             plgpu.commit_smem()
@@ -462,10 +498,10 @@ def _backward_kernel(
     out.first.z[g] = dm.z
 
 
-def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array, factor: Array) -> tuple[Array, Array, Array]:
+def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array]:
     """(dS [C, V], dZ [C], the sum of dq over features [C]) from dy [C, V]."""
-    z, dlog_z = at.tokens_vector(given.z), at.tokens_vector(given.dlog_z) * factor
-    s = at.sizes.registers.load(given.s.at[at.g, at.tokens], MATRIX)
+    dy, z, dlog_z = dy * given.factors[0], at.tokens_vector(given.z), at.tokens_vector(given.dlog_z) * given.factors[0]
+    s = at.load_tokens(given.s)
     whole_z = rows(z, at.sizes.d_value)
     if at.vectors.b is None:
         return dy / whole_z, (dlog_z - jnp.sum(dy * (s / whole_z), axis=1)) / z, dlog_z
