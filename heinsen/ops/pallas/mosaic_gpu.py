@@ -90,7 +90,7 @@ class DecayVectors(NamedTuple):
     units: Array  # [G, T]: `decay.DecaySums`
     unit: Array  # [G, T]
     rest: Array  # [G, T]
-    document: Array  # [G, T]
+    first: Array  # [G, T]: position in the chunk of the first token of each query's document
     of_state: Array  # [G, T]: factor of the sums before the chunk at each query
     until_end: Array  # [G, T]: log decay of each key at the chunk's end
 
@@ -102,6 +102,7 @@ class ChunkVectors(NamedTuple):
     b: Array | None  # [G, N, V]
     moved_k: Array  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
     moved_v: Array | None  # [G, N, V]
+    positions: Array  # [N, C]: of tokens in their chunk
     decay: DecayVectors | None
 
 
@@ -186,14 +187,16 @@ class _Chunk(NamedTuple):
 
     def mask(self, pairs: Array) -> Array:
         """Pairs [C, C] of queries and keys times what is left of each key at each query."""
-        visible = self.sizes.registers.causal(CHUNK)
+        vector = lambda layout: self.sizes.registers.load(self.vectors.positions.at[self.i], layout)
+        position = columns(vector(COLUMNS), CHUNK)
+        visible = rows(vector(ROWS), CHUNK) >= position
         if (decay := self.vectors.decay) is None:
             return jnp.where(visible, pairs, 0.0)
         of_query = lambda ref: rows(self.tokens_vector(ref), CHUNK)
         of_key = lambda ref: columns(self.tokens_vector(ref, COLUMNS), CHUNK)
-        difference = lambda ref: of_query(ref) - of_key(ref)
-        left = difference(decay.units) * of_query(decay.unit) + difference(decay.rest)
-        visible = visible & (difference(decay.document) == 0)
+        visible = visible & (position >= of_query(decay.first))
+        left = (of_query(decay.units) - of_key(decay.units)) * of_query(decay.unit)
+        left = left + (of_query(decay.rest) - of_key(decay.rest))
         return pairs * jnp.exp(jnp.where(visible, left, NEG_INF))
 
 
@@ -213,6 +216,24 @@ class Written(NamedTuple):
     end: State
 
 
+class _ForwardOperands(NamedTuple):
+    """Operands of the forward pass in shared memory."""
+
+    q: Operand  # [C, K]
+    k: Operand  # [C, K], as queries see the keys
+    k_end: Operand  # [C, K], as they enter the sums
+    values: Operand  # [C, V]
+    pairs: Operand  # [C, C]
+    sums: Operand  # [K, V]
+
+    @classmethod
+    def of(cls, sizes: Sizes, buffers: Any) -> "_ForwardOperands":
+        k_end = "kf_end" if "kf_end" in buffers else "kf"
+        of_tokens = ("qf", sizes.d_key), ("kf", sizes.d_key), (k_end, sizes.d_key), ("vf", sizes.d_value), ("a", CHUNK)
+        operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens)
+        return cls(*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value))
+
+
 def _forward_kernel(
     sizes: Sizes, inputs: Inputs, first: State, out: Written, *, copied: Any, zero: Ref, smem: Any
 ) -> None:
@@ -227,40 +248,44 @@ def _forward_kernel(
             plgpu.copy_gmem_to_smem(source.at[g, tokens], to, copied)
 
     def step(i: Array, m: State) -> State:
-        at = _Chunk(sizes, vectors, g, i)
-        buffers = jax.tree.map(lambda x: x.at[zero[0]], smem)
-        a, v, sums = (Operand(buffers[x], CHUNK, w) for x, w in (("a", CHUNK), ("vf", d_value), ("m", d_value)))
-        sums = sums._replace(n_rows=d_key)
-        q, k = Operand(buffers["qf"], CHUNK, d_key), Operand(buffers["kf"], CHUNK, d_key)
-        k_end = Operand(buffers["kf" if decay is None else "kf_end"], CHUNK, d_key)
+        def addresses() -> tuple[_Chunk, Any, _ForwardOperands]:
+            unseen = zero[0]
+            buffers = jax.tree.map(lambda x: x.at[unseen], smem)
+            return _Chunk(sizes, vectors, g + unseen, i + unseen), buffers, _ForwardOperands.of(sizes, buffers)
 
+        # The chunk's factors.
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
         m_s = at.scale(m.s, vectors.moved_k, vectors.moved_v)
         m_z = m.z * at.keys_vector(vectors.moved_k)
-        Operand(buffers["m"], n_rows, d_value).store(m_s)
+        sums._replace(n_rows=n_rows).store(m_s)
         buffers["m_float32"][...] = m_s
-        out.before_z[g, i] = m_z
+        out.before_z[at.g, at.i] = m_z
         plgpu.barrier_wait(copied)
         qf, r = at.query_factors(buffers["q"][...])
         q.store(qf)
         z = jnp.sum(qf * columns(m_z, CHUNK), axis=1)
-        key = buffers["k"][...]
-        kf = at.key_factors(key)
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        kf = at.key_factors(buffers["k"][...])
         k.store(kf)
         if decay is not None:
-            kf = at.end_factors(key)
+            kf = at.end_factors(buffers["k"][...])
             k_end.store(kf)
             m_z = m_z * at.keys_vector(decay.kept_z)
             z = z * at.tokens_vector(decay.of_state)
         m_z = m_z + jnp.sum(kf, axis=0)
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
         v.store(at.value_factors(buffers["values"][...]))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffers["m_float32"].at[pl.ds(0, d_key)], out.before_s.at[g, i])
-        pl.when(i + 1 < n)(lambda: copy(i + 1, buffers))
+        plgpu.copy_smem_to_gmem(buffers["m_float32"].at[pl.ds(0, d_key)], out.before_s.at[at.g, at.i])
+        pl.when(i + 1 < n)(lambda: copy(at.i + 1, buffers))
 
+        # Queries.
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
         weights = at.mask(registers.matmul((q, k.mT)))
         z = z + jnp.sum(weights, axis=1)
         a.store(weights)
         plgpu.commit_smem()
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
         if decay is None:
             s = registers.matmul((a, v), (q, sums))
         else:
@@ -268,7 +293,9 @@ def _forward_kernel(
             s = s + at.scale_values(registers.matmul((a, v)), decay.to_reading)
         _write_means(at, out, s, z, r)
 
-        more = registers.matmul((k_end._replace(n_columns=n_rows).mT, v))
+        # The sums after the chunk.
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        more, m_s = registers.matmul((k_end._replace(n_columns=n_rows).mT, v)), buffers["m_float32"][...]
         if decay is not None:
             m_s = at.scale(m_s, decay.kept_k, decay.kept_v)
             more = at.scale_values(more, decay.to_after)
@@ -354,7 +381,7 @@ class Gradients(NamedTuple):
     decay: "DecayGradients | None"
 
 
-class _Operands(NamedTuple):
+class _BackwardOperands(NamedTuple):
     """Operands of the backward pass in shared memory."""
 
     q: Operand  # [C, K]
@@ -365,7 +392,7 @@ class _Operands(NamedTuple):
     sums: Operand  # [K, V]
 
     @classmethod
-    def of(cls, sizes: Sizes, buffers: Any) -> "_Operands":
+    def of(cls, sizes: Sizes, buffers: Any) -> "_BackwardOperands":
         of_tokens = {"qf": sizes.d_key, "kf": sizes.d_key, "vf": sizes.d_value, "ds": sizes.d_value, "a": CHUNK}
         operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens.items())
         return cls(*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value))
@@ -394,10 +421,10 @@ def _backward_kernel(
         plgpu.copy_gmem_to_smem(given.before_s.at[g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
 
     def step(j: Array, dm: State) -> State:
-        def addresses() -> tuple[_Chunk, Any, _Operands]:
+        def addresses() -> tuple[_Chunk, Any, _BackwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
-            return _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen), buffers, _Operands.of(sizes, buffers)
+            return _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen), buffers, _BackwardOperands.of(sizes, buffers)
 
         # The chunk's factors.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -711,7 +738,9 @@ class _Layout(NamedTuple):
         decay = None
         if log_decay is not None:
             decay = self._decay_vectors(log_decay[..., 0], starts, own)
-        vectors = ChunkVectors(c, self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s), moved_v, decay)
+        b, moved_k = self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s)
+        positions = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.float32), (self.sizes.n_chunks, CHUNK))
+        vectors = ChunkVectors(c, b, moved_k, moved_v, positions, decay)
         return Inputs(
             self.fill(tokens.q, self.sizes.d_key),
             self.fill(k, self.sizes.d_key, with_=NEG_INF),
@@ -726,6 +755,9 @@ class _Layout(NamedTuple):
         sums, left = decay_sums(log_decay, starts), chunk_decay(log_decay, starts)
         kept = chunk.kept_scales(chunk.Kept(log_decay=left.log_total[..., None]), own)
         assert kept is not None
+        first = jnp.zeros(log_decay.shape)
+        if starts is not None:
+            first = lax.cummax(jnp.where(starts, jnp.arange(CHUNK, dtype=jnp.float32), 0.0), axis=starts.ndim - 1)
         to = lambda b: None if own.own_b is None or b is None else shift_decay(own.own_b, b)
         return DecayVectors(
             kept_k=self.keys_vectors(kept.s),
@@ -738,7 +770,7 @@ class _Layout(NamedTuple):
             units=in_tokens(sums.units),
             unit=in_tokens(jnp.broadcast_to(sums.unit, sums.units.shape)),
             rest=in_tokens(sums.rest),
-            document=in_tokens(jnp.zeros_like(sums.rest) if sums.document is None else sums.document),
+            first=in_tokens(first),
             of_state=in_tokens(left.of_state),
             until_end=in_tokens(left.log_until_end),
         )

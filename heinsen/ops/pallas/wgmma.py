@@ -106,14 +106,6 @@ class Registers(NamedTuple):
         x = jnp.zeros((n_rows, n_columns), jnp.float32)
         return x if self.interpret else plgpu.layout_cast(x, MATRIX)
 
-    def causal(self, size: int) -> Array:
-        """[size, size] bool: true for columns up to the row's own."""
-        if self.interpret:
-            index = lambda axis: lax.broadcasted_iota(jnp.int32, (size, size), axis)
-        else:
-            index = lambda axis: plgpu.broadcasted_iota(jnp.int32, (size, size), axis, layout=MATRIX)
-        return index(0) >= index(1)
-
 
 def rows(x: Array, n_columns: int) -> Array:
     """A matrix with a number for each row."""
