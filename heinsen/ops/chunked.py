@@ -161,6 +161,8 @@ def _run_padded(
     x = tokens.q if tokens.keys is None else tokens.keys.k
     assert x is not None
     fused = fused and tokens.q is not None and tokens.keys is not None
+    if fused:
+        _passes(fused).check(tokens)
     n_tokens, split = x.shape[-2], _passes(fused).split_tokens(x.shape)
     padded = pad_tokens(kind, tokens, split.n_tokens - n_tokens)
     y, log_z, state = _run(Call(kind, split, return_log_z, exact, fused), padded, state)

@@ -32,7 +32,7 @@ def take_resets(log_decay: Array, starts: Array | None) -> tuple[Array, Array]:
 
 
 class DecaySums(NamedTuple):
-    """Sums G of log decays in a chunk, in two parts: G = units * unit + rest; differences of each are hardly rounded."""
+    """Sums G of log decays in a chunk, in two parts whose differences are hardly rounded: G = units * unit + rest."""
 
     units: Array  # [*batch, C], whole numbers
     unit: Array  # [*batch, 1]

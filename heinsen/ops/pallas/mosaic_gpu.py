@@ -14,15 +14,14 @@ A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes ar
 Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
 moves them all out of the loop, where they fill the registers.
 
-Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R = 64 rows, of which
-the matrix units need at least so many, for the K features of M.
+Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M: its K key
+features, filled up to the 64 rows that the matrix units need.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +31,29 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from heinsen import platform
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, Tokens
 from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
-from heinsen.ops.pallas.wgmma import COLUMNS, MATRIX, ROWS, Operand, Ref, Registers, columns, rows, smem_float32, smem_pieces
+from heinsen.ops.pallas.wgmma import (
+    COLUMNS,
+    MATRIX,
+    ROWS,
+    Operand,
+    Ref,
+    Registers,
+    columns,
+    rows,
+    smem_float32,
+    smem_pieces,
+)
 from heinsen.ops.schedule import Call, Output, Residuals, Split
 from heinsen.ops.values import LOG_VALUES, N, Sums, safe_log, shift_decay
+
+# An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
+Held = Any
 
 CHUNK = 64  # tokens: the rows of the matrix units
 LARGEST_HEAD = 64  # features: what fits into the registers and the shared memory of a block
@@ -80,46 +94,46 @@ class Sizes(NamedTuple):
 class DecayVectors(NamedTuple):
     """Vectors of each chunk for log decays or document starts; those of value features are None for real values."""
 
-    kept_k: Array  # [G, N, R]: factors of M_s, with kept_v, after the chunk
-    kept_v: Array | None  # [G, N, V]
-    kept_z: Array  # [G, N, R]: of M_z
-    after_c: Array  # [G, N, R]: shift of the keys as they enter the sums
-    own_b: Array | None  # [G, N, V]: shift of the values
-    to_reading: Array | None  # [G, N, V]: exp(own_b - b)
-    to_after: Array | None  # [G, N, V]: exp(own_b - b after the chunk)
-    units: Array  # [G, T]: `decay.DecaySums`
-    unit: Array  # [G, T]
-    rest: Array  # [G, T]
-    first: Array  # [G, T]: position in the chunk of the first token of each query's document
-    of_state: Array  # [G, T]: factor of the sums before the chunk at each query
-    until_end: Array  # [G, T]: log decay of each key at the chunk's end
+    kept_k: Held  # [G, N, R]: factors of M_s, with kept_v, after the chunk
+    kept_v: Held  # [G, N, V]
+    kept_z: Held  # [G, N, R]: of M_z
+    after_c: Held  # [G, N, R]: shift of the keys as they enter the sums
+    own_b: Held  # [G, N, V]: shift of the values
+    to_reading: Held  # [G, N, V]: exp(own_b - b)
+    to_after: Held  # [G, N, V]: exp(own_b - b after the chunk)
+    units: Held  # [G, T]: `decay.DecaySums`
+    unit: Held  # [G, T]
+    rest: Held  # [G, T]
+    first: Held  # [G, T]: position in the chunk of the first token of each query's document
+    of_state: Held  # [G, T]: factor of the sums before the chunk at each query
+    until_end: Held  # [G, T]: log decay of each key at the chunk's end
 
 
 class ChunkVectors(NamedTuple):
     """Vectors of each chunk. Key features are filled up to the R rows of M."""
 
-    c: Array  # [G, N, R]: shifts of the sums that queries read
-    b: Array | None  # [G, N, V]
-    moved_k: Array  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
-    moved_v: Array | None  # [G, N, V]
-    positions: Array  # [N, C]: of tokens in their chunk
+    c: Held  # [G, N, R]: shifts of the sums that queries read
+    b: Held  # [G, N, V]
+    moved_k: Held  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
+    moved_v: Held  # [G, N, V]
+    positions: Held  # [N, C]: of tokens in their chunk
     decay: DecayVectors | None
 
 
 class Inputs(NamedTuple):
     """A call's arrays as the kernels read them."""
 
-    q: Array  # [G, T, K]
-    k: Array  # [G, T, K]
-    values: Array  # [G, T, V]
+    q: Held  # [G, T, K]
+    k: Held  # [G, T, K]
+    values: Held  # [G, T, V]
     vectors: ChunkVectors
 
 
 class State(NamedTuple):
     """Sums M or their gradients."""
 
-    s: Array  # [G, R, V]
-    z: Array  # [G, K]
+    s: Held  # [G, R, V]
+    z: Held  # [G, K]
 
 
 class _Chunk(NamedTuple):
@@ -206,13 +220,13 @@ class _Chunk(NamedTuple):
 class Written(NamedTuple):
     """What the forward kernel writes."""
 
-    y: Array  # [G, T, V]
-    s: Array  # [G, T, V]: S, with 1 where it is rightly 0
-    z: Array  # [G, T]: Z, the same
-    r: Array  # [G, T]
-    least: Array  # [G, T]: the smallest of each query's sums that must not lose terms
-    before_s: Array  # [G, N, K, V]: M_s before each chunk
-    before_z: Array  # [G, N, K]
+    y: Held  # [G, T, V]
+    s: Held  # [G, T, V]: S, with 1 where it is rightly 0
+    z: Held  # [G, T]: Z, the same
+    r: Held  # [G, T]
+    least: Held  # [G, T]: the smallest of each query's sums that must not lose terms
+    before_s: Held  # [G, N, K, V]: M_s before each chunk
+    before_z: Held  # [G, N, K]
     end: State
 
 
@@ -231,7 +245,7 @@ class _ForwardOperands(NamedTuple):
         k_end = "kf_end" if "kf_end" in buffers else "kf"
         of_tokens = ("qf", sizes.d_key), ("kf", sizes.d_key), (k_end, sizes.d_key), ("vf", sizes.d_value), ("a", CHUNK)
         operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens)
-        return cls(*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value))
+        return cls._make([*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value)])
 
 
 def _forward_kernel(
@@ -362,23 +376,23 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
 class Cotangents(NamedTuple):
     """What the backward kernel reads besides the inputs, whose `moved_k` and `moved_v` are those after each chunk."""
 
-    dy: Array  # [G, T, V]
-    dlog_z: Array  # [G, T]
-    s: Array  # [G, T, V], as written by the forward kernel
-    z: Array  # [G, T]
-    before_s: Array  # [G, N, K, V]
-    before_z: Array  # [G, N, K]
-    factors: Array  # [2]: of the cotangents in the kernel, and of the gradients that it writes
+    dy: Held  # [G, T, V]
+    dlog_z: Held  # [G, T]
+    s: Held  # [G, T, V], as written by the forward kernel
+    z: Held  # [G, T]
+    before_s: Held  # [G, N, K, V]
+    before_z: Held  # [G, N, K]
+    factors: Held  # [2]: of the cotangents in the kernel, and of the gradients that it writes
 
 
 class Gradients(NamedTuple):
     """What the backward kernel writes."""
 
-    q: Array  # [G, T, K]
-    k: Array  # [G, T, K]
-    values: Array  # [G, T, V]
+    q: Held  # [G, T, K]
+    k: Held  # [G, T, K]
+    values: Held  # [G, T, V]
     first: State  # of the sums before the first chunk, relative to its shifts
-    decay: "DecayGradients | None"
+    decay: Any  # DecayGradients, or None
 
 
 class _BackwardOperands(NamedTuple):
@@ -395,22 +409,22 @@ class _BackwardOperands(NamedTuple):
     def of(cls, sizes: Sizes, buffers: Any) -> "_BackwardOperands":
         of_tokens = {"qf": sizes.d_key, "kf": sizes.d_key, "vf": sizes.d_value, "ds": sizes.d_value, "a": CHUNK}
         operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens.items())
-        return cls(*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value))
+        return cls._make([*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value)])
 
 
 class DecayGradients(NamedTuple):
     """Gradients of the sums of log decays, before they are scaled."""
 
-    sums: Array  # [G, T]: of the sum up to each token
-    ends_s: Array  # [G, N, R]: of the last sum of each chunk: the total of these two
-    ends_z: Array  # [G, N, K]
+    sums: Held  # [G, T]: of the sum up to each token
+    ends_s: Held  # [G, N, R]: of the last sum of each chunk: the total of these two
+    ends_z: Held  # [G, N, K]
 
 
 def _backward_kernel(
     sizes: Sizes, inputs: Inputs, given: Cotangents, end: State, out: Gradients, *, copied: Any, zero: Ref, smem: Any
 ) -> None:
     g, n = lax.axis_index("g"), sizes.n_chunks
-    d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
+    d_key, n_rows, registers = sizes.d_key, sizes.n_rows, sizes.registers
     decay = inputs.vectors.decay
 
     def copy(i: Any, smem: Any) -> None:
@@ -424,7 +438,11 @@ def _backward_kernel(
         def addresses() -> tuple[_Chunk, Any, _BackwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
-            return _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen), buffers, _BackwardOperands.of(sizes, buffers)
+            return (
+                _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen),
+                buffers,
+                _BackwardOperands.of(sizes, buffers),
+            )
 
         # The chunk's factors.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -568,13 +586,12 @@ def _like(x: Array) -> jax.ShapeDtypeStruct:
 
 def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str, Any], n_copies: int) -> Any:
     """What `kernel` writes, of the shapes `out`: one block for each head."""
-    leaves, tree = jax.tree.flatten(inputs)
-    out_leaves, out_tree = jax.tree.flatten(out)
-    names = list(smem)
+    leaves, out_leaves = jax.tree.leaves(inputs), jax.tree.leaves(out)
+    unflatten = lambda like, leaves: jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def body(*refs: Ref, zero: Ref, copied: Any, **buffers: Ref) -> None:
-        inputs, out = tree.unflatten(refs[: len(leaves)]), out_tree.unflatten(refs[len(leaves) :])
-        kernel(sizes, *inputs, out, copied=copied, zero=zero, smem={name: buffers[name] for name in names})
+        read, write = unflatten(inputs, refs[: len(leaves)]), unflatten(out, refs[len(leaves) :])
+        kernel(sizes, *read, write, copied=copied, zero=zero, smem=buffers)
 
     scratch = {**smem, "zero": plgpu.SMEM((1,), jnp.int32), "copied": plgpu.Barrier(num_arrivals=n_copies)}
     written = plgpu.kernel(
@@ -587,7 +604,7 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
         interpret=_INTERPRET.get(),
         kernel_name=kernel.__name__.strip("_"),
     )(*leaves)
-    return out_tree.unflatten(written)
+    return unflatten(out, written)
 
 
 # ---- in the place of `schedule` -----------------------------------------------------------------------
@@ -598,16 +615,24 @@ def split_tokens(shape: tuple[int, ...]) -> Split:
     return Split(1, -(-shape[-2] // CHUNK), CHUNK)
 
 
-def check_sizes(k: Array, values: Array) -> None:
-    """Raise InputError for keys [*batch, T, K] or values [*batch, T, V] that the kernels do not take."""
+def check(tokens: Tokens) -> None:
+    """Raise InputError for what the kernels do not take, or a device that cannot run them."""
+    assert tokens.keys is not None
+    instead = 'pass implementation="chunked"'
+    if _INTERPRET.get() is None:
+        device = platform.target()
+        if device == "gpu" and jax.default_backend() == "gpu":
+            device = f"a GPU of compute capability {jax.devices()[0].compute_capability}"
+        if device not in ("gpu", "a GPU of compute capability 9.0"):
+            needed = "a Hopper GPU (H100, H200: compute capability 9.0)"
+            raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
+    k, values = tokens.keys.k, tokens.keys.values
     if k.dtype != jnp.float32:
-        raise InputError(f'implementation="pallas" computes in float32, not {k.dtype}: pass implementation="chunked"')
+        raise InputError(f'implementation="pallas" computes in float32, not {k.dtype}: {instead}')
     for name, x in (("K", k), ("V", values)):
         if x.shape[-1] > LARGEST_HEAD:
-            raise InputError(
-                f'implementation="pallas" takes heads of at most {LARGEST_HEAD} features on GPUs, not {name} = '
-                f'{x.shape[-1]}: pass implementation="chunked"'
-            )
+            most = f"at most {LARGEST_HEAD} features"
+            raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
 
 
 def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], Residuals | None, Array]:

@@ -95,7 +95,7 @@ class Registers(NamedTuple):
             return sums[...]
 
         shape = pairs[0][0].shape[0], pairs[0][1].shape[1]
-        return pl.run_scoped(accumulate, plgpu.ACC(shape, jnp.float32))
+        return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def load(self, ref: Ref, layout: Any) -> Array:
         """Numbers of a matrix or vector in GMEM."""
