@@ -18,6 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from heinsen import platform
 from heinsen.logspace import NEG_INF, log_shares
 from heinsen.ops import repair, schedule
 from heinsen.ops.chunk import Keys, Tokens, following
@@ -42,7 +43,7 @@ def log_attention(
 ) -> tuple[Array, LogState]:
     """(log y [*batch, T, V], the `LogState` after all tokens). Unless `exact`, lost terms stay lost.
 
-    `fused`: by one kernel for each pass, for GPUs.
+    `fused`: by one kernel for each pass, for TPUs and GPUs.
     """
     first = None if state is None else _cast(state, k.dtype).normalize()
     log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, exact, fused)
@@ -63,7 +64,7 @@ def attention(
 ) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens). Unless `exact`, lost terms stay lost.
 
-    `fused`: by one kernel for each pass, for GPUs.
+    `fused`: by one kernel for each pass, for TPUs and GPUs.
     """
     first = None if state is None else _cast(state, k.dtype).normalize()
     y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, exact, fused)
@@ -174,7 +175,12 @@ def _passes(fused: bool) -> Any:
     """The module with the passes: `schedule`, or kernels."""
     if not fused:
         return schedule
-    from heinsen.ops.pallas import mosaic_gpu  # slow to import
+    # Slow to import.
+    if platform.target() == "tpu":
+        from heinsen.ops.pallas import tpu
+
+        return tpu
+    from heinsen.ops.pallas import mosaic_gpu
 
     return mosaic_gpu
 
