@@ -1,6 +1,7 @@
 # make train   creates a virtual environment in .venv and runs the demo: a few minutes on 2 CPU cores
 # make test    adds the test dependencies, then runs the linter and the tests
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
+# make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
 # make lint    lints and formats the code
 #
 # On an accelerator: make train JAX=cuda13, or JAX=tpu. Another interpreter: PYTHON=python3.12. Fewer test processes
@@ -19,7 +20,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train test faults lint clean
+.PHONY: train test faults compilers lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -36,6 +37,11 @@ test: $(VENV)/installed-test
 
 faults: $(VENV)/installed-test
 	$(python) -m pytest --numprocesses=0 -m long
+
+compilers: $(VENV)/installed-test
+	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[plan-gpu,plan-tpu]" \
+		"jax-cuda13-plugin==$$($(python) -c 'import importlib.metadata as m; print(m.version("jax"))')"
+	$(python) -m pytest --numprocesses=0 -m long tests/planning
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

@@ -1,11 +1,12 @@
 """Train a language model.
 
     python train.py --config=configs/NAME.py --workdir=DIR [--config.any.field=value ...]
-    python train.py --config=configs/NAME.py --plan [--config.any.field=value ...]
+    python train.py --config=configs/NAME.py --plan [--target=MACHINE] [--config.any.field=value ...]
 
 If --workdir holds a run, train.py resumes it. On Ctrl-C, SIGTERM or a cluster's preemption notice it saves a checkpoint
 and exits with status 75: rerun the same command to resume. --plan compiles the step, times it and prints what the whole
-run would cost.
+run would cost; with --target=h200-8, v5p-8, ... for a machine that is not there, by its compiler and without timing
+(docs/performance.md).
 
 On several hosts start one process per host with the same command. Started by srun or mpirun they find each other; on a
 TPU pod pass --distributed; otherwise pass --coordinator=HOST:PORT --num_processes=N --process_id=I to each
@@ -23,6 +24,7 @@ CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; --config.
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: config, metrics, checkpoints, plots.")
 PLAN = flags.DEFINE_bool("plan", False, "Print what the run would take, without starting it.")
 PLAN_STEPS = flags.DEFINE_integer("plan_steps", 3, "--plan: steps to time; 0: only compile.", lower_bound=0)
+TARGET = flags.DEFINE_string("target", None, "--plan: the machine to plan for, such as h100, h200-8, v5e-4, v5p-8.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", None, "Find the other processes through the cluster's environment.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same in every process.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
@@ -36,6 +38,8 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     if WORKDIR.value is None and not PLAN.value:
         raise app.UsageError("--workdir=DIR is missing: the folder of the run")
+    if TARGET.value is not None and not PLAN.value:
+        raise app.UsageError("--target is the machine to plan for: it goes with --plan")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
 
@@ -51,14 +55,14 @@ def run() -> str | None:
 
     from heinsen.config import from_mapping
     from heinsen.parallel import join_processes
+    from heinsen.planning.plan import plan
     from heinsen.training.loop import train
-    from heinsen.training.plan import plan
     from heinsen.training.run import TrainConfig
 
     config = from_mapping(TrainConfig, read_config(CONFIG))
     join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)
     if PLAN.value:
-        report = str(plan(config, PLAN_STEPS.value))
+        report = str(plan(config, PLAN_STEPS.value, TARGET.value))
     else:
         result = train(config, Path(WORKDIR.value))
         report = (

@@ -101,14 +101,15 @@ def _format_sizes(sizes: Sequence[int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
 
 
-def make_mesh(config: MeshConfig | None = None) -> Mesh:
-    """Mesh of all devices of all processes. Raises MeshError if the config does not fit their number or topology."""
-    sizes = (config or MeshConfig()).sizes(jax.device_count())
+def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Mesh of the devices, None: of all of all processes. Raises MeshError if their number or topology does not fit."""
+    devices = jax.devices() if devices is None else devices
+    sizes = (config or MeshConfig()).sizes(len(devices))
     try:
-        devices = mesh_utils.create_device_mesh(sizes, allow_split_physical_axes=True)
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     except (NotImplementedError, ValueError) as error:  # a TPU torus that cannot be cut this way
         raise MeshError(f"the mesh {_format_sizes(sizes)} does not fit the devices' topology: {error}") from error
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 # ---- placement -----------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ def benchmark(*arguments):
 @pytest.mark.long
 def test_attention_is_timed_and_written_down(tmp_path):
     small = ["--lengths=32", "--heads=2", "--features=4", "--repeats=2", f"--out={tmp_path}"]
-    result = benchmark("attention", "--only=heinsen chunked,softmax (jax)", *small)
+    only = "--only=heinsen chunked,heinsen chunked (forget gate),softmax (jax)"
+    result = benchmark("attention", only, "--skip=heinsen chunked (forget gate),not here", *small)
     assert result.returncode == 0, result.stderr
     assert "forward+backward, float32, ms" in result.stdout
     assert "times as fast as softmax (jax)" in result.stdout
@@ -47,6 +48,8 @@ def test_a_training_step_is_timed_against_matmul(tmp_path):
     assert summary["flops_per_second"] == pytest.approx(flops)
     assert summary["tokens_per_step"] == 16 * summary["config"]["batch_size"]
     assert summary["share_of_product_rate"] == pytest.approx(flops / summary["product_flops_per_second"])
+    assert summary["mfu"] == pytest.approx(flops / summary["peak_flops_per_second"])
+    assert summary["bound_seconds_per_step"] is None  # of a CPU
     assert summary["peak_bytes"] > 4 * 3 * summary["parameters"]  # at least AdamW's
 
 
@@ -91,10 +94,11 @@ def test_sampling_is_timed_against_a_sort(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["speed"], "expected one of attention, step, decode"),
+        (["speed"], "expected one of accuracy, attention, step, decode"),
         (["step", "--config.batch_sise=1"], "batch_sise"),
         (["step", "--config.model.n_heads=0"], "n_heads = 0"),
         (["attention", "--lengths=many"], "'many' is not a number above 0"),
+        (["accuracy", "--sigmas=1,65"], "--sigmas: 65 is more than 64"),
         (["attention", "--lengths=0"], "'0' is not a number above 0"),
         (["decode", "--contexts=1k"], "'1k' is not a number above 0"),
         (["attention", "--dtypes=float8"], "choose float32 or bfloat16"),
@@ -111,5 +115,7 @@ def test_bad_input_is_named(commands, arguments, message, tmp_path):
 def test_what_to_measure_must_be_said(tmp_path):
     """In a process that has imported nothing."""
     result = benchmark(f"--out={tmp_path}")
-    assert result.returncode != 0 and "expected one of attention, step, decode" in result.stdout + result.stderr
+    assert (
+        result.returncode != 0 and "expected one of accuracy, attention, step, decode" in result.stdout + result.stderr
+    )
     assert not list(tmp_path.iterdir())

@@ -19,8 +19,8 @@ from heinsen.models import (
 )
 from heinsen.models.cross_entropy import token_losses
 from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
+from heinsen.planning.plan import plan
 from heinsen.training.loop import train
-from heinsen.training.plan import plan
 from tests.models import model_config
 from tests.ops.quick import quick_jit
 from tests.runs import copy_run, read_log, run_config, without_timing

@@ -229,6 +229,19 @@ def test_remat_changes_neither_loss_nor_gradients(params, tokens, policy):
         assert_close(got, np.float64(want), 1e-5)
 
 
+def test_products_that_remat_saves_are_not_computed_again(params, tokens):
+    def flops(remat):
+        config = dataclasses.replace(SMALL, remat=remat)
+        step = quick_jit(jax.grad(lambda params: mean_loss(config, params, tokens))).lower(params).compile()
+        return step.cost_analysis()["flops"]  # of one layer: XLA counts the body of a loop once
+
+    c, n_tokens = SMALL, tokens.shape[0] * (tokens.shape[1] - 1)
+    products = 2 * n_tokens * c.d_model * (c.n_heads * (2 * c.d_key + c.d_value) + c.n_heads * c.d_value * 2)
+    saved = flops("full") - flops("dots")
+    assert 0.8 * products < saved < 1.2 * products, "W1 and W2; nothing reads W3's product"
+    assert flops("none") < flops("dots")
+
+
 def test_gradients_are_those_of_the_float64_model(params, tokens, rng):
     """Along a random direction through all parameters."""
     grads = quick_jit(jax.grad(lambda params: mean_loss(SMALL, params, tokens)))(params)

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from heinsen.config import Setting, check_numbers
 from heinsen.errors import InputError
+from heinsen.models.dense import PRODUCT
 from heinsen.models.mixers import MIXERS, Mixer
 
 # What each layer saves for the backward pass, which computes the rest again.
 REMAT_POLICIES = {
     "none": None,  # everything: nothing is computed again
     "full": None,  # the layer's input
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # also the products with its matrices
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # also the products with its matrices
 }
 
 _SIZE = Setting(at_least=1, below=2**28)  # of an axis of an array

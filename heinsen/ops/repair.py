@@ -150,7 +150,8 @@ def _token_by_token(kind: Values[Any], tokens: Tokens, state: Any) -> Any:
             state = state.merge(kind.normalized_token(k, values))
         return state, None if token.q is None else state.read(token.q)
 
-    step = zero_grad_where_unread(take)
+    # Checkpointed: else the gradient has room for all tokens' states, and compilers reserve it whether it runs or not.
+    step = jax.checkpoint(zero_grad_where_unread(take))
     for _ in range(state.h_z.shift.ndim - 1):  # every sequence by itself: others may be read here
         step = jax.vmap(step)
 

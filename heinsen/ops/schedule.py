@@ -12,6 +12,7 @@ What XLA forces, and why:
     XLA would copy the whole buffer in every group, so there it is not done.
   * The repair overwrites the buffers of the sums between chunks, which are no longer needed (`repair.backward`).
   * `scan_chunks` keeps the chunks along their axis: `lax.scan` would move them to the front, which copies them.
+  * Accelerators launch a kernel or more for each step of a loop: there the body of `scan_chunks` takes many steps.
   * `lax.optimization_barrier` on the empty state (`chunked`): XLA would spend seconds folding so large a constant.
 tests/ops/test_memory.py looks for copies of buffers inside the compiled loops.
 
@@ -20,7 +21,7 @@ Axes: `*batch` any leading axes; T tokens; N chunks of a group; C tokens of a ch
 
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ from heinsen.ops.values import N, Shifts, Sums, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
+
+_MOST_STEPS = 16  # of a loop over chunks that are written out, on accelerators
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -179,17 +182,30 @@ def scan_chunks(
 ) -> tuple[Carry, Y]:
     """`lax.scan` over the chunks of a group, which stay along `axis`."""
     n = jax.tree.leaves(chunks)[0].shape[axis]
-    take = lambda i: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, axis, keepdims=False), chunks)
+    size = _steps_together(n)
+    n_blocks = n // size
+    block_of = lambda i: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis), chunks)
+    take = lambda block, i: jax.tree.map(lambda x: lax.index_in_dim(x, i, axis, keepdims=False), block)
 
     def body(j: Array, carry_and_out: tuple[Carry, Y]) -> tuple[Carry, Y]:
         carry, out = carry_and_out
-        i = n - 1 - j if reverse else j
-        carry, y = step(carry, take(i))
-        return carry, jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, axis), out, y)
+        i = n_blocks - 1 - j if reverse else j
+        block, ys = block_of(i), cast(list[Y], [None] * size)
+        for at in reversed(range(size)) if reverse else range(size):
+            carry, ys[at] = step(carry, take(block, at))
+        write = lambda x, *parts: lax.dynamic_update_slice_in_dim(x, jnp.stack(parts, axis), i * size, axis)
+        return carry, jax.tree.map(write, out, *ys)
 
-    shapes = jax.eval_shape(lambda: step(carry, take(0))[1])
+    shapes = jax.eval_shape(lambda: step(carry, take(block_of(0), 0))[1])
     out = jax.tree.map(lambda y: jnp.zeros((*y.shape[:axis], n, *y.shape[axis:]), y.dtype), shapes)
-    return lax.fori_loop(0, n, body, (carry, out))
+    return lax.fori_loop(0, n_blocks, body, (carry, out))
+
+
+def _steps_together(n: int) -> int:
+    """Steps of n that the body of a loop over chunks takes: a divisor of n."""
+    if platform.target() == "cpu":
+        return 1
+    return next(size for size in range(min(n, _MOST_STEPS), 0, -1) if n % size == 0)
 
 
 def pick_chunk(states: X, i: Array, split: Split, axis: int) -> X:

@@ -9,16 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Dense bfloat16 multiply-add rates by jax's device_kind, from the vendors' data sheets, in FLOP/s.
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
+from heinsen.chips import chip_of
 
 
 def train_flops_per_token(n_params: int) -> float:
@@ -48,12 +39,9 @@ def format_bytes(n: int) -> str:
 
 
 def peak_flops_per_device() -> float:
-    """Return the device's matmul rate in FLOP/s: from PEAK_FLOPS, else a measured float32 matmul of size 2048."""
-    kind = jax.devices()[0].device_kind
-    # The longest name first: "TPU v5 lite" is not a "TPU v5".
-    for name in sorted(PEAK_FLOPS, key=len, reverse=True):
-        if kind.startswith(name):
-            return PEAK_FLOPS[name]
+    """Return the device's bfloat16 matmul rate in FLOP/s if its chip is known, else a measured rate, of float32."""
+    if (chip := chip_of(jax.devices()[0].device_kind)) is not None:
+        return chip.bfloat16
     x = jnp.ones((2048, 2048), jnp.float32)
     matmul = jax.jit(jnp.matmul)
     seconds = []

@@ -1,1 +1,1 @@
-"""The benchmarks of scripts/benchmark.py: attention (with its contestants and report), step, decode."""
+"""The benchmarks of scripts/benchmark.py, one module each, and the running and reporting of scripts/on_device.py."""

@@ -31,16 +31,21 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Settings:
-    """Lengths in ascending order. `only` names the contestants, () means all; dtypes () means the device's default."""
+    """Lengths in ascending order, dtypes in order; dtypes () means the device's default.
+
+    `only` names the contestants, () means all; those in `skip` are left out, whether they could run here or not.
+    """
 
     lengths: Sequence[int]
     dtypes: Sequence[str]
     only: Sequence[str]
+    skip: Sequence[str]
     batch: int
     heads: int
     features: int
     repeats: int
     time_limit: float  # seconds per call
+    stop_after: float  # seconds after the start, when nothing more is begun
 
     def shape(self, n_tokens: int, dtype: str) -> Shape:
         return Shape(self.batch, self.heads, n_tokens, self.features, dtype)
@@ -53,37 +58,43 @@ def benchmark_attention(settings: Settings, out: Path) -> str:
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise InputError(f"--dtypes={dtype}: choose float32 or bfloat16")
-    race = Race(settings, _choose(contestants(), settings.only))
+    race = Race(settings, _choose(contestants(), settings))
     make_folder(out)
-    start = time.monotonic()
     for dtype in dtypes:
         for n_tokens in settings.lengths:
             race.drop_slow(n_tokens)
             for direction in DIRECTIONS:
                 race.run(settings.shape(n_tokens, dtype), direction)
-                elapsed = time.monotonic() - start
+                write_results(out, summarize(settings, race))  # so far: a stopped process leaves what it has found
+                elapsed = time.monotonic() - race.start
                 print(f"{dtype} T={n_tokens} {direction}: done after {elapsed:.0f} s", file=sys.stderr, flush=True)
-    summary = dict(
+    growth = [each for dtype in dtypes for direction in DIRECTIONS for each in race.growth(dtype, direction)]
+    summary = summarize(settings, race, growth)
+    paths = write_results(out, summary), attention_report.plot(summary, out / "attention.png")
+    return "\n".join([*attention_report.report(summary), f"written: {', '.join(map(str, paths))}"])
+
+
+def summarize(settings: Settings, race: "Race", growth: Sequence[Result] = ()) -> dict[str, Any]:
+    return dict(
         device=device_name(),
         versions=versions(),
         batch=settings.batch,
         heads=settings.heads,
         features=settings.features,
         results=race.results,
-        growth=[each for dtype in dtypes for direction in DIRECTIONS for each in race.growth(dtype, direction)],
+        growth=growth,
         left_out=[
             dict(name=name, direction=direction, dtype=dtype, why=reason)
             for (name, direction, dtype), reason in race.left_out.items()
         ],
     )
-    paths = write_results(out, summary), attention_report.plot(summary, out / "attention.png")
-    return "\n".join([*attention_report.report(summary), f"written: {', '.join(map(str, paths))}"])
 
 
-def _choose(found: Mapping[str, Prepare], only: Sequence[str]) -> dict[str, Prepare]:
-    if unknown := set(only) - found.keys():
+def _choose(found: Mapping[str, Prepare], settings: Settings) -> dict[str, Prepare]:
+    if unknown := set(settings.only) - found.keys():
         raise InputError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(found)}")
-    return {name: prepare for name, prepare in found.items() if not only or name in only}
+    chosen = settings.only or found
+    return {name: prepare for name, prepare in found.items() if name in chosen and name not in settings.skip}
 
 
 @dataclass
@@ -94,13 +105,21 @@ class Race:
     entries: Mapping[str, Prepare]
     results: list[Result] = field(default_factory=list)
     left_out: dict[tuple[str, str, str], str] = field(default_factory=dict)  # {(name, direction, dtype): reason}
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self.start > self.settings.stop_after
 
     def run(self, shape: Shape, direction: str) -> None:
         """Add one result for each contestant that can run."""
         prepared, times = self._prepare(shape, direction)
         for _ in range(self.settings.repeats - 1):
             for name, entry in prepared.items():
-                if statistics.median(times[name]) * len(times[name]) < 3 * self.settings.time_limit:
+                if (
+                    not self.is_over
+                    and statistics.median(times[name]) * len(times[name]) < 3 * self.settings.time_limit
+                ):
                     warm_up(entry.call)
                     times[name].append(seconds(entry.call))
         self.results += [
@@ -122,6 +141,8 @@ class Race:
         prepared, times = {}, {}
         for name, prepare in self.entries.items():
             key = name, direction, shape.dtype
+            if self.is_over:
+                self.left_out.setdefault(key, f"no time left at T = {shape.n_tokens}")
             if key in self.left_out:
                 continue
             try:
@@ -159,7 +180,7 @@ class Race:
         """
         which = dict(name=CHUNKED, direction=direction, dtype=dtype)
         lengths = [r["tokens"] for r in self.results if which.items() <= r.items() and r["tokens"] >= 1024]
-        if len(lengths) < 2:
+        if len(lengths) < 2 or self.is_over:
             return []
         calls = {n: self.entries[CHUNKED](self.settings.shape(n, dtype), direction).call for n in lengths}
         times: dict[int, list[float]] = {n: [] for n in lengths}

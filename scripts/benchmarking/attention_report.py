@@ -53,15 +53,17 @@ def _table(summary: Summary, results: list[dict[str, Any]], field: str, scale: f
 
 
 def _speedups(summary: Summary) -> list[str]:
-    """Return lines that compare the chunked form with every other contestant at the same length."""
+    """Return lines that compare the chunked form with every other contestant, by length."""
     times = {(r["name"], r["direction"], r["dtype"], r["tokens"]): r["milliseconds"] for r in summary["results"]}
-    lines = []
+    ratios: dict[tuple[str, str, str], list[str]] = {}
     for (name, direction, dtype, n_tokens), milliseconds in times.items():
         chunked = times.get((CHUNKED, direction, dtype, n_tokens))
         if chunked is not None and not name.startswith(CHUNKED):
-            ratio = milliseconds / chunked
-            lines.append(f"{direction}, {dtype}, T = {n_tokens}: {ratio:.2f} times as fast as {name}")
-    return lines
+            ratios.setdefault((name, direction, dtype), []).append(f"{milliseconds / chunked:.2f} (T={n_tokens})")
+    return [
+        f"{direction}, {dtype}: {CHUNKED} is {', '.join(found)} times as fast as {name}"
+        for (name, direction, dtype), found in ratios.items()
+    ]
 
 
 def plot(summary: Summary, path: Path) -> Path:

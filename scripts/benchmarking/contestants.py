@@ -5,17 +5,20 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import heinsen
 from heinsen.ops import chunked
+from heinsen.ops.api import IMPLEMENTATIONS
 from scripts.benchmarking.measure import free_memory
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "forward+backward"
 CHUNKED = "heinsen chunked"
+CUDNN = "softmax (cuDNN)"
+PLAIN = ("scan", "reference")  # implementations that are timed as yardsticks only, for log values without a gate
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,19 @@ Prepare = Callable[[Shape, str], Prepared]  # (shape, direction); raises SkipErr
 
 def contestants() -> dict[str, Prepare]:
     """Return {name: how to prepare it} of the contestants that can run on this machine."""
-    functions = {
-        CHUNKED: functools.partial(heinsen.log_attention, implementation="chunked"),
-        "heinsen chunked (real values)": functools.partial(heinsen.attention, implementation="chunked"),
-        "heinsen scan": functools.partial(heinsen.log_attention, implementation="scan"),
-        "heinsen reference": functools.partial(heinsen.log_attention, implementation="reference"),
-        "heinsen chunked (unchecked)": unchecked_attention,
-    }
-    found: dict[str, Prepare] = {
-        name: functools.partial(_prepare_jax, function) for name, function in functions.items()
-    }
-    gated = functools.partial(heinsen.log_attention, implementation="chunked")
-    found[f"{CHUNKED} (forget gate)"] = functools.partial(
-        _prepare_jax, lambda q, k, v, g: gated(q, k, v, log_decay=g), gated=True
-    )
-    found["softmax (jax)"] = _prepare_jax_softmax
+    found: dict[str, Prepare] = {}
+    for name in ("chunked", *(name for name in IMPLEMENTATIONS if name != "chunked")):
+        log_attention = functools.partial(heinsen.log_attention, implementation=name)
+        attention = functools.partial(heinsen.attention, implementation=name)
+        found[f"heinsen {name}"] = functools.partial(_prepare_jax, log_attention)
+        if name not in PLAIN:
+            found[f"heinsen {name} (real values)"] = functools.partial(_prepare_jax, attention)
+            gated = lambda q, k, v, g, attend=log_attention: attend(q, k, v, log_decay=g)
+            found[f"heinsen {name} (forget gate)"] = functools.partial(_prepare_jax, gated, gated=True)
+    found[f"{CHUNKED} (unchecked)"] = functools.partial(_prepare_jax, unchecked_attention)
+    found["softmax (jax)"] = functools.partial(_prepare_jax_softmax, "xla")
+    if jax.default_backend() == "gpu":
+        found[CUDNN] = functools.partial(_prepare_jax_softmax, "cudnn")
     return found | _torch_contestants()
 
 
@@ -99,9 +100,10 @@ def _prepare_jax(function: Callable[..., jax.Array], shape: Shape, direction: st
     return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), peak)
 
 
-def _prepare_jax_softmax(shape: Shape, direction: str) -> Prepared:
-    fused = jax.default_backend() == "gpu" and shape.dtype == "bfloat16"
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if fused else "xla")
+def _prepare_jax_softmax(implementation: Literal["xla", "cudnn"], shape: Shape, direction: str) -> Prepared:
+    if implementation == "cudnn" and shape.dtype != "bfloat16":
+        raise SkipError("it takes 16-bit numbers only")
+    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
     tokens_first = lambda x: x.swapaxes(1, 2)
     return _prepare_jax(lambda q, k, v: tokens_first(attend(*map(tokens_first, (q, k, v)))), shape, direction)
 

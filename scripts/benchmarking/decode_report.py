@@ -70,7 +70,7 @@ def plot(summary: Summary, batch: int, path: Path) -> Path:
         axes.legend()
     reading = summary["read_milliseconds"]
     time_axes.axhline(reading, color="grey", linestyle=":")
-    time_axes.set_ylim(bottom=0.6 * reading)
+    time_axes.set_ylim(bottom=0.6 * min([reading, *(r["milliseconds_per_step"] for r in results)]))
     place = dict(xytext=(-4, -4), textcoords="offset points", ha="right", va="top")
     time_axes.annotate("parameters read once", (time_axes.get_xlim()[1], reading), **place)
     figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters, batch {batch}: {summary['device']}")

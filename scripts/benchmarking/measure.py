@@ -54,6 +54,12 @@ def device_name() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {model}"
 
 
+def describe_device() -> dict[str, Any]:
+    """Return the platform, the devices' name and number, and the bytes that one of them has; None: it does not say."""
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    return dict(platform=jax.default_backend(), device=device_name(), count=jax.device_count(), memory=memory)
+
+
 def versions() -> dict[str, str]:
     """Return {package: version} of the installed packages that matter here."""
     found = {}
@@ -69,11 +75,13 @@ def describe_versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-def parse_numbers(flag: str, texts: list[str]) -> list[int]:
+def parse_numbers(flag: str, texts: list[str], at_most: int | None = None) -> list[int]:
     """Return the positive integers of a list flag. Raises InputError."""
     for text in texts:
         if not text.strip().isdecimal() or int(text) < 1:
-            raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,1024")
+            raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,64")
+        if at_most is not None and int(text) > at_most:
+            raise InputError(f"--{flag}: {text} is more than {at_most}")
     return [int(text) for text in texts]
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen.decoding import Sampling, sample
+from heinsen.files import make_folder
 from scripts.benchmarking.measure import describe_versions, device_name, seconds, versions, warm_up, write_results
 
 TOP_P = 0.95
@@ -23,6 +24,7 @@ Draw = Callable[[jax.Array, jax.Array], jax.Array]  # (a key for each row, logit
 
 def benchmark_sampling(vocab_size: int, batches: Sequence[int], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report."""
+    make_folder(out)
     results = [
         result
         for batch in batches

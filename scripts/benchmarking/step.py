@@ -8,14 +8,17 @@ from typing import Any
 
 import jax
 
+from heinsen.chips import chip_of
 from heinsen.config import from_mapping
 from heinsen.files import make_folder
 from heinsen.models import count_params
 from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.planning.costs import count_costs
+from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
-from heinsen.training.throughput import compiled_bytes, train_flops_per_token
+from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
 from scripts.benchmarking.measure import (
     describe_versions,
     device_name,
@@ -27,12 +30,14 @@ from scripts.benchmarking.measure import (
 _SIZE = 4096  # of the square matrices
 
 
+@explain_device_errors()
 def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError."""
+    """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError, DeviceError."""
     config = from_mapping(TrainConfig, values)
     make_folder(out)
     keep_host_memory()
-    take_step, n_params, peak_bytes = prepare_step(config)
+    print("compiling the step", file=sys.stderr, flush=True)
+    take_step, n_params, compiled = prepare_step(config)
     dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
     multiply = prepare_product(dtype)
     step_seconds: list[float] = []
@@ -44,6 +49,7 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
         print(f"step {step_seconds[-1]:.3f} s, product {product_seconds[-1]:.3f} s", file=sys.stderr, flush=True)
 
     n_tokens, per_step = config.batch_size * config.sequence_length, statistics.median(step_seconds)
+    peak_rate = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
     rate = n_tokens * train_flops_per_token(n_params) / per_step
     product_rate = 2 * _SIZE**3 / statistics.median(product_seconds) * jax.device_count()
     summary = dict(
@@ -59,15 +65,18 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
         product_flops_per_second=product_rate,
         product_dtype=dtype,
         share_of_product_rate=rate / product_rate,
-        peak_bytes=peak_bytes,
+        peak_flops_per_second=peak_rate,
+        mfu=rate / peak_rate,
+        bound_seconds_per_step=bound_of(compiled),
+        peak_bytes=compiled_bytes(compiled),
         config=values,
     )
     path = write_results(out, summary)
     return "\n".join([*report(summary), f"written: {path}"])
 
 
-def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, int]:
-    """Return a call that takes one training step, the number of parameters, and the peak memory per device."""
+def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, jax.stages.Compiled]:
+    """Return a call that takes one training step, the number of parameters, and the compiled step."""
     mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, config.total_steps)
     state = init_train_state(config.model, optimizer, config.seed, mesh)
     n_params = count_params(state.params)
@@ -80,7 +89,13 @@ def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, int]:
         state, _ = step(state, tokens)
         jax.block_until_ready(state)
 
-    return take_step, n_params, compiled_bytes(step)
+    return take_step, n_params, step
+
+
+def bound_of(compiled: jax.stages.Compiled) -> float | None:
+    """Return a lower bound of the time of a call in seconds; None on devices whose rates are not known."""
+    chip, text = chip_of(jax.devices()[0].device_kind), compiled.as_text()
+    return None if chip is None or text is None else count_costs(text, chip, jax.device_count()).seconds
 
 
 def prepare_product(dtype: str) -> Callable[[], Any]:
@@ -94,11 +109,14 @@ def report(summary: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     config, rate, product_rate = summary["config"], summary["flops_per_second"], summary["product_flops_per_second"]
     per_step, fastest = summary["seconds_per_step"], summary["fastest_seconds_per_step"]
+    bound = summary["bound_seconds_per_step"]
     return [
         f"{summary['device']}; {describe_versions()}",
         f"{summary['parameters']:,} parameters, {config['batch_size']} x {config['sequence_length']} tokens per step",
         f"{per_step:.4g} s per step (fastest {fastest:.4g}), {summary['tokens_per_second']:,.0f} tokens/s",
         f"{rate / 1e9:,.0f} GFLOP/s by 6 N T: {rate / product_rate:.1%} of the {product_rate / 1e9:,.0f} that a "
         f"{summary['product_dtype']} product of {_SIZE} x {_SIZE} matrices reaches",
+        f"MFU {summary['mfu']:.1%} of {summary['peak_flops_per_second'] / 1e9:,.0f} GFLOP/s",
+        *([] if bound is None else [f"bound: {bound:.4g} s per step, {bound / per_step:.1%} of the measured time"]),
         f"{summary['peak_bytes'] / 2**30:.2f} GiB per device by XLA's analysis",
     ]

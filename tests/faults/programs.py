@@ -82,9 +82,9 @@ def import_libraries() -> None:
     import heinsen.decoding
     import heinsen.evaluation.report
     import heinsen.evaluation.run
+    import heinsen.planning.plan
     import heinsen.sweep.report
     import heinsen.training.loop
-    import heinsen.training.plan
     import heinsen.weights  # noqa: F401
 
     warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # JAX has no threads yet

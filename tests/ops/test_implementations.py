@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen import LogState, MeanState, init_state
+from heinsen import LogState, MeanState, init_state, platform
 from heinsen.ops import schedule
 from heinsen.ops.api import IMPLEMENTATIONS
 from tests.ops.quick import quick_jit
@@ -197,6 +197,16 @@ def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
 def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, scale):
     """With chunks of the real size. (Equations and scan are no other computation when T is larger.)"""
     check_wide(Form(function, name, None), draw_case(rng, **LONG, scale=scale), rng)
+
+
+def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch):
+    """There the body of a loop over chunks takes several: here 24 of them in blocks of 12."""
+    chunk = 3
+    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: chunk)
+    case = draw_case(rng, **LONG, mean_length=20, decay=True)
+    with platform.compiling_for("gpu"):
+        assert schedule._steps_together(-(-LONG["n_queries"] // chunk)) == 12
+        check(Form("log_attention", "chunked", -chunk), case, rng)  # -chunk: a program of its own
 
 
 @pytest.mark.parametrize("scale", [16, 32])
