@@ -24,7 +24,7 @@ from heinsen.ops import repair, schedule
 from heinsen.ops.chunk import Keys, Tokens, following
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_ends
-from heinsen.ops.schedule import Call, Output, Residuals, pad_tokens, token_axis
+from heinsen.ops.schedule import Call, Output, pad_tokens, token_axis
 from heinsen.ops.states import LogState, MeanState, S
 from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
 
@@ -193,20 +193,32 @@ def _run(call: Call, tokens: Tokens, state: N) -> Output[N]:
 
 def _forward(
     call: Call, tokens: Tokens, state: N, save_residuals: bool = True
-) -> tuple[Output[N], tuple[Tokens, N, Residuals | None, Array]]:
+) -> tuple[Output[N], tuple[Tokens, N, Any, Array]]:
     out, residuals, lost = _passes(call.fused).forward(call, tokens, state, save_residuals)
     if call.exact:
         out = repair.forward(call, tokens, state, lost, out)
     return out, (tokens, state, residuals, lost)
 
 
-def _backward(call: Call, saved: tuple[Tokens, N, Residuals, Array], grads: Output[N]) -> tuple[Tokens, N]:
+def _backward(call: Call, saved: tuple[Tokens, N, Any, Array], grads: Output[N]) -> tuple[Tokens, N]:
     tokens, state, residuals, lost = saved
     scale = schedule.cotangent_scale(grads)
     fast = _passes(call.fused).backward(call, tokens, state, residuals, grads, scale)
     if not call.exact:
         return fast
-    return repair.backward(call, tokens, state, residuals, lost, grads, scale, fast)
+    exact = partial(repair.backward, call, tokens, state, lost=lost, grads=grads, scale=scale)
+    if not call.fused:
+        # The fast pass needs these arrays no longer; they have the right shapes.
+        return exact(call.kind.state_like(residuals.before, residuals.shifts.reading), fast=fast)
+
+    def repaired(i: Array, fast: tuple[Tokens, N]) -> tuple[Tokens, N]:
+        # Arrays within a loop that hardly ever runs cost nothing, if XLA does not move them out.
+        first, _ = lax.optimization_barrier((state, i))
+        axis, n_chunks = state.h_z.shift.ndim - 1, call.split.n_chunks
+        between = lambda x: jnp.repeat(jnp.expand_dims(x, axis), n_chunks, axis)[None]
+        return exact(jax.tree.map(between, first), fast=fast)
+
+    return lax.fori_loop(0, lost.astype(jnp.int32), repaired, fast)
 
 
 _run.defvjp(_forward, _backward)

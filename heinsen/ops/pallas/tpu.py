@@ -27,11 +27,10 @@ from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, DecayShifts, Keys, Tokens
 from heinsen.ops.pallas import interpret
-from heinsen.ops.schedule import Call, Output, Residuals, Split
+from heinsen.ops.schedule import Call, Output, Split
 from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, N, Shifts, Sums, Values, safe_log
 
-CHUNK = 128  # tokens: the lanes of a TPU
-HEADS = 4  # in a block, at most
+LANES = CHUNK = 128  # tokens of a chunk
 FEATURES = 8  # head sizes are filled up to multiples of the sublanes of a TPU
 VMEM_BYTES = 32 * 2**20
 
@@ -71,43 +70,45 @@ class State(NamedTuple):
             self.b[:, 0] = shifts.b
 
 
-class Saved(NamedTuple):
-    """Sums before each chunk, and the shifts around them, for the backward pass."""
+class Before(NamedTuple):
+    """Sums before each chunk, and the shifts around them. The P heads of a block share the lanes of M_s."""
 
-    s: Held  # [G, N, K, V]
+    s: Held  # [G / P, N, K, P V]
     z: Held  # [G, N, 1, K]
     shifts: Any  # `ChunkShifts` of [G, N, 1, ...]
 
     def read(self) -> tuple[Sums, ChunkShifts]:
-        return Sums(self.s[:, 0], self.z[:, 0, 0]), jax.tree.map(lambda ref: ref[:, 0, 0], self.shifts)
+        z, shifts = jax.tree.map(lambda ref: ref[:, 0, 0], (self.z, self.shifts))
+        s, d_value = self.s[0, 0], self.s.shape[-1] // len(z)
+        return Sums(jnp.stack([s[:, i : i + d_value] for i in range(0, s.shape[1], d_value)]), z), shifts
 
     def write(self, m: Sums, shifts: ChunkShifts) -> None:
         def write_one(ref: Held, x: Array) -> None:
             ref[:, 0, 0] = x
 
-        self.s[:, 0] = m.s
+        self.s[0, 0] = jnp.concatenate(list(m.s), axis=-1)
         jax.tree.map(write_one, (self.z, self.shifts), (m.z, shifts))
 
 
 # ---- forward ------------------------------------------------------------------------------------------
 
 
-class Read(NamedTuple):
-    """What the forward kernel writes for each query."""
+class Saved(NamedTuple):
+    """What the forward kernel writes for the backward kernel."""
 
-    y: Held  # [G, V, T]
-    r: Held  # [G, 1, T]; None unless log Z is asked for
-    s: Held  # [G, V, T]: S, with 1 where it is rightly 0; None unless residuals are saved
-    z: Held  # [G, 1, T]: Z, the same; None unless either is
+    s: Held  # [G, V, T]: S of each query, with 1 where it is rightly 0
+    before: Before
 
 
 class Written(NamedTuple):
     """What the forward kernel writes."""
 
-    queries: Read
-    before: Any  # `Saved`, or None
+    y: Held  # [G, V, T]
+    z: Held  # [G, 1, T]: Z of each query, with 1 where it is rightly 0
+    r: Held  # [G, 1, T]; None unless log Z is asked for
     fine: Held  # [G, 1, C]: 0 where a sum may have lost terms, in any chunk, else 1
     end: State
+    saved: Any  # `Saved`, or None
 
 
 def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Written) -> None:
@@ -122,18 +123,14 @@ def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Writte
     f = chunk.compute_factors(kind, tokens, shifts)
     assert f.queries is not None and tokens.keys is not None
     m = chunk.scale(m, chunk.shift_scales(before, shifts.reading))
-    if out.before is not None:
-        out.before.write(m, shifts)
-
     sums = chunk.query_sums(f.queries, f.keys, m, shifts)
     filled = chunk.fill_empty_queries(kind, f.queries, sums, shifts)
-    out.queries.y[...] = kind.mean(sums, shifts.reading.b).mT
-    if out.queries.s is not None:
-        out.queries.s[...] = filled.s.mT
-    if out.queries.z is not None:
-        out.queries.z[:, 0] = filled.z
-    if out.queries.r is not None:
-        out.queries.r[:, 0] = f.queries.r
+    out.y[...], out.z[:, 0] = kind.mean(sums, shifts.reading.b).mT, filled.z
+    if out.r is not None:
+        out.r[:, 0] = f.queries.r
+    if out.saved is not None:
+        out.saved.s[...] = filled.s.mT
+        out.saved.before.write(m, shifts)
     out.fine[:, 0] = out.fine[:, 0] * _are_fine(kind, filled, tokens.keys.values)
     out.end.write(chunk.next_sums(f.keys, m, shifts), shifts.after)
 
@@ -152,9 +149,8 @@ class Cotangents(NamedTuple):
 
     dy: Held  # [G, V, T]
     dlog_z: Held  # [G, 1, T]; None: 0
-    s: Held  # [G, V, T]: S of the forward pass
-    z: Held  # [G, 1, T]: Z of the forward pass
-    before: Saved
+    z: Held  # [G, 1, T]
+    saved: Saved
     factors: Held  # [2]: 1 / scale, scale
 
 
@@ -173,13 +169,13 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
     def _() -> None:
         out.first.write(*end.read())
 
-    tokens, (m, shifts) = inputs.read(), given.before.read()
+    tokens, (m, shifts) = inputs.read(), given.saved.before.read()
     dm, later = out.first.read()
     f = chunk.compute_factors(kind, tokens, shifts)
     assert f.queries is not None and f.keys is not None
     dy = given.dy[...].mT * given.factors[0]
     dlog_z = None if given.dlog_z is None else given.dlog_z[:, 0] * given.factors[0]
-    dsums = kind.mean_grad(Sums(given.s[...].mT, given.z[:, 0]), dy, dlog_z)
+    dsums = kind.mean_grad(Sums(given.saved.s[...].mT, given.z[:, 0]), dy, dlog_z)
 
     dend = chunk.scale(dm, chunk.shift_scales(shifts.after, later))
     kept = chunk.kept_scales(f.keys.kept, shifts)
@@ -234,7 +230,9 @@ class _Layout(NamedTuple):
 
     @property
     def heads_per_block(self) -> int:
-        return math.gcd(self.n_heads, HEADS)
+        """As many as share the lanes of M_s."""
+        most = max(1, LANES // self.value_features)
+        return next(n for n in range(most, 0, -1) if self.n_heads % n == 0)
 
     @property
     def key_features(self) -> int:
@@ -249,6 +247,10 @@ class _Layout(NamedTuple):
     def tokens(self, x: Array, size: int, fill: float = 0.0) -> Array:
         """[G, size, T] of x [*batch, T, at most size]."""
         return jnp.swapaxes(self.features(x, size, fill), -1, -2)
+
+    def of_tokens(self, x: Array, size: int) -> Array:
+        """[*batch, T, size] of x [G, at least size, T]."""
+        return jnp.swapaxes(self.cut(x), -1, -2)[..., :size]
 
     def features(self, x: Array, size: int, fill: float = 0.0) -> Array:
         """[G, ..., size] of x [*batch, ..., at most size]."""
@@ -291,11 +293,11 @@ class _Layout(NamedTuple):
         shape, block = (width, self.split.n_tokens), (width, size)
         return _Block((self.n_heads, *shape), (self.heads_per_block, *block), lambda g, i: (g, 0, at(i)))
 
-    def blocks_of_chunks(self, rows: int, columns: int, backwards: bool = False) -> _Block:
-        """Of an array [G, N, rows, columns]."""
+    def blocks_of_chunks(self, rows: int, columns: int, backwards: bool = False, heads: int = 1) -> _Block:
+        """Of an array [G / heads, N, rows, columns]."""
         at, shape = self._chunk(backwards), (rows, columns)
-        n = self.split.n_chunks
-        return _Block((self.n_heads, n, *shape), (self.heads_per_block, 1, *shape), lambda g, i: (g, at(i), 0, 0))
+        whole, block = (self.n_heads // heads, self.split.n_chunks), (self.heads_per_block // heads, 1)
+        return _Block((*whole, *shape), (*block, *shape), lambda g, i: (g, at(i), 0, 0))
 
     def blocks_of_heads(self, rows: int, columns: int) -> _Block:
         """Of an array [G, rows, columns]."""
@@ -316,11 +318,12 @@ class _Layout(NamedTuple):
         return State(self.blocks_of_heads(key_features, value_features), row(key_features), row(key_features), b)
 
     def blocks_of_saved(self, backwards: bool = False) -> Saved:
-        key_features, value_features = self.key_features, self.value_features
+        key_features, value_features, heads = self.key_features, self.value_features, self.heads_per_block
         chunks = partial(self.blocks_of_chunks, backwards=backwards)
         c, b = chunks(1, key_features), None if self.kind is REAL_VALUES else chunks(1, value_features)
-        decay = DecayShifts(Shifts(c, b), b) if self.log_decay else None
-        return Saved(chunks(key_features, value_features), c, ChunkShifts(Shifts(c, b), decay))
+        shifts = ChunkShifts(Shifts(c, b), DecayShifts(Shifts(c, b), b) if self.log_decay else None)
+        before = Before(chunks(key_features, heads * value_features, heads=heads), c, shifts)
+        return Saved(self.blocks_of_tokens(value_features, backwards), before)
 
     def _chunk(self, backwards: bool) -> Callable[[Any], Any]:
         return (lambda i: self.split.n_chunks - 1 - i) if backwards else (lambda i: i)
@@ -375,88 +378,73 @@ def check(tokens: Tokens) -> None:
         raise InputError(f'implementation="pallas" computes in float32, not {tokens.keys.k.dtype}: {instead}')
 
 
-def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], Residuals | None, Array]:
+class _Residuals(NamedTuple):
+    """What `forward` saves for `backward`, as the kernels have it."""
+
+    saved: Saved
+    z: Array  # [G, 1, T]
+    end: State
+
+
+def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], _Residuals | None, Array]:
     """`schedule.forward` of queries with keys."""
     kind, tokens = call.kind, chunk.with_decay(tokens)
     layout = _Layout.of(call, tokens)
     shifts = kind.state_shifts(state)
     m = kind.state_to_sums(state, shifts)
-    row, values = layout.blocks_of_tokens(1), layout.blocks_of_tokens(layout.value_features)
-    needs_z = save_residuals or call.return_log_z
-    queries = Read(values, row if call.return_log_z else None, values if save_residuals else None, row if needs_z else None)
-    before, end = layout.blocks_of_saved() if save_residuals else None, layout.blocks_of_state()
-    fine = layout.blocks_of_heads(1, call.split.chunk_size)
-    inputs, blocks = (layout.inputs(tokens), layout.state(m, shifts)), (layout.blocks_of_inputs(), end)
-    written = _run_kernel(_forward_kernel, layout, inputs, blocks, Written(queries, before, fine, end))
+    inputs, blocks = (layout.inputs(tokens), layout.state(m, shifts)), (layout.blocks_of_inputs(), layout.blocks_of_state())
+    row = layout.blocks_of_tokens(1)
+    out = Written(
+        y=layout.blocks_of_tokens(layout.value_features),
+        z=row,
+        r=row if call.return_log_z else None,
+        fine=layout.blocks_of_heads(1, call.split.chunk_size),
+        end=layout.blocks_of_state(),
+        saved=layout.blocks_of_saved() if save_residuals else None,
+    )
+    y, z, r, fine, end, saved = _run_kernel(_forward_kernel, layout, inputs, blocks, out)
 
-    m_end, after = layout.sums(written.end)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.spreads(m.s)
-    lost |= ~jnp.all(written.fine == 1)
-    y, r, s, z = written.queries
-    of_tokens = lambda x: jnp.swapaxes(layout.cut(x), -1, -2)[..., : layout.d_value]
-    z = None if z is None else layout.cut(z[:, 0])
+    m_end, after = layout.sums(end)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.spreads(m.s) | ~jnp.all(fine == 1)
     log_z = None
     if r is not None:
         r = layout.cut(r[:, 0])
-        log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r)
-    out = Output(of_tokens(y), log_z, kind.sums_to_state(m_end, after))
-    if not save_residuals:
-        return out, None, lost
-    saved = written.before
-    sums = Sums(layout.cut(saved.s, layout.d_key, layout.d_value), layout.cut(saved.z[:, :, 0], layout.d_key))
-    own = jax.tree.map(lambda x: layout.cut(x[:, :, 0]), saved.shifts)
-    own = _resize(own, lambda x, size: x[..., :size], layout.d_key, layout.d_value)
-    return out, Residuals(Sums(of_tokens(s), z), *jax.tree.map(lambda x: x[None], (sums, own))), lost
+        log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(layout.cut(z[:, 0]))), r)
+    residuals = _Residuals(saved, z, end) if save_residuals else None
+    return Output(layout.of_tokens(y, layout.d_value), log_z, kind.sums_to_state(m_end, after)), residuals, lost
 
 
 def backward(
-    call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N], scale: Array
+    call: Call, tokens: Tokens, state: N, residuals: _Residuals, grads: Output[N], scale: Array
 ) -> tuple[Tokens, N]:
     """`schedule.backward` of queries with keys."""
-    kind, given_tokens, tokens = call.kind, tokens, chunk.with_decay(tokens)
-    assert residuals.sums is not None and grads.y is not None
+    kind, is_gated = call.kind, tokens.keys is not None and tokens.keys.log_decay is not None
+    tokens = chunk.with_decay(tokens)
     layout = _Layout.of(call, tokens)
-    before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
-    m, shifts = schedule.end_sums(call, tokens, residuals)
+    m, shifts = layout.sums(residuals.end)
     (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](schedule.multiply(grads.state, 1 / scale))
-    saved = Saved(
-        _fill(layout.features(before.s, layout.value_features), layout.key_features, -2, 0.0),
-        layout.features(before.z, layout.key_features)[:, :, None],
-        _resize(
-            own, lambda x, size: layout.features(x, size, NEG_INF)[:, :, None], layout.key_features, layout.value_features
-        ),
+    given = Cotangents(
+        dy=layout.tokens(grads.y, layout.value_features),
+        dlog_z=None if grads.log_z is None else layout.row(grads.log_z.rest),
+        z=residuals.z,
+        saved=residuals.saved,
+        factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
     )
-    dlog_z = None if grads.log_z is None else layout.row(grads.log_z.rest)
-    values, s = (layout.tokens(x, layout.value_features, fill) for x, fill in ((grads.y, 0.0), (residuals.sums.s, 1.0)))
-    factors = jnp.stack([1 / scale, scale]).astype(jnp.float32)
-    given = Cotangents(values, dlog_z, s, layout.row(residuals.sums.z), saved, factors)
     inputs = layout.inputs(tokens), given, layout.state(dm, shifts)
 
     of_tokens = partial(layout.blocks_of_tokens, backwards=True)
-    values, row = of_tokens(layout.value_features), of_tokens(1)
-    in_smem = pl.BlockSpec(memory_space=pltpu.SMEM)
-    cotangents = Cotangents(
-        values, None if dlog_z is None else row, values, row, layout.blocks_of_saved(backwards=True), in_smem
-    )
+    keys, values, row = of_tokens(layout.key_features), of_tokens(layout.value_features), of_tokens(1)
+    saved, in_smem = layout.blocks_of_saved(backwards=True), pl.BlockSpec(memory_space=pltpu.SMEM)
+    cotangents = Cotangents(values, None if given.dlog_z is None else row, row, saved, in_smem)
     blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_state()
-    keys, log_decay = of_tokens(layout.key_features), row if layout.log_decay else None
-    out = Gradients(keys, keys, values, log_decay, layout.blocks_of_state())
-    written = _run_kernel(_backward_kernel, layout, inputs, blocks, out)
+    out = Gradients(keys, keys, values, row if layout.log_decay else None, layout.blocks_of_state())
+    dq, dk, dvalues, dlog_decay, first = _run_kernel(_backward_kernel, layout, inputs, blocks, out)
 
-    dq, dk, dvalues = (jnp.swapaxes(layout.cut(x), -1, -2) for x in written[:3])
-    dlog_decay = None
-    if given_tokens.keys is not None and given_tokens.keys.log_decay is not None:
-        dlog_decay = layout.cut(written.log_decay[:, 0])[..., None]
-    dkeys = Keys(dk[..., : layout.d_key], dvalues[..., : layout.d_value], None, dlog_decay)
-    first = kind.state_shifts(state)
-    dfirst = chunk.scale(layout.sums(written.first)[0], chunk.shift_scales(first, layout.sums(written.first)[1]))
-    to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
-    return Tokens(dq[..., : layout.d_key], dkeys), schedule.multiply(to_state(dfirst)[0], scale)
-
-
-def _resize(shifts: ChunkShifts, resize: Callable[[Array, int], Array], d_key: int, d_value: int) -> ChunkShifts:
-    """Shifts, those of key features with a last axis of d_key and those of values of d_value."""
-    values = lambda b: None if b is None else resize(b, d_value)
-    both = lambda x: Shifts(resize(x.c, d_key), values(x.b))
-    decay = None if shifts.decay is None else DecayShifts(both(shifts.decay.after), values(shifts.decay.own_b))
-    return ChunkShifts(both(shifts.reading), decay)
+    dlog_decay = layout.cut(dlog_decay[:, 0])[..., None] if is_gated else None
+    dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
+    before = kind.state_shifts(state)
+    dm, reading = layout.sums(first)
+    dstate = jax.vjp(lambda state: kind.state_to_sums(state, before), state)[1](
+        chunk.scale(dm, chunk.shift_scales(before, reading))
+    )[0]
+    return Tokens(layout.of_tokens(dq, layout.d_key), dkeys), schedule.multiply(dstate, scale)
