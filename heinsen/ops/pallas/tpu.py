@@ -30,7 +30,8 @@ from heinsen.ops.pallas import interpret
 from heinsen.ops.schedule import Call, Output, Split
 from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, N, Shifts, Sums, Values, safe_log
 
-LANES = CHUNK = 128  # tokens of a chunk
+LANES = 128
+CHUNK = LANES  # tokens
 FEATURES = 8  # head sizes are filled up to multiples of the sublanes of a TPU
 VMEM_BYTES = 32 * 2**20
 
@@ -222,7 +223,9 @@ class _Layout(NamedTuple):
         keys = tokens.keys
         assert keys is not None
         sizes = keys.k.shape[-1], keys.values.shape[-1]
-        return cls(call.kind, call.split, keys.k.shape[:-2], *sizes, keys.starts is not None, keys.log_decay is not None)
+        return cls(
+            call.kind, call.split, keys.k.shape[:-2], *sizes, keys.starts is not None, keys.log_decay is not None
+        )
 
     @property
     def n_heads(self) -> int:
@@ -338,10 +341,26 @@ def _fill(x: Array, size: int, axis: int, fill: float) -> Array:
     return jnp.pad(x, widths, constant_values=fill)
 
 
-def _run_kernel(kernel: Any, layout: _Layout, inputs: Any, blocks: Any, out: Any) -> Any:
-    """What a kernel writes to `out`, from `inputs` in `blocks`."""
+def _run_kernel(
+    kernel: Any, layout: _Layout, inputs: Any, blocks: Any, out: Any, *, pair_products: int, sum_products: int
+) -> Any:
+    """What a kernel writes to `out`, from `inputs` in `blocks`.
+
+    It makes so many products with matrices [C, C], and with M [K, V], of each chunk.
+    """
     leaves, tree = jax.tree.flatten(inputs)
     out_leaves, out_tree = jax.tree.flatten(out)
+    key_features, value_features, n_tokens = (
+        layout.key_features,
+        layout.value_features,
+        layout.n_heads * layout.split.n_tokens,
+    )
+    of_pairs = pair_products * layout.split.chunk_size * (key_features + value_features) // 2
+    cost = pl.CostEstimate(
+        flops=2 * n_tokens * (of_pairs + sum_products * key_features * value_features),
+        bytes_accessed=4 * sum(x.size for x in leaves) + 4 * sum(math.prod(block.type.shape) for block in out_leaves),
+        transcendentals=2 * n_tokens * (key_features + value_features),
+    )
 
     def body(*refs: Any) -> None:
         arguments, written = refs[: len(leaves)], refs[len(leaves) :]
@@ -356,6 +375,7 @@ def _run_kernel(kernel: Any, layout: _Layout, inputs: Any, blocks: Any, out: Any
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
+        cost_estimate=cost,
         interpret=interpret.params() or False,
         name=kernel.__name__.strip("_"),
     )(*leaves)
@@ -392,7 +412,10 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
     layout = _Layout.of(call, tokens)
     shifts = kind.state_shifts(state)
     m = kind.state_to_sums(state, shifts)
-    inputs, blocks = (layout.inputs(tokens), layout.state(m, shifts)), (layout.blocks_of_inputs(), layout.blocks_of_state())
+    inputs, blocks = (
+        (layout.inputs(tokens), layout.state(m, shifts)),
+        (layout.blocks_of_inputs(), layout.blocks_of_state()),
+    )
     row = layout.blocks_of_tokens(1)
     out = Written(
         y=layout.blocks_of_tokens(layout.value_features),
@@ -402,7 +425,9 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
         end=layout.blocks_of_state(),
         saved=layout.blocks_of_saved() if save_residuals else None,
     )
-    y, z, r, fine, end, saved = _run_kernel(_forward_kernel, layout, inputs, blocks, out)
+    y, z, r, fine, end, saved = _run_kernel(
+        _forward_kernel, layout, inputs, blocks, out, pair_products=2, sum_products=2
+    )
 
     m_end, after = layout.sums(end)
     lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.spreads(m.s) | ~jnp.all(fine == 1)
@@ -438,7 +463,9 @@ def backward(
     cotangents = Cotangents(values, None if given.dlog_z is None else row, row, saved, in_smem)
     blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_state()
     out = Gradients(keys, keys, values, row if layout.log_decay else None, layout.blocks_of_state())
-    dq, dk, dvalues, dlog_decay, first = _run_kernel(_backward_kernel, layout, inputs, blocks, out)
+    dq, dk, dvalues, dlog_decay, first = _run_kernel(
+        _backward_kernel, layout, inputs, blocks, out, pair_products=5, sum_products=4
+    )
 
     dlog_decay = layout.cut(dlog_decay[:, 0])[..., None] if is_gated else None
     dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
