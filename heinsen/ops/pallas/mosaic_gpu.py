@@ -14,8 +14,8 @@ A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes ar
 Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
 moves them all out of the loop, where they fill the registers.
 
-Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M: its K key
-features, filled up to the 64 rows that the matrix units need.
+Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M: the K
+key features, filled up to the 64 rows that the matrix units need.
 """
 
 import math
