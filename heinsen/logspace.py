@@ -77,11 +77,16 @@ class ShiftedLog(NamedTuple):
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """(a + b rounded, what the rounding took), by Knuth's two-sum; the second is a constant, and 0 at -inf."""
+    """(a + b rounded, what the rounding took); the second is a constant, and 0 at -inf."""
     total = a + b
+    return total, jax.lax.stop_gradient(sum_error(a, b, total))
+
+
+def sum_error(a: Array, b: Array, total: Array) -> Array:
+    """What rounding took from total = a + b, by Knuth's two-sum; 0 at -inf."""
     a_part = finite(total) - finite(b)
     error = (finite(a) - a_part) + (finite(b) - (finite(total) - a_part))
-    return total, jax.lax.stop_gradient(jnp.where(total == NEG_INF, 0.0, error))
+    return jnp.where(total == NEG_INF, 0.0, error)
 
 
 def log_shares(a: ShiftedLog, b: ShiftedLog) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 in
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, NamedTuple, overload
 
 import jax.numpy as jnp
@@ -44,6 +45,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     "scan": Implementation(isolate_non_finite(scan.log_attention, NEG_INF), isolate_non_finite(scan.attention, 0.0)),
     "chunked": Implementation(chunked.log_attention, chunked.attention),
+}
+# Those that need a device of their own.
+KERNELS: dict[str, Implementation] = {
+    "pallas": Implementation(partial(chunked.log_attention, fused=True), partial(chunked.attention, fused=True)),
 }
 
 
@@ -99,13 +104,15 @@ def log_attention(
       segment_ids: packed documents. Tokens see each other only within a run of equal ids; `state` continues into the
         first run, and the state returned is the last run's. Needs S = T.
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
+        "pallas" (the same as one kernel for each pass, for Hopper GPUs, float32 and heads of at most 64 features),
         "scan" (one associative scan over the log-sum-exp monoid, T*K*V memory), "reference" (eq. 1, quadratic), or None
         for the best one for the input. Only "reference" has a forward-mode derivative (`jax.jvp`, `jax.jacfwd`,
         `jax.linearize`, `jax.hessian`); all have a reverse-mode one (`jax.grad`, `jax.vjp`).
       return_state: also return the `LogState` after all tokens.
 
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
-    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or what "pallas" does
+    not take.
     """
     arrays, starts, log_decay = _prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
@@ -217,9 +224,10 @@ def _prepare(
 def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:
     if implementation is None:
         implementation = "chunked" if max(q.shape[-2], k.shape[-2]) > 1 else "scan"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
-    return IMPLEMENTATIONS[implementation]
+    implementations = IMPLEMENTATIONS | KERNELS
+    if implementation not in implementations:
+        raise ValueError(f"implementation {implementation!r} is not one of {sorted(implementations)} or None")
+    return implementations[implementation]
 
 
 @contextlib.contextmanager

@@ -50,6 +50,14 @@ class Tokens(NamedTuple):
     keys: Keys | None
 
 
+def with_decay(tokens: Tokens) -> Tokens:
+    """Tokens with log decays of 0 where documents start without a forget gate, for kernels that know one way to forget."""
+    keys = tokens.keys
+    if keys is None or keys.starts is None or keys.log_decay is not None:
+        return tokens
+    return tokens._replace(keys=keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1])))
+
+
 # ---- shifts ---------------------------------------------------------------------------------------
 
 
@@ -104,6 +112,18 @@ def move_shifts(before: Shifts, own: OwnShifts, axis: int) -> ChunkShifts:
     after_b = jax.tree.map(lambda b, own_b: running_max(b, own_b, largest, axis), before.b, own.reading.b)
     reading_b = jax.tree.map(cover, before.b, after_b, own.reading.b)
     return ChunkShifts(Shifts(reading_c, reading_b), DecayShifts(Shifts(after_c, after_b), own.reading.b))
+
+
+def move_shifts_once(before: Shifts, own: OwnShifts) -> ChunkShifts:
+    """Shifts of one chunk that follows sums relative to `before`."""
+    reading = jax.tree.map(jnp.maximum, before, own.reading)
+    if own.c_end is None or own.log_decay is None:
+        return ChunkShifts(reading)
+    after_c = jnp.maximum(before.c + own.log_decay, own.c_end)
+    # The share of older values in any mean falls at least so far, and so may their shift.
+    largest = jnp.max(log_shares_kept(reading.c, own.log_decay, after_c), axis=-1, keepdims=True)
+    after_b = jax.tree.map(lambda b, own_b: jnp.maximum(b + largest, own_b), before.b, own.reading.b)
+    return ChunkShifts(reading, DecayShifts(Shifts(after_c, after_b), own.reading.b))
 
 
 def log_shares_kept(c: Array, log_decay: Array, after_c: Array) -> Array:

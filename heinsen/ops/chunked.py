@@ -18,12 +18,13 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from heinsen import platform
 from heinsen.logspace import NEG_INF, log_shares
 from heinsen.ops import repair, schedule
 from heinsen.ops.chunk import Keys, Tokens, following
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_ends
-from heinsen.ops.schedule import Call, Output, Residuals, pad_tokens, split_tokens, token_axis
+from heinsen.ops.schedule import Call, Output, pad_tokens, token_axis
 from heinsen.ops.states import LogState, MeanState, S
 from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
 
@@ -38,10 +39,14 @@ def log_attention(
     log_decay: Array | None = None,
     *,
     exact: bool = True,
+    fused: bool = False,
 ) -> tuple[Array, LogState]:
-    """(log y [*batch, T, V], the `LogState` after all tokens). Unless `exact`, lost terms stay lost."""
+    """(log y [*batch, T, V], the `LogState` after all tokens). Unless `exact`, lost terms stay lost.
+
+    `fused`: by one kernel for each pass, for TPUs and GPUs.
+    """
     first = None if state is None else _cast(state, k.dtype).normalize()
-    log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, exact)
+    log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, exact, fused)
     return log_y, end.denormalize()
 
 
@@ -55,10 +60,14 @@ def attention(
     log_decay: Array | None = None,
     *,
     exact: bool = True,
+    fused: bool = False,
 ) -> tuple[Array, MeanState]:
-    """(y [*batch, T, V], the `MeanState` after all tokens). Unless `exact`, lost terms stay lost."""
+    """(y [*batch, T, V], the `MeanState` after all tokens). Unless `exact`, lost terms stay lost.
+
+    `fused`: by one kernel for each pass, for TPUs and GPUs.
+    """
     first = None if state is None else _cast(state, k.dtype).normalize()
-    y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, exact)
+    y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, exact, fused)
     return y, end.denormalize()
 
 
@@ -93,8 +102,10 @@ def _empty_state(kind: Values[N], keys: Keys) -> N:
     return lax.optimization_barrier(kind.empty_state(keys.k, keys.values))
 
 
-def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, exact: bool) -> tuple[Array, N]:
-    run = partial(_run_padded, kind, exact=exact)
+def _attend(
+    kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, exact: bool, fused: bool
+) -> tuple[Array, N]:
+    run = partial(_run_padded, kind, exact=exact, fused=fused)
     state = _empty_state(kind, keys) if state is None else state
     if causal:
         y, _, end = run(Tokens(q, keys), state)
@@ -145,16 +156,33 @@ def _shift_earlier(x: Array, fill: float, axis: int = -2) -> Array:
 
 
 def _run_padded(
-    kind: Values[N], tokens: Tokens, state: N, *, return_log_z: bool = False, exact: bool = True
+    kind: Values[N], tokens: Tokens, state: N, *, return_log_z: bool = False, exact: bool = True, fused: bool = False
 ) -> Output[N]:
     """`_run` for any number of tokens."""
     x = tokens.q if tokens.keys is None else tokens.keys.k
     assert x is not None
-    n_tokens, split = x.shape[-2], split_tokens(x.shape)
+    fused = fused and tokens.q is not None and tokens.keys is not None
+    if fused:
+        _passes(fused).check(tokens)
+    n_tokens, split = x.shape[-2], _passes(fused).split_tokens(x.shape)
     padded = pad_tokens(kind, tokens, split.n_tokens - n_tokens)
-    y, log_z, state = _run(Call(kind, split, return_log_z, exact), padded, state)
+    y, log_z, state = _run(Call(kind, split, return_log_z, exact, fused), padded, state)
     cut = lambda arrays, axis: jax.tree.map(lambda x: lax.slice_in_dim(x, 0, n_tokens, axis=axis), arrays)
     return Output(cut(y, -2), cut(log_z, -1), state)
+
+
+def _passes(fused: bool) -> Any:
+    """The module with the passes: `schedule`, or kernels."""
+    if not fused:
+        return schedule
+    # Slow to import.
+    if platform.target() == "tpu":
+        from heinsen.ops.pallas import tpu
+
+        return tpu
+    from heinsen.ops.pallas import mosaic_gpu
+
+    return mosaic_gpu
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -165,20 +193,32 @@ def _run(call: Call, tokens: Tokens, state: N) -> Output[N]:
 
 def _forward(
     call: Call, tokens: Tokens, state: N, save_residuals: bool = True
-) -> tuple[Output[N], tuple[Tokens, N, Residuals | None, Array]]:
-    out, residuals, lost = schedule.forward(call, tokens, state, save_residuals)
+) -> tuple[Output[N], tuple[Tokens, N, Any, Array]]:
+    out, residuals, lost = _passes(call.fused).forward(call, tokens, state, save_residuals)
     if call.exact:
         out = repair.forward(call, tokens, state, lost, out)
     return out, (tokens, state, residuals, lost)
 
 
-def _backward(call: Call, saved: tuple[Tokens, N, Residuals, Array], grads: Output[N]) -> tuple[Tokens, N]:
+def _backward(call: Call, saved: tuple[Tokens, N, Any, Array], grads: Output[N]) -> tuple[Tokens, N]:
     tokens, state, residuals, lost = saved
     scale = schedule.cotangent_scale(grads)
-    fast = schedule.backward(call, tokens, state, residuals, grads, scale)
+    fast = _passes(call.fused).backward(call, tokens, state, residuals, grads, scale)
     if not call.exact:
         return fast
-    return repair.backward(call, tokens, state, residuals, lost, grads, scale, fast)
+    exact = partial(repair.backward, call, tokens, state, lost=lost, grads=grads, scale=scale)
+    if not call.fused:
+        # The fast pass needs these arrays no longer; they have the right shapes.
+        return exact(call.kind.state_like(residuals.before, residuals.shifts.reading), fast=fast)
+
+    def repaired(i: Array, fast: tuple[Tokens, N]) -> tuple[Tokens, N]:
+        # Arrays within a loop that hardly ever runs cost nothing, if XLA does not move them out.
+        first, _ = lax.optimization_barrier((state, i))
+        axis, n_chunks = state.h_z.shift.ndim - 1, call.split.n_chunks
+        between = lambda x: jnp.repeat(jnp.expand_dims(x, axis), n_chunks, axis)[None]
+        return exact(jax.tree.map(between, first), fast=fast)
+
+    return lax.fori_loop(0, lost.astype(jnp.int32), repaired, fast)
 
 
 _run.defvjp(_forward, _backward)

@@ -31,6 +31,23 @@ def take_resets(log_decay: Array, starts: Array | None) -> tuple[Array, Array]:
     return jnp.where(resets, 0.0, log_decay), resets
 
 
+class DecaySums(NamedTuple):
+    """Sums G of log decays in a chunk, in two parts whose differences are hardly rounded: G = units * unit + rest."""
+
+    units: Array  # [*batch, C], whole numbers
+    unit: Array  # [*batch, 1]
+    rest: Array  # [*batch, C]
+    document: Array | None  # [*batch, C]: numbers of documents; None: one document
+
+
+def decay_sums(log_decay: Array, starts: Array | None) -> DecaySums:
+    """Sums of log_decay [*batch, C], all finite, up to each token; `starts` [*batch, C] or None for one document."""
+    unit = lax.stop_gradient(jnp.max(jnp.abs(log_decay), axis=-1, keepdims=True)) * (log_decay.shape[-1] / _MOST_UNITS)
+    units = jnp.round(lax.stop_gradient(log_decay) / jnp.where(unit > 0, unit, 1.0))
+    document = None if starts is None else prefix_sums(starts.astype(log_decay.dtype))
+    return DecaySums(prefix_sums(units), unit, prefix_sums(log_decay - units * unit), document)
+
+
 class ChunkDecay(NamedTuple):
     """What is left of weights: as factors, and as logarithms (-inf: nothing)."""
 
@@ -43,15 +60,12 @@ class ChunkDecay(NamedTuple):
 def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
     """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C] or None for one document."""
     n_tokens = log_decay.shape[-1]
-    unit = lax.stop_gradient(jnp.max(jnp.abs(log_decay), axis=-1, keepdims=True)) * (n_tokens / _MOST_UNITS)
-    units = jnp.round(lax.stop_gradient(log_decay) / jnp.where(unit > 0, unit, 1.0))
-    n, rest = prefix_sums(units), prefix_sums(log_decay - units * unit)
+    n, unit, rest, document = decay_sums(log_decay, starts)
     of_keys = (n[..., :, None] - n[..., None, :]) * unit[..., None] + (rest[..., :, None] - rest[..., None, :])
     of_state = n * unit + rest
     until_end = (n[..., -1:] - n) * unit + (rest[..., -1:] - rest)
     visible = lax.broadcasted_iota(int, (n_tokens,) * 2, 0) >= lax.broadcasted_iota(int, (n_tokens,) * 2, 1)
-    if starts is not None:
-        document = prefix_sums(starts.astype(log_decay.dtype))
+    if document is not None:
         visible = visible & (document[..., :, None] == document[..., None, :])
         of_state = jnp.where(document == 0, of_state, NEG_INF)
         until_end = jnp.where(document == document[..., -1:], until_end, NEG_INF)

@@ -21,7 +21,6 @@ from heinsen.ops.chunk import ChunkShifts, Keys, Tokens
 from heinsen.ops.schedule import (
     Call,
     Output,
-    Residuals,
     multiply,
     pick_chunk,
     slice_last,
@@ -51,13 +50,16 @@ def backward(
     call: Call,
     tokens: Tokens,
     state: N,
-    residuals: Residuals,
+    before: N,
     lost: Array,
     grads: Output[N],
     scale: Array,
     fast: tuple[Tokens, N],
 ) -> tuple[Tokens, N]:
-    """Gradients of the fast pass or, if terms were lost, exact ones, of cotangents divided by `scale` meanwhile."""
+    """Gradients of the fast pass or, if terms were lost, exact ones, of cotangents divided by `scale` meanwhile.
+
+    `before` are arrays to overwrite, for the states before each chunk, [n_groups, *batch, N, ...] (`schedule.Split`).
+    """
     kind, split = call.kind, call.split
     n_chunks, n_repaired = split.n_groups * split.n_chunks, _n_repaired(call, lost)
     axis = state.h_z.shift.ndim - 1
@@ -68,8 +70,6 @@ def backward(
         keys = slice_tokens(tokens.keys, i, split.chunk_size)
         return exact_chunk(kind, Tokens(None, keys), state)[1], before
 
-    # The fast pass needs these arrays no longer; they have the right shapes.
-    before = kind.state_like(residuals.before, residuals.shifts.reading)
     if tokens.keys is None:
         before = jax.tree.map(lambda x, part: jnp.broadcast_to(jnp.expand_dims(part, axis), x.shape), before, state)
     else:

@@ -67,6 +67,7 @@ class Call(NamedTuple):
     split: Split
     return_log_z: bool = False
     exact: bool = True  # False: lost terms are not repaired
+    fused: bool = False  # True: one kernel for each pass, where there are queries with keys
 
 
 class Output(NamedTuple, Generic[N]):
@@ -243,7 +244,7 @@ def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple
     def step(carry: Any, i: Array) -> Any:
         m, shifts, written, spreads = carry
         chunks = to_chunks(slice_tokens(tokens, i, split.group_size), split)
-        own = _move_in_turn(kind, shifts, chunks.keys, split)
+        own = move_in_turn(kind, shifts, chunks.keys, split)
         f = chunk.compute_factors(kind, chunks, own)
         before, m, shifts = _sums_between(f.keys, m, shifts, own)
         if f.queries is not None:
@@ -301,7 +302,7 @@ def _write_queries(
     return _Written(y, Sums(s, z), log_z)
 
 
-def _move_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys | None, split: Split) -> ChunkShifts:
+def move_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys | None, split: Split) -> ChunkShifts:
     """Shifts of each chunk of a group, [*batch, N, ...], after sums relative to `shifts`."""
     if keys is None:
         return ChunkShifts(jax.tree.map(lambda x: jnp.repeat(x[..., None, :], split.n_chunks, axis=-2), shifts))
@@ -367,7 +368,7 @@ def backward(
             dkeys = Keys(dkey.k, dkey.values, None, dlog_decay)
         return (dm, after, write(dtokens, multiply(to_tokens(Tokens(dq, dkeys)), scale), i)), None
 
-    m, shifts = _end_sums(call, tokens, residuals)
+    m, shifts = end_sums(call, tokens, residuals)
     (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
     dtokens = _make_grad_buffers(tokens, residuals.sums if overwrites_s else None)
     xs = jnp.arange(split.n_groups), (residuals.before, residuals.shifts)
@@ -428,7 +429,7 @@ def _sums_between_grad(
     return dends, dkept, dm, jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, keepdims=False), own.reading)
 
 
-def _end_sums(call: Call, tokens: Tokens, residuals: Residuals) -> tuple[Sums, Shifts]:
+def end_sums(call: Call, tokens: Tokens, residuals: Residuals) -> tuple[Sums, Shifts]:
     """The sums after the last chunk, and their shifts."""
     split = call.split
     last = jnp.asarray(split.n_groups * split.n_chunks - 1)

@@ -1,0 +1,23 @@
+"""Kernels in JAX's interpret modes, on CPUs: for tests."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+_PARAMS: ContextVar[Any] = ContextVar("params", default=None)
+
+
+def params() -> Any:
+    """Those of the interpret mode, or None: kernels are compiled."""
+    return _PARAMS.get()
+
+
+@contextmanager
+def interpreted(params: Any) -> Iterator[None]:
+    """Within the block, kernels are traced for an interpret mode: `params` are its InterpretParams or InterpretGPUParams."""
+    token = _PARAMS.set(params)
+    try:
+        yield
+    finally:
+        _PARAMS.reset(token)
