@@ -45,9 +45,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     "scan": Implementation(isolate_non_finite(scan.log_attention, NEG_INF), isolate_non_finite(scan.attention, 0.0)),
     "chunked": Implementation(chunked.log_attention, chunked.attention),
-}
-# Those that need a device of their own.
-KERNELS: dict[str, Implementation] = {
     "pallas": Implementation(partial(chunked.log_attention, fused=True), partial(chunked.attention, fused=True)),
 }
 
@@ -225,10 +222,9 @@ def _prepare(
 def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:
     if implementation is None:
         implementation = "chunked" if max(q.shape[-2], k.shape[-2]) > 1 else "scan"
-    implementations = IMPLEMENTATIONS | KERNELS
-    if implementation not in implementations:
-        raise ValueError(f"implementation {implementation!r} is not one of {sorted(implementations)} or None")
-    return implementations[implementation]
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
+    return IMPLEMENTATIONS[implementation]
 
 
 @contextlib.contextmanager
