@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
 
 
 def with_decay(tokens: Tokens) -> Tokens:
-    """Tokens with log decays of 0 where documents start without a forget gate, for kernels that know one way to forget."""
+    """Tokens with log decays of 0 if documents start without a forget gate, for kernels that know one way to forget."""
     keys = tokens.keys
     if keys is None or keys.starts is None or keys.log_decay is not None:
         return tokens

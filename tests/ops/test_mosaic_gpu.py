@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import heinsen
 from heinsen import LogState, MeanState
 from heinsen.errors import InputError
-from heinsen.ops.pallas import mosaic_gpu
+from heinsen.ops.pallas import interpret
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,7 +40,7 @@ def run_interpreted(case, signed, cotangents):
 
     segment_ids = None if case.segment_ids is None else jnp.asarray(case.segment_ids)
     state = None if case.state is None else kind(*case.state)
-    with mosaic_gpu.interpreted(InterpretGPUParams(detect_races=True)):
+    with interpret.interpreted(InterpretGPUParams(detect_races=True)):
         out, gradients = jax.jit(run)(case.q, case.k, case.values, case.log_decay, state)
     assert not interpret_pallas_call.get_races().races_found
     return *out, (*gradients[:4], *(gradients[4] or ()))
@@ -82,7 +82,7 @@ def test_values_states_and_gradients_are_the_truth(name, rng):
     ],
 )
 def test_what_the_kernels_do_not_take_is_an_error(shape, dtype, message):
-    with jax.enable_x64(True), mosaic_gpu.interpreted(InterpretGPUParams()):
+    with jax.enable_x64(True), interpret.interpreted(InterpretGPUParams()):
         x = jnp.zeros(shape, dtype)
         with pytest.raises(InputError, match=f'{message}: pass implementation="chunked"'):
             heinsen.log_attention(x, x, x, implementation="pallas")
@@ -90,7 +90,7 @@ def test_what_the_kernels_do_not_take_is_an_error(shape, dtype, message):
 
 def test_a_device_that_cannot_run_the_kernels_is_an_error():
     x = jnp.zeros((1, 8, 32))
-    with pytest.raises(InputError, match=r"needs a Hopper GPU .*, not cpu: pass"):
+    with pytest.raises(InputError, match=r"needs a TPU or a Hopper GPU .*, not cpu: pass"):
         heinsen.log_attention(x, x, x, implementation="pallas")
 
 

@@ -1,9 +1,7 @@
 """The fused kernels for TPUs: in JAX's interpret mode against float64 truth, and compiled without a TPU.
 
-The interpret mode watches for races between copies and reads of the chip's memory, and fills memory with NaN beforehand.
+The interpret mode watches for races between copies and reads of the chip's memory, which it fills with NaN beforehand.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp

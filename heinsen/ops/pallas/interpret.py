@@ -15,7 +15,7 @@ def params() -> Any:
 
 @contextmanager
 def interpreted(params: Any) -> Iterator[None]:
-    """Within the block, kernels are traced for an interpret mode: `params` are its InterpretParams or InterpretGPUParams."""
+    """Within the block, kernels are traced for an interpret mode, by its InterpretParams or InterpretGPUParams."""
     token = _PARAMS.set(params)
     try:
         yield

@@ -19,9 +19,6 @@ key features, filled up to the 64 rows that the matrix units need.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +34,7 @@ from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, Tokens
 from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
+from heinsen.ops.pallas import interpret
 from heinsen.ops.pallas.wgmma import (
     COLUMNS,
     MATRIX,
@@ -57,18 +55,6 @@ Held = Any
 
 CHUNK = 64  # tokens: the rows of the matrix units
 LARGEST_HEAD = 64  # features: what fits into the registers and the shared memory of a block
-
-_INTERPRET: ContextVar[Any] = ContextVar("interpret", default=None)
-
-
-@contextmanager
-def interpreted(params: Any) -> Iterator[None]:
-    """Within the block, kernels are traced for JAX's interpret mode on CPUs: `params` are its InterpretGPUParams."""
-    token = _INTERPRET.set(params)
-    try:
-        yield
-    finally:
-        _INTERPRET.reset(token)
 
 
 class Sizes(NamedTuple):
@@ -601,7 +587,7 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
         grid_names=("g",),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024),
-        interpret=_INTERPRET.get(),
+        interpret=interpret.params(),
         kernel_name=kernel.__name__.strip("_"),
     )(*leaves)
     return unflatten(out, written)
@@ -619,12 +605,12 @@ def check(tokens: Tokens) -> None:
     """Raise InputError for what the kernels do not take, or a device that cannot run them."""
     assert tokens.keys is not None
     instead = 'pass implementation="chunked"'
-    if _INTERPRET.get() is None:
+    if interpret.params() is None:
         device = platform.target()
         if device == "gpu" and jax.default_backend() == "gpu":
             device = f"a GPU of compute capability {jax.devices()[0].compute_capability}"
         if device not in ("gpu", "a GPU of compute capability 9.0"):
-            needed = "a Hopper GPU (H100, H200: compute capability 9.0)"
+            needed = "a TPU or a Hopper GPU (H100, H200: compute capability 9.0)"
             raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
     k, values = tokens.keys.k, tokens.keys.values
     if k.dtype != jnp.float32:
@@ -637,7 +623,7 @@ def check(tokens: Tokens) -> None:
 
 def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], Residuals | None, Array]:
     """`schedule.forward` of queries with keys."""
-    kind, tokens = call.kind, _with_decay(tokens)
+    kind, tokens = call.kind, chunk.with_decay(tokens)
     assert tokens.q is not None and tokens.keys is not None
     shifts = kind.state_shifts(state)
     m = kind.state_to_sums(state, shifts)
@@ -666,7 +652,7 @@ def backward(
     call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N], scale: Array
 ) -> tuple[Tokens, N]:
     """`schedule.backward` of queries with keys."""
-    kind, split, with_decay = call.kind, call.split, _with_decay(tokens)
+    kind, split, with_decay = call.kind, call.split, chunk.with_decay(tokens)
     assert with_decay.keys is not None and residuals.sums is not None and grads.y is not None
     before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
     axis = before.z.ndim - 2
@@ -702,14 +688,6 @@ def backward(
     return Tokens(cut(written.q, layout.d_key), dkeys), schedule.multiply(to_state(dfirst)[0], scale)
 
 
-def _with_decay(tokens: Tokens) -> Tokens:
-    """Tokens with log decays of 0 where documents start without a forget gate: the kernels know one way to forget."""
-    keys = tokens.keys
-    if keys is None or keys.starts is None or keys.log_decay is not None:
-        return tokens
-    return tokens._replace(keys=keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1])))
-
-
 class _Layout(NamedTuple):
     """How arrays [*batch, ...] become those of the kernels, and back."""
 
@@ -724,7 +702,7 @@ class _Layout(NamedTuple):
         k, values = tokens.keys.k, tokens.keys.values
         d_key, d_value = k.shape[-1], values.shape[-1]
         whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
-        registers = Registers(interpret=_INTERPRET.get() is not None)
+        registers = Registers(interpret=interpret.params() is not None)
         sizes = Sizes(call.split.n_chunks, whole(d_key), whole(d_value), call.kind is LOG_VALUES, registers)
         return cls(k.shape[:-2], d_key, d_value, sizes)
 

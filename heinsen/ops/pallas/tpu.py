@@ -1,14 +1,15 @@
 """The forward and the backward pass of the chunked form as one kernel each, for TPUs (Pallas).
 
-A step of a kernel takes one chunk of one head of one sequence; the chunks of a head follow one another, backwards in
-the backward pass, with the sums M between them (or their gradient) and their shifts on chip. Factors and pairwise weights
-never leave the chip. The mathematics is that of `chunk`, whose functions the kernels call; the functions here take the
-place of those of `schedule`, and what they return goes through the same check and `repair`.
+A step of a kernel takes one chunk of a few heads; the chunks of a head follow one another, backwards in the backward
+pass, with the sums M between them (or their gradient) and their shifts on chip. Factors and pairwise weights never
+leave the chip. The mathematics is that of `chunk`, whose functions the kernels call; the functions here take the place
+of those of `schedule`, and what they return goes through the same check and `repair`.
 
-A TPU tiles the last axis of an array to 128 lanes, so that [..., T, 32] would take four times its bytes. The kernels have
-arrays [..., K, T], with tokens in the lanes, and transpose each chunk on chip.
+A TPU tiles the last axis of an array to 128 lanes, so that [..., T, 32] would take four times its bytes. The kernels
+have arrays [..., K, T], with tokens in the lanes, and transpose each chunk on chip.
 
-Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features.
+Axes: G heads of all sequences, P of them in a step; T tokens; N chunks; C tokens of a chunk; K key and V value
+features, filled up to whole sublanes.
 """
 
 import math
@@ -32,7 +33,7 @@ from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, N, Shifts, Sums, Value
 
 LANES = 128
 CHUNK = LANES  # tokens
-FEATURES = 8  # head sizes are filled up to multiples of the sublanes of a TPU
+SUBLANES = 8
 VMEM_BYTES = 32 * 2**20
 
 Held = Any  # an array, its type and block, or a kernel's reference to it
@@ -119,10 +120,11 @@ def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Writte
         out.fine[...] = jnp.ones_like(out.fine)
 
     tokens = inputs.read()
+    assert tokens.keys is not None
     m, before = out.end.read()
     shifts = chunk.move_shifts_once(before, chunk.own_shifts(kind, tokens.keys))
     f = chunk.compute_factors(kind, tokens, shifts)
-    assert f.queries is not None and tokens.keys is not None
+    assert f.queries is not None
     m = chunk.scale(m, chunk.shift_scales(before, shifts.reading))
     sums = chunk.query_sums(f.queries, f.keys, m, shifts)
     filled = chunk.fill_empty_queries(kind, f.queries, sums, shifts)
@@ -137,7 +139,7 @@ def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Writte
 
 
 def _are_fine(kind: Values[Any], sums: Sums, values: Array) -> Array:
-    """[C]: 0 where a query's sums may have lost terms (`has_lost_terms`) or values are not finite (`spreads`), else 1."""
+    """[P, C]: 0 where sums may have lost terms (`Values.has_lost_terms`) or values spread (`spreads`), else 1."""
     other = jnp.abs(values) < jnp.inf if kind is REAL_VALUES else sums.s >= SMALLEST_SUM
     return jnp.where(sums.z >= SMALLEST_SUM, jnp.min(jnp.where(other, 1.0, 0.0), axis=-1), 0.0)
 
@@ -239,11 +241,11 @@ class _Layout(NamedTuple):
 
     @property
     def key_features(self) -> int:
-        return -(-self.d_key // FEATURES) * FEATURES
+        return -(-self.d_key // SUBLANES) * SUBLANES
 
     @property
     def value_features(self) -> int:
-        return -(-self.d_value // FEATURES) * FEATURES
+        return -(-self.d_value // SUBLANES) * SUBLANES
 
     # ---- arrays ----
 
@@ -323,7 +325,8 @@ class _Layout(NamedTuple):
     def blocks_of_saved(self, backwards: bool = False) -> Saved:
         key_features, value_features, heads = self.key_features, self.value_features, self.heads_per_block
         chunks = partial(self.blocks_of_chunks, backwards=backwards)
-        c, b = chunks(1, key_features), None if self.kind is REAL_VALUES else chunks(1, value_features)
+        c: Any = chunks(1, key_features)
+        b: Any = None if self.kind is REAL_VALUES else chunks(1, value_features)
         shifts = ChunkShifts(Shifts(c, b), DecayShifts(Shifts(c, b), b) if self.log_decay else None)
         before = Before(chunks(key_features, heads * value_features, heads=heads), c, shifts)
         return Saved(self.blocks_of_tokens(value_features, backwards), before)
@@ -394,8 +397,8 @@ def check(tokens: Tokens) -> None:
     """Raise InputError for what the kernels do not take."""
     assert tokens.keys is not None
     if tokens.keys.k.dtype != jnp.float32:
-        instead = 'pass implementation="chunked"'
-        raise InputError(f'implementation="pallas" computes in float32, not {tokens.keys.k.dtype}: {instead}')
+        found = tokens.keys.k.dtype
+        raise InputError(f'implementation="pallas" computes in float32, not {found}: pass implementation="chunked"')
 
 
 class _Residuals(NamedTuple):
@@ -443,7 +446,8 @@ def backward(
     call: Call, tokens: Tokens, state: N, residuals: _Residuals, grads: Output[N], scale: Array
 ) -> tuple[Tokens, N]:
     """`schedule.backward` of queries with keys."""
-    kind, is_gated = call.kind, tokens.keys is not None and tokens.keys.log_decay is not None
+    assert tokens.keys is not None and grads.y is not None
+    kind, is_gated = call.kind, tokens.keys.log_decay is not None
     tokens = chunk.with_decay(tokens)
     layout = _Layout.of(call, tokens)
     m, shifts = layout.sums(residuals.end)
