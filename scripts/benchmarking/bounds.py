@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 
 import heinsen
 from heinsen.errors import HeinsenError, InputError
@@ -63,8 +64,9 @@ def find_bounds(settings: Settings, out: Path) -> str:
 
 def _bound(settings: Settings, target: Target, device: jax.Device, name: str, dtype: str) -> dict[str, Any]:
     """Return the costs of one implementation; "failed": why it does not compile for the target."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    x = jax.ShapeDtypeStruct(tuple(settings.shape), dtype, sharding=sharding)
+    # The compiler's own choice, as in a model, where it makes the arrays, too.
+    layout = Format(Layout.AUTO, jax.sharding.SingleDeviceSharding(device))
+    x = jax.ShapeDtypeStruct(tuple(settings.shape), dtype)
 
     def with_gradient(q: jax.Array, k: jax.Array, log_v: jax.Array, grad: jax.Array) -> Any:
         y, pull = jax.vjp(functools.partial(heinsen.log_attention, implementation=name), q, k, log_v)
@@ -72,7 +74,8 @@ def _bound(settings: Settings, target: Target, device: jax.Device, name: str, dt
 
     try:
         with target.compiling():
-            compiled = jax.jit(with_gradient).lower(x, x, x, x).compile()
+            step = jax.jit(with_gradient, in_shardings=layout, out_shardings=layout)
+            compiled = step.lower(x, x, x, x).compile()
     except (HeinsenError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return dict(failed=str(error).splitlines()[0])
     costs = count_costs(compiled.as_text() or "", target.chip)

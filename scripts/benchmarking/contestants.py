@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import heinsen
+from heinsen.errors import InputError
 from heinsen.ops import chunked
 from heinsen.ops.api import IMPLEMENTATIONS
 from scripts.benchmarking.measure import free_memory
@@ -91,7 +92,10 @@ def _prepare_jax(function: Callable[..., jax.Array], shape: Shape, direction: st
         return y, pull(grad.astype(y.dtype))  # y too, as in training, where the layers above need it
 
     run, arguments = (function, inputs) if direction == FORWARD else (with_gradient, [grad, *inputs])
-    compiled = jax.jit(run).lower(*arguments).compile()
+    try:
+        compiled = jax.jit(run).lower(*arguments).compile()
+    except InputError as error:  # a kernel that is not for this device
+        raise SkipError(str(error)) from None
     memory = compiled.memory_analysis()
     peak = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
     free = free_memory()

@@ -12,7 +12,11 @@ from heinsen.ops.api import IMPLEMENTATIONS
 from tests.ops.quick import quick_jit
 
 T, K, V = 14, 3, 2
-FORMS = [(function, form) for function in ("log_attention", "attention") for form in sorted(IMPLEMENTATIONS.keys() - {"pallas"})]
+FORMS = [
+    (function, form)
+    for function in ("log_attention", "attention")
+    for form in sorted(IMPLEMENTATIONS.keys() - {"pallas"})
+]
 forms = pytest.mark.parametrize("function, implementation", FORMS)
 
 
