@@ -1,0 +1,69 @@
+"""The fused kernels for TPUs, compiled for TPUs that are not there, at the size of the paper's model: bytes moved.
+
+The compiler chooses the layouts of the arguments, as it does within a model.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
+
+import heinsen
+from heinsen.planning.costs import count_costs
+from heinsen.planning.targets import find_target
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs pip install 'heinsen[plan-tpu]'"),
+]
+
+BATCH, LENGTH, WIDTH = 32, 1024, 768
+
+
+def bytes_moved(name, d, extras):
+    """(bytes moved by the forward and the backward pass, those of the arrays that each pass must read and write)."""
+    target, n_heads = find_target(name), WIDTH // d
+    sharding = SingleDeviceSharding(target.devices()[0])
+    array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+    q = k = log_v = dy = array(BATCH, n_heads, LENGTH, d)
+    state = log_decay = segment_ids = dstate = None
+    if extras:
+        state = dstate = jax.eval_shape(lambda: heinsen.init_state((BATCH, n_heads), d, d))
+        log_decay, segment_ids = array(BATCH, n_heads, LENGTH), array(BATCH, 1, LENGTH, dtype=jnp.int32)
+
+    def run(arguments):
+        q, k, log_v, log_decay, state, segment_ids, dy, dstate = arguments
+
+        def call(q, k, log_v, log_decay, state):
+            given = {"log_decay": log_decay, "state": state, "segment_ids": segment_ids}
+            return heinsen.log_attention(q, k, log_v, **given, implementation="pallas", return_state=extras)
+
+        y, pull = jax.vjp(call, q, k, log_v, log_decay, state)
+        return y, pull((dy, dstate) if extras else dy)
+
+    arguments = q, k, log_v, log_decay, state, segment_ids, dy, dstate
+    chosen = Format(Layout.AUTO, sharding)
+    formats = jax.tree.map(lambda x: chosen, arguments)
+    with target.compiling():
+        compiled = jax.jit(run, in_shardings=(formats,), out_shardings=chosen).lower(arguments).compile()
+    inputs, gradients = (q, k, log_v, log_decay, state), (dy, dstate)
+    forward, backward = (*inputs, segment_ids, *gradients), (*inputs, segment_ids, *gradients, *inputs)
+    least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((forward, backward)))
+    return count_costs(compiled.as_text(), target.chip).total.n_bytes, least
+
+
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "gate, documents, state"])
+@pytest.mark.parametrize("d", [16, 32, 64, 128])
+@pytest.mark.parametrize("name", ["v5e-4"])
+def test_the_passes_move_little_more_than_they_must(name, d, extras):
+    moved, least = bytes_moved(name, d, extras)
+    # Gradients of states are whole arrays [K, V] to XLA, which fills their last axis up to 128 lanes.
+    assert least < moved < (1.6 if extras else 1.5) * least
+
+
+def test_kernels_compile_for_two_cores():
+    moved, least = bytes_moved("v5p-8", 32, extras=True)
+    assert least < moved < 1.6 * least
