@@ -55,7 +55,7 @@ def get_config() -> ConfigDict:
                 objective="next_token",  # or masked: a bidirectional model that fills in masked tokens
                 dtype="float32",  # of matmul inputs; bfloat16 on accelerators
                 remat="none",  # what the backward pass recomputes: full (layers), dots (all but matmuls)
-                implementation=placeholder(str),  # of log_attention: chunked, pallas, scan, reference; None: best
+                implementation=placeholder(str),  # of attention: chunked, pallas, scan, reference
                 document_token=placeholder(int),  # resets the state at this id (gpt2: 50256, bytes: 256); None: never
             ),
             optimizer=dict(
