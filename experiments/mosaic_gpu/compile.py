@@ -1,7 +1,7 @@
 """Compile the fused kernels for an H200 on a machine without a GPU, and print what ptxas says of them.
 
     pip install jax-cuda13-plugin==$(python -c 'import jax; print(jax.__version__)') nvidia-cuda-nvcc
-    PYTHONPATH=. python experiments/mosaic_gpu/compile.py
+    python experiments/mosaic_gpu/compile.py --features=16,32,64
 
 Each case is the gradient of attention over 32 sequences of 24 heads and 1024 tokens: one forward and one backward
 kernel. Printed for each: registers of a thread and bytes that it spills to memory.
@@ -12,31 +12,29 @@ import re
 import tempfile
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 from absl import app, flags
 
+import heinsen
 from configs import parse_flags
+from experiments import tools
 from heinsen.errors import exit_on_error
+from heinsen.planning.targets import find_target
 
-FEATURES = flags.DEFINE_multi_integer("features", [16, 32, 64], "Features of keys and of values; once for each size.")
+FEATURES = flags.DEFINE_list("features", ["16", "32", "64"], "Features of keys and of values.")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     with exit_on_error(), tempfile.TemporaryDirectory() as reports:
-        # Read by the compiler when it is loaded.
-        os.environ |= {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": reports}
-        compile_all(FEATURES.value, Path(reports))
+        os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": reports}
+        compile_all(tools.parse_counts("features", FEATURES.value), Path(reports))
 
 
 def compile_all(sizes: list[int], reports: Path) -> None:
     """Compile every case for heads of each size, and print what arrives in `reports`."""
-    import jax
-    import jax.numpy as jnp
-
-    import heinsen
-    from heinsen.planning.targets import find_target
-
     cases = {
         "log values": (heinsen.log_attention, False),
         "log values with a gate": (heinsen.log_attention, True),
