@@ -39,6 +39,13 @@ def pytest_collection_finish(session):
     gc.set_threshold(50_000)
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """Look for it only in what the tests of one file made: compiled programs stay, and are millions of objects."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_report_header(config):
     return f"random numbers: --seed={config.option.seed}"
 

@@ -97,7 +97,7 @@ def test_a_row_of_document_tokens_has_nothing_to_hide(rng):
 
 @pytest.mark.parametrize(
     "model",
-    [MODEL, GATED[0], pytest.param(GATED[1], marks=pytest.mark.long)],
+    [MODEL, *(pytest.param(model, marks=pytest.mark.long) for model in GATED)],
     ids=["plain", "gated", "gated, real values"],
 )
 def test_logits_and_gradients_are_those_of_the_float64_model(rng, model):
