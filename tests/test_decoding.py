@@ -71,7 +71,12 @@ def draw_tokens(rng, *shape: int) -> jax.Array:
 
 @pytest.mark.parametrize(
     "attention, document_token",
-    [("heinsen", None), ("heinsen", 5), ("softmax", 5), ("heinsen,softmax", None), ("window", 5)],
+    [
+        ("heinsen", 5),
+        ("heinsen,softmax", None),
+        ("window", 5),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [("heinsen", None), ("softmax", 5)]),
+    ],
 )
 def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, attention, document_token):
     """Also the steps of the decoding form, of parameters that are not stacked."""
@@ -110,7 +115,7 @@ ALL_KINDS = "heinsen,softmax,linear,sigmoid,window"
         pytest.param(ALL_KINDS, 0, id="first id"),
         pytest.param(ALL_KINDS, 256, id="the tokenizer's own", marks=pytest.mark.long),
         pytest.param(ALL_KINDS, 269, id="last id", marks=pytest.mark.long),
-        pytest.param("real", 0, id="real values"),
+        pytest.param("real", 0, id="real values", marks=pytest.mark.long),
     ],
 )
 def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp_path, kinds, document_token):

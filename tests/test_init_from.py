@@ -47,7 +47,14 @@ def started_config(source: Path, **changes):
     return run_config(Path("data"), init_from=str(source), **changes)
 
 
-@pytest.mark.parametrize("part", [*OPTIONAL_PARTS, "position"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "gate",
+        "position",
+        *(pytest.param(part, marks=pytest.mark.long) for part in sorted({*OPTIONAL_PARTS} - {"gate"})),
+    ],
+)
 def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part, source, table_is_optional, rng):
     before, after = started_config(source), started_config(source, **{f"model__{part}": WITH[part]})
     tokens, mesh = jnp.asarray(rng.integers(0, 257, (3, 9)), jnp.int32), make_mesh()

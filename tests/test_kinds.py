@@ -76,9 +76,12 @@ VARIANTS = {
         **EQUAL,
     ),
 }
+QUICK = ("gpt2", "sigmoid", "linear", "hybrid")
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(
+    params=[*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in sorted({*VARIANTS} - {*QUICK}))]
+)
 def config(request):
     return model_config(**SIZES | VARIANTS[request.param])
 

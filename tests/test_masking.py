@@ -191,7 +191,7 @@ def test_pseudo_perplexity_predicts_every_token_once_from_those_that_are_seen_wi
     assert_close(quick_jit(lambda p, t: window_losses(MODEL, p, t))(params, tokens), want, 2e-5)
 
 
-@pytest.mark.parametrize("document_token", [None, DOCUMENT])
+@pytest.mark.parametrize("document_token", [pytest.param(None, marks=pytest.mark.long), DOCUMENT])
 def test_the_padding_of_a_window_is_not_seen(rng, document_token):
     """Whatever id it has; a row of padding alone has losses that are finite, to be masked."""
     changes = dict(attention="heinsen,softmax,sigmoid,linear", n_layers=4, sigmoid_bias="-log_n", **EQUAL)

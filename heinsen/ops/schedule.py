@@ -12,7 +12,8 @@ What XLA forces, and why:
     XLA would copy the whole buffer in every group, so there it is not done.
   * The repair overwrites the buffers of the sums between chunks, which are no longer needed (`repair.backward`).
   * `scan_chunks` keeps the chunks along their axis: `lax.scan` would move them to the front, which copies them.
-  * Accelerators launch a kernel or more for each step of a loop: there the body of `scan_chunks` takes many steps.
+  * GPUs launch kernels for each step of a loop: there the body of `scan_chunks` takes many steps. On TPUs that moves as
+    many bytes, and their compiler ends with a failed check for a gate and 8 steps (jax 0.10.2, 120 sequences on a v5p).
   * `lax.optimization_barrier` on the empty state (`chunked`): XLA would spend seconds folding so large a constant.
 tests/ops/test_memory.py looks for copies of buffers inside the compiled loops.
 
@@ -37,7 +38,7 @@ from heinsen.ops.values import N, Shifts, Sums, Values
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
 
-_MOST_STEPS = 16  # of a loop over chunks that are written out, on accelerators
+_MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
 X = TypeVar("X")
 Y = TypeVar("Y")
@@ -203,7 +204,7 @@ def scan_chunks(
 
 def _steps_together(n: int) -> int:
     """Steps of n that the body of a loop over chunks takes: a divisor of n."""
-    if platform.target() == "cpu":
+    if platform.target() != "gpu":
         return 1
     return next(size for size in range(min(n, _MOST_STEPS), 0, -1) if n % size == 0)
 

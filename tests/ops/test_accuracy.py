@@ -81,7 +81,10 @@ def test_every_dynamic_range(rng, n_tokens):
     check_grid(rng, n_tokens, SIGMAS, SIGMAS)
 
 
-@pytest.mark.parametrize("sigma_k, sigma_v", [(0.1, 64), (1, 1), (8, 8), (32, 4), (64, 64)])
+@pytest.mark.parametrize(
+    "sigma_k, sigma_v",
+    [(0.1, 64), (1, 1), (64, 64), *(pytest.param(*sigmas, marks=pytest.mark.long) for sigmas in [(8, 8), (32, 4)])],
+)
 def test_a_thousand_tokens(rng, sigma_k, sigma_v):
     check(draw(rng, 1000, sigma_k, sigma_v, batch=()), 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4)
 
@@ -183,7 +186,7 @@ def compiled_with(function, keys, implementation):
 
 
 @pytest.mark.parametrize("function, keys", OFFSET_CASES)
-@pytest.mark.parametrize("offset", [1e3, 1e5])
+@pytest.mark.parametrize("offset", [pytest.param(1e3, marks=pytest.mark.long), 1e5])
 def test_exponents_far_from_zero_cost_no_precision(rng, function, keys, offset):
     """Of one entry, of all, and of each feature by its own number, which the queries take back."""
     n_tokens, ids = 70, (np.arange(70) // 40).astype(np.int32)

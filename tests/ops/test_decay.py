@@ -54,7 +54,7 @@ def check(rng, n_tokens, sigma, batch, decays):
             assert error <= 1e-4 * max(largest, 0.1), f"{form}, {name}: {error:.2g} of {largest:.2g}"
 
 
-@pytest.mark.parametrize("sigma", [1, 8, 64])
+@pytest.mark.parametrize("sigma", [1, pytest.param(8, marks=pytest.mark.long), 64])
 def test_decays_of_every_size_in_one_sequence(rng, sigma):
     check(rng, 100, sigma, (6,), draw_decays(rng, (6, 100)))
 
@@ -282,7 +282,7 @@ def both_ways64(q, k, v, before, after, document):
     return weights @ v / weights.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("signed, packed", [(False, False), (True, True)])
+@pytest.mark.parametrize("signed, packed", [pytest.param(False, False, marks=pytest.mark.long), (True, True)])
 def test_both_directions_are_gated_separately_and_the_later_one_leaves_out_the_token(rng, signed, packed):
     n = int(rng.integers(60, 100))
     q, k, values = (rng.standard_normal((2, n, 4)).astype(np.float32) for _ in range(3))
@@ -318,7 +318,7 @@ def test_both_directions_are_gated_separately_and_the_later_one_leaves_out_the_t
         assert abs(slope - terms.sum()) <= 1e-4 * np.sqrt(np.sum(terms**2)) + 1e-5
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.long)])
 def test_what_is_not_finite_stays_in_its_document_in_both_directions(rng, bad):
     n, start = 9, int(rng.integers(1, 9))
     q, k, v = (jnp.asarray(rng.standard_normal((n, 4)), jnp.float32) for _ in range(3))

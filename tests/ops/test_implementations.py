@@ -187,7 +187,10 @@ def test_implementations_differ_in_code_and_are_named_in_the_documentation():
 # ---- against the truth ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name in ("causal", "decay", "all keys"))) for name in CASES],
+)
 def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
     check(form, draw(rng, name), rng)
 

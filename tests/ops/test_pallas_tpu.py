@@ -1,4 +1,4 @@
-"""The fused kernels for TPUs: in JAX's interpret mode against float64 truth. test_kernels.py compiles them.
+"""The fused kernels for TPUs: in JAX's interpret mode against float64 truth (compiled: tests/planning).
 
 The interpret mode watches for races between copies and reads of the chip's memory, which it fills with NaN beforehand.
 """

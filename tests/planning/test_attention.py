@@ -1,7 +1,7 @@
-"""The fused kernels, compiled for machines that are not there, at the size of the paper's model.
+"""Attention compiled for machines that are not there, at the size of the paper's model.
 
-For TPUs: bytes moved, where the compiler chooses the layouts of the arguments, as it does within a model. For Hopper
-GPUs: what ptxas says of registers.
+The fused kernels for TPUs: bytes moved, where the compiler chooses the layouts of the arguments, as it does within a
+model. Those for Hopper GPUs: what ptxas says of registers.
 """
 
 import re
@@ -82,3 +82,18 @@ def test_kernels_compile_for_hopper_and_spill_next_to_nothing():
     for features, case, _, spilled in spills:
         # ptxas has 255 registers for a thread: a gated head of 64 features wants some twenty more.
         assert int(spilled) <= (96 if features == "64" and "gate" in case else 0), run.stdout
+
+
+@needs_tpu
+def test_a_gate_in_two_groups_of_chunks_compiles():
+    """With the chunks of a group written out, instead of a loop over them, libtpu 0.0.42.1 dies of a failed check."""
+    target = find_target("v5p-8")
+    sharding = SingleDeviceSharding(target.devices()[0])
+    x = jax.ShapeDtypeStruct((120, 24, 1024, 32), "float32", sharding=sharding)
+    log_decay = jax.ShapeDtypeStruct(x.shape[:-1], "float32", sharding=sharding)
+
+    def attend(q, k, log_v, log_decay):
+        return heinsen.log_attention(q, k, log_v, log_decay=log_decay, implementation="chunked")
+
+    with target.compiling():
+        assert jax.jit(attend).lower(x, x, x, log_decay).compile().memory_analysis().temp_size_in_bytes > 0
