@@ -7,17 +7,21 @@ import jax
 import jax.numpy as jnp
 
 
-def _options():
-    """XLA's options, as far as this jaxlib knows them."""
-    options = {}
-    for name, value in (("xla_backend_optimization_level", 0), ("xla_cpu_use_fusion_emitters", False)):
+def _known(**options):
+    """Those of XLA's options that this jaxlib knows."""
+
+    def is_known(name):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.jit(jnp.negative, compiler_options={name: value}).lower(1.0).compile()
-            options[name] = value
-    return options
+            jax.jit(jnp.negative, compiler_options={name: options[name]}).lower(1.0).compile()
+            return True
+        return False
+
+    return {name: value for name, value in options.items() if is_known(name)}
 
 
-quick_jit = functools.partial(jax.jit, compiler_options=_options())
+quick_jit = functools.partial(
+    jax.jit, compiler_options=_known(xla_backend_optimization_level=0, xla_cpu_use_fusion_emitters=False)
+)
 
 # tests/conftest.py turns the emitters off for all other compilations.
-user_jit = functools.partial(jax.jit, compiler_options={"xla_cpu_use_fusion_emitters": True})
+user_jit = functools.partial(jax.jit, compiler_options=_known(xla_cpu_use_fusion_emitters=True))
