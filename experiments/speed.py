@@ -24,7 +24,11 @@ from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 
 EXPERIMENT = flags.DEFINE_enum(
-    "experiment", None, ["attention_comparison", "forgetting"], "A folder with contestants.py.", required=True
+    "experiment",
+    None,
+    ["attention_comparison", "comparison_2m", "forgetting"],
+    "A folder with contestants.py.",
+    required=True,
 )
 CONTESTS = flags.DEFINE_list("contests", [], "Those of forgetting to measure, all by default.")
 LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")

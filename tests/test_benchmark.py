@@ -68,16 +68,17 @@ def test_reading_batches_is_timed_with_and_without_the_check_of_ids(tmp_path):
 @pytest.mark.long
 def test_decoding_is_timed_against_the_context(tmp_path):
     sizes = dict(n_layers=2, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=60, padded_vocab_size=64)
-    config = [f"--config.model.{name}={size}" for name, size in sizes.items()]
+    config = [f"--config.model.{name}={size}" for name, size in (sizes | {"convolution": 3}).items()]
     small = ["--contexts=50,1000", "--batches=1,3", "--repeats=2", "--call_tokens=4", f"--out={tmp_path}"]
     result = benchmark("decode", *config, *small)
     assert result.returncode == 0, result.stderr
     assert "batch 3 gives" in result.stdout and "a token after 1000 takes" in result.stdout
     summary = json.loads((tmp_path / "results.json").read_text())
+    taps = 2 * 2 * (2 * 12)  # two inputs of each layer's convolution, of queries, keys and values
     sizes = {(r["name"], r["batch"], r["context"]): r["state_bytes"] for r in summary["results"]}
     assert len(sizes) == len(summary["results"]) == 6
-    assert sizes["heinsen", 1, 50] == sizes["heinsen", 1, 1000] == 4 * (16 + 2 * 2 * (4 * 4 + 4) + 2)
-    cache = lambda context: 4 * (16 + 2 + 2 * 2 * 2 * 4 * (context + 4 * 4))
+    assert sizes["heinsen", 1, 50] == sizes["heinsen", 1, 1000] == 4 * (16 + 2 * 2 * (4 * 4 + 4) + taps + 2)
+    cache = lambda context: 4 * (16 + 2 + taps + 2 * 2 * 2 * 4 * (context + 4 * 4))
     assert [sizes["softmax", 1, n] for n in (50, 1000)] == [cache(50), cache(1000)]
     assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
 

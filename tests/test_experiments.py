@@ -12,6 +12,7 @@ from experiments.associative_recall import contestants as recall_contestants
 from experiments.associative_recall import report as recall_report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.attention_comparison.report import growth
+from experiments.comparison_2m.contestants import CONTEST as LARGER
 from experiments.contest import versus
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
@@ -61,14 +62,18 @@ def test_too_few_runs_are_no_law(rng):
         fit(sizes, tokens, sizes)
 
 
-@pytest.mark.parametrize("contest", [CONTEST, *CONTESTS.values()], ids=["comparison", *CONTESTS])
+ALL_CONTESTS = {"comparison": CONTEST, "comparison_2m": LARGER} | CONTESTS
+
+
+@pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
 def test_contestants_have_as_many_parameters_within_1_percent(contest):
     sizes = {name: contest.parameters(name) for name in contest.contestants}
-    assert max(sizes.values()) < 1.01 * CONTEST.parameters("heinsen"), sizes
-    assert min(sizes.values()) > 0.99 * CONTEST.parameters("heinsen"), sizes
+    paper = LARGER.parameters("paper's") if contest is LARGER else CONTEST.parameters("heinsen")
+    assert max(sizes.values()) < 1.01 * paper, sizes
+    assert min(sizes.values()) > 0.99 * paper, sizes
 
 
-@pytest.mark.parametrize("contest", [CONTEST, *CONTESTS.values()], ids=["comparison", *CONTESTS])
+@pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
 def test_contestants_differ_in_what_they_say(contest):
     models = {name: contest.train_config(name).model for name in contest.contestants}
     assert len(set(models.values())) == len(models)
@@ -295,6 +300,21 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
     for name, of_seeds in results["bits_per_byte"].items():
         assert name in report and set(of_seeds) == {"1", "2"}
     for figure in ("curves", "recall", "sigmoid"):
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_the_larger_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
+    command = ["experiments/comparison_2m/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--learning_rates=3e-3"]
+    command += ["--tuning_tokens=420000", "--tokens=420000", "--documents=2", "--longest=300", "--recall_steps=101"]
+    command += ["--speed_lengths=32,64", "--contexts=32,64"]
+    end = commands.run(*command, n_programs=7 * len(LARGER.contestants))
+    assert end.returncode == 0, end.stderr
+    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
+    assert report in end.stdout
+    for what in ("bits_per_byte", "positions", "recall", "decoding", "speed"):
+        assert set(results[what]) == set(LARGER.contestants)
+    for figure in ("curves", "costs", "positions", "recall"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
 

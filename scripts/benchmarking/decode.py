@@ -123,7 +123,7 @@ class Race:
     """Times the contestants, and in turn with them a sum over as many bytes as the parameters of `reader` have."""
 
     def __init__(self, settings: Settings, contestants: dict[str, Contestant], reader: str):
-        self._settings, self._contestants = settings, contestants
+        self.settings, self._contestants = settings, contestants
         self._room = settings.call_tokens * (settings.repeats + 2)  # tokens that will be decoded
         self._read = prepare_reading(contestants[reader].n_bytes)
         self._read()
@@ -137,10 +137,10 @@ class Race:
         calls = {case: call for case in cases if (call := self._prepare(case)) is not None}
         for call in calls.values():
             call()
-        for _ in range(self._settings.repeats):
+        for _ in range(self.settings.repeats):
             self.read_times.append(seconds(self._read))
             for case, call in calls.items():
-                self.times.setdefault(case, []).append(seconds(call) / self._settings.call_tokens)
+                self.times.setdefault(case, []).append(seconds(call) / self.settings.call_tokens)
         for case in calls:
             milliseconds = 1e3 * statistics.median(self.times[case])
             print(f"{tuple(case)}: {milliseconds:.2f} ms per step", file=sys.stderr, flush=True)
@@ -168,7 +168,7 @@ class Race:
         prefix = make_prefix(contestant.model, batch, context, self._room)
         self.state_bytes[case] = sum(x.nbytes for x in jax.tree.leaves(prefix.state))
         keys, sampling = jax.random.split(jax.random.key(0), batch), Sampling(temperature=0.0)
-        model, params, n_tokens = contestant.model, contestant.params, self._settings.call_tokens
+        model, params, n_tokens = contestant.model, contestant.params, self.settings.call_tokens
 
         def call() -> np.ndarray:
             nonlocal prefix
@@ -195,8 +195,9 @@ def make_prefix(model: ModelConfig, batch: int, context: int, room: int) -> Pref
     shapes = jax.eval_shape(lambda: init_model_state(model, batch, context + room))
     attention = [jax.tree.map(draw_sums if isinstance(state, LogState) else fill, state) for state in shapes.attention]
     state = shapes._replace(
-        position=draw(shapes.position),
+        position=jax.tree.map(draw, shapes.position),
         attention=tuple(attention),
+        convolution=jax.tree.map(fill, shapes.convolution),
         n_tokens=jnp.full(batch, context, jnp.int32),
         document_start=jnp.zeros(batch, jnp.int32),
     )

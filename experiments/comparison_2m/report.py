@@ -1,0 +1,215 @@
+"""report.md, results.json and the figures, from the measurements."""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments import contest, tools
+from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
+from experiments.forgetting.contexts import Measured
+from experiments.forgetting.report import plot_positions, significance
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import SEED
+
+GATED, PAPER, SOFTMAX = "gate, parts", "paper's", "softmax, GPT-2's block"
+
+
+class Found(NamedTuple):
+    """The measurements: runs of the tuning, the final ones in `folder`, and by contestant the rest.
+
+    tested: {run: summary of eval.py}; positions: the same of long documents; recall: {contestant: results of
+    scripts/recall.py}; decoding: {contestant: {context: {milliseconds, state_bytes}}}; speed: {contestant: {T:
+    tokens/s}}.
+    """
+
+    tuning: list[RunView]
+    folder: Path
+    final: list[RunView]
+    tested: dict[str, dict]
+    positions: dict[str, dict]
+    recall: dict[str, dict]
+    decoding: dict[str, dict[str, dict]]
+    speed: dict[str, dict[str, float]]
+
+
+def write(out: Path, found: Found) -> str:
+    """Write the report and its figures, and return it."""
+    seed_1 = [run for run in found.final if run.run.point[SEED] == 1]
+    first = {name: CONTEST.runs_of(name, seed_1)[0] for name in CONTESTANTS}
+    results = dict(
+        machine=tools.describe_machine(),
+        jax=jax.__version__,
+        tokens=found.final[0].tokens,
+        bits_per_byte=CONTEST.bits(CONTESTANTS, found.final, found.tested),
+        by_documents={name: found.tested[run.name]["bits_per_byte_interval"] for name, run in first.items()},
+        sources=CONTEST.by_source(CONTESTANTS, found.final, found.tested),
+        tuning={name: CONTEST.losses(name, found.tuning) for name in CONTESTANTS},
+        fields={name: dict(fields) for name, fields in CONTESTANTS.items()},
+        parameters={name: CONTEST.parameters(name) for name in CONTESTANTS},
+        positions={name: found.positions[run.name]["by_position"] for name, run in first.items()},
+        recall_steps=next(iter(found.recall.values()))["steps"],
+        recall={name: {x["length"]: x["answers"] for x in each["accuracy"]} for name, each in found.recall.items()},
+        decoding=found.decoding,
+        speed=found.speed,
+    )
+    CONTEST.plot_curves(out / "curves.png", CONTESTANTS, found.folder, found.final)
+    plot_positions(out / "positions.png", Measured(results["positions"], {}))
+    plot_recall(out / "recall.png", results["recall"])
+    plot_costs(out / "costs.png", results)
+    text = tools.write_report(out, results, report(results))
+    return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, positions.png, recall.png, costs.png"
+
+
+# ---- words ----------------------------------------------------------------------------------------
+
+
+def report(results: dict[str, Any]) -> list[str]:
+    """Return the lines of report.md."""
+    bits, length = results["bits_per_byte"], CONTEST.get_config().sequence_length
+    mean = lambda name: f"{statistics.fmean(bits[name].values()):.3f}"
+    versus = lambda name, other: contest.versus(bits, name, other)
+    positions = results["positions"][GATED]["ranges"]
+    last = positions[-1]
+    most = max(map(int, results["recall"][GATED]))
+    recalled = lambda name: at(results["recall"][name], most)
+    return [
+        "# Two million parameters, eight million bytes",
+        "",
+        f"**The gated model (gate, gated output, convolution, no positions) has {mean(GATED)} bits per byte on the "
+        f"test split, the paper's {mean(PAPER)} and softmax attention with rotary positions in GPT-2's block "
+        f"{mean(SOFTMAX)}: {versus(GATED, PAPER)} and {versus(GATED, SOFTMAX)}. From byte {last['first']:,} of long "
+        f"documents on, {last['first'] // length} times the training length, it has {last['streaming']:.3f} nats per "
+        f"byte where windows of {length:,} have {last['windows']:.3f}. Of {most} pairs it recalls "
+        f"{recalled(GATED):.0%}, softmax in GPT-2's block {recalled(SOFTMAX):.0%}.**",
+        "",
+        f"`python experiments/comparison_2m/run.py`, {results['machine']}, jax {results['jax']}. Every contestant was "
+        f"trained on the same {results['tokens']:,} bytes of the corpus of scripts/build_corpus.py, in windows of "
+        f"{length:,}, with as many parameters within 1%, the same optimizer and the best learning rate for it from one "
+        "grid, which was extended if the best was at its end; tuned on a quarter of the bytes. Bits per byte are "
+        "measured on the whole test split: mean over seeds +- their standard deviation; in brackets the 95% interval "
+        "of the mean difference between runs with equal seeds (Student's t, not corrected for the number of "
+        "comparisons), and that of the first seed's run by a bootstrap over documents. Tokens/s of training steps of "
+        f"{max(map(int, next(iter(results['speed'].values())))):,} tokens, milliseconds per token of decoding one text "
+        "and the state by the tokens of context, on all cores, the contestants in turn.",
+        "",
+        *main_table(results),
+        "",
+        "![Validation during training](curves.png)",
+        "",
+        "![Time and state of decoding](costs.png)",
+        "",
+        *recall_section(results),
+        *positions_section(results["positions"]),
+        *contest.sources_section(results["sources"]),
+        *contest.tuning_section(results["tuning"]),
+    ]
+
+
+def at(values: Mapping[Any, Any], key: int) -> Any:
+    """Return an entry of a mapping from integers, which JSON makes strings."""
+    return values[str(key)] if str(key) in values else values[key]
+
+
+def main_table(results: dict[str, Any]) -> list[str]:
+    bits = results["bits_per_byte"]
+    contexts = list(next(iter(results["decoding"].values())))
+    lengths = list(next(iter(results["speed"].values())))
+
+    def cost(name: str, context: str) -> str:
+        found = results["decoding"][name].get(context)
+        return f"{found['milliseconds']:.2f} ms, {found['state_bytes'] / 1e6:,.2f} MB" if found else "too large"
+
+    rows = [
+        [
+            name,
+            contest.spread(bits[name]),
+            "" if name == SOFTMAX else contest.versus(bits, name, SOFTMAX),
+            "[{:.3f}, {:.3f}]".format(*results["by_documents"][name]),
+            f"{results['parameters'][name]:,}",
+            " / ".join(f"{at(results['speed'][name], int(n)):,.0f}" for n in lengths),
+            *(cost(name, context) for context in contexts),
+            f"{contest.best_rate(results['tuning'][name]):g}",
+        ]
+        for name in contest.ranked(bits)
+    ]
+    head = [
+        "", "bits per byte", f"above {SOFTMAX}", "by documents", "parameters",
+        f"tokens/s, T = {' and '.join(f'{int(n):,}' for n in lengths)}",
+        *(f"after {int(context):,}" for context in contexts), "learning rate",
+    ]  # fmt: skip
+    return tools.table(head, rows)
+
+
+def recall_section(results: dict[str, Any]) -> list[str]:
+    recall = results["recall"]
+    lengths = list(next(iter(recall.values())))
+    rows = [[name, *(f"{x:.1%}" for x in accuracies.values())] for name, accuracies in recall.items()]
+    return [
+        "## Recall",
+        "",
+        f"Associative recall by models of each kind with 4 layers of width 128 and 4 heads of 16, trained on it for "
+        f"{results['recall_steps']:,} steps (`scripts/recall.py`, one seed, one learning rate: "
+        "experiments/associative_recall has tuned ones): right answers by the number of key-value pairs.",
+        "",
+        *tools.table(["", *(f"{n} pairs" for n in lengths)], rows),
+        "",
+        "![Recall](recall.png)",
+        "",
+    ]
+
+
+def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    window = next(iter(positions.values()))["window"]
+    ranges = max((each["ranges"] for each in positions.values()), key=len)
+    wanted = [each for each in ranges if each["first"] > window / 2]
+    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
+    cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
+    rows = []
+    for name, found in positions.items():
+        own = {each["first"]: each for each in found["ranges"]}
+        rows.append([name, *(cell(own[each["first"]]) if each["first"] in own else "" for each in wanted)])
+    return [
+        "## Longer contexts",
+        "",
+        "Loss in nats per byte by position in long documents of the corpus's last training file, which training did "
+        f"not read, each read from its start to its end. In parentheses is the difference to windows of {window:,}; * "
+        "where its 95% interval (over documents) excludes 0. Models whose cache grows are tested on the documents' "
+        "first eighths. First seed.",
+        "",
+        *tools.table(["", *map(span, wanted)], rows),
+        "",
+        "![Loss by position](positions.png)",
+        "",
+    ]
+
+
+# ---- figures --------------------------------------------------------------------------------------
+
+
+def plot_recall(path: Path, recall: Mapping[str, Mapping[int, float]]) -> None:
+    figure, axes = tools.make_figure(figsize=(8, 5))
+    for name, accuracies in recall.items():
+        axes.plot([int(n) for n in accuracies], list(accuracies.values()), "o-", ms=4, lw=1.2, label=name)
+    axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    tools.save_figure(figure, path)
+
+
+def plot_costs(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw the time of decoding and the state by the tokens of context."""
+    figure, axes = tools.make_figure(1, 2, figsize=(10, 5))
+    for index, (name, found) in enumerate(results["decoding"].items()):
+        contexts = [int(n) for n in found]
+        style = dict(marker="o", ms=4, lw=1.2, color=f"C{index % 10}")
+        axes[0].plot(contexts, [each["milliseconds"] for each in found.values()], label=name, **style)
+        axes[1].plot(contexts, [each["state_bytes"] / 1e6 for each in found.values()], **style)
+    for one, label in zip(axes, ("decoding, ms per token", "state (MB)"), strict=True):
+        one.set(xlabel="tokens of context", ylabel=label, xscale="log", yscale="log")
+        one.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    tools.save_figure(figure, path)

@@ -1,0 +1,101 @@
+"""The paper's attention, gated attention and softmax at 2M parameters and 8M bytes: loss, contexts, recall, cost.
+
+    python experiments/comparison_2m/run.py --corpus=corpus --out=runs/comparison_2m [--parallel=2]
+
+CORPUS is what scripts/build_corpus.py builds; its last training file is kept for the test of long documents. Rerun the
+same command to resume. config.py is what all contestants share, and contestants.py lists them. OUT receives data/, the
+sweeps tuning*/ and final/, test/ and long/ (losses of the test split, and by position in long documents), recall/,
+costs, and the report: report.md, results.json, curves.png, costs.png, positions.png, recall.png.
+"""
+
+from pathlib import Path
+
+from absl import app, flags
+
+from configs import parse_flags
+from experiments import tools
+from experiments.comparison_2m import report
+from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
+from experiments.contest import test
+from experiments.forgetting import contexts
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import SEED, format_value
+
+CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")
+PARALLEL = flags.DEFINE_integer(
+    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
+)
+RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
+TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 2_000_000, "Tokens of each tuning run.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 2, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
+DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at most.", lower_bound=1)
+LONGEST = flags.DEFINE_integer("longest", 65_536, "Bytes of each long document.", lower_bound=1)
+RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Training steps on the probe of recall.", lower_bound=101)
+SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["1024", "8192"], "Tokens of a sequence where speed is measured.")
+CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens of context where decoding is measured.")
+
+RECALL_LENGTHS = (4, 8, 16, 32)
+
+
+def main(argv: list[str]) -> None:
+    tools.execute(run, argv, OUT.value, PARALLEL.value)
+
+
+def run(out: Path, parallel: int) -> str:
+    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
+    rates = tools.parse_numbers("learning_rates", RATES.value)
+    tools.parse_counts("contexts", CONTEXTS.value)  # before the hours of training
+    tools.share_compilations(out)
+    corpus = Path(CORPUS.value)
+    long, shorter = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)
+    tools.prepare_bytes({"test": [corpus / "test.jsonl.zst"]}, out / "data")
+    tuning, final = train(out, rates, parallel)
+    tested = test(out / "test", {out / "final": final}, parallel)
+    first = [run for run in final if run.run.point[SEED] == 1]
+
+    def split_of(run: RunView) -> str:
+        name = next(name for name in CONTESTANTS if CONTEST.runs_of(name, [run]))
+        return shorter if CONTEST.train_config(name).model.has_cache else long
+
+    positions = test(out / "long", {out / "final": first}, parallel, True, split_of)
+    found = report.Found(
+        tuning, out / "final", final, tested, positions, measure_recall(out, parallel), measure_decoding(out),
+        tools.measure_speed(out, "comparison_2m", SPEED_LENGTHS.value),
+    )  # fmt: skip
+    return report.write(out, found)
+
+
+def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView]]:
+    """Return the runs of the tuning and the final ones."""
+    data = f"--config.data.path={(out / 'data').absolute()}"
+    tuning = CONTEST.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
+    options = [data, "--config.seed=1", f"--seeds={SEEDS.value}"]
+    options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
+    return tuning, CONTEST.train(out / "final", CONTESTANTS, tuning, parallel, *options)
+
+
+def measure_recall(out: Path, parallel: int) -> dict[str, dict]:
+    """Return {contestant: results of scripts/recall.py for a small model of its kind}."""
+    commands = {}
+    for fields in CONTESTANTS.values():
+        given = {field: value for field, value in fields.items() if field not in ("d_model", "n_layers")}
+        folder = out / "recall" / str(len(commands))
+        commands[folder / "stdout.json"] = [
+            "scripts/recall.py", "--task=associative", f"--lengths={','.join(map(str, RECALL_LENGTHS))}",
+            f"--steps={RECALL_STEPS.value}", f"--out={folder.absolute()}", "--config.model.n_layers=4",
+            *(f"--config.model.{field}={format_value(value)}" for field, value in given.items()),
+        ]  # fmt: skip
+    found = tools.run_programs(commands, parallel)
+    return dict(zip(CONTESTANTS, (found[file] for file in commands), strict=True))
+
+
+def measure_decoding(out: Path) -> dict[str, dict]:
+    """Return {contestant: {context: time and state}} by experiments/decoding.py; kept in out/decoding.json."""
+    command = ["experiments/decoding.py", "--experiment=comparison_2m", f"--contexts={','.join(CONTEXTS.value)}"]
+    return tools.run_programs({out / "decoding.json": command}, 1)[out / "decoding.json"]
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)
