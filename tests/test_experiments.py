@@ -306,7 +306,7 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
 @pytest.mark.long
 def test_the_larger_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/comparison_2m/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--learning_rates=3e-3"]
-    command += ["--tuning_tokens=420000", "--tokens=420000", "--documents=2", "--longest=300", "--recall_steps=101"]
+    command += ["--tuning_tokens=220000", "--tokens=220000", "--documents=2", "--longest=300", "--recall_steps=101"]
     command += ["--speed_lengths=32,64", "--contexts=32,64"]
     end = commands.run(*command, n_programs=7 * len(LARGER.contestants))
     assert end.returncode == 0, end.stderr

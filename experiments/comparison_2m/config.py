@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
     config.data.tokenizer = "bytes"
     config.model.update(vocab_size=257, padded_vocab_size=264)
     config.model.update(n_layers=8, d_model=200, n_heads=6, d_key=32, d_value=32)
-    config.optimizer.update(final_learning_rate=1e-4, warmup_steps=100)
+    config.optimizer.update(final_learning_rate=1e-4, warmup_steps=50)
     config.update(log_every=50, validate_every=400, validation_tokens=200_000, checkpoint_every=400)
     config.keep_checkpoints = 1
     return config
