@@ -36,6 +36,12 @@ def make_folder(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @contextlib.contextmanager
 def atomic_writer(path: Path, suffix: str = ".tmp") -> Iterator[IO[bytes]]:
     """Open a temporary file beside `path`, which replaces `path` once it is whole and on disk.

@@ -25,9 +25,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinsen.config import ConfigError, from_mapping
-from heinsen.data.dataset import file_sha256
 from heinsen.errors import HeinsenError
-from heinsen.files import atomic_folder, seal, unseal
+from heinsen.files import atomic_folder, file_sha256, seal, unseal
 from heinsen.models import ModelConfig, Params, abstract_params
 
 FORMAT, FORMAT_VERSION = "heinsen export", 1

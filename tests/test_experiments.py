@@ -14,10 +14,10 @@ from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, S
 from experiments.attention_comparison.report import growth
 from experiments.comparison_2m.contestants import CONTEST as LARGER
 from experiments.contest import versus
+from experiments.contexts import find_long
+from experiments.contexts import prepare as prepare_long
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
-from experiments.forgetting.contexts import find_long
-from experiments.forgetting.contexts import prepare as prepare_long
 from experiments.ladder.law import Law, bootstrap, fit
 from experiments.ladder.run import n_params as n_params_of
 from experiments.ladder.run import parse_rate, parse_size, settings

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import contest, tools
+from experiments import contest, recall, tools
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.contest import RATE
 from experiments.tools import make_figure, save_figure, table
@@ -27,12 +27,13 @@ def write(
     final: list[RunView],
     sigmoid: list[RunView],
     tested: dict[str, dict],
-    recall: dict[str, dict],
+    recalled: recall.Recall,
+    recall_steps: int,
     speed: dict[str, dict],
 ) -> str:
     """Write the report and its figures, and return it.
 
-    tested: {run: summary of eval.py}; recall: {kind: results of scripts/recall.py}; speed: {kind: {T: tokens/s}}.
+    tested: {run: summary of eval.py}; speed: {kind: {T: tokens/s}}.
     """
     results = dict(
         machine=tools.describe_machine(),
@@ -44,14 +45,12 @@ def write(
         parameters={name: CONTEST.parameters(name) for name in CONTESTANTS},
         remembered={name: [CONTEST.state_size(name, n) for n in CONTEXTS] for name in CONTESTANTS},
         speed=speed,
-        recall_steps=recall["heinsen"]["steps"],
-        recall={
-            kind: {point["length"]: point["answers"] for point in found["accuracy"]} for kind, found in recall.items()
-        },
+        recall_steps=recall_steps,
+        recall=recalled,
         sigmoid=sigmoid_results(out, final, sigmoid, tested),
     )
     CONTEST.plot_curves(out / "curves.png", CONTESTANTS, out / "final", final)
-    plot_recall(out, results["recall"])
+    recall.plot(out / "recall.png", recalled)
     plot_sigmoid(out, results)
     text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, recall.png, sigmoid.png"
@@ -112,7 +111,7 @@ def report(results: dict) -> list[str]:
         *speed_section(results["speed"]),
         *contest.tuning_section(results["tuning"]),
         *contest.sources_section(results["sources"]),
-        *recall_section(results),
+        *recall.section(results["recall"], results["recall_steps"]),
         *sigmoid_section(results),
     ]
 
@@ -170,25 +169,6 @@ def speed_section(speed: dict[str, dict[int, float]]) -> list[str]:
     ]
 
 
-def recall_section(results: dict) -> list[str]:
-    recall = results["recall"]
-    return [
-        "## Recall",
-        "",
-        f"Associative recall by models with 4 layers, trained on it for {results['recall_steps']:,} steps "
-        "(`scripts/recall.py`, one seed, one learning rate): right answers by the number of key-value pairs in the "
-        "context.",
-        "",
-        *table(
-            ["", *(f"{n} pairs" for n in recall["heinsen"])],
-            [[kind, *(f"{x:.1%}" for x in accuracies.values())] for kind, accuracies in recall.items()],
-        ),
-        "",
-        "![Recall](recall.png)",
-        "",
-    ]
-
-
 def sigmoid_section(results: dict) -> list[str]:
     variants = results["sigmoid"]
     base = statistics.fmean(variants["alpha 1"]["at_first"])
@@ -227,17 +207,6 @@ def sigmoid_section(results: dict) -> list[str]:
 
 
 # ---- figures --------------------------------------------------------------------------------------
-
-
-def plot_recall(out: Path, recall: dict[str, dict]) -> None:
-    figure, axes = make_figure(figsize=(8, 5))
-    for kind, accuracies in recall.items():
-        axes.plot([int(n) for n in accuracies], list(accuracies.values()), "o-", ms=4, lw=1.2, label=kind)
-    axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_figure(figure, out / "recall.png")
 
 
 def plot_sigmoid(out: Path, results: dict) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from absl import app, flags
 
 from configs import parse_flags
-from experiments import tools
+from experiments import recall, tools
 from experiments.attention_comparison import report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.contest import test
@@ -30,8 +30,6 @@ SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with se
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 1000, "Training steps on the probe of recall.", lower_bound=101)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
 
-RECALL_LENGTHS = (4, 8, 16, 32)
-
 
 def main(argv: list[str]) -> None:
     tools.execute(run, argv, OUT.value, PARALLEL.value)
@@ -44,9 +42,10 @@ def run(out: Path, parallel: int) -> str:
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     tuning, final, sigmoid = train(out, rates, parallel)
     tested = test(out / "test", {out / "final": final, out / "sigmoid": sigmoid}, parallel)
-    recall = measure_recall(out, parallel)
+    kinds = {name: fields for name, fields in CONTESTANTS.items() if fields.get("block") != "gpt2"}
+    recalled = recall.measure(out / "recall", kinds, RECALL_STEPS.value, parallel)
     speed = tools.measure_speed(out, "attention_comparison", SPEED_LENGTHS.value)
-    return report.write(out, tuning, final, sigmoid, tested, recall, speed)
+    return report.write(out, tuning, final, sigmoid, tested, recalled, RECALL_STEPS.value, speed)
 
 
 def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView], list[RunView]]:
@@ -58,22 +57,6 @@ def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], 
     final = CONTEST.train(out / "final", CONTESTANTS, tuning, parallel, *options, f"--seeds={SEEDS.value}")
     sigmoid = CONTEST.train(out / "sigmoid", SIGMOIDS, tuning, parallel, *options, "--seeds=1")
     return tuning, final, sigmoid
-
-
-def measure_recall(out: Path, parallel: int) -> dict[str, dict]:
-    """Return {kind of attention: results of scripts/recall.py for a small model}."""
-    kinds = [name for name in CONTESTANTS if CONTEST.train_config(name).model.block == "heinsen"]
-    lengths = ",".join(map(str, RECALL_LENGTHS))
-    commands = {
-        out / "recall" / kind / "stdout.json": [
-            "scripts/recall.py", "--task=associative", f"--lengths={lengths}", f"--steps={RECALL_STEPS.value}",
-            f"--out={(out / 'recall' / kind).absolute()}", "--config.model.n_layers=4",
-            f"--config.model.attention={kind}",
-        ]
-        for kind in kinds
-    }  # fmt: skip
-    found = tools.run_programs(commands, parallel)
-    return {kind: found[out / "recall" / kind / "stdout.json"] for kind in kinds}
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments import contest, tools
+from experiments import contest, contexts, recall, tools
 from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
-from experiments.forgetting.contexts import Measured
-from experiments.forgetting.report import plot_positions, significance
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 
@@ -20,17 +18,17 @@ GATED, PAPER, SOFTMAX = "gate, parts", "paper's", "softmax, GPT-2's block"
 class Found(NamedTuple):
     """The measurements: runs of the tuning, the final ones in `folder`, and by contestant the rest.
 
-    tested: {run: summary of eval.py}; positions: the same of long documents; recall: {contestant: results of
-    scripts/recall.py}; decoding: {contestant: {context: {milliseconds, state_bytes}}}; speed: {contestant: {T:
-    tokens/s}}.
+    tested: {run: summary of eval.py}; positions: those of long documents; decoding: {contestant: {context:
+    {milliseconds, state_bytes}}}; speed: {contestant: {T: tokens/s}}.
     """
 
     tuning: list[RunView]
     folder: Path
     final: list[RunView]
     tested: dict[str, dict]
-    positions: dict[str, dict]
-    recall: dict[str, dict]
+    positions: contexts.Positions
+    recall: recall.Recall
+    recall_steps: int
     decoding: dict[str, dict[str, dict]]
     speed: dict[str, dict[str, float]]
 
@@ -49,15 +47,15 @@ def write(out: Path, found: Found) -> str:
         tuning={name: CONTEST.losses(name, found.tuning) for name in CONTESTANTS},
         fields={name: dict(fields) for name, fields in CONTESTANTS.items()},
         parameters={name: CONTEST.parameters(name) for name in CONTESTANTS},
-        positions={name: found.positions[run.name]["by_position"] for name, run in first.items()},
-        recall_steps=next(iter(found.recall.values()))["steps"],
-        recall={name: {x["length"]: x["answers"] for x in each["accuracy"]} for name, each in found.recall.items()},
+        positions=found.positions,
+        recall_steps=found.recall_steps,
+        recall=found.recall,
         decoding=found.decoding,
         speed=found.speed,
     )
     CONTEST.plot_curves(out / "curves.png", CONTESTANTS, found.folder, found.final)
-    plot_positions(out / "positions.png", Measured(results["positions"], {}))
-    plot_recall(out / "recall.png", results["recall"])
+    contexts.plot(out / "positions.png", contexts.Measured(found.positions, {}))
+    recall.plot(out / "recall.png", found.recall)
     plot_costs(out / "costs.png", results)
     text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, positions.png, recall.png, costs.png"
@@ -73,8 +71,8 @@ def report(results: dict[str, Any]) -> list[str]:
     versus = lambda name, other: contest.versus(bits, name, other)
     positions = results["positions"][GATED]["ranges"]
     last = positions[-1]
-    most = max(map(int, results["recall"][GATED]))
-    recalled = lambda name: at(results["recall"][name], most)
+    most = max(results["recall"][GATED])
+    recalled = lambda name: results["recall"][name][most]
     return [
         "# Two million parameters, eight million bytes",
         "",
@@ -101,21 +99,16 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         "![Time and state of decoding](costs.png)",
         "",
-        *recall_section(results),
+        *recall.section(results["recall"], results["recall_steps"]),
         *positions_section(results["positions"]),
         *contest.sources_section(results["sources"]),
         *contest.tuning_section(results["tuning"]),
     ]
 
 
-def at(values: Mapping[Any, Any], key: int) -> Any:
-    """Return an entry of a mapping from integers, which JSON makes strings."""
-    return values[str(key)] if str(key) in values else values[key]
-
-
 def main_table(results: dict[str, Any]) -> list[str]:
     bits = results["bits_per_byte"]
-    contexts = list(next(iter(results["decoding"].values())))
+    read = list(next(iter(results["decoding"].values())))
     lengths = list(next(iter(results["speed"].values())))
 
     def cost(name: str, context: str) -> str:
@@ -129,8 +122,8 @@ def main_table(results: dict[str, Any]) -> list[str]:
             "" if name == SOFTMAX else contest.versus(bits, name, SOFTMAX),
             "[{:.3f}, {:.3f}]".format(*results["by_documents"][name]),
             f"{results['parameters'][name]:,}",
-            " / ".join(f"{at(results['speed'][name], int(n)):,.0f}" for n in lengths),
-            *(cost(name, context) for context in contexts),
+            " / ".join(f"{x:,.0f}" for x in results["speed"][name].values()),
+            *(cost(name, context) for context in read),
             f"{contest.best_rate(results['tuning'][name]):g}",
         ]
         for name in contest.ranked(bits)
@@ -138,39 +131,13 @@ def main_table(results: dict[str, Any]) -> list[str]:
     head = [
         "", "bits per byte", f"above {SOFTMAX}", "by documents", "parameters",
         f"tokens/s, T = {' and '.join(f'{int(n):,}' for n in lengths)}",
-        *(f"after {int(context):,}" for context in contexts), "learning rate",
+        *(f"after {int(context):,}" for context in read), "learning rate",
     ]  # fmt: skip
     return tools.table(head, rows)
 
 
-def recall_section(results: dict[str, Any]) -> list[str]:
-    recall = results["recall"]
-    lengths = list(next(iter(recall.values())))
-    rows = [[name, *(f"{x:.1%}" for x in accuracies.values())] for name, accuracies in recall.items()]
-    return [
-        "## Recall",
-        "",
-        f"Associative recall by models of each kind with 4 layers of width 128 and 4 heads of 16, trained on it for "
-        f"{results['recall_steps']:,} steps (`scripts/recall.py`, one seed, one learning rate: "
-        "experiments/associative_recall has tuned ones): right answers by the number of key-value pairs.",
-        "",
-        *tools.table(["", *(f"{n} pairs" for n in lengths)], rows),
-        "",
-        "![Recall](recall.png)",
-        "",
-    ]
-
-
 def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
     window = next(iter(positions.values()))["window"]
-    ranges = max((each["ranges"] for each in positions.values()), key=len)
-    wanted = [each for each in ranges if each["first"] > window / 2]
-    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
-    cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
-    rows = []
-    for name, found in positions.items():
-        own = {each["first"]: each for each in found["ranges"]}
-        rows.append([name, *(cell(own[each["first"]]) if each["first"] in own else "" for each in wanted)])
     return [
         "## Longer contexts",
         "",
@@ -179,7 +146,7 @@ def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "where its 95% interval (over documents) excludes 0. Models whose cache grows are tested on the documents' "
         "first eighths. First seed.",
         "",
-        *tools.table(["", *map(span, wanted)], rows),
+        *contexts.table(positions),
         "",
         "![Loss by position](positions.png)",
         "",
@@ -187,17 +154,6 @@ def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 # ---- figures --------------------------------------------------------------------------------------
-
-
-def plot_recall(path: Path, recall: Mapping[str, Mapping[int, float]]) -> None:
-    figure, axes = tools.make_figure(figsize=(8, 5))
-    for name, accuracies in recall.items():
-        axes.plot([int(n) for n in accuracies], list(accuracies.values()), "o-", ms=4, lw=1.2, label=name)
-    axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
-    tools.save_figure(figure, path)
 
 
 def plot_costs(path: Path, results: Mapping[str, Any]) -> None:

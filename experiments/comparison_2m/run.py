@@ -13,13 +13,12 @@ from pathlib import Path
 from absl import app, flags
 
 from configs import parse_flags
-from experiments import tools
+from experiments import contexts, recall, tools
 from experiments.comparison_2m import report
 from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
 from experiments.contest import test
-from experiments.forgetting import contexts
 from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import SEED, format_value
+from heinsen.sweep.space import SEED
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")
@@ -36,8 +35,6 @@ RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Training steps on the
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["1024", "8192"], "Tokens of a sequence where speed is measured.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens of context where decoding is measured.")
 
-RECALL_LENGTHS = (4, 8, 16, 32)
-
 
 def main(argv: list[str]) -> None:
     tools.execute(run, argv, OUT.value, PARALLEL.value)
@@ -49,21 +46,22 @@ def run(out: Path, parallel: int) -> str:
     tools.parse_counts("contexts", CONTEXTS.value)  # before the hours of training
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)
-    long, shorter = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)
+    splits = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)
     tools.prepare_bytes({"test": [corpus / "test.jsonl.zst"]}, out / "data")
     tuning, final = train(out, rates, parallel)
     tested = test(out / "test", {out / "final": final}, parallel)
     first = [run for run in final if run.run.point[SEED] == 1]
-
-    def split_of(run: RunView) -> str:
-        name = next(name for name in CONTESTANTS if CONTEST.runs_of(name, [run]))
-        return shorter if CONTEST.train_config(name).model.has_cache else long
-
-    positions = test(out / "long", {out / "final": first}, parallel, True, split_of)
     found = report.Found(
-        tuning, out / "final", final, tested, positions, measure_recall(out, parallel), measure_decoding(out),
+        tuning,
+        out / "final",
+        final,
+        tested,
+        contexts.by_position(CONTEST, CONTESTANTS, out / "final", first, splits, out / "long", parallel),
+        recall.measure(out / "recall", CONTESTANTS, RECALL_STEPS.value, parallel),
+        RECALL_STEPS.value,
+        measure_decoding(out),
         tools.measure_speed(out, "comparison_2m", SPEED_LENGTHS.value),
-    )  # fmt: skip
+    )
     return report.write(out, found)
 
 
@@ -74,21 +72,6 @@ def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], 
     options = [data, "--config.seed=1", f"--seeds={SEEDS.value}"]
     options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
     return tuning, CONTEST.train(out / "final", CONTESTANTS, tuning, parallel, *options)
-
-
-def measure_recall(out: Path, parallel: int) -> dict[str, dict]:
-    """Return {contestant: results of scripts/recall.py for a small model of its kind}."""
-    commands = {}
-    for fields in CONTESTANTS.values():
-        given = {field: value for field, value in fields.items() if field not in ("d_model", "n_layers")}
-        folder = out / "recall" / str(len(commands))
-        commands[folder / "stdout.json"] = [
-            "scripts/recall.py", "--task=associative", f"--lengths={','.join(map(str, RECALL_LENGTHS))}",
-            f"--steps={RECALL_STEPS.value}", f"--out={folder.absolute()}", "--config.model.n_layers=4",
-            *(f"--config.model.{field}={format_value(value)}" for field, value in given.items()),
-        ]  # fmt: skip
-    found = tools.run_programs(commands, parallel)
-    return dict(zip(CONTESTANTS, (found[file] for file in commands), strict=True))
 
 
 def measure_decoding(out: Path) -> dict[str, dict]:

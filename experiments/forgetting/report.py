@@ -1,6 +1,5 @@
 """report.md, results.json and the figures, from the measurements."""
 
-import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import Any, NamedTuple
 import jax
 from matplotlib.text import Annotation, Text
 
-from experiments import contest, tools
+from experiments import contest, contexts, tools
 from experiments.contest import Contest
 from experiments.forgetting import config
-from experiments.forgetting.contexts import Measured
 from heinsen.sweep.runs import RunView
 
 WINDOW, ROWS = config.get_config().sequence_length, config.get_config().batch_size
@@ -34,14 +32,16 @@ class Result(NamedTuple):
     tested: dict[str, dict]
 
 
-def write(out: Path, found: Mapping[str, Result], contexts: Measured, speed: dict[str, dict[str, float]]) -> str:
+def write(
+    out: Path, found: Mapping[str, Result], by_position: contexts.Measured, speed: dict[str, dict[str, float]]
+) -> str:
     """Write the report and its figures, and return it. speed: {contestant: {T: tokens/s}}."""
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
         tokens=next(iter(found.values())).final[0].tokens,
         contests={name: results_of(each) for name, each in found.items()},
-        contexts=contexts._asdict(),
+        contexts=by_position._asdict(),
         speed=speed,
     )
     figures = ["state_size.png"]
@@ -49,8 +49,8 @@ def write(out: Path, found: Mapping[str, Result], contexts: Measured, speed: dic
         each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, each.folder, each.final)
         figures.append(f"{name}.png")
     plot_sizes(out / "state_size.png", results["contests"])
-    if contexts.windows:
-        plot_positions(out / "contexts.png", contexts)
+    if by_position.windows:
+        contexts.plot(out / "contexts.png", by_position)
         figures.append("contexts.png")
     text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, {', '.join(figures)}"
@@ -133,20 +133,11 @@ def contest_section(
     return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), "", f"![Validation]({name}.png)", ""]
 
 
-def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    kinds = [(name, training) for training in ("windows", "streams") for name in contexts[training]]
-    if not kinds:
+def contexts_section(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    positions = {f"{name}, {training}": found for training in measured for name, found in measured[training].items()}
+    if not positions:
         return []
-    ranges = contexts["windows"][kinds[0][0]]["ranges"]
-    window = contexts["windows"][kinds[0][0]]["window"]
-    wanted = [i for i, each in enumerate(ranges) if each["first"] > window / 2]
-    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
-    cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
-    rows = []
-    for name, training in kinds:
-        own = {each["first"]: each for each in contexts[training][name]["ranges"]}
-        firsts = [ranges[i]["first"] for i in wanted]
-        rows.append([f"{name}, {training}", *(cell(own[first]) if first in own else "" for first in firsts)])
+    window = next(iter(measured["windows"].values()))["window"]
     return [
         "## Longer contexts",
         "",
@@ -157,17 +148,11 @@ def contexts_section(contexts: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "their levels with each other only. Models whose cache grows are tested on the documents' first eighths. One "
         "seed each, at the learning rates of the tables above, which were tuned with the last file.",
         "",
-        *tools.table(["", *(span(ranges[i]) for i in wanted)], rows),
+        *contexts.table(positions),
         "",
         "![Loss by position](contexts.png)",
         "",
     ]
-
-
-def significance(each: Mapping[str, Any]) -> str:
-    """Return * where the interval of the difference between streaming and windows excludes 0."""
-    interval = each["difference_interval"]
-    return "*" if interval is not None and not interval[0] <= 0 <= interval[1] else ""
 
 
 # ---- figures --------------------------------------------------------------------------------------
@@ -206,27 +191,3 @@ def name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
         while any(extent(label).overlaps(other) for other in taken):
             label.set_position((9, label.get_position()[1] + 1))
         taken.append(extent(label))
-
-
-def plot_positions(path: Path, contexts: Measured) -> None:
-    """Draw the loss by position, read from the documents' start (lines) and in windows (dots), in nats."""
-    figure, axes = tools.make_figure(figsize=(8, 7))
-    curves = [(training, name) for training in contexts._fields for name in getattr(contexts, training)]
-    colors = {name: f"C{index}" for index, name in enumerate(contexts.windows)}
-    for training, name in curves:
-        found = getattr(contexts, training)[name]
-        middles = [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
-        streaming = [each["streaming"] for each in found["ranges"]]
-        style = dict(color=colors[name], lw=1.4, ls="-" if training == "streams" else "--")
-        axes.plot(middles, streaming, label=f"{name}, trained on {training}", **style)
-        if training == "windows":
-            axes.plot(middles, [each["windows"] for each in found["ranges"]], ".", ms=4, color=colors[name])
-    window = next(iter(contexts.windows.values()))["window"]
-    axes.axvline(window, color="0.5", lw=0.8, ls=":")
-    best = min(each["windows"] for found in contexts.windows.values() for each in found["ranges"])
-    axes.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(0.9 * best, 4))
-    axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
-    tools.save_figure(figure, path)

@@ -5,7 +5,7 @@
 CORPUS holds {train-*,validation,test}.jsonl.zst. Rerun the same command to resume. config.py is what all contestants
 share, and contestants.py lists them by the question that they answer. OUT receives data/, for each contest its sweeps
 CONTEST/tuning*/ and CONTEST/final/ and the test split's losses CONTEST/test/, contexts/ with the models that are tested
-on long documents (contexts.py), and the report: report.md, results.json and figures.
+on long documents (experiments/contexts.py), and the report: report.md, results.json and figures.
 """
 
 from pathlib import Path
@@ -13,9 +13,9 @@ from pathlib import Path
 from absl import app, flags
 
 from configs import parse_flags
-from experiments import tools
+from experiments import contexts, tools
 from experiments.contest import Contest, test
-from experiments.forgetting import contexts, report
+from experiments.forgetting import report
 from experiments.forgetting.contestants import CONTESTS, LONG
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)

@@ -7,7 +7,6 @@ positioned read gives an error that says so. Only the name and size of a shard a
 import bisect
 import dataclasses
 import functools
-import hashlib
 import itertools
 import os
 import tokenize
@@ -28,14 +27,9 @@ from heinsen.data.format import (
     is_part,
     read_metadata,
 )
+from heinsen.files import file_sha256
 
-__all__ = ["DatasetError", "Shard", "TokenDataset", "check_shard", "check_sources", "file_sha256", "unigram_entropy"]
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+__all__ = ["DatasetError", "Shard", "TokenDataset", "check_shard", "check_sources", "unigram_entropy"]
 
 
 class TokenDataset:

@@ -1,7 +1,6 @@
 """Packages of PyPI and Debian, pinned by version and SHA-256: download them, verify them, read the files in them."""
 
 import gzip
-import hashlib
 import io
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from heinsen.errors import HeinsenError
-from heinsen.files import LockedError, hold_lock, make_folder
+from heinsen.files import LockedError, file_sha256, hold_lock, make_folder
 
 PYPI, DEBIAN = "PyPI", "Debian"
 _DOWNLOADS = 4  # at a time
@@ -95,16 +94,10 @@ def _is_whole(package: Package, folder: Path) -> bool:
     path = folder / package.file
     if not path.exists():
         return False
-    whole = digest(path) == package.sha256
+    whole = file_sha256(path) == package.sha256
     if not whole:
         say(f"{path} does not match its SHA-256: downloading it again")
     return whole
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _download_all(missing: Sequence[Package], temporary: Path, folder: Path) -> None:
@@ -142,7 +135,7 @@ def _download(package: Package, temporary: Path, folder: Path) -> None:
         problem = f"{len(files)} files came in place of one"
     if problem is not None:
         raise _error(package, folder, f"cannot be downloaded: {problem}")
-    if (found := digest(files[0])) != package.sha256:
+    if (found := file_sha256(files[0])) != package.sha256:
         raise _error(package, folder, f"has SHA-256 {found}")
     os.replace(files[0], folder / package.file)
 

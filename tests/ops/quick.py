@@ -1,10 +1,14 @@
-"""jax.jit with less of the optimization that takes most of the tests' time, and with all that users get."""
+"""The implementations to test anywhere; jax.jit with less of the optimization that takes most of the tests' time."""
 
 import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
+
+from heinsen.ops.api import IMPLEMENTATIONS
+
+PORTABLE = sorted(IMPLEMENTATIONS.keys() - {"pallas"})  # the implementations that run on every platform
 
 
 def _known(**options):

@@ -12,7 +12,7 @@ import heinsen
 from heinsen import LogState, MeanState, init_state, log_attention, merge_states, query_state, update_state
 from heinsen.ops.api import IMPLEMENTATIONS
 from tests.arrays import takes_numpy
-from tests.ops.quick import quick_jit
+from tests.ops.quick import PORTABLE, quick_jit
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 T, K, V = 3, 2, 4
@@ -196,7 +196,7 @@ def test_compilation_changes_nothing_and_no_intermediate_result_is_nan(function,
     assert_close(jax.jit(function)(*arrays), y, 1e-6)
 
 
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "pallas"])
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_jit_vmap_grad_and_checkpoint_compose(function, implementation, rng):
     """Gradients of a recomputed call, mapped over its sequences, are those of the whole."""
     case = draw_case(rng, (2,), T, d_key=K, d_value=V)

@@ -17,7 +17,7 @@ import heinsen
 from heinsen import LogState, MeanState, init_state, platform
 from heinsen.ops import schedule
 from heinsen.ops.api import IMPLEMENTATIONS
-from tests.ops.quick import quick_jit
+from tests.ops.quick import PORTABLE, quick_jit
 from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
 
 # One compilation serves all tests with the same shapes.
@@ -81,7 +81,7 @@ def _evaluate(form, causal, case, cotangents):
     return out, pull(cotangents)
 
 
-@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "pallas"])
+@pytest.fixture(params=PORTABLE)
 def implementation(request):
     return request.param
 
@@ -197,7 +197,7 @@ def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
 
 @pytest.mark.parametrize("scale", [1, 16, 32])
 @pytest.mark.parametrize("function", ["log_attention", "attention"])
-@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS.keys() - {"reference", "scan", "pallas"}))
+@pytest.mark.parametrize("name", [name for name in PORTABLE if name not in ("reference", "scan")])
 def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, scale):
     """With chunks of the real size. (Equations and scan are no other computation when T is larger.)"""
     check_wide(Form(function, name, None), draw_case(rng, **LONG, scale=scale), rng)

@@ -8,15 +8,10 @@ import pytest
 
 import heinsen
 from heinsen.ops import schedule
-from heinsen.ops.api import IMPLEMENTATIONS
-from tests.ops.quick import quick_jit
+from tests.ops.quick import PORTABLE, quick_jit
 
 T, K, V = 14, 3, 2
-FORMS = [
-    (function, form)
-    for function in ("log_attention", "attention")
-    for form in sorted(IMPLEMENTATIONS.keys() - {"pallas"})
-]
+FORMS = [(function, form) for function in ("log_attention", "attention") for form in PORTABLE]
 forms = pytest.mark.parametrize("function, implementation", FORMS)
 
 

@@ -5,9 +5,10 @@ Training reads all files of the corpus but the last one, whose long documents ar
 
 import io
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zstandard
 
@@ -43,16 +44,31 @@ def measure(
     given = [f"--config.data.path={(out.parent / 'data').absolute()}", *options]
     constant = [name for name in names if not contest.train_config(name).model.has_cache]
 
-    def split_of(run: RunView) -> str:
-        long, shorter = splits
-        return long if any(contest.runs_of(name, [run]) for name in constant) else shorter
-
     def train(kind: str, kinds: list[str], *more: str) -> Positions:
         runs = contest.train(out / kind, kinds, tuning, parallel, *given, *more)
-        tested = test(out / f"test_{kind}", {out / kind: runs}, parallel, True, split_of)
-        return {name: tested[run.name]["by_position"] for name in kinds for run in contest.runs_of(name, runs)}
+        return by_position(contest, kinds, out / kind, runs, splits, out / f"test_{kind}", parallel)
 
     return Measured(train("windows", names), train("streams", constant, "--config.carry_state=True"))
+
+
+def by_position(
+    contest: Contest,
+    names: Iterable[str],
+    folder: Path,
+    runs: list[RunView],
+    splits: tuple[str, str],
+    out: Path,
+    parallel: int,
+) -> Positions:
+    """Test the runs of a sweep, one of each contestant, on long documents, or on shorter ones where there is a cache.
+
+    Summaries and plots are kept in `out`.
+    """
+    owner = {contest.runs_of(name, runs)[0].name: name for name in names}
+    long, shorter = splits
+    split_of = lambda run: shorter if contest.train_config(owner[run.name]).model.has_cache else long
+    tested = test(out, {folder: runs}, parallel, True, split_of)
+    return {name: tested[run]["by_position"] for run, name in owner.items()}
 
 
 def join(measured: Iterable[Measured]) -> Measured:
@@ -104,3 +120,50 @@ def find_long(file: Path, documents: int, longest: int) -> list[str]:
 
 def cut(text: str, n_bytes: int) -> str:
     return text.encode()[:n_bytes].decode(errors="ignore")
+
+
+# ---- words and figures ----------------------------------------------------------------------------
+
+
+def table(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a table of the loss at positions beyond half the training length, and its difference to windows."""
+    window = next(iter(positions.values()))["window"]
+    longest = max((found["ranges"] for found in positions.values()), key=len)
+    wanted = [each for each in longest if each["first"] > window / 2]
+    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
+    cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
+    rows = []
+    for name, found in positions.items():
+        own = {each["first"]: each for each in found["ranges"]}
+        rows.append([name, *(cell(own[each["first"]]) if each["first"] in own else "" for each in wanted)])
+    return tools.table(["", *map(span, wanted)], rows)
+
+
+def significance(each: Mapping[str, Any]) -> str:
+    """Return * where the interval of the difference between streaming and windows excludes 0."""
+    interval = each["difference_interval"]
+    return "*" if interval is not None and not interval[0] <= 0 <= interval[1] else ""
+
+
+def plot(path: Path, measured: Measured) -> None:
+    """Draw the loss by position, read from the documents' start (lines) and in windows (dots), in nats."""
+    figure, axes = tools.make_figure(figsize=(8, 7))
+    curves = [(training, name) for training in measured._fields for name in getattr(measured, training)]
+    colors = {name: f"C{index}" for index, name in enumerate(measured.windows)}
+    for training, name in curves:
+        found = getattr(measured, training)[name]
+        middles = [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
+        streaming = [each["streaming"] for each in found["ranges"]]
+        style = dict(color=colors[name], lw=1.4, ls="-" if training == "streams" else "--")
+        axes.plot(middles, streaming, label=f"{name}, trained on {training}", **style)
+        if training == "windows":
+            axes.plot(middles, [each["windows"] for each in found["ranges"]], ".", ms=4, color=colors[name])
+    window = next(iter(measured.windows.values()))["window"]
+    axes.axvline(window, color="0.5", lw=0.8, ls=":")
+    best = min(each["windows"] for found in measured.windows.values() for each in found["ranges"])
+    axes.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(0.9 * best, 4))
+    axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    tools.save_figure(figure, path)
