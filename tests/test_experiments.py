@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import numpy as np
 import pytest
 import zstandard
@@ -18,10 +19,15 @@ from experiments.contexts import find_long
 from experiments.contexts import prepare as prepare_long
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
+from experiments.ladder.contestants import KINDS, Size, contest_of, parse_size
 from experiments.ladder.law import Law, bootstrap, fit
-from experiments.ladder.run import n_params as n_params_of
-from experiments.ladder.run import parse_rate, parse_size, settings
+from experiments.ladder.run import Rule, best_between
+from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS_TRAINED
+from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale, write_start
+from experiments.sigmoid_training.contestants import growth as form_growth
 from experiments.tools import ExperimentError, parse_numbers
+from heinsen.interop import load_folder
+from heinsen.models import init_params
 
 pytest_plugins = ["tests.run_fixtures"]
 
@@ -62,6 +68,7 @@ def test_too_few_runs_are_no_law(rng):
         fit(sizes, tokens, sizes)
 
 
+TUNED_SIZES = (Size(4, 64), Size(6, 160))
 ALL_CONTESTS = {"comparison": CONTEST, "comparison_2m": LARGER} | CONTESTS
 
 
@@ -102,32 +109,58 @@ def test_the_law_of_sigmoid_attention_over_a_window():
     assert growth("alpha 0, bias -log n") == pytest.approx(np.sqrt(np.mean(np.square(n_sigmoids))))
 
 
+@pytest.mark.parametrize("form", [ONE, STEEPER])
+def test_initial_outputs_are_exchanged(form, tmp_path, rng):
+    """With the factor in W2, what a layer's W2 makes of equal tokens has the scale of the other form."""
+    write_start(tmp_path / "start", form, exchanged_scale(form))
+    _, _, params = load_folder(tmp_path / "start")
+    own = init_params(SIGMOIDS_TRAINED.train_config(form).model, jax.random.key(1))
+    scale = params["layers"]["w2"]["kernel"] / own["layers"]["w2"]["kernel"]
+    other = {ONE: STEEPER, STEEPER: ONE}[form]
+    np.testing.assert_allclose(scale * form_growth(form, 512) / form_growth(other, 512), 1, rtol=1e-5)
+    del params["layers"]["w2"], own["layers"]["w2"]
+    jax.tree.map(np.testing.assert_array_equal, params, dict(own))
+
+
 def test_differences_are_those_of_equal_seeds():
     bits = {"a": {1: 2.0, 2: 3.0, 3: 4.0}, "b": {1: 2.1, 2: 3.2, 3: 4.3}}
     text = versus(bits, "b", "a")  # 0.2 +- 4.303 * 0.1 / sqrt(3)
     assert text == "+0.2000 [-0.0484, +0.4484]"
 
 
-def test_the_ladder_takes_tokens_and_rates_by_the_size(rng):
-    size = int(rng.integers(1, 9)), 32 * int(rng.integers(1, 12))
+@pytest.mark.parametrize("size", [Size(4, 64), Size(8, 192)])
+def test_the_kinds_of_the_ladder_are_of_equal_size(size):
+    contest = contest_of(size)
+    paper = contest.parameters("paper's")
     n_layers, d = size
-    n = n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
-    assert n_params_of(size) == n
-    run = settings("heinsen", size, 4.0, 3e-3)
-    assert run["total_tokens"] == 4 * n
-    assert run["optimizer.learning_rate"] == float(f"{3e-3 * 128 / d:.4g}")  # four digits, in folder names too
+    assert paper == n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
+    assert all(abs(contest.parameters(kind) / paper - 1) < 0.01 for kind in contest.contestants)
 
 
-@pytest.mark.parametrize("text", ["4", "0x128", "4x100", "4x-32", ""])
+@pytest.mark.parametrize("text", ["4", "0x128", "4x100", "4x-32", "3x64", ""])
 def test_sizes_that_are_none_are_refused(text):
     with pytest.raises(ExperimentError, match="LAYERSxWIDTH"):
         parse_size(text)
 
 
-@pytest.mark.parametrize("text", ["3e-3", ":3e-3", "heinsen:fast", "heinsen:-1", "heinsen:", ""])
-def test_rates_that_are_none_are_refused(text):
-    with pytest.raises(ExperimentError, match="--learning_rates: "):
-        parse_rate(text)
+def test_the_best_learning_rate_lies_between_those_tried(rng):
+    """The vertex of a parabola is found again; ends of a grid and crashed runs have none."""
+    best, slope = np.exp(rng.uniform(-7, -5)), rng.uniform(0.01, 1)
+    losses = {best * x: 2 + slope * np.log(x) ** 2 for x in np.exp([-1.9, -0.4, 0.3, 1.1])}
+    assert best_between(losses) == pytest.approx(best)
+    rising = {1e-3: 2.0, 2e-3: 2.1, 4e-3: 2.2}
+    assert best_between(rising) == 1e-3
+    assert best_between({1e-3: 2.1, 2e-3: 2.0, 4e-3: np.inf}) == 2e-3
+
+
+def test_learning_rates_of_the_ladder_are_a_power_of_the_width(rng):
+    rates = dict(zip(KINDS, np.exp(rng.uniform(-7, -5, len(KINDS))), strict=True))
+    power = rng.uniform(-2, 1)
+    tuned = {size: {kind: {r * (size.width / 64) ** power: 2.0} for kind, r in rates.items()} for size in TUNED_SIZES}
+    rule = Rule(tuned)
+    for kind, rate in rates.items():
+        assert rule.powers()[kind] == pytest.approx(power)
+        assert rule.rate(kind, Size(4, 256)) == pytest.approx(rate * 4**power, rel=1e-2)
 
 
 @pytest.mark.parametrize("texts", [[], ["1", "0"], ["2", "inf"], ["nan"], ["x"]])
@@ -271,12 +304,13 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
 
 @pytest.mark.long
 def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
-    command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=1x32,1x64"]
-    command += ["--next=2x64", "--tokens_per_parameter=7,8,9"]  # more steps than the warm-up has
-    end = commands.run(*command, n_programs=2 * (2 * 3 + 1))
+    command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=2x32,2x64,2x96"]
+    command += ["--next=4x64", "--tokens=110000,120000", "--learning_rates=3e-3", "--tuned_sizes=2x32,2x64"]
+    command += ["--checked_size=2x64"]
+    end = commands.run(*command, n_programs=3 * (2 + 3 + 3 * 2 + 1))
     assert end.returncode == 0, end.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["runs"]) == 12 and len(results["next"]) == 2
+    assert len(results["runs"]) == 18 and len(results["next"]) == 3
     assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())["predictions"]
     report = (tmp_path / "report.md").read_text()
     assert "a miss of" in report and report in end.stdout
@@ -315,6 +349,19 @@ def test_the_larger_comparison_from_its_command_to_its_report(commands, corpus, 
     for what in ("bits_per_byte", "positions", "recall", "decoding", "speed"):
         assert set(results[what]) == set(LARGER.contestants)
     for figure in ("curves", "costs", "positions", "recall"):
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_sigmoid_training_from_its_command_to_its_report(commands, corpus, tmp_path):
+    command = ["experiments/sigmoid_training/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--tokens=110000"]
+    command += ["--learning_rates=3e-3,6e-3", "--documents=2", "--read=40"]
+    end = commands.run(*command, n_programs=2 * (4 + 2) + 4)
+    assert end.returncode == 0, end.stderr
+    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
+    assert report in end.stdout
+    assert set(results["positions"]) == set(results["norms"]) == set(FORMS) < set(results["rates"])
+    for figure in ("lengths", "rates"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
 
@@ -372,6 +419,7 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
     "arguments, message",
     [
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
+        (["ladder/run.py", "--corpus={}", "--tuned_sizes=4x128,6x128"], "expected two sizes of different width"),
         (["attention_comparison/run.py", "--corpus={}/none"], "has failed"),
     ],
 )

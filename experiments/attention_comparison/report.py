@@ -5,11 +5,11 @@ import statistics
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from experiments import contest, recall, tools
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.contest import RATE
+from experiments.sigmoid_scaling.forms import window_growth
 from experiments.tools import make_figure, save_figure, table
 from heinsen.data.loader import evaluation_batches
 from heinsen.models import activation_rms, init_params
@@ -91,14 +91,9 @@ def initial_rms(contestant: str, data: Path) -> list[float]:
 
 
 def growth(contestant: str) -> float:
-    """Return the RMS over t = 1..T of the sum of all weights if the logits are 0, t^(1 - alpha) / 2.
-
-    With bias -log t and alpha = 0 the sum is t sigmoid(-log t) = t / (t + 1).
-    """
+    """Return `window_growth` of a contestant in the windows of training."""
     config = CONTEST.train_config(contestant)
-    t = np.arange(1.0, config.sequence_length + 1)
-    weights = t / (t + 1) if config.model.sigmoid_bias == "-log_n" else t ** (1 - config.model.sigmoid_alpha) / 2
-    return float(np.sqrt(np.mean(weights**2)))
+    return window_growth(config.sequence_length, config.model.sigmoid_alpha, config.model.sigmoid_bias)
 
 
 # ---- words ----------------------------------------------------------------------------------------

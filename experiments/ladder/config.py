@@ -1,6 +1,6 @@
-"""The config of the comparison, whose learning rates the ladder uses; run.py sets the sizes and numbers of tokens.
+"""The config that all sizes and kinds share: that of attention_comparison; run.py sets sizes, rates and tokens.
 
-python experiments/ladder/run.py --corpus=CORPUS --out=runs/ladder
+python experiments/ladder/run.py --corpus=corpus --out=runs/ladder
 """
 
 from ml_collections import ConfigDict

@@ -4,34 +4,67 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from experiments import tools
+from experiments import contest, tools
 from experiments.ladder.law import Law
 from experiments.tools import table
 
 Laws = Mapping[str, tuple[Law, list[Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
+SOFTMAX = "softmax"
+# Beyond the runs: (parameters, tokens); the last is the paper's, with 0.29335 of GPT-2's tokens per byte of The Pile.
+FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 300e9 / 0.29335)]
 
 
-def write(out: Path, runs: list[dict], laws: Laws, prediction: dict[str, dict], found: list[dict]) -> str:
-    """Write the report and its figure, and return it.
+class Found(NamedTuple):
+    """The measurements.
 
-    prediction: {kind: loss and interval} for the next size; found: its runs.
+    tuning: {size: {kind: {learning rate: loss}}}; powers: {kind: p} of learning rates as width^p; checked: as tuning,
+    of the size between; runs: one dict each; prediction: {kind: loss and interval} for the next size; next: its runs.
     """
+
+    tuning: dict[str, dict[str, Mapping[float, float]]]
+    powers: dict[str, float]
+    checked: dict[str, dict[str, Mapping[float, float]]]
+    runs: list[dict]
+    laws: Laws
+    prediction: dict[str, dict]
+    next: list[dict]
+
+
+def write(out: Path, found: Found) -> str:
+    """Write the report and its figure, and return it."""
+    laws = found.laws
+    expected = lambda run: {"expected": float(laws[run["kind"]][0](run["n_params"], run["tokens"]))}
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
-        runs=[run | {"expected": float(laws[run["kind"]][0](run["n_params"], run["tokens"]))} for run in runs],
+        runs=[run | expected(run) for run in found.runs],
         laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
         residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
-        prediction=prediction,
-        next=found,
+        prediction=found.prediction,
+        next=found.next,
+        tuning=found.tuning,
+        powers=found.powers,
+        checked=found.checked,
+        farther=[dict(n_params=n, tokens=d) | {"kinds": extrapolate(laws, n, d)} for n, d in FARTHER],
     )
     plot(out / "ladder.png", results, laws)
     text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, ladder.png"
+
+
+def extrapolate(laws: Laws, n_params: float, tokens: float) -> dict[str, dict[str, list[float]]]:
+    """Return {kind: its loss and the difference to softmax's, each with its 95% interval}."""
+    losses = {
+        kind: np.array([float(law(n_params, tokens)) for law in (best, *others)])
+        for kind, (best, others, _) in laws.items()
+    }
+    interval = lambda x: [float(x[0]), *np.percentile(x[1:], [2.5, 97.5]).tolist()]
+    return {kind: dict(loss=interval(x), above=interval(x - losses[SOFTMAX])) for kind, x in losses.items()}
 
 
 def coefficients(best: Law, others: list[Law]) -> dict[str, list[float]]:
@@ -47,32 +80,95 @@ def coefficients(best: Law, others: list[Law]) -> dict[str, list[float]]:
 
 def report(results: dict) -> list[str]:
     """Return the lines of report.md."""
-    size = results["next"][0]
+    size, largest = results["next"][0], max(results["runs"], key=lambda run: (run["n_params"], run["tokens"]))
+    compare = {run["kind"]: run["loss"] for run in results["next"]}
+    tuned = " and ".join(results["tuning"])
     return [
         "# A scaling ladder",
         "",
-        f"`python experiments/ladder/run.py`, {results['machine']}, jax {results['jax']}. The paper's model on bytes, "
-        "with its own attention and with others in its place, one seed of each; L(N, D) = E + A / N^alpha + B / D^beta "
-        "in nats per token (a byte, or a document's end), with 95% intervals of a residual bootstrap. Learning rates "
-        "are tuned at width 128, and multiplied by 128 / width.",
+        f"**At {size['size']} ({size['n_params'] / 1e6:.1f}M parameters, {size['tokens']:,} bytes) "
+        + ", ".join(
+            f"{kind} has {loss:.4f} nats per byte" + ("" if kind == SOFTMAX else f" ({loss - compare[SOFTMAX]:+.4f})")
+            for kind, loss in compare.items()
+        )
+        + ". This size is beyond those the laws were fitted to, and was predicted before it was trained: "
+        + " ".join(miss(results["prediction"][run["kind"]], run) for run in results["next"])
+        + " "
+        + heading(results)
+        + "**",
         "",
-        f"**The next size, {size['size']} ({size['n_params']:,} parameters, {size['tokens']:,} tokens), predicted "
-        "before it was trained:** "
-        + " ".join(miss(results["prediction"][run["kind"]], run) for run in results["next"]),
+        f"`python experiments/ladder/run.py`, {results['machine']}, jax {results['jax']}. Models of equal size (within "
+        f"1%), up to {largest['n_params']:,} parameters, trained on equal numbers of bytes, one seed of each; "
+        "L(N, D) = E + A / N^alpha + B / D^beta in nats per token (a byte, or a document's end), with 95% intervals of "
+        f"a residual bootstrap. Learning rates are tuned at {tuned}, and between and beyond them a power of the width.",
         "",
-        "The interval is meant to hold 95% of new runs: it accounts for the uncertainty of the law and for the "
-        "residuals. A coefficient whose interval is wide is not determined by so few sizes; the law between them may "
-        "be all the same.",
+        "The interval of a prediction is meant to hold 95% of new runs: it accounts for the uncertainty of the law and "
+        "for the residuals. A coefficient whose interval is wide is not determined by so few sizes; the law between "
+        "them may be all the same. No interval accounts for what the law leaves out: another form, learning rates that "
+        "are not the best any more, more layers, other text.",
         "",
         *law_table(results),
         "",
         "![Losses, laws and residuals](ladder.png)",
         "",
+        *farther_section(results),
+        *rates_section(results),
         "## Runs",
         "",
         "Validation loss in nats per token, and its distance from the law; for the next size, from the prediction.",
         "",
         *run_table(results),
+    ]
+
+
+def heading(results: dict) -> str:
+    """Return the sentence on where the curves of the kinds are heading."""
+    near, far = results["farther"][0], results["farther"][-1]
+    say = lambda kind, point: "{:+.3f} [{:+.3f}, {:+.3f}]".format(*point["kinds"][kind]["above"])
+    others = [kind for kind in results["laws"] if kind != SOFTMAX]
+    return (
+        f"By the laws {' and '.join(others)} differ from softmax by {' and '.join(say(kind, near) for kind in others)} "
+        f"nats per byte at {near['n_params'] / 1e6:g}M parameters and {near['tokens'] / 1e6:g}M bytes, and by "
+        f"{' and '.join(say(kind, far) for kind in others)} at the paper's size and number of tokens, where nothing "
+        "here determines them."
+    )
+
+
+def farther_section(results: dict) -> list[str]:
+    show = lambda values: "{:.3f} [{:.3f}, {:.3f}]".format(*values)
+    above = lambda values: "{:+.3f} [{:+.3f}, {:+.3f}]".format(*values)
+    rows = []
+    for point in results["farther"]:
+        cells = [
+            show(found["loss"]) + ("" if kind == SOFTMAX else f"; {above(found['above'])}")
+            for kind, found in point["kinds"].items()
+        ]
+        rows.append([f"{point['n_params']:,.0f}", f"{point['tokens']:,.0f}", *cells])
+    return [
+        "## Where the laws lead",
+        "",
+        "Nats per token by the laws, and the difference to softmax, with 95% intervals. The last row has the paper's "
+        "number of parameters and of tokens, in bytes.",
+        "",
+        *table(["parameters", "bytes", *results["laws"]], rows),
+        "",
+    ]
+
+
+def rates_section(results: dict) -> list[str]:
+    """Return the tables of tuning, at the tuned sizes and at the one between them."""
+    powers = ", ".join(f"{kind} {power:+.2f}" for kind, power in results["powers"].items())
+    lines = []
+    for size, tuning in (results["tuning"] | results["checked"]).items():
+        title = f"Learning rates at {size}" + (": half of the rule's, the rule's, twice" * (size in results["checked"]))
+        lines += contest.tuning_section(tuning, title)
+    return [
+        "## Learning rates",
+        "",
+        "The best ones, between those tried by a parabola, define a power of the width for each kind: "
+        f"{powers} (-1 is the rule of the earlier ladder).",
+        "",
+        *(f"#{line}" if line.startswith("##") else line for line in lines),
     ]
 
 
@@ -87,13 +183,23 @@ def law_table(results: dict) -> list[str]:
 
 
 def run_table(results: dict) -> list[str]:
+    """Return the table of all runs, of increasing size, the next size last."""
     kinds = list(results["laws"])
+    next_runs = [run | {"expected": results["prediction"][run["kind"]]["loss"]} for run in results["next"]]
+    steps: dict[tuple[str, int], dict[str, dict]] = {}
+    for run in [*results["runs"], *next_runs]:
+        steps.setdefault((run["size"], run["tokens"]), {})[run["kind"]] = run
+    rows = [
+        [
+            size,
+            " / ".join(f"{run['n_params']:,}" for run in by_kind.values()),
+            f"{tokens:,}",
+            " / ".join(f"{run['learning_rate']:.3g}" for run in by_kind.values()),
+            *(cell(by_kind[kind]) for kind in kinds),
+        ]
+        for (size, tokens), by_kind in steps.items()
+    ]
     columns = [f"{kind}: loss, residual, bits per byte" for kind in kinds]
-    rows = []
-    for (size, n_params, tokens), by_kind in group_by_size(results).items():
-        rates = sorted({run["learning_rate"] for run in by_kind.values()})
-        cells = [cell(by_kind[kind]) if kind in by_kind else "" for kind in kinds]
-        rows.append([size, f"{n_params:,}", f"{tokens:,}", ", ".join(f"{rate:.3g}" for rate in rates), *cells])
     return table(["layers x width", "parameters", "tokens", "learning rates", *columns], rows)
 
 
@@ -109,40 +215,27 @@ def miss(prediction: dict, run: dict) -> str:
     )
 
 
-def group_by_size(results: dict) -> dict[tuple[str, int, int], dict[str, dict]]:
-    """Return {(size, parameters, tokens): {kind: run}}, smallest first."""
-    next_runs = [run | {"expected": results["prediction"][run["kind"]]["loss"]} for run in results["next"]]
-    found: dict[tuple[str, int, int], dict[str, dict]] = {}
-    for run in sorted([*results["runs"], *next_runs], key=lambda run: (run["n_params"], run["tokens"])):
-        found.setdefault((run["size"], run["n_params"], run["tokens"]), {})[run["kind"]] = run
-    return found
-
-
 def cell(run: dict) -> str:
     return f"{run['loss']:.4f}, {100 * (run['loss'] / run['expected'] - 1):+.2f}%, {run['bits_per_byte']:.4f}"
 
 
 def plot(path: Path, results: dict, laws: Laws) -> None:
-    """Draw losses by parameters with the bands of the law, one curve per number of tokens per parameter; residuals."""
+    """Draw losses by parameters with the bands of the law, one curve per number of tokens; residuals."""
     figure, (axes, below) = tools.make_figure(2, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 1])
-    ratio_of = lambda run: round(run["tokens"] / run["n_params"], 1)
-    marks = dict(zip(sorted({ratio_of(run) for run in results["runs"]}), "osD^v*", strict=False))
-    n = np.geomspace(
-        *(run["n_params"] for run in (min(results["runs"], key=lambda r: r["n_params"]), results["next"][0]))
-    )
+    marks = dict(zip(sorted({run["tokens"] for run in results["runs"]}), "osD^v*", strict=False))
+    n = np.geomspace(min(run["n_params"] for run in results["runs"]), results["next"][0]["n_params"])
     for index, (kind, (best, others, _)) in enumerate(laws.items()):
         color = f"C{index}"
-        for ratio, mark in marks.items():
-            runs = [run for run in of_kind(results["runs"], kind) if ratio_of(run) == ratio]
-            label = f"{kind}, {ratio:g} tokens per parameter"
+        for tokens, mark in marks.items():
+            runs = [run for run in of_kind(results["runs"], kind) if run["tokens"] == tokens]
+            label = f"{kind}, {tokens / 1e6:.1f}M bytes"
             axes.plot([r["n_params"] for r in runs], [r["loss"] for r in runs], mark, color=color, ms=5, label=label)
-            axes.plot(n, best(n, ratio * n), "-", color=color, lw=1)
+            axes.plot(n, best(n, tokens), "-", color=color, lw=1)
             residuals = [100 * (r["loss"] / r["expected"] - 1) for r in runs]
             below.plot([r["n_params"] for r in runs], residuals, mark, color=color, ms=5)
-        ratio = ratio_of(results["next"][0])
-        bands = np.percentile([law(n, ratio * n) for law in others], [2.5, 97.5], axis=0)
-        axes.fill_between(n, *bands, color=color, alpha=0.15, lw=0)
         (run,), guess = of_kind(results["next"], kind), results["prediction"][kind]
+        bands = np.percentile([law(n, run["tokens"]) for law in others], [2.5, 97.5], axis=0)
+        axes.fill_between(n, *bands, color=color, alpha=0.15, lw=0)
         error = [[guess["loss"] - guess["low"]], [guess["high"] - guess["loss"]]]
         axes.errorbar(run["n_params"], guess["loss"], error, color=color, capsize=4, lw=1)
         axes.plot(run["n_params"], run["loss"], "X", color=color, ms=9, mec="k", label=f"{kind}, the next size")
@@ -159,5 +252,5 @@ def plot(path: Path, results: dict, laws: Laws) -> None:
     below.set(xlabel="parameters", ylabel="loss above the law (%)")
     for each in (axes, below):
         each.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     tools.save_figure(figure, path)

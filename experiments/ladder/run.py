@@ -1,47 +1,58 @@
-r"""A scaling ladder of heinsen and softmax attention: fit L(N, D), predict the next size, then train it.
+r"""A scaling ladder of the paper's, gated and softmax attention: fit L(N, D), predict the next size, then train it.
 
-    python experiments/ladder/run.py --corpus=CORPUS --out=runs/ladder [--parallel=2]
-    python experiments/ladder/run.py ... --sizes=6x256,6x384,8x512,12x512,12x768 --next=24x768 \
-      --tokens_per_parameter=10,20
+    python experiments/ladder/run.py --corpus=corpus --out=runs/ladder [--parallel=2]
+    python experiments/ladder/run.py ... --sizes=6x256,6x384,8x512,12x512,12x768 --next=24x768 --tokens=5e8,5e9 \
+      --tuned_sizes=6x256,12x512 --checked_size=6x384
 
-CORPUS holds {train-*,validation,test}.jsonl.zst. Rerun the same command to resume. Sizes are layers x width, in heads
-of 32; each is trained on so many bytes per parameter, with the learning rates of --learning_rates times 128 / width.
-The prediction for the next size is written before it is trained (prediction.json). OUT receives data/, the sweeps
-ladder/ and next/, and the report: report.md, results.json, ladder.png.
+CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. contestants.py lists the kinds; sizes
+are layers x width of the paper's model, with heads of 32, and each is trained on every number of tokens (bytes).
+Learning rates are tuned at two sizes; those of the others lie on the power of the width between them, which is checked
+at a third size. The prediction for the next size is written before it is trained (prediction.json). OUT receives data/,
+the sweeps tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png.
 """
 
-import functools
 import json
-import re
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from absl import app, flags
 
 from configs import parse_flags
 from experiments import tools
-from experiments.ladder import config, law, report
-from heinsen.config import from_mapping
+from experiments.contest import RATE
+from experiments.ladder import law, report
+from experiments.ladder.contestants import KINDS, Size, contest_of, n_params, parse_size
 from heinsen.files import write_atomically
-from heinsen.training.run import TrainConfig
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-SIZES = flags.DEFINE_list("sizes", ["2x96", "3x96", "4x96", "3x128", "4x128"], "Layers x width of the runs to fit.")
-RATIOS = flags.DEFINE_list("tokens_per_parameter", ["2", "4"], "Tokens per parameter at which each size is trained.")
-NEXT = flags.DEFINE_string("next", "4x160", "The size to predict, at the largest number of tokens per parameter.")
-RATES = flags.DEFINE_list(
-    "learning_rates", ["heinsen:3e-3", "softmax:3e-3"], "KIND:RATE at width 128, from attention_comparison."
+SIZES = flags.DEFINE_list(
+    "sizes", ["4x64", "4x96", "4x128", "6x128", "6x160", "8x192"], "Layers x width of the runs to fit."
 )
+TOKENS = flags.DEFINE_list("tokens", ["1.5e6", "6e6"], "Numbers of tokens on which each size is trained.")
+NEXT = flags.DEFINE_string("next", "12x224", "The size to predict, at the largest number of tokens.")
+RATES = flags.DEFINE_list("learning_rates", ["3e-3", "6e-3", "1.2e-2"], "Learning rates to tune over.")
+TUNED = flags.DEFINE_list("tuned_sizes", ["4x64", "6x160"], "The two sizes to tune, at the smallest number of tokens.")
+CHECKED = flags.DEFINE_string("checked_size", "4x128", "The size where the rule between the two is checked.")
 
-CONFIG = Path(__file__).resolve().parent / "config.py"
-WIDTH, HEAD = 128, 32  # the width of --learning_rates, and of a head
-N_BOOTSTRAP = 100
+N_BOOTSTRAP = 200
 
-Size = tuple[int, int]  # layers, width
+
+class Plan(NamedTuple):
+    """What the flags ask for."""
+
+    sizes: list[Size]
+    tokens: list[int]
+    next: Size
+    rates: list[float]
+    tuned: list[Size]
+    checked: Size
 
 
 def main(argv: list[str]) -> None:
@@ -50,104 +61,153 @@ def main(argv: list[str]) -> None:
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
+    plan = read_plan()
     tools.share_compilations(out)
-    rates, sizes = dict(map(parse_rate, RATES.value or [""])), list(map(parse_size, SIZES.value))
-    ratios = tools.parse_numbers("tokens_per_parameter", RATIOS.value)
-    ladder, next_step = [(size, ratio) for ratio in ratios for size in sizes], (parse_size(NEXT.value), max(ratios))
-    if len(ladder) <= law.N_COEFFICIENTS:
-        raise tools.ExperimentError(
-            f"{len(ladder)} runs of each kind: a law with {law.N_COEFFICIENTS} coefficients needs more"
-        )
-    if next_step in ladder:
-        raise tools.ExperimentError(f"--next={NEXT.value} is one of --sizes: there is nothing to predict")
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
-    of_all_kinds = lambda *steps: [settings(kind, *step, rate) for step in steps for kind, rate in rates.items()]
-    runs = train(out / "ladder", of_all_kinds(*ladder), parallel)
-    laws = {kind: fit([run for run in runs if run["kind"] == kind]) for kind in rates}
+    rule = Rule(tune(out, plan, parallel))
+    checked = check(out, plan, rule, parallel)
+    steps = [(size, tokens) for tokens in plan.tokens for size in plan.sizes]
+    runs = train(out / "ladder", steps, rule, parallel)
+    laws = {kind: fit([run for run in runs if run["kind"] == kind]) for kind in KINDS}
+    next_step = plan.next, max(plan.tokens)
     prediction = predict(out / "prediction.json", laws, *next_step)
-    found = train(out / "next", of_all_kinds(next_step), parallel)
-    return report.write(out, runs, laws, prediction, found)
+    found = train(out / "next", [next_step], rule, parallel)
+    tuning = {str(size): losses for size, losses in rule.tuning.items()}
+    return report.write(
+        out, report.Found(tuning, rule.powers(), {str(plan.checked): checked}, runs, laws, prediction, found)
+    )
 
 
-def parse_size(text: str) -> Size:
-    """Return (layers, width). Raises ExperimentError."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None or int(match[2]) % HEAD:
+def read_plan() -> Plan:
+    """Return the plan of the flags. Raises ExperimentError."""
+    sizes, tuned = [[parse_size(text) for text in flag.value] for flag in (SIZES, TUNED)]
+    tokens = tools.parse_counts("tokens", TOKENS.value)
+    plan = Plan(
+        sizes,
+        tokens,
+        parse_size(NEXT.value),
+        tools.parse_numbers("learning_rates", RATES.value),
+        tuned,
+        parse_size(CHECKED.value),
+    )
+    if len(sizes) * len(tokens) <= law.N_COEFFICIENTS:
         raise tools.ExperimentError(
-            f"size {text!r}: expected LAYERSxWIDTH, such as 4x128; the width is a multiple of {HEAD}"
+            f"{len(sizes) * len(tokens)} runs of each kind: a law with {law.N_COEFFICIENTS} coefficients needs more"
         )
-    return int(match[1]), int(match[2])
+    if plan.next in sizes:
+        raise tools.ExperimentError(f"--next={plan.next} is one of --sizes: there is nothing to predict")
+    if len({size.width for size in tuned}) != 2 or len(tuned) != 2:
+        raise tools.ExperimentError(f"--tuned_sizes={','.join(TUNED.value)}: expected two sizes of different width")
+    return plan
 
 
-def parse_rate(text: str) -> tuple[str, float]:
-    """Return (kind, learning rate). Raises ExperimentError."""
-    kind, _, rate = text.rpartition(":")
-    if not kind:
-        raise tools.ExperimentError(f"--learning_rates: {text!r}: expected KIND:RATE, such as heinsen:3e-3")
-    return kind, tools.parse_numbers("learning_rates", [rate])[0]
+# ---- learning rates -------------------------------------------------------------------------------
+
+Losses = Mapping[float, float]  # {learning rate: validation loss}; infinite: crashed
 
 
-@functools.cache
-def n_params(size: Size) -> int:
-    mapping = config.get_config()
-    mapping.update_from_flattened_dict(fields_of(size))
-    return tools.n_params(from_mapping(TrainConfig, mapping.to_dict()))
+class Rule(NamedTuple):
+    """Learning rates: a power of the width for each kind, through the best ones of two sizes.
+
+    tuning: {size: {kind: losses}}.
+    """
+
+    tuning: Mapping[Size, Mapping[str, Losses]]
+
+    def powers(self) -> dict[str, float]:
+        """Return {kind: p}, where the learning rate is proportional to width^p."""
+        return {kind: self._power(kind) for kind in KINDS}
+
+    def rate(self, kind: str, size: Size) -> float:
+        """Return a learning rate with three digits."""
+        first = next(iter(self.tuning))
+        rate = best_between(self.tuning[first][kind]) * (size.width / first.width) ** self._power(kind)
+        return float(f"{rate:.3g}")
+
+    def _power(self, kind: str) -> float:
+        (narrow, low), (wide, high) = ((size.width, best_between(each[kind])) for size, each in self.tuning.items())
+        return math.log(high / low) / math.log(wide / narrow)
 
 
-def fields_of(size: Size) -> dict[str, int]:
-    n_layers, width = size
-    return {"model.n_layers": n_layers, "model.d_model": width, "model.n_heads": width // HEAD}
+def best_between(losses: Losses) -> float:
+    """Return the learning rate at the vertex of the parabola, in its logarithm, through the best one and those beside.
+
+    At an end of the grid, and beside a crashed run, it is the best one itself.
+    """
+    rates = sorted(losses)
+    best = min(rates, key=losses.__getitem__)
+    around = rates[max(rates.index(best) - 1, 0) : rates.index(best) + 2]
+    if len(around) < 3 or not all(math.isfinite(losses[rate]) for rate in around):
+        return best
+    a, b, _ = np.polyfit(np.log(around), [losses[rate] for rate in around], 2)
+    return math.exp(-b / (2 * a)) if a > 0 else best
 
 
-def settings(kind: str, size: Size, ratio: float, rate: float) -> tools.Settings:
-    return fields_of(size) | {
-        "model.attention": kind,
-        "total_tokens": round(ratio * n_params(size)),
-        "optimizer.learning_rate": float(f"{rate * WIDTH / size[1]:.4g}"),
-    }
-
-
-def train(out: Path, runs: list[tools.Settings], parallel: int) -> list[dict]:
-    """Return the kind, size, parameters, tokens and final validation loss of each run."""
-    data = f"--config.data.path={(out.parent / 'data').absolute()}"
-    found = []
-    for view in tools.run_sweep(CONFIG, out, sorted(runs, key=lambda run: run["total_tokens"]), parallel, data):
-        point = view.run.point
-        size = point["model.n_layers"], point["model.d_model"]
-        found.append(
-            dict(
-                kind=point["model.attention"],
-                size="{}x{}".format(*size),
-                n_params=n_params(size),
-                tokens=view.tokens,
-                learning_rate=point["optimizer.learning_rate"],
-                loss=view.validation_loss,
-                bits_per_byte=view.bits_per_byte,
-            )
-        )
+def tune(out: Path, plan: Plan, parallel: int) -> dict[Size, dict[str, Losses]]:
+    """Return the losses by learning rate of all kinds at the sizes to tune."""
+    found = {}
+    for size in plan.tuned:
+        contest = contest_of(size)
+        runs = contest.tune(out / "tuning" / str(size), plan.rates, parallel, *options(out, min(plan.tokens)))
+        found[size] = {kind: contest.losses(kind, runs) for kind in KINDS}
     return found
 
 
-def fit(runs: list[dict]) -> tuple[law.Law, list[law.Law], np.ndarray]:
+def check(out: Path, plan: Plan, rule: Rule, parallel: int) -> dict[str, Losses]:
+    """Return the losses of all kinds at the size to check: with the rule's rate, half of it and twice as much."""
+    contest, folder = contest_of(plan.checked), out / "checked"
+    rates = {kind: rule.rate(kind, plan.checked) for kind in KINDS}
+    wanted = [contest.fields(kind) | {RATE: rate * x} for kind, rate in rates.items() for x in (0.5, 1, 2)]
+    given = options(out, min(plan.tokens))
+    runs = tools.run_sweep(contest.config, folder, wanted, parallel, *given, may_crash=True)
+    return {kind: contest.losses(kind, runs) for kind in KINDS}
+
+
+def options(out: Path, tokens: int) -> list[str]:
+    return [f"--config.data.path={(out / 'data').absolute()}", f"--config.total_tokens={tokens}"]
+
+
+# ---- the ladder -----------------------------------------------------------------------------------
+
+
+def train(out: Path, steps: Sequence[tuple[Size, int]], rule: Rule, parallel: int) -> list[dict]:
+    """Return the kind, size, parameters, tokens and final validation loss of each run; `out` is in the experiment's."""
+    wanted, said = [], []
+    for size, tokens in sorted(steps, key=lambda step: n_params(step[0]) * step[1]):
+        for kind in KINDS:
+            rate = rule.rate(kind, size)
+            wanted.append(contest_of(size).fields(kind) | {"total_tokens": tokens, RATE: rate})
+            n = contest_of(size).parameters(kind)
+            said.append(dict(kind=kind, size=str(size), n_params=n, learning_rate=rate))
+    data = f"--config.data.path={(out.parent / 'data').absolute()}"
+    views = tools.run_sweep(contest_of(steps[0][0]).config, out, wanted, parallel, data)
+    found = []
+    for settings, one in zip(wanted, said, strict=True):
+        (view,) = [view for view in views if settings.items() <= view.run.point.items()]
+        found.append(one | dict(tokens=view.tokens, loss=view.validation_loss, bits_per_byte=view.bits_per_byte))
+    return found
+
+
+def fit(runs: Iterable[dict]) -> tuple[law.Law, list[law.Law], np.ndarray]:
     """Return the law of the runs of one kind, the laws of the bootstrap, and the residuals that it drew from."""
     arrays = [np.array([run[name] for run in runs], float) for name in ("n_params", "tokens", "loss")]
     best = law.fit(*arrays)
     return best, law.bootstrap(best, *arrays, N_BOOTSTRAP), law.residuals(best, *arrays)
 
 
-def predict(file: Path, laws: report.Laws, size: Size, ratio: float) -> dict[str, dict]:
+def predict(file: Path, laws: report.Laws, size: Size, tokens: int) -> dict[str, dict]:
     """Return {kind: loss and 95% interval for new runs}, which is written to `file` before the size is trained.
 
     An existing file is kept. Raises ExperimentError if it is for another size.
     """
-    n = n_params(size)
-    what = dict(size="{}x{}".format(*size), tokens=round(ratio * n), kinds=list(laws))
+    what = dict(size=str(size), tokens=tokens, kinds=list(laws))
     if not file.exists():
         rng, found = np.random.default_rng(0), {}
         for kind, (best, others, residuals) in laws.items():
-            draws = [other(n, ratio * n) * np.exp(rng.choice(residuals, 20)) for other in others]
+            n = contest_of(size).parameters(kind)
+            draws = [other(n, tokens) * np.exp(rng.choice(residuals, 20)) for other in others]
             low, high = np.percentile(draws, [2.5, 97.5])
-            found[kind] = dict(loss=float(best(n, ratio * n)), low=float(low), high=float(high))
+            found[kind] = dict(loss=float(best(n, tokens)), low=float(low), high=float(high))
         write_atomically(file, json.dumps(what | {"predictions": found}, indent=1) + "\n")
     kept = json.loads(file.read_text())
     if wrong := [f"{name} {kept[name]}" for name, value in what.items() if kept[name] != value]:

@@ -77,3 +77,13 @@ def norms_by_law(lengths: Sequence[int], alpha: float, square: float, variance: 
     """Return sqrt(E |y|^2) for independent tokens at each n; `square` is |I|^2, `variance` C."""
     n = np.array(lengths, float)
     return n**-alpha * np.sqrt(n**2 * square + n * variance)
+
+
+def window_growth(n_tokens: int, alpha: float, bias: str = "0.0") -> float:
+    """Return the RMS over t = 1..n_tokens of the sum of all weights if the logits are 0: t^(1 - alpha) / 2.
+
+    With bias "-log_n" and alpha = 0 the sum is t sigmoid(-log t) = t / (t + 1).
+    """
+    t = np.arange(1.0, n_tokens + 1)
+    weights = t / (t + 1) if bias == "-log_n" else t ** (1 - alpha) / 2
+    return float(np.sqrt(np.mean(weights**2)))

@@ -1,0 +1,78 @@
+"""The kinds of models, at any size: their parameters are equal within 1% to those of the paper's model."""
+
+import bisect
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments import tools
+from experiments.contest import Contest
+from experiments.ladder import config
+from heinsen.config import from_mapping
+from heinsen.sweep.space import Value
+from heinsen.training.run import TrainConfig
+
+HEAD = 32  # key and value features of a head
+
+# The parts that helped the gated model most in experiments/forgetting; softmax attention as it is used most.
+KINDS: dict[str, dict[str, Value]] = {
+    "paper's": {},
+    "gate, parts": dict(gate="head", output="gate", convolution=4, position="none"),
+    "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
+}
+
+
+class Size(NamedTuple):
+    """Layers and width of the paper's model; the other kinds have as many parameters."""
+
+    n_layers: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.n_layers}x{self.width}"
+
+
+def parse_size(text: str) -> Size:
+    """Return a size such as 4x128. Raises ExperimentError."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None or int(match[1]) % 2 or int(match[2]) % HEAD:
+        raise tools.ExperimentError(
+            f"size {text!r}: expected LAYERSxWIDTH, such as 4x128, with an even number of layers and a width that is a "
+            f"multiple of {HEAD}"
+        )
+    return Size(int(match[1]), int(match[2]))
+
+
+@functools.cache
+def contest_of(size: Size) -> Contest:
+    """Return the contest of all kinds at a size."""
+    return Contest(Path(config.__file__), config.get_config, {kind: fields_of(kind, size) for kind in KINDS})
+
+
+def n_params(size: Size) -> int:
+    """Return the number of parameters of the paper's model."""
+    return contest_of(size).parameters("paper's")
+
+
+def fields_of(kind: str, size: Size) -> Mapping[str, Value]:
+    """Return the fields of the model; two layers of the paper's block have as many parameters as one of GPT-2's."""
+    n_layers = size.n_layers // 2 if KINDS[kind].get("block") == "gpt2" else size.n_layers
+    fields = KINDS[kind] | dict(n_layers=n_layers, n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD)
+    paper = dict(n_layers=size.n_layers, n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD, d_model=size.width)
+    return fields | dict(d_model=_width_for(_count(paper), fields, size.width))
+
+
+def _width_for(n: int, fields: Mapping[str, Value], near: int) -> int:
+    """Return the width with which a model has closest to `n` parameters, up to twice a width that is `near`."""
+    widths = range(1, 2 * near)
+    count = lambda width: _count({**fields, "d_model": width})
+    above = bisect.bisect_left(widths, n, key=count)
+    return min(widths[max(above - 1, 0) : above + 1], key=lambda width: abs(count(width) - n))
+
+
+def _count(fields: Mapping[str, Value]) -> int:
+    mapping = config.get_config()
+    mapping.model.update(fields)
+    return tools.n_params(from_mapping(TrainConfig, mapping.to_dict()))
