@@ -305,7 +305,7 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
 @pytest.mark.long
 def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=2x32,2x64,2x96"]
-    command += ["--next=4x64", "--tokens=110000,120000", "--learning_rates=3e-3", "--tuned_sizes=2x32,2x64"]
+    command += ["--next=4x64", "--tokens=300000,330000", "--learning_rates=3e-3", "--tuned_sizes=2x32,2x64"]
     command += ["--checked_size=2x64"]
     end = commands.run(*command, n_programs=3 * (2 + 3 + 3 * 2 + 1))
     assert end.returncode == 0, end.stderr

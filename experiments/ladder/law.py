@@ -76,6 +76,12 @@ def _fit(
     def errors(x: np.ndarray) -> np.ndarray:
         return _log_loss(x, log_n, log_d) - log_loss
 
+    def jacobian(x: np.ndarray) -> np.ndarray:
+        log_a, log_b, log_e, alpha, beta = x
+        terms = np.stack(np.broadcast_arrays(log_a - alpha * log_n, log_b - beta * log_d, log_e))
+        a, b, e = np.exp(terms - np.logaddexp.reduce(terms))
+        return np.stack([a, b, e, -a * log_n, -b * log_d], axis=1)
+
     def draw_start() -> np.ndarray:
         alpha, beta = rng.uniform(0.05, 1.2, 2)
         size = rng.uniform(-2, 2, 2)  # of both terms at the center of the runs, in log nats
@@ -87,5 +93,5 @@ def _fit(
     starts += [draw_start() for _ in range(n_starts - len(starts))]
     options = dict(loss="huber", f_scale=_DELTA, x_scale=(1.0, 1.0, 1.0, 0.1, 0.1), max_nfev=2000)
     inside = [np.clip(x, _LOWEST, _HIGHEST) for x in starts]
-    fits = [least_squares(errors, x, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
+    fits = [least_squares(errors, x, jacobian, bounds=(_LOWEST, _HIGHEST), **options) for x in inside]
     return min(fits, key=lambda fit: fit.cost).x.tolist()

@@ -97,10 +97,11 @@ def report(results: dict) -> list[str]:
         + heading(results)
         + "**",
         "",
-        f"`python experiments/ladder/run.py`, {results['machine']}, jax {results['jax']}. Models of equal size (within "
-        f"1%), up to {largest['n_params']:,} parameters, trained on equal numbers of bytes, one seed of each; "
-        "L(N, D) = E + A / N^alpha + B / D^beta in nats per token (a byte, or a document's end), with 95% intervals of "
-        f"a residual bootstrap. Learning rates are tuned at {tuned}, and between and beyond them a power of the width.",
+        f"`python experiments/ladder/run.py`, {results['machine']}, jax {results['jax']}. Models of equal size "
+        f"(within 1%), up to {largest['n_params']:,} parameters, trained on equal numbers of bytes, which grow as the "
+        "root of the parameters, one seed of each; L(N, D) = E + A / N^alpha + B / D^beta in nats per token (a byte, "
+        f"or a document's end), with 95% intervals of a residual bootstrap. Learning rates are tuned at {tuned}, and "
+        "are a power of the width between and beyond them.",
         "",
         "The interval of a prediction is meant to hold 95% of new runs: it accounts for the uncertainty of the law and "
         "for the residuals. A coefficient whose interval is wide is not determined by so few sizes; the law between "
@@ -220,21 +221,22 @@ def cell(run: dict) -> str:
 
 
 def plot(path: Path, results: dict, laws: Laws) -> None:
-    """Draw losses by parameters with the bands of the law, one curve per number of tokens; residuals."""
+    """Draw losses by parameters with the bands of the law, one curve per budget; residuals."""
     figure, (axes, below) = tools.make_figure(2, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 1])
-    marks = dict(zip(sorted({run["tokens"] for run in results["runs"]}), "osD^v*", strict=False))
+    marks = dict(zip(sorted({run["budget"] for run in results["runs"]}), "osD^v*", strict=False))
     n = np.geomspace(min(run["n_params"] for run in results["runs"]), results["next"][0]["n_params"])
     for index, (kind, (best, others, _)) in enumerate(laws.items()):
         color = f"C{index}"
-        for tokens, mark in marks.items():
-            runs = [run for run in of_kind(results["runs"], kind) if run["tokens"] == tokens]
-            label = f"{kind}, {tokens / 1e6:.1f}M bytes"
+        for budget, mark in marks.items():
+            runs = [run for run in of_kind(results["runs"], kind) if run["budget"] == budget]
+            label = f"{kind}, {budget / 1e6:g}M bytes at the largest size"
+            along = lambda n, run=runs[0]: run["tokens"] * (n / run["n_params"]) ** 0.5
             axes.plot([r["n_params"] for r in runs], [r["loss"] for r in runs], mark, color=color, ms=5, label=label)
-            axes.plot(n, best(n, tokens), "-", color=color, lw=1)
+            axes.plot(n, best(n, along(n)), "-", color=color, lw=1)
             residuals = [100 * (r["loss"] / r["expected"] - 1) for r in runs]
             below.plot([r["n_params"] for r in runs], residuals, mark, color=color, ms=5)
         (run,), guess = of_kind(results["next"], kind), results["prediction"][kind]
-        bands = np.percentile([law(n, run["tokens"]) for law in others], [2.5, 97.5], axis=0)
+        bands = np.percentile([law(n, along(n)) for law in others], [2.5, 97.5], axis=0)
         axes.fill_between(n, *bands, color=color, alpha=0.15, lw=0)
         error = [[guess["loss"] - guess["low"]], [guess["high"] - guess["loss"]]]
         axes.errorbar(run["n_params"], guess["loss"], error, color=color, capsize=4, lw=1)

@@ -5,10 +5,11 @@ r"""A scaling ladder of the paper's, gated and softmax attention: fit L(N, D), p
       --tuned_sizes=6x256,12x512 --checked_size=6x384
 
 CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. contestants.py lists the kinds; sizes
-are layers x width of the paper's model, with heads of 32, and each is trained on every number of tokens (bytes).
-Learning rates are tuned at two sizes; those of the others lie on the power of the width between them, which is checked
-at a third size. The prediction for the next size is written before it is trained (prediction.json). OUT receives data/,
-the sweeps tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png.
+are layers x width of the paper's model, with heads of 32. --tokens are budgets, numbers of bytes for the largest size;
+smaller ones take less, as the root of their parameters, which tells the law more than equal numbers do. Learning rates
+are tuned at two sizes; those of the others lie on the power of the width between them, which is checked at a third
+size. The prediction for the next size is written before it is trained (prediction.json). OUT receives data/, the
+sweeps tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png.
 """
 
 import json
@@ -35,24 +36,28 @@ PARALLEL = flags.DEFINE_integer(
 SIZES = flags.DEFINE_list(
     "sizes", ["4x64", "4x96", "4x128", "6x128", "6x160", "8x192"], "Layers x width of the runs to fit."
 )
-TOKENS = flags.DEFINE_list("tokens", ["1.5e6", "6e6"], "Numbers of tokens on which each size is trained.")
-NEXT = flags.DEFINE_string("next", "12x224", "The size to predict, at the largest number of tokens.")
+TOKENS = flags.DEFINE_list("tokens", ["1.5e6", "6e6"], "Budgets: tokens of the largest of the sizes.")
+NEXT = flags.DEFINE_string("next", "12x224", "The size to predict, with the largest budget.")
 RATES = flags.DEFINE_list("learning_rates", ["3e-3", "6e-3", "1.2e-2"], "Learning rates to tune over.")
-TUNED = flags.DEFINE_list("tuned_sizes", ["4x64", "6x160"], "The two sizes to tune, at the smallest number of tokens.")
+TUNED = flags.DEFINE_list("tuned_sizes", ["4x64", "6x160"], "The two sizes to tune, with the smallest budget.")
 CHECKED = flags.DEFINE_string("checked_size", "4x128", "The size where the rule between the two is checked.")
 
-N_BOOTSTRAP = 200
+N_BOOTSTRAP = 100
 
 
 class Plan(NamedTuple):
     """What the flags ask for."""
 
     sizes: list[Size]
-    tokens: list[int]
+    budgets: list[int]
     next: Size
     rates: list[float]
     tuned: list[Size]
     checked: Size
+
+    def tokens_of(self, size: Size, budget: int) -> int:
+        """Return the tokens of a size: the budget is that of the largest of `sizes`."""
+        return round(budget * math.sqrt(n_params(size) / max(map(n_params, self.sizes))))
 
 
 def main(argv: list[str]) -> None:
@@ -66,12 +71,11 @@ def run(out: Path, parallel: int) -> str:
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     rule = Rule(tune(out, plan, parallel))
     checked = check(out, plan, rule, parallel)
-    steps = [(size, tokens) for tokens in plan.tokens for size in plan.sizes]
-    runs = train(out / "ladder", steps, rule, parallel)
+    runs = train(out / "ladder", plan, plan.sizes, plan.budgets, rule, parallel)
     laws = {kind: fit([run for run in runs if run["kind"] == kind]) for kind in KINDS}
-    next_step = plan.next, max(plan.tokens)
-    prediction = predict(out / "prediction.json", laws, *next_step)
-    found = train(out / "next", [next_step], rule, parallel)
+    largest = max(plan.budgets)
+    prediction = predict(out / "prediction.json", laws, plan.next, plan.tokens_of(plan.next, largest))
+    found = train(out / "next", plan, [plan.next], [largest], rule, parallel)
     tuning = {str(size): losses for size, losses in rule.tuning.items()}
     return report.write(
         out, report.Found(tuning, rule.powers(), {str(plan.checked): checked}, runs, laws, prediction, found)
@@ -81,18 +85,18 @@ def run(out: Path, parallel: int) -> str:
 def read_plan() -> Plan:
     """Return the plan of the flags. Raises ExperimentError."""
     sizes, tuned = [[parse_size(text) for text in flag.value] for flag in (SIZES, TUNED)]
-    tokens = tools.parse_counts("tokens", TOKENS.value)
+    budgets = tools.parse_counts("tokens", TOKENS.value)
     plan = Plan(
         sizes,
-        tokens,
+        budgets,
         parse_size(NEXT.value),
         tools.parse_numbers("learning_rates", RATES.value),
         tuned,
         parse_size(CHECKED.value),
     )
-    if len(sizes) * len(tokens) <= law.N_COEFFICIENTS:
+    if len(sizes) * len(budgets) <= law.N_COEFFICIENTS:
         raise tools.ExperimentError(
-            f"{len(sizes) * len(tokens)} runs of each kind: a law with {law.N_COEFFICIENTS} coefficients needs more"
+            f"{len(sizes) * len(budgets)} runs of each kind: a law with {law.N_COEFFICIENTS} coefficients needs more"
         )
     if plan.next in sizes:
         raise tools.ExperimentError(f"--next={plan.next} is one of --sizes: there is nothing to predict")
@@ -148,7 +152,9 @@ def tune(out: Path, plan: Plan, parallel: int) -> dict[Size, dict[str, Losses]]:
     found = {}
     for size in plan.tuned:
         contest = contest_of(size)
-        runs = contest.tune(out / "tuning" / str(size), plan.rates, parallel, *options(out, min(plan.tokens)))
+        runs = contest.tune(
+            out / "tuning" / str(size), plan.rates, parallel, *options(out, plan.tokens_of(size, min(plan.budgets)))
+        )
         found[size] = {kind: contest.losses(kind, runs) for kind in KINDS}
     return found
 
@@ -158,7 +164,7 @@ def check(out: Path, plan: Plan, rule: Rule, parallel: int) -> dict[str, Losses]
     contest, folder = contest_of(plan.checked), out / "checked"
     rates = {kind: rule.rate(kind, plan.checked) for kind in KINDS}
     wanted = [contest.fields(kind) | {RATE: rate * x} for kind, rate in rates.items() for x in (0.5, 1, 2)]
-    given = options(out, min(plan.tokens))
+    given = options(out, plan.tokens_of(plan.checked, min(plan.budgets)))
     runs = tools.run_sweep(contest.config, folder, wanted, parallel, *given, may_crash=True)
     return {kind: contest.losses(kind, runs) for kind in KINDS}
 
@@ -170,17 +176,23 @@ def options(out: Path, tokens: int) -> list[str]:
 # ---- the ladder -----------------------------------------------------------------------------------
 
 
-def train(out: Path, steps: Sequence[tuple[Size, int]], rule: Rule, parallel: int) -> list[dict]:
-    """Return the kind, size, parameters, tokens and final validation loss of each run; `out` is in the experiment's."""
+def train(
+    out: Path, plan: Plan, sizes: Sequence[Size], budgets: Sequence[int], rule: Rule, parallel: int
+) -> list[dict]:
+    """Return the kind, size, parameters, budget, tokens, rate and validation loss of each run, the smallest first.
+
+    `out` is in the experiment's folder.
+    """
     wanted, said = [], []
-    for size, tokens in sorted(steps, key=lambda step: n_params(step[0]) * step[1]):
-        for kind in KINDS:
-            rate = rule.rate(kind, size)
-            wanted.append(contest_of(size).fields(kind) | {"total_tokens": tokens, RATE: rate})
-            n = contest_of(size).parameters(kind)
-            said.append(dict(kind=kind, size=str(size), n_params=n, learning_rate=rate))
+    for budget in sorted(budgets):
+        for size in sorted(sizes, key=n_params):
+            for kind in KINDS:
+                rate, contest = rule.rate(kind, size), contest_of(size)
+                wanted.append(contest.fields(kind) | {"total_tokens": plan.tokens_of(size, budget), RATE: rate})
+                n = contest.parameters(kind)
+                said.append(dict(kind=kind, size=str(size), n_params=n, budget=budget, learning_rate=rate))
     data = f"--config.data.path={(out.parent / 'data').absolute()}"
-    views = tools.run_sweep(contest_of(steps[0][0]).config, out, wanted, parallel, data)
+    views = tools.run_sweep(contest_of(sizes[0]).config, out, wanted, parallel, data)
     found = []
     for settings, one in zip(wanted, said, strict=True):
         (view,) = [view for view in views if settings.items() <= view.run.point.items()]

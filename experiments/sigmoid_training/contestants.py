@@ -1,5 +1,6 @@
 """The forms of sigmoid attention, the growth of each by its law, and the initial parameters of the controlled runs."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def write_start(folder: Path, form: str, scale: float) -> None:
     params = scale_outputs(init_params(run.model, jax.random.key(1)), scale)
     folder.parent.mkdir(parents=True, exist_ok=True)
     card = f"# Initial parameters\n\n{form}, W2 times {scale:g}, of experiments/sigmoid_training.\n"
-    save_folder(folder, run.model, run.data.tokenizer, params, step=0, run={}, card=card)
+    save_folder(folder, run.model, run.data.tokenizer, params, step=0, run=dataclasses.asdict(run), card=card)
 
 
 def scale_outputs(params: Params, scale: float) -> Params:
