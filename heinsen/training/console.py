@@ -1,8 +1,9 @@
 """Progress of a training run on stderr."""
 
+import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tqdm import tqdm
 
@@ -30,6 +31,13 @@ class Console:
         self._bar: tqdm | None = None
         if enabled and sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=start_step, desc=name, unit="step", dynamic_ncols=True)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the block's time out of the ETA."""
+        start = time.perf_counter()
+        yield
+        self._start_time += time.perf_counter() - start
 
     def update(self, step: int) -> None:
         """Move the bar to `step`."""

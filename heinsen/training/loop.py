@@ -1,5 +1,6 @@
 """A run from its config to its last checkpoint: data, steps, validation, interruption, resumption."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.errors import HeinsenError, Interrupted
-from heinsen.evaluation.loss import Evaluation, bits_per_byte
+from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
 from heinsen.parallel import keep_host_memory, make_mesh, place_batch
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
@@ -17,7 +18,7 @@ from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.report import Reporter
+from heinsen.training.report import LossMean, Reporter
 from heinsen.training.run import RunError, TrainConfig, check_mesh, claim_folder, write_config
 from heinsen.training.signals import StopSignals
 from heinsen.training.step import (
@@ -64,8 +65,10 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
         restored = checkpoints.restore_newest(abstract, config.fingerprint)
         if restored is not None:
             start_step, state, position = restored
+            losses = LossMean(position.pop("losses", (0.0, 0)))  # earlier versions did not save them
             data.batches.set_state(position)
         else:
+            losses = LossMean()
             start_step, state = 0, init_train_state(config.model, optimizer, config.seed, mesh, config.carry_rows)
             if initial is not None:
                 state = state._replace(params=initial.params)
@@ -73,7 +76,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
             write_config(config, workdir)
         n_params = count_params(state.params)
         try:
-            with Reporter(config, workdir, start_step, n_params, is_main) as reporter:
+            with Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter:
                 reporter.message(_describe_start(config, workdir, start_step, n_params))
                 if initial is not None:
                     reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
@@ -142,7 +145,9 @@ class _Loop:
         c, result, pending = self.config, None, None
         for step in range(start_step + 1, c.total_steps + 1):
             self.reporter.start_step(step)
-            state, metrics = self.train_step(state, self.next_batches(step))
+            batches = self.next_batches(step)
+            with self.reporter.compiling("training step") if step == start_step + 1 else contextlib.nullcontext():
+                state, metrics = self.train_step(state, batches)
             if pending is not None:
                 self.check_and_report(*pending)
             is_last, stopping = step == c.total_steps, self.signals.stop_after(step)
@@ -157,7 +162,8 @@ class _Loop:
                 self.reporter.report_validation(step, validation_metrics)
             if saves:
                 with self.reporter.pause():
-                    self.checkpoints.save(step, state, self.data.batches.get_state(), c.fingerprint)
+                    position = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}
+                    self.checkpoints.save(step, state, position, c.fingerprint)
             if stopping is not None and not is_last:
                 self.checkpoints.wait()
                 saved = self.checkpoints.path(step)
@@ -190,7 +196,6 @@ class _Loop:
                 )
             self.reporter.message(f"{what}: skipped, {in_a_row} in a row, {metrics['skipped']} in all")
         metrics["updates"] = step - 1 - metrics["skipped"] + (in_a_row > 0)
-        metrics["bits_per_byte"] = bits_per_byte(metrics["loss"], self.data.bytes_per_token)
         self.reporter.report_step(step, metrics)
 
     def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float]]:

@@ -1,13 +1,16 @@
 """The report of a run in progress: metrics to files and services, progress and messages to the console."""
 
 import contextlib
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import jax
 
+from heinsen.evaluation.loss import bits_per_byte
 from heinsen.training.console import Console
 from heinsen.training.metrics import MetricsLog
 from heinsen.training.optimizer import make_schedule
@@ -28,14 +31,53 @@ class _Log(Protocol):
     def close(self) -> None: ...
 
 
+class LossMean:
+    """The mean of the losses since the last log, without those that are not finite.
+
+    Args:
+      state: of the mean that is continued, as [sum, count].
+    """
+
+    def __init__(self, state: Sequence[float] = (0.0, 0)) -> None:
+        self._sum, self._count = state
+
+    @property
+    def state(self) -> list[float]:
+        return [self._sum, self._count]
+
+    def add(self, loss: float) -> None:
+        if math.isfinite(loss):
+            self._sum, self._count = self._sum + loss, self._count + 1
+
+    def take(self) -> float:
+        """Return the mean, NaN if there is none, and begin anew."""
+        mean = self._sum / self._count if self._count else math.nan
+        self._sum, self._count = 0.0, 0
+        return mean
+
+
 class Reporter:
     """Adds rates to a run's metrics and sends them to its logs; use as a context manager.
 
-    Without `writes` (in all processes but the first) it writes and prints nothing. Rates leave out time in `pause`.
+    Without `writes` (in all processes but the first) it writes and prints nothing. Rates leave out time in `pause` and
+    in `compiling`.
+
+    Args:
+      losses: the state of the mean loss at `start_step`.
     """
 
-    def __init__(self, config: TrainConfig, workdir: Path, start_step: int, n_params: int, writes: bool) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        workdir: Path,
+        start_step: int,
+        n_params: int,
+        bytes_per_token: float,
+        losses: LossMean,
+        writes: bool,
+    ) -> None:
         self._config, self._workdir, self._writes = config, workdir, writes
+        self._bytes_per_token, self.losses = bytes_per_token, losses
         self._schedule = make_schedule(config.optimizer, config.total_steps)
         peak_flops = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
         self._spikes = SpikeDetector(config.spike_sigmas) if config.spike_sigmas else None
@@ -65,6 +107,15 @@ class Reporter:
     def pause(self) -> AbstractContextManager[None]:
         return self._meter.pause()
 
+    @contextlib.contextmanager
+    def compiling(self, what: str) -> Iterator[None]:
+        """Tell that a program is being compiled, and how long it took."""
+        self.message(f"compiling the {what} ...")
+        start = time.perf_counter()
+        with self._console.pause(), self._meter.pause():
+            yield
+        self.message(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
+
     def start_step(self, step: int) -> None:
         """Call before each step."""
         self._tracer.start_step(step)
@@ -76,9 +127,10 @@ class Reporter:
     def report_step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Report a step that is done.
 
-        `metrics` are those of `make_train_step` as numbers, "bits_per_byte", and "updates", how many updates came
-        before the step.
+        `metrics` are those of `make_train_step` as numbers, and "updates", how many updates came before the step. The
+        loss that is logged is the mean since the last log.
         """
+        self.losses.add(metrics["loss"])
         self._console.update(step)
         if self._tracer.ends_with(step):
             self._tracer.stop()
@@ -89,8 +141,10 @@ class Reporter:
             return
         rates = self._meter.measure(step)
         learning_rate = float(self._schedule(metrics["updates"]))
-        names = ("loss", "bits_per_byte", "grad_norm", "param_norm", "skipped")
-        measured = {name: metrics[name] for name in names} | {"learning_rate": learning_rate} | rates
+        loss = self.losses.take()
+        measured = {"loss": loss, "bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
+        measured |= {name: metrics[name] for name in ("grad_norm", "param_norm", "skipped")}
+        measured |= {"learning_rate": learning_rate} | rates
         memory = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in memory:
             measured["peak_device_bytes"] = memory["peak_bytes_in_use"]

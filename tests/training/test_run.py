@@ -1,12 +1,15 @@
 """Whole runs: the contents of their folder, and that no kind of interruption changes them."""
 
+import dataclasses
 import json
 import math
 import os
 import resource
+import shutil
 import signal
 import struct
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import jax
@@ -121,6 +124,22 @@ def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, 
         if done < o.warmup_steps:
             rate = o.learning_rate * done / o.warmup_steps
         assert entry["learning_rate"] == pytest.approx(rate, rel=1e-5)
+
+
+def test_logged_losses_are_means_since_the_last_log_also_where_a_run_was_interrupted(run, config, tmp_path):
+    """Saved after 20 and 40 steps, logged after 7, 14, ... and the last."""
+    losses = {entry["step"]: entry["loss"] for entry in run.log if "loss" in entry}
+    config = dataclasses.replace(config, log_every=7, checkpoint_every=20)
+    train(config, tmp_path)
+    logged = [entry for entry in read_log(tmp_path) if "loss" in entry]
+    ends = [*range(7, STEPS, 7), STEPS]
+    means = [np.mean([losses[step] for step in range(last + 1, end + 1)]) for last, end in pairwise([0, *ends])]
+    assert [entry["step"] for entry in logged] == ends
+    np.testing.assert_allclose([entry["loss"] for entry in logged], means, rtol=1e-6)
+    uninterrupted = without_timing(read_log(tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))  # as if killed before it was whole
+    train(config, tmp_path)
+    assert without_timing(read_log(tmp_path)) == uninterrupted
 
 
 def test_a_run_learns(run):
@@ -319,6 +338,7 @@ def test_sigterm_saves_and_exits_with_75_and_the_same_command_resumes_bit_for_bi
     assert interrupted.returncode == INTERRUPTED, interrupted.stderr
     step = checkpoint_steps(workdir)[-1]
     assert 12 <= step < STEPS and read_log(workdir)[-1]["step"] == step
+    assert "SIGTERM: stopping after this step\n" in interrupted.stderr
     assert f"SIGTERM at step {step}: saved {workdir / 'checkpoints' / str(step)}" in interrupted.stderr
     assert "Traceback" not in interrupted.stderr
     resumed = commands.run(*command)
