@@ -90,14 +90,14 @@ def run_tasks() -> None:
 
 def define_config_flag(arguments: list[str]) -> None:
     """Define --config with the run's own config as its default, so that overrides of its fields are checked."""
-    from heinsen.errors import exit_on_error
-    from heinsen.training.run import load_run
-
     workdir = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "", flag_values=workdir)
     workdir([argument for argument in arguments if not argument.startswith("--config")], known_only=True)
     config = default.get_config()
     if workdir.workdir:
+        from heinsen.errors import exit_on_error
+        from heinsen.training.run import load_run
+
         with exit_on_error():
             config.update(dataclasses.asdict(load_run(Path(workdir.workdir))))
     config_flags.DEFINE_config_dict("config", config, "Overrides of the run's config.")

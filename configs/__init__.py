@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Collection
 from typing import Any, NoReturn
 
-from absl import flags
+from absl import app, flags
 from ml_collections import ConfigDict
 
 
@@ -41,6 +41,16 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = ()) -> list[str
     if problem is not None:
         sys.exit(f"FATAL Flags parsing error: {problem}")
     return arguments
+
+
+def show_help(name: str) -> None:
+    """End the program `name`, which is "__main__" unless it is imported, if --help asks for its flags.
+
+    Call it between the definitions of flags and the imports that take seconds.
+    """
+    if name == "__main__" and {"--help", "--helpshort"} & {*sys.argv}:
+        app.define_help_flags()
+        flags.FLAGS(sys.argv)
 
 
 def _exit_for_empty(what: str) -> NoReturn:

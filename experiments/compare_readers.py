@@ -26,10 +26,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import app, flags
 
-from configs import parse_flags
+from configs import parse_flags, show_help
+from heinsen.errors import exit_on_error
+
+CORPUS = flags.DEFINE_string("corpus", None, "Folder of train-*.jsonl.zst.", required=True)
+OUT = flags.DEFINE_string("out", "runs/readers", "Folder of the comparison.")
+COPIES = flags.DEFINE_integer("copies", 4, "Copies of the corpus to read.", lower_bound=1)
+ROUNDS = flags.DEFINE_integer("rounds", 3, "Executions of each way.", lower_bound=1)
+WAY = flags.DEFINE_string("way", None, "Run one way, as the comparison does in a process of its own.")
+
+show_help(__name__)
+
+import numpy as np
+
 from heinsen.data.format import PROGRESS_FILE, TOKEN_DTYPE
 from heinsen.data.inputs import Position
 from heinsen.data.prepare import Settings, prepare
@@ -38,13 +49,6 @@ from heinsen.data.readers import READERS, Numbered
 from heinsen.data.shards import ShardWriter
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import get_tokenizer
-from heinsen.errors import exit_on_error
-
-CORPUS = flags.DEFINE_string("corpus", None, "Folder of train-*.jsonl.zst.", required=True)
-OUT = flags.DEFINE_string("out", "runs/readers", "Folder of the comparison.")
-COPIES = flags.DEFINE_integer("copies", 4, "Copies of the corpus to read.", lower_bound=1)
-ROUNDS = flags.DEFINE_integer("rounds", 3, "Executions of each way.", lower_bound=1)
-WAY = flags.DEFINE_string("way", None, "Run one way, as the comparison does in a process of its own.")
 
 SHARD_TOKENS = 2_000_000
 WORKERS = 2

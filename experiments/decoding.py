@@ -13,18 +13,22 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import parse_flags
-from experiments import tools
+from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
-from heinsen.parallel import keep_host_memory
-from heinsen.training.run import TrainConfig
-from scripts.benchmarking.decode import Contestant, Race, Settings
 
 EXPERIMENT = flags.DEFINE_enum(
     "experiment", None, ["comparison_2m", "forgetting"], "A folder with contestants.py.", required=True
 )
 CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens read before.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls of each contestant.", lower_bound=1)
+
+show_help(__name__)
+
+from experiments import tools
+from heinsen.parallel import keep_host_memory
+from heinsen.training.run import TrainConfig
+from scripts.benchmarking.decode import Contestant, Race, Settings
+
 CALL_TOKENS = 16
 
 

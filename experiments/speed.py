@@ -11,17 +11,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
-import numpy as np
 from absl import app, flags, logging
 
-from configs import parse_flags
-from experiments import tools
+from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
-from heinsen.parallel import keep_host_memory, make_mesh
-from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
-from heinsen.training.step import init_train_state, make_train_step
 
 EXPERIMENT = flags.DEFINE_enum(
     "experiment",
@@ -32,6 +25,18 @@ EXPERIMENT = flags.DEFINE_enum(
 )
 CONTESTS = flags.DEFINE_list("contests", [], "Those of forgetting to measure, all by default.")
 LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")
+
+show_help(__name__)
+
+import jax
+import numpy as np
+
+from experiments import tools
+from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.run import TrainConfig
+from heinsen.training.step import init_train_state, make_train_step
+
 REPEATS = 5  # timed steps of each contestant
 
 

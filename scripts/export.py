@@ -12,22 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import app, flags, logging
 
-from configs import default, parse_flags
+from configs import default, parse_flags, show_help
 from heinsen.errors import exit_on_error
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
+OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)
+DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Dtype on disk; float32 is lossless.")
+OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an earlier export in --out.")
+
+show_help(__name__)
+
+import jax
+
 from heinsen.interop import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.training.metrics import read_metrics
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.weights import load_params
-
-WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
-OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)
-DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Dtype on disk; float32 is lossless.")
-OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an earlier export in --out.")
 
 
 def main(argv: list[str]) -> None:

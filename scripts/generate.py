@@ -16,29 +16,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import app, flags, logging
 
-from configs import parse_flags
-from heinsen.data.tokenizer import Tokenizer, get_tokenizer
-from heinsen.decoding import (
-    Prefix,
-    Sampling,
-    StopStrings,
-    check_prompt,
-    continue_texts,
-    digest,
-    fork,
-    load_prefix,
-    read,
-    save_prefix,
-    step_params,
-)
+from configs import parse_flags, show_help
 from heinsen.errors import InputError, exit_on_error
-from heinsen.models import ModelConfig, Params, check_room
-from heinsen.parallel import make_mesh
-from heinsen.training.run import load_run
-from heinsen.weights import load_params
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
 PROMPT = flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated. Default: a new document.")
@@ -59,6 +40,29 @@ SEED = flags.DEFINE_integer("seed", 0, "Seed of the samples.")
 STOP = flags.DEFINE_multi_string("stop", [], "End a text before this string; may be repeated.")
 STOP_AT_EOT = flags.DEFINE_bool("stop_at_eot", False, "Stop at the end of the document instead of beginning another.")
 DTYPE = flags.DEFINE_string("dtype", None, "float32 or bfloat16, for matrices and matmuls; default: the run's.")
+
+show_help(__name__)
+
+import numpy as np
+
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.decoding import (
+    Prefix,
+    Sampling,
+    StopStrings,
+    check_prompt,
+    continue_texts,
+    digest,
+    fork,
+    load_prefix,
+    read,
+    save_prefix,
+    step_params,
+)
+from heinsen.models import ModelConfig, Params, check_room
+from heinsen.parallel import make_mesh
+from heinsen.training.run import load_run
+from heinsen.weights import load_params
 
 
 def main(argv: list[str]) -> None:

@@ -10,16 +10,28 @@ lies.
 from collections.abc import Sequence
 from pathlib import Path
 
+from absl import app, flags, logging
+
+from configs import parse_flags, show_help
+from heinsen.errors import exit_on_error
+from heinsen.files import write_figure
+
+OUT = flags.DEFINE_string("out", None, "File of the figure, .png or .svg.", required=True)
+X = flags.DEFINE_string("x", "tokens", "Horizontal axis: tokens, steps, flops or time.")
+METRIC = flags.DEFINE_string("metric", "loss", "loss, validation_loss or bits_per_byte.")
+SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means of the curves, in [0, 1).")
+LOG_X = flags.DEFINE_bool("log_x", False, "Logarithmic horizontal axis.")
+LOG_Y = flags.DEFINE_bool("log_y", False, "Logarithmic vertical axis.")
+AGAINST = flags.DEFINE_string("against", None, "Bands to draw: a CSV file with columns tokens, low, high, source.")
+
+show_help(__name__)
+
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from absl import app, flags, logging
 from matplotlib.axes import Axes
 
-from configs import parse_flags
-from heinsen.errors import exit_on_error
-from heinsen.files import write_figure
 from heinsen.sweep.curves import (
     AXES,
     METRICS,
@@ -32,14 +44,6 @@ from heinsen.sweep.curves import (
     read_anchors,
     thin,
 )
-
-OUT = flags.DEFINE_string("out", None, "File of the figure, .png or .svg.", required=True)
-X = flags.DEFINE_string("x", "tokens", "Horizontal axis: tokens, steps, flops or time.")
-METRIC = flags.DEFINE_string("metric", "loss", "loss, validation_loss or bits_per_byte.")
-SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means of the curves, in [0, 1).")
-LOG_X = flags.DEFINE_bool("log_x", False, "Logarithmic horizontal axis.")
-LOG_Y = flags.DEFINE_bool("log_y", False, "Logarithmic vertical axis.")
-AGAINST = flags.DEFINE_string("against", None, "Bands to draw: a CSV file with columns tokens, low, high, source.")
 
 _MOST_POINTS = 2000  # in a curve: more cannot be seen
 

@@ -19,21 +19,44 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from configs import parse_flags, read_config, show_help
+from heinsen.config import from_mapping
+from heinsen.errors import InputError, exit_on_error
+from heinsen.files import make_folder, write_atomically, write_figure
+
+CONFIG = config_flags.DEFINE_config_file(
+    "config",
+    str(Path(__file__).resolve().parent.parent / "configs" / "recall.py"),
+    "Config file; --config.a.b=value overrides a field.",
+)
+TASK = flags.DEFINE_string("task", None, "What to recall: associative, phonebook, copy or mqar.", required=True)
+LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of items in training, in turn.")
+TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of items to test; default: those of training.")
+STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.", lower_bound=1)
+STOP_AT = flags.DEFINE_float(
+    "stop_at",
+    None,
+    "Stop once the accuracy is this for each of --lengths; default: never.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
+OUT = flags.DEFINE_string("out", None, "Folder of the results; default: recall/TASK.")
+BESIDE = flags.DEFINE_list("beside", [], "Folders of other results for the task, to draw in the same plot.")
+
+show_help(__name__)
+
 import jax
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from absl import app, flags, logging
 from jax.sharding import Mesh
-from ml_collections import config_flags
 
-from configs import parse_flags, read_config
-from heinsen.config import from_mapping
-from heinsen.errors import InputError, exit_on_error
-from heinsen.evaluation.probes import TASKS, Accuracy, Probe, Task, accuracy, answer_loss, right_answers
-from heinsen.files import make_folder, write_atomically, write_figure
+from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import (
     MeshError,
@@ -48,25 +71,6 @@ from heinsen.training.loop import NonFiniteLossError
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
-
-CONFIG = config_flags.DEFINE_config_file(
-    "config",
-    str(Path(__file__).resolve().parent.parent / "configs" / "recall.py"),
-    "Config file; --config.a.b=value overrides a field.",
-)
-TASK = flags.DEFINE_enum("task", None, list(TASKS), "What to recall.", required=True)
-LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of items in training, in turn.")
-TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of items to test; default: those of training.")
-STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.", lower_bound=1)
-STOP_AT = flags.DEFINE_float(
-    "stop_at",
-    None,
-    "Stop once the accuracy is this for each of --lengths; default: never.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
-OUT = flags.DEFINE_string("out", None, "Folder of the results; default: recall/TASK.")
-BESIDE = flags.DEFINE_list("beside", [], "Folders of other results for the task, to draw in the same plot.")
 
 TEST_SEQUENCES = 256  # of each length
 _TRAIN, _TEST, _STOP = 0, 1, 2  # parts of seeds: the three draw different sequences

@@ -17,14 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from absl import app, flags, logging
 
-from configs import parse_flags
-from experiments.sigmoid_scaling import report
-from experiments.sigmoid_scaling.forms import compile_together, make_forms
-from experiments.sigmoid_scaling.measure import QUERIES, study
-from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, random_tokens, text_tokens
+from configs import parse_flags, show_help
 from heinsen.errors import InputError, exit_on_error
 from heinsen.files import make_folder, write_atomically
 
@@ -36,6 +31,15 @@ SEQUENCES = flags.DEFINE_integer("sequences", 32, "Sequences for each n; they gi
 MEAN = flags.DEFINE_float("mean", 1.0, "Length of the random tokens' mean relative to their spread.", lower_bound=0.0)
 TOKENS = flags.DEFINE_integer("tokens", 2**19, "Tokens of text to compute hidden states of, at most.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of all draws.", lower_bound=0)
+
+show_help(__name__)
+
+import numpy as np
+
+from experiments.sigmoid_scaling import report
+from experiments.sigmoid_scaling.forms import compile_together, make_forms
+from experiments.sigmoid_scaling.measure import QUERIES, study
+from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, random_tokens, text_tokens
 
 START = time.monotonic()
 

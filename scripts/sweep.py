@@ -21,20 +21,10 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 from absl import app, flags, logging
 
 import configs
 from heinsen.errors import exit_on_error
-from heinsen.sweep.definition import Definition, find_strategy
-from heinsen.sweep.display import Screen, summary, table
-from heinsen.sweep.drive import drive
-from heinsen.sweep.folder import CSV_FILE, SweepFolder
-from heinsen.sweep.launch import LaunchOptions, find_launcher
-from heinsen.sweep.runs import ENDED, RunView
-from heinsen.sweep.search import make_search
-from heinsen.sweep.space import SweepError, parse_space
-from scripts.sweep_runs import RunFactory
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the sweep.", required=True)
 CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field in every run.")
@@ -51,6 +41,20 @@ CPUS = flags.DEFINE_integer("cpus_per_run", 1, "slurm: CPU cores per job.", lowe
 RETRY = flags.DEFINE_bool("retry", False, "Also start runs that have crashed before.")
 STATUS = flags.DEFINE_bool("status", False, "Show the progress of the runs; in a terminal, until all have ended.")
 REPORT = flags.DEFINE_bool("report", False, "Write DIR/report.html from the results so far.")
+
+configs.show_help(__name__)
+
+import jax
+
+from heinsen.sweep.definition import Definition, find_strategy
+from heinsen.sweep.display import Screen, summary, table
+from heinsen.sweep.drive import drive
+from heinsen.sweep.folder import CSV_FILE, SweepFolder
+from heinsen.sweep.launch import LaunchOptions, find_launcher
+from heinsen.sweep.runs import ENDED, RunView
+from heinsen.sweep.search import make_search
+from heinsen.sweep.space import SweepError, parse_space
+from scripts.sweep_runs import RunFactory
 
 EXIT_UNFINISHED = 3  # runs have crashed
 

@@ -5,6 +5,7 @@ import contextlib
 import io
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -94,6 +95,16 @@ def test_no_program_takes_an_empty_value(program, end_of):
 )
 def test_values_and_arguments_of_their_own_are_not_empty_either(command, end_of):
     assert re.match("FATAL .* (--workdir=|--source=|an argument) is empty: give a value", end_of(*command))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_shown_without_importing_jax(program):
+    """Importing it takes most of the time that a program needs to start."""
+    code = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "except SystemExit: print('jax' in sys.modules, 'matplotlib' in sys.modules, file=sys.stderr)"
+    end = subprocess.run([sys.executable, "-c", code, program, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert end.stderr == "False False\n" and f"{program}:" in end.stdout
+    assert all(f"--{'[no]' * (kind == 'DEFINE_bool')}{name}:" in end.stdout for name, kind in DEFINED[program].items())
 
 
 # ---- config files --------------------------------------------------------------------------------

@@ -16,18 +16,13 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from configs import parse_flags
-from experiments import tools
-from experiments.associative_recall import config, report
-from experiments.associative_recall.contestants import CONTESTANTS, model_config, model_fields
-from heinsen.evaluation.probes import MQAR_SPREAD
-from heinsen.sweep.space import format_value
+from configs import parse_flags, show_help
 
 OUT = flags.DEFINE_string("out", "runs/associative_recall", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-KINDS = flags.DEFINE_list("kinds", list(CONTESTANTS), "Contestants, all of contestants.py by default.")
+KINDS = flags.DEFINE_list("kinds", None, "Contestants, all of contestants.py by default.")
 WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Widths of the models.")
 HEADS = flags.DEFINE_integer("heads", 2, "Heads of each layer, which share the width.", lower_bound=1)
 RATES = flags.DEFINE_list("learning_rates", ["1e-3", "3e-3", "1e-2"], "Learning rates, the same for every contestant.")
@@ -35,6 +30,14 @@ PAIRS = flags.DEFINE_list("pairs", ["4", "8", "16"], "Numbers of key-value pairs
 TEST_PAIRS = flags.DEFINE_list("test_pairs", ["32", "64"], "Numbers of key-value pairs that are only tested.")
 TOKENS = flags.DEFINE_float("tokens", 20e6, "Tokens of a run, at most.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Runs at each learning rate, with seeds 1, 2, ...", lower_bound=1)
+
+show_help(__name__)
+
+from experiments import tools
+from experiments.associative_recall import config, report
+from experiments.associative_recall.contestants import CONTESTANTS, model_config, model_fields
+from heinsen.evaluation.probes import MQAR_SPREAD
+from heinsen.sweep.space import format_value
 
 CONFIG = "experiments/associative_recall/config.py"
 SOLVED = 0.99
@@ -81,7 +84,8 @@ def read_grid() -> Grid:
     """Return the grid of the flags. Raises ExperimentError."""
     widths, pairs = tools.parse_counts("widths", WIDTHS.value), tools.parse_counts("pairs", PAIRS.value)
     test_pairs = tools.parse_counts("test_pairs", TEST_PAIRS.value)
-    for kind in KINDS.value:
+    kinds = KINDS.value or list(CONTESTANTS)
+    for kind in kinds:
         if kind not in CONTESTANTS:
             raise tools.ExperimentError(f"--kinds: {kind!r}: choose {', '.join(CONTESTANTS)}")
         for width in widths:
@@ -96,7 +100,7 @@ def read_grid() -> Grid:
             f"{warmup}"
         )
     rates, seeds = tools.parse_numbers("learning_rates", RATES.value), list(range(1, SEEDS.value + 1))
-    return Grid(KINDS.value, widths, rates, seeds, pairs, test_pairs, HEADS.value, n_steps)
+    return Grid(kinds, widths, rates, seeds, pairs, test_pairs, HEADS.value, n_steps)
 
 
 def points_of(grid: Grid) -> Iterator[Point]:

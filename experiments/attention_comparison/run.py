@@ -11,12 +11,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags
-from experiments import recall, tools
-from experiments.attention_comparison import report
-from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
-from experiments.contest import test
-from heinsen.sweep.runs import RunView
+from configs import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/attention_comparison", "Folder of the experiment.")
@@ -29,6 +24,14 @@ TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default
 SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 1000, "Training steps on the probe of recall.", lower_bound=101)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
+
+show_help(__name__)
+
+from experiments import recall, tools
+from experiments.attention_comparison import report
+from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
+from experiments.contest import test
+from heinsen.sweep.runs import RunView
 
 
 def main(argv: list[str]) -> None:

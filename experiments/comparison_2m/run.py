@@ -12,13 +12,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags
-from experiments import contexts, recall, tools
-from experiments.comparison_2m import report
-from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
-from experiments.contest import test
-from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import SEED
+from configs import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")
@@ -34,6 +28,15 @@ LONGEST = flags.DEFINE_integer("longest", 65_536, "Bytes of each long document."
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Training steps on the probe of recall.", lower_bound=101)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["1024", "8192"], "Tokens of a sequence where speed is measured.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens of context where decoding is measured.")
+
+show_help(__name__)
+
+from experiments import contexts, recall, tools
+from experiments.comparison_2m import report
+from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
+from experiments.contest import test
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import SEED
 
 
 def main(argv: list[str]) -> None:

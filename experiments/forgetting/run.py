@@ -12,18 +12,14 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags
-from experiments import contexts, tools
-from experiments.contest import Contest, test
-from experiments.forgetting import report
-from experiments.forgetting.contestants import CONTESTS, LONG
+from configs import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/forgetting", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-WHICH = flags.DEFINE_list("contests", list(CONTESTS), "Contests of contestants.py, all by default.")
+WHICH = flags.DEFINE_list("contests", None, "Contests of contestants.py, all by default.")
 RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
 TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Tokens of each tuning run.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
@@ -32,6 +28,13 @@ DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at
 LONGEST = flags.DEFINE_integer("longest", 131_072, "Bytes of each long document.", lower_bound=1)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
 
+show_help(__name__)
+
+from experiments import contexts, tools
+from experiments.contest import Contest, test
+from experiments.forgetting import report
+from experiments.forgetting.contestants import CONTESTS, LONG
+
 
 def main(argv: list[str]) -> None:
     tools.execute(run, argv, OUT.value, PARALLEL.value)
@@ -39,7 +42,8 @@ def main(argv: list[str]) -> None:
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    for name in WHICH.value or [""]:
+    which = WHICH.value or list(CONTESTS)
+    for name in which:
         if name not in CONTESTS:
             raise tools.ExperimentError(f"--contests: {name!r}: choose {', '.join(CONTESTS)}")
     rates = tools.parse_numbers("learning_rates", RATES.value)
@@ -47,11 +51,9 @@ def run(out: Path, parallel: int) -> str:
     corpus = Path(CORPUS.value)
     tools.prepare_bytes(tools.splits_of(corpus), out / "data")
     splits = None
-    if any(name in LONG for name in WHICH.value):
+    if any(name in LONG for name in which):
         splits = contexts.prepare(corpus, out / "contexts", DOCUMENTS.value, LONGEST.value)
-    found = {
-        name: run_contest(each, out / name, rates, parallel) for name, each in CONTESTS.items() if name in WHICH.value
-    }
+    found = {name: run_contest(each, out / name, rates, parallel) for name, each in CONTESTS.items() if name in which}
     by_position = [
         contexts.measure(
             *(each.contest, LONG[name], each.tuning, splits, out / "contexts" / name, parallel),

@@ -18,14 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from absl import app, flags
 
-from configs import parse_flags
-from experiments import tools
-from experiments.contest import RATE
-from experiments.ladder import law, report
-from experiments.ladder.contestants import KINDS, Size, contest_of, n_params, parse_size
+from configs import parse_flags, show_help
 from heinsen.files import write_atomically
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
@@ -41,6 +36,15 @@ NEXT = flags.DEFINE_string("next", "12x224", "The size to predict, with the larg
 RATES = flags.DEFINE_list("learning_rates", ["3e-3", "6e-3", "1.2e-2"], "Learning rates to tune over.")
 TUNED = flags.DEFINE_list("tuned_sizes", ["4x64", "6x160"], "The two sizes to tune, with the smallest budget.")
 CHECKED = flags.DEFINE_string("checked_size", "4x128", "The size where the rule between the two is checked.")
+
+show_help(__name__)
+
+import numpy as np
+
+from experiments import tools
+from experiments.contest import RATE
+from experiments.ladder import law, report
+from experiments.ladder.contestants import KINDS, Size, contest_of, n_params, parse_size
 
 N_BOOTSTRAP = 100
 

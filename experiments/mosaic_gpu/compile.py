@@ -12,17 +12,21 @@ import re
 import tempfile
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 from absl import app, flags
 
-import heinsen
-from configs import parse_flags
-from experiments import tools
+from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
-from heinsen.planning.targets import find_target
 
 FEATURES = flags.DEFINE_list("features", ["16", "32", "64"], "Features of keys and of values.")
+
+show_help(__name__)
+
+import jax
+import jax.numpy as jnp
+
+import heinsen
+from experiments import tools
+from heinsen.planning.targets import find_target
 
 
 def main(argv: list[str]) -> None:

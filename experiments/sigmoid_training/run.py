@@ -12,19 +12,9 @@ report.md, results.json, lengths.png, rates.png.
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
-from configs import parse_flags
-from experiments import contexts, tools
-from experiments.contest import RATE
-from experiments.sigmoid_training import report
-from experiments.sigmoid_training.contestants import CONTEST, FORMS, ONE, STEEPER, exchanged_scale, write_start
-from heinsen.models import activation_rms
-from heinsen.sweep.runs import RunView, best_of
-from heinsen.weights import load_params, mesh_for_reading
+from configs import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/sigmoid_training", "Folder of the experiment.")
@@ -37,6 +27,20 @@ RATES = flags.DEFINE_list(
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each run; default: the config's.", lower_bound=1)
 DOCUMENTS = flags.DEFINE_integer("documents", 32, "Long documents to test on, at most.", lower_bound=1)
 READ = flags.DEFINE_integer("read", 8192, "Bytes of each document that the models read.", lower_bound=1)
+
+show_help(__name__)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import contexts, tools
+from experiments.contest import RATE
+from experiments.sigmoid_training import report
+from experiments.sigmoid_training.contestants import CONTEST, FORMS, ONE, STEEPER, exchanged_scale, write_start
+from heinsen.models import activation_rms
+from heinsen.sweep.runs import RunView, best_of
+from heinsen.weights import load_params, mesh_for_reading
 
 
 def main(argv: list[str]) -> None:
