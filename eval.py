@@ -48,7 +48,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
+    from heinsen.platform import keep_compilations
 
+    keep_compilations()
     with exit_on_error(on_interrupt="interrupted; nothing was written"):
         if TASKS.value:
             run_tasks()

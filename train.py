@@ -56,6 +56,7 @@ def run() -> str | None:
     from heinsen.config import from_mapping
     from heinsen.parallel import join_processes
     from heinsen.planning.plan import plan
+    from heinsen.platform import keep_compilations
     from heinsen.training.loop import train
     from heinsen.training.run import TrainConfig
 
@@ -66,6 +67,7 @@ def run() -> str | None:
     if PLAN.value:
         report = str(plan(config, PLAN_STEPS.value))
     else:
+        keep_compilations()
         result = train(config, Path(WORKDIR.value))
         report = (
             f"{WORKDIR.value}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per "

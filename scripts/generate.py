@@ -61,6 +61,7 @@ from heinsen.decoding import (
 )
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
+from heinsen.platform import keep_compilations
 from heinsen.training.run import load_run
 from heinsen.weights import load_params
 
@@ -104,6 +105,7 @@ def prepare() -> Task:
     sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)
     StopStrings(STOP.value)
     config = load_run(Path(WORKDIR.value))
+    keep_compilations()
     model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
     tokenizer = get_tokenizer(config.data.tokenizer)
     # None: a new document, or the continuation of a loaded state.

@@ -66,6 +66,7 @@ from heinsen.parallel import (
     replicated,
     split_batch,
 )
+from heinsen.platform import keep_compilations
 from heinsen.training.console import Console
 from heinsen.training.loop import NonFiniteLossError
 from heinsen.training.optimizer import make_optimizer
@@ -127,6 +128,7 @@ def read_settings() -> Settings:
     for length in {*lengths, *test_lengths}:
         task.check(length)
     keep_host_memory()
+    keep_compilations()
     mesh = make_mesh()
     if config.batch_size % mesh.size:
         raise MeshError(

@@ -1,0 +1,47 @@
+"""Where compiled programs are kept."""
+
+import jax
+import pytest
+
+from heinsen import platform
+
+OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.fixture(autouse=True)
+def without_cache():
+    """Undo what the test sets."""
+    before = {name: jax.config.values[name] for name in OPTIONS}
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compilations_are_kept_in_the_users_cache_by_kind_of_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    platform.keep_compilations()
+    (folder,) = (tmp_path / "heinsen" / "compiled").iterdir()
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(platform.platform, "machine", lambda: "another")
+    platform.keep_compilations()
+    assert jax.config.jax_compilation_cache_dir not in (None, str(folder))
+
+
+def test_a_folder_that_is_named_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    platform.keep_compilations()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own") and not any(tmp_path.iterdir())
+
+
+def test_without_a_folder_that_can_be_written_nothing_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    platform.keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
