@@ -27,7 +27,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from configs import default, parse_flags
+from configs import default, parse_flags, refuse, refuse_missing_fields
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or of scripts/export.py.", required=True)
 SPLIT = flags.DEFINE_string("split", None, "Split of the run's data; none: the run's validation split.")
@@ -44,8 +44,6 @@ TASK_BATCH = flags.DEFINE_integer("task_batch", 16, "Texts of tasks that the mod
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
     from heinsen.platform import keep_compilations
@@ -102,14 +100,13 @@ def define_config_flag(arguments: list[str]) -> None:
 
         with exit_on_error():
             config.update(dataclasses.asdict(load_run(Path(workdir.workdir))))
+    refuse_missing_fields(arguments, config)
     config_flags.DEFINE_config_dict("config", config, "Overrides of the run's config.")
 
 
 if __name__ == "__main__":
     try:
         define_config_flag(sys.argv)
-    except (AttributeError, KeyError) as error:  # a field that the config does not have
-        sys.exit(f"FATAL Flags parsing error: --config has no such field: {error}")
     except flags.Error as error:
-        sys.exit(f"FATAL Flags parsing error: {error}")
+        refuse(str(error))
     app.run(main, flags_parser=parse_flags)

@@ -18,7 +18,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from configs import parse_flags, read_config
+from configs import parse_flags, read_config, refuse
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; --config.a.b=value overrides a field.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: config, metrics, checkpoints, plots.")
@@ -34,12 +34,10 @@ flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     if WORKDIR.value is None and not PLAN.value:
-        raise app.UsageError("--workdir=DIR is missing: the folder of the run")
+        refuse("--workdir=DIR is missing: the folder of the run")
     if TARGET.value is not None and not PLAN.value:
-        raise app.UsageError("--target is the machine to plan for: it goes with --plan")
+        refuse("--target is the machine to plan for: it goes with --plan")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
 

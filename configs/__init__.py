@@ -1,21 +1,23 @@
 """Configs, one file per kind of run, and the parsing of every program's flags."""
 
+import difflib
 import importlib.machinery
 import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 from absl import app, flags
 from ml_collections import ConfigDict
 
 
-def parse_flags(argv: list[str], may_be_empty: Collection[str] = ()) -> list[str]:
+def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_arguments: bool = False) -> list[str]:
     """Parse flags for `app.run(main, flags_parser=parse_flags)`; what is wrong with them exits with one line.
 
     No flag and no argument is empty, apart from the flags `may_be_empty`: --workdir="$RUN" with an unset variable must
-    not mean the current folder.
+    not mean the current folder. Arguments that are no flags are refused unless the program `takes_arguments`.
     """
     from heinsen.config import ConfigError
 
@@ -24,23 +26,70 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = ()) -> list[str
         if not path.strip():
             _exit_for_empty("--config=")
         try:
-            load_config(path)  # explains errors that the flag's own parser passes on
+            config = load_config(path)  # explains errors that the flag's own parser passes on
         except ConfigError as error:
             sys.exit(f"error: {error}")
+        refuse_missing_fields(argv, config)
     try:
         arguments, problem = values(argv), None
-    except (AttributeError, KeyError) as error:  # from a locked ConfigDict, which suggests a similar name
-        sys.exit(f"FATAL Flags parsing error: --config has no such field: {error}")
     except flags.Error as error:
-        arguments, problem = [], f"{error}\nPass --helpshort to see the flags."
+        arguments, problem = [], str(error)
     for name in values:
         if name not in may_be_empty and _is_empty(values[name]):
             _exit_for_empty(f"--{name}=")
     if not all(map(str.strip, arguments)):
         _exit_for_empty("an argument")
     if problem is not None:
-        sys.exit(f"FATAL Flags parsing error: {problem}")
+        refuse(problem)
+    if arguments[1:] and not takes_arguments:
+        refuse(f"unexpected arguments {arguments[1:]}: write --flag=value, and quote a value with spaces")
     return arguments
+
+
+def refuse(problem: str) -> NoReturn:
+    """End the program with one line, for flags that cannot be used."""
+    sys.exit(f"error: {problem} (--help lists the flags)")
+
+
+def refuse_missing_fields(arguments: Iterable[str], config: ConfigDict) -> None:
+    """End the program if a flag --config.a.b=value names a field that the config lacks."""
+    for argument in arguments:
+        if (match := re.match(r"--?config\.([^=]+)", argument)) and (problem := explain_missing(match[1], config)):
+            refuse(f"--config.{problem}")
+
+
+def explain_missing(field: str, config: ConfigDict) -> str | None:
+    """Return what is wrong with the name of a field, and similar ones; None if the config has it."""
+    group: Any = config
+    for key in field.split("."):
+        if not isinstance(group, ConfigDict) or key not in group:
+            break
+        group = group.get(key)
+    else:
+        return None
+    similar = _similar_fields(field, config)
+    return f"{field}: the config has no such field" + f"; is it {' or '.join(similar)}?" * bool(similar)
+
+
+def _similar_fields(field: str, config: ConfigDict) -> list[str]:
+    """Return fields whose last name is like that of `field`, or has it for its initials (lr), or groups like it."""
+    paths = list(_paths(config))
+    groups = {path.rpartition(".")[0] for path in paths} - {""}
+    name = field.rpartition(".")[2]
+    lasts = {path: path.rpartition(".")[2] for path in paths}
+    initials = [path for path, last in lasts.items() if "".join(word[:1] for word in last.split("_")) == name]
+    like = difflib.get_close_matches(name, lasts.values(), n=2, cutoff=0.75)
+    found = [*initials, *(path for last in like for path in paths if lasts[path] == last)]
+    return list(dict.fromkeys(found or difflib.get_close_matches(field, groups, n=1, cutoff=0.75)))[:2]
+
+
+def _paths(config: ConfigDict, parent: str = "") -> Iterator[str]:
+    """Yield the names of all fields, a.b for field b of group a."""
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _paths(value, f"{parent}{key}.")
+        else:
+            yield f"{parent}{key}"
 
 
 def show_help(name: str) -> None:
@@ -54,7 +103,7 @@ def show_help(name: str) -> None:
 
 
 def _exit_for_empty(what: str) -> NoReturn:
-    sys.exit(f"FATAL Flags parsing error: {what} is empty: give a value, or leave it out (is a shell variable unset?)")
+    refuse(f"{what} is empty: give a value, or leave it out (is a shell variable unset?)")
 
 
 def _is_empty(flag: flags.Flag) -> bool:

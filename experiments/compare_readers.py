@@ -194,8 +194,6 @@ def measure_resumption(way: str, out: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     with exit_on_error():
         compare(Path(OUT.value))
 

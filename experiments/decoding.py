@@ -33,8 +33,6 @@ CALL_TOKENS = 16
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()

@@ -41,8 +41,6 @@ REPEATS = 5  # timed steps of each contestant
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         if EXPERIMENT.value != "forgetting" and CONTESTS.value:

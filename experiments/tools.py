@@ -16,7 +16,6 @@ from typing import Any, Literal, overload
 
 import jax
 import matplotlib
-from absl import app
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -49,10 +48,8 @@ def default_parallel() -> int:
     return len(visible_gpus()) or len(usable_cores())
 
 
-def execute(run: Callable[[Path, int], str], argv: Sequence[str], out: str, parallel: int | None) -> None:
+def execute(run: Callable[[Path, int], str], out: str, parallel: int | None) -> None:
     """Print the report of run(folder, runs at a time), an experiment's command, and end as commands do on errors."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     with exit_on_error(on_interrupt=RESUME):
         print(run(Path(out), parallel or default_parallel()))
 

@@ -37,6 +37,7 @@ All contestants run in one process and in turn, with warm-up calls before each t
 benchmark prints a table and writes results.json; `attention` and `decode` also a plot.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from configs import parse_flags, read_config
+from configs import parse_flags, read_config, refuse
 from heinsen.errors import exit_on_error
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; default: benchmarks/attention, .../step.")
@@ -172,11 +173,11 @@ BENCHMARKS: dict[str, Callable[[Path], str]] = {
 
 def main(argv: list[str]) -> None:
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
-        raise app.UsageError(f"expected one of {', '.join(BENCHMARKS)}, got {argv[1:]}")
+        refuse(f"expected one of {', '.join(BENCHMARKS)}, got {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         print(BENCHMARKS[argv[1]](Path(OUT.value or f"benchmarks/{argv[1]}")))
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=functools.partial(parse_flags, takes_arguments=True))

@@ -35,8 +35,6 @@ _RESUME = "Downloaded packages are kept; rerun the same command to resume."
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     out = Path(OUT.value)
     folder = Path(PACKAGES.value or f"{out}.packages")
     with exit_on_error(on_interrupt=f"interrupted. {_RESUME}", on_os_error=_RESUME):

@@ -35,8 +35,6 @@ from heinsen.weights import load_params
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         print(export(Path(WORKDIR.value), Path(OUT.value)))

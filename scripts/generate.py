@@ -18,7 +18,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
+from configs import parse_flags, refuse, show_help
 from heinsen.errors import InputError, exit_on_error
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
@@ -67,10 +67,8 @@ from heinsen.weights import load_params
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}: quote the text of --prompt")
     if STDIN.value and PROMPT.value:
-        raise app.UsageError("--prompt and --stdin exclude each other")
+        refuse("--prompt and --stdin exclude each other")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         try:

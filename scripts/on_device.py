@@ -33,8 +33,6 @@ SMALL = flags.DEFINE_bool("small", False, "Small sizes, as on a CPU: a rehearsal
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     from scripts.benchmarking.on_device import run
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the running part, too

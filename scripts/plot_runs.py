@@ -7,12 +7,13 @@ Points are validations. --against draws the bands of loss to expect (nats per GP
 lies.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
+from configs import parse_flags, refuse, show_help
 from heinsen.errors import exit_on_error
 from heinsen.files import write_figure
 
@@ -56,20 +57,18 @@ def main(argv: list[str]) -> None:
 
 
 def check_flags(paths: Sequence[str]) -> None:
-    """Raise UsageError."""
+    """End the program if flags do not fit."""
     for flag, value, choices in (("x", X.value, AXES), ("metric", METRIC.value, METRICS)):
         if value not in choices:
-            raise app.UsageError(f"--{flag}={value}: choose {', '.join(choices)}")
+            refuse(f"--{flag}={value}: choose {', '.join(choices)}")
     if not 0 <= SMOOTH.value < 1:
-        raise app.UsageError(f"--smooth={SMOOTH.value}: expected a number from 0 to below 1")
+        refuse(f"--smooth={SMOOTH.value}: expected a number from 0 to below 1")
     if Path(OUT.value).suffix not in (".png", ".svg"):
-        raise app.UsageError(f"--out={OUT.value}: expected a name that ends in .png or .svg")
+        refuse(f"--out={OUT.value}: expected a name that ends in .png or .svg")
     if AGAINST.value is not None and (X.value != "tokens" or METRIC.value == "bits_per_byte"):
-        raise app.UsageError(
-            "--against holds losses by tokens: it needs --x=tokens and --metric=loss or validation_loss"
-        )
+        refuse("--against holds losses by tokens: it needs --x=tokens and --metric=loss or validation_loss")
     if not paths:
-        raise app.UsageError("expected run folders: scripts/plot_runs.py RUN... --out=FILE.png")
+        refuse("expected run folders: scripts/plot_runs.py RUN... --out=FILE.png")
 
 
 def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
@@ -136,4 +135,4 @@ def set_scales(axes: Axes) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    app.run(main, flags_parser=functools.partial(parse_flags, takes_arguments=True))

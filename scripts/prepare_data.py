@@ -126,4 +126,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=functools.partial(parse_flags, may_be_empty=["source_field"]))
+    app.run(main, flags_parser=functools.partial(parse_flags, may_be_empty=["source_field"], takes_arguments=True))

@@ -80,8 +80,6 @@ Results = dict[str, Any]  # results.json
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error(on_interrupt="interrupted; nothing was written"):
         out = Path(OUT.value or f"recall/{TASK.value}")

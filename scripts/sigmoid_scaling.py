@@ -45,8 +45,6 @@ START = time.monotonic()
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         print(run(parse_lengths(LENGTHS.value), Path(OUT.value)))

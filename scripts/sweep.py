@@ -62,8 +62,6 @@ FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the comm
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")  # leave the accelerators to the runs
     action = show_status if STATUS.value else report if REPORT.value else run_sweep
@@ -166,9 +164,9 @@ def parse_flags(argv: list[str]) -> list[str]:
             continue
         kind, field, text = match.groups()
         if text is None:
-            sys.exit(f"FATAL Flags parsing error: write {argument}=VALUE as one word")
+            configs.refuse(f"write {argument}=VALUE as one word")
         if field in FIELDS[kind] and kind == "sweep":
-            sys.exit(f"FATAL Flags parsing error: --sweep.{field} is given twice: put all its values into one flag")
+            configs.refuse(f"--sweep.{field} is given twice: put all its values into one flag")
         FIELDS[kind][field] = text[1:]
     return configs.parse_flags(rest)
 

@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from configs import load_config
+from configs import explain_missing, load_config
 from heinsen.config import ConfigError, from_mapping
 from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
@@ -67,6 +67,10 @@ class RunFactory:
 
 def resolve(config: str, *overrides: Mapping[str, str]) -> dict[str, Any]:
     """Return the mapping that train.py would make of these flags. Raises SweepError, which names the flag."""
+    loaded = load_config(config)
+    missing = [problem for fields in overrides for field in fields if (problem := explain_missing(field, loaded))]
+    if missing:
+        raise SweepError(f"--{'sweep' if len(overrides) > 1 else 'config'}.{missing[0]}")
     arguments = ["sweep", f"--config={config}"]
     arguments += [f"--config.{field}={text}" for fields in overrides for field, text in fields.items()]
     values = flags.FlagValues()
@@ -74,8 +78,6 @@ def resolve(config: str, *overrides: Mapping[str, str]) -> dict[str, Any]:
     try:
         values(arguments)
         return values.config.to_dict()
-    except (AttributeError, KeyError) as error:  # from a locked ConfigDict, with a suggestion if a field is similar
-        problem = f"the config has no such field: {error.args[0]}"
     except (flags.Error, TypeError, ValueError) as error:
         problem = str(error)
     if len(overrides) > 1:

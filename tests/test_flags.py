@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from absl import app, flags
+from ml_collections import ConfigDict
 
-from configs import default, load_config
+from configs import default, explain_missing, load_config
 from heinsen.config import ConfigError, from_mapping
 from heinsen.training.run import TrainConfig
 from scripts.sweep_runs import RunFactory
@@ -80,7 +81,7 @@ def test_no_program_takes_an_empty_value(program, end_of):
         if (program, name) in MAY_BE_EMPTY + BY_CONFIG:
             assert end is None or "is empty" not in end
         else:
-            message = f"FATAL Flags parsing error: --{name}= is empty: give a value, or leave it out"
+            message = f"error: --{name}= is empty: give a value, or leave it out"
             assert end is not None and end.startswith(message) and "\n" not in end, (name, end)
 
 
@@ -94,7 +95,7 @@ def test_no_program_takes_an_empty_value(program, end_of):
     ],
 )
 def test_values_and_arguments_of_their_own_are_not_empty_either(command, end_of):
-    assert re.match("FATAL .* (--workdir=|--source=|an argument) is empty: give a value", end_of(*command))
+    assert re.match("error: (--workdir=|--source=|an argument) is empty: give a value", end_of(*command))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -105,6 +106,38 @@ def test_help_is_shown_without_importing_jax(program):
     end = subprocess.run([sys.executable, "-c", code, program, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert end.stderr == "False False\n" and f"{program}:" in end.stdout
     assert all(f"--{'[no]' * (kind == 'DEFINE_bool')}{name}:" in end.stdout for name, kind in DEFINED[program].items())
+
+
+@pytest.mark.parametrize(
+    "field, similar",
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("learning_rate", "optimizer.learning_rate or optimizer.final_learning_rate"),
+        ("optimiser.learning_rate", "optimizer.learning_rate or optimizer.final_learning_rate"),
+        ("model.layers", "model.n_layers"),
+        ("batchsize", "batch_size"),
+        ("modle", "model"),
+    ],
+)
+def test_fields_that_are_none_are_told_with_similar_ones(field, similar, end_of):
+    end = end_of("train.py", "--config=configs/demo.py", f"--config.{field}=1")
+    assert end == f"error: --config.{field}: the config has no such field; is it {similar}? (--help lists the flags)"
+
+
+def test_every_field_of_the_config_is_one_that_it_has():
+    config = default.get_config()
+    for group, fields in config.items():
+        assert explain_missing(group, config) is None
+        for name in fields if isinstance(fields, ConfigDict) else ():
+            assert explain_missing(f"{group}.{name}", config) is None
+            assert explain_missing(f"{group}.{name}.x", config) is not None
+    assert explain_missing("nothing.like.it", config) == "nothing.like.it: the config has no such field"
+
+
+def test_arguments_that_are_no_flags_are_refused(end_of):
+    end = end_of("train.py", "--config=configs/demo.py", "--workdir=x", "more")
+    assert end.startswith("error: unexpected arguments ['more']: write --flag=value") and "\n" not in end
+    assert end_of("scripts/plot_runs.py", "--out=x.png", "run") is None
 
 
 # ---- config files --------------------------------------------------------------------------------

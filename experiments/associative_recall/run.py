@@ -66,7 +66,7 @@ class Point(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, argv, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

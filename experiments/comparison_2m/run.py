@@ -40,7 +40,7 @@ from heinsen.sweep.space import SEED
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, argv, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

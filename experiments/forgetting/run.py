@@ -37,7 +37,7 @@ from experiments.forgetting.contestants import CONTESTS, LONG
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, argv, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

@@ -65,7 +65,7 @@ class Plan(NamedTuple):
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, argv, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

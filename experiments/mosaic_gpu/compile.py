@@ -30,8 +30,6 @@ from heinsen.planning.targets import find_target
 
 
 def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
     with exit_on_error(), tempfile.TemporaryDirectory() as reports:
         os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": reports}
         compile_all(tools.parse_counts("features", FEATURES.value), Path(reports))

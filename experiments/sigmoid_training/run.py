@@ -44,7 +44,7 @@ from heinsen.weights import load_params, mesh_for_reading
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, argv, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value)
 
 
 def run(out: Path, parallel: int) -> str:

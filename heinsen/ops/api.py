@@ -98,8 +98,9 @@ def log_attention(
       causal: whether query t sees keys up to t only (then S = T), or all keys.
       state: what came before the first token, from an earlier call or `init_state`; all queries of the first document
         see it.
-      segment_ids: packed documents. Tokens see each other only within a run of equal ids; `state` continues into the
-        first run, and the state returned is the last run's. Needs S = T.
+      segment_ids: packed documents, [T] or with an axis for each of [*batch, T], such as [B, 1, T] for all heads.
+        Tokens see each other only within a run of equal ids; `state` continues into the first run, and the state
+        returned is the last run's. Needs S = T.
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
         "pallas" (the same as one kernel for each pass: on TPUs, and for heads of at most 64 features on Hopper GPUs; in
         float32; not yet measured on a device, and so never chosen by itself),

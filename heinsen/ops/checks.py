@@ -31,6 +31,12 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
     if segment_ids is not None:
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise TypeError(f"segment_ids have dtype {segment_ids.dtype}: expected integers")
+        if 1 < segment_ids.ndim < k.ndim - 1:  # [B, T] would be taken for heads where there are as many as B
+            axes = ", ".join([":", *["None"] * (k.ndim - 1 - segment_ids.ndim), ":"])
+            raise ValueError(
+                f"segment_ids {segment_ids.shape} for k {k.shape}: expected [T], or an axis for each of [*batch, T]; "
+                f"where all heads have the same documents, [B, 1, T]: pass segment_ids[{axes}]"
+            )
         try:
             fits = jnp.broadcast_shapes(segment_ids.shape, k.shape[:-1]) == k.shape[:-1]
             fits = fits and segment_ids.shape[-1:] == k.shape[-2:-1]

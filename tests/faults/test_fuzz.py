@@ -513,7 +513,7 @@ def judge(case: Case, end: End, result: Any, accepted: list[Any]) -> str:
 def error_lines(stderr: str) -> tuple[bool, str]:
     """Return whether one error is there, in one line or as a list with a last line, and its text."""
     lines = stderr.splitlines()
-    found = [i for i, line in enumerate(lines) if line.startswith(("error: ", "FATAL Flags parsing error: "))]
+    found = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     if len(found) != 1:
         return False, ""
     message = lines[found[0] :]

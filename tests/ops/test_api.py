@@ -112,6 +112,9 @@ def test_segment_ids_that_do_not_fit_are_refused(function):
         message = f"segment_ids {shape} do not broadcast to [*batch, T] = (2, {T})"
         with pytest.raises(ValueError, match=re.escape(message)):
             call(zeros(*shape, dtype=jnp.int32))
+    heads = [zeros(2, 2, T, size) for size in (K, K, V)]  # as many heads as rows: [B, T] would broadcast
+    with pytest.raises(ValueError, match=re.escape("[B, 1, T]: pass segment_ids[:, None, :]")):
+        function(*heads, segment_ids=zeros(2, T, dtype=jnp.int32))
     with pytest.raises(ValueError, match="segment_ids need as many queries as keys"):
         function(zeros(1, K), zeros(T, K), zeros(T, V), causal=False, segment_ids=zeros(T, dtype=jnp.int32))
 

@@ -401,7 +401,7 @@ GOOD = ["--config=configs/default.py", "--workdir={new}", *SMALL, "--config.data
 BAD_COMMANDS = {
     "no such field": (
         [*GOOD, "--sweep.optimizer.learning_rat=1"],
-        ["--sweep.optimizer.learning_rat=1", 'Did you mean "learning_rate"'],
+        ["--sweep.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
     "a group": ([*GOOD, "--sweep.model=1"], ["--sweep.model=1: model is a group", "n_layers"]),
     "ill-typed": ([*GOOD, "--sweep.batch_size=4,many"], ["--sweep.batch_size", "many"]),
@@ -466,7 +466,7 @@ def bad_ends(data, tmp_path_factory):
 @pytest.mark.parametrize("name", BAD_COMMANDS)
 def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
     ends, fill = bad_ends
-    assert ends[name].startswith(("error: ", "FATAL Flags parsing error: ")), ends[name]
+    assert ends[name].startswith("error: "), ends[name]
     for text in BAD_COMMANDS[name][1]:
         assert fill(text) in ends[name]
 
