@@ -48,7 +48,9 @@ from ml_collections import config_flags
 from configs import parse_flags, read_config, refuse
 from heinsen.errors import exit_on_error
 
-OUT = flags.DEFINE_string("out", None, "Folder for results.json and plots; default: benchmarks/attention, .../step.")
+OUT = flags.DEFINE_string(
+    "out", None, "Folder for results.json and plots; default: runs/benchmarks/attention, .../step."
+)
 CONFIG = config_flags.DEFINE_config_file(
     "config", "configs/default.py", "step, decode, sampling, data: config file; --config.a.b=value overrides a field."
 )
@@ -175,8 +177,9 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2 or argv[1] not in BENCHMARKS:
         refuse(f"expected one of {', '.join(BENCHMARKS)}, got {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
-    with exit_on_error():
-        print(BENCHMARKS[argv[1]](Path(OUT.value or f"benchmarks/{argv[1]}")))
+    out = Path(OUT.value or f"runs/benchmarks/{argv[1]}")
+    with exit_on_error(on_interrupt=f"interrupted; {out}/results.json has what was measured, if anything was"):
+        print(BENCHMARKS[argv[1]](out))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
 from heinsen.platform import keep_compilations
 from heinsen.training.run import load_run
+from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params
 
 
@@ -75,7 +76,7 @@ def main(argv: list[str]) -> None:
             task = prepare()
         except ValueError as error:  # a flag's value that the library rejects
             raise InputError(str(error)) from error
-        prefix = write_texts(task)
+        prefix = task.prefix if task.max_tokens == 0 else write_texts(task)
         if SAVE_STATE.value is not None:
             save(task, prefix)
 
@@ -123,7 +124,8 @@ def prepare() -> Task:
         tokenizer=tokenizer,
         sampling=sampling,
         prefix=fork(prefix, n),
-        texts=[text or "" for text in texts for _ in range(n)],
+        # A document whose state is saved is not printed again.
+        texts=["" if text is None or (STDIN.value and SAVE_STATE.value) else text for text in texts for _ in range(n)],
         prompts=[prompt for prompt in prompts for _ in range(n)],
         max_tokens=max_tokens,
     )
@@ -261,6 +263,8 @@ def save(task: Task, prefix: Prefix) -> None:
         save_prefix(Path(SAVE_STATE.value), task.model, task.digest, prefix)
     except OSError as error:
         raise InputError(f"the state cannot be saved: {error}. Give another --save_state") from error
+    size = format_bytes(Path(SAVE_STATE.value).stat().st_size)
+    print(f"{SAVE_STATE.value}: the state after {int(prefix.state.n_tokens[0]):,} tokens, {size}", file=sys.stderr)
 
 
 if __name__ == "__main__":

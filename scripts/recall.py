@@ -1,8 +1,8 @@
 """Train a small model on a probe of recall, and measure its accuracy by the number of items in its context.
 
     python scripts/recall.py --task=associative --lengths=4,8,16,32 --steps=2000 [--config.model.any=value ...]
-    python scripts/recall.py --task=copy --lengths=8,16,32 --test_lengths=8,16,32,64,128 --out=recall/copy
-    python scripts/recall.py --task=copy ... --config.model.d_key=32 --out=recall/wide --beside=recall/copy
+    python scripts/recall.py --task=copy --lengths=8,16,32 --test_lengths=8,16,32,64,128 --out=runs/recall/copy
+    python scripts/recall.py --task=copy ... --config.model.d_key=32 --out=runs/recall/wide --beside=runs/recall/copy
 
 One model is trained from scratch on all --lengths in turn; heinsen/evaluation/probes.py describes the tasks. Of the
 config, model, optimizer, batch_size, log_every and seed are used. --stop_at=0.99 ends the training once 99% of the
@@ -43,7 +43,7 @@ STOP_AT = flags.DEFINE_float(
     lower_bound=0.0,
     upper_bound=1.0,
 )
-OUT = flags.DEFINE_string("out", None, "Folder of the results; default: recall/TASK.")
+OUT = flags.DEFINE_string("out", None, "Folder of the results; default: runs/recall/TASK.")
 BESIDE = flags.DEFINE_list("beside", [], "Folders of other results for the task, to draw in the same plot.")
 
 show_help(__name__)
@@ -82,7 +82,7 @@ Results = dict[str, Any]  # results.json
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error(on_interrupt="interrupted; nothing was written"):
-        out = Path(OUT.value or f"recall/{TASK.value}")
+        out = Path(OUT.value or f"runs/recall/{TASK.value}")
         try:
             settings = read_settings()
         except ValueError as error:  # a flag's value that the library rejects

@@ -188,7 +188,8 @@ def written(run, commands, tmp_path_factory):
     before = snapshot(run.workdir)
     state = tmp_path_factory.mktemp("state") / "state"
     save = commands.run(*command, "--prompt=some te", "--max_tokens=0", f"--save_state={state}")
-    assert save.returncode == 0 and save.stdout == "some te\n", save.stderr
+    assert save.returncode == 0 and save.stdout == "", save.stderr
+    assert save.stderr.startswith(f"{state}: the state after 7 tokens, ")
     greedy = ["--prompt=some text", "--temperature=0"]
     ends = commands.fork_all(
         {

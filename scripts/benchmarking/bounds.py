@@ -51,14 +51,14 @@ def find_bounds(settings: Settings, out: Path) -> str:
     target = find_target(settings.target)
     device = target.devices()[0]
     make_folder(out)
-    results = []
+    results: list[dict[str, Any]] = []
+    least = {dtype: _N_ARRAYS * math.prod(settings.shape) * jnp.dtype(dtype).itemsize for dtype in settings.dtypes}
+    summary = dict(settings=asdict(settings), versions=versions(), least_bytes=least, results=results)
     for dtype in settings.dtypes:
         for name in settings.only or IMPLEMENTATIONS:
             print(f"compiling {name}, {dtype} ...", file=sys.stderr, flush=True)
             results.append(dict(implementation=name, dtype=dtype, **_bound(settings, target, device, name, dtype)))
-    least = {dtype: _N_ARRAYS * math.prod(settings.shape) * jnp.dtype(dtype).itemsize for dtype in settings.dtypes}
-    summary = dict(settings=asdict(settings), versions=versions(), least_bytes=least, results=results)
-    path = write_results(out, summary)
+            path = write_results(out, summary)  # so far: a process that is stopped leaves what it has found
     return "\n".join([*_report(settings, target, least, results), f"written: {path}"])
 
 

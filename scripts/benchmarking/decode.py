@@ -72,25 +72,29 @@ def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> s
     keep_host_memory()
     contestants = {name: Contestant.create(model) for name, model in models.items()}
     race = Race(settings, contestants, own.attention)
-    # States of constant size are all held at once and take turns. Caches are too large for that: one after the other.
-    constant = [name for name, model in models.items() if not model.has_cache]
-    race.run([case for name in constant for case in settings.cases(name)])
-    for name in [name for name in models if name not in constant]:
-        for case in sorted(settings.cases(name), key=lambda case: -settings.batches.index(case.batch)):
-            race.run([case])
-    summary = dict(
+    fixed = dict(
         device=device_name(),
         versions=versions(),
         parameters=contestants[own.attention].n_params,
         parameter_bytes=contestants[own.attention].n_bytes,
         dtype=own.dtype,
-        read_milliseconds=1e3 * statistics.median(race.read_times),
         call_tokens=settings.call_tokens,
-        results=race.results(),
-        left_out=race.left_out,
         config=values,
     )
-    paths = write_results(out, summary), decode_report.plot(summary, settings.batches[0], out / "decode.png")
+    # States of constant size are all held at once and take turns. Caches are too large for that: one after the other.
+    constant = [name for name, model in models.items() if not model.has_cache]
+    rounds = [[case for name in constant for case in settings.cases(name)]]
+    for name in [name for name in models if name not in constant]:
+        in_turn = sorted(settings.cases(name), key=lambda case: -settings.batches.index(case.batch))
+        rounds += [[case] for case in in_turn]
+    for cases in rounds:
+        race.run(cases)
+        measured = dict(
+            read_milliseconds=1e3 * statistics.median(race.read_times), results=race.results(), left_out=race.left_out
+        )
+        summary = fixed | measured
+        write_results(out, summary)  # so far: a process that is stopped leaves what it has found
+    paths = out / "results.json", decode_report.plot(summary, settings.batches[0], out / "decode.png")
     report = decode_report.report(summary, own.attention, settings.contexts, settings.batches)
     return "\n".join([*report, f"written: {', '.join(map(str, paths))}"])
 
