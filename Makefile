@@ -2,6 +2,7 @@
 # make test    adds the test dependencies, then runs the linter and the tests
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
+# make docs    builds the documentation as a site, in site/
 # make lint    lints and formats the code
 #
 # On an accelerator: make train JAX=cuda13, or JAX=tpu. Another interpreter: PYTHON=python3.12. Fewer test processes
@@ -20,7 +21,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train test faults compilers lint clean
+.PHONY: train test faults compilers docs lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -42,6 +43,10 @@ compilers: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[plan-gpu,plan-tpu]" \
 		"jax-cuda13-plugin==$$($(python) -c 'import importlib.metadata as m; print(m.version("jax"))')"
 	$(python) -m pytest --numprocesses=0 -m long tests/planning
+
+docs: $(VENV)/installed-test
+	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

@@ -22,7 +22,8 @@ def parse(program, arguments):
         module = runpy.run_path(program)
         if program == "eval.py":
             module["define_config_flag"](argv)
-        rest = module.get("parse_flags", flags.FLAGS)(argv)
+        takes_arguments = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
+        module["parse_flags"](argv, **({"takes_arguments": True} if takes_arguments else {}))
         if program == "train.py":
             from heinsen.config import from_mapping
             from heinsen.training.run import TrainConfig
@@ -33,8 +34,7 @@ def parse(program, arguments):
             from scripts.sweep_runs import check
 
             check(module["CONFIG"].value, fields["config"], first)
-        takes_words = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
-        return None if takes_words or len(rest) == 1 else f"unexpected {rest[1:]}"
+        return None
     except (SystemExit, Exception) as error:
         return repr(error)
     finally:
@@ -56,7 +56,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     for line in (line for line in lines if line.startswith("    ")):
         for part in re.split(r"\bdo |; done|[&|] ", line):
             words = shlex.split(part.strip(), comments=True)
-            if words[:1] == ["python"]:
+            if words[:1] == ["python"] and words[1] != "-m":
                 found.append((words[1], [word.replace("$i", "0") for word in words[2:]]))
             elif words[:1] == ["sbatch"]:
                 found.append(("train.py", words[words.index("scripts/train.slurm") + 1 :]))

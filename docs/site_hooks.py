@@ -1,0 +1,27 @@
+"""Hooks of mkdocs: pages from outside docs/ join the site, with their links."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# The README is the first page. Everything else keeps its path, and the pages of docs/ are moved to the root.
+OTHERS = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add pages and pictures that are not in docs/."""
+    reports = [path for kind in ("*.md", "*.png") for path in (ROOT / "experiments").glob(f"*/{kind}")]
+    pages = OTHERS | {str(path.relative_to(ROOT)): str(path.relative_to(ROOT)) for path in reports}
+    for source, target in pages.items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links follow the pages: ](docs/x) and ](../x) of pages at the root become ](x)."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return re.sub(r"\]\((?:docs/|\.\./)", "](", markdown).replace("](README.md", "](index.md")

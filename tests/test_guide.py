@@ -1,0 +1,167 @@
+"""The pages that guide a user: their programs run, and their commands are taken and (long) work as they stand there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import heinsen
+from heinsen.training.run import write_config
+from tests.documents import commands, errors_of
+from tests.runs import ROOT, run_config
+
+pytest_plugins = ["tests.run_fixtures"]
+
+# In the order in which their commands work one after the other.
+NAMES = ("getting-started", "library", "data", "training", "evaluation", "generation", "sweeps", "experiments")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
+# What the reader fills in, left out, or left to choose.
+PLACEHOLDERS = {f"[--config.{any}]": "" for any in ("any.field=value ...", "any.field=value", "model.any=value ...")}
+PLACEHOLDERS |= {"[": "", "]": "", "/NAME": "/small", "FILE.png": "positions.png", "--out=DIR": "--out=exported"}
+
+# What the long test leaves out: downloads, clusters, compilers of other machines, and what test_experiments.py runs.
+NOT_HERE = ("build_corpus.py", "=monology/", "=mit-han-lab/", "hf ", "sbatch", "--target=", "experiments/", "--tasks=")
+NOT_HERE += ("--distributed", "pip ", "git ", "make ", ". .venv")
+# Its small configs, in place of those of the pages.
+SMALL = """
+from configs import {base}
+
+def get_config():
+    config = {base}.get_config()
+    config.data.update({data})
+    config.model.update(vocab_size={vocab}, padded_vocab_size={vocab} + 47, {model})
+    config.optimizer.warmup_steps = 5
+    config.update(total_tokens=12_000, validation_tokens=1_000, log_every=5, batch_size=8, sequence_length=64)
+    config.update(accumulation_steps=1, checkpoint_every=20)
+    return config
+"""
+SIZES = "n_layers=2, d_model=32, n_heads=2, d_key=8, d_value=8, dtype='float32', remat='none'"
+CONFIGS = {
+    "small": dict(base="demo", data="path='data/mine', tokenizer='gpt2'", vocab=50257, model=SIZES),
+    "small_demo": dict(base="demo", data="", vocab=257, model=SIZES),
+    "small_gated_demo": dict(base="gated_demo", data="", vocab=257, model=SIZES),
+    "small_pile": dict(base="pile_125m", data="", vocab=50257, model=SIZES),
+    "small_gated_125m": dict(base="gated_125m", data="", vocab=50257, model=SIZES),
+    "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=50257, model=SIZES),
+}
+SMALLER = {
+    "configs/demo.py": "configs/small_demo.py",
+    "configs/gated_demo.py": "configs/small_gated_demo.py",
+    "configs/pile_125m.py": "configs/small_pile.py",
+    "configs/gated_125m.py": "configs/small_gated_125m.py",
+    "configs/gpt2_124m.py": "configs/small_gpt2_124m.py",
+    "--steps=2000": "--steps=120",
+    "=1e-3,3e-3,1e-2": "=1e-3",
+    "sigmoid_scaling.py": "sigmoid_scaling.py --lengths=16,32,64 --sequences=2",
+    "=3000000000": "=12000",
+    "=300000000": "=12000",
+    "warmup_steps=60": "warmup_steps=6",
+    "validate_every=250": "validate_every=10",
+    "=/shared/runs": "=runs",
+    "--workers=8": "--workers=1",
+}
+
+
+def lines(*pages: Path) -> list[str]:
+    """Return the command lines of pages, whole, with what a reader would have filled in."""
+    text = re.sub(r"\\\n\s+", "", "\n".join(page.read_text() for page in pages))
+    found = re.findall(r"^    ((?:python|cat|for) .*?)(?:  +#.*)?$", text, re.MULTILINE)
+    for old, new in PLACEHOLDERS.items():
+        found = [line.replace(old, new) for line in found]
+    return found
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_command_is_one_that_its_program_takes(tmp_path):
+    for name in ("small", "mine", "gated"):
+        write_config(run_config(tmp_path / "data"), tmp_path / name)
+    text = "\n".join("    " + line.replace("configs/small.py", "configs/demo.py") for line in lines(*PAGES))
+    found = commands(text)
+    assert len(found) >= 25
+    told = [(command, error) for command, error in zip(found, errors_of(found, tmp_path), strict=True) if error]
+    assert not told, "\n".join(map(str, told))
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_program_of_the_readme_runs(rng):
+    names = {}
+    exec(programs("README.md")[0], names)
+    model, x = names["Attention"](n_heads=2, d_head=4), jnp.asarray(rng.standard_normal((2, 5, 6)), jnp.float32)
+    assert isinstance(model, nn.Module)
+    y, _ = model.init_with_output(jax.random.key(0), x)
+    assert y.shape == x.shape and np.isfinite(y).all()
+
+
+def test_the_program_of_the_library_page_runs(rng):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    names = dict(q=draw(2, 3, 7, 3), k=draw(2, 3, 7, 3), v=draw(2, 3, 7, 4), log_v=draw(2, 3, 7, 4))
+    names |= dict(g=-jnp.abs(draw(2, 3, 7)), ids=jnp.stack([jnp.arange(7) // 3, jnp.arange(7) // 4]))
+    names |= dict(q_next=draw(2, 3, 1, 3), k_next=draw(2, 3, 3), log_v_next=draw(2, 3, 4))
+    names |= dict(other_state=heinsen.init_state((2, 3), 3, 4))
+    exec(programs("docs/library.md")[0], names)
+    assert names["log_y_next"].shape == (2, 3, 1, 4) and np.isfinite(names["log_y_next"]).all()
+
+
+# ---- whole ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_all(tmp_path, corpus):
+    """Return a function that executes command lines in turn, in a folder like the repository with small configs."""
+    for name in ("heinsen", "docs", "scripts", "experiments", "train.py", "eval.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name, values in CONFIGS.items():
+        (tmp_path / "configs" / f"{name}.py").write_text(SMALL.format(**values))
+    (tmp_path / "corpus").symlink_to(corpus)
+    (tmp_path / "pile" / "train").mkdir(parents=True)
+    for file in corpus.glob("train-*"):
+        (tmp_path / "pile" / "train" / file.name).symlink_to(file)
+    for name, split in (("val", "validation"), ("test", "test")):
+        (tmp_path / "pile" / f"{name}.jsonl.zst").symlink_to(corpus / f"{split}.jsonl.zst")
+    (tmp_path / "book.txt").write_text("abc de fgh " * 100)
+    python = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{python}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
+
+    def run(found: list[str]) -> list[str]:
+        done = [line for line in found if not any(part in line for part in NOT_HERE)]
+        for line in done:
+            for old, new in SMALLER.items():
+                line = line.replace(old, new)
+            end = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            assert end.returncode == 0, f"{line}\n{end.stderr}"
+        return done
+
+    return run
+
+
+@pytest.mark.long
+def test_the_commands_work_one_after_the_other(run_all, tmp_path):
+    assert len(run_all(lines(*PAGES))) >= 20
+    for made in ("exported/weights.safetensors", "loss.png", "positions.png", "book.state", "runs/sweep/report.html"):
+        assert (tmp_path / made).stat().st_size > 1000, made
+
+
+@pytest.mark.long
+def test_the_road_to_the_papers_number_works_in_small(run_all, tmp_path):
+    """The validation split of The Pile itself, which is a download, is that of the corpus."""
+    found = lines(ROOT / "docs" / "REPLICATION.md")
+    run_all(["python scripts/prepare_data.py --source=pile/val.jsonl.zst --tokenizer=gpt2 --split=validation "
+             "--out=data/pile_original"])  # fmt: skip
+    assert len(run_all(found)) >= 18
+    for made in ("rehearsal.png", "pile_125m.png", "exports/pile_125m/weights.safetensors"):
+        assert (tmp_path / made).stat().st_size > 1000, made
