@@ -3,6 +3,7 @@
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
 # make docs    builds the documentation as a site, in site/
+# make package  builds the wheel and the sdist in dist/, and tries the wheel in an empty environment
 # make lint    lints and formats the code
 #
 # On an accelerator: make train JAX=cuda13, or JAX=tpu. Another interpreter: PYTHON=python3.12. Fewer test processes
@@ -21,7 +22,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train test faults compilers docs lint clean
+.PHONY: train test faults compilers docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -47,6 +48,12 @@ compilers: $(VENV)/installed-test
 docs: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
+
+package: $(VENV)/installed-test
+	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[package]"
+	rm -rf dist && $(python) -m build --outdir dist . > /dev/null
+	$(python) -m twine check --strict dist/*
+	.ci/try-package dist/*.whl
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check --fix .

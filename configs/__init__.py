@@ -7,6 +7,7 @@ import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -25,6 +26,7 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
     if (path := _find_config_file(argv)) is not None:
         if not path.strip():
             _exit_for_empty("--config=")
+        argv = [f"--config={find_config(path)}" if text == f"--config={path}" else text for text in argv]
         try:
             config = load_config(path)  # explains errors that the flag's own parser passes on
         except ConfigError as error:
@@ -122,11 +124,18 @@ def _find_config_file(argv: list[str]) -> str | None:
     return own.config
 
 
+def find_config(path: str) -> str:
+    """Return the path of a config file: where there is no configs/NAME.py, that of this package."""
+    file, *argument = path.split(":", 1)
+    own = Path(__file__).resolve().parent.parent / file
+    return path if Path(file).exists() or not own.is_file() else ":".join([str(own), *argument])
+
+
 def load_config(path: str) -> ConfigDict:
     """Return the config that a file's `get_config` makes. Raises ConfigError, which names the file."""
     from heinsen.config import ConfigError
 
-    file, *argument = path.split(":", 1)
+    file, *argument = find_config(path).split(":", 1)
     loader = importlib.machinery.SourceFileLoader("config_to_check", file)
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None

@@ -41,7 +41,7 @@ def keep_compilations() -> None:
     2 GiB at most, the oldest go first. Programs for a CPU may use all that it can do: each kind of CPU has a folder of
     its own. JAX_ENABLE_COMPILATION_CACHE=false turns it off.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heinsen" / "compiled" / _describe_cpu()
     try:

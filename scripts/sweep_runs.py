@@ -8,7 +8,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from configs import explain_missing, load_config
+from configs import explain_missing, find_config, load_config
 from heinsen.config import ConfigError, from_mapping
 from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
@@ -71,7 +71,7 @@ def resolve(config: str, *overrides: Mapping[str, str]) -> dict[str, Any]:
     missing = [problem for fields in overrides for field in fields if (problem := explain_missing(field, loaded))]
     if missing:
         raise SweepError(f"--{'sweep' if len(overrides) > 1 else 'config'}.{missing[0]}")
-    arguments = ["sweep", f"--config={config}"]
+    arguments = ["sweep", f"--config={find_config(config)}"]
     arguments += [f"--config.{field}={text}" for fields in overrides for field, text in fields.items()]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", None, "", flag_values=values, sys_argv=arguments)

@@ -109,10 +109,12 @@ def has_build_backend() -> bool:
 def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
     source, wheels, site = (tmp_path / name for name in ("source", "wheels", "site"))
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    programs = [ROOT / name for name in ("train.py", "eval.py")]
+    programs += [path for name in ("configs", "scripts") for path in (ROOT / name).glob("*.py")]
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     modules = sorted(path.relative_to(ROOT) for path in (ROOT / "heinsen").rglob("*.py"))
-    for path in [*modules, Path("heinsen/py.typed")]:
+    for path in [*modules, Path("heinsen/py.typed"), *(path.relative_to(ROOT) for path in programs)]:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((ROOT / path).read_bytes())
     offline = ["--no-build-isolation"] if has_build_backend() else []
@@ -122,7 +124,14 @@ def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
     with zipfile.ZipFile(wheel) as file:
         inside = {name for name in file.namelist() if ".dist-info/" not in name}
         (metadata,) = (file.read(name).decode() for name in file.namelist() if name.endswith("/METADATA"))
+    copied = {name.removeprefix("heinsen/_programs/") for name in inside if name.startswith("heinsen/_programs/")}
+    inside -= {f"heinsen/_programs/{name}" for name in copied}
     assert inside == {str(path) for path in modules} | {"heinsen/py.typed"}
+    source_of = {name: (ROOT / name).read_text() for name in copied}  # all exist
+    commands = re.findall(r'_execute\("(.*?)"\)', (ROOT / "heinsen" / "console.py").read_text())
+    assert {*commands, "configs/pile_125m.py"} <= copied and len(commands) == len(PROJECT["scripts"])
+    imported = {name for text in source_of.values() for name in re.findall(r"^from scripts\.(\w+) import", text, re.M)}
+    assert {f"scripts/{name}.py" for name in imported} <= copied, "a program in the wheel needs a script outside it"
     needed = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata, re.MULTILINE)
     assert set(needed) == {"jax", "jaxtyping", "numpy"}
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel)
