@@ -1,4 +1,5 @@
 # make train   creates a virtual environment in .venv and runs the demo: a few minutes on 2 CPU cores
+# make shakespeare  the same in English: a gated model, the paper's and a softmax model on Shakespeare's works
 # make test    adds the test dependencies, then runs the linter and the tests
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
@@ -22,7 +23,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train test faults compilers docs package lint clean
+.PHONY: train shakespeare test faults compilers docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -30,6 +31,19 @@ train: $(installed)
 	$(python) eval.py --workdir=$(RUN)
 	@echo; echo "A sample from $(RUN), continuing 'def ':"; echo
 	$(python) scripts/generate.py --workdir=$(RUN) --prompt="def " --temperature=0.7 --max_tokens=400
+
+shakespeare: $(installed)
+	$(python) scripts/build_corpus.py --corpus=shakespeare --out=data/shakespeare_texts
+	$(python) scripts/prepare_data.py --source='data/shakespeare_texts/train-*' --tokenizer=bytes --split=train \
+		--out=data/shakespeare
+	for split in validation test; do $(python) scripts/prepare_data.py --tokenizer=bytes --split=$$split \
+		--source=data/shakespeare_texts/$$split.jsonl.zst --out=data/shakespeare || exit; done
+	for kind in gated paper softmax; do $(python) train.py --config=configs/shakespeare.py:$$kind \
+		--workdir=runs/shakespeare/$$kind || exit; done
+	for kind in gated paper softmax; do $(python) eval.py --workdir=runs/shakespeare/$$kind --split=test || exit; done
+	$(python) scripts/plot_runs.py runs/shakespeare/* --metric=validation_loss --out=runs/shakespeare/loss.png
+	@echo; echo "A sample of the gated model, continuing 'KING ':"; echo
+	$(python) scripts/generate.py --workdir=runs/shakespeare/gated --prompt="KING " --temperature=0.7 --max_tokens=400
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

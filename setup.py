@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel also holds the programs and configs, in heinsen/_programs (heinsen.console)."""
+"""What pyproject.toml cannot say: a wheel holds programs and configs, too, in heinsen/_programs (heinsen.console)."""
 
 import shutil
 from pathlib import Path

