@@ -13,8 +13,9 @@ OTHERS = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGE
 
 def on_files(files: Files, config: Any) -> Files:
     """Add pages and pictures that are not in docs/."""
-    reports = [path for kind in ("*.md", "*.png") for path in (ROOT / "experiments").glob(f"*/{kind}")]
-    pages = OTHERS | {str(path.relative_to(ROOT)): str(path.relative_to(ROOT)) for path in reports}
+    patterns = ("experiments/*/*.md", "experiments/*/*.png", "examples/*.ipynb")
+    others = [path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)]
+    pages = OTHERS | {path: path for path in others}
     for source, target in pages.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
     return files

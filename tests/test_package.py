@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -161,6 +162,16 @@ def example(compile_cache, monkeypatch):
 def test_every_example_is_tested():
     tested = {"toy_example", "flax_model", "plain_jax", "fork_state"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
+
+
+def test_every_cell_of_the_notebook_runs(compile_cache):
+    """Its cells compare what they compute by hand with the library."""
+    cells = json.loads((ROOT / "examples" / "attention_by_hand.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    names = {}
+    for cell in code:
+        exec(cell, names)
+    assert len(code) >= 6 and sum("assert_allclose" in cell for cell in code) >= 6
 
 
 def test_toy_example_has_the_same_result_five_times(rng, example, capsys):
