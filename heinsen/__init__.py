@@ -1,6 +1,5 @@
 """heinsen: softmax attention with constant cost per token, in JAX."""
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from heinsen.version import __version__
@@ -37,13 +36,13 @@ __all__ = [
     "update_state",
 ]
 
-_MODULES = ("heinsen.ops.api", "heinsen.ops.states", "heinsen.ops.sigmoid", "heinsen.ops.linear")
-
 
 def __getattr__(name: str) -> Any:
     """Import what is used first: programs show their help, and configs are read, without importing JAX."""
     if name in __all__:
-        for module in map(importlib.import_module, _MODULES):
+        from heinsen.ops import api, linear, sigmoid, states
+
+        for module in (api, states, sigmoid, linear):
             if hasattr(module, name):
                 return globals().setdefault(name, getattr(module, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,6 +41,9 @@ CPUS = flags.DEFINE_integer("cpus_per_run", 1, "slurm: CPU cores per job.", lowe
 RETRY = flags.DEFINE_bool("retry", False, "Also start runs that have crashed before.")
 STATUS = flags.DEFINE_bool("status", False, "Show the progress of the runs; in a terminal, until all have ended.")
 REPORT = flags.DEFINE_bool("report", False, "Write DIR/report.html from the results so far.")
+LIVE = flags.DEFINE_bool(
+    "live", False, "--report: write it again and again until all runs have ended; browsers follow."
+)
 
 configs.show_help(__name__)
 
@@ -57,6 +60,7 @@ from heinsen.sweep.space import SweepError, parse_space
 from scripts.sweep_runs import RunFactory
 
 EXIT_UNFINISHED = 3  # runs have crashed
+REFRESH_SECONDS = 15  # of --live
 
 FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the command line: {field: text}
 
@@ -64,6 +68,8 @@ FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the comm
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")  # leave the accelerators to the runs
+    if LIVE.value and not REPORT.value:
+        configs.refuse("--live goes with --report")
     action = show_status if STATUS.value else report if REPORT.value else run_sweep
     with exit_on_error(on_os_error="Rerun the same command to resume the sweep"):
         action(Path(WORKDIR.value))
@@ -133,10 +139,15 @@ def show_status(path: Path) -> None:
 def report(path: Path) -> None:
     from heinsen.sweep.report import write_report  # matplotlib
 
-    folder = SweepFolder.load(path)
-    views = folder.views()
-    folder.write_csv(views)
-    print(f"{write_report(folder, views)}: {summary(views)}")
+    while True:
+        folder = SweepFolder.load(path)
+        views = folder.views()
+        live = LIVE.value and not all(view.state in (*ENDED, "crashed") for view in views)
+        folder.write_csv(views)
+        print(f"{write_report(folder, views, REFRESH_SECONDS if live else None)}: {summary(views)}", flush=True)
+        if not live:
+            return
+        time.sleep(REFRESH_SECONDS)
 
 
 # ---- flags ---------------------------------------------------------------------------------------

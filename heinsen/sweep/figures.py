@@ -1,19 +1,19 @@
 """The figures of a sweep's report."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
+import matplotlib.colors
 import matplotlib.pyplot as plt
-import matplotlib.ticker
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from heinsen.pages import Series
 from heinsen.sweep.curves import smooth, thin
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.effects import Effect, Result, grid_of, sort_key
@@ -147,35 +147,18 @@ def _heights(values: Sequence[Value]) -> Heights:
 # ---- curves --------------------------------------------------------------------------------------
 
 
-def draw_curves(logs: Sequence[tuple[RunView, Entries]]) -> Figure:
-    """Draw the training and the validation losses of runs, given the best first."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    lowest, highest = math.inf, []
-    for i, (view, entries) in reversed(list(enumerate(logs))):  # the best on top
-        style: dict[str, Any] = dict(color=plt.get_cmap("viridis")(0.85 * i / max(len(logs) - 1, 1)))
-        style |= dict(lw=2 if i == 0 else 1, ls="--" if view.state in ("crashed", "pruned") else "-", ms=2.5)
-        losses = _draw_curve(panels[0], entries, "loss", _SMOOTHING, **style)
-        validations = _draw_curve(panels[1], entries, "validation_loss", 0.0, marker="o", **style)
-        for y in (losses, validations):
-            if len(y):
-                lowest = min(lowest, y.min())
-                highest.append(y[len(y) // 10 :].max())
-    top = float(np.quantile(highest, 0.9))
-    for axes, label in zip(panels, ("training loss, smoothed", "validation loss"), strict=True):
-        axes.set(xlabel="tokens", ylabel=label)
-        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-        if top > lowest:  # diverging runs leave the picture
-            axes.set_ylim(lowest - 0.05 * (top - lowest), top + 0.05 * (top - lowest))
-        axes.grid(alpha=0.3)
-    return figure
-
-
-def _draw_curve(axes: Axes, entries: Entries, name: str, smoothing: float, **style: Any) -> np.ndarray:
-    """Draw a metric by tokens, and return the values drawn."""
-    points = metric_points(entries, name)
-    if not points:
-        return np.zeros(0)
-    x, y = np.array(points, float).T
-    y = smooth(y, min(smoothing, 1 - 10 / max(len(y), 10)))
-    axes.plot(*thin(x, y, _POINTS), **style)
-    return y
+def curves(logs: Sequence[tuple[RunView, Entries]], name: str) -> list[Series]:
+    """Return a metric of runs by tokens, given the best first; the training loss is smoothed."""
+    found = []
+    for i, (view, entries) in enumerate(logs):
+        points = metric_points(entries, name)
+        if not points:
+            continue
+        x, y = np.array(points, float).T
+        y = smooth(y, min(_SMOOTHING, 1 - 10 / max(len(y), 10)) if name == "loss" else 0.0)
+        x, y = thin(x, y, _POINTS)
+        color = matplotlib.colors.to_hex(plt.get_cmap("viridis")(0.85 * i / max(len(logs) - 1, 1)))
+        dash = (6, 4) if view.state in ("crashed", "pruned") else ()
+        is_validation = name != "loss"
+        found.append(Series(view.name, x.tolist(), y.tolist(), color, 2.5 if i == 0 else 1.3, dash, is_validation))
+    return found

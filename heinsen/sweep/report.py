@@ -1,4 +1,4 @@
-"""report.html of a sweep: one page that needs no network; its figures are SVG images inside it."""
+"""report.html of a sweep: one page that needs no network, with charts and a table that answer to the mouse."""
 
 import base64
 import io
@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from heinsen.files import write_atomically
+from heinsen.pages import render_chart, render_page
 from heinsen.sweep import figures
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.display import summary
@@ -20,8 +21,11 @@ from heinsen.sweep.space import SEED, Range, format_value
 from heinsen.training.metrics import read_metrics
 
 
-def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
-    """Write DIR/report.html. Unfinished runs are listed and their curves drawn, but they do not count as results."""
+def write_report(folder: SweepFolder, views: Sequence[RunView], refresh: int | None = None) -> Path:
+    """Write DIR/report.html. Unfinished runs are listed and their curves drawn, but they do not count as results.
+
+    refresh: seconds after which browsers read the page again; None: never.
+    """
     results = results_of(views)
     # In a zip all fields vary together, and none has an effect of its own.
     fields = [] if folder.definition.strategy.paired else swept_fields(views)
@@ -36,10 +40,9 @@ def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
         _runs(views),
         _failures(folder, views),
     ]
-    name = escape(folder.path.absolute().name)
-    page = _PAGE.replace("{title}", f"Sweep {name}").replace("{body}", "\n".join(filter(None, parts)))
+    name = folder.path.absolute().name
     path = folder.path / REPORT_FILE
-    write_atomically(path, page)
+    write_atomically(path, render_page(f"Sweep {name}", "\n".join(filter(None, parts)), refresh))
     return path
 
 
@@ -85,7 +88,8 @@ def _effects(definition: Definition, effects: Sequence[Effect], results: Sequenc
     ]
     return (
         "<h2>Marginal effect of each field</h2><p class=note>Validation loss of the finished runs by one field, "
-        "whatever the others were; the line joins the means. The field with the largest effect comes first.</p>"
+        "whatever the others were; the line joins the means. The field with the largest effect comes first. In the "
+        "tables the value with the lowest mean is marked.</p>"
         f"<div class=row>{''.join(sections)}</div>"
     )
 
@@ -141,9 +145,14 @@ def _curves(folder: SweepFolder, views: Sequence[RunView]) -> str:
     if not logged:
         return ""
     logged.sort(key=lambda each: (each[0].validation_loss is None, each[0].validation_loss))
+    charts = [
+        render_chart(figures.curves(logged, name), "tokens", "nats per token", title)
+        for name, title in (("loss", "Training loss"), ("validation_loss", "Validation loss"))
+    ]
     return (
-        "<h2>Curves</h2><p class=note>Colored by the last validation loss, the lowest darkest and thickest; crashed "
-        f"and pruned runs are dashed.</p>{_image(figures.draw_curves(logged), 'loss curves of all runs')}"
+        "<h2>Curves</h2><p class=note>The lowest last validation loss is darkest and thickest; crashed and pruned runs "
+        "are dashed. The legend shows the values under the mouse, and a click on a name hides the run; drag to zoom "
+        f"in, double click to see all again.</p><div class=charts>{''.join(charts)}</div>"
     )
 
 
@@ -151,19 +160,27 @@ def _runs(views: Sequence[RunView]) -> str:
     fields = list(dict.fromkeys(field for view in views for field in view.run.point))
     order = lambda view: (view.state != "finished", not is_finite(view.validation_loss), view.validation_loss or 0.0)
     number = lambda x, form=".4f": "" if x is None else format(x, form)
+    best = best_of(views)
     rows = []
     for view in sorted(views, key=order):
         settings = "".join(f"<td>{escape(format_value(view.run.point.get(field)))}</td>" for field in fields)
         rows.append(
-            f"<tr><td class={view.state}>{view.state}</td>{settings}<td>{number(view.validation_loss)}</td>"
-            f"<td>{number(view.bits_per_byte)}</td><td>{number(view.loss)}</td>"
+            f'<tr data-name="{escape(view.name)}"{" class=best-run" if view is best else ""}>'
+            f"<td>{escape(view.name)}</td><td class={view.state}>{view.state}</td>{settings}"
+            f"<td>{number(view.validation_loss)}</td><td>{number(view.bits_per_byte)}</td><td>{number(view.loss)}</td>"
             f"<td>{view.step:,}/{view.run.total_steps:,}</td><td>{number(view.tokens_per_second, ',.0f')}</td>"
             f"<td>{number(view.seconds, ',.0f')}</td></tr>"
         )
     head = "".join(f"<th>{escape(field)}</th>" for field in fields)
+    marked = (
+        "" if best is None else " The run that is marked has the lowest validation loss of those that have finished."
+    )
     return (
-        f"<h2>Runs</h2><div class=wide><table><tr><th>state</th>{head}<th>validation loss</th><th>bits per byte</th>"
-        f"<th>loss</th><th>step</th><th>tokens/s</th><th>seconds</th></tr>{''.join(rows)}</table></div>"
+        f"<h2>Runs</h2><p class=note>Click on a head to sort.{marked}</p>"
+        '<input id=filter type=search placeholder="filter: words that a row contains" aria-label="filter the runs">'
+        f"<div class=wide><table class=sortable><thead><tr><th>run</th><th>state</th>{head}<th>validation loss</th>"
+        "<th>bits per byte</th><th>loss</th><th>step</th><th>tokens/s</th><th>seconds</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
@@ -191,33 +208,3 @@ def _image(figure: Figure, alt: str) -> str:
     plt.close(figure)
     data = base64.b64encode(file.getvalue()).decode()
     return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<style>
-body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: #1c1917; background: #fff; max-width: 1120px;
-  margin: 2rem auto; padding: 0 1.5rem; }
-h1 { font-size: 1.7rem; margin-bottom: .3rem } h2 { font-size: 1.25rem; margin: 2.2rem 0 .4rem }
-h3 { font-size: 1rem; margin: 0 0 .3rem; overflow-wrap: anywhere }
-img { max-width: 100%; height: auto; display: block }
-table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums }
-th, td { padding: .22rem .7rem; border-bottom: 1px solid #e7e5e4; text-align: right; white-space: nowrap }
-th:first-child, td:first-child, .plain th, .plain td { text-align: left }
-.plain td { white-space: normal; overflow-wrap: anywhere }
-th { font-weight: 600; color: #57534e } .good td { background: #ecfdf5; font-weight: 600 }
-.best { border: 1px solid #a7f3d0; background: #ecfdf5; border-radius: 8px; padding: .8rem 1.1rem }
-.best b { font-size: 1.5rem } .best table { margin: .4rem 0 } code { overflow-wrap: anywhere; font-size: .85rem }
-.row { display: flex; flex-wrap: wrap; gap: 1.4rem } .effect { flex: 1 1 330px; max-width: 520px; min-width: 0 }
-.effect th, .effect td { padding: .22rem .5rem } .effect td:first-child { white-space: normal }
-.note { color: #57534e; font-size: .87rem; margin: .2rem 0 .6rem } .wide { overflow-x: auto }
-.finished { color: #15803d } .crashed, .refused { color: #b91c1c; font-weight: 600 } .running { color: #1d4ed8 }
-.pruned, .interrupted { color: #b45309 }
-details { margin: .6rem 0 } summary { cursor: pointer; color: #44403c }
-pre { background: #f5f5f4; padding: .7rem; overflow-x: auto; font-size: .8rem; border-radius: 6px }
-</style></head><body>
-{body}
-</body></html>
-"""

@@ -19,6 +19,8 @@ _TOO_LARGE = {int: 2**63, float: math.inf}
 class MetricsLog:
     """Log of a run's metrics: a JSON object per line with the step and its metrics, null for what is not finite.
 
+    TensorBoard has them as train/NAME and validation/NAME.
+
     Opening the log drops entries after `start_step`, which a killed run wrote after its last checkpoint.
     """
 
@@ -33,8 +35,10 @@ class MetricsLog:
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # NaN is not JSON
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
+        kind = "validation" if "validation_loss" in metrics else "train"
         for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
+            if (kind, name) != ("validation", "tokens"):  # a step's own entry has them
+                self._events.add_scalar(f"{kind}/{name.removeprefix('validation_')}", value, step)
         self._events.flush()
 
     def close(self) -> None:

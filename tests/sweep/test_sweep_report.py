@@ -129,7 +129,7 @@ class Outside(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.sources += [value for name, value in attributes if name in ("src", "href", "data", "action")]
-        if tag not in ("meta", "link", "img", "br"):
+        if tag not in ("meta", "link", "img", "input", "br"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -144,12 +144,17 @@ def test_the_page_is_whole_and_loads_nothing(page):
     assert not parser.open
     assert all(source.startswith("data:") for source in parser.sources)
     images = [base64.b64decode(s.partition("base64,")[2]).decode() for s in parser.sources if "svg" in s]
-    assert len(images) == (5 if kind == "grid" else 5) and all("<svg" in image for image in images)
-    assert not re.search(r"url\((?!#)|@import|<script", text + "".join(images)), "nor do its figures"
+    assert len(images) == 4 and all("<svg" in image for image in images)
+    assert not re.search(r"url\((?!#)|@import|<script [^>]*src", text + "".join(images)), "nor do its figures"
     best = min(view.validation_loss for view in folder.views() if view.state == "finished")
     assert f"<b>{best:.4f}</b>" in text
     assert "error: &lt;loss&gt; is no longer finite" in text and "<two>" not in text
-    assert text.count("<tr><td class=") == len(folder.runs), "all runs are listed"
+    assert text.count("<tr data-name=") == len(folder.runs), "all runs are listed"
+    charts = [json.loads(chart) for chart in re.findall(r'<script type="application/json">(.*?)</script>', text)]
+    logged = {view.name for view in folder.views() if view.loss is not None}
+    assert [{series["name"] for series in chart["series"]} for chart in charts] == [logged, logged]
+    assert 'http-equiv="refresh"' not in text
+    assert 'http-equiv="refresh" content="15"' in write_report(folder, folder.views(), 15).read_text()
 
 
 def test_a_sweep_without_finished_runs_has_a_page_too(tmp_path, rng):
@@ -158,18 +163,63 @@ def test_a_sweep_without_finished_runs_has_a_page_too(tmp_path, rng):
     assert swept_fields(folder.views()) == ["a"]
 
 
-@pytest.mark.long
-def test_a_browser_shows_the_page_without_a_network(page, tmp_path):
+def find_chromium():
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no Chromium here: apt-get install chromium")
+    return chromium
+
+
+# What a reader does with the page, and what they see then, as JSON in the title.
+USE = """
+const visible = () => [...document.querySelectorAll("table.sortable tbody tr:not([hidden])")];
+const heads = [...document.querySelectorAll("table.sortable th")];
+const column = heads.findIndex((head) => head.textContent == "validation loss");
+const losses = () => visible().map((row) => row.cells[column].textContent);
+const head = heads[column];
+const seen = {width: document.documentElement.scrollWidth - innerWidth, charts: charts.length};
+head.click(); seen.ascending = losses();
+head.click(); seen.descending = losses();
+const chart = charts[0].chart;
+const name = charts[0].names[0];
+chart.setCursor({left: chart.bbox.width / 4 / devicePixelRatio, top: 20});
+seen.hover = chart.root.querySelectorAll(".u-legend .u-value")[1].textContent;
+filter.value = name.toUpperCase(); filter.dispatchEvent(new Event("input"));
+seen.filtered = visible().map((row) => row.dataset.name);
+seen.shown = chart.series.slice(1).filter((series) => series.show).map((series) => series.label);
+document.title = JSON.stringify(seen);
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_reader_sorts_filters_and_points_at_the_page(page, tmp_path, width):
+    _, folder, path = page
+    used = tmp_path / "used.html"
+    used.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1000", "--dump-dom"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=3000"]
+    command = [find_chromium(), *options, used.absolute().as_uri()]
+    end = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "CONSOLE" not in end.stderr, "no errors in the console"
+    seen = json.loads(html.unescape(re.search("<title>(.*?)</title>", end.stdout)[1]))
+    assert seen["charts"] == 2 and seen["width"] <= 0, "nothing is wider than the window"
+    finished = [float(text) for text in seen["ascending"] if text]
+    assert finished == sorted(finished) and "" not in seen["ascending"][: len(finished)]
+    assert [float(text) for text in seen["descending"] if text] == finished[::-1] and len(finished) > 3
+    assert float(seen["hover"]) > 0, "the legend has the value under the mouse"
+    assert seen["filtered"] == seen["shown"] and len(seen["shown"]) == 1
+
+
+@pytest.mark.long
+def test_a_browser_shows_the_page_without_a_network(page, tmp_path):
     import matplotlib.pyplot as plt
 
     _, _, path = page
     shot = tmp_path / "page.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,2600"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    command = [chromium, *options, f"--screenshot={shot}", path.absolute().as_uri()]
+    command = [find_chromium(), *options, f"--screenshot={shot}", path.absolute().as_uri()]
     subprocess.run(command, capture_output=True, timeout=300, check=True)
     pixels = plt.imread(shot)[..., :3]
     assert pixels.shape[:2] == (2600, 1200)

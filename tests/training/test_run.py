@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -183,11 +184,28 @@ def read_events(workdir: Path) -> list[Event]:
     return events
 
 
-def test_tensorboard_holds_the_scalars_of_metrics_jsonl(run):
+def test_tensorboard_holds_the_scalars_of_metrics_jsonl_once(run):
     scalars = [(e.step, v.tag, v.simple_value) for e in read_events(run.workdir) for v in e.summary.value]
-    expected = [(e["step"], name, np.float32(x)) for e in run.log for name, x in e.items() if name != "step"]
+    kind = lambda entry: "validation" if "validation_loss" in entry else "train"
+    expected = [
+        (entry["step"], f"{kind(entry)}/{name.removeprefix('validation_')}", np.float32(x))
+        for entry in run.log
+        for name, x in entry.items()
+        if name != "step" and (name != "tokens" or kind(entry) == "train")
+    ]
     assert [scalar[:2] for scalar in scalars] == [scalar[:2] for scalar in expected]
+    assert len({scalar[:2] for scalar in scalars}) == len(scalars)
     np.testing.assert_array_equal([scalar[2] for scalar in scalars], [scalar[2] for scalar in expected])
+
+
+def test_the_page_of_a_run_has_a_chart_for_all_of_its_metrics(run):
+    text = (run.workdir / "plots" / "run.html").read_text()
+    charts = [json.loads(chart) for chart in re.findall(r'<script type="application/json">(.*?)</script>', text)]
+    shown = {(series["name"], y) for chart in charts for series in chart["series"] for y in series["y"]}
+    names = {name for entry in run.log for name in entry} - {"step", "tokens"}
+    assert {name.split("/", 1)[-1] for name in names} == {name for name, _ in shown}
+    for entry in run.log:
+        assert all((name.split("/", 1)[-1], x) in shown for name, x in entry.items() if name in names)
 
 
 # ---- metrics.jsonl ---------------------------------------------------------------------------
