@@ -1,5 +1,6 @@
 """What the experiments share: data, sweeps, programs in parallel on parts of a machine, tables, figures."""
 
+import dataclasses
 import json
 import math
 import os
@@ -16,12 +17,15 @@ from typing import Any, Literal, overload
 
 import jax
 import matplotlib
+from absl import flags
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from heinsen.config import from_mapping
 from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import write_atomically, write_figure
 from heinsen.models import abstract_params, count_params
@@ -48,8 +52,17 @@ def default_parallel() -> int:
     return len(visible_gpus()) or len(usable_cores())
 
 
-def execute(run: Callable[[Path, int], str], out: str, parallel: int | None) -> None:
-    """Print the report of run(folder, runs at a time), an experiment's command, and end as commands do on errors."""
+def execute(
+    run: Callable[[Path, int], str], out: str, parallel: int | None, small: Mapping[str, str] | None = None
+) -> None:
+    """Print the report of run(folder, runs at a time), an experiment's command, and end as commands do on errors.
+
+    small: values of the flags that are not given, for --small; the folder then gets a name of its own.
+    """
+    if small is not None:
+        out = out if flags.FLAGS["out"].present else f"{out}_small"
+        for flag in (flags.FLAGS[name] for name in small if not flags.FLAGS[name].present):
+            flag.parse(small[flag.name])
     with exit_on_error(on_interrupt=RESUME):
         print(run(Path(out), parallel or default_parallel()))
 
@@ -66,6 +79,16 @@ def parse_counts(flag: str, texts: Sequence[str]) -> list[int]:
         if number != int(number):
             raise ExperimentError(f"--{flag}: {text!r} is not an integer")
     return [int(number) for number in numbers]
+
+
+def check_tokens(config: ConfigDict, **tokens: int | None) -> None:
+    """Raise ExperimentError, which names the flag, if the config's schedule does not fit so many tokens."""
+    settings = from_mapping(TrainConfig, config.to_dict())
+    for flag, number in tokens.items():
+        try:
+            dataclasses.replace(settings, total_tokens=number if number is not None else settings.total_tokens)
+        except ValueError as error:
+            raise ExperimentError(f"--{flag}={number:,}: {error}") from error
 
 
 def _parse_number(flag: str, text: str) -> float:

@@ -1,5 +1,6 @@
 """The experiments: the law they fit, who takes part, and (long) each whole, from its command to its report."""
 
+import ast
 import json
 import re
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import zstandard
+from absl import flags
 
 from experiments import tools
 from experiments.associative_recall import contestants as recall_contestants
@@ -28,6 +30,7 @@ from experiments.sigmoid_training.contestants import growth as form_growth
 from experiments.tools import ExperimentError, parse_numbers
 from heinsen.interop import load_folder
 from heinsen.models import init_params
+from tests.runs import ROOT
 
 pytest_plugins = ["tests.run_fixtures"]
 
@@ -167,6 +170,42 @@ def test_learning_rates_of_the_ladder_are_a_power_of_the_width(rng):
 def test_numbers_that_are_none_are_refused(texts):
     with pytest.raises(ExperimentError, match="--flag: '.*' is not a positive number"):
         parse_numbers("flag", texts)
+
+
+RUNS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/run.py"))
+
+
+def assigned(program, name):
+    """The value of a constant in a program's source, and the names of its flags."""
+    tree = ast.parse((ROOT / program).read_text())
+    (value,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == name]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    return ast.literal_eval(value), {call.args[0].value for call in calls if call.func.attr.startswith("DEFINE_")}
+
+
+@pytest.mark.parametrize("experiment", RUNS)
+def test_small_settings_are_flags_of_the_experiment(experiment):
+    small, own = assigned(f"experiments/{experiment}/run.py", "SMALL_FLAGS")
+    assert small.keys() < own and all(isinstance(text, str) for text in small.values())
+
+
+def test_small_sets_the_flags_that_are_not_given(monkeypatch, capsys):
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", "runs/x", "", flag_values=values)
+    flags.DEFINE_integer("tokens", None, "", flag_values=values)
+    flags.DEFINE_list("rates", ["1"], "", flag_values=values)
+    values(["program", "--tokens=7"])
+    monkeypatch.setattr(tools.flags, "FLAGS", values)
+    tools.execute(
+        lambda out, parallel: f"{out} {values.tokens} {values.rates}", values.out, 1, {"rates": "2,3", "tokens": "8"}
+    )
+    assert capsys.readouterr().out == "runs/x_small 7 ['2', '3']\n"
+
+
+def test_too_few_tokens_are_refused_before_anything_is_prepared():
+    tools.check_tokens(LARGER.get_config(), tuning_tokens=None, tokens=51 * 4096)
+    with pytest.raises(ExperimentError, match="--tokens=204,800: .*warmup_steps = 50 does not fit a run of 50 steps"):
+        tools.check_tokens(LARGER.get_config(), tokens=50 * 4096)
 
 
 def test_results_of_programs_are_kept(tmp_path, capfd):

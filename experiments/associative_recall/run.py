@@ -30,6 +30,7 @@ PAIRS = flags.DEFINE_list("pairs", ["4", "8", "16"], "Numbers of key-value pairs
 TEST_PAIRS = flags.DEFINE_list("test_pairs", ["32", "64"], "Numbers of key-value pairs that are only tested.")
 TOKENS = flags.DEFINE_float("tokens", 20e6, "Tokens of a run, at most.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Runs at each learning rate, with seeds 1, 2, ...", lower_bound=1)
+SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
 
 show_help(__name__)
 
@@ -65,8 +66,18 @@ class Point(NamedTuple):
     seed: int
 
 
+SMALL_FLAGS = {
+    "kinds": "softmax,heinsen,heinsen-gate-convolution",
+    "widths": "16",
+    "learning_rates": "1e-2",
+    "pairs": "2,4",
+    "test_pairs": "8",
+    "tokens": "1e6",
+}
+
+
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
 
 
 def run(out: Path, parallel: int) -> str:

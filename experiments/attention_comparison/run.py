@@ -24,6 +24,7 @@ TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default
 SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 1000, "Training steps on the probe of recall.", lower_bound=101)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
+SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
 
 show_help(__name__)
 
@@ -33,15 +34,25 @@ from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, S
 from experiments.contest import test
 from heinsen.sweep.runs import RunView
 
+SMALL_FLAGS = {
+    "learning_rates": "3e-3",
+    "tuning_tokens": "150000",
+    "tokens": "300000",
+    "seeds": "2",
+    "recall_steps": "150",
+    "speed_lengths": "512,1024",
+}
+
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
 
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
     tools.share_compilations(out)
     rates = tools.parse_numbers("learning_rates", RATES.value)
+    tools.check_tokens(CONTEST.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     tuning, final, sigmoid = train(out, rates, parallel)
     tested = test(out / "test", {out / "final": final, out / "sigmoid": sigmoid}, parallel)

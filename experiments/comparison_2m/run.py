@@ -28,6 +28,7 @@ LONGEST = flags.DEFINE_integer("longest", 65_536, "Bytes of each long document."
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Training steps on the probe of recall.", lower_bound=101)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["1024", "8192"], "Tokens of a sequence where speed is measured.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens of context where decoding is measured.")
+SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
 
 show_help(__name__)
 
@@ -38,14 +39,26 @@ from experiments.contest import test
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 
+SMALL_FLAGS = {
+    "learning_rates": "3e-3",
+    "tuning_tokens": "220000",
+    "tokens": "220000",
+    "documents": "4",
+    "longest": "16384",
+    "recall_steps": "150",
+    "speed_lengths": "1024",
+    "contexts": "1024,8192",
+}
+
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
 
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
     rates = tools.parse_numbers("learning_rates", RATES.value)
+    tools.check_tokens(CONTEST.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
     tools.parse_counts("contexts", CONTEXTS.value)  # before the hours of training
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)

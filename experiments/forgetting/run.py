@@ -27,17 +27,29 @@ SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with se
 DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at most.", lower_bound=1)
 LONGEST = flags.DEFINE_integer("longest", 131_072, "Bytes of each long document.", lower_bound=1)
 SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
+SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
 
 show_help(__name__)
 
 from experiments import contexts, tools
 from experiments.contest import Contest, test
-from experiments.forgetting import report
+from experiments.forgetting import config, report
 from experiments.forgetting.contestants import CONTESTS, LONG
+
+SMALL_FLAGS = {
+    "contests": "combined",
+    "learning_rates": "3e-3",
+    "tuning_tokens": "150000",
+    "tokens": "150000",
+    "seeds": "2",
+    "documents": "4",
+    "longest": "16384",
+    "speed_lengths": "512,1024",
+}
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
 
 
 def run(out: Path, parallel: int) -> str:
@@ -47,6 +59,7 @@ def run(out: Path, parallel: int) -> str:
         if name not in CONTESTS:
             raise tools.ExperimentError(f"--contests: {name!r}: choose {', '.join(CONTESTS)}")
     rates = tools.parse_numbers("learning_rates", RATES.value)
+    tools.check_tokens(config.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)
     tools.prepare_bytes(tools.splits_of(corpus), out / "data")

@@ -36,6 +36,7 @@ NEXT = flags.DEFINE_string("next", "12x224", "The size to predict, with the larg
 RATES = flags.DEFINE_list("learning_rates", ["3e-3", "6e-3", "1.2e-2"], "Learning rates to tune over.")
 TUNED = flags.DEFINE_list("tuned_sizes", ["4x64", "6x160"], "The two sizes to tune, with the smallest budget.")
 CHECKED = flags.DEFINE_string("checked_size", "4x128", "The size where the rule between the two is checked.")
+SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
 
 show_help(__name__)
 
@@ -43,7 +44,7 @@ import numpy as np
 
 from experiments import tools
 from experiments.contest import RATE
-from experiments.ladder import law, report
+from experiments.ladder import config, law, report
 from experiments.ladder.contestants import KINDS, Size, contest_of, n_params, parse_size
 
 N_BOOTSTRAP = 100
@@ -64,13 +65,25 @@ class Plan(NamedTuple):
         return round(budget * math.sqrt(n_params(size) / max(map(n_params, self.sizes))))
 
 
+SMALL_FLAGS = {
+    "sizes": "2x32,2x64,4x64",
+    "next": "4x96",
+    "tokens": "3.5e5,7e5",
+    "learning_rates": "3e-3",
+    "tuned_sizes": "2x32,4x64",
+    "checked_size": "2x64",
+}
+
+
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
 
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
     plan = read_plan()
+    fewest = plan.tokens_of(min(plan.sizes, key=n_params), min(plan.budgets))
+    tools.check_tokens(config.get_config(), tokens=fewest)
     tools.share_compilations(out)
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     rule = Rule(tune(out, plan, parallel))

@@ -27,6 +27,7 @@ RATES = flags.DEFINE_list(
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each run; default: the config's.", lower_bound=1)
 DOCUMENTS = flags.DEFINE_integer("documents", 32, "Long documents to test on, at most.", lower_bound=1)
 READ = flags.DEFINE_integer("read", 8192, "Bytes of each document that the models read.", lower_bound=1)
+SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
 
 show_help(__name__)
 
@@ -42,14 +43,22 @@ from heinsen.models import activation_rms
 from heinsen.sweep.runs import RunView, best_of
 from heinsen.weights import load_params, mesh_for_reading
 
+SMALL_FLAGS = {
+    "learning_rates": "3e-3,1.2e-2",
+    "tokens": "150000",
+    "documents": "4",
+    "read": "2048",
+}
+
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value)
+    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
 
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
     rates = tools.parse_numbers("learning_rates", RATES.value)
+    tools.check_tokens(CONTEST.get_config(), tokens=TOKENS.value)
     tools.share_compilations(out)
     splits = contexts.prepare(Path(CORPUS.value), out, DOCUMENTS.value, 8 * READ.value)  # reads an eighth of each
     grid = train(out, "grid", dict.fromkeys(FORMS, 1.0), rates, parallel)
