@@ -1,9 +1,13 @@
 """Export the weights of a run's newest checkpoint as one folder: safetensors, config, tokenizer, model card.
 
-    python scripts/export.py --workdir=RUN --out=DIR [--dtype=bfloat16] [--overwrite]
+    python scripts/export.py --workdir=RUN --out=DIR [--dtype=bfloat16] [--format=hf] [--overwrite]
 
 eval.py, scripts/generate.py and train.py --config.init_from accept DIR in place of a run. The paper's model is written
 under the names of the published PyTorch module, for its `load_state_dict`.
+
+With --format=hf, for models of heinsen attention, the folder is one that transformers loads, with the model in PyTorch
+and the tokenizer; what transformers saves from it is accepted in place of a run, too. --push_to_hub=USER/NAME uploads
+it to the Hugging Face Hub, with the token of `hf auth login` or HF_TOKEN.
 """
 
 import dataclasses
@@ -14,19 +18,22 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import default, parse_flags, show_help
+from configs import default, parse_flags, refuse, show_help
 from heinsen.errors import exit_on_error
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Dtype on disk; float32 is lossless.")
+FORMAT = flags.DEFINE_enum("format", "heinsen", ("heinsen", "hf"), "hf: a folder that transformers loads.")
+HUB = flags.DEFINE_string("push_to_hub", None, "USER/NAME of a model on the Hugging Face Hub to upload the folder to.")
+PRIVATE = flags.DEFINE_bool("private", False, "--push_to_hub: a new model is visible to its owner alone.")
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an earlier export in --out.")
 
 show_help(__name__)
 
 import jax
 
-from heinsen.interop import is_export, is_reference_model, save_folder
+from heinsen.interop import is_export, is_reference_model, push_to_hub, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.training.metrics import read_metrics
@@ -36,8 +43,12 @@ from heinsen.weights import load_params
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
+    if HUB.value is not None and FORMAT.value != "hf":
+        refuse("--push_to_hub uploads what transformers can load: it goes with --format=hf")
     with exit_on_error():
         print(export(Path(WORKDIR.value), Path(OUT.value)))
+        if HUB.value is not None:
+            print(f"uploaded to {push_to_hub(Path(OUT.value), HUB.value, PRIVATE.value)}")
 
 
 def export(workdir: Path, out: Path) -> str:
@@ -53,8 +64,9 @@ def export(workdir: Path, out: Path) -> str:
         jax.device_get(params),
         step=step,
         run=dataclasses.asdict(config),
-        card=model_card(config, workdir, out, step, count_params(params), DTYPE.value),
+        card=model_card(config, workdir, out, step, count_params(params), DTYPE.value, FORMAT.value == "hf"),
         dtype=DTYPE.value,
+        for_transformers=FORMAT.value == "hf",
         overwrite=OVERWRITE.value,
     )
     return (
@@ -66,10 +78,13 @@ def export(workdir: Path, out: Path) -> str:
 # ---- the model card ------------------------------------------------------------------------------
 
 
-def model_card(config: TrainConfig, workdir: Path, out: Path, step: int, n_params: int, dtype: str) -> str:
+def model_card(
+    config: TrainConfig, workdir: Path, out: Path, step: int, n_params: int, dtype: str, for_transformers: bool
+) -> str:
     """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl."""
     folder = shlex.quote(str(out))
     lines = [
+        *(_FRONT_MATTER if for_transformers else []),
         f"# {workdir.resolve().name}",
         "",
         "A language model whose attention is softmax attention with constant cost per token, trained by heinsen",
@@ -87,6 +102,7 @@ def model_card(config: TrainConfig, workdir: Path, out: Path, step: int, n_param
         "",
         "## Use",
         "",
+        *(_TRANSFORMERS_USE if for_transformers else []),
         *_code(
             f'python scripts/generate.py --workdir={folder} --prompt="Once upon"',
             f"python eval.py --workdir={folder} --config.data.path=DATASET",
@@ -105,12 +121,28 @@ def model_card(config: TrainConfig, workdir: Path, out: Path, step: int, n_param
             "logits, state = forward(config, params, tokens)  # tokens: integers [batch, time]",
         ),
         "",
-        *(_REFERENCE_USE if is_reference_model(config.model) else _NATIVE_USE),
+        *([] if for_transformers else _REFERENCE_USE if is_reference_model(config.model) else _NATIVE_USE),
         "",
     ]
     return "\n".join(lines)
 
 
+# What the Hub reads of a model card.
+_FRONT_MATTER = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [heinsen]", "---", ""]
+_TRANSFORMERS_USE = [
+    "With transformers:",
+    "",
+    "    from transformers import AutoModelForCausalLM, AutoTokenizer",
+    "",
+    '    NAME = "."  # this folder, or USER/NAME on the Hub',
+    "    tokenizer = AutoTokenizer.from_pretrained(NAME, trust_remote_code=True)",
+    "    model = AutoModelForCausalLM.from_pretrained(NAME, trust_remote_code=True)",
+    '    inputs = tokenizer("Once upon", return_tensors="pt")',
+    "    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))",
+    "",
+    "With heinsen:",
+    "",
+]
 _REFERENCE_USE = [
     "The tensors have the names and layouts of the published PyTorch module:",
     "",

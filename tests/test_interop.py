@@ -214,7 +214,7 @@ def test_other_models_are_exported_under_our_own_names(params, tmp_path, monkeyp
     assert is_reference_model(SMALL) and save(tmp_path / "papers", params).layout == "reference"
     assert set(load_file(tmp_path / "papers" / "weights.safetensors")) == set(SHAPES)
     monkeypatch.setattr(
-        "heinsen.interop.abstract_params",
+        "heinsen.interop.arrays.abstract_params",
         lambda config: jax.eval_shape(lambda: another_kind(config, jax.random.key(0))),
     )
     other = jax.tree.map(np.asarray, another_kind(SMALL, jax.random.key(1)))
@@ -231,7 +231,7 @@ def test_other_models_are_exported_under_our_own_names(params, tmp_path, monkeyp
         save(tmp_path / "third", {"embedding": other["embedding"]})
     assert not (tmp_path / "third").exists()
     monkeypatch.setattr(
-        "heinsen.interop.abstract_params", lambda *_: {**other, "bias": np.ones(3), "embedding": np.ones(4)}
+        "heinsen.interop.arrays.abstract_params", lambda *_: {**other, "bias": np.ones(3), "embedding": np.ones(4)}
     )
     with pytest.raises(InteropError, match=r"missing: bias\n  embedding is \[16, 10\], not \[4\]"):
         load_folder(tmp_path / "other")
@@ -292,11 +292,11 @@ def test_a_disk_that_does_not_take_it_loses_nothing(params, tmp_path, monkeypatc
     save(tmp_path / "export", params)
     before = snapshot(tmp_path)
 
-    def fail(arrays, path):
+    def fail(arrays, path, metadata=None):
         save_file({name: x[:1] for name, x in arrays.items()}, path)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("heinsen.interop.save_file", fail)
+    monkeypatch.setattr("heinsen.interop.folders.save_file", fail)
     for name, overwrite in (("export", True), ("new", False)):
         with pytest.raises(InteropError, match="cannot be written: .*No space left on device.*free some space"):
             save(tmp_path / name, params, overwrite=overwrite)
@@ -375,7 +375,7 @@ def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
         '{"format": "heinsen ex': "config.json is damaged",
         "{}": "its config.json belongs to something else",
         json.dumps(whole | {"format_version": 2}): "has format version 2, this code reads 1",
-        json.dumps(whole | {"layout": "torch"}): "layout = 'torch': expected reference or native",
+        json.dumps(whole | {"layout": "torch"}): "layout = 'torch': expected reference, native, huggingface",
         json.dumps({name: x for name, x in whole.items() if name != "tokenizer"}): "lacks tokenizer",
         json.dumps(whole | {"model": whole["model"] | {"n_heads": 0}}): r"model.n_heads = 0",
         json.dumps(whole | {"run": None}): "run = None: expected dict",
