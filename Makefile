@@ -42,7 +42,7 @@ shakespeare: $(installed)
 	for kind in gated paper softmax; do $(python) train.py --config=configs/shakespeare.py:$$kind \
 		--workdir=runs/shakespeare/$$kind || exit; done
 	for kind in gated paper softmax; do $(python) eval.py --workdir=runs/shakespeare/$$kind --split=test || exit; done
-	$(python) scripts/plot_runs.py runs/shakespeare/* --metric=validation_loss --out=runs/shakespeare/loss.png
+	$(python) scripts/plot_runs.py runs/shakespeare/*/ --metric=validation_loss --out=runs/shakespeare/loss.png
 	@echo; echo "A sample of the gated model, continuing 'KING ':"; echo
 	$(python) scripts/generate.py --workdir=runs/shakespeare/gated --prompt="KING " --temperature=0.7 --max_tokens=400
 

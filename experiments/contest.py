@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from experiments import tools
 from heinsen.config import from_mapping
+from heinsen.figures import place_legend
 from heinsen.models import init_model_state
 from heinsen.sweep.runs import RunView, best_of
 from heinsen.sweep.space import SEED, Value
@@ -152,7 +153,7 @@ class Contest:
         axes.yaxis.set_major_formatter("{x:.1f}")
         axes.yaxis.set_minor_formatter("{x:.1f}")
         axes.grid(alpha=0.3, which="both")
-        axes.legend()
+        place_legend(figure, 4)
         tools.save_figure(figure, path)
 
 

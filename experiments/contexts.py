@@ -14,6 +14,7 @@ import zstandard
 
 from experiments import tools
 from experiments.contest import Contest, test
+from heinsen.figures import place_legend
 from heinsen.files import write_atomically
 from heinsen.sweep.runs import RunView
 
@@ -165,5 +166,5 @@ def plot(path: Path, measured: Measured) -> None:
     axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    place_legend(figure, 2)
     tools.save_figure(figure, path)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments import tools
+from heinsen.figures import place_legend
 from heinsen.sweep.space import Value, format_value
 
 PAIRS = (4, 8, 16, 32)
@@ -55,5 +56,5 @@ def plot(path: Path, recall: Recall) -> None:
     axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    place_legend(figure)
     tools.save_figure(figure, path)

@@ -15,6 +15,7 @@ from absl import app, flags, logging
 
 from configs import parse_flags, refuse, show_help
 from heinsen.errors import exit_on_error
+from heinsen.figures import count_tokens, place_legend
 from heinsen.files import write_figure
 
 OUT = flags.DEFINE_string("out", None, "File of the figure, .png or .svg.", required=True)
@@ -23,7 +24,9 @@ METRIC = flags.DEFINE_string("metric", "loss", "loss, validation_loss or bits_pe
 SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means of the curves, in [0, 1).")
 LOG_X = flags.DEFINE_bool("log_x", False, "Logarithmic horizontal axis.")
 LOG_Y = flags.DEFINE_bool("log_y", False, "Logarithmic vertical axis.")
-AGAINST = flags.DEFINE_string("against", None, "Bands to draw: a CSV file with columns tokens, low, high, source.")
+AGAINST = flags.DEFINE_string(
+    "against", None, "Bands to draw: a CSV file with columns tokens, low, high, source[, tokenizer]."
+)
 
 show_help(__name__)
 
@@ -75,11 +78,15 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
     """Write the figure, and return the lines to print. Raises CurveError."""
     anchors = read_anchors(Path(AGAINST.value)) if AGAINST.value is not None else []
     logs = [RunLog.read(path) for path in paths]
+    for log in logs:
+        if other := {anchor.tokenizer for anchor in anchors} - {log.config.data.tokenizer}:
+            raise CurveError(
+                f"{log.path} counts {log.config.data.tokenizer} tokens, --against={AGAINST.value} those of "
+                f"{other.pop()}: leave it out, or say what the bands count in a column tokenizer"
+            )
     draw(logs, anchors, out)
     lines = final_table(logs)
     for log in logs if anchors else ():
-        if log.config.data.tokenizer != "gpt2":
-            lines.append(f"{log.path}: counts {log.config.data.tokenizer} tokens, but the bands are for GPT-2 tokens")
         lines += [f"{log.path}: {line}" for line in compare_with_anchors(anchors, *log.points("validation_loss"))]
     return [*lines, f"written: {out}"]
 
@@ -105,7 +112,9 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     smoothed = f", running means of weight {SMOOTH.value:g}" if SMOOTH.value else ""
     axes.set(xlabel=AXES[X.value].label, ylabel=METRICS[METRIC.value].label + smoothed)
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")
-    axes.legend(fontsize="small")
+    if X.value == "tokens":
+        count_tokens(axes.xaxis)
+    place_legend(figure)
     write_figure(out, figure, dpi=130)
     plt.close(figure)
 

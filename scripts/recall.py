@@ -25,6 +25,7 @@ from ml_collections import config_flags
 from configs import parse_flags, read_config, show_help
 from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
+from heinsen.figures import place_legend
 from heinsen.files import make_folder, write_atomically, write_figure
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -299,7 +300,7 @@ def plot(results: Sequence[Results], path: Path) -> None:
     axes.set(title=results[-1]["task"], xlabel="items in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    place_legend(figure, 2)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
 

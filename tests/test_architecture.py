@@ -20,7 +20,19 @@ ROOT = Path(__file__).parent.parent
 RANKS = {"logspace": 0, "ops": 1, "models": 2}
 RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "interop": 3, "weights": 3, "sweep": 4, "planning": 4}
 # Leaves import only themselves and errors of heinsen.
-LEAVES = {"chips", "config", "console", "data", "files", "pages", "parallel", "platform", "progress", "version"}
+LEAVES = {
+    "chips",
+    "config",
+    "console",
+    "data",
+    "figures",
+    "files",
+    "pages",
+    "parallel",
+    "platform",
+    "progress",
+    "version",
+}
 BASE = "errors"  # imported by everything, imports nothing
 ENTRY_POINTS = {"configs", "absl", "ml_collections", "tests", "scripts", "train", "eval"}  # with their flags
 ONLY_IN = {"flax": "heinsen.models", "orbax": "heinsen.training.checkpoint"}

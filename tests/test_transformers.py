@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import gated_125m, pile_125m
+from heinsen.config import from_mapping
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.interop import InteropError, is_export, load_folder, read_manifest, save_folder
-from heinsen.models import forward, init_params, mean_loss
+from heinsen.models import ModelConfig, forward, init_params, mean_loss
 from tests.models import model_config
 
 GATED = dict(gate="head", output="gate", convolution=4, position="none")
@@ -139,6 +141,21 @@ def test_logits_and_gradients_are_ours(loaded, rng):
     assert abs(result.loss.item() - float(value)) < 1e-5
     np.testing.assert_allclose(model.embedding.weight.grad, gradient["embedding"], atol=1e-5)
     assert all(torch.isfinite(each.grad).all() and each.grad.any() for each in model.parameters())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", [pile_125m, gated_125m])
+def test_logits_at_full_size_are_ours(module, transformers, rng, tmp_path):
+    import torch
+
+    config = from_mapping(ModelConfig, module.get_config().model.to_dict() | {"dtype": "float32"}, "model")
+    params = init_params(config, jax.random.key(int(rng.integers(2**31))))
+    save(tmp_path / "export", config, params)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    tokens = rng.integers(0, config.vocab_size, (1, 200))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits
+    np.testing.assert_allclose(theirs, forward(config, params, tokens)[0], atol=1e-4)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import jax
 from experiments import tools
 from experiments.associative_recall.contestants import model_config
 from experiments.tools import table
+from heinsen.figures import place_legend
 from heinsen.models import state_size
 
 Runs = Sequence[dict[str, Any]]  # of results.json
@@ -134,5 +135,5 @@ def plot(path: Path, results: dict[str, Any]) -> None:
         axes.set(title=f"{n} pairs in {grid['spread'] * n} tokens{seen}", ylim=(-0.02, 1.02), xscale="log")
         axes.set(xlabel="numbers in the state", ylabel="right answers")
         axes.grid(alpha=0.3)
-    panels.flat[0].legend()
+    place_legend(figure, 4)
     tools.save_figure(figure, path)

@@ -12,6 +12,7 @@ from experiments.contest import RATE
 from experiments.sigmoid_scaling.forms import window_growth
 from experiments.tools import make_figure, save_figure, table
 from heinsen.data.loader import evaluation_batches
+from heinsen.figures import place_legend
 from heinsen.models import activation_rms, init_params
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
@@ -211,5 +212,5 @@ def plot_sigmoid(out: Path, results: dict) -> None:
         axes.plot([0, *found["steps"]], values, "o-", color=f"C{index}", ms=3, lw=1.2, label=name)
     axes.set(xlabel="steps", ylabel="RMS of the attention, mean over layers", yscale="log")
     axes.grid(alpha=0.3)
-    axes.legend()
+    place_legend(figure)
     save_figure(figure, out / "sigmoid.png")

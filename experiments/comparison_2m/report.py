@@ -9,6 +9,7 @@ import jax
 
 from experiments import contest, contexts, recall, tools
 from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
+from heinsen.figures import place_legend
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 
@@ -167,5 +168,5 @@ def plot_costs(path: Path, results: Mapping[str, Any]) -> None:
     for one, label in zip(axes, ("decoding, ms per token", "state (MB)"), strict=True):
         one.set(xlabel="tokens of context", ylabel=label, xscale="log", yscale="log")
         one.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    place_legend(figure)
     tools.save_figure(figure, path)

@@ -11,6 +11,7 @@ from matplotlib.text import Annotation, Text
 from experiments import contest, contexts, tools
 from experiments.contest import Contest
 from experiments.forgetting import config
+from heinsen.figures import place_legend
 from heinsen.sweep.runs import RunView
 
 WINDOW, ROWS = config.get_config().sequence_length, config.get_config().batch_size
@@ -171,7 +172,7 @@ def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
     smallest, largest = axes.get_xlim()
     axes.set_xlim(smallest, 4 * largest)  # room for names
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper right")
+    place_legend(figure, 2)
     figure.canvas.draw()
     name_points(axes, points)
     tools.save_figure(figure, path)

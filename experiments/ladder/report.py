@@ -12,6 +12,7 @@ import numpy as np
 from experiments import contest, tools
 from experiments.ladder.law import Law
 from experiments.tools import table
+from heinsen.figures import place_legend
 
 Laws = Mapping[str, tuple[Law, list[Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
 SOFTMAX = "softmax"
@@ -254,5 +255,5 @@ def plot(path: Path, results: dict, laws: Laws) -> None:
     below.set(xlabel="parameters", ylabel="loss above the law (%)")
     for each in (axes, below):
         each.grid(alpha=0.3, which="both")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+    place_legend(figure)
     tools.save_figure(figure, path)

@@ -9,6 +9,7 @@ import jax
 
 from experiments import contest, contexts, tools
 from experiments.sigmoid_training.contestants import CONTEST, FORMS, ONE, STEEPER, exchanged_scale, growth
+from heinsen.figures import place_legend
 from heinsen.sweep.runs import RunView
 
 EXCHANGED = {
@@ -143,7 +144,7 @@ def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3, which="both")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    place_legend(figure, 4)
     tools.save_figure(figure, path)
 
 
@@ -154,5 +155,5 @@ def plot_rates(path: Path, rates: Mapping[str, Mapping[float, float]]) -> None:
         axes.plot(list(finite), list(finite.values()), "o--" if name in EXCHANGED.values() else "o-", ms=4, label=name)
     axes.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
     axes.grid(alpha=0.3, which="both")
-    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+    place_legend(figure, 2)
     tools.save_figure(figure, path)

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from heinsen.data.documents import Documents
 from heinsen.data.loader import Batch
+from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_figure
 from heinsen.models import ModelConfig, ModelState, Params, forget, next_token_losses
 from heinsen.models.masking import window_losses
@@ -395,11 +396,7 @@ def by_position(windows: Parts, streaming: Parts) -> ByPosition:
 
 def plot_by_position(result: ByPosition, title: str, path: Path) -> None:
     """Plot the loss by position in the document, in windows and streaming, and by context in the window."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8, 7.5), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
@@ -421,7 +418,6 @@ def plot_by_position(result: ByPosition, title: str, path: Path) -> None:
     losses = [context.loss for context in result.contexts]
     above.plot(middles(result.contexts), losses, "s--", ms=3, lw=1, label=label, color="C2")
     above.set(title=title, ylabel="loss (nats per token)")
-    above.legend(fontsize=8)
     draw(below, "difference", None, "C1")
     below.axhline(0, color="0.5", lw=0.8)
     below.set(xlabel="position (tokens before it)", ylabel="streaming minus windows")
@@ -429,5 +425,6 @@ def plot_by_position(result: ByPosition, title: str, path: Path) -> None:
     for axes in (above, below):
         axes.axvline(window, color="0.5", lw=0.8, ls=":")
         axes.grid(alpha=0.3)
+    place_legend(figure)
     write_figure(path, figure, dpi=120)
     plt.close(figure)

@@ -164,14 +164,21 @@ class Anchor(NamedTuple):
     low: float
     high: float
     source: str
+    tokenizer: str = "gpt2"  # of the tokens
 
 
 def read_anchors(path: Path) -> list[Anchor]:
-    """Read a CSV file with the columns tokens, low, high, source, in order of tokens. Raises CurveError."""
+    """Read a CSV file with the columns tokens, low, high, source, in order of tokens. Raises CurveError.
+
+    A column tokenizer says of what tokens; default: gpt2.
+    """
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        anchors = [Anchor(float(r["tokens"]), float(r["low"]), float(r["high"]), r["source"]) for r in rows]
+        anchors = [
+            Anchor(*(float(r[name]) for name in ("tokens", "low", "high")), r["source"], r.get("tokenizer") or "gpt2")
+            for r in rows
+        ]
     except OSError as error:
         raise CurveError(f"--against={path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import write_atomically, write_figure
 from heinsen.pages import Series, render_chart, render_page
 from heinsen.training.metrics import metric_points, read_metrics
@@ -21,13 +22,14 @@ def plot_run(workdir: Path) -> list[Path]:
 
 def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     """Training and validation loss over tokens."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
         points = metric_points(entries, name)
         if points:
             axes.plot(*zip(*points, strict=True), style, label=f"{label}: {points[-1][1]:.3f}", lw=1, ms=4)
-            axes.legend()
+    place_legend(figure)
+    count_tokens(axes.xaxis)
     axes.set(title=workdir.name, xlabel="tokens", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     path = workdir / "plots" / "loss.png"
@@ -80,7 +82,7 @@ def _write_page(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
 
 def _colors(n: int) -> list[str]:
     """Return different colors: of a few series the usual ones, of many a scale."""
-    plt = _pyplot()
+    plt = pyplot()
     from matplotlib.colors import to_hex
 
     few = [f"C{i}" for i in range(n)] if n <= 4 else [plt.get_cmap("viridis")(0.9 * i / (n - 1)) for i in range(n)]
@@ -89,7 +91,7 @@ def _colors(n: int) -> list[str]:
 
 def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     """Every head's time constant over tokens, one panel for each layer."""
-    plt = _pyplot()
+    plt = pyplot()
     names = sorted({name for entry in entries for name in entry if name.startswith("time_constant/")}, key=_numbers)
     layers = sorted({_numbers(name)[0] for name in names})
     n_columns = min(4, len(layers))
@@ -102,12 +104,16 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
         own = [name for name in names if _numbers(name)[0] == layer]
         for j, name in enumerate(own):
             color = plt.get_cmap("viridis")(j / max(1, len(own) - 1))
-            axes.plot(*zip(*metric_points(entries, name), strict=True), ".-", color=color, lw=1, ms=3)
+            label = f"head {_numbers(name)[1]}"
+            axes.plot(*zip(*metric_points(entries, name), strict=True), ".-", color=color, lw=1, ms=3, label=label)
+        count_tokens(axes.xaxis)
         axes.set(title=f"layer {layer}", yscale="log")
         axes.grid(alpha=0.3)
     figure.suptitle(f"{workdir.name}: time constants of the forget gate, by head")
-    figure.supxlabel("tokens")
+    for axes in grid[-1]:
+        axes.set_xlabel("tokens")
     figure.supylabel("time constant (tokens)")
+    place_legend(figure, 3 * n_columns)
     path = workdir / "plots" / "time_constants.png"
     write_figure(path, figure, dpi=120)
     plt.close(figure)
@@ -117,12 +123,3 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
 def _numbers(name: str) -> tuple[int, ...]:
     """(layer, head) of time_constant/layer_0/head_3."""
     return tuple(int(part.rsplit("_", 1)[1]) for part in name.split("/")[1:])
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from heinsen.figures import place_legend
 from heinsen.files import write_figure
 from scripts.benchmarking.measure import describe_versions
 
@@ -93,7 +94,7 @@ def plot(summary: Summary, path: Path) -> Path:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("error / tolerance")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * n_panels)
+    place_legend(figure, 2 * n_panels)
     figure.suptitle(f"accuracy against float64: {summary['device']}")
     write_figure(path, figure, dpi=120)
     plt.close(figure)

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from heinsen.figures import place_legend
 from heinsen.files import write_figure
 from scripts.benchmarking.contestants import BACKWARD, CHUNKED, DIRECTIONS, FORWARD
 from scripts.benchmarking.measure import describe_versions
@@ -69,7 +70,7 @@ def _speedups(summary: Summary) -> list[str]:
 def plot(summary: Summary, path: Path) -> Path:
     """Draw time and memory against the number of tokens."""
     dtypes, names = _dtypes(summary), list(dict.fromkeys(r["name"] for r in summary["results"]))
-    figure, rows = plt.subplots(len(dtypes), 3, figsize=(15, 4.6 * len(dtypes)), squeeze=False)
+    figure, rows = plt.subplots(len(dtypes), 3, figsize=(15, 4.6 * len(dtypes)), squeeze=False, layout="constrained")
     colors = dict(zip(names, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
     panels = [
         (FORWARD, "milliseconds", 1.0, "ms, forward"),
@@ -86,9 +87,8 @@ def plot(summary: Summary, path: Path) -> Path:
                     axis.loglog(*points, "o-", base=2, label=name, color=colors[name])
             axis.set(xlabel="tokens T", ylabel=label, title=dtype)
             axis.grid(alpha=0.3)
-    rows[0][0].legend(fontsize=8)
     figure.suptitle(f"{_shape(summary).replace('causal,', 'causal attention,')}: {summary['device']}")
-    figure.tight_layout()
+    place_legend(figure, 4)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

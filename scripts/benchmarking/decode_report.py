@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from heinsen.figures import count_tokens, place_legend
 from heinsen.files import write_figure
 from scripts.benchmarking.measure import describe_versions
 
@@ -55,7 +56,7 @@ def _comparisons(summary: Summary, attention: str, contexts: Sequence[int], batc
 
 def plot(summary: Summary, batch: int, path: Path) -> Path:
     """Draw time per token and size of the state against the context, for one batch size."""
-    figure, (time_axes, state_axes) = plt.subplots(1, 2, figsize=(10, 4))
+    figure, (time_axes, state_axes) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     results = [r for r in summary["results"] if r["batch"] == batch]
     for axes, field, scale in ((time_axes, "milliseconds_per_step", 1.0), (state_axes, "state_bytes", 2.0**-20)):
         for name in dict.fromkeys(r["name"] for r in results):
@@ -67,14 +68,14 @@ def plot(summary: Summary, batch: int, path: Path) -> Path:
     for axes, label in ((time_axes, "ms per token"), (state_axes, "MiB of state")):
         axes.set(xscale="log", yscale="log", xlabel="tokens read before", ylabel=label)
         axes.grid(True, which="both", alpha=0.3)
-        axes.legend()
+        count_tokens(axes.xaxis)
     reading = summary["read_milliseconds"]
     time_axes.axhline(reading, color="grey", linestyle=":")
     time_axes.set_ylim(bottom=0.6 * min([reading, *(r["milliseconds_per_step"] for r in results)]))
     place = dict(xytext=(-4, -4), textcoords="offset points", ha="right", va="top")
     time_axes.annotate("parameters read once", (time_axes.get_xlim()[1], reading), **place)
     figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters, batch {batch}: {summary['device']}")
-    figure.tight_layout()
+    place_legend(figure)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

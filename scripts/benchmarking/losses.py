@@ -25,6 +25,7 @@ from configs import demo
 from heinsen.config import from_mapping
 from heinsen.data.prepare import Settings, prepare
 from heinsen.errors import HeinsenError
+from heinsen.figures import place_legend
 from heinsen.files import make_folder, write_atomically, write_figure
 from heinsen.training.loop import train
 from heinsen.training.run import TrainConfig
@@ -166,7 +167,7 @@ def _differences(found: dict[str, float]) -> str:
 
 def plot(summary: dict[str, Any], path: Path) -> Path:
     """Draw the losses, and their differences from the CPU's."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     cpu, steps = summary["cpu"]["chunked"], range(1, summary["steps"] + 1)
     left.plot(steps, cpu, color="black", linewidth=3, alpha=0.4, label="CPU")
     others = summary["losses"] | {"CPU, scan": summary["cpu"]["scan"]}
@@ -180,9 +181,8 @@ def plot(summary: dict[str, Any], path: Path) -> Path:
     right.set(xlabel="step", ylabel="difference from the CPU's chunked form", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
     figure.suptitle(f"training losses of configs/demo.py: {summary['device']}")
-    figure.tight_layout()
+    place_legend(figure)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

@@ -402,7 +402,9 @@ def world(servers: list[Programs], tmp_path_factory: pytest.TempPathFactory) -> 
     run(*GENERATE[:2], f"--workdir={EXPORT}", f"--save_state={STATE}/text.state")
     run("scripts/sweep.py", *SWEEP_FLAGS)
     (folder / BANDS).mkdir()
-    (folder / BANDS / "bands.csv").write_text("tokens,low,high,source\n300,1.5,4.5,a\n600,1,6,b\n")
+    (folder / BANDS / "bands.csv").write_text(
+        "tokens,low,high,source,tokenizer\n300,1.5,4.5,a,bytes\n600,1,6,b,bytes\n"
+    )
     return folder
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from heinsen.sweep.curves import (
+    Anchor,
     CurveError,
     RunLog,
     compare_with_anchors,
@@ -146,6 +147,13 @@ def test_bad_anchors_are_named(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(CurveError, match=message):
         read_anchors(path)
+
+
+def test_anchors_say_what_tokens_they_count(tmp_path):
+    path = tmp_path / "bands.csv"
+    for column, row, tokenizer in (("", "", "gpt2"), (",tokenizer", ",bytes", "bytes"), (",tokenizer", ",", "gpt2")):
+        path.write_text(f"tokens,low,high,source{column}\n1,1,2,a{row}\n")
+        assert read_anchors(path) == [Anchor(1.0, 1.0, 2.0, "a", tokenizer)]
 
 
 def test_the_anchors_are_plain_csv():
