@@ -176,7 +176,7 @@ def read_anchors(path: Path) -> list[Anchor]:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         anchors = [
-            Anchor(*(float(r[name]) for name in ("tokens", "low", "high")), r["source"], r.get("tokenizer") or "gpt2")
+            Anchor(float(r["tokens"]), float(r["low"]), float(r["high"]), r["source"], r.get("tokenizer") or "gpt2")
             for r in rows
         ]
     except OSError as error:
