@@ -4,6 +4,7 @@
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
 # make transformers  compares exports with PyTorch and transformers, which are large packages
+# make remote  tests runs and data at addresses s3://... on a local server, whose packages are large
 # make docs    builds the documentation as a site, in site/
 # make package  builds the wheel and the sdist in dist/, and tries the wheel in an empty environment
 # make lint    lints and formats the code
@@ -24,7 +25,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train shakespeare test faults compilers transformers docs package lint clean
+.PHONY: train shakespeare test faults compilers transformers remote docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -63,6 +64,10 @@ compilers: $(VENV)/installed-test
 transformers: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[transformers]"
 	$(python) -m pytest --numprocesses=0 -m long tests/test_transformers.py
+
+remote: $(VENV)/installed-test
+	$(python) -m pip install --quiet --disable-pip-version-check s3fs "moto[s3,server]"
+	$(python) -m pytest --numprocesses=0 -m long tests/test_remote.py
 
 docs: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"

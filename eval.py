@@ -96,10 +96,11 @@ def define_config_flag(arguments: list[str]) -> None:
     config = default.get_config()
     if workdir.workdir:
         from heinsen.errors import exit_on_error
+        from heinsen.training.mirror import local_run
         from heinsen.training.run import load_run
 
         with exit_on_error():
-            config.update(dataclasses.asdict(load_run(Path(workdir.workdir))))
+            config.update(dataclasses.asdict(load_run(local_run(workdir.workdir))))
     refuse_missing_fields(arguments, config)
     config_flags.DEFINE_config_dict("config", config, "Overrides of the run's config.")
 

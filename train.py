@@ -18,10 +18,11 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from configs import parse_flags, read_config, refuse
+from configs import parse_flags, read_config, refuse, refuse_address
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; --config.a.b=value overrides a field.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: config, metrics, checkpoints, plots.")
+MIRROR = flags.DEFINE_string("mirror", None, "s3://..., gs://...: copy the run folder there, and fetch it from there.")
 PLAN = flags.DEFINE_bool("plan", False, "Print what the run would take, without starting it.")
 PLAN_STEPS = flags.DEFINE_integer("plan_steps", 3, "--plan: steps to time; 0: only compile.", lower_bound=0)
 TARGET = flags.DEFINE_string("target", None, "--plan: the machine to plan for, such as h100, h200-8, v5e-4, v5p-8.")
@@ -36,6 +37,9 @@ flags.mark_flag_as_required("config")
 def main(argv: list[str]) -> None:
     if WORKDIR.value is None and not PLAN.value:
         refuse("--workdir=DIR is missing: the folder of the run")
+    refuse_address("workdir", f"give one, and --mirror={WORKDIR.value}")
+    if MIRROR.value is not None and "://" not in MIRROR.value:
+        refuse(f"--mirror={MIRROR.value}: expected an address such as s3://bucket/name")
     if TARGET.value is not None and not PLAN.value:
         refuse("--target is the machine to plan for: it goes with --plan")
     logging.set_verbosity(logging.WARNING)
@@ -66,7 +70,7 @@ def run() -> str | None:
         report = str(plan(config, PLAN_STEPS.value))
     else:
         keep_compilations()
-        result = train(config, Path(WORKDIR.value))
+        result = train(config, Path(WORKDIR.value), MIRROR.value)
         report = (
             f"{WORKDIR.value}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per "
             f"byte over {result.tokens:,} tokens"

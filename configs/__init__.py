@@ -53,6 +53,12 @@ def refuse(problem: str) -> NoReturn:
     sys.exit(f"error: {problem} (--help lists the flags)")
 
 
+def refuse_address(flag: str, remedy: str = "give a folder, and copy it there") -> None:
+    """End the program if the flag's value is an address such as s3://bucket/name, where no folder can be written."""
+    if "://" in (value := flags.FLAGS[flag].value or ""):
+        refuse(f"--{flag}={value} is an address, and files are written to folders: {remedy}")
+
+
 def refuse_missing_fields(arguments: Iterable[str], config: ConfigDict) -> None:
     """End the program if a flag --config.a.b=value names a field that the config lacks."""
     for argument in arguments:

@@ -13,6 +13,7 @@ from heinsen.interop import InteropError, is_export, load_folder, read_manifest
 from heinsen.models import OPTIONAL_PARTS, ModelConfig, Params, abstract_params, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
 from heinsen.training.checkpoint import CheckpointError, restore_params
+from heinsen.training.mirror import local_run
 from heinsen.training.run import RunError, TrainConfig, check_mesh, check_same_model, load_run
 
 
@@ -52,10 +53,10 @@ def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
     The run may add optional parts to the model there (`heinsen.models.OPTIONAL_PARTS`): they begin doing nothing, so
     that the run starts at that model's outputs.
 
-    Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
+    Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError, RemoteError.
     """
     assert config.init_from is not None, "init_from is not set"
-    source = Path(config.init_from)
+    source = local_run(config.init_from)
     old = load_run(source)
     absent = {name: part.absent for name, part in OPTIONAL_PARTS.items() if getattr(old.model, name) == part.absent}
     model = dataclasses.replace(config.model, **absent)

@@ -18,7 +18,7 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import default, parse_flags, refuse, show_help
+from configs import default, parse_flags, refuse, refuse_address, show_help
 from heinsen.errors import exit_on_error
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
@@ -37,6 +37,7 @@ from heinsen.interop import is_export, is_reference_model, push_to_hub, save_fol
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.training.metrics import read_metrics
+from heinsen.training.mirror import local_run
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.weights import load_params
 
@@ -45,8 +46,9 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     if HUB.value is not None and FORMAT.value != "hf":
         refuse("--push_to_hub uploads what transformers can load: it goes with --format=hf")
+    refuse_address("out")
     with exit_on_error():
-        print(export(Path(WORKDIR.value), Path(OUT.value)))
+        print(export(local_run(WORKDIR.value), Path(OUT.value)))
         if HUB.value is not None:
             print(f"uploaded to {push_to_hub(Path(OUT.value), HUB.value, PRIVATE.value)}")
 

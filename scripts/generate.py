@@ -62,6 +62,7 @@ from heinsen.decoding import (
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
 from heinsen.platform import keep_compilations
+from heinsen.training.mirror import local_run
 from heinsen.training.run import load_run
 from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params
@@ -103,7 +104,8 @@ def prepare() -> Task:
     """Load the model and read the prompts. Raises HeinsenError, and ValueError for impossible flags."""
     sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)
     StopStrings(STOP.value)
-    config = load_run(Path(WORKDIR.value))
+    workdir = local_run(WORKDIR.value)
+    config = load_run(workdir)
     keep_compilations()
     model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
     tokenizer = get_tokenizer(config.data.tokenizer)
@@ -111,7 +113,7 @@ def prepare() -> Task:
     texts: list[str | None] = [sys.stdin.read()] if STDIN.value else PROMPT.value or [None]
     check_flags(len(texts))
     prompts = [encode(tokenizer, model, text) for text in texts]
-    _, params = load_params(Path(WORKDIR.value), config.model, make_mesh())
+    _, params = load_params(workdir, config.model, make_mesh())
     own_digest = None if SAVE_STATE.value is None and LOAD_STATE.value is None else digest(params)
     prefix = read_prompts(model, params, own_digest, prompts)
     max_tokens = MAX_TOKENS.value or (None if SAVE_STATE.value is None else 0)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags
+from configs import parse_flags, refuse_address
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.inputs import STDLIB, check_disjoint
 from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
@@ -158,6 +158,7 @@ def _datasets(sources: tuple[str, ...]) -> Iterator[TokenDataset]:
 
 def main(argv: list[str]) -> None:
     sources = (*(_SOURCE.value or ()), *argv[1:])
+    refuse_address("out")
     with exit_on_error(on_interrupt=f"interrupted. {_RESUME}", on_os_error=_RESUME):
         _check_flags(sources)
         for dataset in _datasets(sources):

@@ -70,6 +70,7 @@ def main(argv: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # leave the accelerators to the runs
     if LIVE.value and not REPORT.value:
         configs.refuse("--live goes with --report")
+    configs.refuse_address("workdir")
     action = show_status if STATUS.value else report if REPORT.value else run_sweep
     with exit_on_error(on_os_error="Rerun the same command to resume the sweep"):
         action(Path(WORKDIR.value))

@@ -12,7 +12,7 @@ from configs import gated_125m, pile_125m
 from heinsen.config import from_mapping
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.interop import InteropError, is_export, load_folder, read_manifest, save_folder
-from heinsen.models import ModelConfig, forward, init_params, mean_loss
+from heinsen.models import ModelConfig, abstract_params, forward, init_params, mean_loss
 from tests.models import model_config
 
 GATED = dict(gate="head", output="gate", convolution=4, position="none")
@@ -31,9 +31,9 @@ MODELS = {
 
 def make_params(config, seed):
     """Parameters of which none is as initialized: scales and biases start at 1 and 0."""
-    params = init_params(config, jax.random.key(seed))
-    keys = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(params))))
-    return jax.tree.map(lambda x: np.asarray(x + 0.3 * jax.random.normal(next(keys), x.shape)), params)
+    rng = np.random.default_rng(seed)
+    draw = lambda path, x: np.float32(0.3 * rng.normal(size=x.shape) + (path[-1].key.endswith("scale")))
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
 
 
 def save(folder, config, params, **options):

@@ -1,4 +1,4 @@
-"""Several token datasets in given proportions: `data/pile:0.7,data/code:0.3`.
+"""Several token datasets in given proportions: `data/pile:0.7,s3://bucket/code:0.3`.
 
 Windows are dealt by a fixed rule rather than at random: among the first n windows, for any n, each of D datasets
 supplies its share to within D / 2 windows. Which dataset supplies window n, and which of its own windows that is,
@@ -15,37 +15,40 @@ from fractions import Fraction
 from pathlib import Path
 
 from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.fetch import fetch_split
+from heinsen.remote import is_remote
 
 Mixture = Sequence[tuple[TokenDataset, float | int]]
 
 
-def parse_mixture(path: str) -> list[tuple[Path, float]]:
-    """Return the folders that the config's `data.path` names, with weights that sum to 1.
+def parse_mixture(path: str) -> list[tuple[str, float]]:
+    """Return the folders and addresses that the config's `data.path` names, with weights that sum to 1.
 
     `path` is one folder, `data/pile`, or several with positive weights, `data/pile:7,data/code:3`. Raises DatasetError.
     """
     entries = [entry.strip() for entry in path.split(",")]
     if "" in entries:
         raise _bad_mixture(path, "there is an empty entry")
-    if len(entries) == 1 and ":" not in path:
+    if len(entries) == 1 and ":" not in path.split("://")[-1]:
         entries = [f"{entries[0]}:1"]
     found: dict[str, float] = {}
     for entry in entries:
         folder, colon, text = entry.rpartition(":")
-        if not colon or not folder:
-            raise _bad_mixture(path, f"{entry!r} has no {'folder' if colon else 'weight'}")
+        has_weight = colon and not text.startswith("//")
+        if not has_weight or not folder:
+            raise _bad_mixture(path, f"{entry!r} has no {'folder' if has_weight else 'weight'}")
         try:
             weight = float(text)
         except ValueError as error:
             raise _bad_mixture(path, f"the weight {text!r} of {folder!r} is not a number") from error
         if not (math.isfinite(weight) and weight > 0):
             raise _bad_mixture(path, f"the weight {text} of {folder!r} is not positive and finite")
-        folder = os.path.normpath(folder)
+        folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
         if folder in found:
             raise _bad_mixture(path, f"{folder!r} is named twice")
         found[folder] = weight
     total = sum(map(Fraction, found.values()))
-    return [(Path(folder), float(Fraction(weight) / total)) for folder, weight in found.items()]
+    return [(folder, float(Fraction(weight) / total)) for folder, weight in found.items()]
 
 
 def _bad_mixture(path: str, what: str) -> DatasetError:
@@ -56,8 +59,12 @@ def _bad_mixture(path: str, what: str) -> DatasetError:
 
 
 def open_mixture(path: str, split: str) -> list[tuple[TokenDataset, float]]:
-    """Open one split of the datasets that `path` names (see `parse_mixture`), with weights. Raises DatasetError."""
-    mixture = [(TokenDataset(folder / split), weight) for folder, weight in parse_mixture(path)]
+    """Open one split of the datasets that `path` names (see `parse_mixture`), with weights.
+
+    Those at addresses are copied into the cache before (`fetch_split`). Raises DatasetError, RemoteError.
+    """
+    locate = lambda folder: fetch_split(folder, split) if is_remote(folder) else Path(folder) / split
+    mixture = [(TokenDataset(locate(folder)), weight) for folder, weight in parse_mixture(path)]
     check_mixture(mixture)
     return mixture
 

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -17,6 +16,7 @@ from heinsen.evaluation.by_document import ByPosition, Estimate, Parts, Sums
 from heinsen.models import Params, check_room, init_model_state
 from heinsen.parallel import n_batch_parts
 from heinsen.progress import track
+from heinsen.training.mirror import local_run
 from heinsen.training.run import TrainConfig, open_split
 from heinsen.weights import load_params, mesh_for_reading
 
@@ -83,7 +83,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, mode: Mode, wi
     if not config.model.causal and any(mode.needs_causal for mode in modes):
         raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
     mesh = mesh_for_reading(config)
-    step, params = load_params(Path(workdir), config.model, mesh)
+    step, params = load_params(local_run(workdir), config.model, mesh)
     tokenizer = _find_tokenizer(config.data.tokenizer)
     documents = [find_documents(dataset, tokenizer) for dataset, _ in datasets]
     shares = [share for _, share in datasets]

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from heinsen.data.tokenizer import get_tokenizer
@@ -10,6 +9,7 @@ from heinsen.errors import HeinsenError
 from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
+from heinsen.training.mirror import local_run
 from heinsen.training.run import TrainConfig
 from heinsen.weights import load_params
 
@@ -68,7 +68,7 @@ def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskRe
         if unknown := sorted(set(options.names) - set(manager.match_tasks(options.names))):
             where = options.folder or "the installed harness"
             raise TasksError(f"--tasks={','.join(unknown)}: {where} has no such task")
-        step, params = load_params(Path(workdir), config.model, make_mesh())
+        step, params = load_params(local_run(workdir), config.model, make_mesh())
         tokenizer = get_tokenizer(config.data.tokenizer)
         answers = Answers(config.model, params, tokenizer, options.batch_size, _track_batches, options.add_bos_token)
         found = lm_eval.simple_evaluate(

@@ -19,7 +19,7 @@ import numpy as np
 
 from heinsen.data.tokenizer import EOT_BYTES, Tokenizer, get_tokenizer
 from heinsen.interop.arrays import InteropError, Pair, from_state_dict, shapes_of, to_state_dict
-from heinsen.models import ModelConfig, Params
+from heinsen.models import MIXERS, ModelConfig, Params
 
 CODE_FILES = ("configuration_heinsen.py", "modeling_heinsen.py")
 JSON_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -34,9 +34,10 @@ _EOT = EOT_BYTES.decode()
 
 def check_supported(config: ModelConfig) -> None:
     """Raise InteropError for a model that the PyTorch module cannot be."""
-    if not config.causal or set(config.pattern) != {"heinsen"}:
+    if not config.causal or not all(mixer.in_transformers for mixer in config.mixers):
+        kinds = " and ".join(name for name, build in MIXERS.items() if build(config).in_transformers)
         raise InteropError(
-            f"transformers gets models of heinsen attention that predict the next token, not model.attention = "
+            f"transformers gets models of {kinds} attention that predict the next token, not model.attention = "
             f"{config.attention!r} with objective = {config.objective!r}: export it without --format=hf"
         )
 

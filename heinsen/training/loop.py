@@ -12,10 +12,12 @@ from jax.sharding import Mesh
 from heinsen.errors import HeinsenError, Interrupted
 from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
-from heinsen.parallel import keep_host_memory, make_mesh, place_batch
+from heinsen.parallel import first_reason, keep_host_memory, make_mesh, place_batch
+from heinsen.remote import RemoteError
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
 from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
+from heinsen.training.mirror import Mirror
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import LossMean, Reporter
@@ -41,13 +43,17 @@ class RunInterrupted(Interrupted):
 
 
 @explain_device_errors()
-def train(config: TrainConfig, workdir: Path) -> Evaluation:
+def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> Evaluation:
     """Train the run in `workdir`, resuming it if it has begun; return the last validation.
 
+    mirror_to: an address where the run folder is copied to after each checkpoint and at the end, and fetched from if it
+    is only there (`heinsen.training.mirror`).
+
     Raises:
-      DatasetError, MeshError, RunError, CheckpointError: before anything is overwritten.
+      DatasetError, MeshError, RunError, CheckpointError, RemoteError: before anything is overwritten.
       NonFiniteLossError, RunInterrupted, DeviceError, RunError and CheckpointError (the folder can no longer be
         written), DatasetError (the data can no longer be read): later, with whole checkpoints to resume from.
+      RemoteError: the run is complete, but its last files could not be copied.
     """
     keep_host_memory()
     mesh, is_main = make_mesh(config.mesh), jax.process_index() == 0
@@ -56,9 +62,11 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     abstract = abstract_train_state(config.model, optimizer, mesh, config.carry_rows)
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
+    mirror = _open_mirror(config, workdir, mirror_to)
     initial = _read_initial_params(config, workdir, mesh)
     with (
         claim_folder(config, workdir) as changes,
+        mirror or contextlib.nullcontext(),
         Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
         StopSignals() as signals,
     ):
@@ -84,12 +92,26 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
                     reporter.message(f"{change}: continuing with the command's")
                 loss = get_objective(config.model).loss
                 step = make_train_step(config.model, optimizer, mesh, loss, config.carry_rows)
-                return _Loop(config, mesh, data, step, checkpoints, signals, reporter).run(state, start_step)
+                return _Loop(config, mesh, data, step, checkpoints, mirror, signals, reporter).run(state, start_step)
         except OSError as error:
             raise RunError(
                 f"{workdir} cannot be written: {error}. Free some space, then rerun the same command to resume from "
                 f"{_newest(checkpoints)}"
             ) from error
+
+
+def _open_mirror(config: TrainConfig, workdir: Path, address: str | None) -> Mirror | None:
+    """Return the mirror in the first process, after it has fetched a run that is only there; all processes wait."""
+    mirror, reason = None, None
+    if address is not None and jax.process_index() == 0:
+        try:
+            mirror = Mirror(address, workdir)
+            mirror.prepare(config)
+        except (RemoteError, RunError) as error:
+            reason = str(error)
+    if address is not None and (reason := first_reason(reason)) is not None:
+        raise RunError(reason)
+    return mirror
 
 
 class _InitialParams(NamedTuple):
@@ -131,13 +153,14 @@ class _Loop:
         data: RunData,
         train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]],
         checkpoints: Checkpoints,
+        mirror: Mirror | None,
         signals: StopSignals,
         reporter: Reporter,
     ) -> None:
         self.config, self.mesh, self.data = config, mesh, data
         self.train_step, self.validator = train_step, Validator(config, mesh, data)
         self.objective = get_objective(config.model)
-        self.checkpoints, self.signals, self.reporter = checkpoints, signals, reporter
+        self.checkpoints, self.mirror, self.signals, self.reporter = checkpoints, mirror, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
 
@@ -164,6 +187,8 @@ class _Loop:
                 with self.reporter.pause():
                     position = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}
                     self.checkpoints.save(step, state, position, c.fingerprint)
+                if self.mirror is not None:
+                    self.mirror.start(step)
             if stopping is not None and not is_last:
                 self.checkpoints.wait()
                 saved = self.checkpoints.path(step)

@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +18,13 @@ from heinsen.data.mixture import bytes_per_token, check_mixture, deal, open_mixt
         ("data/pile:0.7,data/code:0.3", [("data/pile", 0.7), ("data/code", 0.3)]),
         (" a:1 , /b/c:2,d:1e0", [("a", 0.25), ("/b/c", 0.5), ("d", 0.25)]),
         ("a:1e308,b:1e308", [("a", 0.5), ("b", 0.5)]),
+        ("s3://bucket/pile/", [("s3://bucket/pile", 1)]),
+        ("s3://bucket/pile:7,data/code:3", [("s3://bucket/pile", 0.7), ("data/code", 0.3)]),
     ],
 )
 def test_parse(path, expected):
     parsed = parse_mixture(path)
-    assert [folder for folder, _ in parsed] == [Path(folder) for folder, _ in expected]
+    assert [folder for folder, _ in parsed] == [folder for folder, _ in expected]
     assert [weight for _, weight in parsed] == pytest.approx([weight for _, weight in expected], rel=1e-15)
 
 
@@ -32,6 +33,7 @@ def test_parse(path, expected):
     [
         ("data/pile,data/code:0.3", "'data/pile' has no weight"),
         ("data/pile:0.7,data/code", "'data/code' has no weight"),
+        ("data/pile:0.7,s3://bucket/code", "'s3://bucket/code' has no weight"),
         ("a:1,:2", "':2' has no folder"),
         ("", "empty entry"),
         ("a:1,", "empty entry"),

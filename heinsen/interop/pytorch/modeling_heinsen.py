@@ -242,14 +242,14 @@ class HeinsenLayer(nn.Module):
             self.y_scale = nn.Parameter(torch.ones(n_heads, d_value))
         elif c["output"] == "gate":
             self.output_gate = Linear(d_model, n_heads * d_value)
-        if c["block"] == "heinsen":
-            self.w2 = Linear(n_heads * d_value, 2 * d_model)
-            self.w3 = Linear(d_model, d_model, bias=False)
-        else:
+        if c["block"] == "gpt2":
             self.attention_out = Linear(n_heads * d_value, d_model)
             self.mlp_norm = LayerNorm(d_model)
             self.mlp_in = Linear(d_model, 4 * d_model)
             self.mlp_out = Linear(4 * d_model, d_model)
+        else:
+            self.w2 = Linear(n_heads * d_value, 2 * d_model)
+            self.w3 = Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, state: LayerState, begins: Tensor, place: Tensor) -> tuple[Tensor, LayerState]:
         c = self.c
@@ -271,11 +271,11 @@ class HeinsenLayer(nn.Module):
         y = y.transpose(1, 2).reshape(n_batch, n_tokens, -1)
         if c["output"] == "gate":
             y = y * (2 * torch.sigmoid(self.output_gate(normed)))
-        if c["block"] == "heinsen":
-            x = x + self.w3(F.glu(self.w2(y), dim=-1))
-        else:
+        if c["block"] == "gpt2":
             x = x + self.attention_out(y)
             x = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+        else:
+            x = x + self.w3(F.glu(self.w2(y), dim=-1))
         return x, LayerState(attention, inputs)
 
 

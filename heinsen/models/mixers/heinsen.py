@@ -29,6 +29,7 @@ class Heinsen(Mixer[State], Generic[State]):
 
     signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
     takes_signed_features: ClassVar[bool] = True
+    in_transformers: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
     @classmethod
