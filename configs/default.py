@@ -72,6 +72,7 @@ def get_config() -> ConfigDict:
             validate_every=1000,  # steps, and at the end
             validation_tokens=1_000_000,  # at most, from the start of the split
             log_activations=False,  # with validations, log each layer's RMS of attention output and residual
+            sample_tokens=0,  # with validations, let the model write so many tokens of a new document
             checkpoint_every=1000,  # steps, and at the end
             keep_checkpoints=3,  # number of newest checkpoints to keep
             keep_every=placeholder(int),  # also keep the checkpoint of every so many steps; None: no others

@@ -32,5 +32,5 @@ def get_config(kind: str = "gated") -> ConfigDict:
     config.model.update(n_layers=4, d_model=128, n_heads=4, d_key=32, d_value=32)
     config.model.update(KINDS[kind])
     config.optimizer.update(learning_rate=RATES[kind], final_learning_rate=1e-4, warmup_steps=50)
-    config.update(log_every=50, validate_every=200, validation_tokens=100_000, checkpoint_every=500)
+    config.update(log_every=50, validate_every=200, validation_tokens=100_000, sample_tokens=200, checkpoint_every=500)
     return config

@@ -131,7 +131,7 @@ def test_differences_are_those_of_equal_seeds():
     assert text == "+0.2000 [-0.0484, +0.4484]"
 
 
-@pytest.mark.parametrize("size", [Size(4, 64), Size(8, 192)])
+@pytest.mark.parametrize("size", [Size(4, 64), pytest.param(Size(8, 192), marks=pytest.mark.long)])
 def test_the_kinds_of_the_ladder_are_of_equal_size(size):
     contest = contest_of(size)
     paper = contest.parameters("paper's")

@@ -8,12 +8,16 @@ import time
 import jax
 import pytest
 
-from heinsen.parallel import MeshConfig, MeshError, join_processes
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.decoding import Sampling, generate
+from heinsen.parallel import MeshConfig, MeshError, join_processes, make_mesh
 from heinsen.training.loop import train
 from heinsen.training.run import load_run
+from heinsen.weights import load_params
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
+    EOT,
     LENGTH,
     STEPS,
     Commands,
@@ -51,7 +55,7 @@ def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_p
     """The mesh does not identify a run; config.json records the new one."""
     start = STEPS - CHECKPOINT_EVERY
     workdir = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= start)
-    changes = {"mesh__fsdp": 2, "mesh__tensor": 2}
+    changes = {"mesh__fsdp": 2, "mesh__tensor": 2, "sample_tokens": 9}
     resumed = commands.run(*train_command(run.data, workdir, **changes), devices=4)
     assert resumed.returncode == 0, resumed.stderr
     assert "parameters on 4 x cpu" in resumed.stderr and f"resuming after step {start}" in resumed.stderr
@@ -59,6 +63,7 @@ def test_a_checkpoint_of_one_device_goes_on_on_another_mesh(run, commands, tmp_p
     assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-5)
     assert losses(read_log(workdir), after=start) != losses(run.log, after=start)
     assert load_run(workdir).mesh == MeshConfig(-1, 2, 2, 1)
+    check_sample(workdir)
 
 
 def test_a_checkpoint_of_four_devices_goes_on_on_one(run_on_4_devices, tmp_path, capfd):
@@ -68,6 +73,14 @@ def test_a_checkpoint_of_four_devices_goes_on_on_one(run_on_4_devices, tmp_path,
     message = capfd.readouterr().err
     assert "parameters on 1 x" in message and f"resuming after step {start}" in message
     assert losses(read_log(workdir)) == pytest.approx(losses(run_on_4_devices.log), rel=1e-5)
+
+
+def check_sample(workdir):
+    """Compare the last sample, of 9 tokens, with what one device draws."""
+    config = load_run(workdir)
+    _, params = load_params(workdir, config.model, make_mesh())
+    tokens = list(generate(config.model, params, [EOT], Sampling(), config.seed, 9))
+    assert read_log(workdir)[-1]["sample"] == get_tokenizer("bytes").decode(tokens)
 
 
 EVERY_MESH = """
@@ -110,12 +123,15 @@ def test_two_processes_of_two_devices_give_the_losses_of_one(run, commands, tmp_
     workdir = tmp_path / "run"
     done = [
         finish(process)
-        for process in start_two(commands, run.data, workdir, mesh__data=1, mesh__fsdp=2, mesh__sequence=2)
+        for process in start_two(
+            commands, run.data, workdir, mesh__data=1, mesh__fsdp=2, mesh__sequence=2, sample_tokens=9
+        )
     ]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
     assert "parameters on 4 x cpu" in done[0].stderr and "step" not in done[1].stderr
     assert "validation loss" in done[0].stdout and "validation loss" not in done[1].stdout, "the first alone reports"
     assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-4)
+    check_sample(workdir)
 
 
 @pytest.mark.long

@@ -270,8 +270,9 @@ def constrain_stream(mesh: Mesh | None, x: Float[Array, "B T D"]) -> Float[Array
 # ---- parameters ----------------------------------------------------------------------------------
 
 
+@partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: Array) -> Params:
-    """Draw float32 parameters, in nested dicts; those of the layers are stacked along a leading axis.
+    """Draw float32 parameters, in nested dicts; those of the layers are stacked along a leading axis. Jitted.
 
     For a pattern of P > 1 layers, params["layers"]["layer_0"] to ["layer_{P-1}"] hold the L / P layers of each place.
     """

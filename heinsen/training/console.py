@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from tqdm import tqdm
 
+from heinsen.training.metrics import SAMPLE
+
 # (metric, label, format) in the order shown.
 _COLUMNS = (
     ("loss", "loss", ".4f"),
@@ -44,8 +46,8 @@ class Console:
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    def report(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Show a step's metrics."""
+    def report(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        """Show a step's metrics, and the sample."""
         text = "  ".join(f"{label} {metrics[name]:{form}}" for name, label, form in _COLUMNS if name in metrics)
         if self._bar is not None and "loss" in metrics:
             self._bar.set_postfix_str(text)
@@ -53,6 +55,8 @@ class Console:
             elapsed = time.perf_counter() - self._start_time
             eta = elapsed / max(step - self._start_step, 1) * (self._total_steps - step)
             self.message(f"{self._name} step {step}/{self._total_steps}  {text}  ETA {tqdm.format_interval(eta)}")
+        if SAMPLE in metrics:
+            self.message(f"a sample:\n{metrics[SAMPLE]}\n")
 
     def message(self, text: str) -> None:
         """Print a line, above the bar if there is one."""

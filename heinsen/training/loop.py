@@ -62,6 +62,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     abstract = abstract_train_state(config.model, optimizer, mesh, config.carry_rows)
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
+    validator = Validator(config, mesh, data)
     mirror = _open_mirror(config, workdir, mirror_to)
     initial = _read_initial_params(config, workdir, mesh)
     with (
@@ -92,7 +93,8 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
                     reporter.message(f"{change}: continuing with the command's")
                 loss = get_objective(config.model).loss
                 step = make_train_step(config.model, optimizer, mesh, loss, config.carry_rows)
-                return _Loop(config, mesh, data, step, checkpoints, mirror, signals, reporter).run(state, start_step)
+                run = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
+                return run.run(state, start_step)
         except OSError as error:
             raise RunError(
                 f"{workdir} cannot be written: {error}. Free some space, then rerun the same command to resume from "
@@ -152,13 +154,14 @@ class _Loop:
         mesh: Mesh,
         data: RunData,
         train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]],
+        validator: Validator,
         checkpoints: Checkpoints,
         mirror: Mirror | None,
         signals: StopSignals,
         reporter: Reporter,
     ) -> None:
         self.config, self.mesh, self.data = config, mesh, data
-        self.train_step, self.validator = train_step, Validator(config, mesh, data)
+        self.train_step, self.validator = train_step, validator
         self.objective = get_objective(config.model)
         self.checkpoints, self.mirror, self.signals, self.reporter = checkpoints, mirror, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
@@ -223,7 +226,7 @@ class _Loop:
         metrics["updates"] = step - 1 - metrics["skipped"] + (in_a_row > 0)
         self.reporter.report_step(step, metrics)
 
-    def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float]]:
+    def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the result of `Validator`. Raises NonFiniteLossError."""
         with self.reporter.pause():
             result, metrics = self.validator(params)

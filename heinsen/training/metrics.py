@@ -13,13 +13,14 @@ from heinsen.files import write_atomically
 from heinsen.training.run import RunError
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLE = "sample"  # the metric that is a text
 _TOO_LARGE = {int: 2**63, float: math.inf}
 
 
 class MetricsLog:
     """Log of a run's metrics: a JSON object per line with the step and its metrics, null for what is not finite.
 
-    TensorBoard has them as train/NAME and validation/NAME.
+    TensorBoard has them as train/NAME and validation/NAME. The metric "sample" is a text.
 
     Opening the log drops entries after `start_step`, which a killed run wrote after its last checkpoint.
     """
@@ -31,14 +32,17 @@ class MetricsLog:
         self._file = path.open("a")
         self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
 
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}  # NaN is not JSON
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+    def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        in_json = lambda x: x if isinstance(x, str) or math.isfinite(x) else None  # NaN is not JSON
+        self._file.write(json.dumps({"step": step, **{name: in_json(x) for name, x in metrics.items()}}) + "\n")
         self._file.flush()
         kind = "validation" if "validation_loss" in metrics else "train"
         for name, value in metrics.items():
-            if (kind, name) != ("validation", "tokens"):  # a step's own entry has them
-                self._events.add_scalar(f"{kind}/{name.removeprefix('validation_')}", value, step)
+            tag = f"{kind}/{name.removeprefix('validation_')}"
+            if isinstance(value, str):
+                self._events.add_text(tag, value, step)
+            elif tag != "validation/tokens":  # a step's own entry has them
+                self._events.add_scalar(tag, value, step)
         self._events.flush()
 
     def close(self) -> None:
@@ -69,7 +73,7 @@ def read_metrics(workdir: Path, warn: Callable[[str], object] = print_warning) -
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the entry of a line, or None if it cannot be one: a step, and metrics that are finite numbers or null."""
+    """Return the entry of a line, or None if it cannot be one: a step, metrics that are finite or null, a sample."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -77,9 +81,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 1:
         return None
     is_metric = lambda x: x is None or (type(x) in (int, float) and abs(x) < _TOO_LARGE[type(x)])
-    return entry if all(map(is_metric, entry.values())) else None
+    is_value = lambda name, x: isinstance(x, str) if name == SAMPLE else is_metric(x)
+    return entry if all(is_value(name, x) for name, x in entry.items()) else None
 
 
 def metric_points(entries: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
     """Return (tokens, value) of each entry that has the metric, as a finite value."""
-    return [(e["tokens"], e[name]) for e in entries if e.get("tokens") is not None and e.get(name) is not None]
+    is_point = lambda e: e.get("tokens") is not None and isinstance(e.get(name), int | float)
+    return [(e["tokens"], e[name]) for e in entries if is_point(e)]

@@ -8,7 +8,7 @@ from typing import Any
 from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import write_atomically, write_figure
 from heinsen.pages import Series, render_chart, render_page
-from heinsen.training.metrics import metric_points, read_metrics
+from heinsen.training.metrics import SAMPLE, metric_points, read_metrics
 
 
 def plot_run(workdir: Path) -> list[Path]:
@@ -74,10 +74,20 @@ def _write_page(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     )
     title = f"Run {workdir.name}"
     body = f"<h1>{escape(title)}</h1><p class=note>{note}</p><div class=charts>{''.join(charts)}</div>"
+    body += _render_samples(entries)
     path = workdir / "plots" / "run.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, render_page(title, body))
     return path
+
+
+def _render_samples(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the samples, newest first, of which the newest is open; nothing where a run has none."""
+    samples = [(entry["step"], entry[SAMPLE]) for entry in reversed(entries) if SAMPLE in entry]
+    if not samples:
+        return ""
+    texts = [f"<summary>after step {step:,}</summary><pre class=text>{escape(text)}</pre>" for step, text in samples]
+    return f"<h2>Samples</h2><details open>{'</details><details>'.join(texts)}</details>"
 
 
 def _colors(n: int) -> list[str]:

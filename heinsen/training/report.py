@@ -26,7 +26,7 @@ from heinsen.training.wandb_log import WandbLog
 class _Log(Protocol):
     """Where metrics go."""
 
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None: ...
+    def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -150,10 +150,10 @@ class Reporter:
             measured["peak_device_bytes"] = memory["peak_bytes_in_use"]
         self._write(step, measured)
 
-    def report_validation(self, step: int, metrics: Mapping[str, float | int]) -> None:
+    def report_validation(self, step: int, metrics: Mapping[str, float | str]) -> None:
         self._write(step, metrics)
 
-    def _write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+    def _write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         metrics = {"tokens": step * self._config.tokens_per_step, **metrics}
         for log in self._logs:
             log.write(step, metrics)

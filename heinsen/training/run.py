@@ -38,8 +38,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of flock, on a fil
 # Fields that may change when a run resumes: they concern the machine, or what is reported and saved.
 _CHANGEABLE = (
     "mesh", "accumulation_steps", "model.remat", "log_every", "validate_every", "validation_tokens",
-    "log_activations", "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped", "spike_sigmas",
-    "trace_steps", "wandb_project", "peak_flops",
+    "log_activations", "sample_tokens", "checkpoint_every", "keep_checkpoints", "keep_every", "stop_after_skipped",
+    "spike_sigmas", "trace_steps", "wandb_project", "peak_flops",
 )  # fmt: skip
 
 # Fields of a model that do not affect what its weights mean, with a value to compare models at.
@@ -82,6 +82,7 @@ class TrainConfig:
     validate_every: int
     validation_tokens: int
     log_activations: Annotated[bool, Setting(earlier=False)]
+    sample_tokens: Annotated[int, Setting(at_least=0, earlier=0)]
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None
@@ -103,6 +104,8 @@ class TrainConfig:
                 f"sequence_length = {self.sequence_length} is longer than model.n_positions = "
                 f"{n_positions}: raise it, or shorten the sequences"
             )
+        if self.sample_tokens:
+            check_samples(self.model, self.sample_tokens)
         if self.carry_state:
             check_carries(self.model)
         make_schedule(self.optimizer, self.total_steps)  # raises if the warm-up does not fit
@@ -149,6 +152,20 @@ def _identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         for name, value in mapping.items()
         if path + name not in _CHANGEABLE
     }
+
+
+def check_samples(model: ModelConfig, sample_tokens: int) -> None:
+    """Raise ValueError if the model cannot write a document of so many tokens."""
+    if not model.causal:
+        raise ValueError(
+            f"sample_tokens = {sample_tokens}: a model with model.objective = {model.objective!r} predicts no next "
+            "token; set it to 0"
+        )
+    if model.max_positions is not None and sample_tokens >= model.max_positions:
+        raise ValueError(
+            f"sample_tokens = {sample_tokens} and a document's beginning go beyond model.n_positions = "
+            f"{model.n_positions}: ask for fewer"
+        )
 
 
 def check_carries(model: ModelConfig) -> None:

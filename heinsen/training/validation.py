@@ -19,11 +19,13 @@ from heinsen.evaluation.loss import (
 from heinsen.models import Params
 from heinsen.parallel import place_batch
 from heinsen.training.data import RunData
+from heinsen.training.metrics import SAMPLE
 from heinsen.training.run import TrainConfig
+from heinsen.training.samples import Sampler
 
 
 class Validator:
-    """Measures the validation loss of a run's parameters, and what `make_activation_step` shows of them.
+    """Measures the validation loss of a run's parameters, and what `make_activation_step` and a sample show of them.
 
     A run that carries its state in training carries it here, too, along each row of the batches.
     """
@@ -35,17 +37,24 @@ class Validator:
         self._activation_step = None
         if config.log_activations or config.model.gate != "none":
             self._activation_step = make_activation_step(config.model, mesh, rms=config.log_activations)
+        self._sampler = Sampler(config, mesh) if config.sample_tokens else None
 
-    def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float]]:
+    def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
         results = [self._evaluate(params, batches) for _, _, batches in self._data.validation]
         shares = [share for _, share, _ in self._data.validation]
         mean = mean_of_mixture(list(zip(shares, results, strict=True)), self._data.validation_bytes_per_token)
-        metrics = {"validation_loss": mean.loss, "validation_bits_per_byte": mean.bits_per_byte}
+        metrics: dict[str, float | str] = {
+            "validation_loss": mean.loss,
+            "validation_bits_per_byte": mean.bits_per_byte,
+        }
         if len(results) > 1:
             names = [f"validation_loss/{name}" for name, _, _ in self._data.validation]
             metrics |= {name: result.loss for name, result in zip(names, results, strict=True)}
-        return mean, metrics | self._activations(params)
+        metrics |= self._activations(params)
+        if self._sampler is not None:
+            metrics[SAMPLE] = self._sampler(params)
+        return mean, metrics
 
     def _evaluate(self, params: Params, batches: EvaluationBatches) -> Evaluation:
         carries, model = self._config.carry_state, self._config.model

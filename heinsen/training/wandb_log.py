@@ -37,7 +37,7 @@ class WandbLog:
             os.environ["WANDB_MODE"] = "offline"
             self._run = wandb.init(**options, settings=wandb.Settings(silent=True))
 
-    def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         self._run.log(metrics, step=step)
 
     def close(self) -> None:

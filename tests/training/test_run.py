@@ -1,6 +1,7 @@
 """Whole runs: the contents of their folder, and that no kind of interruption changes them."""
 
 import dataclasses
+import html
 import json
 import math
 import os
@@ -18,6 +19,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from heinsen.config import ConfigError
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
 from heinsen.training import loop, metrics, plots, throughput
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
@@ -25,9 +29,11 @@ from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.training.step import abstract_train_state
+from heinsen.weights import load_params
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
+    EOT,
     KEEP,
     LENGTH,
     STEPS,
@@ -206,6 +212,45 @@ def test_the_page_of_a_run_has_a_chart_for_all_of_its_metrics(run):
     assert {name.split("/", 1)[-1] for name in names} == {name for name, _ in shown}
     for entry in run.log:
         assert all((name.split("/", 1)[-1], x) in shown for name, x in entry.items() if name in names)
+
+
+# ---- samples ---------------------------------------------------------------------------------
+
+
+def test_samples_are_what_generate_draws_and_change_nothing_else(run, config, last_checkpoint, tmp_path, capfd):
+    workdir = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= 50)
+    sampling = dataclasses.replace(config, sample_tokens=9, validate_every=5)
+    with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 54, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train(sampling, workdir)
+    train(sampling, workdir)
+    log = read_log(workdir)
+    samples = [(entry["step"], entry["sample"]) for entry in log if "sample" in entry]
+    assert [step for step, _ in samples] == [55, 60]
+    _, params = load_params(workdir, config.model, make_mesh())
+    tokens = list(generate(config.model, params, [EOT], Sampling(), config.seed, 9))
+    assert len(tokens) == 9 and samples[-1][1] == get_tokenizer("bytes").decode(tokens)
+    assert f"a sample:\n{samples[-1][1]}\n" in capfd.readouterr().err
+    for actual, wanted in zip(newest_checkpoint(workdir, config)[1], last_checkpoint[1], strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+    page = (workdir / "plots" / "run.html").read_text()
+    shown = [html.unescape(text) for text in re.findall("<pre class=text>(.*?)</pre>", page, re.DOTALL)]
+    assert shown == [text for _, text in reversed(samples)]
+    texts = [(e.step, v.tag) for e in read_events(workdir) for v in e.summary.value if v.HasField("tensor")]
+    assert texts == [(step, "validation/sample/text_summary") for step, _ in samples]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_tokens": -1}, "sample_tokens = -1"),
+        ({"model__objective": "masked"}, "sample_tokens = 16: .*'masked' predicts no next token; set it to 0"),
+        ({"model__position": "learned", "model__n_positions": 16}, "sample_tokens = 16 .* model.n_positions = 16: ask"),
+    ],
+)
+def test_samples_that_a_model_cannot_write_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        run_config("data", **{"sample_tokens": 16} | changes)
 
 
 # ---- metrics.jsonl ---------------------------------------------------------------------------
