@@ -18,7 +18,14 @@ from heinsen.figures import place_legend
 from heinsen.files import write_atomically
 from heinsen.sweep.runs import RunView
 
-Positions = dict[str, dict]  # {contestant: "by_position" of eval.py's summary}
+Positions = dict[str, dict]  # {contestant: "window" and "ranges" of "by_position" in eval.py's summary}
+
+
+class Documents(NamedTuple):
+    """A split of long documents, cut after as many bytes each."""
+
+    split: str
+    n_bytes: int
 
 
 class Measured(NamedTuple):
@@ -32,7 +39,7 @@ def measure(
     contest: Contest,
     names: list[str],
     tuning: list[RunView],
-    splits: tuple[str, str],
+    splits: tuple[Documents, Documents],
     out: Path,
     parallel: int,
     *options: str,
@@ -57,19 +64,24 @@ def by_position(
     names: Iterable[str],
     folder: Path,
     runs: list[RunView],
-    splits: tuple[str, str],
+    splits: tuple[Documents, Documents],
     out: Path,
     parallel: int,
 ) -> Positions:
     """Test the runs of a sweep, one of each contestant, on long documents, or on shorter ones where there is a cache.
 
-    Summaries and plots are kept in `out`.
+    What follows a document where it was cut, its token of the end, is left out. Summaries and plots are kept in `out`.
     """
     owner = {contest.runs_of(name, runs)[0].name: name for name in names}
     long, shorter = splits
-    split_of = lambda run: shorter if contest.train_config(owner[run.name]).model.has_cache else long
-    tested = test(out, {folder: runs}, parallel, True, split_of)
-    return {name: tested[run]["by_position"] for run, name in owner.items()}
+    documents = {run: shorter if contest.train_config(name).model.has_cache else long for run, name in owner.items()}
+    tested = test(out, {folder: runs}, parallel, True, lambda run: documents[run.name].split)
+    positions = {}
+    for run, name in owner.items():
+        found = tested[run]["by_position"]
+        ranges = [each for each in found["ranges"] if each["first"] <= documents[run].n_bytes]
+        positions[name] = {"window": found["window"], "ranges": ranges}
+    return positions
 
 
 def join(measured: Iterable[Measured]) -> Measured:
@@ -81,8 +93,8 @@ def join(measured: Iterable[Measured]) -> Measured:
     return Measured(windows, streams)
 
 
-def prepare(corpus: Path, out: Path, documents: int, longest: int) -> tuple[str, str]:
-    """Prepare out/data, and return the names of its splits of long and of shorter documents.
+def prepare(corpus: Path, out: Path, documents: int, longest: int) -> tuple[Documents, Documents]:
+    """Prepare out/data, and return its splits of long and of shorter documents.
 
     These have the first `longest` bytes of the first documents that have as many, and an eighth of each. Raises
     ExperimentError if there are no such documents.
@@ -90,19 +102,19 @@ def prepare(corpus: Path, out: Path, documents: int, longest: int) -> tuple[str,
     *train, last = sorted(corpus.glob("train-*.jsonl.zst")) or [None]
     if last is None or not train:
         raise tools.ExperimentError(f"--corpus={corpus}: two files train-*.jsonl.zst are needed, one of them to test")
-    sizes = {f"long_{documents}x{longest}": longest, f"shorter_{documents}x{longest}": longest // 8}
+    long = Documents(f"long_{documents}x{longest}", longest)
+    shorter = Documents(f"shorter_{documents}x{longest}", longest // 8)
     splits = {"train": train, "validation": [corpus / "validation.jsonl.zst"]}
-    splits |= {split: [out / f"{split}.jsonl"] for split in sizes}
-    if not all(splits[split][0].exists() for split in sizes):
+    splits |= {each.split: [out / f"{each.split}.jsonl"] for each in (long, shorter)}
+    if not all(splits[each.split][0].exists() for each in (long, shorter)):
         found = find_long(last, documents, longest)
         if not found:
             raise tools.ExperimentError(f"{last} has no document of {longest} bytes: give another --corpus")
         out.mkdir(parents=True, exist_ok=True)
-        for split, n_bytes in sizes.items():
-            lines = (json.dumps({"text": cut(text, n_bytes)}) for text in found)
-            write_atomically(splits[split][0], "".join(f"{line}\n" for line in lines))
+        for each in (long, shorter):
+            lines = (json.dumps({"text": cut(text, each.n_bytes)}) for text in found)
+            write_atomically(splits[each.split][0], "".join(f"{line}\n" for line in lines))
     tools.prepare_bytes(splits, out / "data")
-    long, shorter = sizes
     return long, shorter
 
 

@@ -1,15 +1,17 @@
 """What the experiments share: data, sweeps, programs in parallel on parts of a machine, tables, figures."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,6 +43,7 @@ Settings = Mapping[str, Value]  # {field of the config: value}
 
 RESUME = "interrupted; rerun the same command to resume"
 _RUNS_CRASHED = 3  # exit status of scripts/sweep.py
+_programs: set[subprocess.Popen] = set()  # started here, and not ended
 
 
 class ExperimentError(HeinsenError, RuntimeError):
@@ -63,8 +66,19 @@ def execute(
         out = out if flags.FLAGS["out"].present else f"{out}_small"
         for flag in (flags.FLAGS[name] for name in small if not flags.FLAGS[name].present):
             flag.parse(small[flag.name])
-    with exit_on_error(on_interrupt=RESUME):
-        print(run(Path(out), parallel or default_parallel()))
+    previous = signal.signal(signal.SIGTERM, _pass_on)
+    try:
+        with exit_on_error(on_interrupt=RESUME):
+            print(run(Path(out), parallel or default_parallel()))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _pass_on(number: int, frame: Any) -> None:
+    """Be interrupted by SIGTERM. It reaches this process alone, unlike Ctrl-C, which its programs receive as well."""
+    for program in list(_programs):
+        program.send_signal(number)
+    raise KeyboardInterrupt
 
 
 def parse_numbers(flag: str, texts: Sequence[str]) -> list[float]:
@@ -113,8 +127,23 @@ def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
     """Run a program of this repository as a user would. Raises ExperimentError if its status is not `allowed`."""
     shown = " ".join(text if len(text) < 100 else f"{text[:97]}..." for text in map(shlex.quote, arguments))
     print(f"$ python {shown}", file=sys.stderr, flush=True)
-    if subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=sys.stderr).returncode not in allowed:
+    with _start(arguments, stdout=sys.stderr) as program:
+        pass
+    if program.returncode not in allowed:
         raise ExperimentError(f"python {shown} has failed, see above")
+
+
+@contextlib.contextmanager
+def _start(arguments: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
+    """Start a program of this repository, and wait for its end; when both are interrupted, too: it may have to save."""
+    with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **options) as program:
+        _programs.add(program)
+        try:
+            yield program
+            program.wait()
+        finally:
+            program.wait()
+            _programs.remove(program)
 
 
 def splits_of(corpus: Path) -> dict[str, list[Path]]:
@@ -215,16 +244,11 @@ def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) ->
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # of this thread; its child process inherits it
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-    command = [sys.executable, *arguments]
-    with (
-        tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.PIPE, text=True
-        ) as program,
-    ):
-        for line in program.stderr or ():  # a pipe, so that they draw no bars over each other
-            print(line, end="", file=sys.stderr, flush=True)
-        if program.wait():
+    with tempfile.TemporaryFile("w+") as output:
+        with _start(arguments, env=environment, stdout=output, stderr=subprocess.PIPE, text=True) as program:
+            for line in program.stderr or ():  # a pipe, so that they draw no bars over each other
+                print(line, end="", file=sys.stderr, flush=True)
+        if program.returncode:
             raise ExperimentError(f"python {shlex.join(arguments)} has failed, see above")
         output.seek(0)
         return json.loads(output.read().splitlines()[-1])

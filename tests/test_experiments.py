@@ -2,7 +2,12 @@
 
 import ast
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,15 +15,13 @@ import pytest
 import zstandard
 from absl import flags
 
-from experiments import tools
+from experiments import contexts, tools
 from experiments.associative_recall import contestants as recall_contestants
 from experiments.associative_recall import report as recall_report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.attention_comparison.report import growth
 from experiments.comparison_2m.contestants import CONTEST as LARGER
 from experiments.contest import versus
-from experiments.contexts import find_long
-from experiments.contexts import prepare as prepare_long
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
 from experiments.ladder.contestants import KINDS, Size, contest_of, parse_size
@@ -231,6 +234,44 @@ def test_results_of_programs_are_kept(tmp_path, capfd):
         tools.run_programs(commands, 1)
 
 
+EXPERIMENT = """
+from experiments import tools
+from absl import flags
+flags.FLAGS(["experiment"])
+tools.execute(lambda out, parallel: tools.run_script("-c", {program!r}), "out", 1)
+"""
+SLOW_TO_SAVE = """
+import pathlib, signal, time
+def save(number, frame):
+    time.sleep(1)
+    pathlib.Path({file!r}).write_text(str(number))
+    raise SystemExit(0)
+signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGTERM, save)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_an_interrupted_experiment_waits_for_its_program_to_save(send, number, tmp_path):
+    """SIGTERM reaches the experiment alone, Ctrl-C the program as well."""
+    saved = tmp_path / "saved"
+    code = EXPERIMENT.format(program=SLOW_TO_SAVE.format(file=str(saved)))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    experiment = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with experiment:
+        assert "started\n" in iter(experiment.stderr.readline, "")
+        send(experiment.pid, number)
+        assert experiment.stderr.readline() == f"{tools.RESUME}\n"
+        assert saved.read_text() == str(int(number))
+    assert experiment.returncode == 1
+
+
 def draw_recall_runs(rng, grid, failed=()):
     runs = []
     for kind in grid["kinds"]:
@@ -328,17 +369,38 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
     texts = ["a" * n for n in rng.integers(50, 200, 40)] + ["é" * 100]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "train-1.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    long = [text for text in texts if len(text.encode()) >= 99]
-    assert find_long(tmp_path / "train-1.jsonl.zst", 1000, 99) == [*(text[:99] for text in long[:-1]), "é" * 49]
-    assert find_long(tmp_path / "train-1.jsonl.zst", 3, 99) == [text[:99] for text in long[:3]]
+    long, last = [text for text in texts if len(text.encode()) >= 99], tmp_path / "train-1.jsonl.zst"
+    assert contexts.find_long(last, 1000, 99) == [
+        *(text[:99] for text in long[:-1]),
+        "é" * 49,
+    ]
+    assert contexts.find_long(last, 3, 99) == [text[:99] for text in long[:3]]
     for documents, message in ((0, "two files train-"), (1, "no document of 500 bytes")):
         if documents:
             (tmp_path / "train-0.jsonl.zst").write_bytes(b"")
         with pytest.raises(ExperimentError, match=message):
-            prepare_long(tmp_path, tmp_path / "out", 5, 500)
+            contexts.prepare(tmp_path, tmp_path / "out", 5, 500)
 
 
 # ---- whole ----------------------------------------------------------------------------------------
+
+
+def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path):
+    """A token of its end follows, which a model of a text that goes on does not expect."""
+    names = ["gate, output gate, convolution", "softmax, GPT-2's block, output gate"]
+    contest = CONTESTS["combined"]
+    runs = [SimpleNamespace(name=name, run=SimpleNamespace(point=contest.fields(name))) for name in names]
+    found = by_position(rng)
+
+    def fake_test(out, folders, parallel, with_positions, split_of):
+        assert [split_of(run) for run in folders[tmp_path]] == ["long", "shorter"]
+        return {run.name: dict(by_position=found) for run in runs}
+
+    monkeypatch.setattr(contexts, "test", fake_test)
+    documents = contexts.Documents("long", 1024), contexts.Documents("shorter", 128)
+    positions = contexts.by_position(contest, names, tmp_path, runs, documents, tmp_path / "out", 1)
+    assert positions[names[0]] == found | {"ranges": found["ranges"][:11]}, "1024 is in the range from 513"
+    assert [each["last"] for each in positions[names[1]]["ranges"]][-1] == 128
 
 
 @pytest.mark.long

@@ -52,7 +52,7 @@ def report(results: dict[str, Any]) -> list[str]:
         + ", ".join(f"{ratio(results['norms'][form]):.2f} times as large with {form}" for form in FORMS)
         + " (the law predicts "
         + ", ".join(f"{law_ratio(results, form):.2f}" for form in FORMS)
-        + "); the loss from there on is "
+        + "); the loss over the last half of such a text is "
         + ", ".join(last_difference(results["positions"][form]) for form in FORMS)
         + " nats per byte above that in windows. The lowest validation losses over learning rates are "
         + ", ".join(best_of(name, losses) for name, losses in results["rates"].items())
@@ -115,7 +115,7 @@ def norms_table(results: Mapping[str, Any]) -> list[str]:
     for form, norms in results["norms"].items():
         first, law = mean_norm(norms[lengths[0]]), results["law"][form]
         cells = [f"{mean_norm(norms[n]) / first:.3f} ({law[n] / law[lengths[0]]:.3f})" for n in lengths]
-        rows.append([form, f"{first:.3f}", *cells])
+        rows.append([form, f"{first:.2g}", *cells])
     return tools.table(["", f"RMS, n = {lengths[0]:,}", *(f"n = {n:,}" for n in lengths)], rows)
 
 

@@ -67,7 +67,8 @@ def run(out: Path, parallel: int) -> str:
     positions = contexts.by_position(CONTEST, FORMS, out / "grid", best, splits, out / "long", parallel)
     length = CONTEST.get_config().sequence_length
     lengths = [n for i in range(20) if (n := length * 2**i) <= READ.value] or [READ.value]
-    norms = {form: measure_norms(out, form, each, splits[0], lengths) for form, each in zip(FORMS, best, strict=True)}
+    split = splits[0].split
+    norms = {form: measure_norms(out, form, each, split, lengths) for form, each in zip(FORMS, best, strict=True)}
     return report.write(out, grid, exchanged, positions, norms)
 
 
