@@ -75,8 +75,9 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         *contexts.table(results["positions"]),
         "",
-        "RMS of the attention over the first n tokens of a document, mean over layers, relative to that over the "
-        "training length; in parentheses that of the law, for logits of 0 and equal values.",
+        "RMS of the attention over the first n tokens of a document: of each layer over the training length, and "
+        "relative to it, geometric mean over layers; in parentheses that of the law, for logits of 0 and equal values. "
+        "A layer whose RMS is orders of magnitude below the others' adds nothing to the model.",
         "",
         *norms_table(results),
         "",
@@ -114,9 +115,9 @@ def norms_table(results: Mapping[str, Any]) -> list[str]:
     rows = []
     for form, norms in results["norms"].items():
         first, law = mean_norm(norms[lengths[0]]), results["law"][form]
-        cells = [f"{mean_norm(norms[n]) / first:.3f} ({law[n] / law[lengths[0]]:.3f})" for n in lengths]
-        rows.append([form, f"{first:.2g}", *cells])
-    return tools.table(["", f"RMS, n = {lengths[0]:,}", *(f"n = {n:,}" for n in lengths)], rows)
+        cells = [f"{mean_norm(norms[n]) / first:.3f} ({law[n] / law[lengths[0]]:.3f})" for n in lengths[1:]]
+        rows.append([form, ", ".join(f"{layer:.2g}" for layer in norms[lengths[0]]), *cells])
+    return tools.table(["", f"RMS of each layer, n = {lengths[0]:,}", *(f"n = {n:,}" for n in lengths[1:])], rows)
 
 
 # ---- figures --------------------------------------------------------------------------------------

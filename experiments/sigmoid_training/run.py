@@ -22,7 +22,9 @@ PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
 RATES = flags.DEFINE_list(
-    "learning_rates", ["1.5e-3", "3e-3", "6e-3", "1.2e-2", "2.4e-2", "4.8e-2", "9.6e-2"], "Learning rates of each form."
+    "learning_rates",
+    ["7.5e-4", "1.5e-3", "3e-3", "6e-3", "1.2e-2", "2.4e-2", "4.8e-2", "9.6e-2"],
+    "Learning rates of each form.",
 )
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each run; default: the config's.", lower_bound=1)
 DOCUMENTS = flags.DEFINE_integer("documents", 32, "Long documents to test on, at most.", lower_bound=1)
