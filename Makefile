@@ -22,6 +22,9 @@ JOBS ?= auto
 # Use huge pages for XLA's CPU allocations (glibc; ignored elsewhere).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
+# Tests start many programs, which import faster where compiled modules are kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 

@@ -12,10 +12,10 @@ import pytest
 
 import tests.typechecking
 
-# Compiling takes most of the tests' time. XLA's emitters of fused loops take two thirds of that: tests/ops/quick.py has
-# `user_jit` for tests of what they make. The tests keep every core busy as it is: compile each program in one piece,
-# which takes a fifth less of a core's time. The commands that tests start inherit this.
-XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
+# Compiling takes most of the tests' time, and most of that are LLVM's optimizations and XLA's emitters of fused loops:
+# `user_jit` of tests/ops/common.py is for tests of what they make. The tests keep every core busy as it is: compile
+# each program in one piece, which takes a fifth less of a core's time. The commands that tests start inherit this.
+XLA_FLAGS = "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones abort: they have nothing else than emitters
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()

@@ -26,7 +26,6 @@ from heinsen.evaluation.by_document import (
 )
 from heinsen.models import forward, init_model_state, init_params
 from heinsen.parallel import make_mesh
-from tests.ops.quick import quick_jit
 from tests.runs import EOT, run_config, write_split
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -69,7 +68,7 @@ def model(request, data):
 
 def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
     documents = draw_documents(rng, tmp_path / "split", rng.permutation([1, 2, 15, 16, 17, 70, 40, 33, 5, 8]))
-    params, mesh = quick_jit(init_params, static_argnums=0)(model, jax.random.key(0)), make_mesh()
+    params, mesh = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)), make_mesh()
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(x.dtype), params)
 
     streamed = Sums(documents, WINDOW, model.document_token is not None)
@@ -80,7 +79,7 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
     rows = np.full((len(documents), 1 + documents.lengths.max()), EOT, np.int32)
     for row, start, length in zip(rows, documents.starts, documents.lengths, strict=False):
         row[1 : 1 + length] = stream[start : start + length]
-    logits = np.float64(quick_jit(forward, static_argnums=0)(model, params, rows[:, :-1])[0])
+    logits = np.float64(jax.jit(forward, static_argnums=0)(model, params, rows[:, :-1])[0])
     nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
     for d, length in enumerate(documents.lengths):
         for first, last in [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128)]:
@@ -104,7 +103,7 @@ def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path):
     documents = draw_documents(rng, tmp_path / "split", [5, 20, 3, 18, 1])
     kinds = dict(attention="heinsen,softmax,linear,sigmoid", n_layers=4, document_token=EOT)
     model, mesh = dataclasses.replace(run_config(data).model, **kinds), make_mesh()
-    params = quick_jit(init_params, static_argnums=0)(model, jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
     window_step, stream_step = make_window_step(model, mesh), make_stream_step(model, mesh)
 
     def measure(filler):

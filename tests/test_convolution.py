@@ -16,7 +16,6 @@ from heinsen.parallel import PARAMETER_RULES, MeshError
 from heinsen.training.optimizer import decay_mask
 from heinsen.training.run import check_mesh
 from tests.models import model_config
-from tests.ops.quick import quick_jit
 from tests.runs import run_config
 from tests.test_kinds import DOCUMENT, SIZES, assert_close, draw_params
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("compile_cache")
 
 B, H, T, F, N = 3, 2, 9, 5, 4
 CONFIG = model_config(**SIZES, convolution=N, document_token=DOCUMENT)
-full_forward = quick_jit(forward, static_argnums=0)
+full_forward = jax.jit(forward, static_argnums=0)
 
 
 def convolve64(x, taps, begins):
@@ -62,9 +61,9 @@ def test_outputs_states_and_gradients_are_those_of_a_loop(rng):
     by_rows = lambda x, taps: np.stack([[convolve64(x[b, h], taps[h], begins[b]) for h in range(H)] for b in range(B)])
     for run in (at_once, in_pieces):
         arguments = jnp.float32(x), jnp.float32(taps)
-        y, gradient = quick_jit(lambda *a, run=run: jax.vjp(run, *a))(*arguments)
+        y, gradient = jax.jit(lambda *a, run=run: jax.vjp(run, *a))(*arguments)
         np.testing.assert_allclose(y, by_rows(x, taps), atol=1e-5)
-        grads = quick_jit(gradient)(jnp.float32(weights))
+        grads = jax.jit(gradient)(jnp.float32(weights))
         # The loss is linear in each argument: its slope is a difference.
         d_x, d_taps = rng.standard_normal(x.shape), rng.standard_normal(taps.shape)
         slopes = np.vdot(weights, by_rows(d_x, taps)), np.vdot(weights, by_rows(x, d_taps))
@@ -112,7 +111,7 @@ def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng
     prefix = prefill(CONFIG, params, np.where(np.arange(11) < lengths[:, None], tokens[:, :11], 2), lengths=lengths)
     save_prefix(tmp_path / "state", CONFIG, params, prefix)
     logits, state = load_prefix(tmp_path / "state", CONFIG, params)
-    step = quick_jit(lambda params, tokens, state: forward(CONFIG, params, tokens, state))
+    step = jax.jit(lambda params, tokens, state: forward(CONFIG, params, tokens, state))
     rows = np.arange(2)
     assert_close(logits, np.asarray(want, np.float64)[rows, lengths - 1], 2e-5)
     for t in range(5):

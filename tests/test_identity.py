@@ -9,13 +9,12 @@ import pytest
 from heinsen.interop import is_reference_model
 from heinsen.models import OPTIONAL_PARTS, ModelConfig, forward, identity_params, init_params
 from tests.models import model_config
-from tests.ops.quick import quick_jit
 from tests.test_kinds import SIZES, draw_params
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-full_forward = quick_jit(forward, static_argnums=0)
+full_forward = jax.jit(forward, static_argnums=0)
 
 
 def merged(params, others):

@@ -39,7 +39,6 @@ from heinsen.training.loop import train
 from heinsen.training.run import RunError, TrainConfig, load_run, open_split
 from heinsen.weights import load_initial_params, load_params
 from tests.models import model_config
-from tests.ops.quick import quick_jit
 from tests.runs import (
     BATCH,
     LENGTH,
@@ -147,7 +146,7 @@ def published_forward64(state, tokens, n_heads, d_key, d_value):
     return layer_norm64(state, "lnorm", x) @ state["embed.weight"].T
 
 
-_forward = quick_jit(forward, static_argnums=0)
+_forward = jax.jit(forward, static_argnums=0)
 
 
 def test_logits_are_those_of_the_published_module_by_its_state_dict_alone(rng, state_dict, params):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from heinsen import logspace
 from tests.arrays import takes_numpy
-from tests.ops.quick import quick_jit
 
 complex_log = takes_numpy(logspace.complex_log)
 complex_logsumexp = takes_numpy(logspace.complex_logsumexp)
@@ -57,7 +56,7 @@ def assert_close(got, want, tolerance=1e-6):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@functools.partial(quick_jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def _pull(function, arguments, cotangent, fixed):
     if hasattr(function, "lower"):
         function = function.__wrapped__  # compiled here, as part of the whole
@@ -180,8 +179,8 @@ def test_second_derivatives_of_logaddexp(a, b):
     p = weights64(np.array([a, b]), np.array(total))
     function = lambda x: logaddexp(x[0], x[1])
     with jax.debug_nans(True):
-        forward_over_reverse = quick_jit(jax.hessian(function))(jnp.array([a, b]))
-        reverse_over_reverse = quick_jit(jax.jacrev(jax.jacrev(function)))(jnp.array([a, b]))
+        forward_over_reverse = jax.jit(jax.hessian(function))(jnp.array([a, b]))
+        reverse_over_reverse = jax.jit(jax.jacrev(jax.jacrev(function)))(jnp.array([a, b]))
         _, tangent = jax.jvp(logaddexp, (jnp.array(a), jnp.array(b)), (jnp.array(2.0), jnp.array(3.0)))
     assert_close(forward_over_reverse, np.diag(p) - np.outer(p, p))
     assert_close(reverse_over_reverse, np.diag(p) - np.outer(p, p))
@@ -194,7 +193,7 @@ def test_second_derivatives_of_logsumexp(rng, zeros):
     x[:zeros] = -INF
     p = weights64(x, lse64(x, 0))
     with jax.debug_nans(True):
-        hessian = quick_jit(jax.hessian(logsumexp))(jnp.asarray(x))
+        hessian = jax.jit(jax.hessian(logsumexp))(jnp.asarray(x))
         _, tangent = jax.jvp(logsumexp, (jnp.asarray(x),), (jnp.asarray(dx),))
     assert_close(hessian, np.diag(p) - np.outer(p, p))
     assert_close(tangent, p @ dx)
@@ -282,7 +281,7 @@ def test_gated_sum_is_the_linear_recurrence(rng, reverse, method):
     turn = (lambda z: z[::-1]) if reverse else (lambda z: z)
     loop = lambda gate, x: turn(gated_sum64(turn(gate), turn(x)))
     function = lambda gate, x: gated_sum(gate, x, 0, reverse, method)
-    assert_close(quick_jit(function)(gate, x), loop(gate.astype(np.float64), x.astype(np.float64)))
+    assert_close(jax.jit(function)(gate, x), loop(gate.astype(np.float64), x.astype(np.float64)))
     for got, want in zip(pull(function, (gate, x), g), finite_differences(loop, (gate, x), g), strict=True):
         assert_close(got, want, 1e-5)
 
@@ -299,7 +298,7 @@ def segments(resets):
     return np.cumsum(resets)
 
 
-@quick_jit
+@jax.jit
 def lcse(x, resets):
     return cumulative_logsumexp(x, 0, resets)
 
@@ -352,7 +351,7 @@ def test_cumulative_logsumexp_of_nothing_is_nothing(reset):
 def test_cumulative_logsumexp_broadcasts_resets_off_its_axis(rng):
     x, resets, g = normal(rng, 2, 7, 3), rng.random((2, 7, 1)) < 0.4, normal(rng, 2, 7, 3)
     resets[0, 3], resets[1, 3] = True, False
-    function = quick_jit(lambda x: cumulative_logsumexp(x, -2, resets))
+    function = jax.jit(lambda x: cumulative_logsumexp(x, -2, resets))
     out, gradient = function(x), pull(function, (x,), g)[0]
     for row in range(2):
         assert_close(out[row], lcse64(x[row], resets[row, :, 0]))
@@ -368,7 +367,7 @@ def _recurrence(method, log_a, log_b, initial=None):
     return log_linear_recurrence(log_a, log_b, 0, initial, method)
 
 
-recurrence = quick_jit(_recurrence, static_argnums=0)
+recurrence = jax.jit(_recurrence, static_argnums=0)
 RECURRENCE_BY = {method: functools.partial(_recurrence, method) for method in METHODS}
 
 
@@ -424,7 +423,7 @@ def test_log_linear_recurrence_runs_along_its_axis(rng):
     swap = lambda x: np.moveaxis(x.astype(np.float64), 1, 0)
     want = np.moveaxis(recurrence64(swap(log_a), swap(log_b), np.float64(initial)), 0, 1)
     for axis in (1, -2):
-        assert_close(quick_jit(log_linear_recurrence, static_argnums=2)(log_a, log_b, axis, initial), want)
+        assert_close(jax.jit(log_linear_recurrence, static_argnums=2)(log_a, log_b, axis, initial), want)
 
 
 @pytest.mark.wrong_types

@@ -8,7 +8,6 @@ import pytest
 from heinsen.models import cross_entropy as loss
 from heinsen.models import init_params, mean_loss, next_token_losses
 from heinsen.models.cross_entropy import cross_entropy, token_losses, weighted_loss
-from tests.ops.quick import quick_jit
 from tests.test_model import SMALL
 
 B, T, D, VOCAB = 3, 7, 5, 11
@@ -69,10 +68,10 @@ def test_a_sure_and_right_prediction_has_small_gradients_in_bfloat16(rng, chunks
 
 
 def test_the_models_loss_is_the_mean_of_its_tokens_losses(rng):
-    params = quick_jit(init_params, static_argnums=0)(SMALL, jax.random.key(0))
+    params = jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(0))
     tokens = rng.integers(0, SMALL.vocab_size, (6, T + 1))
-    mean = quick_jit(lambda params: mean_loss(SMALL, params, tokens))(params)
-    losses = quick_jit(lambda params: next_token_losses(SMALL, params, tokens))(params)
+    mean = jax.jit(lambda params: mean_loss(SMALL, params, tokens))(params)
+    losses = jax.jit(lambda params: next_token_losses(SMALL, params, tokens))(params)
     np.testing.assert_allclose(mean, losses.mean(), rtol=1e-6)
 
 

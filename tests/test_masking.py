@@ -22,7 +22,6 @@ from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
 from heinsen.planning.plan import plan
 from heinsen.training.loop import train
 from tests.models import model_config
-from tests.ops.quick import quick_jit
 from tests.runs import copy_run, read_log, run_config, without_timing
 from tests.test_kinds import (
     DOCUMENT,
@@ -108,7 +107,7 @@ def test_logits_and_gradients_are_those_of_the_float64_model(rng, model):
     def run(params, batch):
         return masked_logits(model, params, batch["tokens"]), jax.grad(lambda p: masked_loss(model, p, batch))(params)
 
-    logits, grads = quick_jit(run)(params, batch)
+    logits, grads = jax.jit(run)(params, batch)
     assert_close(logits, logits64(model, params, batch["tokens"]), 2e-5)
     direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
@@ -133,7 +132,7 @@ def test_all_kinds_read_in_both_directions(rng):
     changes |= dict(convolution=3)  # causal here too
     model = model_config(**SIZES | changes, objective="masked", document_token=DOCUMENT)
     params, tokens = draw_params(model, rng), draw_tokens(model, rng)
-    logits = quick_jit(lambda params, tokens: masked_logits(model, params, tokens))(params, tokens)
+    logits = jax.jit(lambda params, tokens: masked_logits(model, params, tokens))(params, tokens)
     assert_close(logits, logits64(model, params, tokens), 2e-5)
 
 
@@ -154,7 +153,7 @@ def test_a_hidden_token_is_not_seen(rng):
         of_place = lambda e: jnp.mean(token_losses(x, e, batch["targets"], MODEL.dtype)[:, place])
         return whole, jax.grad(of_place)(params["embedding"])
 
-    whole, head = quick_jit(run)(params, batch)
+    whole, head = jax.jit(run)(params, batch)
     np.testing.assert_allclose(whole[12], head[12], atol=1e-6)
     assert np.abs(head[12]).max() > 1e-3 and np.abs(whole - head)[MODEL.mask_token].max() > 1e-3
 
@@ -188,7 +187,7 @@ def test_pseudo_perplexity_predicts_every_token_once_from_those_that_are_seen_wi
         logits = logits64(MODEL, params, np.where(hide, MODEL.mask_token, targets))
         want[hide] = losses64(logits, targets)[hide]
     assert np.all((want > 0) == (targets != DOCUMENT))
-    assert_close(quick_jit(lambda p, t: window_losses(MODEL, p, t))(params, tokens), want, 2e-5)
+    assert_close(jax.jit(lambda p, t: window_losses(MODEL, p, t))(params, tokens), want, 2e-5)
 
 
 @pytest.mark.parametrize("document_token", [pytest.param(None, marks=pytest.mark.long), DOCUMENT])
@@ -198,8 +197,8 @@ def test_the_padding_of_a_window_is_not_seen(rng, document_token):
     model = model_config(**SIZES | changes, objective="masked", document_token=document_token)
     params, n = draw_params(model, rng), T - 3
     tokens = np.concatenate([np.full((B, 1), 5), draw_tokens(model, rng)], axis=1)
-    losses = quick_jit(lambda p, t, lengths: window_losses(model, p, t, None, lengths))
-    want = quick_jit(lambda p, t: window_losses(model, p, t))(params, tokens[:, : n + 1])
+    losses = jax.jit(lambda p, t, lengths: window_losses(model, p, t, None, lengths))
+    want = jax.jit(lambda p, t: window_losses(model, p, t))(params, tokens[:, : n + 1])
     for filler in (0, DOCUMENT, model.vocab_size - 1):
         tokens[:, n + 1 :] = filler
         assert_close(losses(params, tokens, np.full(B, n))[:, :n], want, 2e-5)

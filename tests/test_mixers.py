@@ -26,7 +26,6 @@ from heinsen.models.language_model import LAYERS
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import locate_tokens
 from tests.models import model_config
-from tests.ops.quick import quick_jit
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -75,7 +74,7 @@ def config(request, registered):
 @pytest.fixture
 def params(config, rng):
     """Fresh parameters, with an embedding large enough to decide between tokens."""
-    params = quick_jit(init_params, static_argnums=0)(config, jax.random.key(int(rng.integers(2**31))))
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(int(rng.integers(2**31))))
     return params | {"embedding": 10 * params["embedding"]}
 
 
@@ -86,7 +85,7 @@ def tokens(rng):
     return np.int32(tokens)
 
 
-full_forward = quick_jit(forward, static_argnums=0)
+full_forward = jax.jit(forward, static_argnums=0)
 
 
 def test_it_is_known_while_it_is_registered(config):
@@ -113,7 +112,7 @@ def test_it_computes_its_equation(registered, rng):
 def test_it_trains(config, params, rng):
     text = np.tile(rng.integers(6, 257, 4), 9)[None, :33].repeat(2, axis=0)
 
-    @quick_jit
+    @jax.jit
     def step(params):
         loss, grads = jax.value_and_grad(lambda p: mean_loss(config, p, text))(params)
         return jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), loss

@@ -23,7 +23,6 @@ from heinsen.models import (
 from heinsen.ops.states import LogState
 from heinsen.training.run import TrainConfig
 from tests.models import model_config
-from tests.ops.quick import quick_jit
 
 # No two sizes alike, so that no axis passes for another: D = 10, H = 3, K = 2, V = 4, H V = 12, W1 24 wide.
 SMALL = model_config(
@@ -38,7 +37,7 @@ SMALL = model_config(
 )
 B, T = 2, 7
 
-_forward = quick_jit(forward, static_argnums=0)
+_forward = jax.jit(forward, static_argnums=0)
 
 
 @pytest.fixture
@@ -222,7 +221,7 @@ def test_remat_changes_neither_loss_nor_gradients(params, tokens, policy):
     plain, recomputing = (loss(dataclasses.replace(SMALL, remat=remat)) for remat in ("none", policy))
     count = lambda f: len(re.findall("remat|checkpoint", str(jax.make_jaxpr(f)(params))))
     assert count(recomputing) > count(plain)
-    (a, grads_a), (b, grads_b) = (quick_jit(jax.value_and_grad(f))(params) for f in (plain, recomputing))
+    (a, grads_a), (b, grads_b) = (jax.jit(jax.value_and_grad(f))(params) for f in (plain, recomputing))
     assert_close(a, np.float64(b), 1e-6)
     for got, want in zip(jax.tree.leaves(grads_b), jax.tree.leaves(grads_a), strict=True):
         assert np.any(np.asarray(want) != 0)
@@ -232,7 +231,7 @@ def test_remat_changes_neither_loss_nor_gradients(params, tokens, policy):
 def test_products_that_remat_saves_are_not_computed_again(params, tokens):
     def flops(remat):
         config = dataclasses.replace(SMALL, remat=remat)
-        step = quick_jit(jax.grad(lambda params: mean_loss(config, params, tokens))).lower(params).compile()
+        step = jax.jit(jax.grad(lambda params: mean_loss(config, params, tokens))).lower(params).compile()
         return step.cost_analysis()["flops"]  # of one layer: XLA counts the body of a loop once
 
     c, n_tokens = SMALL, tokens.shape[0] * (tokens.shape[1] - 1)
@@ -244,7 +243,7 @@ def test_products_that_remat_saves_are_not_computed_again(params, tokens):
 
 def test_gradients_are_those_of_the_float64_model(params, tokens, rng):
     """Along a random direction through all parameters."""
-    grads = quick_jit(jax.grad(lambda params: mean_loss(SMALL, params, tokens)))(params)
+    grads = jax.jit(jax.grad(lambda params: mean_loss(SMALL, params, tokens)))(params)
     direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
     slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
     moved = lambda step: jax.tree.map(lambda x, d: np.float64(x) + step * d, params, direction)
@@ -285,7 +284,7 @@ def test_the_papers_model_has_124879872_parameters():
 def test_parameters_are_drawn_uniformly_by_their_fan_in(rng):
     sizes = dict(padded_vocab_size=128, d_model=48, n_heads=5, d_key=6, d_value=7)
     config = dataclasses.replace(SMALL, **sizes)
-    params = quick_jit(init_params, static_argnums=0)(config, jax.random.key(int(rng.integers(2**31))))
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(int(rng.integers(2**31))))
     layers = params["layers"]
     fan_ins = [
         (params["embedding"], 48),
@@ -347,7 +346,7 @@ def test_with_a_document_token_steps_forget_as_the_whole_does(params, tokens):
 
 
 def test_parameters_follow_the_key_and_not_the_implementation():
-    draw = quick_jit(init_params, static_argnums=0)
+    draw = jax.jit(init_params, static_argnums=0)
     first = draw(SMALL, jax.random.key(1))
     changed = dataclasses.replace(SMALL, implementation="scan", remat="full", dtype="bfloat16")
     again = draw(changed, jax.random.key(1))

@@ -10,7 +10,6 @@ import pytest
 
 from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import abstract_params, forward
-from tests.ops.quick import quick_jit
 from tests.test_model import SMALL
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -132,16 +131,16 @@ def test_only_answers_count(rng):
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), target_of[..., None], axis=-1)[..., 0]
         return jnp.sum(jnp.where(is_answer, losses, 0.0)) / targets.size, logits
 
-    (_, logits), want_grads = quick_jit(jax.value_and_grad(masked, has_aux=True))(params)
+    (_, logits), want_grads = jax.jit(jax.value_and_grad(masked, has_aux=True))(params)
     log_p = np.float64(logits) - np.logaddexp.reduce(np.float64(logits), axis=-1, keepdims=True)
-    loss, grads = quick_jit(jax.value_and_grad(lambda params: answer_loss(MODEL, params, batch)))(params)
+    loss, grads = jax.jit(jax.value_and_grad(lambda params: answer_loss(MODEL, params, batch)))(params)
     assert loss == pytest.approx(-np.mean(log_p[rows, places, targets]), rel=1e-5)
     for got, want in zip(*map(jax.tree.leaves, (grads, want_grads)), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
     likeliest = np.argmax(log_p[rows, places, : MODEL.vocab_size], axis=-1)
     mixed = np.where(rng.random(targets.shape) < 0.5, likeliest, targets)
-    right = quick_jit(lambda params, batch: right_answers(MODEL, params, batch))
+    right = jax.jit(lambda params, batch: right_answers(MODEL, params, batch))
     np.testing.assert_array_equal(right(params, batch | {"targets": mixed}), likeliest == mixed)
 
 

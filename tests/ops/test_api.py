@@ -12,7 +12,7 @@ import heinsen
 from heinsen import LogState, MeanState, init_state, log_attention, merge_states, query_state, update_state
 from heinsen.ops.api import IMPLEMENTATIONS
 from tests.arrays import takes_numpy
-from tests.ops.quick import PORTABLE, quick_jit
+from tests.ops.common import PORTABLE
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 T, K, V = 3, 2, 4
@@ -137,9 +137,9 @@ def test_steps_that_do_not_fit_a_state_are_refused():
 
 
 def test_state_is_returned_only_when_asked_for(function, arrays):
-    y = quick_jit(function)(*arrays)
+    y = jax.jit(function)(*arrays)
     assert isinstance(y, jax.Array)
-    also_y, state = quick_jit(function, static_argnames="return_state")(*arrays, return_state=True)
+    also_y, state = jax.jit(function, static_argnames="return_state")(*arrays, return_state=True)
     np.testing.assert_array_equal(also_y, y)
     assert type(state) is (MeanState if signed(function) else LogState)
 
@@ -150,8 +150,8 @@ def test_init_state_is_the_state_of_nothing():
     assert log_state.h_z.shape == mean_state.h_z.shape == (2, 3, K)
     assert np.all(log_state.h_s == -np.inf) and np.all(log_state.h_z == -np.inf)
     assert np.all(mean_state.mean == 0) and np.all(mean_state.h_z == -np.inf)
-    assert np.all(quick_jit(query_state)(log_state, zeros(2, 3, K)) == -np.inf)
-    assert np.all(quick_jit(query_state)(mean_state, zeros(2, 3, K)) == 0)
+    assert np.all(jax.jit(query_state)(log_state, zeros(2, 3, K)) == -np.inf)
+    assert np.all(jax.jit(query_state)(mean_state, zeros(2, 3, K)) == 0)
     assert init_state((), K, V, dtype=jnp.bfloat16).h_s.dtype == jnp.bfloat16
 
 
@@ -161,7 +161,7 @@ def test_half_precision_inputs_are_computed_in_float32(rng, function, dtype):
     half = [jnp.asarray(x, dtype) for x in case[:3]]
     rounded = [np.asarray(x.astype(jnp.float32)) for x in half]
     assert all(np.any(r != x) for r, x in zip(rounded, case[:3], strict=True))
-    y, state = quick_jit(functools.partial(function, return_state=True))(*half)
+    y, state = jax.jit(functools.partial(function, return_state=True))(*half)
     want = truth(case._replace(q=rounded[0], k=rounded[1], values=rounded[2]), signed(function))
     assert y.dtype == (dtype if signed(function) else jnp.float32)
     assert_close(y, want.y, 2.0**-8 if signed(function) else 1e-5)
@@ -179,7 +179,7 @@ def test_attention_returns_the_dtype_of_the_values(rng):
 
 def test_segment_ids_broadcast_over_leading_axes(function, arrays):
     ids = np.array([0, 0, 1], np.int32)
-    run = quick_jit(lambda ids: function(*arrays, segment_ids=ids, implementation="reference"))
+    run = jax.jit(lambda ids: function(*arrays, segment_ids=ids, implementation="reference"))
     want = run(np.stack([ids, ids]))
     for smaller in (ids, ids[None]):
         np.testing.assert_array_equal(run(smaller), want)
@@ -207,7 +207,7 @@ def test_jit_vmap_grad_and_checkpoint_compose(function, implementation, rng):
     call = jax.checkpoint(functools.partial(function, implementation=implementation))
     gradients = jax.grad(lambda q, k, values, g: jnp.sum(g * call(q, k, values)), argnums=(0, 1, 2))
     want = truth(case, signed(function), (g, no_g, no_g_z)).gradients
-    got = quick_jit(jax.vmap(gradients))(*case[:3], g.astype(np.float32))
+    got = jax.jit(jax.vmap(gradients))(*case[:3], g.astype(np.float32))
     assert_gradients_close((*got, None), want, case, signed(function))
 
 
@@ -218,13 +218,13 @@ def test_vmap_over_some_arguments_only(function, arrays):
     ids = np.array([[0, 0, 1], [0, 1, 1]], np.int32)
     run = lambda q, ids: function(q, k[0], values[0], state=state, segment_ids=ids)
     same = lambda x: np.stack([x[0], x[0]])
-    want = quick_jit(lambda ids: function(q, same(k), same(values), segment_ids=ids))(ids)
-    assert_close(quick_jit(jax.vmap(run))(q, ids), np.float64(want), 1e-6)
+    want = jax.jit(lambda ids: function(q, same(k), same(values), segment_ids=ids))(ids)
+    assert_close(jax.jit(jax.vmap(run))(q, ids), np.float64(want), 1e-6)
 
 
 def test_calls_are_pure(arrays):
     before = [x.copy() for x in arrays]
-    run = quick_jit(lambda *arrays: log_attention(*arrays, state=init_state((2,), K, V)))
+    run = jax.jit(lambda *arrays: log_attention(*arrays, state=init_state((2,), K, V)))
     np.testing.assert_array_equal(run(*arrays), run(*arrays))
     for x, was in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(x, was)

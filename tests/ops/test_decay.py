@@ -16,7 +16,7 @@ from heinsen.ops import chunked
 from heinsen.ops.api import attend_both_ways
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.states import begin_steps, end_steps, take_step
-from tests.ops.quick import quick_jit, user_jit
+from tests.ops.common import user_jit
 from tests.ops.truth import draw_decays
 
 FEATURES = 16
@@ -29,7 +29,7 @@ def compiled(implementation, as_users_do):
         y, pull = jax.vjp(lambda q, k, log_v, g: attend(q, k, log_v, log_decay=g), q, k, log_v, log_decay)
         return y, *pull(g.astype(y.dtype))
 
-    return user_jit(run) if as_users_do else quick_jit(run)
+    return user_jit(run) if as_users_do else jax.jit(run)
 
 
 def run(implementation, arrays, dtype):
@@ -75,7 +75,7 @@ def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
     decays = draw_decays(rng, (50, 64))
     decays[np.isneginf(decays)] = -50.0
     decays[..., -8:] *= 1e-4
-    got = quick_jit(chunk_decay, static_argnums=1)(decays, None)
+    got = jax.jit(chunk_decay, static_argnums=1)(decays, None)
     exact = np.cumsum(decays.astype(np.float64), axis=-1)
     of_keys = np.tril(np.exp(np.minimum(exact[..., :, None] - exact[..., None, :], 0)))
     np.testing.assert_allclose(got.of_keys, of_keys, rtol=2e-5, atol=1e-30)
@@ -89,7 +89,7 @@ def test_ordinary_inputs_never_reach_the_repair(rng, function):
     """Without the repair the outputs are the same bits, for inputs up to sigma = 4 and decays from -5 to 0."""
     attend = getattr(chunked, function)
 
-    @functools.partial(quick_jit, static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0)
     def run(exact, q, k, values, g):
         call = lambda *arrays: attend(*arrays[:3], True, None, jnp.zeros(g.shape, bool), arrays[3], exact=exact)
         y, pull = jax.vjp(call, q, k, values, g)
@@ -110,9 +110,9 @@ def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
     log_v = log_v.at[:, 0].add(200.0)
     arguments = lambda part: (x[:, part] for x in (q, k, log_v))
     attend = functools.partial(chunked.log_attention, causal=True, starts=None)
-    first = quick_jit(attend)(*arguments(slice(0, 64)), state=None, log_decay=decays[:, :64])[1]
+    first = jax.jit(attend)(*arguments(slice(0, 64)), state=None, log_decay=decays[:, :64])[1]
     exact, lossy = (
-        quick_jit(functools.partial(attend, exact=exact))(
+        jax.jit(functools.partial(attend, exact=exact))(
             *arguments(slice(64, 96)), state=first, log_decay=decays[:, 64:]
         )[0]
         for exact in (True, False)
@@ -128,7 +128,7 @@ def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
 @pytest.mark.parametrize("implementation", ["chunked", "scan", "reference"])
 def test_no_decay_is_a_decay_of_zero_and_minus_infinity_is_a_document(rng, implementation):
     q, k, log_v = (jnp.float32(rng.standard_normal((2, 40, 4))) for _ in range(3))
-    attend = quick_jit(functools.partial(heinsen.log_attention, implementation=implementation))
+    attend = jax.jit(functools.partial(heinsen.log_attention, implementation=implementation))
     zero = jnp.zeros((2, 40))
     np.testing.assert_allclose(attend(q, k, log_v, log_decay=zero), attend(q, k, log_v), atol=2e-6)
     starts = jnp.asarray(rng.random((2, 40)) < 0.2)
@@ -142,7 +142,7 @@ def test_a_decay_is_a_shift_of_queries_and_keys_by_its_sums(rng):
         q, k, log_v = (jnp.asarray(rng.standard_normal((2, 50, 4))) for _ in range(3))
         decays = jnp.asarray(-rng.random((2, 50)))
         sums = jnp.cumsum(decays, axis=-1)[..., None]
-        attend = quick_jit(heinsen.log_attention)
+        attend = jax.jit(heinsen.log_attention)
         want = attend(q + sums, k - sums, log_v)
         np.testing.assert_allclose(attend(q, k, log_v, log_decay=decays), want, atol=1e-11)
 
@@ -151,7 +151,7 @@ def test_a_decay_is_a_shift_of_queries_and_keys_by_its_sums(rng):
 def test_states_with_their_decays_are_a_monoid_in_order(rng, kind):
     """(a, x) (b, y) = (a + b, merge(x, y, b)): associative, with pieces of a sequence as elements."""
     function = heinsen.log_attention if kind is LogState else heinsen.attention
-    attend = quick_jit(functools.partial(function, implementation="reference", return_state=True))
+    attend = jax.jit(functools.partial(function, implementation="reference", return_state=True))
     arrays = [jnp.float32(rng.standard_normal((2, 30, 4))) for _ in range(3)]
     decays = jnp.asarray(np.maximum(draw_decays(rng, (2, 30)), -2))
     cut = lambda part: attend(*(x[:, part] for x in arrays), log_decay=decays[:, part])[1]
@@ -171,7 +171,7 @@ def test_updates_and_steps_are_the_parallel_form(rng):
     n, shape = 60, (2, 3)
     q, k, log_v = (jnp.float32(rng.standard_normal((*shape, n, 4))) for _ in range(3))
     decays = jnp.asarray(draw_decays(rng, (*shape, n)))
-    attend = quick_jit(functools.partial(heinsen.log_attention, return_state=True))
+    attend = jax.jit(functools.partial(heinsen.log_attention, return_state=True))
     want, want_end = attend(q, k, log_v, log_decay=decays)
     tokens = [jnp.moveaxis(x, 2, 0) for x in (q, k, log_v, decays)]
 
@@ -179,7 +179,7 @@ def test_updates_and_steps_are_the_parallel_form(rng):
         state = update_state(state, *token[1:3], log_decay=token[3])
         return state, heinsen.query_state(state, token[0])
 
-    end, got = quick_jit(functools.partial(jax.lax.scan, update))(init_state(shape, 4, 4), tokens)
+    end, got = jax.jit(functools.partial(jax.lax.scan, update))(init_state(shape, 4, 4), tokens)
     np.testing.assert_allclose(np.moveaxis(got, 0, 2), want, atol=2e-5)
 
     def step(state, token):
@@ -189,7 +189,7 @@ def test_updates_and_steps_are_the_parallel_form(rng):
     half = jax.tree.map(lambda x: x[: n // 2], tokens), jax.tree.map(lambda x: x[n // 2 :], tokens)
     state, outputs = init_state(shape, 4, 4), []
     for part in half:
-        running, got = quick_jit(functools.partial(jax.lax.scan, step))(begin_steps(state), part)
+        running, got = jax.jit(functools.partial(jax.lax.scan, step))(begin_steps(state), part)
         state, exact = end_steps(running)
         assert bool(exact.all())
         outputs.append(got)
@@ -296,7 +296,7 @@ def test_both_directions_are_gated_separately_and_the_later_one_leaves_out_the_t
     arrays = [jnp.asarray(x) for x in (q, k, values, before, after)]
     g = rng.standard_normal(q.shape).astype(np.float32)
 
-    @quick_jit
+    @jax.jit
     def run(*arrays):
         y, pull = jax.vjp(attend, *arrays)
         return y, pull(jnp.asarray(g))

@@ -11,7 +11,6 @@ import heinsen
 from heinsen import LogState, MeanState, init_state, logspace
 from heinsen.ops import reference
 from tests.arrays import takes_numpy
-from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close
 
 T, K, V = 7, 4, 3
@@ -19,11 +18,11 @@ T, K, V = 7, 4, 3
 complex_log = takes_numpy(logspace.complex_log)
 
 # Compiled once for all tests.
-equation_1, equation_2 = quick_jit(reference.equation_1), quick_jit(reference.equation_2)
-equation_3, equation_4 = quick_jit(reference.equation_3), quick_jit(reference.equation_4)
-update_state, query_state = quick_jit(heinsen.update_state), quick_jit(heinsen.query_state)
+equation_1, equation_2 = jax.jit(reference.equation_1), jax.jit(reference.equation_2)
+equation_3, equation_4 = jax.jit(reference.equation_3), jax.jit(reference.equation_4)
+update_state, query_state = jax.jit(heinsen.update_state), jax.jit(heinsen.query_state)
 log_attention, attention = (
-    quick_jit(function, static_argnames=("causal", "implementation", "return_state"))
+    jax.jit(function, static_argnames=("causal", "implementation", "return_state"))
     for function in (heinsen.log_attention, heinsen.attention)
 )
 
@@ -207,7 +206,7 @@ def test_eq8_all_queries_read_the_updated_state(rng, q, k, log_v):
 def test_eq8_a_token_more_in_the_context_updates_all_queries_at_constant_cost(rng, q, k, log_v, signed):
     values = normal(rng, *log_v.shape) if signed else log_v
     v = values if signed else np.exp(np.float64(values))
-    extend = quick_jit(heinsen.extend_context)
+    extend = jax.jit(heinsen.extend_context)
     state, programs = init_state((2,), K, V, signed=signed), set()
     for t in range(T):
         y, state = extend(state, k[:, t], values[:, t], q)
@@ -260,7 +259,7 @@ def test_gradients_pass_through_the_sequential_form(q, k, log_v):
         return jnp.moveaxis(jax.lax.scan(step, init_state((2,), K, V), tokens)[1], 0, 1)
 
     g = np.sin(np.arange(2 * T * V, dtype=np.float32)).reshape(2, T, V)
-    pull = lambda f: quick_jit(lambda *x: jax.vjp(f, *x)[1](g))(q, k, log_v)
+    pull = lambda f: jax.jit(lambda *x: jax.vjp(f, *x)[1](g))(q, k, log_v)
     parallel = functools.partial(heinsen.log_attention, implementation="reference")
     for got, want in zip(pull(in_sequence), pull(parallel), strict=True):
         assert_close(got, np.float64(want))

@@ -17,11 +17,11 @@ import heinsen
 from heinsen import LogState, MeanState, init_state, platform
 from heinsen.ops import schedule
 from heinsen.ops.api import IMPLEMENTATIONS
-from tests.ops.quick import PORTABLE, quick_jit
+from tests.ops.common import PORTABLE
 from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
 
 # One compilation serves all tests with the same shapes.
-merge_states, query_state = quick_jit(heinsen.merge_states), quick_jit(heinsen.query_state)
+merge_states, query_state = jax.jit(heinsen.merge_states), jax.jit(heinsen.query_state)
 
 # Few tokens, which compile fast, are several chunks of this size.
 SMALL_CHUNK = 3
@@ -62,7 +62,7 @@ class Form:
         return y, tuple(state), (*inputs, *(of_state or ()))
 
 
-@functools.partial(quick_jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(form, causal, case, cotangents):
     def call(q, k, values, log_decay, state):
         return getattr(heinsen, form.function)(
@@ -400,7 +400,7 @@ def test_a_merge_with_the_empty_state_changes_nothing_and_has_finite_gradients(r
     for merged in (merge_states(state, empty), merge_states(empty, state)):
         for got, want in zip(merged, state, strict=True):
             np.testing.assert_array_equal(got, want)
-    pull = quick_jit(lambda a, b: jax.vjp(heinsen.merge_states, a, b)[1](jax.tree.map(jnp.ones_like, a)))
+    pull = jax.jit(lambda a, b: jax.vjp(heinsen.merge_states, a, b)[1](jax.tree.map(jnp.ones_like, a)))
     for got, want in zip(pull(state, empty), (1, 0), strict=True):
         for part in got:
             assert_close(part, np.full(part.shape, want), 1e-6)

@@ -9,7 +9,6 @@ import heinsen
 from heinsen import init_linear_state
 from heinsen.ops import linear
 from tests.arrays import takes_numpy
-from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close, document_numbers, draw_case
 
 T, K, V = 11, 4, 3
@@ -89,7 +88,7 @@ def test_decays_multiply_what_is_before_them(rng, mean_length):
     arrays = [np.float64(x) for x in (*case[:3], case.log_decay, state)]
     loss = lambda *arrays: sum(np.sum(w * x) for w, x in zip(weights, recurrence(*arrays), strict=True))
     inputs, cotangents = jax.tree.map(np.float32, (arrays, weights))
-    got, gradients = quick_jit(lambda arrays: (lambda out, pull: (out, pull(cotangents)))(*jax.vjp(attend, *arrays)))(
+    got, gradients = jax.jit(lambda arrays: (lambda out, pull: (out, pull(cotangents)))(*jax.vjp(attend, *arrays)))(
         inputs
     )
     for x, want in zip(got, recurrence(*arrays), strict=True):
@@ -118,7 +117,7 @@ def test_outputs_states_and_gradients_are_those_of_the_quadratic_form(rng, causa
         y, pull, end = jax.vjp(attend, q, k, v, has_aux=True)
         return y, end, pull(g)
 
-    y, end, gradients = quick_jit(run)(*case[:3], state, g)
+    y, end, gradients = jax.jit(run)(*case[:3], state, g)
     assert_close(y, want, 1e-5)
     assert_close(end.sums, want_end, 1e-5)
     for name, got, expected in zip("qkv", gradients, want_gradients, strict=True):
@@ -128,9 +127,9 @@ def test_outputs_states_and_gradients_are_those_of_the_quadratic_form(rng, causa
 def test_more_queries_than_keys_and_parts_handing_on_their_state(rng):
     q, k, v = (np.float32(rng.standard_normal((2, T, d))) for d in (K, K, V))
     zeros = np.zeros((2, K, V + 1))
-    y = quick_jit(lambda q, k, v: linear_attention(q, k, v, causal=False))(q[:, :5], k, v)
+    y = jax.jit(lambda q, k, v: linear_attention(q, k, v, causal=False))(q[:, :5], k, v)
     assert_close(y, truth(q[:, :5], k, v, False, None, zeros, y)[0], 1e-5)
-    step = quick_jit(lambda q, k, v, state: linear_attention(q, k, v, state=state, return_state=True))
+    step = jax.jit(lambda q, k, v, state: linear_attention(q, k, v, state=state, return_state=True))
     state, parts = init_linear_state((2,), K, V), []
     for first, last in ((0, 5), (5, 10), (10, 11)):
         y, state = step(*(x[:, first:last] for x in (q, k, v)), state)
@@ -147,7 +146,7 @@ def test_what_cannot_be_divided_is_zero_with_gradients_that_are_finite(rng):
         y, pull = jax.vjp(linear_attention, q, k, v)
         return y, pull(jnp.ones_like(y))
 
-    y, gradients = quick_jit(run)(q, k, v)
+    y, gradients = jax.jit(run)(q, k, v)
     np.testing.assert_array_equal(y[:3], 0)
     assert all(np.isfinite(x).all() for x in (y, *gradients))
     only = np.ones(T, bool)
@@ -158,7 +157,7 @@ def test_what_cannot_be_divided_is_zero_with_gradients_that_are_finite(rng):
 
 def test_bfloat16_inputs_give_bfloat16_from_float32_arithmetic(rng):
     arrays = [jnp.asarray(rng.standard_normal((T, d)), jnp.bfloat16) for d in (K, K, V)]
-    attend = quick_jit(lambda *arrays: linear_attention(*arrays, return_state=True))
+    attend = jax.jit(lambda *arrays: linear_attention(*arrays, return_state=True))
     y, state = attend(*arrays)
     assert y.dtype == jnp.bfloat16 and state.sums.dtype == jnp.float32
     want = truth(*(np.float32(x) for x in arrays), True, None, np.zeros((K, V + 1)), np.zeros((T, V)))[0]

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import heinsen
-from tests.ops.quick import user_jit
+from tests.ops.common import user_jit
 
 HEADS, FEATURES = 24, 32  # as many as in the 125M model
 

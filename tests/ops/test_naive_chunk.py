@@ -10,7 +10,6 @@ import pytest
 import heinsen
 from heinsen.ops import naive_chunk, schedule
 from heinsen.ops.values import SMALLEST_SUM
-from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 naive = functools.partial(naive_chunk.log_attention, chunk_size=4)
@@ -23,7 +22,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(schedule, "chunks_per_group", lambda elements: 2)
 
 
-@functools.partial(quick_jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def with_grads(function, arrays, cotangents):
     out, vjp = jax.vjp(function, *arrays)
     return out, vjp(cotangents)
@@ -48,7 +47,7 @@ def test_the_fast_form_is_the_naive_one_with_its_gradients(rng, small_chunks, ga
     arrays = (*arrays, jnp.asarray(-rng.random((3, 22)), jnp.float32) if gated else None)
     attend = functools.partial(heinsen.log_attention, implementation="chunked", return_state=True)
     slow, fast = (lambda q, k, log_v, g, f=f: f(q, k, log_v, log_decay=g) for f in (naive, attend))
-    out = quick_jit(slow)(*arrays)
+    out = jax.jit(slow)(*arrays)
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), out)
     (want, want_grads), (got, got_grads) = (with_grads(f, arrays, cotangents) for f in (slow, fast))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
@@ -59,9 +58,9 @@ def test_wide_exponents_lose_terms_in_the_naive_form_and_are_repaired_in_the_fas
     arrays = tuple(jnp.asarray(64 * rng.standard_normal((40, 4)), jnp.float32) for _ in range(3))
     exact = heinsen.log_attention(*arrays, implementation="reference")
     chunked = functools.partial(heinsen.ops.chunked.log_attention, causal=True, state=None, starts=None)
-    for lossy in (quick_jit(naive)(*arrays)[0], quick_jit(functools.partial(chunked, exact=False))(*arrays)[0]):
+    for lossy in (jax.jit(naive)(*arrays)[0], jax.jit(functools.partial(chunked, exact=False))(*arrays)[0]):
         assert not np.allclose(lossy, exact, atol=1.0)
-    np.testing.assert_allclose(quick_jit(chunked)(*arrays)[0], exact, rtol=1e-5, atol=2e-4)
+    np.testing.assert_allclose(jax.jit(chunked)(*arrays)[0], exact, rtol=1e-5, atol=2e-4)
 
 
 def test_sums_above_the_limit_are_right_to_rounding():

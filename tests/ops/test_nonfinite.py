@@ -8,14 +8,14 @@ import pytest
 
 import heinsen
 from heinsen.ops import schedule
-from tests.ops.quick import PORTABLE, quick_jit
+from tests.ops.common import PORTABLE
 
 T, K, V = 14, 3, 2
 FORMS = [(function, form) for function in ("log_attention", "attention") for form in PORTABLE]
 forms = pytest.mark.parametrize("function, implementation", FORMS)
 
 
-@functools.partial(quick_jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def run(function, implementation, arrays, segment_ids, g):
     """Output, and gradients of its product with g; several chunks and groups."""
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def test_forward_mode_is_the_reference_s_and_the_others_say_so(rng):
     with pytest.raises(TypeError, match='implementation="reference"'):
         jax.jvp(call("chunked"), arrays, tangents)
     g = rng.standard_normal((2, T, V)).astype(np.float32)
-    tangent = quick_jit(lambda *arrays: jax.jvp(call("reference"), arrays, tuple(tangents))[1])(*arrays)
+    tangent = jax.jit(lambda *arrays: jax.jvp(call("reference"), arrays, tuple(tangents))[1])(*arrays)
     gradients = run("attention", "chunked", arrays, np.zeros(T, np.int32), g)[1]
     want = sum(np.vdot(np.float64(a), np.float64(b)) for a, b in zip(gradients, tangents, strict=True))
     np.testing.assert_allclose(np.vdot(np.float64(g), np.float64(tangent)), want, rtol=1e-3, atol=1e-3)

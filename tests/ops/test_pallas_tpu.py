@@ -14,7 +14,6 @@ import heinsen
 from heinsen import LogState, MeanState, platform
 from heinsen.errors import InputError
 from heinsen.ops.pallas import interpret, tpu
-from tests.ops.quick import quick_jit
 from tests.ops.test_implementations import CASES, check, check_wide, draw
 from tests.ops.truth import draw_case
 
@@ -37,7 +36,7 @@ class Form:
         def call(q, k, values, log_decay, state):
             return self.function(q, k, values, log_decay=log_decay, state=state, return_state=True, **given)
 
-        @quick_jit
+        @jax.jit
         def run(inputs, cotangents):
             out, pull = jax.vjp(call, *inputs)
             return out, pull(cotangents)

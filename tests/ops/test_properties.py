@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import heinsen
 from heinsen.ops import schedule
-from tests.ops.quick import quick_jit
 
 T, K, V = 13, 3, 2
 search = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,7 +28,7 @@ def inputs(draw):
     return tuple(x.astype(np.float32) for x in (q, k, log_v))
 
 
-@functools.partial(quick_jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def _attend(q, k, log_v, size, in_group):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "chunk_size", lambda d_key: size)
@@ -89,7 +88,7 @@ def test_the_order_of_past_tokens_does_not_matter(arrays, order):
 
 @pytest.mark.parametrize("split", [1, 4, 9])
 def test_a_state_handed_on_at_any_split(split):
-    @quick_jit
+    @jax.jit
     def in_two(q, k, log_v):
         call = functools.partial(heinsen.log_attention, implementation="chunked", return_state=True)
         first, state = call(q[:split], k[:split], log_v[:split])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from heinsen.ops.states import LogState, begin_steps, end_steps, init_state, query_state, take_step, update_state
-from tests.ops.quick import quick_jit
 
 BATCH, K, V = (2, 3), 4, 5
 
@@ -16,7 +15,7 @@ def draw(rng, n, sigma):
     return [jnp.asarray(sigma * rng.standard_normal((n, *BATCH, size)), jnp.float32) for size in (K, K, V)]
 
 
-@quick_jit
+@jax.jit
 def step_logarithms(state, tokens):
     def body(state, token):
         state = update_state(state, *token[1:])
@@ -25,7 +24,7 @@ def step_logarithms(state, tokens):
     return jax.lax.scan(body, state, tokens)
 
 
-@quick_jit
+@jax.jit
 def step_averages(state, tokens):
     def body(state, token):
         log_y, state = take_step(state, *token)

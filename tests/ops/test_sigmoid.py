@@ -11,7 +11,6 @@ import pytest
 import heinsen
 from heinsen.ops import sigmoid
 from tests.arrays import takes_numpy
-from tests.ops.quick import quick_jit
 from tests.ops.truth import assert_close, document_numbers, draw_case
 
 sigmoid_attention = takes_numpy(heinsen.sigmoid_attention)
@@ -59,7 +58,7 @@ def output_and_gradients(function, *arrays):
         y, pull = jax.vjp(function, q, k, v)
         return y, pull(g.astype(y.dtype))
 
-    return quick_jit(run)(*arrays)
+    return jax.jit(run)(*arrays)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +86,10 @@ def test_outputs_and_gradients_are_those_of_the_quadratic_form(
 
 def test_one_block_or_many_give_the_same(rng, monkeypatch, small_blocks):
     case = draw_case(rng, (), T, d_key=K, d_value=V)
-    many = quick_jit(lambda *arrays: sigmoid_attention(*arrays))(*case[:3])
+    many = jax.jit(lambda *arrays: sigmoid_attention(*arrays))(*case[:3])
     monkeypatch.setattr(sigmoid, "_LARGEST_BLOCK", T)
     monkeypatch.setattr(sigmoid, "_SMALLEST_BLOCK", T)
-    assert_close(quick_jit(lambda *arrays: sigmoid_attention(*arrays))(*case[:3]), np.float64(many), 1e-6)
+    assert_close(jax.jit(lambda *arrays: sigmoid_attention(*arrays))(*case[:3]), np.float64(many), 1e-6)
 
 
 def test_blocks_hold_a_bounded_number_of_pairs():
@@ -138,7 +137,7 @@ def test_queries_see_nothing_of_what_comes_after_them(rng, small_blocks):
     t = T // 2
     k[:, t:] += 1
     v[:, t:] += 1
-    run = quick_jit(lambda *arrays: sigmoid_attention(*arrays))
+    run = jax.jit(lambda *arrays: sigmoid_attention(*arrays))
     before, after = np.asarray(run(*case[:3])), np.asarray(run(case.q, k, v))
     np.testing.assert_array_equal(before[:, :t], after[:, :t])
     assert np.all(before[:, t:] != after[:, t:])
@@ -148,7 +147,7 @@ def test_queries_see_nothing_of_what_comes_after_them(rng, small_blocks):
 def test_every_token_twice_multiplies_the_output_by_2_to_the_power_of_1_minus_alpha(alpha, rng):
     with jax.enable_x64(True):
         q, k, v = (rng.standard_normal((2, T, d)) for d in (K, K, V))
-        run = quick_jit(functools.partial(sigmoid_attention, alpha=alpha), static_argnames="causal")
+        run = jax.jit(functools.partial(sigmoid_attention, alpha=alpha), static_argnames="causal")
         twice = [np.repeat(x, 2, axis=1) for x in (q, k, v)]
         for causal in (False, True):
             y, y_twice = run(q, k, v, causal=causal), np.asarray(run(*twice, causal=causal))
@@ -163,7 +162,7 @@ def test_a_query_divides_by_the_number_of_keys_of_its_own_document():
     """Queries of zero give every key the same weight: 1/2, or 1 / (1 + n) with the bias."""
     ids = np.array([3, 3, 3, 0, 3, 3], np.int32)  # the last two are another document than the first three
     zeros, ones = jnp.zeros((6, K)), jnp.ones((6, V))
-    run = quick_jit(sigmoid_attention, static_argnames=("causal", "alpha", "bias"))
+    run = jax.jit(sigmoid_attention, static_argnames=("causal", "alpha", "bias"))
     y = run(zeros, zeros, ones, causal=True, alpha=0.5, segment_ids=ids)
     assert_close(y[:, 0], np.sqrt([1, 2, 3, 1, 1, 2]) / 2, 1e-6)
     y = run(zeros, zeros, ones, causal=False, alpha=0.0, bias="-log_n", segment_ids=ids)
@@ -177,7 +176,7 @@ def test_decoding_from_a_buffer_gives_the_rows_of_the_whole(rng, small_blocks):
     """Blocks of 3 queries, at another position in each sequence, with one compiled function; junk after the end."""
     capacity, size = T + 6, 3
     case = draw_case(rng, (2,), T, d_key=K, d_value=V, mean_length=5)
-    attend = quick_jit(functools.partial(sigmoid_attention, alpha=0.75, bias="-log_n"))
+    attend = jax.jit(functools.partial(sigmoid_attention, alpha=0.75, bias="-log_n"))
     whole, packed = (
         np.float64(attend(*case[:3], segment_ids=ids)) for ids in (np.zeros(T, np.int32), case.segment_ids)
     )
@@ -185,7 +184,7 @@ def test_decoding_from_a_buffer_gives_the_rows_of_the_whole(rng, small_blocks):
     junk = lambda x: np.concatenate([x, 1e6 * np.ones((2, capacity - T, x.shape[-1]), np.float32)], axis=1)
     documents = np.apply_along_axis(document_numbers, -1, case.segment_ids)
     begins = np.stack([np.searchsorted(row, row) for row in documents])
-    run = quick_jit(functools.partial(sigmoid_attention_cached, alpha=0.75, bias="-log_n"))
+    run = jax.jit(functools.partial(sigmoid_attention_cached, alpha=0.75, bias="-log_n"))
     for n in np.stack([rng.permutation(np.arange(size, T + 1)), rng.permutation(np.arange(size, T + 1))], axis=1):
         rows = n[:, None] - size + np.arange(size)
         pick = lambda x, rows=rows: np.take_along_axis(x, rows[..., None], axis=1)
@@ -197,7 +196,7 @@ def test_decoding_from_a_buffer_gives_the_rows_of_the_whole(rng, small_blocks):
 
 def test_an_offset_places_the_queries_and_who_sees_nothing_gets_0(rng):
     q, k, v = draw_case(rng, (), 3, T, K, V)[:3]
-    run = quick_jit(sigmoid_attention_cached, static_argnames="causal")
+    run = jax.jit(sigmoid_attention_cached, static_argnames="causal")
     assert not np.any(run(q, k, v, 0))
     want = truth(q, k[:5], v[:5], np.ones((3, 5)) * (np.arange(5) <= np.array([3, 4, 5])[:, None]), 1.0, 0.0)
     assert_close(run(q, k, v, 5, offset=3), want, 1e-6)
@@ -205,7 +204,7 @@ def test_an_offset_places_the_queries_and_who_sees_nothing_gets_0(rng):
     assert_close(run(q, k, v, T + 9, causal=False), truth(q, k, v, np.ones((3, T)), 1.0, 0.0), 1e-6)
     before = np.asarray(run(q, k, v, 2))  # the first of the three would be token -1
     assert not np.any(before[0]) and np.all(np.any(before[1:], axis=-1))
-    gradient = quick_jit(jax.grad(lambda v: jnp.sum(sigmoid_attention_cached(q, k, v, 5))))(v)
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(sigmoid_attention_cached(q, k, v, 5))))(v)
     assert np.all(gradient[:5]) and not np.any(gradient[5:])
 
 
@@ -218,7 +217,7 @@ def test_jit_vmap_grad_and_checkpoint_compose(rng, small_blocks):
     g = rng.standard_normal((2, T, V)).astype(np.float32)
     call = jax.checkpoint(lambda q, k, v, ids: sigmoid_attention(q, k, v, segment_ids=ids))
     gradients = jax.grad(lambda q, k, v, ids, g: jnp.sum(g * call(q, k, v, ids)), argnums=(0, 1, 2))
-    got = quick_jit(jax.vmap(gradients))(*case[:3], case.segment_ids, g)
+    got = jax.jit(jax.vmap(gradients))(*case[:3], case.segment_ids, g)
     want = truth(*case[:3], seen_by(T, T, True, case.segment_ids), 1.0, 0.0, g)[1]
     for name, x, expected in zip("qkv", got, want, strict=True):
         assert_close(x, expected, 1e-6, f"gradient by {name}")
@@ -229,7 +228,7 @@ def test_half_precision_is_taken_up_to_float32(dtype, rng):
     case = draw_case(rng, (), T, d_key=K, d_value=V)
     half = [x.astype(dtype) for x in case[:3]]
     want = truth(*half, seen_by(T, T, True, None), 1.0, 0.0)
-    run = quick_jit(lambda *arrays: sigmoid_attention(*arrays))
+    run = jax.jit(lambda *arrays: sigmoid_attention(*arrays))
     y = run(*half)
     assert y.dtype == dtype
     assert_close(y, want, 2.0**-8)

@@ -7,7 +7,6 @@ import pytest
 from heinsen.models import REMAT_POLICIES
 from heinsen.ops import softmax
 from tests.arrays import to_jax
-from tests.ops.quick import quick_jit
 
 B, H, K = 2, 3, 4
 
@@ -34,7 +33,7 @@ def test_blocks_of_queries_equal_all_pairs(rng, monkeypatch, causal, documents):
     if documents:
         sees = sees & (ids[..., :, None] == ids[..., None, :])
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v):
         y, back = jax.vjp(lambda *qkv: softmax.softmax_attention(*qkv, to_jax(ids), causal), q, k, v)
         return y, back(slopes)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from heinsen.ops import window
-from tests.ops.quick import quick_jit
 from tests.ops.test_softmax import by_pairs
 
 B, H, T, K, W = 2, 3, 23, 4, 5
 QUICK = dict(static_argnums=3)
-window_attention = quick_jit(window.window_attention, **QUICK)
+window_attention = jax.jit(window.window_attention, **QUICK)
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_blocks_of_queries_equal_all_pairs(rng, causal):
     q, k, v, slopes, begins = draw(rng)
     slots = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
 
-    @quick_jit
+    @jax.jit
     def run(q, k, v):
         if causal:
             attend = lambda q, k, v: window.window_attention(q, k, v, W, None, slots, first_of(begins, slots))
@@ -64,7 +63,7 @@ def test_ragged_pieces_and_steps_equal_the_whole(rng):
     q, k, v, _, begins = draw(rng)
     wanted, _ = by_pairs(q, k, v, seen(begins), np.zeros_like(v))
     ring = window.init_ring(B, H, W, K, K, jnp.float32)
-    n_seen, append = np.zeros(B, int), quick_jit(window.append_ring)
+    n_seen, append = np.zeros(B, int), jax.jit(window.append_ring)
     for size in (11, 1, 3):
         lengths = rng.permutation([size, int(rng.integers(0, size + 1))])
         slots = n_seen[:, None] + np.arange(size)
@@ -77,7 +76,7 @@ def test_ragged_pieces_and_steps_equal_the_whole(rng):
         ring = append(ring, *arrays[1:], slots, jnp.asarray(valid))
         np.testing.assert_allclose(*(np.where(valid[:, None, :, None], x, 0) for x in (y, take(wanted))), atol=2e-5)
         n_seen = n_seen + lengths
-    step = quick_jit(window.step_window)
+    step = jax.jit(window.step_window)
     for _ in range(T - n_seen.max()):
         at = n_seen[:, None, None, None]
         first = np.take_along_axis(np.asarray(first_of(begins, np.arange(T))), n_seen[:, None], axis=1)

@@ -1,4 +1,4 @@
-"""The implementations to test anywhere; jax.jit with less of the optimization that takes most of the tests' time."""
+"""The implementations to test anywhere, and jax.jit as users have it."""
 
 import contextlib
 import functools
@@ -23,9 +23,7 @@ def _known(**options):
     return {name: value for name, value in options.items() if is_known(name)}
 
 
-quick_jit = functools.partial(
-    jax.jit, compiler_options=_known(xla_backend_optimization_level=0, xla_cpu_use_fusion_emitters=False)
+# With the optimization that tests/conftest.py turns off for all other compilations.
+user_jit = functools.partial(
+    jax.jit, compiler_options=_known(xla_backend_optimization_level=3, xla_cpu_use_fusion_emitters=True)
 )
-
-# tests/conftest.py turns the emitters off for all other compilations.
-user_jit = functools.partial(jax.jit, compiler_options=_known(xla_cpu_use_fusion_emitters=True))
