@@ -179,6 +179,18 @@ def test(
     return {name: found[file] for name, file in files.items()}
 
 
+def common_rate(tuning: Tuning) -> float:
+    """Return the learning rate with the lowest loss on average over the contestants. Raises ExperimentError."""
+    rates = set.intersection(*(set(losses) for losses in tuning.values()))
+    means = {rate: statistics.fmean(losses[rate] for losses in tuning.values()) for rate in sorted(rates)}
+    if not means or math.isinf(min(means.values())):
+        raise tools.ExperimentError(
+            f"{', '.join(tuning)}: one of them has crashed at each learning rate: give lower --learning_rates, and "
+            "another --out"
+        )
+    return best_rate(means)
+
+
 # ---- words ----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from experiments.associative_recall import report as recall_report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.attention_comparison.report import growth
 from experiments.comparison_2m.contestants import CONTEST as LARGER
-from experiments.contest import versus
+from experiments.contest import common_rate, versus
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
 from experiments.ladder.contestants import KINDS, Size, contest_of, parse_size
@@ -126,6 +126,13 @@ def test_initial_outputs_are_exchanged(form, tmp_path, rng):
     np.testing.assert_allclose(scale * form_growth(form, 512) / form_growth(other, 512), 1, rtol=1e-5)
     del params["layers"]["w2"], own["layers"]["w2"]
     jax.tree.map(np.testing.assert_array_equal, params, dict(own))
+
+
+def test_the_common_rate_is_the_best_for_all_where_none_has_crashed():
+    losses = {"a": {1e-3: 2.0, 2e-3: 1.0, 4e-3: 0.5}, "b": {1e-3: 2.5, 2e-3: 3.0, 4e-3: np.inf}}
+    assert common_rate(losses) == 2e-3
+    with pytest.raises(ExperimentError, match="a, b: one of them has crashed at each"):
+        common_rate({"a": {1e-3: np.inf, 2e-3: 1.0}, "b": {1e-3: 1.0, 2e-3: np.inf}})
 
 
 def test_differences_are_those_of_equal_seeds():
@@ -457,11 +464,14 @@ def test_the_larger_comparison_from_its_command_to_its_report(commands, corpus, 
 def test_sigmoid_training_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/sigmoid_training/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--tokens=110000"]
     command += ["--learning_rates=3e-3,6e-3", "--documents=2", "--read=40"]
-    end = commands.run(*command, n_programs=2 * (4 + 2) + 4)
+    end = commands.run(*command, n_programs=2 * (4 + 2) + 2 * 4)
     assert end.returncode == 0, end.stderr
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
     assert report in end.stdout
-    assert set(results["positions"]) == set(results["norms"]) == set(FORMS) < set(results["rates"])
+    assert set(FORMS) < set(results["rates"])
+    for each in results["beyond"].values():
+        assert set(each["rates"]) == set(each["positions"]) == set(each["norms"]) == set(FORMS)
+    assert len(set(results["beyond"]["alike"]["rates"].values())) == 1
     for figure in ("lengths", "rates"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,7 +20,22 @@ EXCHANGED = {
 Norms = Mapping[str, Mapping[int, Sequence[float]]]  # {form: {n: RMS of each layer's attention over n tokens}}
 
 
-def write(out: Path, grid: list[RunView], exchanged: list[RunView], positions: contexts.Positions, norms: Norms) -> str:
+class Beyond(NamedTuple):
+    """One run of each form beyond the training length."""
+
+    rates: dict[str, float]  # {form: learning rate}
+    positions: contexts.Positions
+    norms: Norms
+
+
+class Found(NamedTuple):
+    """The runs with the lowest loss of each form, and those at the one learning rate that is best for all of them."""
+
+    best: Beyond
+    alike: Beyond
+
+
+def write(out: Path, grid: list[RunView], exchanged: list[RunView], found: Found) -> str:
     """Write the report and its figures, and return it."""
     results = dict(
         machine=tools.describe_machine(),
@@ -28,9 +43,8 @@ def write(out: Path, grid: list[RunView], exchanged: list[RunView], positions: c
         tokens=max(run.tokens for run in grid),
         rates={form: CONTEST.losses(form, grid) for form in FORMS}
         | {name: CONTEST.losses(form, exchanged) for form, name in EXCHANGED.items()},
-        positions=positions,
-        norms=norms,
-        law={form: {n: growth(form, n) for n in found} for form, found in norms.items()},
+        beyond={name: each._asdict() for name, each in found._asdict().items()},
+        law={form: {n: growth(form, n) for n in norms} for form, norms in found.best.norms.items()},
     )
     plot_lengths(out / "lengths.png", results)
     plot_rates(out / "rates.png", results["rates"])
@@ -44,17 +58,17 @@ def write(out: Path, grid: list[RunView], exchanged: list[RunView], positions: c
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of report.md."""
     length = CONTEST.get_config().sequence_length
-    farthest = max(next(iter(results["norms"].values())))
+    beyond, law = results["beyond"], results["law"]
+    farthest = max(next(iter(law.values())))
     return [
         "# Sigmoid attention in trained models",
         "",
-        f"**At {farthest // length} times the training length the attention's RMS is "
-        + ", ".join(f"{ratio(results['norms'][form]):.2f} times as large with {form}" for form in FORMS)
-        + " (the law predicts "
-        + ", ".join(f"{law_ratio(results, form):.2f}" for form in FORMS)
-        + "); the loss over the last half of such a text is "
-        + ", ".join(last_difference(results["positions"][form]) for form in FORMS)
-        + " nats per byte above that in windows. The lowest validation losses over learning rates are "
+        f"**At {farthest // length} times the training length the attention's RMS is, by the law, "
+        + ", ".join(f"{law_ratio(law[form]):.2f} times as large with {form}" for form in FORMS)
+        + f"; measured, {grown(beyond['alike'])} in models trained at the same learning rate "
+        f"({beyond['alike']['rates'][ONE]:g}), and {grown(beyond['best'])} at the best rate of each. "
+        f"The loss over the last half of such a text is {worse(beyond['alike'])} nats per byte above that in windows, "
+        f"and {worse(beyond['best'])} at the best rates. The lowest validation losses over learning rates are "
         + ", ".join(best_of(name, losses) for name, losses in results["rates"].items())
         + ".**",
         "",
@@ -69,19 +83,27 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         "## Beyond the training length",
         "",
-        "The best run of each form on long documents of the corpus's last training file, read from their start: loss "
-        f"in nats per byte by position, and in parentheses the difference to windows of {length}; * where its 95% "
-        "interval (over documents) excludes 0.",
-        "",
-        *contexts.table(results["positions"]),
+        "Models on long documents of the corpus's last training file, read from their start: loss in nats per byte by "
+        f"position, and in parentheses the difference to windows of {length}; * where its 95% interval (over "
+        "documents) excludes 0.",
         "",
         "RMS of the attention over the first n tokens of a document: of each layer over the training length, and "
         "relative to it, geometric mean over layers; in parentheses that of the law, for logits of 0 and equal values. "
         "A layer whose RMS is orders of magnitude below the others' adds nothing to the model.",
         "",
-        *norms_table(results),
-        "",
         "![Loss and norms beyond the training length](lengths.png)",
+        "",
+        "### The same learning rate for all",
+        "",
+        *contexts.table(beyond["alike"]["positions"]),
+        "",
+        *norms_table(beyond["alike"]["norms"], law),
+        "",
+        "### The best learning rate of each",
+        "",
+        *contexts.table(beyond["best"]["positions"]),
+        "",
+        *norms_table(beyond["best"]["norms"], law),
     ]
 
 
@@ -90,19 +112,21 @@ def mean_norm(layers: Sequence[float]) -> float:
     return math.exp(sum(math.log(x) for x in layers) / len(layers))
 
 
-def ratio(norms: Mapping[int, Sequence[float]]) -> float:
-    """Return how many times as large the attention is at the largest length as at the training length."""
-    return mean_norm(norms[max(norms)]) / mean_norm(norms[min(norms)])
-
-
-def law_ratio(results: Mapping[str, Any], form: str) -> float:
-    law = results["law"][form]
+def law_ratio(law: Mapping[int, float]) -> float:
+    """Return how many times as large the attention is at the largest length as at the training length, by the law."""
     return law[max(law)] / law[min(law)]
 
 
-def last_difference(found: Mapping[str, Any]) -> str:
-    last = found["ranges"][-1]
-    return f"{last['difference']:+.3f}{contexts.significance(last)}"
+def grown(beyond: Mapping[str, Any]) -> str:
+    """Return `law_ratio` as measured, for all forms."""
+    ratios = [mean_norm(norms[max(norms)]) / mean_norm(norms[min(norms)]) for norms in beyond["norms"].values()]
+    return ", ".join(f"{each:.2f}" for each in ratios)
+
+
+def worse(beyond: Mapping[str, Any]) -> str:
+    """Return how much higher the loss is over the last half of long texts than in windows, for all forms."""
+    last = [found["ranges"][-1] for found in beyond["positions"].values()]
+    return ", ".join(f"{each['difference']:+.3f}{contexts.significance(each)}" for each in last)
 
 
 def best_of(name: str, losses: Mapping[float, float]) -> str:
@@ -110,12 +134,12 @@ def best_of(name: str, losses: Mapping[float, float]) -> str:
     return f"{losses[rate]:.3f} ({name}, at {rate:g})"
 
 
-def norms_table(results: Mapping[str, Any]) -> list[str]:
-    lengths = list(next(iter(results["norms"].values())))
+def norms_table(measured: Norms, law: Mapping[str, Mapping[int, float]]) -> list[str]:
+    lengths = list(next(iter(measured.values())))
     rows = []
-    for form, norms in results["norms"].items():
-        first, law = mean_norm(norms[lengths[0]]), results["law"][form]
-        cells = [f"{mean_norm(norms[n]) / first:.3f} ({law[n] / law[lengths[0]]:.3f})" for n in lengths[1:]]
+    for form, norms in measured.items():
+        first, expected = mean_norm(norms[lengths[0]]), law[form]
+        cells = [f"{mean_norm(norms[n]) / first:.3f} ({expected[n] / expected[lengths[0]]:.3f})" for n in lengths[1:]]
         rows.append([form, ", ".join(f"{layer:.2g}" for layer in norms[lengths[0]]), *cells])
     return tools.table(["", f"RMS of each layer, n = {lengths[0]:,}", *(f"n = {n:,}" for n in lengths[1:])], rows)
 
@@ -125,26 +149,28 @@ def norms_table(results: Mapping[str, Any]) -> list[str]:
 
 def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
     """Draw the loss by position, streaming and in windows, and the growth of the attention beside its law."""
-    figure, (left, right) = tools.make_figure(1, 2, figsize=(11, 5))
-    for index, (form, found) in enumerate(results["positions"].items()):
-        middles = [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
-        left.plot(middles, [each["streaming"] for each in found["ranges"]], color=f"C{index}", lw=1.4, label=form)
-        left.plot(middles, [each["windows"] for each in found["ranges"]], ".", color=f"C{index}", ms=4)
-        norms, law = results["norms"][form], results["law"][form]
-        lengths = list(norms)
-        right.plot(
-            lengths, [mean_norm(norms[n]) / mean_norm(norms[lengths[0]]) for n in lengths], "o", color=f"C{index}"
-        )
-        right.plot(lengths, [law[n] / law[lengths[0]] for n in lengths], "-", color=f"C{index}", lw=1)
-    window = next(iter(results["positions"].values()))["window"]
-    left.axvline(window, color="0.5", lw=0.8, ls=":")
-    left.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(1, 5), xscale="log")
-    left.set_title(f"Dots: in windows of {window}, the training length", fontsize=9)
-    right.set(xlabel="tokens", ylabel="RMS of the attention, relative", xscale="log", yscale="log")
-    right.set_title("Dots: measured; lines: the law", fontsize=9)
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3, which="both")
+    figure, rows = tools.make_figure(2, 2, figsize=(11, 9))
+    titles = dict(alike="the same learning rate for all", best="the best learning rate of each")
+    for (left, right), (which, title) in zip(rows, titles.items(), strict=True):
+        beyond = results["beyond"][which]
+        for index, (form, found) in enumerate(beyond["positions"].items()):
+            middles = [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
+            left.plot(middles, [each["streaming"] for each in found["ranges"]], color=f"C{index}", lw=1.4, label=form)
+            left.plot(middles, [each["windows"] for each in found["ranges"]], ".", color=f"C{index}", ms=4)
+            norms, law = beyond["norms"][form], results["law"][form]
+            lengths = list(norms)
+            measured = [mean_norm(norms[n]) / mean_norm(norms[lengths[0]]) for n in lengths]
+            right.plot(lengths, measured, "o", color=f"C{index}")
+            right.plot(lengths, [law[n] / law[lengths[0]] for n in lengths], "-", color=f"C{index}", lw=1)
+        window = next(iter(beyond["positions"].values()))["window"]
+        left.axvline(window, color="0.5", lw=0.8, ls=":")
+        left.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(1, 5), xscale="log")
+        left.set_title(f"{title}. Dots: in windows of {window}, the training length", fontsize=9)
+        right.set(xlabel="tokens", ylabel="RMS of the attention, relative", xscale="log", yscale="log")
+        right.set_title(f"{title}. Dots: measured; lines: the law", fontsize=9)
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.grid(alpha=0.3, which="both")
     place_legend(figure, 4)
     tools.save_figure(figure, path)
 

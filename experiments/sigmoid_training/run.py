@@ -5,11 +5,12 @@
 CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. Every form of contestants.py is trained
 at each learning rate. Two controlled sets of runs separate the learning rate from the scale of the initial outputs:
 alpha = 1 with the initial scale of alpha = 1.5, and the reverse. The best run of each form then reads documents of 16
-times the training length (--read). OUT receives data/, starts/, the sweeps grid/ and exchanged/, long/, and the report:
-report.md, results.json, lengths.png, rates.png.
+times the training length (--read), and so does that at the learning rate that is best for all of them. OUT receives
+data/, starts/, the sweeps grid/ and exchanged/, long/, and the report: report.md, results.json, lengths.png, rates.png.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from absl import app, flags
@@ -38,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import contexts, tools
-from experiments.contest import RATE
+from experiments.contest import RATE, common_rate
 from experiments.sigmoid_training import report
 from experiments.sigmoid_training.contestants import CONTEST, FORMS, ONE, STEEPER, exchanged_scale, write_start
 from heinsen.models import activation_rms
@@ -65,13 +66,13 @@ def run(out: Path, parallel: int) -> str:
     splits = contexts.prepare(Path(CORPUS.value), out, DOCUMENTS.value, 8 * READ.value)  # reads an eighth of each
     grid = train(out, "grid", dict.fromkeys(FORMS, 1.0), rates, parallel)
     exchanged = train(out, "exchanged", {form: exchanged_scale(form) for form in (ONE, STEEPER)}, rates, parallel)
-    best = [best_run(form, grid) for form in FORMS]
-    positions = contexts.by_position(CONTEST, FORMS, out / "grid", best, splits, out / "long", parallel)
     length = CONTEST.get_config().sequence_length
     lengths = [n for i in range(20) if (n := length * 2**i) <= READ.value] or [READ.value]
-    split = splits[0].split
-    norms = {form: measure_norms(out, form, each, split, lengths) for form, each in zip(FORMS, best, strict=True)}
-    return report.write(out, grid, exchanged, positions, norms)
+    best = {form: best_run(form, grid) for form in FORMS}
+    rate = common_rate({form: CONTEST.losses(form, grid) for form in FORMS})
+    alike = {form: run for form in FORMS for run in CONTEST.runs_of(form, grid) if run.run.point[RATE] == rate}
+    measured = [measure(out, runs, splits, lengths, parallel) for runs in (best, alike)]
+    return report.write(out, grid, exchanged, report.Found(*measured))
 
 
 def train(out: Path, name: str, scales: dict[str, float], rates: list[float], parallel: int) -> list[RunView]:
@@ -92,6 +93,15 @@ def best_run(form: str, runs: list[RunView]) -> RunView:
     if best is None:
         raise tools.ExperimentError(f"{form} has crashed at all --learning_rates: give lower ones, and another --out")
     return best
+
+
+def measure(
+    out: Path, runs: Mapping[str, RunView], splits: tuple[contexts.Documents, ...], lengths: list[int], parallel: int
+) -> report.Beyond:
+    """Measure one run of each form beyond the training length."""
+    positions = contexts.by_position(CONTEST, FORMS, out / "grid", [*runs.values()], splits, out / "long", parallel)
+    norms = {form: measure_norms(out, form, run, splits[0].split, lengths) for form, run in runs.items()}
+    return report.Beyond({form: run.run.point[RATE] for form, run in runs.items()}, positions, norms)
 
 
 def measure_norms(out: Path, form: str, run: RunView, split: str, lengths: list[int]) -> dict[int, list[float]]:
