@@ -153,7 +153,7 @@ class Contest:
         axes.yaxis.set_major_formatter("{x:.1f}")
         axes.yaxis.set_minor_formatter("{x:.1f}")
         axes.grid(alpha=0.3, which="both")
-        place_legend(figure, 4)
+        place_legend(figure)
         tools.save_figure(figure, path)
 
 

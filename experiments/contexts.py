@@ -178,5 +178,5 @@ def plot(path: Path, measured: Measured) -> None:
     axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    place_legend(figure, 2)
+    place_legend(figure)
     tools.save_figure(figure, path)

@@ -13,15 +13,18 @@ def pyplot() -> Any:
     return plt
 
 
-def place_legend(figure: Any, n_columns: int = 3) -> None:
-    """Put one legend below all panels of a figure of constrained layout, with each label once."""
+def place_legend(figure: Any) -> None:
+    """Put one legend below all panels of a figure of constrained layout, with each label once: as wide as fits."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         found |= dict(zip(labels, handles, strict=True))
-    if found:
-        columns = min(n_columns, len(found))
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize="small")
+    for n_rows in range(1, len(found) + 1):
+        options = dict(loc="outside lower center", ncols=-(-len(found) // n_rows), fontsize="small")
+        legend = figure.legend(found.values(), found.keys(), **options)
+        if n_rows == len(found) or legend.get_window_extent().width <= 0.98 * figure.bbox.width:
+            break
+        legend.remove()
 
 
 def count_tokens(axis: Any) -> None:

@@ -300,7 +300,7 @@ def plot(results: Sequence[Results], path: Path) -> None:
     axes.set(title=results[-1]["task"], xlabel="items in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    place_legend(figure, 2)
+    place_legend(figure)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
 

@@ -135,5 +135,5 @@ def plot(path: Path, results: dict[str, Any]) -> None:
         axes.set(title=f"{n} pairs in {grid['spread'] * n} tokens{seen}", ylim=(-0.02, 1.02), xscale="log")
         axes.set(xlabel="numbers in the state", ylabel="right answers")
         axes.grid(alpha=0.3)
-    place_legend(figure, 4)
+    place_legend(figure)
     tools.save_figure(figure, path)

@@ -172,7 +172,7 @@ def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
     smallest, largest = axes.get_xlim()
     axes.set_xlim(smallest, 4 * largest)  # room for names
     axes.grid(alpha=0.3)
-    place_legend(figure, 2)
+    place_legend(figure)
     figure.canvas.draw()
     name_points(axes, points)
     tools.save_figure(figure, path)

@@ -171,7 +171,7 @@ def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.grid(alpha=0.3, which="both")
-    place_legend(figure, 4)
+    place_legend(figure)
     tools.save_figure(figure, path)
 
 
@@ -182,5 +182,5 @@ def plot_rates(path: Path, rates: Mapping[str, Mapping[float, float]]) -> None:
         axes.plot(list(finite), list(finite.values()), "o--" if name in EXCHANGED.values() else "o-", ms=4, label=name)
     axes.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
     axes.grid(alpha=0.3, which="both")
-    place_legend(figure, 2)
+    place_legend(figure)
     tools.save_figure(figure, path)

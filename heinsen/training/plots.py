@@ -123,7 +123,7 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
     for axes in grid[-1]:
         axes.set_xlabel("tokens")
     figure.supylabel("time constant (tokens)")
-    place_legend(figure, 3 * n_columns)
+    place_legend(figure)
     path = workdir / "plots" / "time_constants.png"
     write_figure(path, figure, dpi=120)
     plt.close(figure)

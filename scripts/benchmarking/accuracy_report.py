@@ -94,7 +94,7 @@ def plot(summary: Summary, path: Path) -> Path:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("error / tolerance")
-    place_legend(figure, 2 * n_panels)
+    place_legend(figure)
     figure.suptitle(f"accuracy against float64: {summary['device']}")
     write_figure(path, figure, dpi=120)
     plt.close(figure)

@@ -88,7 +88,7 @@ def plot(summary: Summary, path: Path) -> Path:
             axis.set(xlabel="tokens T", ylabel=label, title=dtype)
             axis.grid(alpha=0.3)
     figure.suptitle(f"{_shape(summary).replace('causal,', 'causal attention,')}: {summary['device']}")
-    place_legend(figure, 4)
+    place_legend(figure)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path

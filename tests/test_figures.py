@@ -1,0 +1,42 @@
+"""Legends: whole, below all panels, with each label once."""
+
+import numpy as np
+import pytest
+
+from heinsen.figures import place_legend, pyplot
+
+
+@pytest.mark.parametrize("size", [(5, 4), (8, 5), (11, 9)])
+def test_legends_are_whole_and_below_all_panels(rng, size):
+    figure, panels = pyplot().subplots(1, 2, figsize=size, layout="constrained")
+    labels = ["".join(rng.choice([*"abc, "], rng.integers(2, 45))) + str(i) for i in range(rng.integers(1, 12))]
+    for axes in panels:
+        for label in labels:
+            axes.plot([1, 2], rng.standard_normal(2), label=label)
+        axes.set(xlabel="tokens")
+    place_legend(figure)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.width and 0 <= box.y0
+    assert all(box.y1 <= axes.get_tightbbox().y0 for axes in panels)
+    assert sorted(text.get_text() for text in legend.get_texts()) == sorted(labels)
+    pyplot().close(figure)
+
+
+def test_short_labels_share_a_row():
+    figure, axes = pyplot().subplots(figsize=(6, 4), layout="constrained")
+    for label in "abcd":
+        axes.plot(np.arange(2), label=label)
+    place_legend(figure)
+    figure.draw_without_rendering()
+    assert len({round(text.get_window_extent().y0) for text in figure.legends[0].get_texts()}) == 1
+    pyplot().close(figure)
+
+
+def test_a_figure_without_labels_has_no_legend():
+    figure, axes = pyplot().subplots()
+    axes.plot([1, 2])
+    place_legend(figure)
+    assert not figure.legends
+    pyplot().close(figure)
