@@ -1,12 +1,13 @@
 """report.md, results.json and the figures, from the measurements."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 
 from experiments import contest, contexts, tools
 from experiments.contest import Contest
@@ -20,6 +21,19 @@ QUESTIONS = {
     "parts": "What a gate is worth, and what helps beside it",
     "combined": "Parts together",
     "blocks": "The paper's block or GPT-2's, logarithms of values or values",
+}
+# The names in the figure of the sizes of states: the baselines, a gate, and the best parts beside it.
+NAMED = {
+    "paper's",
+    "gate",
+    "gate, convolution",
+    "gate, output gate, convolution, no positions",
+    "linear",
+    "linear, gate",
+    "linear, gate, output gate, convolution",
+    "softmax",
+    "softmax, GPT-2's block",
+    "softmax, GPT-2's block, output gate, convolution",
 }
 
 
@@ -94,6 +108,8 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         "![Bits per byte by the size of the state](state_size.png)",
         "",
+        "All contestants of the tables below. Names are those of the baselines, of a gate, and of the best parts.",
+        "",
         *(
             line
             for name, found in contests.items()
@@ -160,8 +176,8 @@ def contexts_section(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw the bits per byte by the size of the state, after as many tokens as are counted first."""
-    figure, axes = tools.make_figure(figsize=(9, 8))
+    """Draw the bits per byte by the size of the state, after as many tokens as are counted first; name `NAMED`."""
+    figure, axes = tools.make_figure(figsize=(9, 6))
     points: dict[str, tuple[float, float]] = {}
     for index, (question, found) in enumerate(contests.items()):
         means = {name: statistics.fmean(seeds.values()) for name, seeds in found["bits_per_byte"].items()}
@@ -174,19 +190,20 @@ def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
     axes.grid(alpha=0.3)
     place_legend(figure)
     figure.canvas.draw()
-    name_points(axes, points)
+    name_points(axes, points, NAMED & points.keys())
     tools.save_figure(figure, path)
 
 
-def name_points(axes: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write each point's name beside it, above the names that it would cover, with a line to the point."""
-    taken: list[Any] = []
+def name_points(axes: Any, points: Mapping[str, tuple[float, float]], names: Collection[str]) -> None:
+    """Write some points' names beside them, above the names and points that they would cover, with lines to them."""
+    places = axes.transData.transform(list(points.values()))
+    taken: list[Any] = [Bbox([place - 5, place + 5]) for place in places]
 
     def extent(label: Annotation) -> Any:
         label.get_window_extent()  # with its line; this places it
         return Text.get_window_extent(label)
 
-    for name, point in sorted(points.items(), key=lambda item: item[1][1]):
+    for name, point in sorted(((name, points[name]) for name in names), key=lambda item: item[1][1]):
         line = dict(arrowstyle="-", color="0.6", lw=0.5, shrinkA=0, shrinkB=3)
         label = axes.annotate(name, point, (9, -2), textcoords="offset points", fontsize=7, arrowprops=line)
         while any(extent(label).overlaps(other) for other in taken):
