@@ -36,6 +36,8 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
         arguments, problem = values(argv), None
     except flags.Error as error:
         arguments, problem = [], str(error)
+        if missing := re.search(r"Flag --(\w+) must have a value other than None", problem):
+            problem = f"--{missing[1]} is missing: {values[missing[1]].help}"
     for name in values:
         if name not in may_be_empty and _is_empty(values[name]):
             _exit_for_empty(f"--{name}=")

@@ -29,7 +29,7 @@ PLACEHOLDERS |= {"[": "", "]": "", "/NAME": "/small", "FILE.png": "positions.png
 
 # What the long test leaves out: downloads, clusters, compilers of other machines, and what test_experiments.py runs.
 NOT_HERE = ("build_corpus.py", "=monology/", "=mit-han-lab/", "hf ", "sbatch", "--target=", "experiments/", "--tasks=")
-NOT_HERE += ("--distributed", "pip ", "git ", "make ", ". .venv")
+NOT_HERE += ("=s3://", "--distributed", "pip ", "git ", "make ", ". .venv")
 # Its small configs, in place of those of the pages.
 SMALL = """
 from configs import {base}
@@ -73,7 +73,7 @@ SMALLER = {
 def lines(*pages: Path) -> list[str]:
     """Return the command lines of pages, whole, with what a reader would have filled in."""
     text = re.sub(r"\\\n\s+", "", "\n".join(page.read_text() for page in pages))
-    found = re.findall(r"^    ((?:python|cat|for) .*?)(?:  +#.*)?$", text, re.MULTILINE)
+    found = re.findall(r"^(?: {4}| {8})((?:python|cat|for) .*?)(?:  +#.*)?$", text, re.MULTILINE)
     for old, new in PLACEHOLDERS.items():
         found = [line.replace(old, new) for line in found]
     return found
