@@ -223,8 +223,8 @@ def best_rate(losses: Mapping[float, float]) -> float:
     return min(losses, key=losses.__getitem__)
 
 
-def tuning_section(tuning: Tuning, title: str = "Tuning") -> list[str]:
-    """Return the section of a report on the tuning."""
+def tuning_section(tuning: Tuning, title: str = "Tuning", runs: str = "shorter runs") -> list[str]:
+    """Return the section of a report on the tuning by such runs."""
     at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
     note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
     rates = sorted({rate for losses in tuning.values() for rate in losses})
@@ -234,7 +234,7 @@ def tuning_section(tuning: Tuning, title: str = "Tuning") -> list[str]:
     return [
         f"## {title}",
         "",
-        f"Validation loss in nats per token of shorter runs with one seed, by learning rate.{note}",
+        f"Validation loss in nats per token of {runs} with one seed, by learning rate.{note}",
         "",
         *tools.table(["", *(f"{rate:g}" for rate in rates)], rows),
         "",

@@ -78,7 +78,7 @@ def report(results: dict[str, Any]) -> list[str]:
         f"by a factor in W2's initial values, {exchanged_scale(ONE):.3f} or {exchanged_scale(STEEPER):.3g}, the ratio "
         "by the law over a window; all else is as in the runs with their own scale.",
         "",
-        *contest.tuning_section(results["rates"], "Learning rates"),
+        *contest.tuning_section(results["rates"], "Learning rates", "all runs"),
         "![Validation loss by learning rate](rates.png)",
         "",
         "## Beyond the training length",
@@ -164,13 +164,15 @@ def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
             right.plot(lengths, [law[n] / law[lengths[0]] for n in lengths], "-", color=f"C{index}", lw=1)
         window = next(iter(beyond["positions"].values()))["window"]
         left.axvline(window, color="0.5", lw=0.8, ls=":")
-        left.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(1, 5), xscale="log")
+        left.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(2, 4), xscale="log")
         left.set_title(f"{title}. Dots: in windows of {window}, the training length", fontsize=9)
         right.set(xlabel="tokens", ylabel="RMS of the attention, relative", xscale="log", yscale="log")
         right.set_title(f"{title}. Dots: measured; lines: the law", fontsize=9)
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.grid(alpha=0.3, which="both")
+        right.yaxis.set_major_formatter("{x:g}")
+        right.yaxis.set_minor_formatter("{x:g}")
     place_legend(figure)
     tools.save_figure(figure, path)
 
