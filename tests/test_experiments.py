@@ -506,6 +506,16 @@ def test_bad_grids_of_recall_are_named(commands, tmp_path, argument, message):
     assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr
 
 
+def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
+    """The one that trains without a corpus; the others are long tests."""
+    command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--small", "--kinds=heinsen-gate"]
+    end = commands.run(*command, "--pairs=1,2", "--test_pairs=3", "--tokens=78000", n_programs=1)
+    assert end.returncode == 0 and "1 of 1 programs done" in end.stderr, end.stderr
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert set(run["accuracy"]) == {"1", "2", "3"}
+    assert (tmp_path / "report.md").read_text() in end.stdout and (tmp_path / "recall.png").exists()
+
+
 @pytest.mark.long
 def test_recall_from_its_command_to_its_report(commands, tmp_path):
     command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--kinds=softmax,heinsen", "--widths=8"]
