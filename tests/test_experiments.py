@@ -86,6 +86,10 @@ def test_contestants_have_as_many_parameters_within_1_percent(contest):
     assert min(sizes.values()) > 0.99 * paper, sizes
 
 
+def test_names_in_the_figure_of_forgetting_are_contestants():
+    assert {name for contest in CONTESTS.values() for name in contest.contestants} >= forgetting_report.NAMED
+
+
 @pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
 def test_contestants_differ_in_what_they_say(contest):
     models = {name: contest.train_config(name).model for name in contest.contestants}

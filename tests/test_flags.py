@@ -134,6 +134,12 @@ def test_every_field_of_the_config_is_one_that_it_has():
     assert explain_missing("nothing.like.it", config) == "nothing.like.it: the config has no such field"
 
 
+@pytest.mark.parametrize("program, name", [("eval.py", "workdir"), ("experiments/ladder/run.py", "corpus")])
+def test_a_missing_flag_is_named_with_its_meaning(program, name, end_of):
+    told = end_of(program)
+    assert re.match(rf"error: --{name} is missing: [A-Z].* \(--help lists the flags\)$", told), told
+
+
 def test_arguments_that_are_no_flags_are_refused(end_of):
     end = end_of("train.py", "--config=configs/demo.py", "--workdir=x", "more")
     assert end.startswith("error: unexpected arguments ['more']: write --flag=value") and "\n" not in end

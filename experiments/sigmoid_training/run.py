@@ -71,8 +71,15 @@ def run(out: Path, parallel: int) -> str:
     best = {form: best_run(form, grid) for form in FORMS}
     rate = common_rate({form: CONTEST.losses(form, grid) for form in FORMS})
     alike = {form: run for form in FORMS for run in CONTEST.runs_of(form, grid) if run.run.point[RATE] == rate}
-    measured = [measure(out, runs, splits, lengths, parallel) for runs in (best, alike)]
-    return report.write(out, grid, exchanged, report.Found(*measured))
+    own = {run.name: (form, run) for runs in (best, alike) for form, run in runs.items()}
+    norms = {name: measure_norms(out, *each, splits[0].split, lengths) for name, each in own.items()}
+
+    def measure(runs: Mapping[str, RunView]) -> report.Beyond:
+        positions = contexts.by_position(CONTEST, FORMS, out / "grid", [*runs.values()], splits, out / "long", parallel)
+        rates = {form: run.run.point[RATE] for form, run in runs.items()}
+        return report.Beyond(rates, positions, {form: norms[run.name] for form, run in runs.items()})
+
+    return report.write(out, grid, exchanged, report.Found(measure(best), measure(alike)))
 
 
 def train(out: Path, name: str, scales: dict[str, float], rates: list[float], parallel: int) -> list[RunView]:
@@ -93,15 +100,6 @@ def best_run(form: str, runs: list[RunView]) -> RunView:
     if best is None:
         raise tools.ExperimentError(f"{form} has crashed at all --learning_rates: give lower ones, and another --out")
     return best
-
-
-def measure(
-    out: Path, runs: Mapping[str, RunView], splits: tuple[contexts.Documents, ...], lengths: list[int], parallel: int
-) -> report.Beyond:
-    """Measure one run of each form beyond the training length."""
-    positions = contexts.by_position(CONTEST, FORMS, out / "grid", [*runs.values()], splits, out / "long", parallel)
-    norms = {form: measure_norms(out, form, run, splits[0].split, lengths) for form, run in runs.items()}
-    return report.Beyond({form: run.run.point[RATE] for form, run in runs.items()}, positions, norms)
 
 
 def measure_norms(out: Path, form: str, run: RunView, split: str, lengths: list[int]) -> dict[int, list[float]]:
