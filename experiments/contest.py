@@ -5,6 +5,7 @@ several seeds, and tested on a whole split.
 """
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from heinsen.training.run import TrainConfig
 RATE = "optimizer.learning_rate"
 _MOST_EXTENSIONS = 2  # of the grid of learning rates
 
+Trained = Mapping[Path, Sequence[RunView]]  # {folder of a sweep: its runs}
 Bits = Mapping[str, Mapping[int, float]]  # {contestant: {seed: bits per byte}}
 Tuning = Mapping[str, Mapping[float, float]]  # {contestant: {learning rate: validation loss}}; infinite: crashed
 
@@ -134,14 +136,13 @@ class Contest:
         state = jax.eval_shape(lambda: init_model_state(model, 1, n_tokens))
         return sum(leaf.size for leaf in jax.tree.leaves((state.attention, state.convolution)))
 
-    def plot_curves(self, path: Path, names: Iterable[str], folder: Path, final: Sequence[RunView]) -> None:
-        """Draw validation by training bytes: the mean over seeds, in a band from the lowest to the highest.
-
-        folder: of the sweep of the runs `final`.
-        """
+    def plot_curves(self, path: Path, names: Iterable[str], trained: Trained) -> None:
+        """Draw validation by training bytes: the mean over seeds, in a band from the lowest to the highest."""
         figure, axes = tools.make_figure(figsize=(8, 5))
         for index, name in enumerate(names):
-            logs = [read_metrics(folder / run.name) for run in self.runs_of(name, final)]
+            logs = [
+                read_metrics(folder / run.name) for folder, runs in trained.items() for run in self.runs_of(name, runs)
+            ]
             points = [
                 [(e["tokens"], e["validation_bits_per_byte"]) for e in log if "validation_loss" in e] for log in logs
             ]
@@ -159,22 +160,22 @@ class Contest:
 
 def test(
     out: Path,
-    folders: Mapping[Path, Sequence[RunView]],
+    trained: Trained,
     parallel: int,
     by_position: bool = False,
     split_of: Callable[[RunView], str] = lambda run: "test",
 ) -> dict[str, dict]:
-    """Return {run: summary of eval.py on its split}, given {folder of a sweep: its runs}.
+    """Return {run: summary of eval.py on its split}.
 
     Results are kept in out/RUN.json, and the plot of the loss by position, if wanted, in out/RUN.png.
     """
-    files = {run.name: out / f"{run.name}.json" for runs in folders.values() for run in runs}
+    files = {run.name: out / f"{run.name}.json" for runs in trained.values() for run in runs}
     commands = {}
-    for folder, runs in folders.items():
+    for folder, runs in trained.items():
         for run in runs:
-            options = [f"--by_position={(out / run.name).absolute()}.png"] if by_position else []
-            workdir = (folder / run.name).absolute()
-            commands[files[run.name]] = ["eval.py", f"--workdir={workdir}", f"--split={split_of(run)}", *options]
+            options = [f"--by_position={tools.from_root(out / run.name)}.png"] if by_position else []
+            workdir = f"--workdir={tools.from_root(folder / run.name)}"
+            commands[files[run.name]] = ["eval.py", workdir, f"--split={split_of(run)}", *options]
     found = tools.run_programs(commands, parallel)
     return {name: found[file] for name, file in files.items()}
 
@@ -198,7 +199,7 @@ def versus(bits: Bits, name: str, first: str) -> str:
     """Return how far one is above another, by the differences between runs with the same seed (Student's t)."""
     from scipy.stats import t
 
-    differences = [bits[name][seed] - x for seed, x in bits[first].items()]
+    differences = [bits[name][seed] - bits[first][seed] for seed in bits[name].keys() & bits[first].keys()]
     mean = statistics.fmean(differences)
     text = f"{mean:+.4f}"
     if len(differences) > 1:
@@ -216,6 +217,15 @@ def spread(seeds: Mapping[int, float]) -> str:
 def ranked(bits: Bits) -> list[str]:
     """Return the contestants, that with the lowest mean first."""
     return sorted(bits, key=lambda name: statistics.fmean(bits[name].values()))
+
+
+def close_together(bits: Bits) -> list[str]:
+    """Return those whose ranges over seeds touch that of a neighbor in the ranking; none with one seed each."""
+    names = [name for name in ranked(bits) if len(bits[name]) > 1]
+    touching = [
+        pair for pair in itertools.pairwise(names) if max(bits[pair[0]].values()) >= min(bits[pair[1]].values())
+    ]
+    return [name for name in bits if any(name in pair for pair in touching)]
 
 
 def best_rate(losses: Mapping[float, float]) -> float:

@@ -49,7 +49,7 @@ def measure(
     Those whose state is of constant size are trained on streams, too; the others are tested on the documents' first
     parts. `splits` are those of `prepare`, and `out` is in its folder.
     """
-    given = [f"--config.data.path={(out.parent / 'data').absolute()}", *options]
+    given = [f"--config.data.path={tools.from_root(out.parent / 'data')}", *options]
     constant = [name for name in names if not contest.train_config(name).model.has_cache]
 
     def train(kind: str, kinds: list[str], *more: str) -> Positions:

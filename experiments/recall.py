@@ -24,7 +24,7 @@ def measure(out: Path, contestants: Mapping[str, Mapping[str, Value]], steps: in
         folder = out / str(number)
         commands[folder / "stdout.json"] = [
             "scripts/recall.py", "--task=associative", f"--lengths={','.join(map(str, PAIRS))}", f"--steps={steps}",
-            f"--out={folder.absolute()}",
+            f"--out={tools.from_root(folder)}",
             *(f"--config.model.{field}={format_value(value)}" for field, value in given.items()),
         ]  # fmt: skip
     found = tools.run_programs(commands, parallel)

@@ -118,6 +118,12 @@ def _parse_number(flag: str, text: str) -> float:
 # ---- programs -------------------------------------------------------------------------------------
 
 
+def from_root(path: Path) -> str:
+    """Return a path for programs, which run in the repository: relative inside it, so that results do not name it."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def share_compilations(out: Path) -> None:
     """Let the programs started from now on share a compilation cache."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
@@ -156,7 +162,7 @@ def prepare_bytes(splits: Mapping[str, Sequence[Path]], data: Path) -> None:
     """Prepare DATA/SPLIT from the files and patterns of each split, unless it exists."""
     for split, files in splits.items():
         sources = [f"--source={file.absolute()}" for file in files]
-        where = ["--tokenizer=bytes", f"--split={split}", f"--out={data.absolute()}"]
+        where = ["--tokenizer=bytes", f"--split={split}", f"--out={from_root(data)}"]
         run_script("scripts/prepare_data.py", *sources, *where)
 
 
@@ -169,11 +175,11 @@ def run_sweep(
     ExperimentError.
     """
     fields = [f"--sweep.{field}={json.dumps([format_value(run[field]) for run in runs])}" for field in runs[0]]
-    where = [f"--config={config.relative_to(ROOT)}", f"--workdir={out.absolute()}", f"--parallel={parallel}"]
+    where = [f"--config={config.relative_to(ROOT)}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
     options = [] if may_crash else ["--retry"]
     allowed = (0, _RUNS_CRASHED) if may_crash else (0,)
     run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
-    run_script("scripts/sweep.py", f"--workdir={out.absolute()}", "--report")
+    run_script("scripts/sweep.py", f"--workdir={from_root(out)}", "--report")
     return SweepFolder.load(out).views()
 
 

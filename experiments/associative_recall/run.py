@@ -135,7 +135,7 @@ def arguments(out: Path, grid: Grid, point: Point) -> list[str]:
     return [
         "scripts/recall.py", f"--config={CONFIG}", "--task=mqar", f"--lengths={join(grid.pairs)}",
         f"--test_lengths={join(sorted({*grid.pairs, *grid.test_pairs}))}", f"--steps={grid.n_steps}",
-        f"--stop_at={SOLVED}", f"--out={(out / 'runs' / name_of(grid, point)).absolute()}",
+        f"--stop_at={SOLVED}", f"--out={tools.from_root(out / 'runs' / name_of(grid, point))}",
         *(f"--config.{name}={format_value(value)}" for name, value in fields.items()),
     ]  # fmt: skip
 

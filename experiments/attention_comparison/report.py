@@ -50,7 +50,7 @@ def write(
         recall=recalled,
         sigmoid=sigmoid_results(out, final, sigmoid, tested),
     )
-    CONTEST.plot_curves(out / "curves.png", CONTESTANTS, out / "final", final)
+    CONTEST.plot_curves(out / "curves.png", CONTESTANTS, {out / "final": final})
     recall.plot(out / "recall.png", recalled)
     plot_sigmoid(out, results)
     text = tools.write_report(out, results, report(results))

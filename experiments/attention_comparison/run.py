@@ -64,7 +64,7 @@ def run(out: Path, parallel: int) -> str:
 
 def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView], list[RunView]]:
     """Return the runs of the tuning, of the contestants, and of the sigmoid variants."""
-    data = f"--config.data.path={(out / 'data').absolute()}"
+    data = f"--config.data.path={tools.from_root(out / 'data')}"
     tuning = CONTEST.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
     options = [data, "--config.log_activations=True", "--config.seed=1"]
     options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []

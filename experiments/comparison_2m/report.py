@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,15 +18,14 @@ GATED, PAPER, SOFTMAX = "gate, parts", "paper's", "softmax, GPT-2's block"
 
 
 class Found(NamedTuple):
-    """The measurements: runs of the tuning, the final ones in `folder`, and by contestant the rest.
+    """The measurements: runs of the tuning, the final ones, and by contestant the rest.
 
     tested: {run: summary of eval.py}; positions: those of long documents; decoding: {contestant: {context:
     {milliseconds, state_bytes}}}; speed: {contestant: {T: tokens/s}}.
     """
 
     tuning: list[RunView]
-    folder: Path
-    final: list[RunView]
+    trained: contest.Trained
     tested: dict[str, dict]
     positions: contexts.Positions
     recall: recall.Recall
@@ -36,15 +36,16 @@ class Found(NamedTuple):
 
 def write(out: Path, found: Found) -> str:
     """Write the report and its figures, and return it."""
-    seed_1 = [run for run in found.final if run.run.point[SEED] == 1]
+    final = [*chain(*found.trained.values())]
+    seed_1 = [run for run in final if run.run.point[SEED] == 1]
     first = {name: CONTEST.runs_of(name, seed_1)[0] for name in CONTESTANTS}
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
-        tokens=found.final[0].tokens,
-        bits_per_byte=CONTEST.bits(CONTESTANTS, found.final, found.tested),
+        tokens=final[0].tokens,
+        bits_per_byte=CONTEST.bits(CONTESTANTS, final, found.tested),
         by_documents={name: found.tested[run.name]["bits_per_byte_interval"] for name, run in first.items()},
-        sources=CONTEST.by_source(CONTESTANTS, found.final, found.tested),
+        sources=CONTEST.by_source(CONTESTANTS, final, found.tested),
         tuning={name: CONTEST.losses(name, found.tuning) for name in CONTESTANTS},
         fields={name: dict(fields) for name, fields in CONTESTANTS.items()},
         parameters={name: CONTEST.parameters(name) for name in CONTESTANTS},
@@ -54,7 +55,7 @@ def write(out: Path, found: Found) -> str:
         decoding=found.decoding,
         speed=found.speed,
     )
-    CONTEST.plot_curves(out / "curves.png", CONTESTANTS, found.folder, found.final)
+    CONTEST.plot_curves(out / "curves.png", CONTESTANTS, found.trained)
     contexts.plot(out / "positions.png", contexts.Measured(found.positions, {}))
     recall.plot(out / "recall.png", found.recall)
     plot_costs(out / "costs.png", results)

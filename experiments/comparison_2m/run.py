@@ -4,10 +4,16 @@
 
 CORPUS is what scripts/build_corpus.py builds; its last training file is kept for the test of long documents. Rerun the
 same command to resume. config.py is what all contestants share, and contestants.py lists them. OUT receives data/, the
-sweeps tuning*/ and final/, test/ and long/ (losses of the test split, and by position in long documents), recall/,
-costs, and the report: report.md, results.json, curves.png, costs.png, positions.png, recall.png.
+sweeps tuning*/ and final/NUMBER/ of each contestant, test/ and long/ (losses of the test split, and by position in long
+documents), recall/, costs, and the report: report.md, results.json, curves.png, costs.png, positions.png, recall.png.
+A contestant is tested before the next one is trained. Where the results of neighbors in the ranking touch, both get one
+more seed.
+
+All of it but data and weights is committed in this folder: --out=experiments/comparison_2m writes the report anew, and
+trains and tests only what is missing.
 """
 
+from itertools import chain
 from pathlib import Path
 
 from absl import app, flags
@@ -22,7 +28,9 @@ PARALLEL = flags.DEFINE_integer(
 RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
 TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 2_000_000, "Tokens of each tuning run.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 2, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
+SEEDS = flags.DEFINE_integer(
+    "seeds", 2, "Final runs of each contestant, with seeds 1, 2, ...; one more where they touch.", lower_bound=1
+)
 DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at most.", lower_bound=1)
 LONGEST = flags.DEFINE_integer("longest", 65_536, "Bytes of each long document.", lower_bound=1)
 RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Training steps on the probe of recall.", lower_bound=101)
@@ -35,7 +43,7 @@ show_help(__name__)
 from experiments import contexts, recall, tools
 from experiments.comparison_2m import report
 from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
-from experiments.contest import test
+from experiments.contest import Trained, close_together, test
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 
@@ -64,15 +72,11 @@ def run(out: Path, parallel: int) -> str:
     corpus = Path(CORPUS.value)
     splits = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)
     tools.prepare_bytes({"test": [corpus / "test.jsonl.zst"]}, out / "data")
-    tuning, final = train(out, rates, parallel)
-    tested = test(out / "test", {out / "final": final}, parallel)
-    first = [run for run in final if run.run.point[SEED] == 1]
+    data = f"--config.data.path={tools.from_root(out / 'data')}"
+    tuning = CONTEST.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
     found = report.Found(
         tuning,
-        out / "final",
-        final,
-        tested,
-        contexts.by_position(CONTEST, CONTESTANTS, out / "final", first, splits, out / "long", parallel),
+        *train_and_test(out, tuning, splits, parallel, data),
         recall.measure(out / "recall", CONTESTANTS, RECALL_STEPS.value, parallel),
         RECALL_STEPS.value,
         measure_decoding(out),
@@ -81,13 +85,32 @@ def run(out: Path, parallel: int) -> str:
     return report.write(out, found)
 
 
-def train(out: Path, rates: list[float], parallel: int) -> tuple[list[RunView], list[RunView]]:
-    """Return the runs of the tuning and the final ones."""
-    data = f"--config.data.path={(out / 'data').absolute()}"
-    tuning = CONTEST.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
-    options = [data, "--config.seed=1", f"--seeds={SEEDS.value}"]
-    options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
-    return tuning, CONTEST.train(out / "final", CONTESTANTS, tuning, parallel, *options)
+def train_and_test(
+    out: Path,
+    tuning: list[RunView],
+    splits: tuple[contexts.Documents, contexts.Documents],
+    parallel: int,
+    *options: str,
+) -> tuple[Trained, dict[str, dict], contexts.Positions]:
+    """Return the final runs, {run: summary of eval.py}, and by contestant the loss by position of the first seed's."""
+    options += (f"--config.total_tokens={TOKENS.value}",) if TOKENS.value else ()
+    trained: dict[Path, list[RunView]] = {}
+    tested: dict[str, dict] = {}
+    positions = contexts.Positions()
+
+    def train(folder: Path, names: list[str], *seeds: str) -> None:
+        trained[folder] = CONTEST.train(folder, names, tuning, parallel, *options, *seeds)
+        tested.update(test(out / "test", {folder: trained[folder]}, parallel))
+
+    for number, name in enumerate(CONTESTANTS):
+        folder = out / "final" / str(number)
+        train(folder, [name], "--config.seed=1", f"--seeds={SEEDS.value}")
+        first = [run for run in trained[folder] if run.run.point[SEED] == 1]
+        positions |= contexts.by_position(CONTEST, [name], folder, first, splits, out / "long", parallel)
+    close = close_together(CONTEST.bits(CONTESTANTS, [*chain(*trained.values())], tested))
+    if close:
+        train(out / "final" / "one_more", close, f"--config.seed={SEEDS.value + 1}", "--seeds=1")
+    return trained, tested, positions
 
 
 def measure_decoding(out: Path) -> dict[str, dict]:

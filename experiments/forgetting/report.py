@@ -61,7 +61,7 @@ def write(
     )
     figures = ["state_size.png"]
     for name, each in found.items():
-        each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, each.folder, each.final)
+        each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, {each.folder: each.final})
         figures.append(f"{name}.png")
     plot_sizes(out / "state_size.png", results["contests"])
     if by_position.windows:

@@ -83,7 +83,7 @@ def run(out: Path, parallel: int) -> str:
 
 def run_contest(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Result:
     """Tune, train and test the contestants of a contest."""
-    data = f"--config.data.path={(out.parent / 'data').absolute()}"
+    data = f"--config.data.path={tools.from_root(out.parent / 'data')}"
     tuning = contest.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
     options = data, "--config.seed=1", f"--seeds={SEEDS.value}", *length_options()
     final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)

@@ -187,7 +187,7 @@ def check(out: Path, plan: Plan, rule: Rule, parallel: int) -> dict[str, Losses]
 
 
 def options(out: Path, tokens: int) -> list[str]:
-    return [f"--config.data.path={(out / 'data').absolute()}", f"--config.total_tokens={tokens}"]
+    return [f"--config.data.path={tools.from_root(out / 'data')}", f"--config.total_tokens={tokens}"]
 
 
 # ---- the ladder -----------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def train(
                 wanted.append(contest.fields(kind) | {"total_tokens": plan.tokens_of(size, budget), RATE: rate})
                 n = contest.parameters(kind)
                 said.append(dict(kind=kind, size=str(size), n_params=n, budget=budget, learning_rate=rate))
-    data = f"--config.data.path={(out.parent / 'data').absolute()}"
+    data = f"--config.data.path={tools.from_root(out.parent / 'data')}"
     views = tools.run_sweep(contest_of(sizes[0]).config, out, wanted, parallel, data)
     found = []
     for settings, one in zip(wanted, said, strict=True):

@@ -89,7 +89,7 @@ def train(out: Path, name: str, scales: dict[str, float], rates: list[float], pa
         start = (out / "starts" / f"{list(FORMS).index(form)}_{scale:.4g}").absolute()
         write_start(start, form, scale)
         runs += [CONTEST.fields(form) | {RATE: rate, "init_from": str(start)} for rate in rates]
-    options = [f"--config.data.path={(out / 'data').absolute()}"]
+    options = [f"--config.data.path={tools.from_root(out / 'data')}"]
     options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
     return tools.run_sweep(CONTEST.config, out / name, runs, parallel, *options, may_crash=True)
 
