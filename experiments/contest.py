@@ -130,6 +130,10 @@ class Contest:
         """Return the number of parameters of a contestant."""
         return tools.n_params(self.train_config(name))
 
+    def train_flops(self, names: Iterable[str], tokens: int | None = None) -> float:
+        """Return the FLOPs of one run of each of some contestants, on the config's tokens by default."""
+        return sum(tools.train_flops(self.train_config(name), tokens) for name in names)
+
     def state_size(self, name: str, n_tokens: int) -> int:
         """Return how many numbers the states of all layers have after so many tokens."""
         model = self.train_config(name).model

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -30,12 +31,13 @@ from tqdm import tqdm
 from heinsen.config import from_mapping
 from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import write_atomically, write_figure
-from heinsen.models import abstract_params, count_params
-from heinsen.sweep.folder import SweepFolder
+from heinsen.models import ModelConfig, abstract_params, count_params
+from heinsen.sweep.folder import SWEEP_FILE, SweepFolder
 from heinsen.sweep.machine import divide, usable_cores, visible_gpus
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import Value, format_value
 from heinsen.training.run import TrainConfig
+from heinsen.training.throughput import train_flops_per_token
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,6 +46,26 @@ Settings = Mapping[str, Value]  # {field of the config: value}
 RESUME = "interrupted; rerun the same command to resume"
 _RUNS_CRASHED = 3  # exit status of scripts/sweep.py
 _programs: set[subprocess.Popen] = set()  # started here, and not ended
+
+
+@dataclasses.dataclass
+class Training:
+    """All training of an experiment in FLOPs, for the line that tells how far it is."""
+
+    total: float = 0.0
+    done: float = 0.0
+    here: float = 0.0  # since this process started, in `seconds`
+    seconds: float = 0.0
+
+    def add(self, done: float, here: float, seconds: float) -> str:
+        """Add the FLOPs and the time of a sweep, and return the line."""
+        self.done, self.here, self.seconds = self.done + done, self.here + here, self.seconds + seconds
+        left = max(self.total - self.done, 0.0)
+        eta = f", ETA {tqdm.format_interval(left / self.here * self.seconds)}" if self.here and left else ""
+        return f"{self.done / (self.done + left):.0%} of the experiment's training is done{eta}"
+
+
+_training = Training()
 
 
 class ExperimentError(HeinsenError, RuntimeError):
@@ -124,6 +146,12 @@ def from_root(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
+def expect_training(flops: float) -> None:
+    """Let each sweep from now on tell how much of an experiment's training is done, and the time left."""
+    global _training
+    _training = Training(flops)
+
+
 def share_compilations(out: Path) -> None:
     """Let the programs started from now on share a compilation cache."""
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
@@ -178,9 +206,24 @@ def run_sweep(
     where = [f"--config={config.relative_to(ROOT)}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
     options = [] if may_crash else ["--retry"]
     allowed = (0, _RUNS_CRASHED) if may_crash else (0,)
+    before, start = _trained_flops(out), time.monotonic()
     run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
+    done, seconds = _trained_flops(out), time.monotonic() - start
+    print(_training.add(done, done - before, seconds), file=sys.stderr, flush=True)
     run_script("scripts/sweep.py", f"--workdir={from_root(out)}", "--report")
     return SweepFolder.load(out).views()
+
+
+def _trained_flops(out: Path) -> float:
+    """Return the FLOPs that the runs of a sweep have taken so far."""
+    if not (out / SWEEP_FILE).exists():
+        return 0.0
+    folder, total = SweepFolder.load(out), 0.0
+    for view in folder.views():
+        mapping = ConfigDict(folder.definition.base)
+        mapping.update_from_flattened_dict(view.run.point)
+        total += train_flops(from_mapping(TrainConfig, mapping.to_dict()), view.tokens)
+    return total
 
 
 @overload
@@ -276,7 +319,17 @@ def describe_machine() -> str:
 
 
 def n_params(config: TrainConfig) -> int:
-    return count_params(abstract_params(config.model))
+    return _count_params(config.model)
+
+
+@functools.cache
+def _count_params(model: ModelConfig) -> int:
+    return count_params(abstract_params(model))
+
+
+def train_flops(config: TrainConfig, tokens: int | None = None) -> float:
+    """Return the FLOPs of a run of so many tokens, by default the config's: 6 N D."""
+    return train_flops_per_token(n_params(config)) * (config.total_tokens if tokens is None else tokens)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -21,7 +21,7 @@ from experiments.associative_recall import report as recall_report
 from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
 from experiments.attention_comparison.report import growth
 from experiments.comparison_2m.contestants import CONTEST as LARGER
-from experiments.contest import common_rate, versus
+from experiments.contest import close_together, common_rate, versus
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
 from experiments.ladder.contestants import KINDS, Size, contest_of, parse_size
@@ -145,6 +145,18 @@ def test_differences_are_those_of_equal_seeds():
     assert text == "+0.2000 [-0.0484, +0.4484]"
 
 
+def test_neighbors_touch_where_their_ranges_over_seeds_do():
+    bits = {"a": {1: 2.0, 2: 3.0}, "b": {1: 3.1, 2: 3.4}, "c": {1: 3.3, 2: 3.5}, "d": {1: 1.0}}
+    assert close_together(bits) == ["b", "c"]
+    assert close_together(bits | {"e": {1: 1.9, 2: 2.0}}) == ["a", "b", "c", "e"]
+    assert versus(bits | {"a": {1: 2.0, 2: 3.0, 3: 4.0}}, "a", "b").startswith("-0.7500"), "of equal seeds alone"
+
+
+def test_results_name_no_folder_above_the_repository(tmp_path):
+    assert tools.from_root(ROOT / "runs" / "x") == "runs/x"
+    assert tools.from_root(tmp_path) == str(tmp_path)
+
+
 @pytest.mark.parametrize("size", [Size(4, 64), pytest.param(Size(8, 192), marks=pytest.mark.long)])
 def test_the_kinds_of_the_ladder_are_of_equal_size(size):
     contest = contest_of(size)
@@ -220,6 +232,18 @@ def test_too_few_tokens_are_refused_before_anything_is_prepared():
     tools.check_tokens(LARGER.get_config(), tuning_tokens=None, tokens=51 * 4096)
     with pytest.raises(ExperimentError, match="--tokens=204,800: .*warmup_steps = 50 does not fit a run of 50 steps"):
         tools.check_tokens(LARGER.get_config(), tokens=50 * 4096)
+
+
+def test_the_time_left_is_that_of_the_training_not_done_here(rng):
+    """What an earlier command has trained counts as done, and tells nothing of the speed."""
+    total, earlier, here, seconds = 1e12, *rng.uniform(1e11, 3e11, 2), rng.uniform(100, 1000)
+    training = tools.Training(total)
+    assert training.add(earlier, 0.0, 1.0).endswith(f"{earlier / total:.0%} of the experiment's training is done")
+    line = training.add(here, here, seconds)
+    minutes, rest = divmod(round((total - earlier - here) / here * (seconds + 1)), 60)
+    assert re.search(r"ETA (?:(\d+):)?(\d+):(\d+)$", line)
+    assert line.startswith(f"{(earlier + here) / total:.0%} of") and f"{minutes % 60:02d}:" in line
+    assert training.add(total, total, 1.0) == "100% of the experiment's training is done", "grids were extended"
 
 
 def test_results_of_programs_are_kept(tmp_path, capfd):

@@ -53,6 +53,11 @@ def run(out: Path, parallel: int) -> str:
     tools.share_compilations(out)
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.check_tokens(CONTEST.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
+    tools.expect_training(
+        CONTEST.train_flops(CONTEST.contestants, TUNING_TOKENS.value) * len(rates)
+        + CONTEST.train_flops(CONTESTANTS, TOKENS.value) * SEEDS.value
+        + CONTEST.train_flops(SIGMOIDS, TOKENS.value)
+    )
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     tuning, final, sigmoid = train(out, rates, parallel)
     tested = test(out / "test", {out / "final": final, out / "sigmoid": sigmoid}, parallel)

@@ -68,6 +68,10 @@ def run(out: Path, parallel: int) -> str:
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.check_tokens(CONTEST.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
     tools.parse_counts("contexts", CONTEXTS.value)  # before the hours of training
+    tools.expect_training(
+        CONTEST.train_flops(CONTESTANTS, TUNING_TOKENS.value) * len(rates)
+        + CONTEST.train_flops(CONTESTANTS, TOKENS.value) * SEEDS.value
+    )
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)
     splits = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)

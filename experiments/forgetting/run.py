@@ -60,6 +60,7 @@ def run(out: Path, parallel: int) -> str:
             raise tools.ExperimentError(f"--contests: {name!r}: choose {', '.join(CONTESTS)}")
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.check_tokens(config.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
+    tools.expect_training(sum(expected_flops(name, len(rates)) for name in which))
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)
     tools.prepare_bytes(tools.splits_of(corpus), out / "data")
@@ -79,6 +80,19 @@ def run(out: Path, parallel: int) -> str:
     for name in found:  # a process each: all of their programs together have more mappings than Linux grants a process
         speed |= tools.measure_speed(out / name, "forgetting", SPEED_LENGTHS.value, f"--contests={name}")
     return report.write(out, found, contexts.join(by_position), speed)
+
+
+def expected_flops(name: str, n_rates: int) -> float:
+    """Return the FLOPs of training a contest's runs, and those that are tested on long documents."""
+    contest = CONTESTS[name]
+    names, long = contest.contestants, LONG.get(name, [])
+    streams = [each for each in long if not contest.train_config(each).model.has_cache]
+    tuning = contest.train_flops(names, TUNING_TOKENS.value) * n_rates
+    return (
+        tuning
+        + contest.train_flops(names, TOKENS.value) * SEEDS.value
+        + contest.train_flops([*long, *streams], TOKENS.value)
+    )
 
 
 def run_contest(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Result:

@@ -12,6 +12,7 @@ size. The prediction for the next size is written before it is trained (predicti
 sweeps tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,6 +65,13 @@ class Plan(NamedTuple):
         """Return the tokens of a size: the budget is that of the largest of `sizes`."""
         return round(budget * math.sqrt(n_params(size) / max(map(n_params, self.sizes))))
 
+    def flops(self) -> float:
+        """Return the FLOPs of all runs, without those that extend the grid of learning rates."""
+        fewest, most = min(self.budgets), max(self.budgets)
+        runs = [(size, fewest) for size in self.tuned for _ in self.rates] + [(self.checked, fewest)] * 3
+        runs += [*itertools.product(self.sizes, self.budgets), (self.next, most)]
+        return sum(contest_of(size).train_flops(KINDS, self.tokens_of(size, budget)) for size, budget in runs)
+
 
 SMALL_FLAGS = {
     "sizes": "2x32,2x64,4x64",
@@ -84,6 +92,7 @@ def run(out: Path, parallel: int) -> str:
     plan = read_plan()
     fewest = plan.tokens_of(min(plan.sizes, key=n_params), min(plan.budgets))
     tools.check_tokens(config.get_config(), tokens=fewest)
+    tools.expect_training(plan.flops())
     tools.share_compilations(out)
     tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
     rule = Rule(tune(out, plan, parallel))

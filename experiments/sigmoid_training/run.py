@@ -62,6 +62,7 @@ def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.check_tokens(CONTEST.get_config(), tokens=TOKENS.value)
+    tools.expect_training(CONTEST.train_flops([*FORMS, ONE, STEEPER], TOKENS.value) * len(rates))
     tools.share_compilations(out)
     splits = contexts.prepare(Path(CORPUS.value), out, DOCUMENTS.value, 8 * READ.value)  # reads an eighth of each
     grid = train(out, "grid", dict.fromkeys(FORMS, 1.0), rates, parallel)

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -47,14 +48,28 @@ def _row(view: RunView) -> tuple[str, ...]:
     return view.name, view.state, steps, loss, validation_loss, rate, eta
 
 
-def summary(views: Sequence[RunView]) -> str:
-    """Return one line: the number of runs in each state, and the best finished run."""
+def summary(views: Sequence[RunView], at_a_time: int | None = None) -> str:
+    """Return one line: the number of runs in each state, the best finished run, and the time until all have ended.
+
+    at_a_time: how many run at a time; default: as many as do now.
+    """
     counts = {state: sum(view.state == state for view in views) for state in STATES}
     text = f"{len(views)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     if best := best_of(views):
         so_far = "" if all(view.state in (*ENDED, "crashed") for view in views) else " so far"
         text += f"; best{so_far} {best.validation_loss:.4f} ({best.name})"
-    return text
+    seconds = _seconds_left(views, sum(view.state == "running" for view in views) if at_a_time is None else at_a_time)
+    return text if seconds is None else f"{text}; ETA {tqdm.format_interval(seconds)}"
+
+
+def _seconds_left(views: Sequence[RunView], at_a_time: int) -> float | None:
+    """Return the seconds until all runs have ended, if they take as long per token as those that have logged a rate."""
+    going = [view for view in views if view.state not in (*ENDED, "crashed")]
+    rates = [view.tokens_per_second for view in views if view.tokens_per_second]
+    if not going or not rates or not at_a_time:
+        return None
+    tokens = sum((view.run.total_steps - view.step) * view.run.tokens_per_step for view in going)
+    return tokens / statistics.harmonic_mean(rates) / min(at_a_time, len(going))
 
 
 class Screen:

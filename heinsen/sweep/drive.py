@@ -72,7 +72,7 @@ class _Driver:
         return True
 
     def _record_ended(self) -> None:
-        active = self._launcher.active()
+        active, at_a_time = self._launcher.active(), len(self._watched)
         for run in [run for run in self._folder.runs if run.name in self._watched - active]:
             self._watched.discard(run.name)
             view = next(view for view in self._folder.views() if view.name == run.name)
@@ -80,7 +80,7 @@ class _Driver:
             self._search.record_end(view)
             views = self._folder.views()
             self._folder.write_csv(views)
-            self._screen.say(summary(views))
+            self._screen.say(summary(views, at_a_time))
 
     def _start_proposed(self) -> bool:
         """Start what the search proposes; return whether it has proposed anything."""

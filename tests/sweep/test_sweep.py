@@ -20,13 +20,13 @@ import pytest
 
 from heinsen.files import hold_lock, is_held
 from heinsen.sweep.definition import Definition
-from heinsen.sweep.display import Screen, table
+from heinsen.sweep.display import Screen, summary, table
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import TrainingJob, read_status
 from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher
 from heinsen.sweep.machine import divide, visible_gpus
-from heinsen.sweep.runs import SweepRun
+from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError
 from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
@@ -78,6 +78,17 @@ def test_a_crashed_run_is_reported_and_the_rest_go_on(ended):
     assert "behaviour=crash: crashed" in said and "    error: this is what went wrong" in said
     assert "behaviour=finish: finished" in said and f"validation loss {6 / fake.STEPS:.4f}" in said
     assert "2 finished" in table(folder.views())[-1] and "1 crashed" in table(folder.views())[-1]
+
+
+def test_the_time_left_is_that_of_the_runs_which_have_not_ended():
+    """1,000 tokens are left: at 10 tokens/s on average, two runs at a time."""
+    view = lambda seed, state, **known: RunView(run=SweepRun({"seed": seed}, 10, 40), state=state, **known)
+    ended = [view(0, "finished", step=10, tokens_per_second=20 / 3), view(1, "crashed", step=5)]
+    views = [*ended, view(2, "running", step=5, tokens_per_second=20.0), view(3, "waiting"), view(4, "waiting")]
+    assert summary(views, 2).endswith("; ETA 00:50") and summary(views).endswith("; ETA 01:40")
+    assert summary(views, 9).endswith("; ETA 00:33"), "no more at a time than are left"
+    assert "ETA" not in summary(views, 0) and "ETA" not in summary(ended, 2)
+    assert "ETA" not in summary([view(0, "running")]), "no rate is known yet"
 
 
 def test_the_csv_has_a_line_a_run(ended):
