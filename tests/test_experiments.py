@@ -438,6 +438,28 @@ def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path
     assert [each["last"] for each in positions[names[1]]["ranges"]][-1] == 128
 
 
+@pytest.mark.parametrize(
+    ("experiment", "figures", "results"),
+    [
+        ("comparison_2m", ("costs", "curves", "positions", "recall"), ("bits_per_byte", "decoding", "positions")),
+        ("forgetting", ("combined", "contexts", "parts", "state_size"), ("contests", "contexts", "speed")),
+        ("ladder", ("ladder",), ("laws", "next", "prediction", "runs")),
+    ],
+)
+def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, figures, results, corpus, tmp_path):
+    """All of it but what the programs do, which the long tests below run."""
+    command = [sys.executable, "-m", "tests.pretend", experiment, f"--corpus={corpus}", f"--out={tmp_path}"]
+    small = ["--sizes=2x32,2x64,2x96", "--next=4x64", "--tuned_sizes=2x32,2x64", "--checked_size=2x64"]
+    command += small if experiment == "ladder" else ["--longest=300", "--documents=2"]
+    end = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert end.returncode == 0, end.stderr
+    report, found = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "results.json").read_text())
+    assert report in end.stdout and set(results) <= set(found)
+    for figure in figures:
+        assert f"({figure}.png)" in report and (tmp_path / f"{figure}.png").stat().st_size > 10_000
+    assert " nan" not in report and "None" not in report
+
+
 @pytest.mark.long
 def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=2x32,2x64,2x96"]

@@ -87,14 +87,15 @@ def report(results: dict) -> list[str]:
     return [
         "# A scaling ladder",
         "",
-        f"**At {size['size']} ({size['n_params'] / 1e6:.1f}M parameters, {size['tokens']:,} bytes) "
-        + ", ".join(
-            f"{kind} has {loss:.4f} nats per byte" + ("" if kind == SOFTMAX else f" ({loss - compare[SOFTMAX]:+.4f})")
+        f"**At {size['size']} ({size['n_params'] / 1e6:.1f}M parameters, {size['tokens']:,} bytes) the losses in nats "
+        "per byte, and their differences to softmax, are: "
+        + "; ".join(
+            f"{kind} {loss:.4f}" + ("" if kind == SOFTMAX else f" ({loss - compare[SOFTMAX]:+.4f})")
             for kind, loss in compare.items()
         )
         + ". This size is beyond those the laws were fitted to, and was predicted before it was trained: "
-        + " ".join(miss(results["prediction"][run["kind"]], run) for run in results["next"])
-        + " "
+        + "; ".join(miss(results["prediction"][run["kind"]], run) for run in results["next"])
+        + ". "
         + heading(results)
         + "**",
         "",
@@ -126,13 +127,14 @@ def report(results: dict) -> list[str]:
 def heading(results: dict) -> str:
     """Return the sentence on where the curves of the kinds are heading."""
     near, far = results["farther"][0], results["farther"][-1]
-    say = lambda kind, point: "{:+.3f} [{:+.3f}, {:+.3f}]".format(*point["kinds"][kind]["above"])
     others = [kind for kind in results["laws"] if kind != SOFTMAX]
+    say = lambda point: "; ".join(
+        f"{kind} " + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*point["kinds"][kind]["above"]) for kind in others
+    )
     return (
-        f"By the laws {' and '.join(others)} differ from softmax by {' and '.join(say(kind, near) for kind in others)} "
-        f"nats per byte at {near['n_params'] / 1e6:g}M parameters and {near['tokens'] / 1e6:g}M bytes, and by "
-        f"{' and '.join(say(kind, far) for kind in others)} at the paper's size and number of tokens, where nothing "
-        "here determines them."
+        f"By the laws the differences to softmax are {say(near)} nats per byte at {near['n_params'] / 1e6:g}M "
+        f"parameters and {near['tokens'] / 1e6:g}M bytes, and {say(far)} at the paper's size and number of tokens, "
+        "where nothing here determines them."
     )
 
 
@@ -159,11 +161,12 @@ def farther_section(results: dict) -> list[str]:
 
 def rates_section(results: dict) -> list[str]:
     """Return the tables of tuning, at the tuned sizes and at the one between them."""
-    powers = ", ".join(f"{kind} {power:+.2f}" for kind, power in results["powers"].items())
+    powers = "; ".join(f"{kind} {power:+.2f}" for kind, power in results["powers"].items())
     lines = []
-    for size, tuning in (results["tuning"] | results["checked"]).items():
-        title = f"Learning rates at {size}" + (": half of the rule's, the rule's, twice" * (size in results["checked"]))
-        lines += contest.tuning_section(tuning, title)
+    for size, tuning in results["tuning"].items():
+        lines += contest.tuning_section(tuning, f"Learning rates at {size}")
+    for size, checked in results["checked"].items():
+        lines += [f"## The rule's learning rates at {size}", "", *checked_table(checked), ""]
     return [
         "## Learning rates",
         "",
@@ -172,6 +175,16 @@ def rates_section(results: dict) -> list[str]:
         "",
         *(f"#{line}" if line.startswith("##") else line for line in lines),
     ]
+
+
+def checked_table(checked: Mapping[str, Mapping[float, float]]) -> list[str]:
+    """Return the losses with a rule's learning rate, half of it and twice as much."""
+    rows = []
+    for kind, losses in checked.items():
+        best = contest.best_rate(losses)
+        cells = (f"**{loss:.4f}**" if rate == best else f"{loss:.4f}" for rate, loss in sorted(losses.items()))
+        rows.append([kind, f"{sorted(losses)[1]:g}", *cells])
+    return table(["", "the rule's", "loss at half of it", "at the rule's", "at twice as much"], rows)
 
 
 def law_table(results: dict) -> list[str]:
@@ -213,7 +226,7 @@ def miss(prediction: dict, run: dict) -> str:
     inside = "inside" if prediction["low"] <= run["loss"] <= prediction["high"] else "outside"
     return (
         f"{run['kind']} {prediction['loss']:.4f} [{prediction['low']:.4f}, {prediction['high']:.4f}], found "
-        f"{run['loss']:.4f}: a miss of {100 * (run['loss'] / prediction['loss'] - 1):+.2f}%, {inside} the interval."
+        f"{run['loss']:.4f}: a miss of {100 * (run['loss'] / prediction['loss'] - 1):+.2f}%, {inside} the interval"
     )
 
 
