@@ -74,7 +74,7 @@ remote: $(VENV)/installed-test
 
 docs: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build
 
 package: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[package]"

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -22,6 +23,7 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
     """
     from heinsen.config import ConfigError
 
+    _shorten_interrupts()
     values = flags.FLAGS
     if (path := _find_config_file(argv)) is not None:
         if not path.strip():
@@ -105,11 +107,26 @@ def _paths(config: ConfigDict, parent: str = "") -> Iterator[str]:
 def show_help(name: str) -> None:
     """End the program `name`, which is "__main__" unless it is imported, if --help asks for its flags.
 
-    Call it between the definitions of flags and the imports that take seconds.
+    Call it between the definitions of flags and the imports that take seconds, in which Ctrl-C is one line from now on.
     """
-    if name == "__main__" and {"--help", "--helpshort"} & {*sys.argv}:
+    if name != "__main__":
+        return
+    _shorten_interrupts()
+    if {"--help", "--helpshort"} & {*sys.argv}:
         app.define_help_flags()
         flags.FLAGS(sys.argv)
+
+
+def _shorten_interrupts() -> None:
+    """Print one line instead of a traceback where Ctrl-C ends the program."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def _exit_for_empty(what: str) -> NoReturn:

@@ -3,6 +3,7 @@
 A wheel holds the programs and their configs in heinsen/_programs (setup.py); in a clone they are the repository's own.
 """
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -39,6 +40,8 @@ def prepare() -> NoReturn:
 
 def _execute(program: str) -> NoReturn:
     """Replace this process by a program, which finds configs and scripts, as do those that it starts."""
+    if importlib.util.find_spec("absl") is None or importlib.util.find_spec("flax") is None:
+        sys.exit("error: the programs need more packages than the attention: pip install 'heinsen[train]'")
     package = Path(__file__).resolve().parent
     root = package / "_programs" if (package / "_programs").is_dir() else package.parent
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

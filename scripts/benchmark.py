@@ -39,6 +39,7 @@ benchmark prints a table and writes results.json; `attention` and `decode` also 
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -178,8 +179,14 @@ def main(argv: list[str]) -> None:
         refuse(f"expected one of {', '.join(BENCHMARKS)}, got {argv[1:]}")
     logging.set_verbosity(logging.WARNING)
     out = Path(OUT.value or f"runs/benchmarks/{argv[1]}")
-    with exit_on_error(on_interrupt=f"interrupted; {out}/results.json has what was measured, if anything was"):
-        print(BENCHMARKS[argv[1]](out))
+    results = out / "results.json"
+    before = results.stat().st_mtime_ns if results.exists() else None
+    with exit_on_error():
+        try:
+            print(BENCHMARKS[argv[1]](out))
+        except KeyboardInterrupt:
+            is_new = results.exists() and results.stat().st_mtime_ns != before
+            sys.exit(f"interrupted; {f'{results} has what was measured' if is_new else 'nothing was written'}")
 
 
 if __name__ == "__main__":

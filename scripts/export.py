@@ -84,7 +84,7 @@ def model_card(
     config: TrainConfig, workdir: Path, out: Path, step: int, n_params: int, dtype: str, for_transformers: bool
 ) -> str:
     """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl."""
-    folder = shlex.quote(str(out))
+    folder = "." if for_transformers else shlex.quote(str(out))  # the card may go to the Hub
     lines = [
         *(_FRONT_MATTER if for_transformers else []),
         f"# {workdir.resolve().name}",
@@ -119,7 +119,7 @@ def model_card(
             "from heinsen.interop import load_folder",
             "from heinsen.models import forward",
             "",
-            f'config, tokenizer, params = load_folder(Path("{out}"))',
+            f'config, tokenizer, params = load_folder(Path("{"." if for_transformers else out}"))',
             "logits, state = forward(config, params, tokens)  # tokens: integers [batch, time]",
         ),
         "",
@@ -142,7 +142,7 @@ _TRANSFORMERS_USE = [
     '    inputs = tokenizer("Once upon", return_tensors="pt")',
     "    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))",
     "",
-    "With heinsen:",
+    "With heinsen, in a clone of its repository:",
     "",
 ]
 _REFERENCE_USE = [

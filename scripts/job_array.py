@@ -85,13 +85,17 @@ def _submit(command: Sequence[str], tasks: int, folder: Path, options: Sequence[
 def _wait(array: str, tasks: int) -> None:
     """Wait until SLURM holds no task of the array any more, and tell what becomes of them."""
     told = ""
-    while active := _active(array):
-        running = sum(state == "running" for state in active.values())
-        line = f"array {array}: {tasks - len(active)} of {tasks} tasks ended, {running} running"
-        if line != told:
-            print(line, file=sys.stderr, flush=True)
-            told = line
-        time.sleep(_POLL_SECONDS)
+    try:
+        while active := _active(array):
+            running = sum(state == "running" for state in active.values())
+            line = f"array {array}: {tasks - len(active)} of {tasks} tasks ended, {running} running"
+            if line != told:
+                print(line, file=sys.stderr, flush=True)
+                told = line
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        print(f"SLURM keeps running array {array}: `scancel {array}` ends it", file=sys.stderr, flush=True)
+        raise
 
 
 def _active(array: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from configs import parse_flags, show_help
 from heinsen.errors import InputError, exit_on_error
 from heinsen.files import make_folder, write_atomically
 
-OUT = flags.DEFINE_string("out", None, "Folder for results.json and the figure.", required=True)
+OUT = flags.DEFINE_string("out", "runs/sigmoid_scaling", "Folder for results.json and the figure.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, for hidden states of text; default: none.")
 DATA = flags.DEFINE_string("data", None, "Folder of one split of a token dataset; default: the run's validation split.")
 LENGTHS = flags.DEFINE_list("lengths", [str(2**i) for i in range(4, 16)], "Numbers of keys n.")

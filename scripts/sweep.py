@@ -54,7 +54,7 @@ from heinsen.sweep.display import Screen, summary, table
 from heinsen.sweep.drive import drive
 from heinsen.sweep.folder import CSV_FILE, SweepFolder
 from heinsen.sweep.launch import LaunchOptions, find_launcher
-from heinsen.sweep.runs import ENDED, RunView
+from heinsen.sweep.runs import RunView
 from heinsen.sweep.search import make_search
 from heinsen.sweep.space import SweepError, parse_space
 from scripts.sweep_runs import RunFactory
@@ -127,8 +127,9 @@ def show_status(path: Path) -> None:
     screen = Screen(sys.stdout)
     try:
         while True:
-            views = SweepFolder.load(path).views()  # a search adds runs to the folder
-            if not screen.live or all(view.state in (*ENDED, "crashed") for view in views):
+            folder = SweepFolder.load(path)  # a search adds runs to it
+            views = folder.views()
+            if not screen.live or not folder.is_going_on(views):
                 screen.draw([])
                 return print("\n".join(table(views)))
             screen.draw(table(views, screen.height()))
@@ -140,12 +141,16 @@ def show_status(path: Path) -> None:
 def report(path: Path) -> None:
     from heinsen.sweep.report import write_report  # matplotlib
 
+    told = ""
     while True:
         folder = SweepFolder.load(path)
         views = folder.views()
-        live = LIVE.value and not all(view.state in (*ENDED, "crashed") for view in views)
+        live = LIVE.value and folder.is_going_on(views)
         folder.write_csv(views)
-        print(f"{write_report(folder, views, REFRESH_SECONDS if live else None)}: {summary(views)}", flush=True)
+        line = f"{write_report(folder, views, REFRESH_SECONDS if live else None)}: {summary(views)}"
+        if line != told:
+            print(line, flush=True)
+            told = line
         if not live:
             return
         time.sleep(REFRESH_SECONDS)

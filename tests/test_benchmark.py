@@ -92,6 +92,33 @@ def test_sampling_is_timed_against_a_sort(tmp_path):
     assert "top_p 0.95, sorted" in result.stdout
 
 
+@pytest.mark.parametrize("n_steps", [0, 2])
+def test_a_stopped_benchmark_keeps_what_it_has_measured(n_steps, tmp_path):
+    """Ctrl-C after some steps; a file of an earlier benchmark is not taken for that."""
+    (tmp_path / "results.json").write_text("{}")
+    code = f"""
+import scripts.benchmarking.step as step, scripts.benchmark as benchmark
+from absl import app
+def interrupt(*_):
+    raise KeyboardInterrupt
+step.prepare_step = lambda config: (lambda: None, 1000, None)
+step.prepare_product = lambda dtype: lambda: None
+step.bound_of = step.compiled_bytes = lambda compiled: 1
+calls = iter(range(2 * {n_steps}))
+step.seconds = lambda call: interrupt() if next(calls, None) is None else 0.5
+app.run(benchmark.main, flags_parser=lambda argv: benchmark.parse_flags(argv, takes_arguments=True))
+"""
+    command = [sys.executable, "-c", code, "step", "--config=configs/demo.py", "--repeats=9", f"--out={tmp_path}"]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert end.returncode == 1
+    if n_steps:
+        assert kept["steps"] == n_steps and kept["config"]["sequence_length"] == 64
+        assert end.stderr.endswith(f"interrupted; {tmp_path}/results.json has what was measured\n")
+    else:
+        assert kept == {} and end.stderr.endswith("interrupted; nothing was written\n")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -415,6 +415,9 @@ def test_states_of_other_models_and_damaged_ones_are_refused_by_name(rng, params
     path.write_bytes(flipped)
     with pytest.raises(StateError, match="no saved state, or a damaged one"):
         load_prefix(path, MODEL, params)
+    path.write_text("# A text\n")
+    with pytest.raises(StateError, match="no saved state, or a damaged one: read"):  # not NumPy's advice on pickles
+        load_prefix(path, MODEL, params)
 
 
 def contents(path) -> tuple[dict, list[np.ndarray]]:

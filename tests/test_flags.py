@@ -5,6 +5,7 @@ import contextlib
 import io
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_help_is_shown_without_importing_jax(program):
     end = subprocess.run([sys.executable, "-c", code, program, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert end.stderr == "False False\n" and f"{program}:" in end.stdout
     assert all(f"--{'[no]' * (kind == 'DEFINE_bool')}{name}:" in end.stdout for name, kind in DEFINED[program].items())
+
+
+def test_ctrl_c_is_one_line_from_the_first_imports_on():
+    """And other errors keep their traceback."""
+    say = "import sys; from configs import show_help; show_help('__main__'); raise {}"
+    end_of = lambda error: subprocess.run(
+        [sys.executable, "-c", say.format(error)], cwd=ROOT, capture_output=True, text=True
+    )
+    interrupted, failed = end_of("KeyboardInterrupt"), end_of("ValueError('x')")
+    assert interrupted.stderr == "interrupted\n" and interrupted.returncode == -signal.SIGINT
+    assert failed.stderr.startswith("Traceback") and failed.returncode == 1
 
 
 @pytest.mark.parametrize(

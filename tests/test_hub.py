@@ -91,6 +91,7 @@ def test_an_export_is_uploaded(hub, run, commands, tmp_path, monkeypatch):
     assert re.search(r"uploaded to http://127\.0\.0\.1:\d+/someone/model", end.stdout)
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "AutoModelForCausalLM" in card
+    assert "--workdir=." in card and str(folder) not in card
     load_folder(folder)
 
 

@@ -7,6 +7,7 @@ arrays fit the model and are numbers.
 import dataclasses
 import hashlib
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
     except StateError:
         raise
     except Exception as error:  # NumPy, zipfile and json raise errors of many types for bytes that are not theirs
-        raise StateError(f"{path} is no saved state, or a damaged one ({error}): read the text again") from error
+        why = f" ({error})" if zipfile.is_zipfile(path) else ""  # else NumPy takes it for a pickle
+        raise StateError(f"{path} is no saved state, or a damaged one{why}: read the text again") from error
     saved, own = complete(ModelConfig, header["model"]), _identity(config)
     if differing := [name for name in own if saved.get(name) != own[name]]:
         listed = "; ".join(f"model.{n} {saved.get(n)!r} there, {own[n]!r} here" for n in differing)

@@ -274,7 +274,8 @@ def constrain_stream(mesh: Mesh | None, x: Float[Array, "B T D"]) -> Float[Array
 def init_params(config: ModelConfig, key: Array) -> Params:
     """Draw float32 parameters, in nested dicts; those of the layers are stacked along a leading axis. Jitted.
 
-    For a pattern of P > 1 layers, params["layers"]["layer_0"] to ["layer_{P-1}"] hold the L / P layers of each place.
+    For a pattern of P > 1 layers, `params["layers"]["layer_0"]` to `["layer_{P-1}"]` hold the L / P layers of each
+    place.
     """
     return LanguageModel(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 

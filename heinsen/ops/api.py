@@ -104,8 +104,8 @@ def log_attention(
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
         "pallas" (the same as one kernel for each pass: on TPUs, and for heads of at most 64 features on Hopper GPUs; in
         float32; not yet measured on a device, and so never chosen by itself),
-        "scan" (one associative scan over the log-sum-exp monoid, T*K*V memory), "reference" (eq. 1, quadratic), or None
-        for the best one for the input. Only "reference" has a forward-mode derivative (`jax.jvp`, `jax.jacfwd`,
+        "scan" (one associative scan over the log-sum-exp monoid, `T*K*V` memory), "reference" (eq. 1, quadratic), or
+        None for the best one for the input. Only "reference" has a forward-mode derivative (`jax.jvp`, `jax.jacfwd`,
         `jax.linearize`, `jax.hessian`); all have a reverse-mode one (`jax.grad`, `jax.vjp`).
       return_state: also return the `LogState` after all tokens.
 

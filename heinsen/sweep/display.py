@@ -63,13 +63,20 @@ def summary(views: Sequence[RunView], at_a_time: int | None = None) -> str:
 
 
 def _seconds_left(views: Sequence[RunView], at_a_time: int) -> float | None:
-    """Return the seconds until all runs have ended, if they take as long per token as those that have logged a rate."""
+    """Return the seconds until all runs have ended, if they take as long per token as others have so far."""
     going = [view for view in views if view.state not in (*ENDED, "crashed")]
-    rates = [view.tokens_per_second for view in views if view.tokens_per_second]
+    rates = [rate for view in views if (rate := _rate(view))]
     if not going or not rates or not at_a_time:
         return None
     tokens = sum((view.run.total_steps - view.step) * view.run.tokens_per_step for view in going)
     return tokens / statistics.harmonic_mean(rates) / min(at_a_time, len(going))
+
+
+def _rate(view: RunView) -> float | None:
+    """Return the tokens/s of a run, if known; those of a finished one include its start, validation and saving."""
+    if view.state != "finished" or not view.seconds or not view.tokens_per_second:
+        return view.tokens_per_second
+    return min(view.tokens / view.seconds, view.tokens_per_second)  # the seconds are those of its last job
 
 
 class Screen:

@@ -159,6 +159,6 @@ def curves(logs: Sequence[tuple[RunView, Entries]], name: str) -> list[Series]:
         x, y = thin(x, y, _POINTS)
         color = matplotlib.colors.to_hex(plt.get_cmap("viridis")(0.85 * i / max(len(logs) - 1, 1)))
         dash = (6, 4) if view.state in ("crashed", "pruned") else ()
-        is_validation = name != "loss"
-        found.append(Series(view.name, x.tolist(), y.tolist(), color, 2.5 if i == 0 else 1.3, dash, is_validation))
+        has_dots = name != "loss" or len(x) == 1  # validations, and what is no line
+        found.append(Series(view.name, x.tolist(), y.tolist(), color, 2.5 if i == 0 else 1.3, dash, has_dots))
     return found

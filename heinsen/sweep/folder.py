@@ -139,6 +139,11 @@ class SweepFolder:
             for run, status, job in zip(self.runs, statuses, jobs, strict=True)
         ]
 
+    def is_going_on(self, views: Sequence[RunView]) -> bool:
+        """Return whether runs may still end or, by a search, be added."""
+        is_whole = not self.definition.strategy.adaptive or len(views) >= (self.definition.trials or 0)
+        return not is_whole or any(view.state not in (*ENDED, "crashed") for view in views)
+
     def view(self, run: SweepRun) -> RunView:
         """Return a view of a run that SLURM does not hold. Raises SweepError if its status.json is damaged."""
         return self._view(run, self._read_status(run), None)

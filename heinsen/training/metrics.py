@@ -41,7 +41,7 @@ class MetricsLog:
             tag = f"{kind}/{name.removeprefix('validation_')}"
             if isinstance(value, str):
                 self._events.add_text(tag, value, step)
-            elif tag != "validation/tokens":  # a step's own entry has them
+            elif tag != "validation/tokens" and math.isfinite(value):  # a step's own entry has the tokens
                 self._events.add_scalar(tag, value, step)
         self._events.flush()
 

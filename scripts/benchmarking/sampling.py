@@ -25,14 +25,12 @@ Draw = Callable[[jax.Array, jax.Array], jax.Array]  # (a key for each row, logit
 def benchmark_sampling(vocab_size: int, batches: Sequence[int], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report."""
     make_folder(out)
-    results = [
-        result
-        for batch in batches
-        for logits in DEVIATIONS
-        for result in time_draws(logits, batch, vocab_size, repeats)
-    ]
+    results: list[dict[str, Any]] = []
     summary = dict(device=device_name(), versions=versions(), vocab_size=vocab_size, repeats=repeats, results=results)
-    path = write_results(out, summary)
+    for batch in batches:
+        for logits in DEVIATIONS:
+            results += time_draws(logits, batch, vocab_size, repeats)
+            path = write_results(out, summary)  # so far: a stopped process leaves what it has found
     lines = [
         f"{device_name()}; {describe_versions()}; a vocabulary of {vocab_size}",
         f"{'batch':>5} {'logits':<8} {'sampling':<18} {'ms':>9}",

@@ -40,6 +40,8 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
     take_step, n_params, compiled = prepare_step(config)
     dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
     multiply = prepare_product(dtype)
+    facts = dict(bound_seconds_per_step=bound_of(compiled), peak_bytes=compiled_bytes(compiled))
+    facts |= dict(product_dtype=dtype, config=values)
     step_seconds: list[float] = []
     product_seconds: list[float] = []
     for _ in range(repeats):
@@ -47,12 +49,18 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
             call()
             times.append(seconds(call))
         print(f"step {step_seconds[-1]:.3f} s, product {product_seconds[-1]:.3f} s", file=sys.stderr, flush=True)
+        product_rate = 2 * _SIZE**3 / statistics.median(product_seconds) * jax.device_count()
+        summary = summarize(config, n_params, step_seconds, product_rate) | facts
+        path = write_results(out, summary)  # so far: a stopped process leaves what it has found
+    return "\n".join([*report(summary), f"written: {path}"])
 
+
+def summarize(config: TrainConfig, n_params: int, step_seconds: list[float], product_rate: float) -> dict[str, Any]:
+    """Return the rates of the steps that were timed."""
     n_tokens, per_step = config.batch_size * config.sequence_length, statistics.median(step_seconds)
     peak_rate = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
     rate = n_tokens * train_flops_per_token(n_params) / per_step
-    product_rate = 2 * _SIZE**3 / statistics.median(product_seconds) * jax.device_count()
-    summary = dict(
+    return dict(
         device=f"{jax.device_count()} x {device_name()}" if jax.device_count() > 1 else device_name(),
         versions=versions(),
         parameters=n_params,
@@ -63,16 +71,10 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
         tokens_per_second=n_tokens / per_step,
         flops_per_second=rate,  # 6 per parameter and token
         product_flops_per_second=product_rate,
-        product_dtype=dtype,
         share_of_product_rate=rate / product_rate,
         peak_flops_per_second=peak_rate,
         mfu=rate / peak_rate,
-        bound_seconds_per_step=bound_of(compiled),
-        peak_bytes=compiled_bytes(compiled),
-        config=values,
     )
-    path = write_results(out, summary)
-    return "\n".join([*report(summary), f"written: {path}"])
 
 
 def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, jax.stages.Compiled]:

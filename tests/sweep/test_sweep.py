@@ -83,12 +83,24 @@ def test_a_crashed_run_is_reported_and_the_rest_go_on(ended):
 def test_the_time_left_is_that_of_the_runs_which_have_not_ended():
     """1,000 tokens are left: at 10 tokens/s on average, two runs at a time."""
     view = lambda seed, state, **known: RunView(run=SweepRun({"seed": seed}, 10, 40), state=state, **known)
-    ended = [view(0, "finished", step=10, tokens_per_second=20 / 3), view(1, "crashed", step=5)]
+    finished = dict(step=10, tokens=400, tokens_per_second=9.0)
+    ended = [view(0, "finished", **finished, seconds=60.0), view(1, "crashed", step=5)]
     views = [*ended, view(2, "running", step=5, tokens_per_second=20.0), view(3, "waiting"), view(4, "waiting")]
     assert summary(views, 2).endswith("; ETA 00:50") and summary(views).endswith("; ETA 01:40")
     assert summary(views, 9).endswith("; ETA 00:33"), "no more at a time than are left"
+    resumed = [view(0, "finished", **finished, seconds=6.0), *views[1:]]  # its last job took few of the steps
+    assert summary(resumed, 1).endswith("; ETA 01:20")
     assert "ETA" not in summary(views, 0) and "ETA" not in summary(ended, 2)
     assert "ETA" not in summary([view(0, "running")]), "no rate is known yet"
+
+
+def test_a_sweep_goes_on_until_its_runs_have_ended_and_a_search_has_proposed_all(tmp_path):
+    view = lambda seed, state: RunView(run=SweepRun({"seed": seed}, 10, 40), state=state)
+    grid = SweepFolder(tmp_path, definition({"seed": (0, 1)}), [])
+    search = SweepFolder(tmp_path, definition({"seed": (0, 1)}, search="optuna", trials=3), [])
+    ended = [view(0, "finished"), view(1, "crashed")]
+    assert not grid.is_going_on(ended) and grid.is_going_on([*ended, view(2, "waiting")])
+    assert search.is_going_on([]) and search.is_going_on(ended) and not search.is_going_on([*ended, view(2, "pruned")])
 
 
 def test_the_csv_has_a_line_a_run(ended):

@@ -110,6 +110,7 @@ def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, 
     layer = 2 * d + d * heads + heads + model.n_heads * model.d_value * 2 * d + 2 * d + d * d
     n_params = model.padded_vocab_size * d + d * 2 * d + 2 * d + model.n_layers * layer + 2 * d
     assert f"{n_params:,} parameters" in run.stderr
+    assert re.search(r"compiling the training step \.\.\.\ncompiled the training step in \d+\.\d s\n", run.stderr)
     o = config.optimizer
     for entry in run.log:
         if "validation_loss" in entry:
