@@ -204,7 +204,7 @@ def name_points(axes: Any, points: Mapping[str, tuple[float, float]], names: Col
         return Text.get_window_extent(label)
 
     for name, point in sorted(((name, points[name]) for name in names), key=lambda item: item[1][1]):
-        line = dict(arrowstyle="-", color="0.6", lw=0.5, shrinkA=0, shrinkB=3)
+        line = dict(arrowstyle="-", color="0.6", lw=0.5, shrinkA=0, shrinkB=3, relpos=(0, 0.5))
         label = axes.annotate(name, point, (9, -2), textcoords="offset points", fontsize=7, arrowprops=line)
         while any(extent(label).overlaps(other) for other in taken):
             label.set_position((9, label.get_position()[1] + 1))
