@@ -158,7 +158,7 @@ def test_a_prompt_read_in_pieces_equals_one_read_at_once(rng, params, monkeypatc
     expected, expected_state = prefill(MODEL, params, tokens)
     monkeypatch.setattr(prompts, "PREFILL_PIECE", 4)
     logits, state = prefill(MODEL, params, tokens)
-    assert lengths == [16, 4, 4, 4, 1], "padded to powers of two"
+    assert lengths == [32, 4, 4, 4, 4], "padded to powers of two, 32 at least, and no more than a piece"
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, expected_state)
     # The same by hand: the state of an earlier call.
@@ -471,7 +471,7 @@ def test_any_change_of_a_state_is_told_by_its_digest(rng, saved, tmp_path):
 def test_a_file_with_another_header_is_no_state(saved, tmp_path, header):
     config, params, _, _, arrays = saved
     write_state(tmp_path / "state", header, arrays)
-    with pytest.raises(StateError, match="state is no saved state, or a damaged one .*: read the text again"):
+    with pytest.raises(StateError, match="state is no saved state, or a damaged one.*: read the text again"):
         load_prefix(tmp_path / "state", config, params)
 
 
@@ -526,7 +526,7 @@ def test_other_files_are_no_states(saved, tmp_path):
         else:
             with open(tmp_path / name, "wb") as file:
                 write(file)
-        with pytest.raises(StateError, match=f"{name} is no saved state, or a damaged one .*: read the text again"):
+        with pytest.raises(StateError, match=f"{name} is no saved state, or a damaged one.*: read the text again"):
             load_prefix(tmp_path / name, config, params)
 
 

@@ -29,6 +29,7 @@ from heinsen.models import (
 TokenIds = Sequence[int] | np.ndarray | Array  # of one text
 
 PREFILL_PIECE = 512  # tokens of a prompt read at once: bounds the memory for a prompt of any length
+_SHORTEST_PIECE = 32  # all short prompts share a compiled program, which a process then finds in its cache
 
 
 class Prefix(NamedTuple):
@@ -62,7 +63,7 @@ def prefill(
     _check_positions(config, state, tokens, lengths)
     state = with_room(config, state, lengths)
     prefix = Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
-    for _, own, piece in _pieces(tokens, lengths):
+    for _, own, piece in _pieces(tokens, lengths, _SHORTEST_PIECE):
         prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == piece.shape[1] else own)
     return prefix
 
@@ -145,11 +146,11 @@ def _score_piece(
     return jnp.where(within, log_p.T, 0.0), within & likeliest.T, Prefix(logits, state)
 
 
-def _pieces(tokens: np.ndarray, lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _pieces(tokens: np.ndarray, lengths: np.ndarray, shortest: int = 1) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(first column, each row's number of tokens, the tokens), padded to a power of two: few compiled programs."""
     for start in range(0, int(lengths.max()), PREFILL_PIECE):
         own = np.clip(lengths - start, 0, PREFILL_PIECE)
-        padded = min(PREFILL_PIECE, 1 << int(own.max() - 1).bit_length())
+        padded = min(PREFILL_PIECE, max(shortest, 1 << int(own.max() - 1).bit_length()))
         yield start, own, np.pad(tokens[:, start : start + own.max()], [(0, 0), (0, padded - own.max())])
 
 
