@@ -194,6 +194,10 @@ def written(run, commands, tmp_path_factory):
     ends = commands.fork_all(
         {
             "stdin": {"arguments": [*command, "--stdin", "--seed=3", "--top_k=20"], "stdin": "some text"},
+            "book": {
+                "arguments": [*command, "--stdin", "--temperature=0", f"--save_state={state}_2"],
+                "stdin": "some text",
+            },
             "document": {"arguments": [*command, "--stop_at_eot", "--max_tokens=400"]},
             "samples": {"arguments": [*command, "--prompt=some text", "--samples=2", "--min_p=0.05", "--stop=e"]},
             "state": {"arguments": [*command, f"--load_state={state}", "--prompt=xt", "--temperature=0"]},
@@ -228,6 +232,10 @@ def test_generate_holds_the_parameters_once(run, written):
 def test_generate_reads_the_prompt_from_stdin_and_draws_by_the_seed(run, written):
     assert written["stdin"] == expected_text(run, "some text", Sampling(top_k=20), 3, 40)
     assert written["stdin"] != expected_text(run, "some text", Sampling(top_k=20), 4, 40)
+
+
+def test_generate_does_not_print_a_text_whose_state_it_saves(written):
+    assert written["book"] == written["greedy"].removeprefix("some text")
 
 
 def test_generate_without_a_prompt_writes_one_document(run, written):
