@@ -123,5 +123,5 @@ if __name__ == "__main__":
     tools.run_script, tools.run_sweep, tools.run_programs = run_script, run_sweep, run_programs
     module = importlib.import_module(f"experiments.{sys.argv.pop(1)}.run")
     if module.__name__.endswith("ladder.run"):
-        module.N_BOOTSTRAP = 5  # of 100 fits, which take a minute
+        module.N_BOOTSTRAP = 2  # of 100, which take a minute
     app.run(module.main, flags_parser=parse_flags)

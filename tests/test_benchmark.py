@@ -92,7 +92,7 @@ def test_sampling_is_timed_against_a_sort(tmp_path):
     assert "top_p 0.95, sorted" in result.stdout
 
 
-@pytest.mark.parametrize("n_steps", [0, 2])
+@pytest.mark.parametrize("n_steps", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_stopped_benchmark_keeps_what_it_has_measured(n_steps, tmp_path):
     """Ctrl-C after some steps; a file of an earlier benchmark is not taken for that."""
     (tmp_path / "results.json").write_text("{}")

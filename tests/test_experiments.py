@@ -442,14 +442,23 @@ def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path
     ("experiment", "figures", "results"),
     [
         ("comparison_2m", ("costs", "curves", "positions", "recall"), ("bits_per_byte", "decoding", "positions")),
-        ("forgetting", ("combined", "contexts", "parts", "state_size"), ("contests", "contexts", "speed")),
+        pytest.param(
+            *("forgetting", ("combined", "contexts", "parts", "state_size"), ("contests", "contexts", "speed")),
+            marks=pytest.mark.long,
+        ),
         ("ladder", ("ladder",), ("laws", "next", "prediction", "runs")),
     ],
 )
 def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, figures, results, corpus, tmp_path):
     """All of it but what the programs do, which the long tests below run."""
     command = [sys.executable, "-m", "tests.pretend", experiment, f"--corpus={corpus}", f"--out={tmp_path}"]
-    small = ["--sizes=2x32,2x64,2x96", "--next=4x64", "--tuned_sizes=2x32,2x64", "--checked_size=2x64"]
+    small = [
+        "--sizes=2x32,2x64",
+        "--tokens=1e6,2e6,4e6",
+        "--next=2x96",
+        "--tuned_sizes=2x32,2x64",
+        "--checked_size=2x64",
+    ]
     command += small if experiment == "ladder" else ["--longest=300", "--documents=2"]
     end = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert end.returncode == 0, end.stderr

@@ -252,8 +252,8 @@ def plot(path: Path, results: dict, laws: Laws) -> None:
         (run,), guess = of_kind(results["next"], kind), results["prediction"][kind]
         bands = np.percentile([law(n, along(n)) for law in others], [2.5, 97.5], axis=0)
         axes.fill_between(n, *bands, color=color, alpha=0.15, lw=0)
-        error = [[guess["loss"] - guess["low"]], [guess["high"] - guess["loss"]]]
-        axes.errorbar(run["n_params"], guess["loss"], error, color=color, capsize=4, lw=1)
+        axes.plot([run["n_params"]] * 2, [guess["low"], guess["high"]], "_-", color=color, ms=8, lw=1)
+        axes.plot(run["n_params"], guess["loss"], "o", color=color, ms=3)
         axes.plot(run["n_params"], run["loss"], "X", color=color, ms=9, mec="k", label=f"{kind}, the next size")
         below.plot(run["n_params"], 100 * (run["loss"] / guess["loss"] - 1), "X", color=color, ms=9, mec="k")
     axes.set(
