@@ -84,7 +84,8 @@ def model_card(
     config: TrainConfig, workdir: Path, out: Path, step: int, n_params: int, dtype: str, for_transformers: bool
 ) -> str:
     """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl."""
-    folder = "." if for_transformers else shlex.quote(str(out))  # the card may go to the Hub
+    place = "." if for_transformers else str(out)  # the card may go to the Hub
+    folder = shlex.quote(place)
     lines = [
         *(_FRONT_MATTER if for_transformers else []),
         f"# {workdir.resolve().name}",
@@ -119,7 +120,7 @@ def model_card(
             "from heinsen.interop import load_folder",
             "from heinsen.models import forward",
             "",
-            f'config, tokenizer, params = load_folder(Path("{"." if for_transformers else out}"))',
+            f'config, tokenizer, params = load_folder(Path("{place}"))',
             "logits, state = forward(config, params, tokens)  # tokens: integers [batch, time]",
         ),
         "",
