@@ -206,19 +206,19 @@ def run_sweep(
     where = [f"--config={config.relative_to(ROOT)}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
     options = [] if may_crash else ["--retry"]
     allowed = (0, _RUNS_CRASHED) if may_crash else (0,)
-    before, start = _trained_flops(out), time.monotonic()
+    before = _trained_flops(SweepFolder.load(out)) if (out / SWEEP_FILE).exists() else 0.0
+    start = time.monotonic()
     run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
-    done, seconds = _trained_flops(out), time.monotonic() - start
+    folder, seconds = SweepFolder.load(out), time.monotonic() - start
+    done = _trained_flops(folder)
     print(_training.add(done, done - before, seconds), file=sys.stderr, flush=True)
     run_script("scripts/sweep.py", f"--workdir={from_root(out)}", "--report")
-    return SweepFolder.load(out).views()
+    return folder.views()
 
 
-def _trained_flops(out: Path) -> float:
+def _trained_flops(folder: SweepFolder) -> float:
     """Return the FLOPs that the runs of a sweep have taken so far."""
-    if not (out / SWEEP_FILE).exists():
-        return 0.0
-    folder, total = SweepFolder.load(out), 0.0
+    total = 0.0
     for view in folder.views():
         mapping = ConfigDict(folder.definition.base)
         mapping.update_from_flattened_dict(view.run.point)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 from absl import flags
+from tqdm import tqdm
 
 from experiments import contexts, tools
 from experiments.associative_recall import contestants as recall_contestants
@@ -240,9 +241,8 @@ def test_the_time_left_is_that_of_the_training_not_done_here(rng):
     training = tools.Training(total)
     assert training.add(earlier, 0.0, 1.0).endswith(f"{earlier / total:.0%} of the experiment's training is done")
     line = training.add(here, here, seconds)
-    minutes, rest = divmod(round((total - earlier - here) / here * (seconds + 1)), 60)
-    assert re.search(r"ETA (?:(\d+):)?(\d+):(\d+)$", line)
-    assert line.startswith(f"{(earlier + here) / total:.0%} of") and f"{minutes % 60:02d}:" in line
+    left = tqdm.format_interval((total - (earlier + here)) / here * (1.0 + seconds))
+    assert line.startswith(f"{(earlier + here) / total:.0%} of") and line.endswith(f"done, ETA {left}")
     assert training.add(total, total, 1.0) == "100% of the experiment's training is done", "grids were extended"
 
 
