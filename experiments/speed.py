@@ -1,6 +1,6 @@
 """Measure the tokens/s of a training step for every contestant of an experiment, one step of each in turn.
 
-    python experiments/speed.py --experiment=attention_comparison [--lengths=512,8192]
+    python experiments/speed.py --experiment=forgetting [--lengths=512,8192]
 
 Prints a table, and JSON on the last line of stdout.
 """
@@ -19,7 +19,7 @@ from heinsen.errors import exit_on_error
 EXPERIMENT = flags.DEFINE_enum(
     "experiment",
     None,
-    ["attention_comparison", "comparison_2m", "forgetting"],
+    ["comparison_2m", "forgetting"],
     "A folder with contestants.py.",
     required=True,
 )

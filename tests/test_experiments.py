@@ -19,9 +19,7 @@ from tqdm import tqdm
 from experiments import contexts, tools
 from experiments.associative_recall import contestants as recall_contestants
 from experiments.associative_recall import report as recall_report
-from experiments.attention_comparison.contestants import CONTEST, CONTESTANTS, SIGMOIDS
-from experiments.attention_comparison.report import growth
-from experiments.comparison_2m.contestants import CONTEST as LARGER
+from experiments.comparison_2m.contestants import CONTEST as COMPARISON
 from experiments.contest import close_together, common_rate, versus
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.contestants import CONTESTS, LONG
@@ -29,8 +27,7 @@ from experiments.ladder.contestants import KINDS, Size, contest_of, parse_size
 from experiments.ladder.law import Law, bootstrap, fit
 from experiments.ladder.run import Rule, best_between
 from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS_TRAINED
-from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale, write_start
-from experiments.sigmoid_training.contestants import growth as form_growth
+from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale, growth, write_start
 from experiments.tools import ExperimentError, parse_numbers
 from heinsen.interop import load_folder
 from heinsen.models import init_params
@@ -76,13 +73,13 @@ def test_too_few_runs_are_no_law(rng):
 
 
 TUNED_SIZES = (Size(4, 64), Size(6, 160))
-ALL_CONTESTS = {"comparison": CONTEST, "comparison_2m": LARGER} | CONTESTS
+ALL_CONTESTS = {"comparison_2m": COMPARISON, "sigmoid_training": SIGMOIDS_TRAINED} | CONTESTS
 
 
 @pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
 def test_contestants_have_as_many_parameters_within_1_percent(contest):
     sizes = {name: contest.parameters(name) for name in contest.contestants}
-    paper = LARGER.parameters("paper's") if contest is LARGER else CONTEST.parameters("heinsen")
+    paper = (COMPARISON if contest is COMPARISON else CONTESTS["parts"]).parameters("paper's")
     assert max(sizes.values()) < 1.01 * paper, sizes
     assert min(sizes.values()) > 0.99 * paper, sizes
 
@@ -102,22 +99,22 @@ def test_contestants_differ_in_what_they_say(contest):
 
 
 def test_what_is_remembered_grows_with_the_text_only_where_there_is_a_cache():
-    for name in CONTESTANTS:
-        few, many = (CONTEST.state_size(name, n) for n in (100, 1000))
-        grows = "softmax" in name or name == "sigmoid"
-        assert (many > few) == grows
-    heads, features = 4, 32
-    assert CONTEST.state_size("heinsen", 100) >= 4 * heads * features * features
-    assert CONTEST.state_size("softmax", 100) == 4 * heads * 2 * 100 * features
+    for contest in (CONTESTS["parts"], SIGMOIDS_TRAINED):
+        for name in contest.contestants:
+            few, many = (contest.state_size(name, n) for n in (100, 1000))
+            assert (many > few) == (contest is SIGMOIDS_TRAINED or "softmax" in name)
+    layers, heads, features = 4, 4, 32
+    assert CONTESTS["parts"].state_size("paper's", 100) == layers * heads * (features * features + features)
+    assert CONTESTS["parts"].state_size("softmax", 100) == layers * heads * 2 * 100 * features
 
 
 def test_the_law_of_sigmoid_attention_over_a_window():
     t = np.arange(1, 513)
-    assert growth("sigmoid") == pytest.approx(1 / 2)
-    assert growth("alpha 0.5") == pytest.approx(np.sqrt(np.mean(t)) / 2)
-    assert growth("alpha 1.5") == pytest.approx(np.sqrt(np.mean(1 / t)) / 2)
+    assert growth(ONE, 512) == pytest.approx(1 / 2)
+    assert growth("alpha 0.5", 512) == pytest.approx(np.sqrt(np.mean(t)) / 2)
+    assert growth(STEEPER, 512) == pytest.approx(np.sqrt(np.mean(1 / t)) / 2)
     n_sigmoids = [sum(1 / (1 + np.exp(np.log(n))) for _ in range(n)) for n in t]
-    assert growth("alpha 0, bias -log n") == pytest.approx(np.sqrt(np.mean(np.square(n_sigmoids))))
+    assert growth("alpha 0, bias -log n", 512) == pytest.approx(np.sqrt(np.mean(np.square(n_sigmoids))))
 
 
 @pytest.mark.parametrize("form", [ONE, STEEPER])
@@ -128,7 +125,7 @@ def test_initial_outputs_are_exchanged(form, tmp_path, rng):
     own = init_params(SIGMOIDS_TRAINED.train_config(form).model, jax.random.key(1))
     scale = params["layers"]["w2"]["kernel"] / own["layers"]["w2"]["kernel"]
     other = {ONE: STEEPER, STEEPER: ONE}[form]
-    np.testing.assert_allclose(scale * form_growth(form, 512) / form_growth(other, 512), 1, rtol=1e-5)
+    np.testing.assert_allclose(scale * growth(form, 512) / growth(other, 512), 1, rtol=1e-5)
     del params["layers"]["w2"], own["layers"]["w2"]
     jax.tree.map(np.testing.assert_array_equal, params, dict(own))
 
@@ -230,9 +227,9 @@ def test_small_sets_the_flags_that_are_not_given(monkeypatch, capsys):
 
 
 def test_too_few_tokens_are_refused_before_anything_is_prepared():
-    tools.check_tokens(LARGER.get_config(), tuning_tokens=None, tokens=51 * 4096)
+    tools.check_tokens(COMPARISON.get_config(), tuning_tokens=None, tokens=51 * 4096)
     with pytest.raises(ExperimentError, match="--tokens=204,800: .*warmup_steps = 50 does not fit a run of 50 steps"):
-        tools.check_tokens(LARGER.get_config(), tokens=50 * 4096)
+        tools.check_tokens(COMPARISON.get_config(), tokens=50 * 4096)
 
 
 def test_the_time_left_is_that_of_the_training_not_done_here(rng):
@@ -384,7 +381,7 @@ def test_the_report_on_forgetting_has_every_contestant_and_every_range_of_positi
     results["speed"] = {name: {"512": 100.0, "8192": 50.0} for name in names}
     text = "\n".join(forgetting_report.report(results))
     for question, found in contests.items():
-        assert f"## {forgetting_report.QUESTIONS[question]}" in text and f"({question}.png)" in text
+        assert f"## {forgetting_report.QUESTIONS[question]}" in text
         for name, seeds in found["bits_per_byte"].items():
             assert f"{np.mean(list(seeds.values())):.4f}" in text
             everyone = contests["parts"]["bits_per_byte"] | found["bits_per_byte"]
@@ -417,9 +414,6 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
             contexts.prepare(tmp_path, tmp_path / "out", 5, 500)
 
 
-# ---- whole ----------------------------------------------------------------------------------------
-
-
 def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path):
     """A token of its end follows, which a model of a text that goes on does not expect."""
     names = ["gate, output gate, convolution", "softmax, GPT-2's block, output gate"]
@@ -438,13 +432,15 @@ def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path
     assert [each["last"] for each in positions[names[1]]["ranges"]][-1] == 128
 
 
+# ---- whole ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("experiment", "figures", "results"),
     [
         ("comparison_2m", ("costs", "curves", "positions", "recall"), ("bits_per_byte", "decoding", "positions")),
         pytest.param(
-            *("forgetting", ("combined", "contexts", "parts", "state_size"), ("contests", "contexts", "speed")),
-            marks=pytest.mark.long,
+            *("forgetting", ("contexts", "state_size"), ("contests", "contexts", "speed")), marks=pytest.mark.long
         ),
         ("ladder", ("ladder",), ("laws", "next", "prediction", "runs")),
     ],
@@ -489,32 +485,15 @@ def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
 
 @pytest.mark.long
 def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
-    command = ["experiments/attention_comparison/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--seeds=2"]
-    command += ["--learning_rates=3e-3", "--tuning_tokens=110000", "--tokens=110000", "--recall_steps=101"]
-    command += ["--speed_lengths=32,64"]
-    n_runs = 2 * len(CONTESTANTS) + len(SIGMOIDS)  # each is tested, too
-    end = commands.run(*command, n_programs=len(CONTESTANTS | SIGMOIDS) + 2 * n_runs + len(CONTESTANTS))
-    assert end.returncode == 0, end.stderr
-    report = (tmp_path / "report.md").read_text()
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert set(results["bits_per_byte"]) == set(CONTESTANTS) and set(results["sources"]) == {"A", "B"}
-    for name, of_seeds in results["bits_per_byte"].items():
-        assert name in report and set(of_seeds) == {"1", "2"}
-    for figure in ("curves", "recall", "sigmoid"):
-        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
-def test_the_larger_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/comparison_2m/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--learning_rates=3e-3"]
     command += ["--tuning_tokens=220000", "--tokens=220000", "--documents=2", "--longest=300", "--recall_steps=101"]
     command += ["--speed_lengths=32,64", "--contexts=32,64"]
-    end = commands.run(*command, n_programs=7 * len(LARGER.contestants))
+    end = commands.run(*command, n_programs=7 * len(COMPARISON.contestants))
     assert end.returncode == 0, end.stderr
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
     assert report in end.stdout
     for what in ("bits_per_byte", "positions", "recall", "decoding", "speed"):
-        assert set(results[what]) == set(LARGER.contestants)
+        assert set(results[what]) == set(COMPARISON.contestants)
     for figure in ("curves", "costs", "positions", "recall"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
@@ -547,7 +526,7 @@ def test_forgetting_from_its_command_to_its_report(commands, corpus, tmp_path):
     assert report in end.stdout and set(results["contests"]) == {"combined"}
     assert set(results["contests"]["combined"]["bits_per_byte"]) == set(contestants)
     assert set(results["contexts"]["windows"]) == set(results["contexts"]["streams"]) == set(LONG["combined"])
-    for figure in ("combined", "state_size", "contexts"):
+    for figure in ("state_size", "contexts"):
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
 
 
@@ -600,7 +579,7 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
     [
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
         (["ladder/run.py", "--corpus={}", "--tuned_sizes=4x128,6x128"], "expected two sizes of different width"),
-        (["attention_comparison/run.py", "--corpus={}/none"], "has failed"),
+        (["forgetting/run.py", "--corpus={}/none"], "has failed"),
     ],
 )
 def test_bad_commands_are_named(commands, tmp_path, arguments, message):

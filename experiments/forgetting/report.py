@@ -38,11 +38,10 @@ NAMED = {
 
 
 class Result(NamedTuple):
-    """A contest, and its runs: of the tuning, the final ones in `folder`, and {run: summary of eval.py}."""
+    """A contest, and its runs: of the tuning, the final ones, and {run: summary of eval.py}."""
 
     contest: Contest
     tuning: list[RunView]
-    folder: Path
     final: list[RunView]
     tested: dict[str, dict]
 
@@ -60,9 +59,6 @@ def write(
         speed=speed,
     )
     figures = ["state_size.png"]
-    for name, each in found.items():
-        each.contest.plot_curves(out / f"{name}.png", each.contest.contestants, {each.folder: each.final})
-        figures.append(f"{name}.png")
     plot_sizes(out / "state_size.png", results["contests"])
     if by_position.windows:
         contexts.plot(out / "contexts.png", by_position)
@@ -147,7 +143,7 @@ def contest_section(
         for each in contest.ranked(bits)
     ]
     head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate", "model"]
-    return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), "", f"![Validation]({name}.png)", ""]
+    return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), ""]
 
 
 def contexts_section(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:

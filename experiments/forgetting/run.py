@@ -102,7 +102,7 @@ def run_contest(contest: Contest, out: Path, rates: list[float], parallel: int) 
     options = data, "--config.seed=1", f"--seeds={SEEDS.value}", *length_options()
     final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
     tested = test(out / "test", {out / "final": final}, parallel)
-    return report.Result(contest, tuning, out / "final", final, tested)
+    return report.Result(contest, tuning, final, tested)
 
 
 def length_options() -> list[str]:

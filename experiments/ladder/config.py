@@ -1,14 +1,14 @@
-"""The config that all sizes and kinds share: that of attention_comparison; run.py sets sizes, rates and tokens.
+"""The config that all sizes and kinds share: that of experiments/forgetting; run.py sets sizes, rates and tokens.
 
 python experiments/ladder/run.py --corpus=corpus --out=runs/ladder
 """
 
 from ml_collections import ConfigDict
 
-from experiments.attention_comparison import config as comparison
+from experiments.forgetting import config as forgetting
 
 
 def get_config() -> ConfigDict:
-    config = comparison.get_config()
+    config = forgetting.get_config()
     config.update(validate_every=1_000_000, validation_tokens=400_000)  # only at the end
     return config

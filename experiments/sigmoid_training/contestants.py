@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jax
 
-from experiments.attention_comparison import config
 from experiments.contest import Contest
+from experiments.forgetting import config
 from experiments.sigmoid_scaling.forms import window_growth
 from heinsen.interop import save_folder
 from heinsen.models import Params, init_params
