@@ -65,16 +65,18 @@ class Contest:
 
     # ---- training ----
 
-    def tune(self, out: Path, rates: Sequence[float], parallel: int, *options: str) -> list[RunView]:
-        """Return the runs of the grid, and of its extensions. Sweeps out/tuning, out/tuning_1, ...
+    def tune(
+        self, out: Path, names: Iterable[str], rates: Sequence[float], parallel: int, *options: str
+    ) -> list[RunView]:
+        """Return the runs of some contestants on the grid, and on its extensions. Sweeps out/tuning, out/tuning_1, ...
 
         A contestant whose best rate is at an end of the grid gets a rate half or twice as large, and then another one.
         """
-        wanted = [self.fields(name) | {RATE: rate} for name in self.contestants for rate in rates]
+        wanted = [self.fields(name) | {RATE: rate} for name in names for rate in rates]
         tuning = tools.run_sweep(self.config, out / "tuning", wanted, parallel, *options, may_crash=True)
         for extension in range(1, _MOST_EXTENSIONS + 1):
             beyond = []
-            for name in self.contestants:
+            for name in names:
                 tried, best = list(self.losses(name, tuning)), self.best_rate(name, tuning)
                 if len(tried) > 1 and best in (min(tried), max(tried)):
                     beyond.append(self.fields(name) | {RATE: best / 2 if best == min(tried) else best * 2})

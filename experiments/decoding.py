@@ -19,6 +19,9 @@ from heinsen.errors import exit_on_error
 EXPERIMENT = flags.DEFINE_enum(
     "experiment", None, ["comparison_2m", "forgetting"], "A folder with contestants.py.", required=True
 )
+CONTESTANTS = flags.DEFINE_list(
+    "contestants", None, "Those to measure, all by default; names with commas in double quotes."
+)
 CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens read before.")
 REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls of each contestant.", lower_bound=1)
 
@@ -35,7 +38,8 @@ CALL_TOKENS = 16
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
+        known = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
+        contestants = {name: known[name] for name in tools.choose("contestants", CONTESTANTS.value, known)}
         print(json.dumps(measure(contestants, sorted(tools.parse_counts("contexts", CONTEXTS.value)))))
 
 

@@ -23,7 +23,9 @@ EXPERIMENT = flags.DEFINE_enum(
     "A folder with contestants.py.",
     required=True,
 )
-CONTESTS = flags.DEFINE_list("contests", [], "Those of forgetting to measure, all by default.")
+CONTESTANTS = flags.DEFINE_list(
+    "contestants", None, "Those to measure, all by default; names with commas in double quotes."
+)
 LENGTHS = flags.DEFINE_list("lengths", ["512", "8192"], "Tokens of a sequence; a step has as many as the longest.")
 
 show_help(__name__)
@@ -43,9 +45,8 @@ REPEATS = 5  # timed steps of each contestant
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        if EXPERIMENT.value != "forgetting" and CONTESTS.value:
-            raise tools.ExperimentError(f"--contests={','.join(CONTESTS.value)}: an option of --experiment=forgetting")
-        contestants = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed(*CONTESTS.value)
+        known = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
+        contestants = {name: known[name] for name in tools.choose("contestants", CONTESTANTS.value, known)}
         print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 
 

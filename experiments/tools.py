@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
@@ -101,6 +101,20 @@ def _pass_on(number: int, frame: Any) -> None:
     for program in list(_programs):
         program.send_signal(number)
     raise KeyboardInterrupt
+
+
+def choose(flag: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the names of a list flag, all that are known if it is not given. Raises ExperimentError."""
+    known = list(known)
+    for name in names or ():
+        if name not in known:
+            raise ExperimentError(f"--{flag}: {name!r}: choose {format_names(known)}")
+    return list(names or known)
+
+
+def format_names(names: Iterable[str]) -> str:
+    """Return the value of a list flag; names with commas are quoted."""
+    return ",".join(f'"{name}"' if "," in name else name for name in names)
 
 
 def parse_numbers(flag: str, texts: Sequence[str]) -> list[float]:
@@ -303,9 +317,12 @@ def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) ->
         return json.loads(output.read().splitlines()[-1])
 
 
-def measure_speed(out: Path, experiment: str, lengths: Sequence[str], *options: str) -> dict[str, dict[str, float]]:
+def measure_speed(
+    out: Path, experiment: str, contestants: Iterable[str], lengths: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """Return {contestant: {length: tokens/s}} by experiments/speed.py; kept in out/speed.json."""
-    command = ["experiments/speed.py", f"--experiment={experiment}", f"--lengths={','.join(lengths)}", *options]
+    who = f"--contestants={format_names(contestants)}"
+    command = ["experiments/speed.py", f"--experiment={experiment}", who, f"--lengths={','.join(lengths)}"]
     return run_programs({out / "speed.json": command}, 1)[out / "speed.json"]
 
 

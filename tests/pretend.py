@@ -6,6 +6,7 @@ Losses follow a law in parameters and tokens and a parabola in the learning rate
 does with them, from its flags to its report, is real; nothing is compiled or trained.
 """
 
+import csv
 import importlib
 import json
 import sys
@@ -97,8 +98,8 @@ def evaluate(arguments: Sequence[str]) -> dict[str, Any]:
 
 def contestants(arguments: Sequence[str]) -> list[str]:
     module = importlib.import_module(f"experiments.{flag(arguments, 'experiment')}.contestants")
-    contests = flag(arguments, "contests")
-    return [*module.timed(*(contests.split(",") if contests else ()))]
+    chosen = next(csv.reader([flag(arguments, "contestants")]))
+    return [name for name in module.timed() if name in chosen]
 
 
 def speed(arguments: Sequence[str]) -> dict[str, Any]:

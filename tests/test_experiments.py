@@ -534,7 +534,7 @@ def test_forgetting_from_its_command_to_its_report(commands, corpus, tmp_path):
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax, softmax-rotary, softmax-learned, linear, heinsen"),
+        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax,softmax-rotary,softmax-learned,linear,heinsen"),
         ("--widths=6", "--widths: 6 does not divide into 2 heads of even size"),
         ("--tokens=1e5", "the warm-up alone takes 100"),
     ],
@@ -580,6 +580,11 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
         (["ladder/run.py", "--corpus={}", "--tuned_sizes=4x128,6x128"], "expected two sizes of different width"),
         (["forgetting/run.py", "--corpus={}/none"], "has failed"),
+        (
+            ["comparison_2m/run.py", "--corpus={}", "--contestants=gate, parts"],
+            "'parts': choose paper's,gate,\"gate, par",
+        ),
+        (["comparison_2m/run.py", "--corpus={}", "--contestants=gate"], 'is about "paper\'s", too: add it'),
     ],
 )
 def test_bad_commands_are_named(commands, tmp_path, arguments, message):

@@ -95,10 +95,8 @@ def read_grid() -> Grid:
     """Return the grid of the flags. Raises ExperimentError."""
     widths, pairs = tools.parse_counts("widths", WIDTHS.value), tools.parse_counts("pairs", PAIRS.value)
     test_pairs = tools.parse_counts("test_pairs", TEST_PAIRS.value)
-    kinds = KINDS.value or list(CONTESTANTS)
+    kinds = tools.choose("kinds", KINDS.value, CONTESTANTS)
     for kind in kinds:
-        if kind not in CONTESTANTS:
-            raise tools.ExperimentError(f"--kinds: {kind!r}: choose {', '.join(CONTESTANTS)}")
         for width in widths:
             if width % (2 * HEADS.value):  # rotary positions rotate pairs of features
                 raise tools.ExperimentError(f"--widths: {width} does not divide into {HEADS.value} heads of even size")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments import contest, contexts, recall, tools
-from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
+from experiments.comparison_2m.contestants import CONTEST
 from heinsen.figures import place_legend
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
@@ -38,24 +38,25 @@ def write(out: Path, found: Found) -> str:
     """Write the report and its figures, and return it."""
     final = [*chain(*found.trained.values())]
     seed_1 = [run for run in final if run.run.point[SEED] == 1]
-    first = {name: CONTEST.runs_of(name, seed_1)[0] for name in CONTESTANTS}
+    names = list(found.recall)
+    first = {name: CONTEST.runs_of(name, seed_1)[0] for name in names}
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
         tokens=final[0].tokens,
-        bits_per_byte=CONTEST.bits(CONTESTANTS, final, found.tested),
+        bits_per_byte=CONTEST.bits(names, final, found.tested),
         by_documents={name: found.tested[run.name]["bits_per_byte_interval"] for name, run in first.items()},
-        sources=CONTEST.by_source(CONTESTANTS, final, found.tested),
-        tuning={name: CONTEST.losses(name, found.tuning) for name in CONTESTANTS},
-        fields={name: dict(fields) for name, fields in CONTESTANTS.items()},
-        parameters={name: CONTEST.parameters(name) for name in CONTESTANTS},
+        sources=CONTEST.by_source(names, final, found.tested),
+        tuning={name: CONTEST.losses(name, found.tuning) for name in names},
+        fields={name: dict(CONTEST.contestants[name]) for name in names},
+        parameters={name: CONTEST.parameters(name) for name in names},
         positions=found.positions,
         recall_steps=found.recall_steps,
         recall=found.recall,
         decoding=found.decoding,
         speed=found.speed,
     )
-    CONTEST.plot_curves(out / "curves.png", CONTESTANTS, found.trained)
+    CONTEST.plot_curves(out / "curves.png", names, found.trained)
     contexts.plot(out / "positions.png", contexts.Measured(found.positions, {}))
     recall.plot(out / "recall.png", found.recall)
     plot_costs(out / "costs.png", results)

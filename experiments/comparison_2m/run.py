@@ -13,6 +13,7 @@ All of it but data and weights is committed in this folder: --out=experiments/co
 trains and tests only what is missing.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +25,9 @@ CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test
 OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
+)
+WHICH = flags.DEFINE_list(
+    "contestants", None, "Contestants of contestants.py, all by default; names with commas in double quotes."
 )
 RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
 TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 2_000_000, "Tokens of each tuning run.", lower_bound=1)
@@ -48,9 +52,11 @@ from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 
 SMALL_FLAGS = {
+    "contestants": 'paper\'s,"gate, parts","softmax, GPT-2\'s block"',
     "learning_rates": "3e-3",
     "tuning_tokens": "220000",
     "tokens": "220000",
+    "seeds": "1",
     "documents": "4",
     "longest": "16384",
     "recall_steps": "150",
@@ -65,32 +71,36 @@ def main(argv: list[str]) -> None:
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
+    names = tools.choose("contestants", WHICH.value, CONTESTANTS)
+    if missing := [name for name in (report.PAPER, report.GATED, report.SOFTMAX) if name not in names]:
+        raise tools.ExperimentError(f"--contestants: the report is about {missing[0]!r}, too: add it")
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.check_tokens(CONTEST.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
     tools.parse_counts("contexts", CONTEXTS.value)  # before the hours of training
     tools.expect_training(
-        CONTEST.train_flops(CONTESTANTS, TUNING_TOKENS.value) * len(rates)
-        + CONTEST.train_flops(CONTESTANTS, TOKENS.value) * SEEDS.value
+        CONTEST.train_flops(names, TUNING_TOKENS.value) * len(rates)
+        + CONTEST.train_flops(names, TOKENS.value) * SEEDS.value
     )
     tools.share_compilations(out)
     corpus = Path(CORPUS.value)
     splits = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)
     tools.prepare_bytes({"test": [corpus / "test.jsonl.zst"]}, out / "data")
     data = f"--config.data.path={tools.from_root(out / 'data')}"
-    tuning = CONTEST.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
+    tuning = CONTEST.tune(out, names, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
     found = report.Found(
         tuning,
-        *train_and_test(out, tuning, splits, parallel, data),
-        recall.measure(out / "recall", CONTESTANTS, RECALL_STEPS.value, parallel),
+        *train_and_test(out, names, tuning, splits, parallel, data),
+        recall.measure(out / "recall", {name: CONTESTANTS[name] for name in names}, RECALL_STEPS.value, parallel),
         RECALL_STEPS.value,
-        measure_decoding(out),
-        tools.measure_speed(out, "comparison_2m", SPEED_LENGTHS.value),
+        measure_decoding(out, names),
+        tools.measure_speed(out, "comparison_2m", names, SPEED_LENGTHS.value),
     )
     return report.write(out, found)
 
 
 def train_and_test(
     out: Path,
+    names: Sequence[str],
     tuning: list[RunView],
     splits: tuple[contexts.Documents, contexts.Documents],
     parallel: int,
@@ -106,20 +116,21 @@ def train_and_test(
         trained[folder] = CONTEST.train(folder, names, tuning, parallel, *options, *seeds)
         tested.update(test(out / "test", {folder: trained[folder]}, parallel))
 
-    for number, name in enumerate(CONTESTANTS):
+    for number, name in enumerate(names):
         folder = out / "final" / str(number)
         train(folder, [name], "--config.seed=1", f"--seeds={SEEDS.value}")
         first = [run for run in trained[folder] if run.run.point[SEED] == 1]
         positions |= contexts.by_position(CONTEST, [name], folder, first, splits, out / "long", parallel)
-    close = close_together(CONTEST.bits(CONTESTANTS, [*chain(*trained.values())], tested))
+    close = close_together(CONTEST.bits(names, [*chain(*trained.values())], tested))
     if close:
         train(out / "final" / "one_more", close, f"--config.seed={SEEDS.value + 1}", "--seeds=1")
     return trained, tested, positions
 
 
-def measure_decoding(out: Path) -> dict[str, dict]:
+def measure_decoding(out: Path, names: Sequence[str]) -> dict[str, dict]:
     """Return {contestant: {context: time and state}} by experiments/decoding.py; kept in out/decoding.json."""
-    command = ["experiments/decoding.py", "--experiment=comparison_2m", f"--contexts={','.join(CONTEXTS.value)}"]
+    what = f"--contestants={tools.format_names(names)}", f"--contexts={','.join(CONTEXTS.value)}"
+    command = ["experiments/decoding.py", "--experiment=comparison_2m", *what]
     return tools.run_programs({out / "decoding.json": command}, 1)[out / "decoding.json"]
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from experiments.contest import Contest
 from experiments.forgetting import config
-from experiments.tools import ExperimentError
 from heinsen.sweep.space import Value
 from heinsen.training.run import TrainConfig
 
@@ -80,9 +79,6 @@ LONG = {
 }
 
 
-def timed(*contests: str) -> dict[str, TrainConfig]:
-    """Return the contestants of some contests (none named: all), whose speed is measured."""
-    if unknown := [name for name in contests if name not in CONTESTS]:
-        raise ExperimentError(f"--contests: {unknown[0]!r}: choose {', '.join(CONTESTS)}")
-    chosen = [CONTESTS[name] for name in contests or CONTESTS]
-    return {name: contest.train_config(name) for contest in chosen for name in contest.contestants}
+def timed() -> dict[str, TrainConfig]:
+    """Return the contestants whose speed is measured."""
+    return {name: contest.train_config(name) for contest in CONTESTS.values() for name in contest.contestants}

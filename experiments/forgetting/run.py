@@ -54,10 +54,7 @@ def main(argv: list[str]) -> None:
 
 def run(out: Path, parallel: int) -> str:
     """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    which = WHICH.value or list(CONTESTS)
-    for name in which:
-        if name not in CONTESTS:
-            raise tools.ExperimentError(f"--contests: {name!r}: choose {', '.join(CONTESTS)}")
+    which = tools.choose("contests", WHICH.value, CONTESTS)
     rates = tools.parse_numbers("learning_rates", RATES.value)
     tools.check_tokens(config.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
     tools.expect_training(sum(expected_flops(name, len(rates)) for name in which))
@@ -77,8 +74,8 @@ def run(out: Path, parallel: int) -> str:
         if splits is not None and name in LONG
     ]
     speed: dict[str, dict[str, float]] = {}
-    for name in found:  # a process each: all of their programs together have more mappings than Linux grants a process
-        speed |= tools.measure_speed(out / name, "forgetting", SPEED_LENGTHS.value, f"--contests={name}")
+    for name, each in found.items():  # a process each: all together have more mappings than Linux grants a process
+        speed |= tools.measure_speed(out / name, "forgetting", each.contest.contestants, SPEED_LENGTHS.value)
     return report.write(out, found, contexts.join(by_position), speed)
 
 
@@ -98,7 +95,9 @@ def expected_flops(name: str, n_rates: int) -> float:
 def run_contest(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Result:
     """Tune, train and test the contestants of a contest."""
     data = f"--config.data.path={tools.from_root(out.parent / 'data')}"
-    tuning = contest.tune(out, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
+    tuning = contest.tune(
+        out, contest.contestants, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}"
+    )
     options = data, "--config.seed=1", f"--seeds={SEEDS.value}", *length_options()
     final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
     tested = test(out / "test", {out / "final": final}, parallel)

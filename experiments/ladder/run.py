@@ -179,7 +179,11 @@ def tune(out: Path, plan: Plan, parallel: int) -> dict[Size, dict[str, Losses]]:
     for size in plan.tuned:
         contest = contest_of(size)
         runs = contest.tune(
-            out / "tuning" / str(size), plan.rates, parallel, *options(out, plan.tokens_of(size, min(plan.budgets)))
+            out / "tuning" / str(size),
+            KINDS,
+            plan.rates,
+            parallel,
+            *options(out, plan.tokens_of(size, min(plan.budgets))),
         )
         found[size] = {kind: contest.losses(kind, runs) for kind in KINDS}
     return found
