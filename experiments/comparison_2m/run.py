@@ -1,6 +1,7 @@
-"""The paper's attention, gated attention and softmax at 2M parameters and 8M bytes: loss, contexts, recall, cost.
+r"""The paper's attention, gated attention and softmax at 2M parameters and 8M bytes: loss, contexts, recall, cost.
 
     python experiments/comparison_2m/run.py --corpus=corpus --out=runs/comparison_2m [--parallel=2]
+    python experiments/comparison_2m/run.py ... --contestants=$'paper\'s,gate,"gate, parts","softmax, GPT-2\'s block"'
 
 CORPUS is what scripts/build_corpus.py builds; its last training file is kept for the test of long documents. Rerun the
 same command to resume. config.py is what all contestants share, and contestants.py lists them. OUT receives data/, the
