@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -66,7 +66,7 @@ class Contest:
     # ---- training ----
 
     def tune(
-        self, out: Path, names: Iterable[str], rates: Sequence[float], parallel: int, *options: str
+        self, out: Path, names: Collection[str], rates: Sequence[float], parallel: int, *options: str
     ) -> list[RunView]:
         """Return the runs of some contestants on the grid, and on its extensions. Sweeps out/tuning, out/tuning_1, ...
 

@@ -104,12 +104,12 @@ def _pass_on(number: int, frame: Any) -> None:
 
 
 def choose(flag: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Return the names of a list flag, all that are known if it is not given. Raises ExperimentError."""
+    """Return those of the known names that a list flag has, all if it is not given. Raises ExperimentError."""
     known = list(known)
     for name in names or ():
         if name not in known:
             raise ExperimentError(f"--{flag}: {name!r}: choose {format_names(known)}")
-    return list(names or known)
+    return [name for name in known if name in names] if names else known
 
 
 def format_names(names: Iterable[str]) -> str:

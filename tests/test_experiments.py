@@ -190,6 +190,17 @@ def test_learning_rates_of_the_ladder_are_a_power_of_the_width(rng):
         assert rule.rate(kind, Size(4, 256)) == pytest.approx(rate * 4**power, rel=1e-2)
 
 
+def test_names_with_commas_are_chosen_by_a_list_flag():
+    known = ["a", "a, b", "c"]
+    values = flags.FlagValues()
+    flags.DEFINE_list("names", None, "", flag_values=values)
+    values(["program", f"--names={tools.format_names(['c', 'a, b', 'c'])}"])
+    assert tools.choose("names", values.names, known) == ["a, b", "c"]
+    assert tools.choose("names", None, known) == known
+    with pytest.raises(ExperimentError, match="--names: 'b': choose a,\"a, b\",c"):
+        tools.choose("names", ["b"], known)
+
+
 @pytest.mark.parametrize("texts", [[], ["1", "0"], ["2", "inf"], ["nan"], ["x"]])
 def test_numbers_that_are_none_are_refused(texts):
     with pytest.raises(ExperimentError, match="--flag: '.*' is not a positive number"):
