@@ -6,7 +6,6 @@ One text at a time, random parameters and synthetic states (scripts/benchmark.py
 of stdout: {contestant: {context: milliseconds, and bytes of the state}}; what does not fit into memory is left out.
 """
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,8 +37,7 @@ CALL_TOKENS = 16
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        known = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
-        contestants = {name: known[name] for name in tools.choose("contestants", CONTESTANTS.value, known)}
+        contestants = tools.timed(EXPERIMENT.value, CONTESTANTS.value)
         print(json.dumps(measure(contestants, sorted(tools.parse_counts("contexts", CONTEXTS.value)))))
 
 

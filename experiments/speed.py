@@ -5,7 +5,6 @@
 Prints a table, and JSON on the last line of stdout.
 """
 
-import importlib
 import json
 import statistics
 import time
@@ -45,8 +44,7 @@ REPEATS = 5  # timed steps of each contestant
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        known = importlib.import_module(f"experiments.{EXPERIMENT.value}.contestants").timed()
-        contestants = {name: known[name] for name in tools.choose("contestants", CONTESTANTS.value, known)}
+        contestants = tools.timed(EXPERIMENT.value, CONTESTANTS.value)
         print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 
 

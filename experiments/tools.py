@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import os
@@ -110,6 +111,12 @@ def choose(flag: str, names: Sequence[str] | None, known: Iterable[str]) -> list
         if name not in known:
             raise ExperimentError(f"--{flag}: {name!r}: choose {format_names(known)}")
     return [name for name in known if name in names] if names else known
+
+
+def timed(experiment: str, names: Sequence[str] | None) -> dict[str, TrainConfig]:
+    """Return the contestants of an experiment's contestants.py to measure, by --contestants. Raises ExperimentError."""
+    known = importlib.import_module(f"experiments.{experiment}.contestants").timed()
+    return {name: known[name] for name in choose("contestants", names, known)}
 
 
 def format_names(names: Iterable[str]) -> str:

@@ -97,9 +97,7 @@ def evaluate(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def contestants(arguments: Sequence[str]) -> list[str]:
-    module = importlib.import_module(f"experiments.{flag(arguments, 'experiment')}.contestants")
-    chosen = next(csv.reader([flag(arguments, "contestants")]))
-    return [name for name in module.timed() if name in chosen]
+    return [*tools.timed(flag(arguments, "experiment"), next(csv.reader([flag(arguments, "contestants")])))]
 
 
 def speed(arguments: Sequence[str]) -> dict[str, Any]:
