@@ -12,7 +12,8 @@ here take the place of those of `schedule`, and what they return goes through th
 A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
 
 Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
-moves them all out of the loop, where they fill the registers.
+moves them all out of the loop, where they fill the registers. A second such zero is in the addresses of what is loaded
+in the layout of columns: of two equal loads jax keeps one from 0.11 on, and finds no layout that is both.
 
 Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M: the K
 key features, filled up to the 64 rows that the matrix units need.
@@ -129,6 +130,7 @@ class _Chunk(NamedTuple):
     vectors: ChunkVectors
     g: Array
     i: Array
+    apart: Array  # a zero that the compiler cannot see, in the addresses of what is loaded for columns
 
     @property
     def tokens(self) -> Any:
@@ -136,7 +138,7 @@ class _Chunk(NamedTuple):
 
     def keys_vector(self, ref: Ref) -> Array:
         """[K], for columns."""
-        return self.sizes.registers.load(ref.at[self.g, self.i, pl.ds(0, self.sizes.d_key)], COLUMNS)
+        return self.sizes.registers.load(ref.at[self.g, self.i + self.apart, pl.ds(0, self.sizes.d_key)], COLUMNS)
 
     def keys_rows(self, ref: Ref) -> Array:
         """[R], for rows."""
@@ -144,11 +146,15 @@ class _Chunk(NamedTuple):
 
     def values_vector(self, ref: Ref) -> Array:
         """[V], for columns."""
-        return self.sizes.registers.load(ref.at[self.g, self.i], COLUMNS)
+        return self.sizes.registers.load(ref.at[self.g, self.i + self.apart], COLUMNS)
 
-    def tokens_vector(self, ref: Ref, layout: Any = ROWS) -> Array:
-        """[C]."""
-        return self.sizes.registers.load(ref.at[self.g, self.tokens], layout)
+    def tokens_vector(self, ref: Ref) -> Array:
+        """[C], for rows."""
+        return self.sizes.registers.load(ref.at[self.g, self.tokens], ROWS)
+
+    def tokens_columns(self, ref: Ref) -> Array:
+        """[C], for columns."""
+        return self.sizes.registers.load(ref.at[self.g + self.apart, self.tokens], COLUMNS)
 
     def load_tokens(self, ref: Ref) -> Array:
         """[C, K] or [C, V], from global memory."""
@@ -187,13 +193,13 @@ class _Chunk(NamedTuple):
 
     def mask(self, pairs: Array) -> Array:
         """Pairs [C, C] of queries and keys times what is left of each key at each query."""
-        vector = lambda layout: self.sizes.registers.load(self.vectors.positions.at[self.i], layout)
-        position = columns(vector(COLUMNS), CHUNK)
-        visible = rows(vector(ROWS), CHUNK) >= position
+        load, positions = self.sizes.registers.load, self.vectors.positions
+        position = columns(load(positions.at[self.i + self.apart], COLUMNS), CHUNK)
+        visible = rows(load(positions.at[self.i], ROWS), CHUNK) >= position
         if (decay := self.vectors.decay) is None:
             return jnp.where(visible, pairs, 0.0)
         of_query = lambda ref: rows(self.tokens_vector(ref), CHUNK)
-        of_key = lambda ref: columns(self.tokens_vector(ref, COLUMNS), CHUNK)
+        of_key = lambda ref: columns(self.tokens_columns(ref), CHUNK)
         visible = visible & (position >= of_query(decay.first))
         left = (of_query(decay.units) - of_key(decay.units)) * of_query(decay.unit)
         left = left + (of_query(decay.rest) - of_key(decay.rest))
@@ -251,7 +257,7 @@ def _forward_kernel(
         def addresses() -> tuple[_Chunk, Any, _ForwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
-            return _Chunk(sizes, vectors, g + unseen, i + unseen), buffers, _ForwardOperands.of(sizes, buffers)
+            return _Chunk(sizes, vectors, g + unseen, i + unseen, zero[1]), buffers, _ForwardOperands.of(sizes, buffers)
 
         # The chunk's factors.
         at, buffers, (q, k, k_end, v, a, sums) = addresses()
@@ -302,7 +308,7 @@ def _forward_kernel(
         plgpu.wait_smem_to_gmem(0)
         return State(m_s + more, m_z)
 
-    zero[0] = 0
+    zero[0] = zero[1] = 0
     copy(0, jax.tree.map(lambda x: x.at[0], smem))
     if n_rows != d_key:  # keys of the features that are missing, which the matrix units want
         Operand(smem["kf" if decay is None else "kf_end"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
@@ -425,7 +431,7 @@ def _backward_kernel(
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
             return (
-                _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen),
+                _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen, zero[1]),
                 buffers,
                 _BackwardOperands.of(sizes, buffers),
             )
@@ -519,7 +525,7 @@ def _backward_kernel(
         dm_s = dm_s + registers.matmul((q._replace(n_columns=n_rows).mT, ds))
         return State(dm_s, dm_z + jnp.sum(qf * rows(dz, d_key), axis=0))
 
-    zero[0] = 0
+    zero[0] = zero[1] = 0
     copy(n - 1, jax.tree.map(lambda x: x.at[0], smem))
     if n_rows != d_key:
         Operand(smem["qf"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
@@ -579,7 +585,7 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
         read, write = unflatten(inputs, refs[: len(leaves)]), unflatten(out, refs[len(leaves) :])
         kernel(sizes, *read, write, copied=copied, zero=zero, smem=buffers)
 
-    scratch = {**smem, "zero": plgpu.SMEM((1,), jnp.int32), "copied": plgpu.Barrier(num_arrivals=n_copies)}
+    scratch = {**smem, "zero": plgpu.SMEM((2,), jnp.int32), "copied": plgpu.Barrier(num_arrivals=n_copies)}
     written = plgpu.kernel(
         body,
         out_type=out_leaves,

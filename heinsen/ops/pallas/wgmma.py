@@ -13,6 +13,7 @@ the same pieces, are those of jax.numpy.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -24,6 +25,9 @@ PIECES = 3
 TERMS = [(i, order - i) for order in reversed(range(PIECES)) for i in range(order + 1)]
 
 MATRIX, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+# jax 0.10 wants an index beside the reference, 0.11 deprecates it, and 0.12 takes none.
+NO_INDEX = ((),) if jax.__version_info__ < (0, 11) else ()
 
 Ref = Any  # a reference to memory, of the GPU (GMEM) or of the block (SMEM)
 
@@ -88,7 +92,7 @@ class Registers(NamedTuple):
             return sum((dot(part(a, i), part(b, j)) for i, j in TERMS for a, b in pairs), start=jnp.float32(0.0))
 
         def accumulate(sums: Ref) -> Array:
-            operand = lambda x, i: plgpu.transpose_ref(x.piece(i), (1, 0)) if x.transposed else x.piece(i)
+            operand = lambda x, i: x.piece(i).transpose((1, 0)) if x.transposed else x.piece(i)
             for i, j in TERMS:
                 for a, b in pairs:
                     plgpu.wgmma(sums, operand(a, i), operand(b, j))
@@ -99,7 +103,7 @@ class Registers(NamedTuple):
 
     def load(self, ref: Ref, layout: Any) -> Array:
         """Numbers of a matrix or vector in GMEM."""
-        return ref[...] if self.interpret else plgpu.load(ref, (), layout=layout, optimized=False)
+        return ref[...] if self.interpret else plgpu.load(ref, *NO_INDEX, layout=layout, optimized=False)
 
     def zeros(self, n_rows: int, n_columns: int) -> Array:
         """A matrix of zeros."""
