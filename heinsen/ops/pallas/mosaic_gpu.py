@@ -245,6 +245,7 @@ def _forward_kernel(
 ) -> None:
     g, n = lax.axis_index("g"), sizes.n_chunks
     d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
+    store = registers.store
     vectors = inputs.vectors
     decay = vectors.decay
 
@@ -265,7 +266,7 @@ def _forward_kernel(
         m_z = m.z * at.keys_vector(vectors.moved_k)
         sums._replace(n_rows=n_rows).store(m_s)
         buffers["m_float32"][...] = m_s
-        out.before_z[at.g, at.i] = m_z
+        store(out.before_z.at[at.g, at.i], m_z)
         plgpu.barrier_wait(copied)
         qf, r = at.query_factors(buffers["q"][...])
         q.store(qf)
@@ -314,29 +315,29 @@ def _forward_kernel(
         Operand(smem["kf" if decay is None else "kf_end"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
     m = State(registers.load(first.s.at[g], MATRIX), registers.load(first.z.at[g], COLUMNS))
     m = lax.fori_loop(0, n, step, m)
-    out.end.s[g] = m.s
-    out.end.z[g] = m.z
+    store(out.end.s.at[g], m.s)
+    store(out.end.z.at[g], m.z)
 
 
 def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None:
     """Write what the chunk's queries read, and their sums, from S [C, V], Z [C] and r [C]."""
-    d_value = at.sizes.d_value
+    d_value, store = at.sizes.d_value, at.sizes.registers.store
     empty = rows(z, d_value) == 0
     whole_z = jnp.where(z == 0, 1.0, z)
     z = jnp.where(r == NEG_INF, 1.0, z)
     if at.vectors.b is None:
-        out.y[at.g, at.tokens] = jnp.where(empty, 0.0, s / rows(whole_z, d_value))
+        store(out.y.at[at.g, at.tokens], jnp.where(empty, 0.0, s / rows(whole_z, d_value)))
         least = z
     else:
         b = columns(at.values_vector(at.vectors.b), CHUNK)
         y = jnp.log(jnp.where(s == 0, 1.0, s)) - rows(jnp.log(whole_z), d_value) + finite(b)
-        out.y[at.g, at.tokens] = jnp.where(empty | (s == 0), NEG_INF, y)
+        store(out.y.at[at.g, at.tokens], jnp.where(empty | (s == 0), NEG_INF, y))
         s = jnp.where((b == NEG_INF) | (rows(r, d_value) == NEG_INF), 1.0, s)
         least = jnp.minimum(jnp.min(s, axis=1), z)
-    out.s[at.g, at.tokens] = s
-    out.z[at.g, at.tokens] = z
-    out.r[at.g, at.tokens] = r
-    out.least[at.g, at.tokens] = least
+    store(out.s.at[at.g, at.tokens], s)
+    store(out.z.at[at.g, at.tokens], z)
+    store(out.r.at[at.g, at.tokens], r)
+    store(out.least.at[at.g, at.tokens], least)
 
 
 def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
@@ -417,6 +418,7 @@ def _backward_kernel(
 ) -> None:
     g, n = lax.axis_index("g"), sizes.n_chunks
     d_key, n_rows, registers = sizes.d_key, sizes.n_rows, sizes.registers
+    store = registers.store
     decay = inputs.vectors.decay
 
     def copy(i: Any, smem: Any) -> None:
@@ -444,7 +446,7 @@ def _backward_kernel(
         m_s = buffers["m_float32"][...]
         sums._replace(n_rows=n_rows).store(m_s)
         if decay is not None:
-            out.decay.ends_s[at.g, at.i] = jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1)
+            store(out.decay.ends_s.at[at.g, at.i], jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1))
         ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...])
         ds.store(ds_value)
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -476,7 +478,7 @@ def _backward_kernel(
         weights = qf * columns(m_z + of_keys, CHUNK)
         surplus, weight = jnp.sum(dq, axis=1) - dq_total, jnp.sum(weights, axis=1)
         surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
-        out.q[at.g, at.tokens] = (dq - weights * rows(surplus, d_key)) * given.factors[1]
+        store(out.q.at[at.g, at.tokens], (dq - weights * rows(surplus, d_key)) * given.factors[1])
 
         # Keys.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -491,11 +493,11 @@ def _backward_kernel(
             dk = registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK)
             dk = at.end_factors(at.load_tokens(inputs.k)) * dk
             m_z = registers.load(given.before_z.at[at.g, at.i], COLUMNS)
-            out.decay.ends_z[at.g, at.i] = jnp.sum(dk, axis=0) + m_z * at.keys_vector(decay.kept_z) * dm_z
+            store(out.decay.ends_z.at[at.g, at.i], jnp.sum(dk, axis=0) + m_z * at.keys_vector(decay.kept_z) * dm_z)
             at, buffers, (q, k, v, ds, a, sums) = addresses()
             dk = dk + k.load() * registers.matmul((a.mT, q))
-            out.decay.sums[at.g, at.tokens] = dq_total - jnp.sum(dk, axis=1)
-        out.k[at.g, at.tokens] = dk * given.factors[1]
+            store(out.decay.sums.at[at.g, at.tokens], dq_total - jnp.sum(dk, axis=1))
+        store(out.k.at[at.g, at.tokens], dk * given.factors[1])
 
         # Values.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -511,7 +513,7 @@ def _backward_kernel(
             dv = dv + at.scale_values(registers.matmul((k, sums)), decay.to_after)
         if at.vectors.b is not None:
             dv = dv * (v.load() if decay is None else at.value_factors(at.load_tokens(inputs.values)))
-        out.values[at.g, at.tokens] = dv * given.factors[1]
+        store(out.values.at[at.g, at.tokens], dv * given.factors[1])
 
         # The sums before the chunk.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -531,8 +533,8 @@ def _backward_kernel(
         Operand(smem["qf"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
     dm = State(registers.load(end.s.at[g], MATRIX), registers.load(end.z.at[g], COLUMNS))
     dm = lax.fori_loop(0, n, step, dm)
-    out.first.s[g] = dm.s
-    out.first.z[g] = dm.z
+    store(out.first.s.at[g], dm.s)
+    store(out.first.z.at[g], dm.z)
 
 
 def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array]:

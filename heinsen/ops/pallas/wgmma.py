@@ -105,6 +105,13 @@ class Registers(NamedTuple):
         """Numbers of a matrix or vector in GMEM."""
         return ref[...] if self.interpret else plgpu.load(ref, *NO_INDEX, layout=layout, optimized=False)
 
+    def store(self, ref: Ref, x: Array) -> None:
+        """Write a matrix or vector to GMEM."""
+        if self.interpret or not hasattr(plgpu, "store"):  # before jax 0.12
+            ref[...] = x
+        else:
+            plgpu.store(ref, x, optimized=False)
+
     def zeros(self, n_rows: int, n_columns: int) -> Array:
         """A matrix of zeros."""
         x = jnp.zeros((n_rows, n_columns), jnp.float32)
