@@ -278,6 +278,8 @@ def test_results_of_programs_are_kept(tmp_path, capfd):
 
 
 EXPERIMENT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 from experiments import tools
 from absl import flags
 flags.FLAGS(["experiment"])
