@@ -107,7 +107,7 @@ class Registers(NamedTuple):
 
     def store(self, ref: Ref, x: Array) -> None:
         """Write a matrix or vector to GMEM."""
-        if self.interpret or not hasattr(plgpu, "store"):  # before jax 0.12
+        if self.interpret or jax.__version_info__ < (0, 12):  # which stores only whole cache lines so
             ref[...] = x
         else:
             plgpu.store(ref, x, optimized=False)
