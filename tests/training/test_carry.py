@@ -49,7 +49,7 @@ def draw_texts(rng, n_rows=BATCH) -> np.ndarray:
     """Rows of several windows, in documents of a few tokens."""
     texts = rng.integers(0, 257, (n_rows, BATCHES * LENGTH + 1)).astype(np.int32)
     texts[rng.random(texts.shape) < 0.15] = EOT
-    texts[0, LENGTH] = 0  # one document at least goes on from the first window to the second
+    texts[0, LENGTH] = 0  # at least one document continues from the first window into the second
     return texts
 
 
