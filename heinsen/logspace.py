@@ -225,7 +225,7 @@ def gated_sum(
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] * later[0], earlier[1] * later[0] + later[1]
 
-        return jax.lax.associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
+        return associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
 
     def sequential(gate: Array, x: Array) -> Array:
         def step(y: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -256,7 +256,7 @@ def cumulative_logsumexp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _cumulative_logsumexp(x: Array, axis: int) -> Array:
-    return jax.lax.associative_scan(logaddexp, x, axis=axis)
+    return associative_scan(logaddexp, x, axis=axis)
 
 
 def _lcse_fwd(x: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
@@ -278,7 +278,7 @@ def _segmented_cumulative_logsumexp(x: Array, resets: Array, axis: int) -> Array
     def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
         return jnp.where(later[1], later[0], logaddexp(earlier[0], later[0])), earlier[1] | later[1]
 
-    return jax.lax.associative_scan(combine, (x, resets), axis=axis)[0]
+    return associative_scan(combine, (x, resets), axis=axis)[0]
 
 
 def _segmented_lcse_fwd(x: Array, resets: Array, axis: int) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -328,7 +328,7 @@ def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
 
-        decay, out = jax.lax.associative_scan(combine, (log_a, log_b), axis=axis)
+        decay, out = associative_scan(combine, (log_a, log_b), axis=axis)
         return logaddexp(jnp.expand_dims(initial, axis) + decay, out)
 
     def sequential(log_a: Array, log_b: Array, initial: Array) -> Array:
@@ -367,6 +367,18 @@ def _recurrence_bwd(
 
 
 _log_linear_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
+
+
+def associative_scan(combine: Callable[[Out, Out], Out], x: Out, axis: int, reverse: bool = False) -> Out:
+    """`jax.lax.associative_scan`, except that no empty slices are combined, which it does where two elements are left.
+
+    Their residuals would be empty, too. As inputs of a `jax.shard_map` these crash XLA of jaxlib 0.11.2.
+    """
+
+    def combine_some(earlier: Out, later: Out) -> Out:
+        return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
+
+    return jax.lax.associative_scan(combine_some, x, axis=axis, reverse=reverse)
 
 
 def _by_method(

@@ -426,6 +426,16 @@ def test_log_linear_recurrence_runs_along_its_axis(rng):
         assert_close(jax.jit(log_linear_recurrence, static_argnums=2)(log_a, log_b, axis, initial), want)
 
 
+@pytest.mark.parametrize("length", range(1, 10))
+def test_an_associative_scan_combines_no_empty_slices(rng, length):
+    def combine(earlier, later):
+        assert earlier.size and later.size
+        return earlier + later
+
+    x = rng.integers(0, 100, (3, length))
+    np.testing.assert_array_equal(logspace.associative_scan(combine, jnp.asarray(x), 1), np.cumsum(x, axis=1))
+
+
 @pytest.mark.wrong_types
 def test_unknown_methods_are_refused_with_the_choices():
     for function in (gated_sum, log_linear_recurrence):

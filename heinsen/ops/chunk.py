@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, ShiftedLog, centered_sum, finite
+from heinsen.logspace import NEG_INF, ShiftedLog, associative_scan, centered_sum, finite
 from heinsen.ops.decay import chunk_decay, decay_grad
 from heinsen.ops.documents import ChunkMasks, chunk_masks
 from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shift_decay
@@ -143,7 +143,7 @@ def running_max(first: Array, x: Array, fall: Array | None, axis: int) -> Array:
     first = jnp.expand_dims(first, axis)
     if fall is None:
         return lax.cummax(jnp.maximum(first, x), axis=axis)
-    total, largest = lax.associative_scan(combine, (fall, x), axis=axis)
+    total, largest = associative_scan(combine, (fall, x), axis=axis)
     return jnp.maximum(first + total, largest)
 
 

@@ -83,12 +83,9 @@ def log_attention(
         return log_y, jax.tree.map(lambda x: x[None], end)
 
     segments, decays = P(BATCH, None, "sequence"), P(BATCH, "tensor", "sequence")
-    # Saves what would be saved without it. Without it, XLA of jaxlib 0.11.2 crashes while it compiles the gradient of
-    # "scan" in a scan over layers.
-    saving = jax.checkpoint(on_each, prevent_cse=False, policy=jax.checkpoint_policies.everything_saveable)
     log_y, ends = on_each_device(
         mesh,
-        saving,
+        on_each,
         in_specs=(_TOKENS, _TOKENS, _TOKENS, _STATE, (segments, decays)),
         out_specs=(_TOKENS, P("sequence", *_STATE)),
     )(q, k, log_v, state, tokens)

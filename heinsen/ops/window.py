@@ -43,16 +43,13 @@ def window_attention(
 
     Each row's `slots` are consecutive; a token sees none before the slot `first`.
     """
-    (*batch, n_tokens, _), n_before = k.shape, _block_size(k.shape[2], window)[1]
-    before = jnp.zeros((*batch, n_before, q.shape[-1]), k.dtype), jnp.zeros((*batch, n_before, v.shape[-1]), v.dtype)
+    n_tokens, n_before = k.shape[2], _block_size(k.shape[2], window)[1]
+    n_missing = n_before - (0 if ring is None else window)
     if ring is not None:
-        in_order = jax.tree.map(lambda x: _unroll(x, slots[:, 0]), ring)
-        before = jax.tree.map(
-            lambda none, x: jnp.concatenate([none[:, :, window:], x], axis=2), before, tuple(in_order)
-        )
+        k, v = (jnp.concatenate([_unroll(x, slots[:, 0]), new], axis=2) for x, new in zip(ring, (k, v), strict=True))
+    k, v = (jnp.pad(x, [(0, 0), (0, 0), (n_missing, 0), (0, 0)]) for x in (k, v))
     index = jnp.arange(n_tokens) + n_before
     low = jnp.maximum(first - slots[:, :1] + n_before, index - window + 1)
-    k, v = (jnp.concatenate(pair, axis=2) for pair in zip(before, (k, v), strict=True))
     return _attend_ranges(q, k, v, low, jnp.broadcast_to(index + 1, low.shape), window, 0)
 
 

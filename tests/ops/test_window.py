@@ -1,5 +1,7 @@
 """Softmax attention to the last tokens: against the quadratic form in float64, in blocks, pieces and steps."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,13 @@ def test_ragged_pieces_and_steps_equal_the_whole(rng):
     for row in range(B):  # the last W tokens, each in its place
         last = np.arange(n_seen[row] - W, n_seen[row])
         np.testing.assert_array_equal(ring.k[row][:, last % W], k[row][:, last])
+
+
+def test_no_array_is_empty():
+    """Empty residuals would be inputs of a `jax.shard_map`, which crash XLA of jaxlib 0.11.2."""
+    ring, slots = window.init_ring(B, H, W, K, K, jnp.float32), jnp.broadcast_to(jnp.arange(T), (B, T))
+    attend = lambda q: jnp.sum(window.window_attention(q, q, q, W, ring, slots, slots))
+    assert not re.findall(r"\w+\[(?:\d+,)*0(?:,\d+)*\]", str(jax.make_jaxpr(jax.grad(attend))(jnp.ones((B, H, T, K)))))
 
 
 def test_memory_grows_as_the_tokens_whatever_remat_saves():

@@ -207,6 +207,7 @@ LONG = pytest.mark.long
         pytest.param((4, 1, 1, 1), {}, marks=LONG),
         pytest.param((1, 1, 2, 2), {}, marks=LONG),
         pytest.param((2, 1, 2, 1), {"value_domain": "real"}, marks=LONG),
+        pytest.param((4, 1, 1, 1), {"attention": "window", "window": 4, "position": "none"}, marks=LONG),
     ],
     ids=str,
 )
