@@ -1,7 +1,7 @@
 r"""The paper's attention, gated attention and softmax at 2M parameters and 8M bytes: loss, contexts, recall, cost.
 
     python experiments/comparison_2m/run.py --corpus=corpus --out=runs/comparison_2m [--parallel=2]
-    python experiments/comparison_2m/run.py ... --contestants=$'paper\'s,gate,"gate, parts","softmax, GPT-2\'s block"'
+    python experiments/comparison_2m/run.py ... --contestants=$'paper\'s,"gate, parts","softmax, GPT-2\'s block, parts"'
 
 CORPUS is what scripts/build_corpus.py builds; its last training file is kept for the test of long documents. Rerun the
 same command to resume. config.py is what all contestants share, and contestants.py lists them. OUT receives data/, the
@@ -53,7 +53,7 @@ from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import SEED
 
 SMALL_FLAGS = {
-    "contestants": 'paper\'s,"gate, parts","softmax, GPT-2\'s block"',
+    "contestants": 'paper\'s,"gate, parts","softmax, GPT-2\'s block, parts"',
     "learning_rates": "3e-3",
     "tuning_tokens": "220000",
     "tokens": "220000",
