@@ -271,6 +271,14 @@ def keep_host_memory() -> None:
         pass
 
 
+def return_freed_memory() -> None:
+    """Return to the kernel what glibc has kept (`keep_host_memory`). No-op with other C libraries."""
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
 PEER_TIMEOUT = 100  # seconds
 _MAX_PEER_TIMEOUT = 24 * 3600
 _PATIENCE = 10.0  # seconds until a process says that it waits for others

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,27 @@ def test_what_to_measure_must_be_said(tmp_path):
         result.returncode != 0 and "expected one of accuracy, attention, step, decode" in result.stdout + result.stderr
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told to keep freed memory")
+def test_memory_that_a_process_has_freed_is_free():
+    """Each contestant of a benchmark once found less, because freed caches were kept for the next step."""
+    code = """
+import os
+import platform
+import numpy as np
+from heinsen.parallel import keep_host_memory
+from scripts.benchmarking.measure import free_memory
+
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+keep_host_memory()
+before = resident()
+np.ones(2**26)
+kept = resident() - before
+free_memory()
+print(kept >> 20, resident() - before >> 20)
+"""
+    end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert end.returncode == 0, end.stderr
+    kept, left = map(int, end.stdout.split())
+    assert kept >= 500 and left < 100

@@ -13,6 +13,7 @@ import jax
 
 from heinsen.errors import InputError
 from heinsen.files import write_atomically
+from heinsen.parallel import return_freed_memory
 
 _WARM_UP = 0.3  # seconds
 
@@ -37,6 +38,7 @@ def free_memory() -> int | None:
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     if jax.default_backend() == "cpu":
+        return_freed_memory()
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
