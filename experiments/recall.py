@@ -39,8 +39,9 @@ def section(recall: Recall, steps: int) -> list[str]:
         "## Recall",
         "",
         f"Associative recall by models of each kind with {N_LAYERS} layers, trained on it for {steps:,} steps "
-        "(`scripts/recall.py`, one seed, one learning rate: experiments/associative_recall has tuned ones): right "
-        "answers by the number of key-value pairs in the context.",
+        "(`scripts/recall.py`, one seed, one learning rate): right answers by the number of key-value pairs in the "
+        "context. So few steps tell how soon a kind learns it. What it can hold is measured by "
+        "experiments/associative_recall, with more steps and tuned learning rates.",
         "",
         *tools.table(["", *(f"{n} pairs" for n in PAIRS)], rows),
         "",
