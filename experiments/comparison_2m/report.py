@@ -84,7 +84,8 @@ def report(results: dict[str, Any]) -> list[str]:
         f"gated output and convolution) {mean(SOFTMAX)}: differences of {versus(GATED, PAPER)} and "
         f"{versus(GATED, SOFTMAX)}. From byte {last['first']:,} of long documents on, {last['first'] // length} times "
         f"the training length, it has {last['streaming']:.3f} nats per byte where windows of {length:,} have "
-        f"{last['windows']:.3f}. Of {most} pairs it recalls {recalled(GATED):.0%}, that softmax {recalled(SOFTMAX):.0%}.**",
+        f"{last['windows']:.3f}. Of {most} pairs it recalls {recalled(GATED):.0%}, that softmax "
+        f"{recalled(SOFTMAX):.0%}.**",
         "",
         f"`python experiments/comparison_2m/run.py`, {results['machine']}, jax {results['jax']}. Every contestant was "
         f"trained on the same {results['tokens']:,} bytes of the corpus of scripts/build_corpus.py, in windows of "
