@@ -262,21 +262,17 @@ def keep_host_memory() -> None:
     if jax.default_backend() != "cpu":
         return
     m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # of mallopt(3)
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(m_mmap_max, 0)
         libc.mallopt(m_trim_threshold, -1)
         libc.mallopt(m_top_pad, 64 << 20)
-    except (OSError, AttributeError):
-        pass
 
 
 def return_freed_memory() -> None:
     """Return to the kernel what glibc has kept (`keep_host_memory`). No-op with other C libraries."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        pass
 
 
 PEER_TIMEOUT = 100  # seconds

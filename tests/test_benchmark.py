@@ -158,7 +158,6 @@ def test_memory_that_a_process_has_freed_is_free():
     """Each contestant of a benchmark once found less, because freed caches were kept for the next step."""
     code = """
 import os
-import platform
 import numpy as np
 from heinsen.parallel import keep_host_memory
 from scripts.benchmarking.measure import free_memory

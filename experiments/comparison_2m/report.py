@@ -40,9 +40,12 @@ def write(out: Path, found: Found) -> str:
     seed_1 = [run for run in final if run.run.point[SEED] == 1]
     names = list(found.recall)
     first = {name: CONTEST.runs_of(name, seed_1)[0] for name in names}
+    runs = [*found.tuning, *final]
     results = dict(
         machine=tools.describe_machine(),
         jax=jax.__version__,
+        runs=len(runs),
+        hours=sum(run.tokens / run.tokens_per_second for run in runs if run.tokens_per_second) / 3600,
         tokens=final[0].tokens,
         bits_per_byte=CONTEST.bits(names, final, found.tested),
         by_documents={name: found.tested[run.name]["bits_per_byte_interval"] for name, run in first.items()},
@@ -87,10 +90,11 @@ def report(results: dict[str, Any]) -> list[str]:
         f"{last['windows']:.3f}. Of {most} pairs it recalls {recalled(GATED):.0%}, that softmax "
         f"{recalled(SOFTMAX):.0%}.**",
         "",
-        f"`python experiments/comparison_2m/run.py`, {results['machine']}, jax {results['jax']}. Every contestant was "
-        f"trained on the same {results['tokens']:,} bytes of the corpus of scripts/build_corpus.py, in windows of "
-        f"{length:,}, with as many parameters within 1%, the same optimizer and the best learning rate for it from one "
-        "grid, which was extended if the best was at its end; tuned on a quarter of the bytes. Bits per byte are "
+        f"`python experiments/comparison_2m/run.py`, {results['machine']}, jax {results['jax']}: {results['runs']} "
+        f"runs, {results['hours']:.1f} hours of training in all at their last tokens/s. Every contestant was trained "
+        f"on the same {results['tokens']:,} bytes of the corpus of scripts/build_corpus.py, in windows of {length:,}, "
+        "with as many parameters within 1%, the same optimizer and the best learning rate for it from one grid, which "
+        "was extended if the best was at its end; tuned on a quarter of the bytes. Bits per byte are "
         "measured on the whole test split: mean over seeds +- their standard deviation; in brackets the 95% interval "
         "of the mean difference between runs with equal seeds (Student's t, not corrected for the number of "
         "comparisons), and that of the first seed's run by a bootstrap over documents. Tokens/s of training steps of "
