@@ -16,8 +16,10 @@ from heinsen.figures import place_legend
 
 Laws = Mapping[str, tuple[Law, list[Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
 SOFTMAX = "softmax"
-# Beyond the runs: (parameters, tokens); the last is the paper's, with 0.29335 of GPT-2's tokens per byte of The Pile.
-FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 300e9 / 0.29335)]
+TOKENS_PER_BYTE = 0.29335  # GPT-2's tokens per byte of The Pile (Gao et al. 2020, section 3.1)
+# Beyond the runs: (parameters, bytes). The last two are what a softmax GPT (Poli et al. 2023, arXiv:2302.10866, 2.416
+# nats per GPT-2 token) and the paper's model (2.47) were trained on.
+FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 15e9 / TOKENS_PER_BYTE), (125e6, 300e9 / TOKENS_PER_BYTE)]
 
 
 class Found(NamedTuple):
@@ -109,7 +111,8 @@ def report(results: dict) -> list[str]:
         "",
         "The interval of a prediction is meant to hold 95% of new runs: it accounts for the uncertainty of the law and "
         "for the residuals. A coefficient whose interval is wide is not determined by so few sizes; the law between "
-        "them may be all the same. No interval accounts for what the law leaves out: another form, learning rates that "
+        "them may be all the same. The fit bounds E below by 0.0025: an E there means that these losses do not show "
+        "yet where they end. No interval accounts for what the law leaves out: another form, learning rates that "
         "are not the best any more, more layers, other text.",
         "",
         *law_table(results),
@@ -153,12 +156,23 @@ def farther_section(results: dict) -> list[str]:
     return [
         "## Where the laws lead",
         "",
-        "Nats per token by the laws, and the difference to softmax, with 95% intervals. The last row has the paper's "
-        "number of parameters and of tokens, in bytes.",
+        "Nats per token by the laws, and the difference to softmax, with 95% intervals. The last two rows are 125M "
+        "parameters on 15e9 and on 300e9 tokens of GPT-2.",
         "",
         *table(["parameters", "bytes", *results["laws"]], rows),
         "",
+        f"In nats per GPT-2 token, of which The Pile has {TOKENS_PER_BYTE} per byte, the last two rows are "
+        + ", and ".join(per_gpt2_token(point["kinds"]) for point in results["farther"][-2:])
+        + ". Reported are 2.416 for a softmax GPT on 15e9 tokens (Poli et al. 2023) and 2.47 for the paper's model on "
+        "300e9.",
+        "",
     ]
+
+
+def per_gpt2_token(kinds: dict[str, dict[str, list[float]]]) -> str:
+    """Return the losses in nats per GPT-2 token with their intervals, in words."""
+    values = {kind: [x / TOKENS_PER_BYTE for x in found["loss"]] for kind, found in kinds.items()}
+    return ", ".join(f"{kind} " + "{:.2f} [{:.2f}, {:.2f}]".format(*found) for kind, found in values.items())
 
 
 def rates_section(results: dict) -> list[str]:
