@@ -90,3 +90,28 @@ def test_the_table_on_the_way_is_that_of_the_anchors():
     for (tokens, low, high), anchor in zip(rows, anchors, strict=True):
         assert float(tokens) == anchor[0]
         assert abs(float(low) - anchor[1]) < 0.0051 and abs(float(high) - anchor[2]) < 0.0051
+
+
+def test_where_the_models_would_land_is_what_the_ladder_says():
+    results = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
+    interval = lambda values, scale: "{:.2f} [{:.2f}, {:.2f}]".format(*(x / scale for x in values))
+    signed = lambda values, scale, digits: "{:+.{n}f} [{:+.{n}f}, {:+.{n}f}]".format(
+        *(x / scale for x in values), n=digits
+    )
+    per_byte, *_ = (point for point in results["farther"] if point["n_params"] == 16e6)
+    expected = [signed(per_byte["kinds"]["gate, parts"]["above"], 1, 3)]
+    for tokens, point in zip((15, 300), results["farther"][-2:], strict=True):
+        assert math.isclose(point["tokens"], tokens * 1e9 / 0.29335) and point["n_params"] == 125e6
+        losses = (interval(point["kinds"][kind]["loss"], 0.29335) for kind in ("paper's", "gate, parts", "softmax"))
+        expected.append(f"| {tokens}e9 | {' | '.join(losses)} |")
+    expected.append(signed(results["farther"][-1]["kinds"]["gate, parts"]["above"], 0.29335, 2))
+    losses = {(run["size"], run["budget"], run["kind"]): run["loss"] for run in results["runs"]}
+    for size, budget in (("4x64", 1.5e6), ("8x192", 6e6)):
+        expected.append(f"by {losses[size, budget, 'softmax'] - losses[size, budget, 'gate, parts']:.3f}")
+    found = {run["kind"]: run["loss"] for run in results["next"]}
+    leads = found["softmax"] - found["gate, parts"], found["paper's"] - found["softmax"]
+    expected += [f"by {leads[0]:.3f}", f"to {leads[1]:.3f}"]
+    error = found["softmax"] / results["prediction"]["softmax"]["loss"] - 1
+    expected.append(f"softmax's was {-100 * error:.1f}% lower than predicted")
+    flowing = " ".join(TEXT.split())
+    assert [words for words in expected if words not in flowing] == []

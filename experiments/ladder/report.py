@@ -157,7 +157,12 @@ def farther_section(results: dict) -> list[str]:
         "## Where the laws lead",
         "",
         "Nats per token by the laws, and the difference to softmax, with 95% intervals. The last two rows are 125M "
-        "parameters on 15e9 and on 300e9 tokens of GPT-2.",
+        "parameters on 15e9 and on 300e9 tokens of GPT-2."
+        + "".join(
+            f" At the next size {run['kind']} was outside its interval already: its intervals here are too narrow."
+            for run in results["next"]
+            if not inside(results["prediction"][run["kind"]], run)
+        ),
         "",
         *table(["parameters", "bytes", *results["laws"]], rows),
         "",
@@ -238,11 +243,15 @@ def of_kind(runs: list[dict], kind: str) -> list[dict]:
     return [run for run in runs if run["kind"] == kind]
 
 
+def inside(prediction: dict, run: dict) -> bool:
+    return prediction["low"] <= run["loss"] <= prediction["high"]
+
+
 def miss(prediction: dict, run: dict) -> str:
-    inside = "inside" if prediction["low"] <= run["loss"] <= prediction["high"] else "outside"
+    where = "inside" if inside(prediction, run) else "outside"
     return (
         f"{run['kind']} {prediction['loss']:.4f} [{prediction['low']:.4f}, {prediction['high']:.4f}], found "
-        f"{run['loss']:.4f}: a miss of {100 * (run['loss'] / prediction['loss'] - 1):+.2f}%, {inside} the interval"
+        f"{run['loss']:.4f}: a miss of {100 * (run['loss'] / prediction['loss'] - 1):+.2f}%, {where} the interval"
     )
 
 
