@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,8 +66,8 @@ def extrapolate(laws: Laws, n_params: float, tokens: float) -> dict[str, dict[st
         kind: np.array([float(law(n_params, tokens)) for law in (best, *others)])
         for kind, (best, others, _) in laws.items()
     }
-    interval = lambda x: [float(x[0]), *np.percentile(x[1:], [2.5, 97.5]).tolist()]
-    return {kind: dict(loss=interval(x), above=interval(x - losses[SOFTMAX])) for kind, x in losses.items()}
+    bounds = lambda x: [float(x[0]), *np.percentile(x[1:], [2.5, 97.5]).tolist()]
+    return {kind: dict(loss=bounds(x), above=bounds(x - losses[SOFTMAX])) for kind, x in losses.items()}
 
 
 def coefficients(best: Law, others: list[Law]) -> dict[str, list[float]]:
@@ -133,9 +133,7 @@ def heading(results: dict) -> str:
     """Return the sentence on where the curves of the kinds are heading."""
     near, far = results["farther"][0], results["farther"][-1]
     others = [kind for kind in results["laws"] if kind != SOFTMAX]
-    say = lambda point: "; ".join(
-        f"{kind} " + "{:+.3f} [{:+.3f}, {:+.3f}]".format(*point["kinds"][kind]["above"]) for kind in others
-    )
+    say = lambda point: "; ".join(f"{kind} {interval(point['kinds'][kind]['above'], '+.3f')}" for kind in others)
     return (
         f"By the laws the differences to softmax are {say(near)} nats per byte at {near['n_params'] / 1e6:g}M "
         f"parameters and {near['tokens'] / 1e6:g}M bytes, and {say(far)} at the paper's size and number of tokens, "
@@ -144,12 +142,10 @@ def heading(results: dict) -> str:
 
 
 def farther_section(results: dict) -> list[str]:
-    show = lambda values: "{:.3f} [{:.3f}, {:.3f}]".format(*values)
-    above = lambda values: "{:+.3f} [{:+.3f}, {:+.3f}]".format(*values)
     rows = []
     for point in results["farther"]:
         cells = [
-            show(found["loss"]) + ("" if kind == SOFTMAX else f"; {above(found['above'])}")
+            interval(found["loss"]) + ("" if kind == SOFTMAX else f"; {interval(found['above'], '+.3f')}")
             for kind, found in point["kinds"].items()
         ]
         rows.append([f"{point['n_params']:,.0f}", f"{point['tokens']:,.0f}", *cells])
@@ -177,7 +173,13 @@ def farther_section(results: dict) -> list[str]:
 def per_gpt2_token(kinds: dict[str, dict[str, list[float]]]) -> str:
     """Return the losses in nats per GPT-2 token with their intervals, in words."""
     values = {kind: [x / TOKENS_PER_BYTE for x in found["loss"]] for kind, found in kinds.items()}
-    return ", ".join(f"{kind} " + "{:.2f} [{:.2f}, {:.2f}]".format(*found) for kind, found in values.items())
+    return ", ".join(f"{kind} {interval(found, '.2f')}" for kind, found in values.items())
+
+
+def interval(values: Iterable[float], form: str = ".3f") -> str:
+    """Return a value and its 95% interval, which are given as [value, low, high], as text."""
+    value, low, high = (format(x, form) for x in values)
+    return f"{value} [{low}, {high}]"
 
 
 def rates_section(results: dict) -> list[str]:
@@ -209,7 +211,6 @@ def checked_table(checked: Mapping[str, Mapping[float, float]]) -> list[str]:
 
 
 def law_table(results: dict) -> list[str]:
-    interval = lambda values: "{:.3f} [{:.3f}, {:.3f}]".format(*values)
     names = ("E", "alpha", "beta", "log_a", "log_b")
     rows = [
         [kind, *(interval(law[name]) for name in names), f"{100 * results['residuals'][kind]:.2f}%"]
@@ -250,7 +251,7 @@ def inside(prediction: dict, run: dict) -> bool:
 def miss(prediction: dict, run: dict) -> str:
     where = "inside" if inside(prediction, run) else "outside"
     return (
-        f"{run['kind']} {prediction['loss']:.4f} [{prediction['low']:.4f}, {prediction['high']:.4f}], found "
+        f"{run['kind']} {interval((prediction[name] for name in ('loss', 'low', 'high')), '.4f')}, found "
         f"{run['loss']:.4f}: a miss of {100 * (run['loss'] / prediction['loss'] - 1):+.2f}%, {where} the interval"
     )
 
