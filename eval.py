@@ -102,7 +102,8 @@ def define_config_flag(arguments: list[str]) -> None:
         with exit_on_error():
             config.update(dataclasses.asdict(load_run(local_run(workdir.workdir))))
     refuse_missing_fields(arguments, config)
-    config_flags.DEFINE_config_dict("config", config, "Overrides of the run's config.")
+    config_flags.DEFINE_config_dict("config", config, "--config.a.b=value overrides a field of the run's config.")
+    flags.FLAGS["config"].default_as_str = "the run's own"  # for --help, instead of all fields
 
 
 if __name__ == "__main__":

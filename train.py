@@ -35,13 +35,13 @@ flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
+    if TARGET.value is not None and not PLAN.value:
+        refuse("--target is the machine to plan for: it goes with --plan")
     if WORKDIR.value is None and not PLAN.value:
         refuse("--workdir=DIR is missing: the folder of the run")
     refuse_address("workdir", f"give one, and --mirror={WORKDIR.value}")
     if MIRROR.value is not None and "://" not in MIRROR.value:
         refuse(f"--mirror={MIRROR.value}: expected an address such as s3://bucket/name")
-    if TARGET.value is not None and not PLAN.value:
-        refuse("--target is the machine to plan for: it goes with --plan")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
 

@@ -3,6 +3,7 @@
 import difflib
 import importlib.machinery
 import importlib.util
+import itertools
 import re
 import sys
 import traceback
@@ -24,7 +25,7 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
     from heinsen.config import ConfigError
 
     _shorten_interrupts()
-    values = flags.FLAGS
+    values, config = flags.FLAGS, None
     if (path := _find_config_file(argv)) is not None:
         if not path.strip():
             _exit_for_empty("--config=")
@@ -37,19 +38,48 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
     try:
         arguments, problem = values(argv), None
     except flags.Error as error:
-        arguments, problem = [], str(error)
+        arguments, problem = [], _explain(error, config)
         if missing := re.search(r"Flag --(\w+) must have a value other than None", problem):
+            arguments = [argv[0], *_no_flags(argv)]
             problem = f"--{missing[1]} is missing: {values[missing[1]].help}"
     for name in values:
         if name not in may_be_empty and _is_empty(values[name]):
             _exit_for_empty(f"--{name}=")
     if not all(map(str.strip, arguments)):
         _exit_for_empty("an argument")
+    if arguments[1:] and not takes_arguments:  # first, as it may be the value of a flag that is missing
+        refuse(f"unexpected arguments {arguments[1:]}: write --flag=value, and quote a value with spaces")
     if problem is not None:
         refuse(problem)
-    if arguments[1:] and not takes_arguments:
-        refuse(f"unexpected arguments {arguments[1:]}: write --flag=value, and quote a value with spaces")
     return arguments
+
+
+def _explain(error: flags.Error, config: ConfigDict | None) -> str:
+    """Return what is wrong with the flags, and what to write instead."""
+    problem = str(error)
+    if isinstance(error, flags.UnrecognizedFlagError) and config is not None and "Did you mean" not in problem:
+        similar = [f"--config.{field}" for field in _similar_fields(error.flagname, config)]
+        return problem + f"; is it {' or '.join(similar)}?" * bool(similar)
+    if number := re.search(r"invalid literal for int\(\) with base 10: '(.*)'", problem):
+        return problem.replace(number[0], f"expected an integer{_as_integer(number[1])}")
+    problem = re.sub(r"\('Non-boolean argument to boolean flag', .*\)", "expected true or false", problem)
+    return problem.replace(
+        "Overriding config is not allowed.", "a run has its own; override fields, --config.a.b=value"
+    )
+
+
+def _as_integer(text: str) -> str:
+    """Return how to write 1e6 as an integer."""
+    try:
+        return f", such as {int(float(text))}"
+    except (ValueError, OverflowError):
+        return ""
+
+
+def _no_flags(argv: list[str]) -> list[str]:
+    """Return arguments that are no flags, nor the value of one before them."""
+    takes_next = lambda text: text.startswith("-") and "=" not in text
+    return [text for before, text in itertools.pairwise(argv) if not (text.startswith("-") or takes_next(before))]
 
 
 def refuse(problem: str) -> NoReturn:

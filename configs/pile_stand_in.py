@@ -1,7 +1,9 @@
 """A small model of the paper's kind on GPT-2 tokens; learns something in 20 minutes on 2 CPU cores.
 
-python scripts/prepare_data.py --source=CORPUS/train-*.jsonl.zst --split=train --out=data/pile_stand_in
-python scripts/prepare_data.py --source=CORPUS/validation.jsonl.zst --split=validation --out=data/pile_stand_in
+python scripts/build_corpus.py --out=corpus
+python scripts/prepare_data.py --source='corpus/train-*' --tokenizer=gpt2 --split=train --out=data/pile_stand_in
+python scripts/prepare_data.py --source=corpus/validation.jsonl.zst --tokenizer=gpt2 --split=validation \
+    --out=data/pile_stand_in
 python train.py --config=configs/pile_stand_in.py --workdir=runs/pile_stand_in
 """
 

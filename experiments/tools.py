@@ -89,12 +89,24 @@ def execute(
         out = out if flags.FLAGS["out"].present else f"{out}_small"
         for flag in (flags.FLAGS[name] for name in small if not flags.FLAGS[name].present):
             flag.parse(small[flag.name])
+        # Most of a rehearsal is compiling, and most of that are LLVM's optimizations, which so few steps do not repay.
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
     previous = signal.signal(signal.SIGTERM, _pass_on)
     try:
         with exit_on_error(on_interrupt=RESUME):
+            if "corpus" in flags.FLAGS:
+                _check_corpus(flags.FLAGS["corpus"].value)
             print(run(Path(out), parallel or default_parallel()))
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _check_corpus(folder: str) -> None:
+    """Raise ExperimentError if the folder has no texts to train on."""
+    if not any(Path(folder).glob("train-*")):
+        raise ExperimentError(
+            f"--corpus={folder} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
+        )
 
 
 def _pass_on(number: int, frame: Any) -> None:

@@ -59,7 +59,10 @@ BAD_COMMANDS = {
         ["eval.py", "--workdir={run}", "--config.data.pth=x"],
         ["error: --config.data.pth: the config has no such field; is it data.path?"],
     ),
-    "eval: missing split": (["eval.py", "--workdir={run}", "--split=test"], ["error: no token dataset at", "/test"]),
+    "eval: missing split": (
+        ["eval.py", "--workdir={run}", "--split=test"],
+        ["error: no token dataset at", "/test (", "has train, validation)"],
+    ),
     "eval: a plot of another kind": (
         ["eval.py", "--workdir={run}", "--by_position={new}/plot.txt"],
         ["error: --by_position={new}/plot.txt: expected the name of a file that ends in .png"],

@@ -592,7 +592,8 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
     [
         (["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
         (["ladder/run.py", "--corpus={}", "--tuned_sizes=4x128,6x128"], "expected two sizes of different width"),
-        (["forgetting/run.py", "--corpus={}/none"], "has failed"),
+        (["forgetting/run.py", "--corpus={}/none"], "/none has no train-*.jsonl.zst: build it with"),
+        (["forgetting/run.py", "--corpus={}"], "has failed"),
         (
             ["comparison_2m/run.py", "--corpus={}", "--contestants=gate, parts"],
             "'parts': choose paper's,gate,\"gate, par",
@@ -601,6 +602,7 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
     ],
 )
 def test_bad_commands_are_named(commands, tmp_path, arguments, message):
+    (tmp_path / "train-0.jsonl.zst").write_text("no text")
     script, *rest = (argument.format(tmp_path) for argument in arguments)
     end = commands.run(f"experiments/{script}", f"--out={tmp_path / 'out'}", *rest)
     assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr

@@ -156,6 +156,34 @@ def test_arguments_that_are_no_flags_are_refused(end_of):
     end = end_of("train.py", "--config=configs/demo.py", "--workdir=x", "more")
     assert end.startswith("error: unexpected arguments ['more']: write --flag=value") and "\n" not in end
     assert end_of("scripts/plot_runs.py", "--out=x.png", "run") is None
+    forgot_the_flag = end_of("train.py", "configs/demo.py", "--workdir=x", "--plan_steps", "1")
+    assert forgot_the_flag.startswith("error: unexpected arguments ['configs/demo.py']: write --flag=value")
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (
+            ["train.py", "--learning_rate=3"],
+            "Unknown command line flag 'learning_rate'; is it --config.optimizer.learning_rate or "
+            "--config.optimizer.final_learning_rate?",
+        ),
+        (["train.py", "--workdr=x"], "Unknown command line flag 'workdr'. Did you mean: workdir ?"),
+        (["train.py", "--hollow=x"], "Unknown command line flag 'hollow'"),
+        (
+            ["train.py", "--config.total_tokens=3e9"],
+            "flag --config.total_tokens=3e9: expected an integer, such as 3000000000",
+        ),
+        (["train.py", "--config.total_tokens=inf"], "flag --config.total_tokens=inf: expected an integer"),
+        (["train.py", "--plan_steps=some"], "flag --plan_steps=some: expected an integer"),
+        (["train.py", "--config.model.qk_norm=maybe"], "flag --config.model.qk_norm=maybe: expected true or false"),
+        (["train.py", "--plan=maybe"], "flag --plan=maybe: expected true or false"),
+        (["eval.py"], "flag --config=configs/demo.py: a run has its own; override fields, --config.a.b=value"),
+    ],
+)
+def test_a_wrong_flag_is_told_with_what_to_write(command, message, end_of):
+    end = end_of(command[0], "--config=configs/demo.py", *command[1:])
+    assert end == f"error: {message} (--help lists the flags)"
 
 
 # ---- config files --------------------------------------------------------------------------------

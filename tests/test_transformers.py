@@ -88,7 +88,7 @@ def test_an_export_of_other_files_is_not_overwritten(tmp_path):
     config = model_config()
     params = make_params(config, 0)
     save(tmp_path / "export", config, params, for_transformers=False)
-    with pytest.raises(InteropError, match="holds something else: use a new folder"):
+    with pytest.raises(InteropError, match="holds an export in another --format: use a new folder"):
         save(tmp_path / "export", config, params, overwrite=True)
 
 

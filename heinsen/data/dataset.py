@@ -164,7 +164,9 @@ def _read_metadata(path: Path) -> Metadata:
     command = f"python scripts/prepare_data.py --source=SOURCE --out={path.parent} --split={path.name}"
     metadata_path = path / METADATA_FILE
     if not path.is_dir():
-        raise DatasetError(f"no token dataset at {path}; make one with `{command} --tokenizer=TOKENIZER`")
+        others = sorted(other.parent.name for other in path.parent.glob(f"*/{METADATA_FILE}"))
+        there = f" ({path.parent} has {', '.join(others)})" if others else ""
+        raise DatasetError(f"no token dataset at {path}{there}; make one with `{command} --tokenizer=TOKENIZER`")
     if not metadata_path.is_file():
         if parts := find_parts(path):
             finished = sum((part / METADATA_FILE).is_file() for part in parts)

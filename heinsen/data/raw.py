@@ -47,7 +47,10 @@ class JsonLine(RawDocument):
             raise BadDocumentError(f"invalid JSON ({error})") from error
         if not isinstance(record, dict) or settings.text_field not in record:
             fields = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-            raise BadDocumentError(f"no text field {settings.text_field!r} but {fields or 'an empty object'}")
+            raise BadDocumentError(
+                f"no text field {settings.text_field!r} but {fields or 'an empty object'}; name the text field by "
+                "--text_field"
+            )
         return _check_text(record[settings.text_field]), get_field(record, settings.source_field)
 
 

@@ -253,6 +253,7 @@ def _check_free(folder: Path, weights_file: str, overwrite: bool) -> None:
         return
     others = [name for name in _WEIGHTS_FILES if name != weights_file and (folder / name).exists()]
     if not _holds_manifest(folder) or others:
-        raise InteropError(f"{folder} exists and holds something else: use a new folder")
+        what = "an export in another --format" if others else "something else"
+        raise InteropError(f"{folder} exists and holds {what}: use a new folder")
     if not overwrite:
         raise InteropError(f"{folder} holds exported weights: use a new folder, or --overwrite to replace them")

@@ -861,7 +861,7 @@ _GOOD = b'{"text": "good"}\n'
 BAD_LINES = {
     "not UTF-8": (b'{"text": "caf\xe9"}', r"not UTF-8 \(byte 13"),
     "cut JSON": (b'{"text": "cut', "invalid JSON"),
-    "other field": (b'{"content": "x"}', "no text field 'text' but 'content'"),
+    "other field": (b'{"content": "x"}', "no text field 'text' but 'content'; name the text field by --text_field"),
     "no field": (b"{}", "no text field 'text' but an empty object"),
     "no object": (b'["text"]', "no text field 'text' but list"),
     "number": (b'{"text": 3}', "not a string but int"),

@@ -99,7 +99,7 @@ def test_wrong_targets_are_refused_in_one_line(commands):
     assert done.returncode == 1 and done.stderr.startswith(
         "error: --target=h300: there is no such machine. There are a"
     )
-    done = commands.run("train.py", "--config=configs/demo.py", "--target=h100", "--workdir=x")
+    done = commands.run("train.py", "--config=configs/demo.py", "--target=h100")
     assert done.returncode == 1 and "it goes with --plan" in done.stderr
 
 
