@@ -41,7 +41,10 @@ def prepare() -> NoReturn:
 def _execute(program: str) -> NoReturn:
     """Replace this process by a program, which finds configs and scripts, as do those that it starts."""
     if importlib.util.find_spec("absl") is None or importlib.util.find_spec("flax") is None:
-        sys.exit("error: the programs need more packages than the attention: pip install 'heinsen[train]', or '.[train]' in a clone")
+        sys.exit(
+            "error: the programs need more packages than the attention: pip install 'heinsen[train]', or in a clone "
+            "pip install '.[train]'"
+        )
     package = Path(__file__).resolve().parent
     root = package / "_programs" if (package / "_programs").is_dir() else package.parent
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
