@@ -89,8 +89,6 @@ def execute(
         out = out if flags.FLAGS["out"].present else f"{out}_small"
         for flag in (flags.FLAGS[name] for name in small if not flags.FLAGS[name].present):
             flag.parse(small[flag.name])
-        # Most of a rehearsal is compiling, and most of that are LLVM's optimizations, which so few steps do not repay.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
     previous = signal.signal(signal.SIGTERM, _pass_on)
     try:
         with exit_on_error(on_interrupt=RESUME):
