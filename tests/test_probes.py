@@ -150,7 +150,7 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     arguments = ["scripts/recall.py", "--task=associative", "--lengths=1", "--test_lengths=1,3", "--steps=40"]
     arguments += ["--config.model.vocab_size=10", "--config.model.padded_vocab_size=16", "--config.model.d_model=16"]
     arguments += ["--config.model.n_layers=1", "--config.model.implementation=scan", "--config.log_every=20"]
-    arguments += ["--config.optimizer.warmup_steps=5", "--config.optimizer.learning_rate=3e-2", "--stop_at=0.999"]
+    arguments += ["--config.optimizer.warmup_steps=5", "--config.optimizer.learning_rate=3e-2"]
     end = commands.run(*arguments, f"--out={tmp_path}/new/probe")
     assert end.returncode == 0, end.stderr
     assert "probe step 40/40" in end.stderr and "ETA" in end.stderr
@@ -161,3 +161,6 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     assert [point["n_answers"] for point in result["accuracy"]] == [256, 768]
     assert result["accuracy"][0]["tokens"] > 0.6 > 2 * result["chance"]
     assert f"{result['accuracy'][0]['tokens']:.1%}" in end.stdout and result["model"]["d_model"] == 16
+
+    end = commands.run(*arguments, f"--out={tmp_path}/soon", "--stop_at=0.5")
+    assert end.returncode == 0 and "soon step 20/40" in end.stderr and "step 40/40" not in end.stderr, end.stderr
