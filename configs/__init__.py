@@ -59,7 +59,7 @@ def _explain(error: flags.Error, config: ConfigDict | None) -> str:
     problem = str(error)
     if isinstance(error, flags.UnrecognizedFlagError) and config is not None and "Did you mean" not in problem:
         similar = [f"--config.{field}" for field in _similar_fields(error.flagname, config)]
-        return problem + f"; is it {' or '.join(similar)}?" * bool(similar)
+        return problem + _ask(similar)
     if number := re.search(r"invalid literal for int\(\) with base 10: '(.*)'", problem):
         return problem.replace(number[0], f"expected an integer{_as_integer(number[1])}")
     problem = re.sub(r"\('Non-boolean argument to boolean flag', .*\)", "expected true or false", problem)
@@ -69,11 +69,12 @@ def _explain(error: flags.Error, config: ConfigDict | None) -> str:
 
 
 def _as_integer(text: str) -> str:
-    """Return how to write 1e6 as an integer."""
+    """Return how to write 1e6 as an integer; nothing for what is none."""
     try:
-        return f", such as {int(float(text))}"
-    except (ValueError, OverflowError):
+        number = float(text)
+    except ValueError:
         return ""
+    return f", such as {int(number)}" if number.is_integer() else ""
 
 
 def _no_flags(argv: list[str]) -> list[str]:
@@ -110,7 +111,12 @@ def explain_missing(field: str, config: ConfigDict) -> str | None:
     else:
         return None
     similar = _similar_fields(field, config)
-    return f"{field}: the config has no such field" + f"; is it {' or '.join(similar)}?" * bool(similar)
+    return f"{field}: the config has no such field{_ask(similar)}"
+
+
+def _ask(similar: list[str]) -> str:
+    """Return the end of a message about a name that is wrong."""
+    return f"; is it {' or '.join(similar)}?" if similar else ""
 
 
 def _similar_fields(field: str, config: ConfigDict) -> list[str]:

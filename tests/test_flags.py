@@ -175,6 +175,7 @@ def test_arguments_that_are_no_flags_are_refused(end_of):
             "flag --config.total_tokens=3e9: expected an integer, such as 3000000000",
         ),
         (["train.py", "--config.total_tokens=inf"], "flag --config.total_tokens=inf: expected an integer"),
+        (["train.py", "--plan_steps=2.7"], "flag --plan_steps=2.7: expected an integer"),
         (["train.py", "--plan_steps=some"], "flag --plan_steps=some: expected an integer"),
         (["train.py", "--config.model.qk_norm=maybe"], "flag --config.model.qk_norm=maybe: expected true or false"),
         (["train.py", "--plan=maybe"], "flag --plan=maybe: expected true or false"),

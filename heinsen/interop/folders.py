@@ -251,9 +251,9 @@ def _check_free(folder: Path, weights_file: str, overwrite: bool) -> None:
     """Raise InteropError unless the folder is new, empty, or an export of these files that may be overwritten."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
-    others = [name for name in _WEIGHTS_FILES if name != weights_file and (folder / name).exists()]
-    if not _holds_manifest(folder) or others:
-        what = "an export in another --format" if others else "something else"
-        raise InteropError(f"{folder} exists and holds {what}: use a new folder")
+    if not _holds_manifest(folder):
+        raise InteropError(f"{folder} exists and holds something else: use a new folder")
+    if any((folder / name).exists() for name in _WEIGHTS_FILES if name != weights_file):
+        raise InteropError(f"{folder} exists and holds an export in another --format: use a new folder")
     if not overwrite:
         raise InteropError(f"{folder} holds exported weights: use a new folder, or --overwrite to replace them")
