@@ -114,7 +114,7 @@ def run_config(data: Path, /, **changes: Any) -> TrainConfig:
 class Commands:
     """Run the entry points in separate processes that share one cache of compiled functions.
 
-    XLA's optimizations are off: these models are so small that compiling would take most of the time.
+    XLA's optimizations are off: most commands run so few steps that compiling would take most of the time.
     """
 
     cache: Path
@@ -149,15 +149,27 @@ class Commands:
             list(map(str, command)), cwd=ROOT, env=self.environment(devices), stdin=subprocess.DEVNULL
         )
 
-    def run(
-        self, *arguments: str | Path, devices: int = 1, stdin: str = "", n_programs: int = 0
-    ) -> subprocess.CompletedProcess:
-        """Run a command, which starts `n_programs` others."""
+    def run(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
             env=self.environment(devices),
             input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=TIMEOUT,
+        )
+
+    def run_experiment(self, *arguments: str | Path, n_programs: int) -> subprocess.CompletedProcess:
+        """Run an experiment, which starts `n_programs` others. They train for long: XLA's optimizations are on."""
+        environment = dict(self.environment(1))
+        for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+            del environment[name]
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             timeout=TIMEOUT + n_programs * TIMEOUT_EACH,

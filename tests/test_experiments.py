@@ -483,7 +483,7 @@ def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=2x32,2x64,2x96"]
     command += ["--next=4x64", "--tokens=300000,330000", "--learning_rates=3e-3", "--tuned_sizes=2x32,2x64"]
     command += ["--checked_size=2x64"]
-    end = commands.run(*command, n_programs=3 * (2 + 3 + 3 * 2 + 1))
+    end = commands.run_experiment(*command, n_programs=3 * (2 + 3 + 3 * 2 + 1))
     assert end.returncode == 0, end.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["runs"]) == 18 and len(results["next"]) == 3
@@ -501,7 +501,7 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
     command = ["experiments/comparison_2m/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--learning_rates=3e-3"]
     command += ["--tuning_tokens=220000", "--tokens=220000", "--documents=2", "--longest=300", "--recall_steps=101"]
     command += ["--speed_lengths=32,64", "--contexts=32,64"]
-    end = commands.run(*command, n_programs=7 * len(COMPARISON.contestants))
+    end = commands.run_experiment(*command, n_programs=7 * len(COMPARISON.contestants))
     assert end.returncode == 0, end.stderr
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
     assert report in end.stdout
@@ -515,7 +515,7 @@ def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_pat
 def test_sigmoid_training_from_its_command_to_its_report(commands, corpus, tmp_path):
     command = ["experiments/sigmoid_training/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--tokens=110000"]
     command += ["--learning_rates=3e-3,6e-3", "--documents=2", "--read=40"]
-    end = commands.run(*command, n_programs=2 * (4 + 2) + 2 * 4)
+    end = commands.run_experiment(*command, n_programs=2 * (4 + 2) + 2 * 4)
     assert end.returncode == 0, end.stderr
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
     assert report in end.stdout
@@ -533,7 +533,7 @@ def test_forgetting_from_its_command_to_its_report(commands, corpus, tmp_path):
     command += ["--seeds=2", "--learning_rates=3e-3", "--tuning_tokens=110000", "--tokens=110000"]
     command += ["--documents=2", "--longest=300", "--speed_lengths=32,64"]
     contestants = CONTESTS["combined"].contestants
-    end = commands.run(*command, n_programs=5 * len(contestants) + 8)
+    end = commands.run_experiment(*command, n_programs=5 * len(contestants) + 8)
     assert end.returncode == 0, end.stderr
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
     assert report in end.stdout and set(results["contests"]) == {"combined"}
@@ -560,7 +560,7 @@ def test_bad_grids_of_recall_are_named(commands, tmp_path, argument, message):
 def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
     """The one that trains without a corpus; the others are long tests."""
     command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--small", "--kinds=heinsen-gate"]
-    end = commands.run(*command, "--pairs=1,2", "--test_pairs=3", "--tokens=78000", n_programs=1)
+    end = commands.run(*command, "--pairs=1,2", "--test_pairs=3", "--tokens=78000")
     assert end.returncode == 0 and "1 of 1 programs done" in end.stderr, end.stderr
     (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert set(run["accuracy"]) == {"1", "2", "3"}
@@ -571,7 +571,7 @@ def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
 def test_recall_from_its_command_to_its_report(commands, tmp_path):
     command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--kinds=softmax,heinsen", "--widths=8"]
     command += ["--learning_rates=1e-3,1e-2", "--pairs=1,2", "--test_pairs=3", "--tokens=78000"]
-    end = commands.run(*command, n_programs=4)
+    end = commands.run_experiment(*command, n_programs=4)
     assert end.returncode == 0, end.stderr
     assert "4 of 4 programs done" in end.stderr
     results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
@@ -579,7 +579,7 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
     assert report in end.stdout and (tmp_path / "recall.png").stat().st_size > 10_000
     kept = sorted((tmp_path / "runs").glob("*.json"))
     kept[0].unlink()
-    end = commands.run(*command)
+    end = commands.run_experiment(*command, n_programs=1)
     assert end.returncode == 0 and "1 of 1 programs done" in end.stderr, end.stderr
     again = json.loads((tmp_path / "results.json").read_text())
     for run in (*results["runs"], *again["runs"]):
