@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,29 +150,25 @@ class Commands:
         )
 
     def run(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=ROOT,
-            env=self.environment(devices),
-            input=stdin,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=TIMEOUT,
-        )
+        return self._run(arguments, self.environment(devices), TIMEOUT, stdin)
 
     def run_experiment(self, *arguments: str | Path, n_programs: int) -> subprocess.CompletedProcess:
         """Run an experiment, which starts `n_programs` others. They train for long: XLA's optimizations are on."""
-        environment = dict(self.environment(1))
-        for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
-            del environment[name]
+        unoptimized = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+        environment = {name: value for name, value in self.environment(1).items() if name not in unoptimized}
+        return self._run(arguments, environment, TIMEOUT + n_programs * TIMEOUT_EACH)
+
+    def _run(
+        self, arguments: Sequence[str | Path], environment: Mapping[str, str], timeout: float, stdin: str = ""
+    ) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
             env=environment,
-            stdin=subprocess.DEVNULL,
+            input=stdin,
             capture_output=True,
             encoding="utf-8",
-            timeout=TIMEOUT + n_programs * TIMEOUT_EACH,
+            timeout=timeout,
         )
 
     def fork(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:
