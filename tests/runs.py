@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from configs import default
 from heinsen.config import from_mapping
+from heinsen.training import metrics
 from heinsen.training.run import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,6 +247,18 @@ def send_when(process: subprocess.Popen, moment: Callable[[], bool], number: int
                 return
             process.send_signal(signal.SIGCONT)
         time.sleep(0.0005)
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], Any]) -> None:
+    """Call `action` when a run in this process writes that step's metrics."""
+    write = metrics.MetricsLog.write
+
+    def write_and_act(self, written_step, values):
+        write(self, written_step, values)
+        if written_step == step and "loss" in values:
+            action()
+
+    monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
 
 
 # ---- contents of run folders -----------------------------------------------------------------

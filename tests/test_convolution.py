@@ -125,6 +125,7 @@ def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng
     assert np.abs(after[1] - fresh[1]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_it_decodes_what_the_forward_pass_finds_likeliest(rng):
     params, prompt = jax.tree.map(jnp.asarray, draw_params(CONFIG, rng)), np.int32(rng.integers(4, 13, 6))
     text = np.array([*prompt, *generate(CONFIG, params, prompt, Sampling(temperature=0.0), seed=0, max_tokens=6)])

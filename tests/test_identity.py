@@ -24,7 +24,7 @@ def merged(params, others):
     return {**params, **{name: merged(params.get(name, {}), x) for name, x in others.items()}}
 
 
-@pytest.mark.parametrize("attention", ["heinsen", "heinsen,linear"])
+@pytest.mark.parametrize("attention", [pytest.param("heinsen", marks=pytest.mark.long), "heinsen,linear"])
 def test_identity_parameters_make_a_model_the_one_without_the_parts_bit_for_bit(rng, attention):
     """A checkpoint of the paper's model can start one with them."""
     without = model_config(**SIZES, attention=attention)

@@ -51,8 +51,7 @@ def started_config(source: Path, **changes):
     "part",
     [
         "gate",
-        "position",
-        *(pytest.param(part, marks=pytest.mark.long) for part in sorted({*OPTIONAL_PARTS} - {"gate"})),
+        *(pytest.param(part, marks=pytest.mark.long) for part in sorted({"position", *OPTIONAL_PARTS} - {"gate"})),
     ],
 )
 def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part, source, table_is_optional, rng):

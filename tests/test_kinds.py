@@ -75,7 +75,7 @@ VARIANTS = {
         **EQUAL,
     ),
 }
-QUICK = ("gpt2", "sigmoid", "linear", "hybrid")
+QUICK = ("gpt2", "linear", "hybrid")
 
 
 @pytest.fixture(

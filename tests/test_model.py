@@ -213,7 +213,7 @@ def test_state_has_one_size(params):
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["full", "dots"])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.long), "dots"])
 def test_remat_changes_neither_loss_nor_gradients(params, tokens, policy):
     def loss(config):
         return lambda params: mean_loss(config, params, tokens)
@@ -314,7 +314,7 @@ def test_parameters_are_drawn_uniformly_by_their_fan_in(rng):
 # ---- documents -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["reference", None])
+@pytest.mark.parametrize("implementation", [pytest.param("reference", marks=pytest.mark.long), None])
 def test_with_a_document_token_packed_documents_are_separate_ones(params, tokens, implementation):
     """Documents that begin anywhere, in the first token too, have the logits that they have alone."""
     config = dataclasses.replace(SMALL, document_token=5, implementation=implementation)

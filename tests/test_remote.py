@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
 from heinsen.remote import Remote, RemoteError
+from heinsen.training.loop import RunInterrupted, train
 from heinsen.training.mirror import Mirror, local_run
 from heinsen.training.run import RunError, load_run
 from tests.runs import (
@@ -24,6 +26,7 @@ from tests.runs import (
     ROOT,
     STEPS,
     TIMEOUT,
+    at_step,
     checkpoint_steps,
     copy_run,
     read_log,
@@ -236,20 +239,18 @@ def test_a_run_at_an_address_is_read_like_one_that_is_here(finished, address, do
     assert str(local_run(str(workdir))) == str(workdir)
 
 
-def test_a_run_that_lost_its_disk_goes_on_from_its_mirror(run, commands, tmp_path):
+def test_a_run_that_lost_its_disk_goes_on_from_its_mirror(run, commands, compile_cache, tmp_path):
     """Interrupted, its folder removed, and started again: the log is that of the uninterrupted run, bit for bit."""
-    workdir, mirror = tmp_path / "a" / "run", f"file://{tmp_path}/bucket/run"
-    command = [*train_command(run.data, workdir), f"--mirror={mirror}"]
-    stopped = stop_when(
-        commands.start(*command), lambda: any(e["step"] >= 22 for e in read_log(workdir)), signal.SIGTERM
-    )
-    assert stopped.returncode == 75, stopped.stderr
-    step = checkpoint_steps(workdir)[-1]
-    assert checkpoint_steps(tmp_path / "bucket" / "run")[-1] == step
+    workdir, mirror, step = tmp_path / "a" / "run", f"file://{tmp_path}/bucket/run", 22
+    with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train(run_config(run.data), workdir, mirror)
+    assert checkpoint_steps(workdir)[-1] == checkpoint_steps(tmp_path / "bucket" / "run")[-1] == step
     shutil.rmtree(workdir)
-    resumed = commands.run(*command)
+    resumed = commands.fork(*train_command(run.data, workdir), f"--mirror={mirror}")
     assert resumed.returncode == 0, resumed.stderr
     assert f"holds no run: fetching step {step}" in resumed.stderr and f"resuming after step {step}" in resumed.stderr
+    assert resumed.stdout.replace(str(workdir), "") == run.stdout.replace(str(run.workdir), "")
     assert without_timing(read_log(workdir)) == without_timing(run.log)
     assert whole_steps(mirror) == checkpoint_steps(workdir)
     for name in ("metrics.jsonl", "config.json", "plots/loss.png"):

@@ -92,6 +92,7 @@ def test_an_export_of_other_files_is_not_overwritten(tmp_path):
         save(tmp_path / "export", config, params, overwrite=True)
 
 
+@pytest.mark.long
 def test_merges_of_gpt2_are_those_of_its_file():
     from heinsen.interop.huggingface import _tokenizer
 

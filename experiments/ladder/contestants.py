@@ -1,11 +1,12 @@
 """The kinds of models, at any size: their parameters are equal within 1% to those of the paper's model."""
 
-import bisect
 import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from experiments import tools
 from experiments.contest import Contest
@@ -66,10 +67,11 @@ def fields_of(kind: str, size: Size) -> Mapping[str, Value]:
 
 def _width_for(n: int, fields: Mapping[str, Value], near: int) -> int:
     """Return the width with which a model has closest to `n` parameters, up to twice a width that is `near`."""
-    widths = range(1, 2 * near)
-    count = lambda width: _count({**fields, "d_model": width})
-    above = bisect.bisect_left(widths, n, key=count)
-    return min(widths[max(above - 1, 0) : above + 1], key=lambda width: abs(count(width) - n))
+    tried = near // 2, near, 2 * near
+    counts = [_count({**fields, "d_model": width}) for width in tried]
+    widths = np.arange(1, 2 * near)
+    count = np.polynomial.Polynomial.fit(tried, counts, deg=2)  # weights between features of the width are its square
+    return int(widths[np.argmin(abs(count(widths) - n))])
 
 
 def _count(fields: Mapping[str, Value]) -> int:

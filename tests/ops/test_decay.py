@@ -84,7 +84,7 @@ def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
     assert np.abs((naive[..., -1:] - naive) - (exact[..., -1:] - exact))[..., -8:].max() > 1e-6
 
 
-@pytest.mark.parametrize("function", ["log_attention", "attention"])
+@pytest.mark.parametrize("function", ["log_attention", pytest.param("attention", marks=pytest.mark.long)])
 def test_ordinary_inputs_never_reach_the_repair(rng, function):
     """Without the repair the outputs are the same bits, for inputs up to sigma = 4 and decays from -5 to 0."""
     attend = getattr(chunked, function)
@@ -125,7 +125,7 @@ def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
 # ---- laws ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["chunked", "scan", "reference"])
+@pytest.mark.parametrize("implementation", ["chunked", pytest.param("scan", marks=pytest.mark.long), "reference"])
 def test_no_decay_is_a_decay_of_zero_and_minus_infinity_is_a_document(rng, implementation):
     q, k, log_v = (jnp.float32(rng.standard_normal((2, 40, 4))) for _ in range(3))
     attend = jax.jit(functools.partial(heinsen.log_attention, implementation=implementation))
@@ -259,11 +259,11 @@ def test_values_far_from_one_cost_no_precision(rng):
     n, offset = 2048, 1e5
     noise = rng.standard_normal((1, n, FEATURES)).astype(np.float32)
     log_v, decays = (np.float32(offset) + 0.1 * noise).astype(np.float32), np.full((1, n), -1e-4, np.float32)
-    attend = user_jit(heinsen.log_attention)
     arrays = [0 * noise, 0 * noise, log_v]
-    got = np.asarray(attend(*arrays, log_decay=decays))
+    got = np.asarray(user_jit(heinsen.log_attention)(*arrays, log_decay=decays))
     with jax.enable_x64(True):
-        want = np.asarray(attend(*map(np.float64, arrays), log_decay=np.float64(decays)))
+        scan = jax.jit(functools.partial(heinsen.log_attention, implementation="scan"))
+        want = np.asarray(scan(*map(np.float64, arrays), log_decay=np.float64(decays)))
     assert np.abs(got - want).max() < 0.02  # float32 holds log y itself to 0.004
 
 

@@ -41,7 +41,8 @@ def test_one_page_is_the_truth_with_its_gradients_by_jax(rng):
     assert_gradients_close(grads, expected.gradients[:4], case, signed=False)
 
 
-@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("gated", [False, True])
 def test_the_fast_form_is_the_naive_one_with_its_gradients(rng, small_chunks, gated):
     arrays = tuple(jnp.asarray(2 * rng.standard_normal((3, 22, n)), jnp.float32) for n in (4, 4, 6))
     arrays = (*arrays, jnp.asarray(-rng.random((3, 22)), jnp.float32) if gated else None)

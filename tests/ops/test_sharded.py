@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
-AGAINST_ONE_DEVICE = """
+COMMON = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
@@ -48,17 +50,24 @@ documents[0, 0, [2, 6, 12]] = documents[1, 0, [7, 11]] = documents[2, 0, 3] = do
 documents[3, 0, rng.choice(np.arange(1, T), 5)] = 1
 # (tests/test_parallel.py has sequences without documents.)
 segments = jnp.asarray(np.cumsum(documents, axis=-1))
+"""
+
+ATTENTION = """
 one = lambda q, k, v, s: log_attention(q, k, v, state=s, segment_ids=segments, return_state=True)
 wanted = value_and_gradients(one, (q, k, log_v, before), weights)
 many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None)
 same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, "attention")
+"""
 
+ATTENTION_WITH_DECAYS = """
 decays = -jnp.exp(draw(B, H, T)).at[0, 1, jnp.array([3, 6, 12])].set(jnp.inf)
 one = lambda q, k, v, g, s: log_attention(q, k, v, log_decay=g, state=s, segment_ids=segments, return_state=True)
 wanted = value_and_gradients(one, (q, k, log_v, decays, before), weights)
 many = lambda q, k, v, g, s: sharded.log_attention(mesh, q, k, v, s, segments, None, log_decay=g)
 same(value_and_gradients(many, (q, k, log_v, decays, before), weights), wanted, "attention with decays")
+"""
 
+RECURRENCE_AND_CONVOLUTION = """
 log_a, log_b, initial = logspace.log_sigmoid(3 * draw(B, T, D)), 5 * draw(B, T, D), draw(B, D)
 log_a = log_a.at[:, [0, 5, 12], 1].set(-jnp.inf)  # forgets all before
 one = lambda a, b, e: logspace.log_linear_recurrence(a, b, 1, e)
@@ -89,9 +98,17 @@ for n in (1, 2, 3, 4):
 """
 
 
-def test_a_mesh_gives_outputs_states_and_gradients_of_one_device(request):
+@pytest.mark.parametrize(
+    "code",
+    [
+        # The gate leaves nothing out that attention without it does.
+        pytest.param(ATTENTION, id="attention", marks=pytest.mark.long),
+        pytest.param(ATTENTION_WITH_DECAYS + RECURRENCE_AND_CONVOLUTION, id="with decays, recurrence, convolution"),
+    ],
+)
+def test_a_mesh_gives_outputs_states_and_gradients_of_one_device(request, code):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4", "JAX_ENABLE_X64": "1"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    command = [sys.executable, "-W", "error", "-c", AGAINST_ONE_DEVICE, str(request.config.option.seed)]
+    command = [sys.executable, "-W", "error", "-c", COMMON + code, str(request.config.option.seed)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"--seed={request.config.option.seed}: {done.stderr}"
