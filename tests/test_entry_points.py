@@ -190,7 +190,7 @@ def written(run, commands, tmp_path_factory):
     command = ["scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=40"]
     before = snapshot(run.workdir)
     state = tmp_path_factory.mktemp("state") / "state"
-    save = commands.run(*command, "--prompt=some te", "--max_tokens=0", f"--save_state={state}")
+    save = commands.fork(*command, "--prompt=some te", "--max_tokens=0", f"--save_state={state}")
     assert save.returncode == 0 and save.stdout == "", save.stderr
     assert save.stderr.startswith(f"{state}: the state after 7 tokens, ")
     greedy = ["--prompt=some text", "--temperature=0"]

@@ -607,6 +607,7 @@ def test_recall_from_its_command_to_its_report(commands, tmp_path):
     ],
 )
 def test_bad_commands_are_named(commands, tmp_path, start, arguments, message):
+    """Each script once in a new process, then in forks, which start sooner."""
     (tmp_path / "train-0.jsonl.zst").write_text("no text")
     script, *rest = (argument.format(tmp_path) for argument in arguments)
     end = getattr(commands, start)(f"experiments/{script}", f"--out={tmp_path / 'out'}", *rest)

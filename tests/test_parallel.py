@@ -354,7 +354,7 @@ def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_touched(data, run, c
 
     workdir = copy_run(run.workdir, tmp_path / "run")
     before = snapshot(workdir)
-    done = commands.run(*train_command(data, workdir), devices=3)
+    done = commands.fork(*train_command(data, workdir), devices=3)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     message = (
         f"error: {BATCH} sequences per pass (batch_size {BATCH} / accumulation_steps 1) do not divide over 3 devices"

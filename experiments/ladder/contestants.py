@@ -70,7 +70,7 @@ def _width_for(n: int, fields: Mapping[str, Value], near: int) -> int:
     tried = near // 2, near, 2 * near
     counts = [_count({**fields, "d_model": width}) for width in tried]
     widths = np.arange(1, 2 * near)
-    count = np.polynomial.Polynomial.fit(tried, counts, deg=2)  # weights between features of the width are its square
+    count = np.polynomial.Polynomial.fit(tried, counts, deg=2)  # the models' matrices are at most width x width
     return int(widths[np.argmin(abs(count(widths) - n))])
 
 

@@ -7,29 +7,12 @@ import shutil
 import pytest
 
 from heinsen.data.dataset import DatasetError
-from heinsen.training import metrics
 from heinsen.training.loop import train
 from heinsen.training.run import RunError
-from tests.runs import checkpoint_steps, read_log, run_config, without_timing
+from tests.runs import at_step, checkpoint_steps, read_log, run_config, without_timing
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-
-@pytest.fixture
-def at_step(monkeypatch):
-    """`at_step(n, action)`: call it when the run writes step n's metrics."""
-    write = metrics.MetricsLog.write
-
-    def act(step, action):
-        def write_and_act(self, written, values):
-            if written == step and "loss" in values:
-                action()
-            write(self, written, values)
-
-        monkeypatch.setattr(metrics.MetricsLog, "write", write_and_act)
-
-    yield act
 
 
 def no_space():
@@ -37,16 +20,15 @@ def no_space():
 
 
 @pytest.mark.long
-def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_space(run, tmp_path, at_step):
+def test_a_full_disk_is_named_and_the_run_resumes_when_there_is_space(run, tmp_path):
     """While metrics are written; `tests/training/test_checkpoint.py` covers checkpoints."""
     config, workdir = run_config(run.data), tmp_path / "run"
-    at_step(25, no_space)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError) as error, pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 25, no_space)
         train(config, workdir)
     assert f"{workdir} cannot be written" in str(error.value) and "No space left on device" in str(error.value)
     assert f"resume from {workdir / 'checkpoints' / '20'}" in str(error.value)
     assert checkpoint_steps(workdir)[-1] == 20
-    at_step(0, no_space)
     train(config, workdir)
     assert without_timing(read_log(workdir)) == without_timing(run.log)
 
@@ -60,11 +42,11 @@ def test_a_folder_that_cannot_be_made_is_named(data, tmp_path, place):
 
 
 @pytest.mark.long
-def test_data_that_vanish_during_a_run_are_named(run, tmp_path, at_step):
+def test_data_that_vanish_during_a_run_are_named(run, tmp_path, monkeypatch):
     """An error, not a crash: reading a truncated memory-mapped file would end the process by SIGBUS."""
     data = shutil.copytree(run.data, tmp_path / "data")
     config, workdir = run_config(data), tmp_path / "run"
-    at_step(25, lambda: os.truncate(data / "train" / "shard-00000.npy", 200))
+    at_step(monkeypatch, 25, lambda: os.truncate(data / "train" / "shard-00000.npy", 200))
     with pytest.raises(DatasetError, match="shard-00000.npy"):
         train(config, workdir)
     assert checkpoint_steps(workdir)[-1] == 20

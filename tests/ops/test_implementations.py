@@ -116,7 +116,7 @@ CASES = {
         state=True,
     ),
 }
-# By those with more of state, documents and decays, whose equations leave nothing of these out.
+# The equations of cases with a state, documents or decays as well contain those of these.
 COVERED = ("causal", "one token, state", "decay", "all keys")
 LONG = dict(batch=(1,), n_queries=70, d_key=8, d_value=6, state=True)
 

@@ -101,7 +101,7 @@ for n in (1, 2, 3, 4):
 @pytest.mark.parametrize(
     "code",
     [
-        # The gate leaves nothing out that attention without it does.
+        # With decays, devices hand on the same parts of the state.
         pytest.param(ATTENTION, id="attention", marks=pytest.mark.long),
         pytest.param(ATTENTION_WITH_DECAYS + RECURRENCE_AND_CONVOLUTION, id="with decays, recurrence, convolution"),
     ],

@@ -95,11 +95,11 @@ def test_an_overflow_of_a_compiler_is_understood():
 
 def test_wrong_targets_are_refused_in_one_line(commands):
     small = ["--config=configs/demo.py", "--plan"]
-    done = commands.run("train.py", *small, "--target=h300")
+    done = commands.fork("train.py", *small, "--target=h300")
     assert done.returncode == 1 and done.stderr.startswith(
         "error: --target=h300: there is no such machine. There are a"
     )
-    done = commands.run("train.py", "--config=configs/demo.py", "--target=h100")
+    done = commands.fork("train.py", "--config=configs/demo.py", "--target=h100")
     assert done.returncode == 1 and "it goes with --plan" in done.stderr
 
 

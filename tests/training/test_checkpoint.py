@@ -482,6 +482,7 @@ assert len(warnings) == (jax.process_index() == 0) and all("damaged: OUT_OF_RANG
 """
 
 
+@pytest.mark.long
 def test_what_one_of_two_processes_cannot_read_is_damaged_for_both(commands, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
