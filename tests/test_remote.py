@@ -250,7 +250,6 @@ def test_a_run_that_lost_its_disk_goes_on_from_its_mirror(run, commands, compile
     resumed = commands.fork(*train_command(run.data, workdir), f"--mirror={mirror}")
     assert resumed.returncode == 0, resumed.stderr
     assert f"holds no run: fetching step {step}" in resumed.stderr and f"resuming after step {step}" in resumed.stderr
-    assert resumed.stdout.replace(str(workdir), "") == run.stdout.replace(str(run.workdir), "")
     assert without_timing(read_log(workdir)) == without_timing(run.log)
     assert whole_steps(mirror) == checkpoint_steps(workdir)
     for name in ("metrics.jsonl", "config.json", "plots/loss.png"):

@@ -393,10 +393,12 @@ def test_a_killed_run_resumes_bit_for_bit(moment, run, config, last_checkpoint, 
     assert all(path.name.isdigit() for path in (workdir / "checkpoints").iterdir()), "remains of the killed save"
 
 
-def test_sigterm_saves_and_exits_with_75(run, commands, tmp_path):
-    """(tests/test_remote.py repeats the command of an interrupted run.)"""
+def test_sigterm_saves_and_exits_with_75_and_the_same_command_resumes_bit_for_bit(
+    run, config, last_checkpoint, commands, tmp_path
+):
     workdir = tmp_path / "interrupted"
-    process = commands.start(*train_command(run.data, workdir))
+    command = train_command(run.data, workdir)
+    process = commands.start(*command)
     interrupted = stop_when(process, lambda: any(e["step"] >= 12 for e in read_log(workdir)), signal.SIGTERM)
     assert interrupted.returncode == INTERRUPTED, interrupted.stderr
     step = checkpoint_steps(workdir)[-1]
@@ -404,6 +406,11 @@ def test_sigterm_saves_and_exits_with_75(run, commands, tmp_path):
     assert "SIGTERM: stopping after this step\n" in interrupted.stderr
     assert f"SIGTERM at step {step}: saved {workdir / 'checkpoints' / str(step)}" in interrupted.stderr
     assert "Traceback" not in interrupted.stderr
+    resumed = commands.fork(*command)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming after step {step}" in resumed.stderr
+    assert resumed.stdout.replace(str(workdir), "") == run.stdout.replace(str(run.workdir), "")
+    assert_same_run(workdir, run, config, last_checkpoint)
 
 
 # ---- interrupted at a chosen step ------------------------------------------------------------
