@@ -57,8 +57,11 @@ class ChunkDecay(NamedTuple):
     log_total: Array  # [*batch]: of the state before the chunk, after it
 
 
-def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
-    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C] or None for one document."""
+def chunk_decay(log_decay: Array | None, starts: Array | None, dtype: jnp.dtype) -> ChunkDecay:
+    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C], either None for none."""
+    if log_decay is None:
+        assert starts is not None
+        return _document_decay(starts, dtype)
     n_tokens = log_decay.shape[-1]
     n, unit, rest, document = decay_sums(log_decay, starts)
     of_keys = (n[..., :, None] - n[..., None, :]) * unit[..., None] + (rest[..., :, None] - rest[..., None, :])
@@ -70,6 +73,33 @@ def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
         of_state = jnp.where(document == 0, of_state, NEG_INF)
         until_end = jnp.where(document == document[..., -1:], until_end, NEG_INF)
     return ChunkDecay(jnp.exp(jnp.where(visible, of_keys, NEG_INF)), jnp.exp(of_state), until_end, of_state[..., -1])
+
+
+def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array | float, Array | float]:
+    """What is left at the end of each token [*batch, T, 1], and of the state before all [*batch, 1], in logarithms.
+
+    Of log_decay [*batch, T, 1], all finite, and `starts` [*batch, T, 1], either None for none. Where much is left the
+    sums are of few large numbers, and hardly rounded.
+    """
+    until_end = total = jnp.zeros(())
+    if log_decay is not None:
+        later = lax.cumsum(log_decay, axis=log_decay.ndim - 2, reverse=True)
+        until_end = jnp.concatenate([later[..., 1:, :], jnp.zeros_like(later[..., :1, :])], axis=-2)
+        total = later[..., 0, :]
+    if starts is not None:
+        later = lax.cumsum(starts.astype(jnp.int32), axis=starts.ndim - 2, reverse=True)
+        until_end = jnp.where(later > starts, NEG_INF, until_end)
+        total = jnp.where(later[..., 0, :] > 0, NEG_INF, total)
+    return until_end, total
+
+
+def _document_decay(starts: Array, dtype: jnp.dtype) -> ChunkDecay:
+    """`chunk_decay` where nothing is forgotten but at the start of a document."""
+    document = prefix_sums(starts.astype(dtype))
+    same = (document[..., :, None] == document[..., None, :]).astype(dtype)
+    until_end = jnp.where(document == document[..., -1:], 0.0, NEG_INF).astype(dtype)
+    total = jnp.where(document[..., -1] == 0, 0.0, NEG_INF).astype(dtype)
+    return ChunkDecay(jnp.tril(same), (document == 0).astype(dtype), until_end, total)
 
 
 def prefix_sums(x: Array, reverse: bool = False) -> Array:

@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 import heinsen
 from heinsen import LogState, MeanState
 from heinsen.errors import InputError
-from heinsen.ops.pallas import interpret
+from heinsen.contrib.kernels import interpret
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 import heinsen
 from heinsen import LogState, MeanState, platform
 from heinsen.errors import InputError
-from heinsen.ops.pallas import interpret, tpu
+from heinsen.contrib.kernels import interpret, tpu
 from tests.ops.test_implementations import CASES, check, check_wide, draw
 from tests.ops.truth import draw_case
 

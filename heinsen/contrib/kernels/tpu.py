@@ -27,7 +27,7 @@ from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, DecayShifts, Keys, Tokens
-from heinsen.ops.pallas import interpret
+from heinsen.contrib.kernels import interpret
 from heinsen.ops.schedule import Call, Output, Split
 from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, N, Shifts, Sums, Values, safe_log
 

@@ -35,8 +35,8 @@ from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, Tokens
 from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
-from heinsen.ops.pallas import interpret
-from heinsen.ops.pallas.wgmma import (
+from heinsen.contrib.kernels import interpret
+from heinsen.contrib.kernels.wgmma import (
     COLUMNS,
     MATRIX,
     ROWS,
