@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, ShiftedLog, associative_scan, centered_sum, finite
-from heinsen.ops.decay import ChunkDecay, chunk_decay, decay_grad
+from heinsen.ops.decay import ChunkDecay, chunk_decay, decay_grad, document_decay
 from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shift_decay
 
 # Without HIGHEST, TPUs and GPUs round float32 factors to bfloat16 or TF32.
@@ -43,10 +43,10 @@ class Keys(NamedTuple):
 
     def decay(self) -> ChunkDecay | None:
         """What is left of the keys of a chunk, and of the sums before it; None: all."""
-        if self.starts is None and self.log_decay is None:
-            return None
-        column = lambda x: None if x is None else x[..., 0]
-        return chunk_decay(column(self.log_decay), column(self.starts), self.k.dtype)
+        starts = None if self.starts is None else self.starts[..., 0]
+        if self.log_decay is not None:
+            return chunk_decay(self.log_decay[..., 0], starts)
+        return None if starts is None else document_decay(starts, self.k.dtype)
 
 
 def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:

@@ -9,6 +9,7 @@ where a packed document starts (`documents.document_starts`). Axes as in `chunk`
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic
 
@@ -157,7 +158,7 @@ def _causal_form(kind: Values[N], q: Array, keys: Keys, return_log_z: bool, fuse
     if fused:
         from heinsen.contrib import kernels  # slow to import
 
-        return kernels.causal_form(kind, keys, return_log_z)
+        return kernels.causal_form(kind, q, keys, return_log_z)
     return Causal(kind, split_tokens(q.shape), return_log_z, platform.target())
 
 
@@ -165,10 +166,14 @@ def _causal_form(kind: Values[N], q: Array, keys: Keys, return_log_z: bool, fuse
 
 
 class _Differentiated:
-    """A form of `exact.run` whose fast form JAX differentiates."""
+    """A form of `exact.run` that JAX differentiates."""
 
     def fast(self, *args: Any) -> tuple[Any, Array]:
         """(the output, whether terms were lost)."""
+        raise NotImplementedError
+
+    def slow(self, *args: Any) -> Any:
+        """The output, exact."""
         raise NotImplementedError
 
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array]:
@@ -176,8 +181,19 @@ class _Differentiated:
         return out, None, lost
 
     def backward(self, *args: Any, residuals: None, grads: Any, scale: Array) -> tuple[Any, ...]:
-        found = jax.vjp(lambda *args: self.fast(*args)[0], *args)[1](multiply(grads, 1 / scale))
-        return exact.of_floats(multiply(found, scale))
+        return _gradients(lambda *args: self.fast(*args)[0], args, grads, scale)
+
+    def exact(self, *args: Any, out: Any) -> Any:
+        return self.slow(*args)
+
+    def exact_backward(self, *args: Any, grads: Any, scale: Array, out: Any) -> tuple[Any, ...]:
+        return _gradients(self.slow, args, grads, scale)
+
+
+def _gradients(function: Callable[..., Any], args: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
+    """Gradients of the arguments; those of the output are divided by `scale` meanwhile, and booleans have None."""
+    found = jax.vjp(function, *args)[1](multiply(grads, 1 / scale))
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * scale, found)
 
 
 def summarize(kind: Values[N], keys: Keys, state: N) -> N:
@@ -192,7 +208,7 @@ class Summarize(_Differentiated, Generic[N]):
     kind: Values[N]
     chunk_size: int
 
-    def exact(self, keys: Keys, state: N) -> N:
+    def slow(self, keys: Keys, state: N) -> N:
         return exact.summarize(self.kind, self.chunk_size, keys, state)
 
     def fast(self, keys: Keys, state: N) -> tuple[N, Array]:
@@ -221,7 +237,7 @@ class Read(_Differentiated, Generic[N]):
     kind: Values[N]
     chunk_size: int
 
-    def exact(self, q: Array, state: N) -> Array:
+    def slow(self, q: Array, state: N) -> Array:
         return exact.read(self.chunk_size, q, state)
 
     def fast(self, q: Array, state: N) -> tuple[Array, Array]:

@@ -57,11 +57,8 @@ class ChunkDecay(NamedTuple):
     log_total: Array  # [*batch]: of the state before the chunk, after it
 
 
-def chunk_decay(log_decay: Array | None, starts: Array | None, dtype: jnp.dtype) -> ChunkDecay:
-    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C], either None for none."""
-    if log_decay is None:
-        assert starts is not None
-        return _document_decay(starts, dtype)
+def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
+    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C] or None for one document."""
     n_tokens = log_decay.shape[-1]
     n, unit, rest, document = decay_sums(log_decay, starts)
     of_keys = (n[..., :, None] - n[..., None, :]) * unit[..., None] + (rest[..., :, None] - rest[..., None, :])
@@ -93,7 +90,7 @@ def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[A
     return until_end, total
 
 
-def _document_decay(starts: Array, dtype: jnp.dtype) -> ChunkDecay:
+def document_decay(starts: Array, dtype: jnp.dtype) -> ChunkDecay:
     """`chunk_decay` where nothing is forgotten but at the start of a document."""
     document = prefix_sums(starts.astype(dtype))
     same = (document[..., :, None] == document[..., None, :]).astype(dtype)

@@ -23,7 +23,7 @@ from heinsen.logspace import ShiftedLog, zero_grad_where_unread
 from heinsen.ops import chunk
 from heinsen.ops.chunk import ChunkShifts, Keys
 from heinsen.ops.states import read_all
-from heinsen.ops.transforms import vary_together
+from heinsen.ops.transforms import slice_tokens, vary_together, write
 from heinsen.ops.values import N, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
@@ -49,8 +49,11 @@ class Form(Protocol):
     def backward(self, *args: Any, residuals: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
         """Gradients of the arguments, from those of the output, divided by `scale` meanwhile."""
 
-    def exact(self, *args: Any) -> Any:
-        """The output."""
+    def exact(self, *args: Any, out: Any) -> Any:
+        """The output; `out` are arrays of its shapes that may be overwritten."""
+
+    def exact_backward(self, *args: Any, grads: Any, scale: Array, out: Any) -> tuple[Any, ...]:
+        """Gradients of the arguments; `out` are arrays of their shapes that may be overwritten."""
 
 
 @partial(jax.jit, static_argnums=0, inline=True)
@@ -75,22 +78,19 @@ def _backward(form: Form, saved: Any, grads: Any) -> tuple[Any, ...]:
     grads = lax.optimization_barrier(grads)  # XLA would fold the reduction of a constant at compile time, for seconds
     scale = cotangent_scale(grads)
     fast = form.backward(*args, residuals=residuals, grads=grads, scale=scale)
-
-    def exact_grads(args: Any, grads: Any, scale: Array) -> Any:
-        return multiply(of_floats(jax.vjp(form.exact, *args)[1](multiply(grads, 1 / scale))), scale)
-
-    return _where_lost(lost, exact_grads, (args, grads, scale), fast)
+    exact = lambda *args, out: form.exact_backward(*args[:-2], grads=args[-2], scale=args[-1], out=out)
+    return _where_lost(lost, exact, (*args, grads, scale), fast)
 
 
 _run.defvjp(_forward, _backward)
 
 
 def _where_lost(lost: Array, exact: Callable[..., X], args: Any, fast: X) -> X:
-    """exact(*args) if terms were lost, else `fast`."""
+    """exact(*args, out=fast) if terms were lost, else `fast`."""
 
-    def body(i: Array, _: X) -> X:
+    def body(i: Array, out: X) -> X:
         # What depends on the iteration stays in the loop.
-        return exact(*lax.optimization_barrier((args, i))[0])
+        return exact(*lax.optimization_barrier((args, i))[0], out=out)
 
     return lax.fori_loop(0, lost.astype(jnp.int32), body, fast)
 
@@ -106,23 +106,59 @@ def multiply(arrays: X, factor: Array) -> X:
     return jax.tree.map(lambda x: x * factor, arrays)
 
 
-def of_floats(grads: X) -> X:
-    """Gradients with None for those of booleans, as the backward passes return them."""
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, grads)
-
-
 # ---- the exact forms ------------------------------------------------------------------------------
 
 
-def attend(kind: Values[N], chunk_size: int, q: Array, keys: Keys, state: N) -> Output[N]:
-    """Causal attention of a whole number of chunks after a normalized state."""
+def attend(kind: Values[N], chunk_size: int, q: Array, keys: Keys, state: N, out: Output[N]) -> Output[N]:
+    """Causal attention of a whole number of chunks after a normalized state, written over `out`."""
 
-    def step(state: N, tokens: tuple[Array, Keys]) -> tuple[N, tuple[Array, ShiftedLog]]:
-        return _attend_chunk(kind, *tokens, state)
+    def step(i: Array, carry: tuple[N, Array, ShiftedLog | None]) -> Any:
+        state, y, log_z = carry
+        state, (chunk_y, chunk_log_z) = _attend_chunk(kind, *slice_tokens((q, keys), i, chunk_size), state)
+        y = write(y, chunk_y, i)
+        return state, y, None if log_z is None else write(log_z, chunk_log_z, i, axis=-1)
 
-    in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
-    end, (y, log_z) = lax.scan(jax.checkpoint(step), state, in_chunks)
-    return Output(_tokens_of(y, -2), jax.tree.map(lambda x: _tokens_of(x, -1), log_z), end)
+    end, y, log_z = lax.fori_loop(0, q.shape[-2] // chunk_size, step, (state, out.y, out.log_z))
+    return Output(y, log_z, end)
+
+
+def attend_backward(
+    kind: Values[N],
+    chunk_size: int,
+    q: Array,
+    keys: Keys,
+    state: N,
+    grads: Output[N],
+    scale: Array,
+    out: tuple[Array, Keys, N],
+) -> tuple[Array, Keys, N]:
+    """Gradients of `attend`, written over `out`; cotangents are divided by `scale` meanwhile."""
+    n_chunks = q.shape[-2] // chunk_size
+    tokens_of = lambda i: slice_tokens((q, keys), i, chunk_size)
+
+    def next_state(state: N, i: Array) -> tuple[N, N]:
+        return _attend_chunk(kind, *tokens_of(i), state)[0], state
+
+    def step(carry: Any, xs: tuple[Array, N]) -> Any:
+        (dstate, dq, dkeys), (i, before) = carry, xs
+        chunk_q, chunk_keys = tokens_of(i)
+        run = lambda q, k, values, log_decay, state: _attend_chunk(
+            kind, q, Keys(k, values, chunk_keys.starts, log_decay), state
+        )
+        k, values, _, log_decay = chunk_keys
+        (_, (_, log_z)), pull = jax.vjp(run, chunk_q, k, values, log_decay, before)
+        dlog_z = jax.tree.map(jnp.zeros_like, log_z)
+        if grads.log_z is not None:
+            dlog_z = slice_tokens(grads.log_z, i, chunk_size, axis=-1)
+        dy = slice_tokens(grads.y, i, chunk_size)
+        *found, dstate = pull((dstate, multiply((dy, dlog_z), 1 / scale)))
+        dq, dkeys = write((dq, dkeys), multiply((found[0], Keys(found[1], found[2], None, found[3])), scale), i)
+        return (dstate, dq, dkeys), None
+
+    befores = lax.scan(next_state, state, jnp.arange(n_chunks))[1]
+    carry = multiply(grads.state, 1 / scale), *out[:2]
+    (dstate, dq, dkeys), _ = lax.scan(step, carry, (jnp.arange(n_chunks), befores), reverse=True)
+    return dq, dkeys, multiply(dstate, scale)
 
 
 def summarize(kind: Values[N], chunk_size: int, keys: Keys, state: N) -> N:

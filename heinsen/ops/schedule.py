@@ -34,7 +34,7 @@ from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk, exact
 from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors
 from heinsen.ops.exact import Output, multiply
-from heinsen.ops.transforms import full, vary_together
+from heinsen.ops.transforms import full, slice_tokens, vary_together, write
 from heinsen.ops.values import N, Shifts, Sums, Values
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
@@ -109,20 +109,6 @@ def split_tokens(shape: tuple[int, ...]) -> Split:
 # ---- slices of arrays -----------------------------------------------------------------------------
 
 
-def slice_tokens(arrays: X, i: Array, size: int, axis: int = -2) -> X:
-    """The i-th `size` tokens of every array."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, x.ndim + axis), arrays)
-
-
-def write(arrays: X, parts: X, i: Array, axis: int = -2) -> X:
-    """Arrays with their i-th part, of the parts' size, overwritten."""
-
-    def write_one(x: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], x.ndim + axis)
-
-    return jax.tree.map(write_one, arrays, parts)
-
-
 def to_chunks(arrays: X, split: Split, axis: int = -2) -> X:
     """A group's tokens [*batch, N C, ...] as its chunks [*batch, N, C, ...]; `axis` is that of the tokens."""
 
@@ -191,9 +177,13 @@ class Causal(Generic[N]):
     return_log_z: bool
     device: str  # the platform
 
-    def exact(self, q: Array, keys: Keys, state: N) -> Output[N]:
-        out = exact.attend(self.kind, self.split.chunk_size, q, keys, state)
-        return out if self.return_log_z else out._replace(log_z=None)
+    def exact(self, q: Array, keys: Keys, state: N, out: Output[N]) -> Output[N]:
+        return exact.attend(self.kind, self.split.chunk_size, q, keys, state, out)
+
+    def exact_backward(
+        self, q: Array, keys: Keys, state: N, grads: Output[N], scale: Array, out: tuple[Array, Keys, N]
+    ) -> tuple[Array, Keys, N]:
+        return exact.attend_backward(self.kind, self.split.chunk_size, q, keys, state, grads, scale, out)
 
     def forward(
         self, q: Array, keys: Keys, state: N, save_residuals: bool

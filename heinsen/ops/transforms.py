@@ -1,4 +1,4 @@
-"""What JAX's transformations ask of arrays that a function makes itself.
+"""Slices of tokens, and what JAX's transformations ask of arrays that a function makes itself.
 
 Inside `jax.shard_map` an array varies over some axes of the mesh, or is the same on all devices. What a loop carries
 must vary over as many axes at its beginning as at its end, but an array that is made from a shape varies over none.
@@ -11,7 +11,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-Trees = TypeVar("Trees", bound=tuple[Any, ...])
+X = TypeVar("X")
+
+
+def slice_tokens(arrays: X, i: Array, size: int, axis: int = -2) -> X:
+    """The i-th `size` tokens of every array."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, x.ndim + axis), arrays)
+
+
+def write(arrays: X, parts: X, i: Array, axis: int = -2) -> X:
+    """Arrays with their i-th part, of the parts' size, overwritten."""
+
+    def write_one(x: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], x.ndim + axis)
+
+    return jax.tree.map(write_one, arrays, parts)
 
 
 def vary_together(*trees: Any) -> Any:

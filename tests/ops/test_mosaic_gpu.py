@@ -12,8 +12,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import heinsen
 from heinsen import LogState, MeanState
-from heinsen.errors import InputError
 from heinsen.contrib.kernels import interpret
+from heinsen.errors import InputError
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 

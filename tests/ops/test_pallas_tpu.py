@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import heinsen
 from heinsen import LogState, MeanState, platform
-from heinsen.errors import InputError
 from heinsen.contrib.kernels import interpret, tpu
+from heinsen.errors import InputError
 from tests.ops.test_implementations import CASES, check, check_wide, draw
 from tests.ops.truth import draw_case
 

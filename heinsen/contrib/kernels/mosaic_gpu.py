@@ -7,7 +7,7 @@ the outputs and what the backward pass needs: S and Z of every query, and M befo
 
 XLA computes what is small, before the kernels: the shifts of every chunk (it reads the keys and values once more), the
 factors between them, and the sums of log decays. The mathematics is that of `chunk`, with the same names; the functions
-here take the place of those of `schedule`, and what they return goes through the same check and `repair`.
+here take the place of those of `schedule`, and what they return goes through the same check (`exact`).
 
 A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
 
@@ -19,6 +19,7 @@ Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key a
 key features, filled up to the 64 rows that the matrix units need.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -30,12 +31,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.errors import InputError
-from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
-from heinsen.ops import chunk, schedule
-from heinsen.ops.chunk import ChunkShifts, Tokens
-from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
-from heinsen.contrib.kernels import interpret
+from heinsen.contrib.kernels import interpret, with_decay
 from heinsen.contrib.kernels.wgmma import (
     COLUMNS,
     MATRIX,
@@ -48,8 +44,14 @@ from heinsen.contrib.kernels.wgmma import (
     smem_float32,
     smem_pieces,
 )
-from heinsen.ops.schedule import Call, Output, Residuals, Split
-from heinsen.ops.values import LOG_VALUES, N, Sums, safe_log, shift_decay
+from heinsen.errors import InputError
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
+from heinsen.ops import chunk, schedule
+from heinsen.ops.chunk import ChunkShifts, Keys
+from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
+from heinsen.ops.exact import Output, multiply
+from heinsen.ops.schedule import Causal, Residuals, Split
+from heinsen.ops.values import LOG_VALUES, N, Sums, Values, safe_log, shift_decay
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 Held = Any
@@ -604,14 +606,86 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
 # ---- in the place of `schedule` -----------------------------------------------------------------------
 
 
-def split_tokens(shape: tuple[int, ...]) -> Split:
-    """Split of queries or keys of shape [*batch, T, K]: all chunks in one group."""
-    return Split(1, -(-shape[-2] // CHUNK), CHUNK)
+@dataclasses.dataclass(frozen=True)
+class Fused(Causal[N]):
+    """`Causal` by one kernel for each pass."""
+
+    interpret: Any  # InterpretGPUParams, or None: compiled
+
+    @classmethod
+    def of(cls, kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> "Fused[N]":
+        """All chunks are in one group. Raises InputError for what the kernels do not take."""
+        _check(keys)
+        return cls(kind, Split(1, -(-q.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
+
+    def forward(
+        self, q: Array, keys: Keys, state: N, save_residuals: bool
+    ) -> tuple[Output[N], Residuals | None, Array]:
+        kind, keys = self.kind, with_decay(keys)
+        shifts = kind.state_shifts(state)
+        m = kind.state_to_sums(state, shifts)
+        axis = shifts.c.ndim - 1
+        own = schedule.move_in_turn(kind, shifts, schedule.to_chunks(keys, self.split))
+        earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
+        layout = _Layout.of(kind, self.split, keys)
+        inputs = layout.inputs(q, keys, own, chunk.shift_scales(earlier, own.reading))
+        written = _run_forward(layout.sizes, inputs, layout.state(m))
+
+        end, after = layout.sums(written.end), jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, False), own.after)
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.spreads(m.s)
+        lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.spreads(keys.values)
+        unflatten = lambda x, *last: layout.unflatten(x)[(..., *map(slice, last))]
+        z, r = unflatten(written.z), unflatten(written.r)
+        log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if self.return_log_z else None
+        out = Output(unflatten(written.y, layout.d_value), log_z, kind.sums_to_state(end, after))
+        if not save_residuals:
+            return out, None, lost
+        before_s, before_z = unflatten(written.before_s, layout.d_key, layout.d_value), written.before_z
+        before = Sums(before_s, unflatten(before_z, layout.d_key))
+        sums = Sums(unflatten(written.s, layout.d_value), z)
+        return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
+
+    def backward(
+        self, q: Array, keys: Keys, state: N, residuals: Residuals, grads: Output[N], scale: Array
+    ) -> tuple[Array, Keys, N]:
+        kind, is_gated = self.kind, keys.log_decay is not None
+        keys = with_decay(keys)
+        before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
+        axis = before.z.ndim - 2
+        m, shifts = schedule.end_sums(kind, keys, residuals)
+        (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
+        following = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, shifts)
+        layout = _Layout.of(kind, self.split, keys)
+        inputs = layout.inputs(q, keys, own, chunk.shift_scales(own.after, following))
+        dlog_z = jnp.zeros_like(residuals.sums.z) if grads.log_z is None else grads.log_z.rest
+        given = Cotangents(
+            dy=layout.fill(grads.y, layout.sizes.d_value),
+            dlog_z=layout.flatten(dlog_z),
+            s=layout.fill(residuals.sums.s, layout.sizes.d_value, with_=1.0),
+            z=layout.flatten(residuals.sums.z),
+            before_s=layout.fill(layout.fill(before.s, layout.sizes.d_key, axis=-2), layout.sizes.d_value),
+            before_z=layout.fill(before.z, layout.sizes.d_key),
+            factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
+        )
+        written = _run_backward(layout.sizes, inputs, given, layout.state(dm))
+
+        dlog_decay = None
+        if written.decay is not None and is_gated:
+            ends = jnp.sum(layout.unflatten(written.decay.ends_s)[..., : layout.d_key], axis=-1)
+            ends += jnp.sum(layout.unflatten(written.decay.ends_z)[..., : layout.d_key], axis=-1)
+            sums = layout.unflatten(written.decay.sums).reshape(*ends.shape, self.split.chunk_size)
+            dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
+        cut = lambda x, size: layout.unflatten(x)[..., :size]
+        dkeys = Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
+        first = kind.state_shifts(state)
+        reading = jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, False), own.reading)
+        to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
+        dfirst = chunk.scale(layout.sums(written.first), chunk.shift_scales(first, reading))
+        return cut(written.q, layout.d_key), dkeys, multiply(to_state(dfirst)[0], scale)
 
 
-def check(tokens: Tokens) -> None:
+def _check(keys: Keys) -> None:
     """Raise InputError for what the kernels do not take, or a device that cannot run them."""
-    assert tokens.keys is not None
     instead = 'pass implementation="chunked"'
     if interpret.params() is None:
         device = platform.target()
@@ -620,80 +694,12 @@ def check(tokens: Tokens) -> None:
         if device not in ("gpu", "a GPU of compute capability 9.0"):
             needed = "a TPU or a Hopper GPU (H100, H200: compute capability 9.0)"
             raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
-    k, values = tokens.keys.k, tokens.keys.values
-    if k.dtype != jnp.float32:
-        raise InputError(f'implementation="pallas" computes in float32, not {k.dtype}: {instead}')
-    for name, x in (("K", k), ("V", values)):
+    if keys.k.dtype != jnp.float32:
+        raise InputError(f'implementation="pallas" computes in float32, not {keys.k.dtype}: {instead}')
+    for name, x in (("K", keys.k), ("V", keys.values)):
         if x.shape[-1] > LARGEST_HEAD:
             most = f"at most {LARGEST_HEAD} features"
             raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
-
-
-def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], Residuals | None, Array]:
-    """`schedule.forward` of queries with keys."""
-    kind, tokens = call.kind, chunk.with_decay(tokens)
-    assert tokens.q is not None and tokens.keys is not None
-    shifts = kind.state_shifts(state)
-    m = kind.state_to_sums(state, shifts)
-    axis = shifts.c.ndim - 1
-    own = schedule.move_in_turn(kind, shifts, schedule.to_chunks(tokens.keys, call.split), call.split)
-    earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
-    layout = _Layout.of(call, tokens)
-    inputs = layout.inputs(tokens, own, chunk.shift_scales(earlier, own.reading))
-    written = _run_forward(layout.sizes, inputs, layout.state(m))
-
-    end, after = layout.sums(written.end), jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, False), own.after)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.spreads(m.s)
-    lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.spreads(tokens.keys.values)
-    unflatten = lambda x, *last: layout.unflatten(x)[(..., *map(slice, last))]
-    z, r = unflatten(written.z), unflatten(written.r)
-    log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if call.return_log_z else None
-    out = Output(unflatten(written.y, layout.d_value), log_z, kind.sums_to_state(end, after))
-    if not save_residuals:
-        return out, None, lost
-    before = Sums(unflatten(written.before_s, layout.d_key, layout.d_value), unflatten(written.before_z, layout.d_key))
-    sums = Sums(unflatten(written.s, layout.d_value), z)
-    return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
-
-
-def backward(
-    call: Call, tokens: Tokens, state: N, residuals: Residuals, grads: Output[N], scale: Array
-) -> tuple[Tokens, N]:
-    """`schedule.backward` of queries with keys."""
-    kind, split, with_decay = call.kind, call.split, chunk.with_decay(tokens)
-    assert with_decay.keys is not None and residuals.sums is not None and grads.y is not None
-    before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
-    axis = before.z.ndim - 2
-    m, shifts = schedule.end_sums(call, with_decay, residuals)
-    (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](schedule.multiply(grads.state, 1 / scale))
-    following = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, shifts)
-    layout = _Layout.of(call, tokens)
-    inputs = layout.inputs(with_decay, own, chunk.shift_scales(own.after, following))
-    dlog_z = jnp.zeros_like(residuals.sums.z) if grads.log_z is None else grads.log_z.rest
-    given = Cotangents(
-        dy=layout.fill(grads.y, layout.sizes.d_value),
-        dlog_z=layout.flatten(dlog_z),
-        s=layout.fill(residuals.sums.s, layout.sizes.d_value, with_=1.0),
-        z=layout.flatten(residuals.sums.z),
-        before_s=layout.fill(layout.fill(before.s, layout.sizes.d_key, axis=-2), layout.sizes.d_value),
-        before_z=layout.fill(before.z, layout.sizes.d_key),
-        factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
-    )
-    written = _run_backward(layout.sizes, inputs, given, layout.state(dm))
-
-    dlog_decay = None
-    if written.decay is not None and tokens.keys is not None and tokens.keys.log_decay is not None:
-        ends = jnp.sum(layout.unflatten(written.decay.ends_s)[..., : layout.d_key], axis=-1)
-        ends += jnp.sum(layout.unflatten(written.decay.ends_z)[..., : layout.d_key], axis=-1)
-        sums = layout.unflatten(written.decay.sums).reshape(*ends.shape, split.chunk_size)
-        dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
-    cut = lambda x, size: layout.unflatten(x)[..., :size]
-    dkeys = chunk.Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
-    first = kind.state_shifts(state)
-    reading = jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, False), own.reading)
-    to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
-    dfirst = chunk.scale(layout.sums(written.first), chunk.shift_scales(first, reading))
-    return Tokens(cut(written.q, layout.d_key), dkeys), schedule.multiply(to_state(dfirst)[0], scale)
 
 
 class _Layout(NamedTuple):
@@ -705,13 +711,12 @@ class _Layout(NamedTuple):
     sizes: Sizes
 
     @classmethod
-    def of(cls, call: Call, tokens: Tokens) -> "_Layout":
-        assert tokens.keys is not None
-        k, values = tokens.keys.k, tokens.keys.values
+    def of(cls, kind: Values[Any], split: Split, keys: Keys) -> "_Layout":
+        k, values = keys.k, keys.values
         d_key, d_value = k.shape[-1], values.shape[-1]
         whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
         registers = Registers(interpret=interpret.params() is not None)
-        sizes = Sizes(call.split.n_chunks, whole(d_key), whole(d_value), call.kind is LOG_VALUES, registers)
+        sizes = Sizes(split.n_chunks, whole(d_key), whole(d_value), kind is LOG_VALUES, registers)
         return cls(k.shape[:-2], d_key, d_value, sizes)
 
     def flatten(self, x: Array) -> Array:
@@ -740,20 +745,19 @@ class _Layout(NamedTuple):
     def sums(self, m: State) -> Sums:
         return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
 
-    def inputs(self, tokens: Tokens, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
-        assert tokens.q is not None and tokens.keys is not None
-        k, values, starts, log_decay = tokens.keys
+    def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
+        k, values, starts, log_decay = keys
         zero = NEG_INF if self.sizes.log_values else 0.0
         c = self.fill(self.fill(own.reading.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
         moved_v = self.values_vectors(moved.v)
         decay = None
         if log_decay is not None:
-            decay = self._decay_vectors(log_decay[..., 0], starts, own)
+            decay = self._decay_vectors(log_decay[..., 0], None if starts is None else starts[..., 0], own)
         b, moved_k = self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s)
         positions = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.float32), (self.sizes.n_chunks, CHUNK))
         vectors = ChunkVectors(c, b, moved_k, moved_v, positions, decay)
         return Inputs(
-            self.fill(tokens.q, self.sizes.d_key),
+            self.fill(q, self.sizes.d_key),
             self.fill(k, self.sizes.d_key, with_=NEG_INF),
             self.fill(values, self.sizes.d_value, with_=zero),
             vectors,
@@ -764,7 +768,7 @@ class _Layout(NamedTuple):
         in_tokens = lambda x: self.flatten(x.reshape(*self.batch, -1))
         log_decay, starts = in_chunks(log_decay), None if starts is None else in_chunks(starts)
         sums, left = decay_sums(log_decay, starts), chunk_decay(log_decay, starts)
-        kept = chunk.kept_scales(chunk.Kept(log_decay=left.log_total[..., None]), own)
+        kept = chunk.kept_scales(left.log_total[..., None], own.reading, own.after)
         assert kept is not None
         first = jnp.zeros(log_decay.shape)
         if starts is not None:

@@ -3,7 +3,7 @@
 A step of a kernel takes one chunk of a few heads; the chunks of a head follow one another, backwards in the backward
 pass, with the sums M between them (or their gradient) and their shifts on chip. Factors and pairwise weights never
 leave the chip. The mathematics is that of `chunk`, whose functions the kernels call; the functions here take the place
-of those of `schedule`, and what they return goes through the same check and `repair`.
+of those of `schedule`, and what they return goes through the same check (`exact`).
 
 A TPU tiles the last axis of an array to 128 lanes, so that [..., T, 32] would take four times its bytes. The kernels
 have arrays [..., K, T], with tokens in the lanes, and transpose each chunk on chip.
@@ -12,6 +12,7 @@ Axes: G heads of all sequences, P of them in a step; T tokens; N chunks; C token
 features, filled up to whole sublanes.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +24,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from heinsen.contrib.kernels import interpret, with_decay
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, ShiftedLog
-from heinsen.ops import chunk, schedule
-from heinsen.ops.chunk import ChunkShifts, DecayShifts, Keys, Tokens
-from heinsen.contrib.kernels import interpret
-from heinsen.ops.schedule import Call, Output, Split
+from heinsen.ops import chunk
+from heinsen.ops.chunk import ChunkShifts, DecayShifts, Keys
+from heinsen.ops.exact import Output, multiply
+from heinsen.ops.schedule import Causal, Split
 from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, N, Shifts, Sums, Values, safe_log
 
 LANES = 128
@@ -48,11 +50,11 @@ class Inputs(NamedTuple):
     starts: Held  # [G, 1, T], 0 or 1; None: one document
     log_decay: Held  # [G, 1, T]; None: 0
 
-    def read(self) -> Tokens:
-        """A chunk's tokens [C, ...]."""
-        starts = None if self.starts is None else self.starts[:, 0] > 0
+    def read(self) -> tuple[Array, Keys]:
+        """A chunk's queries and keys [C, ...]."""
+        starts = None if self.starts is None else self.starts[:, 0][..., None] > 0
         log_decay = None if self.log_decay is None else self.log_decay[:, 0][..., None]
-        return Tokens(self.q[...].mT, Keys(self.k[...].mT, self.values[...].mT, starts, log_decay))
+        return self.q[...].mT, Keys(self.k[...].mT, self.values[...].mT, starts, log_decay)
 
 
 class State(NamedTuple):
@@ -119,23 +121,20 @@ def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Writte
         out.end.write(*first.read())
         out.fine[...] = jnp.ones_like(out.fine)
 
-    tokens = inputs.read()
-    assert tokens.keys is not None
-    m, before = out.end.read()
-    shifts = chunk.move_shifts_once(before, chunk.own_shifts(kind, tokens.keys))
-    f = chunk.compute_factors(kind, tokens, shifts)
-    assert f.queries is not None
+    (q, keys), (m, before) = inputs.read(), out.end.read()
+    shifts = chunk.move_shifts_once(before, chunk.own_shifts(kind, keys))
+    queries, factors = chunk.query_factors(q, shifts), chunk.key_factors(kind, keys, shifts)
     m = chunk.scale(m, chunk.shift_scales(before, shifts.reading))
-    sums = chunk.query_sums(f.queries, f.keys, m, shifts)
-    filled = chunk.fill_empty_queries(kind, f.queries, sums, shifts)
+    sums = chunk.query_sums(queries, factors, m, shifts)
+    filled = chunk.fill_empty_queries(kind, queries, sums, shifts)
     out.y[...], out.z[:, 0] = kind.mean(sums, shifts.reading.b).mT, filled.z
     if out.r is not None:
-        out.r[:, 0] = f.queries.r
+        out.r[:, 0] = queries.r
     if out.saved is not None:
         out.saved.s[...] = filled.s.mT
         out.saved.before.write(m, shifts)
-    out.fine[:, 0] = out.fine[:, 0] * _are_fine(kind, filled, tokens.keys.values)
-    out.end.write(chunk.next_sums(f.keys, m, shifts), shifts.after)
+    out.fine[:, 0] = out.fine[:, 0] * _are_fine(kind, filled, keys.values)
+    out.end.write(chunk.next_sums(factors, m, shifts), shifts.after)
 
 
 def _are_fine(kind: Values[Any], sums: Sums, values: Array) -> Array:
@@ -172,21 +171,20 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
     def _() -> None:
         out.first.write(*end.read())
 
-    tokens, (m, shifts) = inputs.read(), given.saved.before.read()
+    (q, keys), (m, shifts) = inputs.read(), given.saved.before.read()
     dm, later = out.first.read()
-    f = chunk.compute_factors(kind, tokens, shifts)
-    assert f.queries is not None and f.keys is not None
+    queries, factors = chunk.query_factors(q, shifts), chunk.key_factors(kind, keys, shifts)
     dy = given.dy[...].mT * given.factors[0]
     dlog_z = None if given.dlog_z is None else given.dlog_z[:, 0] * given.factors[0]
     dsums = kind.mean_grad(Sums(given.saved.s[...].mT, given.z[:, 0]), dy, dlog_z)
 
     dend = chunk.scale(dm, chunk.shift_scales(shifts.after, later))
-    kept = chunk.kept_scales(f.keys.kept, shifts)
-    dpairs = chunk.pair_grad(f.keys, dsums, shifts)
-    dq = chunk.query_grad(f.queries, f.keys, m, dsums, dpairs)
+    kept = chunk.kept_scales(factors.log_kept, shifts.reading, shifts.after)
+    dpairs = chunk.pair_grad(factors, dsums, shifts)
+    dq = chunk.query_grad(queries, factors, m, dsums, dpairs)
     dq_total = chunk.query_grad_total(kind, dy, dlog_z, shifts)
-    dq = chunk.correct_query_grad(dq, f.queries, f.keys, m, dq_total)
-    dkey = chunk.key_grads(kind, f.queries, f.keys, dsums, dpairs, dend, shifts)
+    dq = chunk.correct_query_grad(dq, queries, factors, m, dq_total)
+    dkey = chunk.key_grads(kind, queries, factors, dsums, dpairs, dend, shifts)
     dkept = None if kept is None else chunk.kept_product(kept, m, dend)
     dlog_decay = chunk.log_decay_grad(dq_total, dkey, dkept)
 
@@ -194,7 +192,7 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
         ref[...] = x.mT * given.factors[1]
     if out.log_decay is not None and dlog_decay is not None:
         out.log_decay[:, 0] = dlog_decay[..., 0] * given.factors[1]
-    dm = chunk.add_sums(chunk.scale(dend, kept), chunk.query_sums_grad(f.queries, f.keys, dsums))
+    dm = chunk.add_sums(chunk.scale(dend, kept), chunk.before_grad(queries, factors, dsums))
     out.first.write(dm, shifts.reading)
 
 
@@ -221,13 +219,9 @@ class _Layout(NamedTuple):
     log_decay: bool
 
     @classmethod
-    def of(cls, call: Call, tokens: Tokens) -> "_Layout":
-        keys = tokens.keys
-        assert keys is not None
+    def of(cls, kind: Values[Any], split: Split, keys: Keys) -> "_Layout":
         sizes = keys.k.shape[-1], keys.values.shape[-1]
-        return cls(
-            call.kind, call.split, keys.k.shape[:-2], *sizes, keys.starts is not None, keys.log_decay is not None
-        )
+        return cls(kind, split, keys.k.shape[:-2], *sizes, keys.starts is not None, keys.log_decay is not None)
 
     @property
     def n_heads(self) -> int:
@@ -269,11 +263,10 @@ class _Layout(NamedTuple):
         """[*batch, ..., *sizes] of x [G, ...], which may have more in its last axes."""
         return x.reshape(*self.batch, *x.shape[1:])[(..., *map(slice, sizes))]
 
-    def inputs(self, tokens: Tokens) -> Inputs:
-        assert tokens.q is not None and tokens.keys is not None
-        k, values, starts, log_decay = tokens.keys
+    def inputs(self, q: Array, keys: Keys) -> Inputs:
+        k, values, starts, log_decay = keys
         return Inputs(
-            self.tokens(tokens.q, self.key_features),
+            self.tokens(q, self.key_features),
             self.tokens(k, self.key_features, NEG_INF),
             self.tokens(values, self.value_features, self.kind.zero),
             None if starts is None else self.row(starts.astype(k.dtype)),
@@ -388,94 +381,93 @@ def _run_kernel(
 # ---- in the place of `schedule` -----------------------------------------------------------------------
 
 
-def split_tokens(shape: tuple[int, ...]) -> Split:
-    """Split of queries or keys of shape [*batch, T, K]: all chunks in one group."""
-    return Split(1, -(-shape[-2] // CHUNK), CHUNK)
-
-
-def check(tokens: Tokens) -> None:
-    """Raise InputError for what the kernels do not take."""
-    assert tokens.keys is not None
-    if tokens.keys.k.dtype != jnp.float32:
-        found = tokens.keys.k.dtype
-        raise InputError(f'implementation="pallas" computes in float32, not {found}: pass implementation="chunked"')
-
-
 class _Residuals(NamedTuple):
-    """What `forward` saves for `backward`, as the kernels have it."""
+    """What the forward pass saves for the backward pass, as the kernels have it."""
 
     saved: Saved
     z: Array  # [G, 1, T]
     end: State
 
 
-def forward(call: Call, tokens: Tokens, state: N, save_residuals: bool) -> tuple[Output[N], _Residuals | None, Array]:
-    """`schedule.forward` of queries with keys."""
-    kind, tokens = call.kind, chunk.with_decay(tokens)
-    layout = _Layout.of(call, tokens)
-    shifts = kind.state_shifts(state)
-    m = kind.state_to_sums(state, shifts)
-    inputs, blocks = (
-        (layout.inputs(tokens), layout.state(m, shifts)),
-        (layout.blocks_of_inputs(), layout.blocks_of_state()),
-    )
-    row = layout.blocks_of_tokens(1)
-    out = Written(
-        y=layout.blocks_of_tokens(layout.value_features),
-        z=row,
-        r=row if call.return_log_z else None,
-        fine=layout.blocks_of_heads(1, call.split.chunk_size),
-        end=layout.blocks_of_state(),
-        saved=layout.blocks_of_saved() if save_residuals else None,
-    )
-    y, z, r, fine, end, saved = _run_kernel(
-        _forward_kernel, layout, inputs, blocks, out, pair_products=2, sum_products=2
-    )
+@dataclasses.dataclass(frozen=True)
+class Fused(Causal[N]):
+    """`Causal` by one kernel for each pass."""
 
-    m_end, after = layout.sums(end)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.spreads(m.s) | ~jnp.all(fine == 1)
-    log_z = None
-    if r is not None:
-        r = layout.cut(r[:, 0])
-        log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(layout.cut(z[:, 0]))), r)
-    residuals = _Residuals(saved, z, end) if save_residuals else None
-    return Output(layout.of_tokens(y, layout.d_value), log_z, kind.sums_to_state(m_end, after)), residuals, lost
+    interpret: Any  # InterpretParams, or None: compiled
 
+    @classmethod
+    def of(cls, kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> "Fused[N]":
+        """All chunks are in one group. Raises InputError for what the kernels do not take."""
+        if q.dtype != jnp.float32:
+            raise InputError(
+                f'implementation="pallas" computes in float32, not {q.dtype}: pass implementation="chunked"'
+            )
+        return cls(kind, Split(1, -(-q.shape[-2] // CHUNK), CHUNK), return_log_z, "tpu", interpret.params())
 
-def backward(
-    call: Call, tokens: Tokens, state: N, residuals: _Residuals, grads: Output[N], scale: Array
-) -> tuple[Tokens, N]:
-    """`schedule.backward` of queries with keys."""
-    assert tokens.keys is not None and grads.y is not None
-    kind, is_gated = call.kind, tokens.keys.log_decay is not None
-    tokens = chunk.with_decay(tokens)
-    layout = _Layout.of(call, tokens)
-    m, shifts = layout.sums(residuals.end)
-    (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](schedule.multiply(grads.state, 1 / scale))
-    given = Cotangents(
-        dy=layout.tokens(grads.y, layout.value_features),
-        dlog_z=None if grads.log_z is None else layout.row(grads.log_z.rest),
-        z=residuals.z,
-        saved=residuals.saved,
-        factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
-    )
-    inputs = layout.inputs(tokens), given, layout.state(dm, shifts)
+    def forward(
+        self, q: Array, keys: Keys, state: N, save_residuals: bool
+    ) -> tuple[Output[N], _Residuals | None, Array]:
+        kind, keys = self.kind, with_decay(keys)
+        layout = _Layout.of(kind, self.split, keys)
+        shifts = kind.state_shifts(state)
+        m = kind.state_to_sums(state, shifts)
+        inputs = layout.inputs(q, keys), layout.state(m, shifts)
+        blocks = layout.blocks_of_inputs(), layout.blocks_of_state()
+        row = layout.blocks_of_tokens(1)
+        out = Written(
+            y=layout.blocks_of_tokens(layout.value_features),
+            z=row,
+            r=row if self.return_log_z else None,
+            fine=layout.blocks_of_heads(1, self.split.chunk_size),
+            end=layout.blocks_of_state(),
+            saved=layout.blocks_of_saved() if save_residuals else None,
+        )
+        y, z, r, fine, end, saved = _run_kernel(
+            _forward_kernel, layout, inputs, blocks, out, pair_products=2, sum_products=2
+        )
 
-    of_tokens = partial(layout.blocks_of_tokens, backwards=True)
-    keys, values, row = of_tokens(layout.key_features), of_tokens(layout.value_features), of_tokens(1)
-    saved, in_smem = layout.blocks_of_saved(backwards=True), pl.BlockSpec(memory_space=pltpu.SMEM)
-    cotangents = Cotangents(values, None if given.dlog_z is None else row, row, saved, in_smem)
-    blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_state()
-    out = Gradients(keys, keys, values, row if layout.log_decay else None, layout.blocks_of_state())
-    dq, dk, dvalues, dlog_decay, first = _run_kernel(
-        _backward_kernel, layout, inputs, blocks, out, pair_products=5, sum_products=4
-    )
+        m_end, after = layout.sums(end)
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.spreads(m.s)
+        log_z = None
+        if r is not None:
+            r = layout.cut(r[:, 0])
+            log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(layout.cut(z[:, 0]))), r)
+        residuals = _Residuals(saved, z, end) if save_residuals else None
+        out = Output(layout.of_tokens(y, layout.d_value), log_z, kind.sums_to_state(m_end, after))
+        return out, residuals, lost | ~jnp.all(fine == 1)
 
-    dlog_decay = layout.cut(dlog_decay[:, 0])[..., None] if is_gated else None
-    dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
-    before = kind.state_shifts(state)
-    dm, reading = layout.sums(first)
-    dstate = jax.vjp(lambda state: kind.state_to_sums(state, before), state)[1](
-        chunk.scale(dm, chunk.shift_scales(before, reading))
-    )[0]
-    return Tokens(layout.of_tokens(dq, layout.d_key), dkeys), schedule.multiply(dstate, scale)
+    def backward(
+        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
+    ) -> tuple[Array, Keys, N]:
+        kind, is_gated = self.kind, keys.log_decay is not None
+        keys = with_decay(keys)
+        layout = _Layout.of(kind, self.split, keys)
+        m, shifts = layout.sums(residuals.end)
+        (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
+        given = Cotangents(
+            dy=layout.tokens(grads.y, layout.value_features),
+            dlog_z=None if grads.log_z is None else layout.row(grads.log_z.rest),
+            z=residuals.z,
+            saved=residuals.saved,
+            factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
+        )
+        inputs = layout.inputs(q, keys), given, layout.state(dm, shifts)
+
+        of_tokens = partial(layout.blocks_of_tokens, backwards=True)
+        of_keys, of_values, row = of_tokens(layout.key_features), of_tokens(layout.value_features), of_tokens(1)
+        saved, in_smem = layout.blocks_of_saved(backwards=True), pl.BlockSpec(memory_space=pltpu.SMEM)
+        cotangents = Cotangents(of_values, None if given.dlog_z is None else row, row, saved, in_smem)
+        blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_state()
+        out = Gradients(of_keys, of_keys, of_values, row if layout.log_decay else None, layout.blocks_of_state())
+        dq, dk, dvalues, dlog_decay, first = _run_kernel(
+            _backward_kernel, layout, inputs, blocks, out, pair_products=5, sum_products=4
+        )
+
+        dlog_decay = layout.cut(dlog_decay[:, 0])[..., None] if is_gated else None
+        dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
+        before = kind.state_shifts(state)
+        dm, reading = layout.sums(first)
+        dstate = jax.vjp(lambda state: kind.state_to_sums(state, before), state)[1](
+            chunk.scale(dm, chunk.shift_scales(before, reading))
+        )[0]
+        return layout.of_tokens(dq, layout.d_key), dkeys, multiply(dstate, scale)
