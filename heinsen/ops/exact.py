@@ -56,7 +56,7 @@ class Form(Protocol):
         """Gradients of the arguments; `out` are arrays of their shapes that may be overwritten."""
 
 
-@partial(jax.jit, static_argnums=0, inline=True)
+@partial(jax.jit, static_argnums=0)
 def run(form: Form, *args: Any) -> Any:
     """The output of a form, exact, with gradients. Jitted, so that a second call outside jit compiles nothing."""
     return _run(form, *vary_together(*args))

@@ -29,7 +29,6 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.errors import InputError
 from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk, exact
 from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors
@@ -86,16 +85,8 @@ def chunks_per_group(elements: int) -> int:
 
 
 def split_tokens(shape: tuple[int, ...]) -> Split:
-    """Split of queries or keys of shape [*batch, T, K]; it may hold more tokens than T.
-
-    Raises InputError where the number of tokens is not known (`jax.export` with a symbolic shape).
-    """
+    """Split of queries or keys of shape [*batch, T, K]; it may hold more tokens than T. The batch may be symbolic."""
     *batch, n_tokens, d_key = shape
-    if not isinstance(n_tokens, int):
-        raise InputError(
-            f"q of shape {shape} has a symbolic number of tokens, and chunks need a known one: export a function for "
-            'each length, pad to one length, or pass implementation="reference"'
-        )
     size = min(chunk_size(d_key), n_tokens)
     n_chunks = -(-n_tokens // size)
     limit = chunks_per_group(math.prod(n for n in batch if isinstance(n, int)) * size * d_key)

@@ -4,11 +4,14 @@ Inside `jax.shard_map` an array varies over some axes of the mesh, or is the sam
 must vary over as many axes at its beginning as at its end, but an array that is made from a shape varies over none.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 X = TypeVar("X")
@@ -42,6 +45,19 @@ def vary_together(*trees: Any) -> Any:
 def full(like: Array, shape: tuple[int, ...], fill: float) -> Array:
     """Array [*batch, *shape] of a number, for an array `like` [*batch, T, K], of its dtype."""
     return jnp.full((*like.shape[:-2], *shape), fill, like.dtype)
+
+
+def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *args: Any) -> tuple[Array, Any]:
+    """function(q, *args), whose outputs are y [*batch, T, V] and a tree of arrays [*batch, ...], on any mesh.
+
+    Where q [*batch, T, K] lies on a mesh with explicit axes, the compiler divides the work within, and the outputs are
+    divided as q is.
+    """
+    sharding = jax.typeof(q).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return function(q, *args)
+    *batch, tokens, _ = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+    return jax.sharding.auto_axes(function, out_sharding=(P(*batch, tokens), P(*batch)))(q, *args)
 
 
 def _varying(x: Array) -> frozenset[Any]:
