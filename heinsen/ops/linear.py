@@ -99,7 +99,6 @@ def linear_attention(
     check_known_tokens(q, k)
     dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     fq, fk = _features(q.astype(dtype)), _features(k.astype(dtype))
-    v1 = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1)
     if state is None:
         state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], dtype)
     starts = None
@@ -109,7 +108,7 @@ def linear_attention(
         check_log_decay(log_decay, k, causal)
         log_decay, starts = take_resets(log_decay.astype(dtype), starts)
     attend = partial(_attend, causal=causal)
-    numerators, final = on_automatic_axes(attend, fq, fk, v1, state.sums.astype(dtype), starts, log_decay)
+    numerators, final = on_automatic_axes(attend, fq, fk, v.astype(dtype), state.sums.astype(dtype), starts, log_decay)
     z = numerators[..., -1:]
     y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(v.dtype)
     return (y, LinearState(final)) if return_state else y
@@ -117,10 +116,11 @@ def linear_attention(
 
 @partial(jax.jit, static_argnames="causal")
 def _attend(
-    fq: Array, fk: Array, v1: Array, initial: Array, starts: Array | None, log_decay: Array | None, causal: bool
+    fq: Array, fk: Array, v: Array, initial: Array, starts: Array | None, log_decay: Array | None, causal: bool
 ) -> tuple[Array, Array]:
     """What each query reads, with the denominator last, and the sums after all tokens. Jitted: see `exact.run`."""
-    fq, fk, v1, initial, starts, log_decay = vary_together(fq, fk, v1, initial, starts, log_decay)
+    fq, fk, v, initial, starts, log_decay = vary_together(fq, fk, v, initial, starts, log_decay)
+    v1 = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     if causal:
         return _causal(fq, fk, v1, initial, starts, log_decay)
     if starts is not None:

@@ -206,7 +206,7 @@ class Causal(Generic[N]):
     def backward(
         self, q: Array, keys: Keys, state: N, residuals: Residuals, grads: Output[N], scale: Array
     ) -> tuple[Array, Keys, N]:
-        """Gradients of the tokens and of the state before them; those of the output are divided by `scale` meanwhile."""
+        """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
         kind, split = self.kind, self.split
 
         def step(carry: Any, xs: Any) -> Any:
