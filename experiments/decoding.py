@@ -12,8 +12,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
     "experiment", None, ["comparison_2m", "forgetting"], "A folder with contestants.py.", required=True

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
     "experiment",

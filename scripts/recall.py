@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from configs import parse_flags, read_config, show_help
 from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
 from heinsen.figures import place_legend
 from heinsen.files import make_folder, write_atomically, write_figure
+from scripts.cli import parse_flags, read_config, show_help
 
-CONFIG = config_flags.DEFINE_config_file(
+CONFIG = flags.DEFINE_string(
     "config",
     str(Path(__file__).resolve().parent.parent / "configs" / "recall.py"),
     "Config file; --config.a.b=value overrides a field.",
