@@ -24,7 +24,6 @@ COMMON = {"files", "progress", "remote"}
 LEAVES = {
     "chips",
     "config",
-    "console",
     "data",
     "figures",
     "files",
@@ -156,7 +155,7 @@ def uses_of(path: Path, name: str) -> list[ast.AST]:
 
 
 def test_no_file_edits_the_import_path():
-    """A console script or an editable install finds the packages."""
+    """An editable install finds the packages."""
     assert {ROOT / "train.py", ROOT / "heinsen/logspace.py", ROOT / "tests/runs.py"} <= set(sources())
     assert not [path for path in sources() if uses_of(path, "sys.path")]
 
