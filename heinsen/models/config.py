@@ -71,15 +71,15 @@ class ModelConfig:
     attention: str
     sigmoid_alpha: Annotated[float, Setting(at_least=-math.inf)]
     sigmoid_bias: str
-    window: Annotated[int | None, Setting(at_least=1, below=2**28, earlier=None)]
+    window: Annotated[int | None, Setting(at_least=1, below=2**28)]
     value_domain: str
-    convolution: Annotated[int, Setting(at_least=0, below=65, earlier=0)]
+    convolution: Annotated[int, Setting(at_least=0, below=65)]
     qk_norm: bool
-    signed_features: Annotated[bool, Setting(earlier=False)]
-    gate: Annotated[str, Setting(earlier="none")]
-    gate_shortest: Annotated[float, Setting(earlier=2.0)]
-    gate_longest: Annotated[float, Setting(earlier=4096.0)]
-    output: Annotated[str, Setting(earlier="none")]
+    signed_features: bool
+    gate: str
+    gate_shortest: float
+    gate_longest: float
+    output: str
     block: str
     position: str
     n_positions: Annotated[int | None, _SIZE]
