@@ -55,7 +55,7 @@ def run() -> str | None:
     import jax
 
     from heinsen.config import from_mapping
-    from heinsen.parallel import join_processes
+    from heinsen.distributed import join_processes
     from heinsen.planning.plan import plan
     from heinsen.platform import keep_compilations
     from heinsen.training.loop import train

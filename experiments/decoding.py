@@ -27,7 +27,7 @@ REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls of each contestant.", 
 show_help(__name__)
 
 from experiments import tools
-from heinsen.parallel import keep_host_memory
+from heinsen.distributed import keep_host_memory
 from heinsen.training.run import TrainConfig
 from scripts.benchmarking.decode import Contestant, Race, Settings
 

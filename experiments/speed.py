@@ -33,7 +33,8 @@ import jax
 import numpy as np
 
 from experiments import tools
-from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.distributed import keep_host_memory
+from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step

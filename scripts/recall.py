@@ -56,16 +56,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import Mesh
 
+from heinsen.distributed import keep_host_memory
 from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import Params, count_params, state_size
-from heinsen.parallel import (
-    MeshError,
-    keep_host_memory,
-    make_mesh,
-    place_batch,
-    replicated,
-    split_batch,
-)
+from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
 from heinsen.platform import keep_compilations
 from heinsen.training.console import Console
 from heinsen.training.loop import NonFiniteLossError

@@ -25,6 +25,7 @@ LEAVES = {
     "chips",
     "config",
     "data",
+    "distributed",
     "figures",
     "files",
     "pages",

@@ -10,7 +10,8 @@ import pytest
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
-from heinsen.parallel import MeshConfig, MeshError, join_processes, make_mesh
+from heinsen.distributed import ProcessError, join_processes
+from heinsen.parallel import MeshConfig, make_mesh
 from heinsen.training.loop import train
 from heinsen.training.run import load_run
 from heinsen.weights import load_params
@@ -188,7 +189,7 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
     ],
 )
 def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
-    with pytest.raises(MeshError, match=re.escape(message)):
+    with pytest.raises(ProcessError, match=re.escape(message)):
         join_processes(*arguments)
 
 
@@ -212,15 +213,49 @@ def test_processes_that_a_cluster_has_started_find_each_other(monkeypatch, envir
         monkeypatch.setenv(name, value)
     calls, updates = [], []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append((arguments, options)))
-    monkeypatch.setattr("heinsen.parallel.exit_on_abort", lambda message: None)
+    monkeypatch.setattr("heinsen.distributed.exit_on_abort", lambda message: None)
     monkeypatch.setattr(jax.config, "update", lambda name, value: updates.append((name, value)))
     if joins is None:
-        with pytest.raises(MeshError, match="an MPI that JAX does not know has started 2 processes: give --coord"):
+        with pytest.raises(ProcessError, match="an MPI that JAX does not know has started 2 processes: give --coord"):
             join_processes()
     else:
         join_processes(peer_timeout=30)
-    assert calls == ([((), {"heartbeat_timeout_seconds": 30})] if joins else [])
+    assert calls == ([((None, None, None), {"heartbeat_timeout_seconds": 30})] if joins else [])
     assert (("jax_cuda_visible_devices", "all") in updates) == all_gpus
+
+
+@pytest.mark.parametrize(
+    ("arguments", "others", "message"),
+    [
+        (
+            (None, None, None, True),
+            "the other processes",
+            "cannot find or reach the other processes of this run: lost. S",
+        ),
+        (
+            ("host:1", 2, 0),
+            "the other processes",
+            "process 0 of 2 cannot join at host:1: lost. Are all processes started",
+        ),
+        (
+            ("host:1", 2, 1),
+            "process 0 at host:1",
+            "process 1 of 2 cannot join at host:1: lost. Are all processes started",
+        ),
+    ],
+)
+def test_processes_that_do_not_come_are_waited_for_aloud(monkeypatch, capsys, arguments, others, message):
+    def initialize(*_, **__):
+        time.sleep(0.3)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    join_processes("host:1", 1, 0)  # alone
+    for patience, told in ((0.01, f"waiting for {others} to join ...\n"), (10.0, "")):
+        monkeypatch.setattr("heinsen.distributed._PATIENCE", patience)
+        with pytest.raises(ProcessError, match=re.escape(message)):
+            join_processes(*arguments)
+        assert capsys.readouterr().err == told
 
 
 # ---- sharding ------------------------------------------------------------------------------------

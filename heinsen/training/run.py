@@ -22,11 +22,12 @@ from heinsen.config import (
 )
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
+from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, print_warning
 from heinsen.files import LockedError, hold_lock, write_atomically
 from heinsen.interop import InteropError, is_export, read_manifest
 from heinsen.models import ModelConfig, check_halo
-from heinsen.parallel import MeshConfig, MeshError, first_reason, n_batch_parts
+from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
