@@ -144,12 +144,11 @@ def test_ctrl_c_is_one_line_from_the_first_imports_on(begun, capsys, error, told
     assert capsys.readouterr().err == told
 
 
-def test_what_stdout_cannot_encode_is_escaped(monkeypatch):
+@pytest.mark.parametrize("program", ["eval.py", "scripts/generate.py"])
+def test_what_stdout_cannot_encode_is_escaped(program, end_of, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(sys, "argv", ["program"])
     monkeypatch.setattr(sys, "stdout", stream)
-    show_help("__main__")
+    assert end_of(program).startswith("error: --workdir is missing")
     print("caf\u00e9 \udc80", flush=True)
     assert stream.buffer.getvalue() == rb"caf\xe9 \udc80" + b"\n"
 
