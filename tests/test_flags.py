@@ -21,6 +21,7 @@ from heinsen.config import ConfigError, from_mapping
 from heinsen.training.run import TrainConfig
 from scripts.cli import show_help
 from scripts.config_files import load_config, override
+from scripts.sweep_runs import RunFactory
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
@@ -303,6 +304,16 @@ def test_none_unsets_optional_fields_of_every_type_and_no_others():
         values = override(default.get_config(), {name: "None"}).to_dict()
         with pytest.raises(ConfigError, match=rf"config\.{re.escape(name)} = None: expected"):
             from_mapping(TrainConfig, values)
+
+
+def test_a_sweep_unsets_an_optional_field():
+    factory = RunFactory("configs/default.py", {"keep_every": "5"}, check_data=False)
+    values = [factory.convert("keep_every", text) for text in ("None", "7")]
+    assert values == [None, 7] and factory.base["keep_every"] == 5
+    for value in values:
+        command = factory.command(factory.make({"keep_every": value}), Path("run"))
+        assert command[1:] == [str(ROOT / "train.py"), "--config=configs/default.py", "--workdir=run", command[-1]]
+        assert command[-1] == f"--config.keep_every={value}"
 
 
 def test_no_field_of_a_config_is_an_empty_text():
