@@ -104,7 +104,6 @@ def _check_address(coordinator: str, num_processes: int, process_id: int) -> Non
 def _print_if_slow(text: str) -> Iterator[None]:
     """Print a text if the block takes long: JAX waits for other processes for minutes, and in silence."""
     timer = threading.Timer(_PATIENCE, partial(print, text, file=sys.stderr, flush=True))
-    timer.daemon = True
     timer.start()
     try:
         yield

@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from heinsen.distributed import ProcessError, join_processes
+from heinsen.distributed import ProcessError, join_processes, keep_host_memory, return_freed_memory
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from heinsen.distributed import ProcessError, join_processes
         (("127.0.0.1:65536", 2, 1), "--coordinator=127.0.0.1:65536: expected HOST:PORT"),
         (("127.0.0.1:²", 2, 1), "expected HOST:PORT"),
         (("127.0.0.1:1", 2, 0, None, 0), "--peer_timeout=0: expected seconds"),
-        (("127.0.0.1:1", 2, 0, None, 10**9), "--peer_timeout=1000000000: expected seconds"),
+        (("127.0.0.1:1", 2, 0, None, 86_401), "--peer_timeout=86401: expected seconds, from 1 to 86400"),
     ],
 )
 def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
@@ -91,9 +91,26 @@ def test_processes_that_do_not_come_are_waited_for_aloud(monkeypatch, capsys, ar
         raise RuntimeError("lost")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    join_processes("host:1", 1, 0)  # alone
+    for timeout in (1, 86_400):
+        join_processes("host:1", 1, 0, None, timeout)  # alone
     for patience, told in ((0.01, f"waiting for {others} to join ...\n"), (10.0, "")):
         monkeypatch.setattr("heinsen.distributed._PATIENCE", patience)
         with pytest.raises(ProcessError, match=re.escape(message)):
             join_processes(*arguments)
         assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_freed_memory_is_kept_on_cpus_until_it_is_returned(monkeypatch, backend):
+    calls = []
+
+    class Library:
+        def __getattr__(self, name):
+            return lambda *arguments: calls.append((name, *arguments))
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    keep_host_memory()
+    assert calls == ([("mallopt", -4, 0), ("mallopt", -1, -1), ("mallopt", -2, 64 << 20)] if backend == "cpu" else [])
+    return_freed_memory()
+    assert calls[-1] == ("malloc_trim", 0)
