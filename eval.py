@@ -21,15 +21,20 @@ override those of the run, for example --config.data.path=... for other data.
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from configs import default, parse_flags, refuse, refuse_missing_fields
+from configs import default
+from scripts.cli import given_fields, parse_flags, refuse
+from scripts.config_files import override
+
+if TYPE_CHECKING:
+    from heinsen.training.run import TrainConfig
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or of scripts/export.py.", required=True)
+CONFIG = flags.DEFINE_string("config", None, "--config.a.b=value overrides a field of the run's config.")
 SPLIT = flags.DEFINE_string("split", None, "Split of the run's data; none: the run's validation split.")
 STREAMING = flags.DEFINE_bool("streaming", False, "Read each document from its start and carry the state on.")
 BY_POSITION = flags.DEFINE_string("by_position", None, "Plot file: loss by position, in windows and streaming.")
@@ -44,6 +49,8 @@ TASK_BATCH = flags.DEFINE_integer("task_batch", 16, "Texts of tasks that the mod
 
 
 def main(argv: list[str]) -> None:
+    if CONFIG.value is not None:
+        refuse(f"--config={CONFIG.value}: a run has its own; override fields, --config.a.b=value")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
     from heinsen.platform import keep_compilations
@@ -58,14 +65,12 @@ def main(argv: list[str]) -> None:
 
 def evaluate_split() -> None:
     """Evaluate a split, and print the tables and the JSON line."""
-    from heinsen.config import from_mapping
     from heinsen.evaluation import report, run
-    from heinsen.training.run import TrainConfig
 
     plot = None if BY_POSITION.value is None else Path(BY_POSITION.value)
     if plot is not None:
         report.check_plot_path(plot)
-    config = from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
+    config = read_config()
     split = SPLIT.value or config.data.validation_split
     mode = run.STREAMING if STREAMING.value else run.WINDOWS
     result = run.evaluate_split(config, WORKDIR.value, split, mode, with_positions=plot is not None)
@@ -76,11 +81,9 @@ def evaluate_split() -> None:
 
 def run_tasks() -> None:
     """Run --tasks, and print their metrics and the JSON line."""
-    from heinsen.config import from_mapping
     from heinsen.evaluation import report, tasks
-    from heinsen.training.run import TrainConfig
 
-    config = from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
+    config = read_config()
     options = tasks.TaskOptions(
         TASKS.value, TASK_FOLDER.value, NUM_FEWSHOT.value, LIMIT.value, TASK_BATCH.value, ADD_BOS_TOKEN.value
     )
@@ -88,27 +91,16 @@ def run_tasks() -> None:
     print("\n".join([*report.format_tasks(result), json.dumps(report.summarize_tasks(result))]))
 
 
-def define_config_flag(arguments: list[str]) -> None:
-    """Define --config with the run's own config as its default, so that overrides of its fields are checked."""
-    workdir = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "", flag_values=workdir)
-    workdir([argument for argument in arguments if not argument.startswith("--config")], known_only=True)
-    config = default.get_config()
-    if workdir.workdir:
-        from heinsen.errors import exit_on_error
-        from heinsen.training.mirror import local_run
-        from heinsen.training.run import load_run
+def read_config() -> "TrainConfig":
+    """Return the run's own config with the fields of the flags. Raises HeinsenError."""
+    from heinsen.config import from_mapping
+    from heinsen.training.mirror import local_run
+    from heinsen.training.run import TrainConfig, load_run
 
-        with exit_on_error():
-            config.update(dataclasses.asdict(load_run(local_run(workdir.workdir))))
-    refuse_missing_fields(arguments, config)
-    config_flags.DEFINE_config_dict("config", config, "--config.a.b=value overrides a field of the run's config.")
-    flags.FLAGS["config"].default_as_str = "the run's own"  # for --help, instead of all fields
+    values = default.get_config()
+    values.update(dataclasses.asdict(load_run(local_run(WORKDIR.value))))
+    return from_mapping(TrainConfig, override(values, given_fields()).to_dict())
 
 
 if __name__ == "__main__":
-    try:
-        define_config_flag(sys.argv)
-    except flags.Error as error:
-        refuse(str(error))
     app.run(main, flags_parser=parse_flags)

@@ -16,11 +16,10 @@ TPU pod pass --distributed; otherwise pass --coordinator=HOST:PORT --num_process
 from pathlib import Path
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from configs import parse_flags, read_config, refuse, refuse_address
+from scripts.cli import parse_flags, read_config, refuse, refuse_address
 
-CONFIG = config_flags.DEFINE_config_file("config", None, "Config file; --config.a.b=value overrides a field.")
+CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field.", required=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: config, metrics, checkpoints, plots.")
 MIRROR = flags.DEFINE_string("mirror", None, "s3://..., gs://...: copy the run folder there, and fetch it from there.")
 PLAN = flags.DEFINE_bool("plan", False, "Print what the run would take, without starting it.")
@@ -31,7 +30,6 @@ COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, 
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
 PEER_TIMEOUT = flags.DEFINE_integer("peer_timeout", 100, "Seconds of silence after which another process is lost.")
-flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
@@ -53,16 +51,17 @@ def main(argv: list[str]) -> None:
 
 def run() -> str | None:
     """Train or plan the run; return what to print, None in all processes but the first."""
+    values = read_config(CONFIG)
     import jax
 
     from heinsen.config import from_mapping
-    from heinsen.parallel import join_processes
+    from heinsen.distributed import join_processes
     from heinsen.planning.plan import plan
     from heinsen.platform import keep_compilations
     from heinsen.training.loop import train
     from heinsen.training.run import TrainConfig
 
-    config = from_mapping(TrainConfig, read_config(CONFIG))
+    config = from_mapping(TrainConfig, values)
     if TARGET.value is not None:
         return str(plan(config, 0, TARGET.value))
     join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)

@@ -28,8 +28,8 @@ from typing import Any
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of train-*.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/readers", "Folder of the comparison.")

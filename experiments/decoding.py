@@ -12,8 +12,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
     "experiment", None, ["comparison_2m", "forgetting"], "A folder with contestants.py.", required=True
@@ -27,7 +27,7 @@ REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls of each contestant.", 
 show_help(__name__)
 
 from experiments import tools
-from heinsen.parallel import keep_host_memory
+from heinsen.distributed import keep_host_memory
 from heinsen.training.run import TrainConfig
 from scripts.benchmarking.decode import Contestant, Race, Settings
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
     "experiment",
@@ -33,7 +33,8 @@ import jax
 import numpy as np
 
 from experiments import tools
-from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.distributed import keep_host_memory
+from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step

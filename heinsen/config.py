@@ -1,9 +1,7 @@
 """Convert nested mappings (a config file, a run's config.json) to frozen dataclasses, with strict checks.
 
-Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type.
-
-A field that needs more than a name and a type is annotated with a `Setting`: its limits, and for a field that was added
-later what runs of earlier versions did, so that their config.json stays readable.
+Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type. A number with
+other limits than being positive is annotated with a `Setting`.
 """
 
 import ctypes
@@ -12,7 +10,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,30 +23,18 @@ class ConfigError(HeinsenError, ValueError):
     """A config value that cannot be used; the message names the field, the value and the remedy."""
 
 
-_NOT_ADDED = object()
-
-
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a field's type does not say, as in `seed: Annotated[int, Setting(at_least=0)]`.
+    """Limits of a number, as in `seed: Annotated[int, Setting(at_least=0)]`.
 
     Attributes:
-      at_least, below: limits of a number; without any it must be positive.
+      at_least, below: without any the number must be positive.
       unlimited: infinity is allowed, and stands for no limit.
-      earlier: for a field that earlier versions lacked, the value that says what they did. Every field added after
-        version 0.1 states it here, and its default in `configs/default.py`.
     """
 
     at_least: float | None = None
     below: float | None = None
     unlimited: bool = False
-    earlier: Any = _NOT_ADDED
-
-
-def _settings(cls: type) -> dict[str, Setting]:
-    hints = typing.get_type_hints(cls, include_extras=True).items()
-    found = {name: [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Setting)] for name, hint in hints}
-    return {name: settings[0] if settings else Setting() for name, settings in found.items()}
 
 
 def check_numbers(config: Any, path: str = "") -> None:
@@ -59,8 +45,9 @@ def check_numbers(config: Any, path: str = "") -> None:
     Args:
       path: what to put before the names of fields, such as "model.".
     """
-    for name, setting in _settings(type(config)).items():
-        value = getattr(config, name)
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        annotations = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Setting)]
+        setting, value = annotations[0] if annotations else Setting(), getattr(config, name)
         if setting.unlimited and value == math.inf:
             continue
         if type(value) in (int, float) and (problem := _find_problem(value, setting.at_least, setting.below)):
@@ -100,47 +87,17 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def complete(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` of dataclass `cls` with the fields that an earlier version did not write, as it ran."""
-    added = {name: value for name, value in _added_fields(cls).items() if name not in values}
-    return {**values, **_map_groups(complete, cls, values), **added}
-
-
-def reduce(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` of dataclass `cls` without added fields that are as in earlier versions, which lack them."""
-    same = [name for name, value in _added_fields(cls).items() if values[name] == value]
-    return {name: x for name, x in {**values, **_map_groups(reduce, cls, values)}.items() if name not in same}
-
-
-def _added_fields(cls: type) -> dict[str, Any]:
-    """Return {field that earlier versions lack: what they did}."""
-    return {name: each.earlier for name, each in _settings(cls).items() if each.earlier is not _NOT_ADDED}
-
-
-def _map_groups(
-    function: Callable[[type, Mapping[str, Any]], dict[str, Any]], cls: type, values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Apply a function to the values of each dataclass that is a field of `cls`."""
-    kinds = typing.get_type_hints(cls).items()
-    groups = {name: kind for name, kind in kinds if dataclasses.is_dataclass(kind)}
-    return {
-        name: function(typing.cast(type, kind), values[name])
-        for name, kind in groups.items()
-        if isinstance(values.get(name), Mapping)
-    }
-
-
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
     """Build dataclass `cls` and the dataclasses nested in it.
 
     Args:
-      values: a value for every field, and nothing else. Fields that were added later may be missing (`complete`).
+      values: a value for every field, and nothing else.
       path: the name of `values` in error messages.
 
     Raises:
       ConfigError: a field is missing, unknown, of the wrong type, or refused by its dataclass.
     """
-    values, types_of_fields = complete(cls, values), typing.get_type_hints(cls)
+    types_of_fields = typing.get_type_hints(cls)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if missing := [name for name in names if name not in values]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which configs/default.py has")

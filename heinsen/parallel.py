@@ -11,15 +11,9 @@ Axes are of type Auto: XLA inserts the communication that the shardings imply. C
 devices run on each device separately (`on_each_device`).
 """
 
-import contextlib
-import ctypes
 import dataclasses
 import math
-import os
-import re
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import mesh_utils, multihost_utils
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from heinsen.errors import HeinsenError, exit_on_abort
+from heinsen.errors import HeinsenError
 
 T = TypeVar("T")
 
@@ -170,23 +164,8 @@ def place_batch(mesh: Mesh, batch: dict[str, np.ndarray], axis: int = 0) -> dict
 
     The mesh axes that do not split the batch hold copies.
     """
-    return {name: _place_rows(mesh, np.asarray(x), axis) for name, x in batch.items()}
-
-
-def _place_rows(mesh: Mesh, x: np.ndarray, axis: int) -> jax.Array:
-    # This process holds as many parts of the batch as its devices hold different ones.
-    held = NamedSharding(mesh, PartitionSpec(BATCH)).addressable_devices_indices_map((n_batch_parts(mesh),))
-    n_parts_here = len({part.start for (part,) in filter(None, held.values())})
-    n_rows = x.shape[axis] // n_parts_here * n_batch_parts(mesh)
-    rows = process_rows(mesh, n_rows)
-
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None
-        wanted = np.arange(n_rows)[index[axis]]
-        return np.take(x, np.searchsorted(rows, wanted), axis=axis)
-
-    shape = (*x.shape[:axis], n_rows, *x.shape[axis + 1 :])
-    return jax.make_array_from_callback(shape, split_batch(mesh, axis), part)
+    placed: dict[str, jax.Array] = jax.make_array_from_process_local_data(split_batch(mesh, axis), batch)
+    return placed
 
 
 def constrain(mesh: Mesh | None, x: jax.Array, *axes: MeshAxes) -> jax.Array:
@@ -194,17 +173,6 @@ def constrain(mesh: Mesh | None, x: jax.Array, *axes: MeshAxes) -> jax.Array:
     if mesh is None or mesh.size == 1:
         return x
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
-
-
-def first_reason(reason: str | None) -> str | None:
-    """Return the reason to stop of the first process that has one, in every process; each must call this."""
-    if jax.process_count() == 1:
-        return reason
-    text = np.zeros(1024, np.uint8)
-    encoded = np.frombuffer((reason or "").encode()[: len(text)], np.uint8)
-    text[: len(encoded)] = encoded
-    texts = [bytes(row[row > 0]).decode(errors="replace") for row in multihost_utils.process_allgather(text)]
-    return next(filter(None, texts), None)
 
 
 # ---- computation on each device separately -------------------------------------------------------
@@ -248,140 +216,3 @@ def scan_before(combine: Callable[[T, T], T], x: T, first: T, axis: str) -> T:
         total = select(i >= 1 + by, combine(shift(total, by), total), total)
         by *= 2
     return total
-
-
-# ---- the machine ---------------------------------------------------------------------------------
-
-
-def keep_host_memory() -> None:
-    """Make glibc keep freed memory for the next step instead of returning it to the kernel, on a CPU backend.
-
-    XLA allocates a step's temporaries anew each time, and fresh pages cost a third of a small model's step. No-op on
-    other backends and C libraries.
-    """
-    if jax.default_backend() != "cpu":
-        return
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # of mallopt(3)
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, -1)
-        libc.mallopt(m_top_pad, 64 << 20)
-
-
-def return_freed_memory() -> None:
-    """Return to the kernel what glibc has kept (`keep_host_memory`). No-op with other C libraries."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-PEER_TIMEOUT = 100  # seconds
-_MAX_PEER_TIMEOUT = 24 * 3600
-_PATIENCE = 10.0  # seconds until a process says that it waits for others
-_REMEDY = "give --coordinator=HOST:PORT, --num_processes and --process_id"
-
-
-def join_processes(
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    from_cluster: bool | None = None,
-    peer_timeout: int = PEER_TIMEOUT,
-) -> None:
-    """Connect this process to the others of the same run. Call it before anything asks for devices.
-
-    Args:
-      coordinator: HOST:PORT of process 0.
-      num_processes: how many processes there are.
-      process_id: which one this is, from 0.
-      from_cluster: read these three from the cluster's environment instead (SLURM, Open MPI 4, TPU pods; by
-        `jax.distributed.initialize`). None: only if srun or mpirun has started several processes.
-      peer_timeout: seconds without a sign of life after which a process counts as lost. The others then exit with
-        status 1 and a message, at the latest: most losses show at once, as a broken connection.
-
-    Raises MeshError if the description is incomplete or wrong, or if the other processes cannot be reached.
-    """
-    if not 1 <= peer_timeout <= _MAX_PEER_TIMEOUT:
-        raise MeshError(f"--peer_timeout={peer_timeout}: expected seconds, from 1 to {_MAX_PEER_TIMEOUT}")
-    given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
-        raise MeshError(f"{' and '.join(missing)} missing: give all of {', '.join(given)}, or none of them")
-    if coordinator is None or num_processes is None or process_id is None:
-        if _started_by_cluster() if from_cluster is None else from_cluster:
-            _join_by_environment(peer_timeout)
-    elif from_cluster:
-        raise MeshError("--distributed finds the other processes by itself: give no --coordinator with it")
-    else:
-        _join_by_address(coordinator, num_processes, process_id, peer_timeout)
-
-
-_N_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # the number of processes that srun or mpirun started
-
-
-def _started_by_cluster() -> bool:
-    """Whether a launcher that JAX knows has started several processes. Raises MeshError for one it does not know."""
-    started = {name: int(os.environ.get(name) or 1) for name in (*_N_TASKS, "PMI_SIZE")}
-    if max(started[name] for name in _N_TASKS) == 1 < started["PMI_SIZE"]:
-        raise MeshError(f"an MPI that JAX does not know has started {started['PMI_SIZE']} processes: {_REMEDY}")
-    return max(started.values()) > 1
-
-
-def _join_by_environment(peer_timeout: int) -> None:
-    try:
-        with _saying_that_it_waits("the other processes"):
-            jax.distributed.initialize(heartbeat_timeout_seconds=peer_timeout)
-    except (ValueError, RuntimeError) as error:
-        raise MeshError(
-            f"cannot find or reach the other processes of this run: {error}. Start it with srun or Open MPI 4, or "
-            f"{_REMEDY}"
-        ) from error
-    _prepare_joined()
-
-
-def _join_by_address(coordinator: str, num_processes: int, process_id: int, peer_timeout: int) -> None:
-    if num_processes < 1 or not 0 <= process_id < num_processes:
-        raise MeshError(f"--process_id={process_id} must be in [0, --num_processes={num_processes})")
-    host, _, port = coordinator.rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
-        raise MeshError(f"--coordinator={coordinator}: expected HOST:PORT of process 0, with a port from 1 to 65535")
-    if num_processes == 1:
-        return
-    try:
-        with _saying_that_it_waits(f"process 0 at {coordinator}" if process_id else "the other processes"):
-            jax.distributed.initialize(coordinator, num_processes, process_id, heartbeat_timeout_seconds=peer_timeout)
-    except (ValueError, RuntimeError) as error:
-        raise MeshError(
-            f"process {process_id} of {num_processes} cannot join at {coordinator}: {error}. Are all processes "
-            "started, and is this the address of process 0, with a free port?"
-        ) from error
-    _prepare_joined()
-
-
-@contextlib.contextmanager
-def _saying_that_it_waits(others: str) -> Iterator[None]:
-    """Print a line if the block takes long: JAX waits for minutes, and in silence."""
-    say = partial(print, f"waiting for {others} to join ...", file=sys.stderr, flush=True)
-    timer = threading.Timer(_PATIENCE, say)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _prepare_joined() -> None:
-    exit_on_abort(
-        "another process of the run failed or was lost, or JAX failed in this one: the lines above say which. Restart "
-        "all of them to resume the run"
-    )
-    _use_all_local_devices()
-
-
-def _use_all_local_devices() -> None:
-    """Use all GPUs of the node if it runs a single process; by default JAX gives a cluster's task only one."""
-    slurm, mpi = os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if re.fullmatch(r"1(\(x\d+\))?", slurm) or mpi == "1":
-        jax.config.update("jax_cuda_visible_devices", "all")
-        jax.config.update("jax_rocm_visible_devices", "all")

@@ -44,15 +44,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from configs import parse_flags, read_config, refuse
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, read_config, refuse
 
 OUT = flags.DEFINE_string(
     "out", None, "Folder for results.json and plots; default: runs/benchmarks/attention, .../step."
 )
-CONFIG = config_flags.DEFINE_config_file(
+CONFIG = flags.DEFINE_string(
     "config", "configs/default.py", "step, decode, sampling, data: config file; --config.a.b=value overrides a field."
 )
 REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each contestant.", lower_bound=1)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 OUT = flags.DEFINE_string("out", None, "Folder of the corpus, which appears once it is whole.", required=True)
 CORPUS = flags.DEFINE_enum("corpus", "full", ["full", "small", "shakespeare"], "What to build.")

@@ -18,8 +18,9 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import default, parse_flags, refuse, refuse_address, show_help
+from configs import default
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, refuse, refuse_address, show_help
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from configs import parse_flags, refuse, show_help
 from heinsen.errors import InputError, exit_on_error
+from scripts.cli import parse_flags, refuse, show_help
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
 PROMPT = flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated. Default: a new document.")

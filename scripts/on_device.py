@@ -23,8 +23,8 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags
 
 OUT = flags.DEFINE_string("out", None, "Folder for the report, results and pictures.", required=True)
 MINUTES = flags.DEFINE_float("minutes", 10.0, "Minutes that all parts may take together.")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from configs import parse_flags, refuse, show_help
 from heinsen.errors import exit_on_error
 from heinsen.figures import count_tokens, place_legend
 from heinsen.files import write_figure
+from scripts.cli import parse_flags, refuse, show_help
 
 OUT = flags.DEFINE_string("out", None, "File of the figure, .png or .svg.", required=True)
 X = flags.DEFINE_string("x", "tokens", "Horizontal axis: tokens, steps, flops or time.")

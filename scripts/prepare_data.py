@@ -26,12 +26,12 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags, refuse_address
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.inputs import STDLIB, check_disjoint
 from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
 from heinsen.data.tokenizer import TOKENIZER_NAMES
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, refuse_address
 from scripts.job_array import run_array
 
 _SOURCE = flags.DEFINE_multi_string(

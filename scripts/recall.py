@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
-from configs import parse_flags, read_config, show_help
 from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
 from heinsen.figures import place_legend
 from heinsen.files import make_folder, write_atomically, write_figure
+from scripts.cli import parse_flags, read_config, show_help
 
-CONFIG = config_flags.DEFINE_config_file(
+CONFIG = flags.DEFINE_string(
     "config",
     str(Path(__file__).resolve().parent.parent / "configs" / "recall.py"),
     "Config file; --config.a.b=value overrides a field.",
@@ -57,16 +56,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import Mesh
 
+from heinsen.distributed import keep_host_memory
 from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import Params, count_params, state_size
-from heinsen.parallel import (
-    MeshError,
-    keep_host_memory,
-    make_mesh,
-    place_batch,
-    replicated,
-    split_batch,
-)
+from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
 from heinsen.platform import keep_compilations
 from heinsen.training.console import Console
 from heinsen.training.loop import NonFiniteLossError

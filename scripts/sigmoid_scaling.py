@@ -19,9 +19,9 @@ from typing import Any
 
 from absl import app, flags, logging
 
-from configs import parse_flags, show_help
 from heinsen.errors import InputError, exit_on_error
 from heinsen.files import make_folder, write_atomically
+from scripts.cli import parse_flags, show_help
 
 OUT = flags.DEFINE_string("out", "runs/sigmoid_scaling", "Folder for results.json and the figure.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, for hidden states of text; default: none.")

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-import configs
 from heinsen.errors import exit_on_error
+from scripts import cli
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the sweep.", required=True)
 CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field in every run.")
@@ -45,7 +45,7 @@ LIVE = flags.DEFINE_bool(
     "live", False, "--report: write it again and again until all runs have ended; browsers follow."
 )
 
-configs.show_help(__name__)
+cli.show_help(__name__)
 
 import jax
 
@@ -69,8 +69,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")  # leave the accelerators to the runs
     if LIVE.value and not REPORT.value:
-        configs.refuse("--live goes with --report")
-    configs.refuse_address("workdir")
+        cli.refuse("--live goes with --report")
+    cli.refuse_address("workdir")
     action = show_status if STATUS.value else report if REPORT.value else run_sweep
     with exit_on_error(on_os_error="Rerun the same command to resume the sweep"):
         action(Path(WORKDIR.value))
@@ -181,11 +181,11 @@ def parse_flags(argv: list[str]) -> list[str]:
             continue
         kind, field, text = match.groups()
         if text is None:
-            configs.refuse(f"write {argument}=VALUE as one word")
+            cli.refuse(f"write {argument}=VALUE as one word")
         if field in FIELDS[kind] and kind == "sweep":
-            configs.refuse(f"--sweep.{field} is given twice: put all its values into one flag")
+            cli.refuse(f"--sweep.{field} is given twice: put all its values into one flag")
         FIELDS[kind][field] = text[1:]
-    return configs.parse_flags(rest)
+    return cli.parse_flags(rest)
 
 
 if __name__ == "__main__":

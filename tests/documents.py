@@ -12,22 +12,21 @@ from tests.runs import ROOT, TIMEOUT
 # Parse the arguments of many commands as their programs do, in one process. Prints the error of each, or null.
 PARSE = r"""
 import contextlib, io, json, runpy, sys
-import absl.app, absl.logging, ml_collections.config_flags
+import absl.app, absl.logging
 from absl import flags
 
 def parse(program, arguments):
     before, argv = set(flags.FLAGS), [program, *arguments]
-    sys.argv = argv  # where config_flags looks for overrides
     try:
         module = runpy.run_path(program)
-        if program == "eval.py":
-            module["define_config_flag"](argv)
         takes_arguments = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
         module["parse_flags"](argv, **({"takes_arguments": True} if takes_arguments else {}))
+        if program == "eval.py":
+            module["read_config"]()
         if program == "train.py":
             from heinsen.config import from_mapping
             from heinsen.training.run import TrainConfig
-            from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
+            from_mapping(TrainConfig, module["read_config"](module["CONFIG"]))
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
             fields = module["FIELDS"]
             first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from absl import app
 
-from configs import parse_flags
 from experiments import tools
 from experiments.contest import RATE
 from experiments.recall import PAIRS
@@ -27,6 +26,7 @@ from heinsen.config import from_mapping
 from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.space import SEED
 from heinsen.training.run import TrainConfig
+from scripts.cli import parse_flags
 
 _BEST_RATE = 8e-3  # beyond the end of the grids
 

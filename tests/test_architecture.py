@@ -24,8 +24,8 @@ COMMON = {"files", "progress", "remote"}
 LEAVES = {
     "chips",
     "config",
-    "console",
     "data",
+    "distributed",
     "figures",
     "files",
     "pages",
@@ -156,7 +156,7 @@ def uses_of(path: Path, name: str) -> list[ast.AST]:
 
 
 def test_no_file_edits_the_import_path():
-    """A console script or an editable install finds the packages."""
+    """An editable install finds the packages."""
     assert {ROOT / "train.py", ROOT / "heinsen/logspace.py", ROOT / "tests/runs.py"} <= set(sources())
     assert not [path for path in sources() if uses_of(path, "sys.path")]
 

@@ -28,14 +28,6 @@ BAD_COMMANDS = {
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.optimizer.learning_rat=1"],
         ["error: --config.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
-    "train: mistyped flag": (
-        ["train.py", "--config=configs/demo.py", "--workdri={new}"],
-        ["workdri", "Did you mean: workdir"],
-    ),
-    "train: word for a number": (
-        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=many"],
-        ["config.batch_size", "many"],
-    ),
     "train: None for a number": (
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=None"],
         ["config.batch_size", "None"],
@@ -44,11 +36,6 @@ BAD_COMMANDS = {
         ["train.py", "--config=configs/default.py", "--workdir={new}", "--config.total_tokens=1000000"],
         ["error:", "optimizer.warmup_steps = 2000 does not fit a run of 3 steps"],
     ),
-    "train: missing config": (
-        ["train.py", "--config=configs/nothing.py", "--workdir={new}"],
-        ["error: --config=configs/nothing.py cannot be loaded: No such file or directory"],
-    ),
-    "train: no config": (["train.py", "--workdir={new}"], ["--config"]),
     "train: no workdir": (["train.py", "--config=configs/demo.py"], ["--workdir"]),
     "train: missing data": (
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.data.path={none}"],
@@ -80,10 +67,6 @@ BAD_COMMANDS = {
     "generate: prompt and stdin": (
         ["scripts/generate.py", "--workdir={run}", "--prompt=a", "--stdin"],
         ["--prompt and --stdin exclude each other"],
-    ),
-    "generate: unquoted prompt": (
-        ["scripts/generate.py", "--workdir={run}", "--prompt=def", "main"],
-        ["unexpected arguments", "main"],
     ),
     "generate: temperature that is no number": (
         ["scripts/generate.py", "--workdir={run}", "--temperature=nan"],

@@ -1,16 +1,14 @@
 """Runs on meshes of simulated devices, in one process and in two, against one device."""
 
-import re
 import signal
 import socket
 import time
 
-import jax
 import pytest
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
-from heinsen.parallel import MeshConfig, MeshError, join_processes, make_mesh
+from heinsen.parallel import MeshConfig, make_mesh
 from heinsen.training.loop import train
 from heinsen.training.run import load_run
 from heinsen.weights import load_params
@@ -119,22 +117,6 @@ def start_two(commands: Commands, data, workdir, *flags, **changes):
 
 
 @pytest.mark.long
-def test_two_processes_of_two_devices_give_the_losses_of_one(run, commands, tmp_path):
-    workdir = tmp_path / "run"
-    done = [
-        finish(process)
-        for process in start_two(
-            commands, run.data, workdir, mesh__data=1, mesh__fsdp=2, mesh__sequence=2, sample_tokens=9
-        )
-    ]
-    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert "parameters on 4 x cpu" in done[0].stderr and "step" not in done[1].stderr
-    assert "validation loss" in done[0].stdout and "validation loss" not in done[1].stdout, "the first alone reports"
-    assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-4)
-    check_sample(workdir)
-
-
-@pytest.mark.long
 def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path):
     """One is killed; both restart, stop together, resume on another mesh, and end with the losses of one device."""
     workdir = tmp_path / "run"
@@ -150,8 +132,8 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
     assert "error: another process of the run failed or was lost" in left.stderr
     assert checkpoint_steps(workdir)[-1] == CHECKPOINT_EVERY
 
-    mesh = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2}
-    first, second = start_two(commands, run.data, workdir, **mesh)
+    changes = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2, "sample_tokens": 9}
+    first, second = start_two(commands, run.data, workdir, **changes)
     try:
         # Sent to the process that is not the coordinator; the other one is notified.
         stopped = stop_when(second, lambda: read_log(workdir)[-1]["step"] > 22, signal.SIGTERM)
@@ -161,66 +143,13 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
     step = checkpoint_steps(workdir)[-1]
     assert 20 <= step < STEPS and f"saved {workdir}/checkpoints/{step}" in stopped.stderr
 
-    done = [finish(process) for process in start_two(commands, run.data, workdir, **mesh)]
+    done = [finish(process) for process in start_two(commands, run.data, workdir, **changes)]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
     assert "parameters on 4 x cpu" in done[0].stderr and f"resuming after step {step}" in done[0].stderr
+    assert "step" not in done[1].stderr, "the first alone reports"
+    assert "validation loss" in done[0].stdout and "validation loss" not in done[1].stdout
     assert losses(read_log(workdir)) == pytest.approx(losses(run.log), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("127.0.0.1:1",), "--num_processes and --process_id missing"),
-        (("127.0.0.1:1", 2), "--process_id missing"),
-        (("127.0.0.1:1", 2, 2), "--process_id=2 must be in"),
-        (("127.0.0.1:1", 0, 0), "--num_processes=0"),
-        (("127.0.0.1:1", 2, 0, True), "give no --coordinator"),
-        (("127.0.0.1", 2, 0), "--coordinator=127.0.0.1: expected HOST:PORT"),
-        ((":1", 2, 0), "--coordinator=:1: expected HOST:PORT"),
-        (
-            ("127.0.0.1:0", 2, 0),
-            "--coordinator=127.0.0.1:0: expected HOST:PORT of process 0, with a port from 1 to 65535",
-        ),
-        (("127.0.0.1:65536", 2, 1), "--coordinator=127.0.0.1:65536: expected HOST:PORT"),
-        (("127.0.0.1:²", 2, 1), "expected HOST:PORT"),
-        (("127.0.0.1:1", 2, 0, None, 0), "--peer_timeout=0: expected seconds"),
-        (("127.0.0.1:1", 2, 0, None, 10**9), "--peer_timeout=1000000000: expected seconds"),
-    ],
-)
-def test_a_wrong_description_of_the_processes_is_refused(arguments, message):
-    with pytest.raises(MeshError, match=re.escape(message)):
-        join_processes(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("environment", "joins", "all_gpus"),
-    [
-        ({}, False, False),
-        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}, False, False),  # srun --pty bash
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, True, True),
-        ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, True, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True, True),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True, False),
-        ({"PMI_SIZE": "2"}, None, False),
-    ],
-)
-def test_processes_that_a_cluster_has_started_find_each_other(monkeypatch, environment, joins, all_gpus):
-    """jax.distributed gives each process its own GPU; a single process on a node gets all of them."""
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    calls, updates = [], []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append((arguments, options)))
-    monkeypatch.setattr("heinsen.parallel.exit_on_abort", lambda message: None)
-    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.append((name, value)))
-    if joins is None:
-        with pytest.raises(MeshError, match="an MPI that JAX does not know has started 2 processes: give --coord"):
-            join_processes()
-    else:
-        join_processes(peer_timeout=30)
-    assert calls == ([((), {"heartbeat_timeout_seconds": 30})] if joins else [])
-    assert (("jax_cuda_visible_devices", "all") in updates) == all_gpus
+    check_sample(workdir)
 
 
 # ---- sharding ------------------------------------------------------------------------------------
@@ -282,7 +211,6 @@ def test_batches_and_parameters_lie_where_the_mesh_says(commands):
 
 
 COMMUNICATION = """
-import re
 import jax, numpy as np
 from heinsen.models import mean_loss
 from heinsen.parallel import MeshConfig, make_mesh, split_batch

@@ -18,14 +18,13 @@ import warnings
 from pathlib import Path
 
 MODULES = (
-    "configs",
     "grain",
     "heinsen.data.prepare",
     "heinsen.decoding",
     "heinsen.evaluation.run",
     "heinsen.training.loop",
     "heinsen.planning.plan",
-    "ml_collections.config_flags",
+    "scripts.cli",
 )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
+from scripts.cli import parse_flags, show_help
 
 OUT = flags.DEFINE_string("out", "runs/associative_recall", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
+from scripts.cli import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")

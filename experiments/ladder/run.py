@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
 from heinsen.files import write_atomically
+from scripts.cli import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
 from heinsen.errors import exit_on_error
+from scripts.cli import parse_flags, show_help
 
 FEATURES = flags.DEFINE_list("features", ["16", "32", "64"], "Features of keys and of values.")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from configs import parse_flags, show_help
+from scripts.cli import parse_flags, show_help
 
 CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
 OUT = flags.DEFINE_string("out", "runs/sigmoid_training", "Folder of the experiment.")

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen.config import complete
 from heinsen.decoding.prompts import Prefix
 from heinsen.errors import HeinsenError
 from heinsen.files import atomic_writer
@@ -62,7 +61,7 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
     except Exception as error:  # NumPy, zipfile and json raise errors of many types for bytes that are not theirs
         why = f" ({error})" if zipfile.is_zipfile(path) else ""  # else NumPy takes it for a pickle
         raise StateError(f"{path} is no saved state, or a damaged one{why}: read the text again") from error
-    saved, own = complete(ModelConfig, header["model"]), _identity(config)
+    saved, own = header["model"], _identity(config)
     if differing := [name for name in own if saved.get(name) != own[name]]:
         listed = "; ".join(f"model.{n} {saved.get(n)!r} there, {own[n]!r} here" for n in differing)
         raise StateError(f"{path} is a state of another model: {listed}")

@@ -71,8 +71,8 @@ class ModelConfig:
     value_domain: str
     convolution: Annotated[int, Setting(at_least=0, below=65)]
     gate: str
-    gate_shortest: Annotated[float, Setting()]
-    gate_longest: Annotated[float, Setting()]
+    gate_shortest: float
+    gate_longest: float
     output_gate: bool
     block: str
     position: str

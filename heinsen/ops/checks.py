@@ -55,8 +55,8 @@ def check_known_tokens(*arrays: Array) -> None:
     for x in arrays:
         if not isinstance(x.shape[-2], int):
             raise ValueError(
-                f"shape {x.shape} has a symbolic number of tokens, and this attention needs a known one: export a function "
-                'for each length (the batch may be symbolic), or pass implementation="reference" where there is one'
+                f"shape {x.shape} has a symbolic number of tokens, and this attention needs a known one: export a "
+                'function for each length (the batch may be symbolic), or pass implementation="reference" where there is one'
             )
 
 

@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from heinsen.chips import Chip, chip_of
-from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_rows, split_batch, with_shardings
+from heinsen.distributed import keep_host_memory
+from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, with_shardings
 from heinsen.planning.costs import count_costs
 from heinsen.planning.report import Plan
 from heinsen.planning.targets import Target, find_target

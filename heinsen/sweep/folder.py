@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from heinsen.config import complete, differences
+from heinsen.config import differences
 from heinsen.files import LockedError, hold_lock, is_held, seal, unseal, write_atomically
 from heinsen.sweep.definition import Definition, changes
 from heinsen.sweep.job import LOCK_FILE, LOG_FILE, STATUS_FILE, STOP_FILE, read_status
@@ -19,7 +19,6 @@ from heinsen.sweep.runs import ENDED, STATES, Progress, RunView, SweepRun
 from heinsen.sweep.slurm import queued_state, slurm_queue
 from heinsen.sweep.space import SweepError, format_value
 from heinsen.training.metrics import METRICS_FILE, read_metrics
-from heinsen.training.run import TrainConfig
 
 SWEEP_FILE, CSV_FILE, REPORT_FILE = "sweep.json", "sweep.csv", "report.html"
 SWEEP_LOCK, JOBS_FOLDER = "sweep.lock", "jobs"
@@ -212,8 +211,7 @@ def _damaged_status(path: Path, problem: object) -> SweepError:
 
 
 def _check_same_sweep(path: Path, old: Definition, new: Definition) -> None:
-    bases = complete(TrainConfig, old.base), complete(TrainConfig, new.base)  # an earlier version wrote fewer fields
-    in_base = [line.replace("in the run", "in the folder") for line in differences(*bases)]
+    in_base = [line.replace("in the run", "in the folder") for line in differences(old.base, new.base)]
     if lines := [*changes(old, new), *in_base]:
         raise SweepError(
             f"{path} holds another sweep:\n  " + "\n  ".join(lines) + "\nGive another --workdir, or rerun the command "

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, print_warning
 from heinsen.models import Params
-from heinsen.parallel import first_reason
 from heinsen.training.checksums import checksums
 from heinsen.training.device_errors import is_device_error
 from heinsen.training.quiet_orbax import describe_cause, ignore_abandoned_reads, quiet_orbax, wait_for_threads

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from heinsen.distributed import first_reason, keep_host_memory
 from heinsen.errors import HeinsenError, Interrupted
 from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
-from heinsen.parallel import first_reason, keep_host_memory, make_mesh, place_batch
+from heinsen.parallel import make_mesh, place_batch
 from heinsen.remote import RemoteError
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
 from heinsen.training.data import RunData

@@ -16,19 +16,18 @@ from heinsen.config import (
     ConfigError,
     Setting,
     check_numbers,
-    complete,
     differences,
     from_mapping,
     read_json_object,
-    reduce,
 )
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
+from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, print_warning
 from heinsen.files import LockedError, hold_lock, write_atomically
 from heinsen.interop import InteropError, is_export, read_manifest
 from heinsen.models import ModelConfig, check_halo
-from heinsen.parallel import MeshConfig, MeshError, first_reason, n_batch_parts
+from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
@@ -73,7 +72,7 @@ class TrainConfig:
     sequence_length: Annotated[int, Setting(below=2**31)]
     batch_size: Annotated[int, Setting(below=2**31)]
     accumulation_steps: int
-    carry_state: Annotated[bool, Setting(earlier=False)]
+    carry_state: bool
     mesh: MeshConfig
     data: DataConfig
     model: ModelConfig
@@ -81,8 +80,8 @@ class TrainConfig:
     log_every: int
     validate_every: int
     validation_tokens: int
-    log_activations: Annotated[bool, Setting(earlier=False)]
-    sample_tokens: Annotated[int, Setting(at_least=0, earlier=0)]
+    log_activations: bool
+    sample_tokens: Annotated[int, Setting(at_least=0)]
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None
@@ -140,7 +139,7 @@ class TrainConfig:
     @property
     def fingerprint(self) -> str:
         """A digest of all fields that may not change: a checkpoint with another one belongs to another run."""
-        identity = _identity(reduce(TrainConfig, dataclasses.asdict(self)))
+        identity = _identity(dataclasses.asdict(self))
         text = json.dumps(identity, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -335,7 +334,6 @@ def _find_changes(config: TrainConfig, workdir: Path) -> list[str]:
     old, new = _read_config(workdir), dataclasses.asdict(config)
     if old is None:
         return []
-    old = complete(TrainConfig, old)
     if lines := differences(_identity(old), _identity(new)):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"

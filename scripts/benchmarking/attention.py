@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
 from heinsen.files import make_folder
-from heinsen.parallel import keep_host_memory
 from scripts.benchmarking import attention_report
 from scripts.benchmarking.contestants import (
     CHUNKED,

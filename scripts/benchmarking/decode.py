@@ -17,11 +17,11 @@ import numpy as np
 
 from heinsen.config import from_mapping
 from heinsen.decoding import Prefix, Sampling, decode, step_params
+from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
 from heinsen.files import make_folder
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
-from heinsen.parallel import keep_host_memory
 from heinsen.training.run import TrainConfig
 from scripts.benchmarking import decode_report
 from scripts.benchmarking.measure import (

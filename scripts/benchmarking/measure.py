@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from heinsen.distributed import return_freed_memory
 from heinsen.errors import InputError
 from heinsen.files import write_atomically
-from heinsen.parallel import return_freed_memory
 
 _WARM_UP = 0.3  # seconds
 

@@ -76,7 +76,7 @@ def import_libraries() -> None:
     import submitit  # noqa: F401
     import tiktoken  # noqa: F401
     from absl import app  # noqa: F401
-    from ml_collections import config_flags  # noqa: F401
+    from ml_collections import ConfigDict  # noqa: F401
 
     import heinsen.data.prepare
     import heinsen.decoding

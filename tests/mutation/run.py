@@ -52,8 +52,8 @@ TESTS = {
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
-        *("tests/test_platform.py", "tests/test_parallel.py", "tests/test_package.py", "tests/test_remote.py"),
-        *("tests/test_flags.py", "tests/test_entry_points.py", "tests/training", "tests/data"),
+        *("tests/test_platform.py", "tests/test_distributed.py", "tests/test_parallel.py", "tests/test_package.py"),
+        *("tests/test_remote.py", "tests/test_flags.py", "tests/test_entry_points.py", "tests/training", "tests/data"),
     ],
 }
 ELSEWHERE = {"logspace": "ops", "weights": "interop", "chips": "planning", "figures": "evaluation"}

@@ -11,14 +11,13 @@ import re
 import shutil
 import socket
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import numpy as np
 import pytest
 
 from configs import default
-from heinsen.config import ConfigError, Setting, complete, differences, from_mapping, reduce
+from heinsen.config import ConfigError, differences, from_mapping
 from heinsen.data.dataset import DatasetError
 from heinsen.files import LockedError, hold_lock, is_held
 from heinsen.parallel import make_mesh
@@ -477,50 +476,3 @@ def test_a_file_system_without_locks_comes_with_a_warning(data, tmp_path, monkey
     with claim_folder(run_config(data), tmp_path / "run") as changes:
         assert changes == [] and load_run(tmp_path / "run") == run_config(data)
     assert "is on a file system without locks" in capfd.readouterr().err
-
-
-# ---- run folders of earlier versions ---------------------------------------------------------
-
-OLD_CONFIG = Path(__file__).with_name("config_0.1.json")
-OLD_FINGERPRINT = "073e80dbb39832c3"
-
-
-def test_a_config_of_version_0_1_stays_readable(tmp_path):
-    """A field that is added to the config fails here until its Setting says what earlier versions did."""
-    shutil.copy(OLD_CONFIG, tmp_path / "config.json")
-    config = load_run(tmp_path)
-    assert not config.log_activations and config.fingerprint == OLD_FINGERPRINT
-    assert "log_activations" not in json.loads(OLD_CONFIG.read_text())
-
-
-def test_a_run_of_version_0_1_resumes(a_run, run, data):
-    """Its checkpoints hold the hash of a config without the fields that were added since."""
-    path = a_run / "config.json"
-    old = reduce(TrainConfig, json.loads(path.read_text()) | {"log_activations": False})
-    assert old.keys() == json.loads(OLD_CONFIG.read_text()).keys()
-    path.write_text(json.dumps(old))
-    shutil.rmtree(a_run / "checkpoints" / str(STEPS))
-    train(run_config(data, log_activations=False), a_run)
-    assert without_timing(read_log(a_run))[-2] == without_timing(run.log)[-2]
-    assert json.loads(path.read_text()) == old, "nothing differs"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    old: int
-    new: Annotated[int, Setting(at_least=0, earlier=0)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    group: _Group
-    also_new: Annotated[str | None, Setting(earlier=None)]
-
-
-def test_added_fields_are_as_earlier_versions_ran_and_do_not_change_the_hash():
-    old = {"group": {"old": 1}}
-    assert from_mapping(_Config, old) == _Config(_Group(1, 0), None)
-    assert complete(_Config, old) == {"group": {"old": 1, "new": 0}, "also_new": None}
-    assert reduce(_Config, complete(_Config, old)) == old
-    new = {"group": {"old": 1, "new": 2}, "also_new": "a"}
-    assert reduce(_Config, new) == complete(_Config, new) == new
