@@ -22,7 +22,7 @@ MODULES = (
     "grain",
     "heinsen.data.prepare",
     "heinsen.decoding",
-    "heinsen.evaluation.run",
+    "heinsen.evaluation.split",
     "heinsen.training.loop",
     "heinsen.planning.plan",
     "ml_collections.config_flags",

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Callable
 
 from jax.sharding import Mesh
 
@@ -11,8 +10,15 @@ from heinsen.data.documents import DocumentBatches, Documents, find_documents
 from heinsen.data.loader import Batch, evaluation_batches
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.errors import HeinsenError
-from heinsen.evaluation import by_document
-from heinsen.evaluation.by_document import ByPosition, Estimate, Parts, Sums
+from heinsen.evaluation.bootstrap import Estimate, Mixture, estimate, estimate_sources
+from heinsen.evaluation.by_document import (
+    DocumentLosses,
+    make_stream_step,
+    make_window_step,
+    measure_streaming,
+    measure_windows,
+)
+from heinsen.evaluation.positions import ByPosition, compare_positions
 from heinsen.models import Params, check_room, init_model_state
 from heinsen.parallel import n_batch_parts
 from heinsen.progress import track
@@ -26,29 +32,12 @@ class EvaluationError(HeinsenError, ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mode:
-    """A way to predict every token of a split once.
-
-    Attributes:
-      name: in the results.
-      describe: (config) -> what the model reads.
-      measure: (config, params, mesh, documents) -> the sums of losses over one dataset's documents.
-      needs_causal: whether the model must carry a state from token to token.
-    """
-
-    name: str
-    describe: Callable[[TrainConfig], str]
-    measure: Callable[[TrainConfig, Params, Mesh, Documents], Sums]
-    needs_causal: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class SplitResult:
     """Losses over a split.
 
     Attributes:
       workdir, step: the run or export, and the training step of its parameters.
-      split, description: what was read, and how.
+      streaming: whether documents were read whole, rather than windows of the training length.
       n_bytes: size of the split's text.
       dataset_losses: (name, share, nats per token) of each dataset of a mixture.
       total: over all documents.
@@ -60,7 +49,7 @@ class SplitResult:
     step: int
     config: TrainConfig
     split: str
-    mode: Mode
+    streaming: bool
     n_bytes: int
     dataset_losses: list[tuple[str, float, float]]
     total: Estimate
@@ -68,44 +57,45 @@ class SplitResult:
     positions: ByPosition | None
 
 
-def evaluate_split(config: TrainConfig, workdir: str, split: str, mode: Mode, with_positions: bool) -> SplitResult:
+def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: bool, with_positions: bool) -> SplitResult:
     """Evaluate the newest parameters in `workdir` on every token of a split of the config's data.
 
     Args:
-      with_positions: measure in windows and streaming, and compare them by the position in the document.
+      streaming: read each document from its start and carry the state on, instead of windows of the training length.
+      with_positions: measure in both ways, and compare them by the position in the document.
 
     Raises:
       DatasetError, RunError, CheckpointError, MeshError: the data or the parameters cannot be used.
-      EvaluationError: the mode does not fit the model, or the loss is not finite.
+      EvaluationError: the way of reading does not fit the model, or the loss is not finite.
     """
     datasets = open_split(config, split)
-    modes = [WINDOWS, STREAMING] if with_positions else [mode]
-    if not config.model.causal and any(mode.needs_causal for mode in modes):
+    if not config.model.causal and (streaming or with_positions):
         raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
     mesh = mesh_for_reading(config)
     step, params = load_params(local_run(workdir), config.model, mesh)
-    tokenizer = _find_tokenizer(config.data.tokenizer)
-    documents = [find_documents(dataset, tokenizer) for dataset, _ in datasets]
-    shares = [share for _, share in datasets]
-    measured = {
-        each.name: list(zip(shares, [each.measure(config, params, mesh, own) for own in documents], strict=True))
-        for each in modes
-    }
-    parts: Parts = measured[mode.name]
-    total = by_document.estimate(parts)
+    tokenizer = _find_tokenizer(datasets[0][0].tokenizer_name)
+    mixture = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
+    in_windows: Mixture = []
+    in_streams: Mixture = []
+    if with_positions or not streaming:
+        in_windows = [(share, _measure_windows(config, params, mesh, documents)) for share, documents in mixture]
+    if with_positions or streaming:
+        in_streams = [(share, _measure_streaming(config, params, mesh, documents)) for share, documents in mixture]
+    measured = in_streams if streaming else in_windows
+    total = estimate(measured)
     if not math.isfinite(total.loss):
         raise EvaluationError(f"the loss is {total.loss}: the parameters of {workdir}, step {step}, are useless")
     return SplitResult(
-        workdir,
-        step,
-        config,
-        split,
-        mode,
-        sum(dataset.num_bytes for dataset, _ in datasets),
-        [(sums.documents.dataset.path.parent.name, share, sums.loss) for share, sums in parts],
-        total,
-        by_document.estimate_sources(parts),
-        by_document.by_position(measured[WINDOWS.name], measured[STREAMING.name]) if with_positions else None,
+        workdir=workdir,
+        step=step,
+        config=config,
+        split=split,
+        streaming=streaming,
+        n_bytes=sum(dataset.num_bytes for dataset, _ in datasets),
+        dataset_losses=[(x.documents.dataset.path.parent.name, share, x.loss) for share, x in measured],
+        total=total,
+        sources=estimate_sources(measured),
+        positions=compare_positions(in_windows, in_streams) if with_positions else None,
     )
 
 
@@ -118,31 +108,29 @@ def _find_tokenizer(name: str) -> Tokenizer | None:
         return None
 
 
-def _measure_windows(config: TrainConfig, params: Params, mesh: Mesh, documents: Documents) -> Sums:
-    sums = _empty_sums(config, documents)
+def _measure_windows(config: TrainConfig, params: Params, mesh: Mesh, documents: Documents) -> DocumentLosses:
+    losses = _no_losses(config, documents)
     batches = evaluation_batches(documents.dataset, config.sequence_length, _batch_size(config, mesh))
     tracked = track(batches, f"{documents.dataset.path}, windows", batches.num_tokens, _count_targets, "tokens")
-    by_document.measure_windows(by_document.make_window_step(config.model, mesh), params, tracked, mesh, sums)
-    return sums
+    measure_windows(make_window_step(config.model, mesh), params, tracked, mesh, losses)
+    return losses
 
 
-def _measure_streaming(config: TrainConfig, params: Params, mesh: Mesh, documents: Documents) -> Sums:
-    sums = _empty_sums(config, documents)
+def _measure_streaming(config: TrainConfig, params: Params, mesh: Mesh, documents: Documents) -> DocumentLosses:
+    losses = _no_losses(config, documents)
     lanes = min(_batch_size(config, mesh), _round_up(len(documents), n_batch_parts(mesh)))
     multiple = mesh.shape["sequence"] * mesh.shape["tensor"]
     batches = DocumentBatches(documents, config.sequence_length, lanes, multiple)
-    # Caches, where an attention kind has them, hold the longest document.
-    longest = int(documents.lengths.max())
+    longest = int(documents.lengths.max())  # caches, where an attention kind has them, hold it
     check_room(config.model, longest)
     state = init_model_state(config.model, lanes, longest)
     tracked = track(batches, f"{documents.dataset.path}, streaming", batches.num_tokens, _count_targets, "tokens")
-    step = by_document.make_stream_step(config.model, mesh)
-    by_document.measure_streaming(step, params, tracked, mesh, sums, state)
-    return sums
+    measure_streaming(make_stream_step(config.model, mesh), params, tracked, mesh, losses, state)
+    return losses
 
 
-def _empty_sums(config: TrainConfig, documents: Documents) -> Sums:
-    return Sums(documents, config.sequence_length, config.model.document_token is not None)
+def _no_losses(config: TrainConfig, documents: Documents) -> DocumentLosses:
+    return DocumentLosses(documents, config.sequence_length, config.model.document_token is not None)
 
 
 def _batch_size(config: TrainConfig, mesh: Mesh) -> int:
@@ -156,9 +144,3 @@ def _round_up(n: int, multiple: int) -> int:
 
 def _count_targets(batch: Batch) -> int:
     return int(batch["mask"].sum())
-
-
-WINDOWS = Mode(
-    "windows", lambda config: f"windows of {config.sequence_length} tokens", _measure_windows, needs_causal=False
-)
-STREAMING = Mode("streaming", lambda config: "streaming, documents whole", _measure_streaming, needs_causal=True)
