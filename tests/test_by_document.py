@@ -5,25 +5,20 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import DocumentBatches, find_documents
-from heinsen.data.loader import evaluation_batches
 from heinsen.data.tokenizer import get_tokenizer
+from heinsen.evaluation import by_document
 from heinsen.evaluation.bootstrap import estimate, estimate_sources
-from heinsen.evaluation.by_document import (
-    N_RANGES,
-    DocumentLosses,
-    make_stream_step,
-    make_window_step,
-    measure_streaming,
-    measure_windows,
-)
+from heinsen.evaluation.by_document import N_RANGES, DocumentLosses, measure_streaming, measure_windows
 from heinsen.evaluation.positions import compare_positions, plot_positions
-from heinsen.models import forward, init_model_state, init_params
+from heinsen.models import forward, init_params
 from heinsen.parallel import make_mesh
+from tests.models import model_config
 from tests.runs import EOT, run_config, write_split
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -69,10 +64,8 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
     params, mesh = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)), make_mesh()
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(x.dtype), params)
 
-    streamed = DocumentLosses(documents, WINDOW, model.document_token is not None)
-    batches = DocumentBatches(documents, WINDOW, 3)
-    assert batches.window_sizes == [16]
-    measure_streaming(make_stream_step(model, mesh), params, batches, mesh, streamed, init_model_state(model, 3))
+    assert DocumentBatches(documents, WINDOW, 3).window_sizes == [16]
+    streamed = measure_streaming(model, params, mesh, documents, WINDOW, 3)
     stream = documents.dataset.read(0, documents.dataset.num_tokens).astype(np.int32)
     rows = np.full((len(documents), 1 + documents.lengths.max()), EOT, np.int32)
     for row, start, length in zip(rows, documents.starts, documents.lengths, strict=False):
@@ -85,10 +78,7 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
             assert streamed.nats[d, (last - 1).bit_length()] == pytest.approx(want, rel=1e-4, abs=1e-6)
 
     if model.document_token is not None:  # in windows it sees no more than the document either
-        windows = DocumentLosses(documents, WINDOW, True)
-        measure_windows(
-            make_window_step(model, mesh), params, evaluation_batches(documents.dataset, WINDOW, 3), mesh, windows
-        )
+        windows = measure_windows(model, params, mesh, documents, WINDOW, 3)
         starts_a_window = documents.starts[:-1] % WINDOW == 0
         within = documents.starts[:-1] % WINDOW + documents.lengths <= WINDOW
         assert within.any() and (~within & ~starts_a_window).any()
@@ -97,36 +87,31 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
 
 
 @pytest.mark.long
-def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path):
+def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path, monkeypatch):
     documents = draw_documents(rng, tmp_path / "split", [5, 20, 3, 18, 1])
     kinds = dict(attention="heinsen,softmax,linear,sigmoid", n_layers=4, document_token=EOT)
     model, mesh = dataclasses.replace(run_config(data).model, **kinds), make_mesh()
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
-    window_step, stream_step = make_window_step(model, mesh), make_stream_step(model, mesh)
 
     def measure(filler):
         def fill(batch):
             is_padding = np.pad(~batch["mask"], [(0, 0), (1, 0)])
             return batch | {"tokens": np.where(is_padding, filler, batch["tokens"])}
 
-        windows, streamed = DocumentLosses(documents, WINDOW, True), DocumentLosses(documents, WINDOW, True)
-        measure_windows(window_step, params, map(fill, evaluation_batches(documents.dataset, WINDOW, 2)), mesh, windows)
-        state = init_model_state(model, 2, int(documents.lengths.max()))
-        measure_streaming(stream_step, params, map(fill, DocumentBatches(documents, WINDOW, 2)), mesh, streamed, state)
-        return windows.nats, streamed.nats
+        monkeypatch.setattr(by_document, "_track", lambda batches, label: map(fill, batches))
+        return [way(model, params, mesh, documents, WINDOW, 2).nats for way in (measure_windows, measure_streaming)]
 
     expected = measure(EOT)
     assert expected[0].sum() > 0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), [measure(0), measure(97)], [expected] * 2)
 
 
-def test_windows_lose_what_came_before_them(rng, tmp_path):
-    """By a step that answers with the stream's own tokens: every one is added where it belongs."""
+def test_losses_are_added_where_their_tokens_stand(rng, tmp_path, monkeypatch):
+    """By a model that answers with the stream's own tokens."""
     documents = draw_documents(rng, tmp_path / "split", [3, 40, 1, 22])
     stream = documents.dataset.read(0, documents.dataset.num_tokens)
-    sums = DocumentLosses(documents, WINDOW, False)
-    step = lambda params, batch: np.float32(batch["tokens"][:, 1:])
-    measure_windows(step, {}, evaluation_batches(documents.dataset, WINDOW, 3), make_mesh(), sums)
+    monkeypatch.setattr(by_document, "window_losses", lambda model, params, tokens, *_: jnp.float32(tokens[:, 1:]))
+    sums = measure_windows(model_config(), {}, make_mesh(), documents, WINDOW, 3)
     each = np.split(np.float64(stream), documents.starts[1:-1])
     np.testing.assert_array_equal(sums.nats.sum(1), [text.sum() for text in each])
     assert sums.context_tokens.sum() == len(stream) and sums.loss == pytest.approx(stream.mean(), rel=1e-12)

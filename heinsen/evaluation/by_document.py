@@ -6,18 +6,21 @@
 Axes: B rows, T or W tokens of a row, D documents, P ranges of positions.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
-from heinsen.data.documents import Documents
-from heinsen.data.loader import Batch
-from heinsen.models import ModelConfig, ModelState, Params, forget, next_token_losses
+from heinsen.data.documents import DocumentBatches, Documents
+from heinsen.data.loader import Batch, evaluation_batches
+from heinsen.models import ModelConfig, ModelState, Params, check_room, forget, init_model_state, next_token_losses
 from heinsen.models.masking import window_losses
-from heinsen.parallel import place_batch, replicated, split_batch
+from heinsen.parallel import n_batch_parts, place_batch, replicated, split_batch
+from heinsen.progress import track
 
 # Positions in ranges 1, 2, 3-4, 5-8, ..., 32769-65536, and all after that.
 LAST_POSITIONS: np.ndarray = 2 ** np.arange(17)
@@ -75,62 +78,56 @@ class DocumentLosses:
         return float(self.nats.sum() / self.documents.lengths.sum())
 
 
-WindowStep = Callable[[Params, dict[str, jax.Array]], jax.Array]
-StreamStep = Callable[[Params, dict[str, jax.Array], ModelState], tuple[jax.Array, ModelState]]
-
-
-def make_window_step(model: ModelConfig, mesh: Mesh) -> WindowStep:
-    """Return a compiled step: (params, {"tokens" [B, T + 1], "mask" [B, T]}) -> losses of all targets, [B, T].
-
-    The mask is 1 up to the end of each row's tokens, and what follows is padding.
-    """
-
-    def step(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-        return window_losses(model, params, batch["tokens"], mesh, batch["mask"].sum(axis=-1))
-
-    return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
-
-
-def make_stream_step(model: ModelConfig, mesh: Mesh) -> StreamStep:
-    """Return a compiled step: (params, {"tokens" [B, W + 1], "begins" [B], ...}, state) -> (losses [B, W], state).
-
-    Rows that begin a document forget the state.
-    """
-
-    def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
-        state = forget(model, state, batch["begins"])
-        return next_token_losses(model, params, batch["tokens"], mesh, state, return_state=True)
-
-    return jax.jit(step, in_shardings=(None, split_batch(mesh), None), out_shardings=(replicated(mesh), None))
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def measure_windows(
-    step: WindowStep, params: Params, batches: Iterable[Batch], mesh: Mesh, losses: DocumentLosses
-) -> None:
-    """Add the losses of all windows (heinsen.data.loader.evaluation_batches, all rows) to `losses`."""
-    start = 0
-    for batch in batches:
+    model: ModelConfig, params: Params, mesh: Mesh, documents: Documents, window: int, batch_size: int
+) -> DocumentLosses:
+    """Predict all tokens in windows of so many tokens, in batches of `batch_size`, a multiple of the mesh's parts."""
+
+    @partial(jax.jit, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
+    def step(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
+        # The mask is 1 up to the end of each row's tokens, and what follows is padding.
+        return window_losses(model, params, batch["tokens"], mesh, batch["mask"].sum(axis=-1))
+
+    losses, start = DocumentLosses(documents, window, model.document_token is not None), 0
+    batches = evaluation_batches(documents.dataset, window, batch_size)
+    for batch in _track(batches, f"{documents.dataset.path}, windows"):
         # Fetching each batch's losses keeps simulated devices from deadlocking, and bounds the queue on real ones.
         batch_losses, mask = np.asarray(step(params, place_batch(mesh, batch))), batch["mask"]
         losses.add(np.arange(start, start + mask.size)[mask.reshape(-1)], batch_losses[mask])
         start += mask.size
+    return losses
 
 
 def measure_streaming(
-    step: StreamStep,
-    params: Params,
-    batches: Iterable[Batch],
-    mesh: Mesh,
-    losses: DocumentLosses,
-    state: ModelState,
-) -> None:
-    """Add the losses of all documents, each from its start (heinsen.data.documents.DocumentBatches), to `losses`.
+    model: ModelConfig, params: Params, mesh: Mesh, documents: Documents, window: int, batch_size: int
+) -> DocumentLosses:
+    """Predict all tokens with documents read whole, window by window. Raises ValueError if one has too many tokens."""
 
-    `state` is empty, and its caches have room for the longest document.
-    """
-    for batch in batches:
+    @partial(jax.jit, in_shardings=(None, split_batch(mesh), None), out_shardings=(replicated(mesh), None))
+    def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
+        state = forget(model, state, batch["begins"])
+        return next_token_losses(model, params, batch["tokens"], mesh, state, return_state=True)
+
+    losses, longest = DocumentLosses(documents, window, model.document_token is not None), int(documents.lengths.max())
+    lanes = min(batch_size, round_up(len(documents), n_batch_parts(mesh)))
+    check_room(model, longest)
+    state = init_model_state(model, lanes, longest)  # caches, where an attention kind has them, hold a document
+    batches = DocumentBatches(documents, window, lanes, mesh.shape["sequence"] * mesh.shape["tensor"])
+    for batch in _track(batches, f"{documents.dataset.path}, streaming"):
         mask, first = batch["mask"], batch["first"]
         placed = place_batch(mesh, {name: batch[name] for name in ("tokens", "begins")})
         batch_losses, state = step(params, placed, state)
         index = first[:, None] + np.arange(mask.shape[1])
         losses.add(index[mask], np.asarray(batch_losses)[mask])
+    return losses
+
+
+def _track(batches: Any, label: str) -> Iterator[Batch]:
+    return track(batches, label, batches.num_tokens, lambda batch: int(batch["mask"].sum()), "tokens")
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

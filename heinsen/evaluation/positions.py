@@ -89,20 +89,22 @@ def compare_positions(windows: Mixture, streaming: Mixture) -> ByPosition:
 
     lasts = [*LAST_POSITIONS.tolist(), None]
     firsts = [1, *(last + 1 for last in LAST_POSITIONS.tolist())]
-    return ByPosition(
-        window=windows[0][1].window,
-        ranges=[
-            Range(first=first, last=last, **vars(found))
-            for first, last, found in zip(firsts, lasts, by_range, strict=True)
-            if found is not None
-        ],
-        contexts=[
-            Context(first, last, *found)
-            for first, last, found in zip(firsts, lasts, _measure_contexts(windows), strict=True)
-            if found is not None
-        ],
-        far=far,
-    )
+    ranges = [
+        Range(first=first, last=last, **vars(found))
+        for first, last, found in zip(firsts, lasts, by_range, strict=True)
+        if found is not None
+    ]
+
+    weighted = list(zip(token_weights(windows), [losses for _, losses in windows], strict=True))
+    nats = np.sum([weight * losses.context_nats for weight, losses in weighted], axis=0)
+    tokens = np.sum([weight * losses.context_tokens for weight, losses in weighted], axis=0)
+    n_context = np.sum([losses.context_tokens for _, losses in windows], axis=0)
+    contexts = [
+        Context(first, last, int(n), float(loss))
+        for first, last, n, loss in zip(firsts, lasts, n_context, ratio(nats, tokens), strict=True)
+        if n
+    ]
+    return ByPosition(windows[0][1].window, ranges, contexts, far)
 
 
 def _compare(
@@ -126,20 +128,6 @@ def _compare(
         difference=streaming - windows,
         difference_interval=interval(resampled_streaming - resampled_windows) if has_interval else None,
     )
-
-
-def _measure_contexts(windows: Mixture) -> list[tuple[int, float] | None]:
-    """Return the number of tokens and the loss for each range of contexts; None where there are no tokens."""
-    weights, parts = token_weights(windows), [losses for _, losses in windows]
-
-    def weighted_sum(arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return np.sum([weight * x for weight, x in zip(weights, arrays, strict=True)], axis=0)
-
-    n_tokens = np.sum([part.context_tokens for part in parts], axis=0)
-    losses = ratio(
-        weighted_sum([part.context_nats for part in parts]), weighted_sum([part.context_tokens for part in parts])
-    )
-    return [(int(n), float(loss)) if n else None for n, loss in zip(n_tokens, losses, strict=True)]
 
 
 # ---- the plot ------------------------------------------------------------------------------------

@@ -3,25 +3,15 @@
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 
-from jax.sharding import Mesh
-
-from heinsen.data.documents import DocumentBatches, Documents, find_documents
-from heinsen.data.loader import Batch, evaluation_batches
+from heinsen.data.documents import find_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.errors import HeinsenError
 from heinsen.evaluation.bootstrap import Estimate, Mixture, estimate, estimate_sources
-from heinsen.evaluation.by_document import (
-    DocumentLosses,
-    make_stream_step,
-    make_window_step,
-    measure_streaming,
-    measure_windows,
-)
+from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, measure_windows, round_up
 from heinsen.evaluation.positions import ByPosition, compare_positions
-from heinsen.models import Params, check_room, init_model_state
 from heinsen.parallel import n_batch_parts
-from heinsen.progress import track
 from heinsen.training.mirror import local_run
 from heinsen.training.run import TrainConfig, open_split
 from heinsen.weights import load_params, mesh_for_reading
@@ -74,13 +64,16 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
     mesh = mesh_for_reading(config)
     step, params = load_params(local_run(workdir), config.model, mesh)
     tokenizer = _find_tokenizer(datasets[0][0].tokenizer_name)
-    mixture = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
-    in_windows: Mixture = []
-    in_streams: Mixture = []
-    if with_positions or not streaming:
-        in_windows = [(share, _measure_windows(config, params, mesh, documents)) for share, documents in mixture]
-    if with_positions or streaming:
-        in_streams = [(share, _measure_streaming(config, params, mesh, documents)) for share, documents in mixture]
+    documents = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
+    # As many sequences as training holds at a time, rounded up to a multiple of the devices.
+    batch_size = round_up(config.sequences_per_pass, n_batch_parts(mesh))
+    options = dict(window=config.sequence_length, batch_size=batch_size)
+
+    def measure(measure_documents: Callable[..., DocumentLosses]) -> Mixture:
+        return [(share, measure_documents(config.model, params, mesh, own, **options)) for share, own in documents]
+
+    in_windows = measure(measure_windows) if with_positions or not streaming else []
+    in_streams = measure(measure_streaming) if with_positions or streaming else []
     measured = in_streams if streaming else in_windows
     total = estimate(measured)
     if not math.isfinite(total.loss):
@@ -106,41 +99,3 @@ def _find_tokenizer(name: str) -> Tokenizer | None:
     except RuntimeError as error:
         print(f"bytes of documents are estimated in proportion to their tokens: {error}", file=sys.stderr)
         return None
-
-
-def _measure_windows(config: TrainConfig, params: Params, mesh: Mesh, documents: Documents) -> DocumentLosses:
-    losses = _no_losses(config, documents)
-    batches = evaluation_batches(documents.dataset, config.sequence_length, _batch_size(config, mesh))
-    tracked = track(batches, f"{documents.dataset.path}, windows", batches.num_tokens, _count_targets, "tokens")
-    measure_windows(make_window_step(config.model, mesh), params, tracked, mesh, losses)
-    return losses
-
-
-def _measure_streaming(config: TrainConfig, params: Params, mesh: Mesh, documents: Documents) -> DocumentLosses:
-    losses = _no_losses(config, documents)
-    lanes = min(_batch_size(config, mesh), _round_up(len(documents), n_batch_parts(mesh)))
-    multiple = mesh.shape["sequence"] * mesh.shape["tensor"]
-    batches = DocumentBatches(documents, config.sequence_length, lanes, multiple)
-    longest = int(documents.lengths.max())  # caches, where an attention kind has them, hold it
-    check_room(config.model, longest)
-    state = init_model_state(config.model, lanes, longest)
-    tracked = track(batches, f"{documents.dataset.path}, streaming", batches.num_tokens, _count_targets, "tokens")
-    measure_streaming(make_stream_step(config.model, mesh), params, tracked, mesh, losses, state)
-    return losses
-
-
-def _no_losses(config: TrainConfig, documents: Documents) -> DocumentLosses:
-    return DocumentLosses(documents, config.sequence_length, config.model.document_token is not None)
-
-
-def _batch_size(config: TrainConfig, mesh: Mesh) -> int:
-    """Return as many sequences as training holds at a time, rounded up to a multiple of the devices."""
-    return _round_up(config.sequences_per_pass, n_batch_parts(mesh))
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _count_targets(batch: Batch) -> int:
-    return int(batch["mask"].sum())
