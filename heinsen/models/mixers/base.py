@@ -54,7 +54,7 @@ class Mixer(abc.ABC, Generic[State]):
     uses_rotary: ClassVar[bool] = False
     # Whether signed_features makes queries and keys [q, -q] and [k, -k].
     takes_signed_features: ClassVar[bool] = False
-    # Whether the model that is exported for transformers has it (`heinsen.interop.huggingface`).
+    # Whether the model that is exported for transformers has it (`heinsen.export.huggingface`).
     in_transformers: ClassVar[bool] = False
     # Whether a key of -inf has no weight, and hides padding from a causal state so.
     masks_padding_by_key: ClassVar[bool] = False
