@@ -379,6 +379,15 @@ def test_the_model_card_tells_of_the_run_and_its_command_repeats_it(run, exporte
     assert values.workdir == str(run.workdir)
 
 
+def test_an_export_for_transformers_has_a_card_that_the_hub_reads(run, commands, tmp_path):
+    end = commands.fork("scripts/export.py", f"--workdir={run.workdir}", f"--out={tmp_path}/hf", "--format=hf")
+    assert end.returncode == 0 and "float32, layout huggingface" in end.stdout, end.stderr
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and "AutoModelForCausalLM" in card
+    assert "--workdir=." in card and str(tmp_path / "hf") not in card and "load_state_dict" not in card
+    assert_equal(load_folder(tmp_path / "hf")[2], load_params(run.workdir, run_config(run.data).model, make_mesh())[1])
+
+
 def first_loss(run, source):
     """Return the loss of the shared run's first batch under the weights of `source`."""
     model = run_config(run.data).model
