@@ -15,7 +15,7 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.evaluation import by_document
 from heinsen.evaluation.bootstrap import estimate, estimate_sources
 from heinsen.evaluation.by_document import N_RANGES, DocumentLosses, measure_streaming, measure_windows
-from heinsen.evaluation.positions import compare_positions, plot_positions
+from heinsen.evaluation.positions import Comparison, compare_positions, plot_positions
 from heinsen.models import forward, init_params
 from heinsen.parallel import make_mesh
 from tests.models import model_config
@@ -239,6 +239,32 @@ def test_positions_and_what_a_long_context_brings(rng, tmp_path, gain, verdict):
     path = tmp_path / "plots" / "positions.png"
     plot_positions(result, "title", path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [
+        ((-2.0, -1.0), "helps"),
+        ((1.0, 2.0), "hurts"),
+        ((-1.0, 0.0), "makes no significant difference"),
+        ((0.0, 1.0), "makes no significant difference"),
+        (None, "makes no significant difference"),
+    ],
+)
+def test_a_difference_is_one_where_its_interval_excludes_0(interval, verdict):
+    difference = -1.0 if interval is None else sum(interval) / 2
+    assert (
+        verdict
+        == Comparison(
+            tokens=9,
+            windows=2.0,
+            streaming=2.0 + difference,
+            windows_interval=None,
+            streaming_interval=None,
+            difference=difference,
+            difference_interval=interval,
+        ).verdict
+    )
 
 
 def test_without_long_documents_nothing_is_said_of_long_contexts(rng, tmp_path):

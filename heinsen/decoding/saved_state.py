@@ -74,7 +74,8 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
 
     leaves, structure = jax.tree.flatten(jax.eval_shape(empty))
     loaded = [jnp.asarray(x.view(leaf.dtype)) for x, leaf in zip(arrays, leaves, strict=True)]
-    return Prefix(*jax.tree.unflatten(structure, loaded))
+    prefix: Prefix = jax.tree.unflatten(structure, loaded)
+    return prefix
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:

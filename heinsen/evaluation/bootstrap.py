@@ -19,7 +19,7 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 Interval = tuple[float, float]
-Mixture = Sequence[tuple[float, DocumentLosses]]  # each dataset's share of the tokens, and its losses
+MixtureLosses = Sequence[tuple[float, DocumentLosses]]  # each dataset's share of the tokens, and its losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Estimate:
     bits_per_byte_interval: Interval | None
 
 
-def estimate(mixture: Mixture) -> Estimate:
+def estimate(mixture: MixtureLosses) -> Estimate:
     """Return the loss over all documents of a mixture."""
     n_documents = sum(len(losses.documents) for _, losses in mixture)
     return _estimate_groups(mixture, np.zeros(n_documents, np.int64), 1)[0]
 
 
-def estimate_sources(mixture: Mixture) -> dict[str | None, Estimate] | None:
+def estimate_sources(mixture: MixtureLosses) -> dict[str | None, Estimate] | None:
     """Return the loss over the documents of each source, largest first; None if no document names its source."""
     if not any(losses.documents.dataset.has_sources for _, losses in mixture):
         return None
@@ -61,7 +61,7 @@ def estimate_sources(mixture: Mixture) -> dict[str | None, Estimate] | None:
     return dict(sorted(found, key=lambda item: -item[1].tokens))
 
 
-def _estimate_groups(mixture: Mixture, groups: Int[np.ndarray, " D"], n_groups: int) -> list[Estimate]:
+def _estimate_groups(mixture: MixtureLosses, groups: Int[np.ndarray, " D"], n_groups: int) -> list[Estimate]:
     """Return the loss over each group of documents; `groups` has the group of each document."""
     nats = weigh(mixture, lambda losses: losses.nats.sum(1))
     tokens = weigh(mixture, lambda losses: losses.documents.lengths)
@@ -97,7 +97,7 @@ def _estimate_groups(mixture: Mixture, groups: Int[np.ndarray, " D"], n_groups: 
 
 
 def resample(
-    mixture: Mixture, statistic: Callable[[Int[np.ndarray, " D"]], Float[np.ndarray, "..."]]
+    mixture: MixtureLosses, statistic: Callable[[Int[np.ndarray, " D"]], Float[np.ndarray, "..."]]
 ) -> Float[np.ndarray, "R ..."]:
     """Return the statistic of each resample, a function of how often each document is drawn.
 
@@ -126,13 +126,13 @@ def ratio(
     return np.divide(numerator, denominator, out=np.full(np.shape(numerator), np.nan), where=denominator > 0)
 
 
-def token_weights(mixture: Mixture) -> list[float]:
+def token_weights(mixture: MixtureLosses) -> list[float]:
     """Return the weight of a token of each dataset, by which the dataset has its share of all datasets' tokens."""
     n_tokens = [losses.documents.lengths.sum() for _, losses in mixture]
     return [share * sum(n_tokens) / n for (share, _), n in zip(mixture, n_tokens, strict=True)]
 
 
-def weigh(mixture: Mixture, by_document: Callable[[DocumentLosses], np.ndarray]) -> Float[np.ndarray, "D ..."]:
+def weigh(mixture: MixtureLosses, by_document: Callable[[DocumentLosses], np.ndarray]) -> Float[np.ndarray, "D ..."]:
     """Return sums by document of all datasets, weighted by `token_weights`."""
     weights = token_weights(mixture)
     return np.concatenate([weight * by_document(losses) for weight, (_, losses) in zip(weights, mixture, strict=True)])

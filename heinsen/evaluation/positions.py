@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from heinsen.evaluation.bootstrap import Interval, Mixture, interval, ratio, resample, token_weights, weigh
+from heinsen.evaluation.bootstrap import Interval, MixtureLosses, interval, ratio, resample, token_weights, weigh
 from heinsen.evaluation.by_document import LAST_POSITIONS, N_RANGES
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_figure
@@ -41,7 +41,7 @@ class Comparison:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Range(Comparison):
+class PositionRange(Comparison):
     """Losses of the tokens at positions `first` to `last` (None: to the end of every document)."""
 
     first: int
@@ -68,12 +68,12 @@ class ByPosition:
     """
 
     window: int
-    ranges: list[Range]
+    ranges: list[PositionRange]
     contexts: list[Context]
     far: Comparison | None
 
 
-def compare_positions(windows: Mixture, streaming: Mixture) -> ByPosition:
+def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> ByPosition:
     """Return the loss in each range of positions that has tokens, and the benefit of seeing more than the window.
 
     Both arguments are measured on the same mixture, with windows of one length.
@@ -90,7 +90,7 @@ def compare_positions(windows: Mixture, streaming: Mixture) -> ByPosition:
     lasts = [*LAST_POSITIONS.tolist(), None]
     firsts = [1, *(last + 1 for last in LAST_POSITIONS.tolist())]
     ranges = [
-        Range(first=first, last=last, **vars(found))
+        PositionRange(first=first, last=last, **vars(found))
         for first, last, found in zip(firsts, lasts, by_range, strict=True)
         if found is not None
     ]
@@ -160,7 +160,7 @@ def plot_positions(result: ByPosition, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def _draw(axes: Any, ranges: Sequence[Range], name: str, label: str | None, color: str) -> None:
+def _draw(axes: Any, ranges: Sequence[PositionRange], name: str, label: str | None, color: str) -> None:
     """Draw a field of the ranges with its intervals."""
     middles, values = [_middle(r) for r in ranges], [getattr(r, name) for r in ranges]
     axes.plot(middles, values, "o-", ms=4, lw=1.2, label=label, color=color)
@@ -168,5 +168,5 @@ def _draw(axes: Any, ranges: Sequence[Range], name: str, label: str | None, colo
     axes.fill_between(middles, *zip(*bounds, strict=True), alpha=0.2, color=color, lw=0)
 
 
-def _middle(r: Range | Context) -> float:
+def _middle(r: PositionRange | Context) -> float:
     return math.sqrt(r.first * (r.last or 2 * r.first))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from heinsen.data.documents import find_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.errors import HeinsenError
-from heinsen.evaluation.bootstrap import Estimate, Mixture, estimate, estimate_sources
+from heinsen.evaluation.bootstrap import Estimate, MixtureLosses, estimate, estimate_sources
 from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, measure_windows, round_up
 from heinsen.evaluation.positions import ByPosition, compare_positions
 from heinsen.parallel import n_batch_parts
@@ -69,7 +69,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
     batch_size = round_up(config.sequences_per_pass, n_batch_parts(mesh))
     options = dict(window=config.sequence_length, batch_size=batch_size)
 
-    def measure(measure_documents: Callable[..., DocumentLosses]) -> Mixture:
+    def measure(measure_documents: Callable[..., DocumentLosses]) -> MixtureLosses:
         return [(share, measure_documents(config.model, params, mesh, own, **options)) for share, own in documents]
 
     in_windows = measure(measure_windows) if with_positions or not streaming else []

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from heinsen.evaluation.bootstrap import Estimate, Interval
-from heinsen.evaluation.positions import ByPosition, Comparison, Context, Range
+from heinsen.evaluation.positions import ByPosition, Comparison, Context, PositionRange
 from heinsen.evaluation.split import SplitResult
 from heinsen.evaluation.tasks import TaskResult
 
@@ -106,7 +106,7 @@ def _position_table(positions: ByPosition) -> str:
     return "\n".join(lines)
 
 
-def _format_range(r: Range | Context) -> str:
+def _format_range(r: PositionRange | Context) -> str:
     if r.last is None:
         return f"{r.first}+"
     return f"{r.first}-{r.last}" if r.last > r.first else f"{r.first}"
