@@ -92,7 +92,7 @@ class Answers:
         alike: dict[tuple[Sampling, tuple[str, ...], int], list[int]] = {}
         for i, (_, arguments) in enumerate(requests):
             alike.setdefault(_parse_generation(arguments), []).append(i)
-        own, eot, positions = step_params(self.config, self.params), self.tokenizer.eot_id, self.config.max_positions
+        own, positions = step_params(self.config, self.params), self.config.max_positions
         for (sampling, until, max_tokens), members in alike.items():
             prompts = {i: self._begin(self.tokenizer.encode(requests[i][0])) for i in members}
             if positions is not None:
@@ -102,18 +102,33 @@ class Answers:
                 self.n_truncated += sum(not is_short or len(prompt) > room for prompt in prompts.values())
                 prompts = {i: prompt[-room:] for i, prompt in prompts.items()}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
-                prefix = read(self.config, self.params, [prompts[i] for i in part])
-                stops = [StopStrings(until) for _ in part]
-                decoders = [self.tokenizer.stream_decoder() for _ in part]
-                for tokens, _ in continue_texts(self.config, own, prefix, sampling, 0, max_tokens, eot):
-                    for row, i in enumerate(part):
-                        for token in tokens[row][tokens[row] >= 0]:
-                            answers[i] += stops[row].feed(decoders[row].feed(int(token)))
-                    if all(stop.found or row[-1] < 0 for stop, row in zip(stops, tokens, strict=True)):
-                        break
-                for row, i in enumerate(part):
-                    answers[i] += stops[row].feed(decoders[row].flush()) + stops[row].flush()
+                texts = self._write(own, [prompts[i] for i in part], sampling, until, max_tokens)
+                for i, text in zip(part, texts, strict=True):
+                    answers[i] = text
         return answers
+
+    def _write(
+        self,
+        own: Params,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        until: tuple[str, ...],
+        max_tokens: int,
+    ) -> list[str]:
+        """Continue prompts up to a string in `until`, with parameters from `step_params`."""
+        prefix, texts = read(self.config, self.params, prompts), [""] * len(prompts)
+        stops = [StopStrings(until) for _ in prompts]
+        decoders = [self.tokenizer.stream_decoder() for _ in prompts]
+        for tokens, _ in continue_texts(self.config, own, prefix, sampling, 0, max_tokens, self.tokenizer.eot_id):
+            for i, row in enumerate(tokens):
+                for token in row[row >= 0]:
+                    texts[i] += stops[i].feed(decoders[i].feed(int(token)))
+            if all(stop.found or row[-1] < 0 for stop, row in zip(stops, tokens, strict=True)):
+                break
+        return [
+            text + stop.feed(decoder.flush()) + stop.flush()
+            for text, stop, decoder in zip(texts, stops, decoders, strict=True)
+        ]
 
     def _begin(self, tokens: TokenIds) -> list[int]:
         """Return the tokens with what comes before every text."""
