@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 # logspace -> ops -> models -> the rest; a unit imports units of lower or equal rank, or its own modules.
 RANKS = {"logspace": 0, "ops": 1, "models": 2}
-RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "interop": 3, "weights": 3, "sweep": 4, "planning": 4}
+RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "export": 3, "weights": 3, "sweep": 4, "planning": 4}
 # Leaves import only themselves, these, and errors of heinsen.
 COMMON = {"files", "progress", "remote"}
 LEAVES = {

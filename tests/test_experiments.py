@@ -29,7 +29,7 @@ from experiments.ladder.run import Rule, best_between
 from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS_TRAINED
 from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale, growth, write_start
 from experiments.tools import ExperimentError, parse_numbers
-from heinsen.interop import load_folder
+from heinsen.export import load_folder
 from heinsen.models import init_params
 from tests.runs import ROOT
 

@@ -83,7 +83,7 @@ def test_what_no_part_explains_is_refused(source, table_is_optional, monkeypatch
         # The field is that of a part, the parameters are not: positions of another kind.
         (
             {"model__position": "recurrent"},
-            r"cannot start this model: position/dense/bias is missing there, \[64\] in the model; position/dense/k",
+            r"cannot start this model: the tensors do not fit the model:\n  missing: position.dense.bias, position",
         ),
     ]
     for changes, message in cases:

@@ -21,7 +21,7 @@ MODULES = (
     "grain",
     "heinsen.data.prepare",
     "heinsen.decoding",
-    "heinsen.evaluation.run",
+    "heinsen.evaluation.split",
     "heinsen.training.loop",
     "heinsen.planning.plan",
     "scripts.cli",

@@ -80,8 +80,8 @@ def import_libraries() -> None:
 
     import heinsen.data.prepare
     import heinsen.decoding
-    import heinsen.evaluation.report
-    import heinsen.evaluation.run
+    import heinsen.evaluation.split
+    import heinsen.evaluation.tables
     import heinsen.planning.plan
     import heinsen.sweep.report
     import heinsen.training.loop

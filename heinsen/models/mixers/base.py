@@ -51,7 +51,7 @@ class Mixer(abc.ABC, Generic[State]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
-    # Whether the model that is exported for transformers has it (`heinsen.interop.huggingface`).
+    # Whether the model that is exported for transformers has it (`heinsen.export.huggingface`).
     in_transformers: ClassVar[bool] = False
     # Whether the published module has this attention.
     is_published: ClassVar[bool] = False

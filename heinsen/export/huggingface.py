@@ -3,7 +3,7 @@
     model.safetensors                         the state_dict of pytorch/modeling_heinsen.py
     config.json                               transformers' fields, and under "heinsen" the export's own record
     generation_config.json, tokenizer.json, tokenizer_config.json
-    modeling_heinsen.py, configuration_heinsen.py   the model in PyTorch (heinsen/interop/pytorch)
+    modeling_heinsen.py, configuration_heinsen.py   the model in PyTorch (heinsen/export/pytorch)
 
 The PyTorch module has the heinsen kind of attention, with everything that a layer can have around it.
 """
@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from heinsen.data.tokenizer import EOT_BYTES, Tokenizer, get_tokenizer
-from heinsen.interop.arrays import InteropError, Pair, from_state_dict, shapes_of, to_state_dict
+from heinsen.export.state_dicts import (
+    Arrays,
+    ExportError,
+    Tensor,
+    from_state_dict,
+    parameter_names,
+    to_state_dict,
+)
 from heinsen.models import MIXERS, ModelConfig, Params
 
 CODE_FILES = ("configuration_heinsen.py", "modeling_heinsen.py")
@@ -32,46 +39,39 @@ _EOT = EOT_BYTES.decode()
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def check_supported(config: ModelConfig) -> None:
-    """Raise InteropError for a model that the PyTorch module cannot be."""
-    if not config.causal or not all(mixer.in_transformers for mixer in config.mixers):
-        kinds = " and ".join(name for name, build in MIXERS.items() if build(config).in_transformers)
-        raise InteropError(
-            f"transformers gets models of {kinds} attention that predict the next token, not model.attention = "
-            f"{config.attention!r} with objective = {config.objective!r}: export it without --format=hf"
-        )
-
-
 def to_huggingface_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
     """Convert parameters to the PyTorch module's state_dict, in their dtypes; every array is contiguous.
 
-    Raises InteropError for models that it cannot be, and for parameters that do not fit the config.
+    Raises ExportError for models that it cannot be, and for parameters that do not fit the config.
     """
-    check_supported(config)
-    return to_state_dict(_pairs(config), shapes_of(config), params)
+    return to_state_dict(config, _tensors(config), params)
 
 
-def from_huggingface_state_dict(config: ModelConfig, state_dict: Mapping[str, np.ndarray]) -> Params:
-    """Invert `to_huggingface_state_dict`. Raises InteropError, which names all tensors that do not fit."""
-    check_supported(config)
-    return from_state_dict(_pairs(config), shapes_of(config), state_dict)
+def from_huggingface_state_dict(config: ModelConfig, state_dict: Arrays) -> Params:
+    """Invert `to_huggingface_state_dict`. Raises ExportError, which names all tensors that do not fit."""
+    return from_state_dict(config, _tensors(config), state_dict)
 
 
-def _pairs(config: ModelConfig) -> list[Pair]:
-    pairs, period = [], len(config.pattern)
-    for ours in shapes_of(config):
-        found = re.fullmatch(r"layers\.(?:layer_(\d+)\.)?(.*)", ours)
+def _tensors(config: ModelConfig) -> list[Tensor]:
+    if not config.causal or not all(mixer.in_transformers for mixer in config.mixers):
+        kinds = " and ".join(name for name, build in MIXERS.items() if build(config).in_transformers)
+        raise ExportError(
+            f"transformers gets models of {kinds} attention that predict the next token, not model.attention = "
+            f"{config.attention!r} with objective = {config.objective!r}: export it without --format=hf"
+        )
+    tensors, period = [], len(config.pattern)
+    for ours in parameter_names(config):
+        # Linear's and LayerNorm's names for flax's: w1.kernel is w1.weight, norm.scale is norm.weight.
+        name = re.sub(r"(?<=norm\.)scale$|kernel$", "weight", re.sub(r"embedding$", "embedding.weight", ours))
+        found = re.fullmatch(r"layers\.(?:layer_(\d+)\.)?(.*)", name)
         if found is None:
-            pairs.append(Pair(ours, None, _rename(ours)))
+            tensors.append(Tensor(name, ours, None))
             continue
-        place, name = int(found[1] or 0), _rename(found[2])
-        pairs += [Pair(ours, i, f"layers.{i * period + place}.{name}") for i in range(config.n_layers // period)]
-    return pairs
-
-
-def _rename(ours: str) -> str:
-    """Linear's and LayerNorm's names for flax's: w1.kernel is w1.weight, norm.scale is norm.weight."""
-    return re.sub(r"(?<=norm\.)scale$|kernel$", "weight", re.sub(r"embedding$", "embedding.weight", ours))
+        place = int(found[1] or 0)  # in the pattern of layers
+        tensors += [
+            Tensor(f"layers.{i * period + place}.{found[2]}", ours, i) for i in range(config.n_layers // period)
+        ]
+    return tensors
 
 
 # ---- the other files -----------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def write_files(folder: Path, config: ModelConfig, tokenizer: str) -> None:
     """Write CODE_FILES and JSON_FILES. Raises OSError, and the errors of `get_tokenizer`."""
     for name in CODE_FILES:
         shutil.copy(_CODE_FOLDER / name, folder)
-    its_tokenizer = get_tokenizer(tokenizer)
-    contents = (_generation_config(config, its_tokenizer), _tokenizer(its_tokenizer), _tokenizer_config(config))
+    own = get_tokenizer(tokenizer)
+    contents = (_generation_config(config, own), _tokenizer_json(own), _tokenizer_config(config))
     for name, content in zip(JSON_FILES, contents, strict=True):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
@@ -123,7 +123,7 @@ def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the contents of tokenizer.json: byte-level BPE; plain bytes are one without merges."""
     pieces = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size) if i != tokenizer.eot_id]
     characters = _byte_characters()
@@ -172,23 +172,3 @@ def _merges(pieces: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
             parts[first : first + 2] = [parts[first] + parts[first + 1]]
         merges.append((parts[0], parts[1]))
     return merges
-
-
-def push_to_hub(folder: Path, name: str, private: bool) -> str:
-    """Upload a folder to the model USER/NAME of the Hugging Face Hub, and return its address.
-
-    A model that is not there is created, `private` or not; files that it has and the folder lacks stay. Raises
-    InteropError where the Hub refuses, or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(name, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload a model of heinsen"))
-    except Exception as error:  # whatever its HTTP client raises
-        reason = " ".join(str(error).split())
-        raise InteropError(
-            f"{folder} is written, but could not be uploaded to {name}: {reason}. Check the name, and `hf auth login`, "
-            f"and upload it with `hf upload {name} {folder}`"
-        ) from error

@@ -2,22 +2,17 @@
 
 import dataclasses
 import math
-import os
-from pathlib import Path
 from typing import Any
 
-from heinsen.errors import InputError
-from heinsen.evaluation.by_document import ByPosition, Context, Estimate, Far, Interval, Range, plot_by_position
-from heinsen.evaluation.run import SplitResult
+from heinsen.evaluation.bootstrap import Estimate, Interval
+from heinsen.evaluation.positions import ByPosition, Comparison, Context, PositionRange
+from heinsen.evaluation.split import SplitResult
 from heinsen.evaluation.tasks import TaskResult
-
-_NO_SOURCE = "(none named)"
-
 
 # ---- losses over a split -------------------------------------------------------------------------
 
 
-def format_result(result: SplitResult) -> str:
+def format_split(result: SplitResult) -> str:
     """Return the tables of a split's losses: in all, by source if there are any, by position if it was measured."""
     tables = [_total_table(result)]
     if result.sources is not None:
@@ -27,13 +22,13 @@ def format_result(result: SplitResult) -> str:
     return "\n\n".join(tables)
 
 
-def summarize_result(result: SplitResult) -> dict[str, Any]:
+def summarize_split(result: SplitResult) -> dict[str, Any]:
     """Return the same as JSON."""
     summary = {
         "workdir": result.workdir,
         "step": result.step,
         "split": result.split,
-        "mode": result.mode.name,
+        "mode": "streaming" if result.streaming else "windows",
         **dataclasses.asdict(result.total),
     }
     summary[_perplexity_name(result).replace("-", "_")] = summary.pop("perplexity")
@@ -50,29 +45,29 @@ def _perplexity_name(result: SplitResult) -> str:
 
 
 def _name_sources(sources: dict[str | None, Estimate]) -> dict[str, Estimate]:
-    return {name or _NO_SOURCE: source for name, source in sources.items()}
+    return {name or "(none named)": source for name, source in sources.items()}
 
 
 def _total_table(result: SplitResult) -> str:
     total, perplexity = result.total, _perplexity_name(result)
     bounds = total.loss_interval
     perplexity_interval = None if bounds is None else (math.exp(bounds[0]), math.exp(bounds[1]))
+    way = "streaming, documents whole" if result.streaming else f"windows of {result.config.sequence_length} tokens"
     rows = [
         ("run", f"{result.workdir}, step {result.step}"),
         (
             "split",
-            f"{result.split}: {total.tokens:,} tokens, {result.n_bytes:,} bytes, {total.documents:,} documents; "
-            f"{result.mode.describe(result.config)}",
+            f"{result.split}: {total.tokens:,} tokens, {result.n_bytes:,} bytes, {total.documents:,} documents; {way}",
         ),
     ]
     if len(result.dataset_losses) > 1:
         rows += [(name, f"{loss:.4f} nats per token, share {share:.3g}") for name, share, loss in result.dataset_losses]
     rows += [
-        ("loss", f"{total.loss:.4f} nats per token{_interval(total.loss_interval)}"),
-        (perplexity, f"{total.perplexity:.3f}{_interval(perplexity_interval, 3)}"),
+        ("loss", f"{total.loss:.4f} nats per token{_format_interval(total.loss_interval)}"),
+        (perplexity, f"{total.perplexity:.3f}{_format_interval(perplexity_interval, 3)}"),
     ]
     if total.bits_per_byte is not None:
-        rows.append(("bits per byte", f"{total.bits_per_byte:.4f}{_interval(total.bits_per_byte_interval)}"))
+        rows.append(("bits per byte", f"{total.bits_per_byte:.4f}{_format_interval(total.bits_per_byte_interval)}"))
     width = max(14, len(perplexity))
     return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
 
@@ -81,11 +76,11 @@ def _source_table(sources: dict[str, Estimate]) -> str:
     width = max(len("source"), *map(len, sources))
     lines = [f"{'source':<{width}} {'documents':>10} {'tokens':>12}  loss [95%]                bits per byte [95%]"]
     for name, source in sources.items():
-        loss = f"{source.loss:.4f}{_interval(source.loss_interval)}"
+        loss = f"{source.loss:.4f}{_format_interval(source.loss_interval)}"
         bits = "" if source.bits_per_byte is None else f"{source.bits_per_byte:.4f}"
         lines.append(
             f"{name:<{width}} {source.documents:>10,} {source.tokens:>12,}  {loss:<25} "
-            f"{bits}{_interval(source.bits_per_byte_interval)}"
+            f"{bits}{_format_interval(source.bits_per_byte_interval)}"
         )
     return "\n".join(line.rstrip() for line in lines)
 
@@ -104,53 +99,32 @@ def _position_table(positions: ByPosition) -> str:
     for first, label in sorted(labels.items()):
         cells = f"{'':>12} {'':>9} {'':>10}  {'':<26}"
         if (r := ranges.get(first)) is not None:
-            difference = f"{r.difference:+.4f}{_interval(r.difference_interval)}"
+            difference = f"{r.difference:+.4f}{_format_interval(r.difference_interval)}"
             cells = f"{r.tokens:>12,} {r.windows:>9.4f} {r.streaming:>10.4f}  {difference:<26}"
         lines.append(f"{label:>12} {cells} {context_losses.get(first, ''):>9}".rstrip())
     lines.append(_format_conclusion(positions.window, positions.far))
     return "\n".join(lines)
 
 
-def _format_range(r: Range | Context) -> str:
+def _format_range(r: PositionRange | Context) -> str:
     if r.last is None:
         return f"{r.first}+"
     return f"{r.first}-{r.last}" if r.last > r.first else f"{r.first}"
 
 
-def _format_conclusion(window: int, far: Far | None) -> str:
+def _format_conclusion(window: int, far: Comparison | None) -> str:
     if far is None:
         return f"No document continues beyond {window} tokens."
     return (
         f"A context beyond {window} tokens {far.verdict}: {far.difference:+.4f} nats per token"
-        f"{_interval(far.difference_interval)}\n"
+        f"{_format_interval(far.difference_interval)}\n"
         f"over the {far.tokens:,} tokens there whose window shows half as many or more "
         f"({far.streaming:.4f} streaming, {far.windows:.4f} in windows)."
     )
 
 
-def _interval(bounds: Interval | None, digits: int = 4) -> str:
+def _format_interval(bounds: Interval | None, digits: int = 4) -> str:
     return "" if bounds is None else f" [{bounds[0]:.{digits}f}, {bounds[1]:.{digits}f}]"
-
-
-def check_plot_path(path: Path) -> None:
-    """Raise InputError where a plot could not be written, before hours are spent on it."""
-    if path.suffix != ".png":
-        raise InputError(f"--by_position={path}: expected the name of a file that ends in .png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(None, "it is a folder")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(None, "permission denied")
-    except OSError as error:
-        raise InputError(f"--by_position={path} cannot be written: {error.strerror}; give another file") from error
-
-
-def plot_positions(result: SplitResult, path: Path) -> None:
-    """Plot the losses by position. Raises OSError."""
-    if result.positions is None:
-        raise ValueError("losses by position were not measured")
-    plot_by_position(result.positions, f"{Path(result.workdir).name}, step {result.step}: {result.split}", path)
 
 
 # ---- tasks ---------------------------------------------------------------------------------------
