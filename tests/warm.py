@@ -24,7 +24,7 @@ MODULES = (
     "heinsen.decoding",
     "heinsen.evaluation.run",
     "heinsen.training.loop",
-    "heinsen.planning.plan",
+    "heinsen.plan.plan",
     "ml_collections.config_flags",
 )
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 import heinsen
+from heinsen.contrib.hlo_cost import count_costs
 from heinsen.errors import HeinsenError, InputError
 from heinsen.files import make_folder
 from heinsen.ops.api import IMPLEMENTATIONS
-from heinsen.planning.costs import count_costs
-from heinsen.planning.report import describe_costs, format_gigabytes
-from heinsen.planning.targets import Target, find_target
+from heinsen.plan.report import format_gigabytes
+from heinsen.plan.targets import Target, find_target
 from scripts.benchmarking.measure import describe_versions, versions, write_results
 
 _N_ARRAYS = 8  # q, k, log v, the output, its gradient, and those of the inputs
@@ -80,7 +80,7 @@ def _bound(settings: Settings, target: Target, device: jax.Device, name: str, dt
         return dict(failed=str(error).splitlines()[0])
     costs = count_costs(compiled.as_text() or "", target.chip)
     memory: Any = compiled.memory_analysis()
-    return dict(seconds=costs.seconds, temporary_bytes=memory.temp_size_in_bytes, **describe_costs(costs))
+    return dict(seconds=costs.seconds, temporary_bytes=memory.temp_size_in_bytes, **costs.figures())
 
 
 def _report(settings: Settings, target: Target, least: dict[str, int], results: list[dict[str, Any]]) -> list[str]:

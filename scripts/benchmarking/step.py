@@ -10,10 +10,10 @@ import jax
 
 from heinsen.chips import chip_of
 from heinsen.config import from_mapping
+from heinsen.contrib.hlo_cost import count_costs
 from heinsen.files import make_folder
 from heinsen.models import count_params
 from heinsen.parallel import keep_host_memory, make_mesh
-from heinsen.planning.costs import count_costs
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig

@@ -48,7 +48,8 @@ TESTS = {
     ],
     "decoding": ["tests/test_decoding.py", "tests/test_entry_points.py"],
     "interop": ["tests/test_interop.py", "tests/test_transformers.py", "tests/test_hub.py"],
-    "planning": ["tests/planning", "tests/test_on_device.py"],
+    "plan": ["tests/plan"],
+    "contrib": ["tests/plan"],
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
@@ -56,7 +57,7 @@ TESTS = {
         *("tests/test_flags.py", "tests/test_entry_points.py", "tests/training", "tests/data"),
     ],
 }
-ELSEWHERE = {"logspace": "ops", "weights": "interop", "chips": "planning", "figures": "evaluation"}
+ELSEWHERE = {"logspace": "ops", "weights": "interop", "chips": "plan", "figures": "evaluation"}
 # Run by PyTorch, which the quick tests do without (`make transformers`).
 LEFT_OUT = ("interop/pytorch", "export/pytorch")
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from heinsen.planning.hlo import ArrayType, parse_arrays, parse_instruction, parse_module
+from heinsen.contrib.hlo_cost.hlo import ArrayType, parse_arrays, parse_instruction, parse_module
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from heinsen.chips import CHIPS, Chip, chip_of
-from heinsen.planning.costs import count_costs, describe_op_name, group_size
-from heinsen.planning.hlo import parse_instruction
+from heinsen.contrib.hlo_cost import count_costs
+from heinsen.contrib.hlo_cost.costs import describe_op_name, group_size
+from heinsen.contrib.hlo_cost.hlo import parse_instruction
+from heinsen.plan.costs import Operation
 
 GPU = Chip("gpu", "gpu", "GPU", 10**9, 1e9, 1e8, 1e12, 1e11, 1e10, launch=1e-3)
 TPU = Chip("tpu", "tpu", "TPU", 10**9, 1e9, 1e8, 6e12)
@@ -106,42 +108,69 @@ def test_several_results_of_a_nested_fusion_count_each_by_itself():
     assert costs.total.kernels == 1 and costs.total.n_bytes == 3 * K + 4
 
 
+# A loop over a counter, an array that it negates, and a limit that it may read.
 BODY = (
-    "body\n%p = (s32[], f32[256]{0}) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
-    "%x = f32[256]{0} get-tuple-element(%p), index=1\n%one = s32[] constant(2)\n%j = s32[] add(%i, %one)\n"
-    "%y = f32[256]{0} negate(%x)\nROOT %t = (s32[], f32[256]{0}) tuple(%j, %y)"
+    "body\n%p = (s32[], f32[256]{0}, s32[]) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
+    "%x = f32[256]{0} get-tuple-element(%p), index=1\n%m = s32[] get-tuple-element(%p), index=2\n"
+    "%two = s32[] constant(2)\n%j = s32[] add(%i, %two)\n%y = f32[256]{0} negate(%x)\n"
+    "ROOT %t = (s32[], f32[256]{0}, s32[]) tuple(%j, %y, %m)"
 )
 CONDITION = (
-    "condition\n%p = (s32[], f32[256]{0}) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
-    "%n = s32[] constant(7)\nROOT %r = pred[] compare(%i, %n), direction=LT"
+    "condition\n%p = (s32[], f32[256]{0}, s32[]) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
+    "%m = s32[] get-tuple-element(%p), index=2\n%n = s32[] constant(7)\nROOT %r = pred[] compare(%i, %n), direction=LT"
 )
 LOOP = (
-    "%start = s32[] START\n%x = f32[256]{0} parameter(0)\n%t = (s32[], f32[256]{0}) tuple(%start, %x)\n"
-    "ROOT %w = (s32[], f32[256]{0}) while(%t), condition=%condition, body=%bodyKNOWN"
+    "%start = s32[] constant(1)\n%x = f32[256]{0} parameter(0)\n%limit = s32[] constant(10)\n"
+    "%t = (s32[], f32[256]{0}, s32[]) tuple(%start, %x, %limit)\n"
+    "ROOT %w = (s32[], f32[256]{0}, s32[]) while(%t), condition=%condition, body=%body"
 )
+KNOWN = ', backend_config={"known_trip_count":{"n":"5"}}'
 
 
-def loop(start="constant(1)", known=""):
-    return program(LOOP.replace("START", start).replace("KNOWN", known), BODY, CONDITION)
+@pytest.mark.parametrize(
+    "changes, trips",
+    [
+        ({}, 3),  # from 1 by 2 up to 7
+        ({"body=%body": "body=%body" + KNOWN}, 5),
+        ({"constant(7)": "constant(8)"}, 4),
+        ({"constant(7)": "constant(0)"}, 0),
+        ({"constant(2)": "constant(6)", "add(%i, %two)": "add(%two, %i)"}, 1),
+        ({"%start = s32[] constant(1)": "%s = s32[] constant(-2)\n%start = s32[] copy(%s)"}, 5),
+        ({"compare(%i, %n)": "compare(%i, %m)"}, 5),  # the limit of 10 stays the same from step to step
+        ({"compare(%i, %n)": "compare(%i, %m)", "tuple(%j, %y, %m)": "tuple(%j, %y, %j)"}, None),
+        ({"compare(%i, %n)": "compare(%i, %m)", "%limit = s32[] constant(10)": "%limit = s32[] parameter(1)"}, None),
+        ({"%start = s32[] constant(1)": "%start = s32[] parameter(1)"}, None),
+        ({"constant(2)": "constant(0)"}, None),
+        ({"%two = s32[] constant(2)": "%two = s32[] negate(%i)"}, None),
+        ({"add(%i, %two)": "multiply(%i, %two)"}, None),
+        ({"add(%i, %two)": "add(%m, %two)"}, None),
+        ({"compare(%i, %n)": "compare(%n, %i)"}, None),
+        ({"direction=LT": "direction=NE"}, None),
+    ],
+)
+def test_loops_count_as_often_as_they_run(changes, trips):
+    text = program(LOOP, BODY, CONDITION)
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    costs = count_costs(text, GPU)
+    if trips is None:  # what decides whether to run is counted alone
+        assert costs.loops_not_counted == {"w"} and set(costs.operations) == {"r"}
+    else:
+        negated = costs.operations["y"]
+        assert (negated.kernels, negated.n_bytes) == (trips, trips * 2 * K) and not costs.loops_not_counted
+        assert negated.seconds == pytest.approx(trips * (2 * K / GPU.bandwidth + GPU.launch))
 
 
-def test_loops_count_as_often_as_they_run():
-    stated = count_costs(loop(known=', backend_config={"known_trip_count":{"n":"5"}}'), TPU)
-    assert stated.total.n_bytes == 5 * (2 * K + 12) and stated.loops_not_counted == 0
-    found = count_costs(loop(), TPU)  # from 1 by 2 up to 7
-    assert found.total.n_bytes == 3 * (2 * K + 12) and found.loops_not_counted == 0
-    unknown = count_costs(loop(start="parameter(1)"), TPU)
-    assert unknown.total.n_bytes == 9 and unknown.loops_not_counted == 1  # the condition: two numbers and a truth value
-    nested = BODY.replace("body\n", "inner\n").replace("negate(%x)", "copy(%x)")
+def test_loops_within_loops_multiply():
     outer = program(
-        LOOP.replace("START", "constant(0)").replace("KNOWN", ', backend_config={"known_trip_count":{"n":"4"}}'),
-        nested,
+        LOOP.replace("body=%body", "body=%body" + KNOWN),
+        BODY.replace("body\n", "inner\n"),
         CONDITION,
-        "body\n%p = (s32[], f32[256]{0}) parameter(0)\n"
-        "ROOT %w = (s32[], f32[256]{0}) while(%p), condition=%condition, body=%inner, "
-        'backend_config={"known_trip_count":{"n":"3"}}',
+        "body\n%p = (s32[], f32[256]{0}, s32[]) parameter(0)\n"
+        "ROOT %w = (s32[], f32[256]{0}, s32[]) while(%p), condition=%condition, body=%inner" + KNOWN,
     )
-    assert count_costs(outer, GPU).total.kernels == 4 * 3 * 2
+    assert count_costs(outer, GPU).operations["y"].kernels == 5 * 5
 
 
 def test_of_branches_the_cheapest_is_taken():
@@ -194,10 +223,10 @@ def test_collectives_count_once_what_a_device_must_send():
         n_devices=16,
     )
     assert costs.collectives == {
-        "all-gather": (1, 7 * K),
-        "all-reduce": (1, 0.75 * K),
-        "collective-permute": (1, K),
-        "all-to-all": (1, 0.5 * K),
+        "all-gather": Operation(1, 7 * K),
+        "all-reduce": Operation(1, 0.75 * K),
+        "collective-permute": Operation(1, K),
+        "all-to-all": Operation(1, 0.5 * K),
     }
     assert costs.seconds_collectives == pytest.approx((7 + 0.75 + 1 + 0.5) * K / GPU.interconnect)
     assert costs.seconds == max(costs.total.seconds, costs.seconds_collectives)
