@@ -49,7 +49,7 @@ TESTS = {
     "decoding": ["tests/test_decoding.py", "tests/test_entry_points.py"],
     "interop": ["tests/test_interop.py", "tests/test_transformers.py", "tests/test_hub.py"],
     "plan": ["tests/plan"],
-    "contrib": ["tests/plan"],
+    "contrib": ["tests/plan/test_costs.py", "tests/plan/test_hlo.py"],
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),

@@ -92,6 +92,29 @@ def test_what_is_updated_in_place_counts_as_the_update():
     assert count_costs(program(alone), GPU).total.n_bytes == 2 * K + 4
 
 
+@pytest.mark.parametrize(
+    "kernel, n_bytes",
+    [
+        ("f32[256]{0} slice(%x), slice={[1:2], [0:256]}", 2 * K),
+        ("f32[3,256]{1,0} gather(%x, %i), offset_dims={1}", 6 * K + 12),
+        ("f32[8,256]{1,0} scatter(%x, %i, %u), to_apply=%add", 6 * K + 12),
+        ("f32[8,256]{1,0} dynamic-update-slice(%x, %u, %i, %i)", 6 * K + 12),
+        ("(f32[8,256]{1,0}, f32[3,256]{1,0}, u32[]{:S(2)}) slice-start(%x), slice={[1:4], [0:256]}", 6 * K),
+        ("(f32[8,256]{1,0}, f32[8,256]{1,0}, u32[]{:S(2)}) copy-start(%x)", 16 * K),
+        ('f32[8,256]{1,0} custom-call(%x), custom_call_target="kernel"', 16 * K),
+        ('f32[8,256]{1,0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+        ("f32[8,256]{1,0} call(%x), to_apply=%negation", 16 * K),
+        ("((f32[8,256]{1,0}), f32[8,256]{1,0}) async-start(%x), calls=%negation", 16 * K),
+        ("f32[8,256]{1,0} async-done(%x)", 0),
+    ],
+)
+def test_a_kernel_of_one_instruction_moves_what_it_needs(kernel, n_bytes):
+    arrays = "%x = f32[8,256]{1,0} parameter(0)\n%i = s32[3]{0} parameter(1)\n%u = f32[3,256]{1,0} parameter(2)\n"
+    negation = "negation\n%p = f32[8,256]{1,0} parameter(0)\nROOT %n = f32[8,256]{1,0} negate(%p)"
+    costs = count_costs(program(f"{arrays}ROOT %r = {kernel}", ADD, negation), GPU)
+    assert costs.total.n_bytes == n_bytes and costs.total.kernels == (n_bytes > 0)
+
+
 def test_several_results_of_a_nested_fusion_count_each_by_itself():
     costs = count_costs(
         program(

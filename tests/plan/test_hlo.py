@@ -66,3 +66,23 @@ def test_a_program_that_jax_compiles_is_read_with_its_source():
     assert any(x.opcode == "while" for x in instructions)
     sources = {module.source(x) for x in instructions}
     assert any(source.startswith("test_hlo.py:") for source in sources), sources
+
+
+@pytest.mark.parametrize(
+    "metadata, source",
+    [
+        ('op_name="f" source_file="/a/model.py" source_line=7', "model.py:7"),
+        ('op_name="f" stack_frame_id=2', "step.py:12"),
+        ('op_name="f" stack_frame_id=9', ""),
+        ('op_name="f"', ""),
+    ],
+)
+def test_an_instruction_has_its_line_of_python(metadata, source):
+    tables = (
+        'FileNames\n1 "/a/loop.py"\n2 "/a/step.py"\n\nFunctionNames\n1 "run"\n\n'
+        "FileLocations\n1 {file_name_id=1 function_name_id=1 line=3}\n2 {file_name_id=2 function_name_id=1 line=12}\n\n"
+        "StackFrames\n1 {file_location_id=1 parent_frame_id=1}\n2 {file_location_id=2 parent_frame_id=1}\n\n"
+    )
+    entry = f"ENTRY %main (x: f32[]) -> f32[] {{\n  ROOT %x = f32[] parameter(0), metadata={{{metadata}}}\n}}\n"
+    module = parse_module(f"HloModule f\n\n{tables}{entry}")
+    assert module.source(module.entry.root) == source
