@@ -41,7 +41,7 @@ if name == "hang":
 def fake(tmp_path, monkeypatch):
     """A folder for the results of parts that pretend, on a device that pretends; returns run(names of parts, ...)."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    parts = [Part(name, f"To {name}", (name,)) for name in ("good", "other", "fail", "silent", "hang")]
+    parts = [Part(name, (name,)) for name in ("good", "other", "fail", "silent", "hang")]
     monkeypatch.setattr(on_device, "PROGRAM", str(tmp_path / "program.py"))
     monkeypatch.setattr(on_device, "find_device", lambda: DEVICE)
     monkeypatch.setattr(on_device, "full_parts", lambda device: parts)
@@ -72,7 +72,7 @@ def test_failing_parts_are_shown_and_do_not_stop_the_others(fake, capfd):
     assert record["parts"]["fail"]["result"] is None
     report = (out / "report.md").read_text()
     assert report.startswith("# 2 x NVIDIA H200\n") and "rehearsal" not in report
-    assert "| [good](#good) | To good | done | 0 |" in report and "| [fail](#fail) | To fail | failed | 0 |" in report
+    assert "| [good](#good) | done | 0 |" in report and "| [fail](#fail) | failed | 0 |" in report
     assert "![picture](good/picture.png)\n\n```text\nreport of good\n```" in report
     assert "`fail/log.txt`:\n\n```text\non it\nerror: cannot do it\n```" in report
     assert "fail (2 of 3): " in capfd.readouterr().err
@@ -84,7 +84,7 @@ def test_only_parts_that_are_not_done_with_the_same_flags_run_again(fake):
     assert run(out, "good") == first and len(calls(out, "good")) == 1
     second = run(out, "other")
     assert "report of good" in second and "report of other" in second, "what was done before stays in the report"
-    parts[0] = Part("good", "To good", ("good", "--more"))
+    parts[0] = Part("good", ("good", "--more"))
     run(out, "good")
     assert calls(out, "good") == ["", "--more"]
     for _ in range(2):

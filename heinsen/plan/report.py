@@ -72,7 +72,10 @@ class Plan:
         ]
         lines = [f"{name:<17} {text}" for name, text in rows]
         if self.costs is not None:
-            lines += _costliest_lines(self.costs)
+            lines += ["costliest operations, by their bounds:", "      ms  share  kernels        GB  name"]
+            for name, x in self.costs.costliest():
+                ms, share = 1e3 * x.seconds, x.seconds / self.costs.total.seconds
+                lines.append(f"{ms:8.2f}  {share:5.1%}  {x.kernels:7,}  {format_gigabytes(x.n_bytes):>8}  {name}")
         if self.target is not None or self.costs is not None:
             lines.append(json.dumps(self.figures()))
         return "\n".join(lines)
@@ -143,14 +146,6 @@ class Plan:
             total = f"{_format_hours(hours)} for the whole run, {hours * self.n_devices:,.1f} device-hours"
             rows.append((label, total + (" at least" if label == "at the bound" else "")))
         return rows
-
-
-def _costliest_lines(costs: Costs) -> list[str]:
-    lines = ["costliest operations, by their bounds:", "      ms  share  kernels        GB  name"]
-    for name, x in costs.costliest():
-        share = x.seconds / costs.total.seconds
-        lines.append(f"{1e3 * x.seconds:8.2f}  {share:5.1%}  {x.kernels:7,}  {format_gigabytes(x.n_bytes):>8}  {name}")
-    return lines
 
 
 def format_gigabytes(n_bytes: float) -> str:

@@ -44,7 +44,6 @@ class Part:
     """A benchmark with its flags."""
 
     name: str
-    title: str
     arguments: tuple[str, ...]
 
 
@@ -52,23 +51,23 @@ def full_parts(device: Mapping[str, Any]) -> list[Part]:
     """Return the parts for an accelerator."""
     batch = f"--config.batch_size={_SEQUENCES * device['count']}"
     step = lambda name, *options: ("step", f"--config=configs/{name}.py", batch, "--repeats=5", *options)
-    lengths = ("--lengths=256,2048,16384,65536", "--dtypes=bfloat16,float32", _SKIP)
+    lengths = ("--lengths=256,2048,16384,65536", "--dtypes=bfloat16,float32", "--repeats=3", "--time_limit=1", _SKIP)
     contexts = ("--contexts=1000,100000", "--batches=1,32,256", "--repeats=5")
     parts = [
-        Part("accuracy", "Accuracy", ("accuracy",)),
-        Part("step", "Training step of configs/pile_125m.py", step("pile_125m")),
-        Part("step_gated", "Training step of configs/gated_125m.py", step("gated_125m")),
-        Part("attention", "Attention", ("attention", "--repeats=3", "--time_limit=1", *lengths)),
-        Part("losses", "Losses of 200 training steps of configs/demo.py", ("losses",)),
-        Part("decode", "Decoding by configs/pile_125m.py", ("decode", "--config=configs/pile_125m.py", *contexts)),
+        Part("accuracy", ("accuracy",)),
+        Part("step", step("pile_125m")),
+        Part("step_gated", step("gated_125m")),
+        Part("attention", ("attention", *lengths)),
+        Part("losses", ("losses",)),
+        Part("decode", ("decode", "--config=configs/pile_125m.py", *contexts)),
     ]
     if (device["memory"] or 0) < _KEEP_BYTES:
         return parts
     keep = "--config.model.remat=none"
     return [
         *parts,
-        Part("step_keep", "Training step of configs/pile_125m.py without remat", step("pile_125m", keep)),
-        Part("step_gated_keep", "Training step of configs/gated_125m.py without remat", step("gated_125m", keep)),
+        Part("step_keep", step("pile_125m", keep)),
+        Part("step_gated_keep", step("gated_125m", keep)),
     ]
 
 
@@ -78,12 +77,12 @@ def small_parts() -> list[Part]:
     sizes = ("--lengths=256,1024", "--heads=4", "--features=8", "--repeats=2", f"{_SKIP},heinsen scan")
     contexts = ("--contexts=100,1000", "--batches=1,32,256", "--repeats=2")
     return [
-        Part("accuracy", "Accuracy", ("accuracy", "--lengths=100", "--features=8")),
-        Part("step", "Training step of configs/demo.py", step("demo")),
-        Part("step_gated", "Training step of configs/gated_demo.py", step("gated_demo")),
-        Part("attention", "Attention", ("attention", *sizes)),
-        Part("losses", "Losses of 200 training steps of configs/demo.py", ("losses",)),
-        Part("decode", "Decoding by configs/demo.py", ("decode", "--config=configs/demo.py", *contexts)),
+        Part("accuracy", ("accuracy", "--lengths=100", "--features=8")),
+        Part("step", step("demo")),
+        Part("step_gated", step("gated_demo")),
+        Part("attention", ("attention", *sizes)),
+        Part("losses", ("losses",)),
+        Part("decode", ("decode", "--config=configs/demo.py", *contexts)),
     ]
 
 
@@ -164,7 +163,7 @@ def run_part(part: Part, folder: Path, limit: float) -> dict[str, Any]:
     result = json.loads(results.read_text()) if results.exists() else None
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     arguments, seconds = list(part.arguments), time.monotonic() - start
-    return dict(title=part.title, arguments=arguments, state=state, seconds=seconds, last_lines=last, result=result)
+    return dict(arguments=arguments, state=state, seconds=seconds, last_lines=last, result=result)
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -179,11 +178,11 @@ def write_record(out: Path, record: dict[str, Any]) -> str:
     lines = [f"# {name_of(record['device'])}", "", f"{describe_versions()}; written by `python scripts/on_device.py`."]
     if record["small"]:
         lines += ["", "Sizes are small: a rehearsal, whose figures say nothing about an accelerator."]
-    lines += ["", "| part | what | state | seconds |", "|---|---|---|---|"]
+    lines += ["", "| part | state | seconds |", "|---|---|---|"]
     for name, part in record["parts"].items():
-        lines.append(f"| [{name}](#{name}) | {part['title']} | {part['state']} | {part['seconds']:.0f} |")
+        lines.append(f"| [{name}](#{name}) | {part['state']} | {part['seconds']:.0f} |")
     for name, part in record["parts"].items():
-        lines += ["", f"## {name}", "", f"{part['title']}: `python {PROGRAM} {shlex.join(part['arguments'])}`"]
+        lines += ["", f"## {name}", "", f"`python {PROGRAM} {shlex.join(part['arguments'])}`"]
         if part["state"] != DONE:
             lines += ["", f"**{part['state']}** after {part['seconds']:.0f} s; the end of `{name}/log.txt`:"]
             lines += ["", "```text", *part["last_lines"], "```"]
