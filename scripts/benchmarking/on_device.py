@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,55 +34,50 @@ _KEEP_BYTES = 50 * 2**30  # of device memory, from which on the same step fits w
 _SKIP = "--skip=heinsen reference,heinsen chunked (real values)"
 
 
+Arguments = tuple[str, ...]  # of scripts/benchmark.py
+
+
 class OnDeviceError(HeinsenError, RuntimeError):
     """The device cannot be used, or not all parts are done: rerun the same command to resume."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A benchmark with its flags."""
-
-    name: str
-    arguments: tuple[str, ...]
-
-
-def full_parts(device: Mapping[str, Any]) -> list[Part]:
-    """Return the parts for an accelerator."""
+def full_parts(device: Mapping[str, Any]) -> dict[str, Arguments]:
+    """Return the parts for an accelerator, by name."""
     batch = f"--config.batch_size={_SEQUENCES * device['count']}"
     step = lambda name, *options: ("step", f"--config=configs/{name}.py", batch, "--repeats=5", *options)
     lengths = ("--lengths=256,2048,16384,65536", "--dtypes=bfloat16,float32", "--repeats=3", "--time_limit=1", _SKIP)
     contexts = ("--contexts=1000,100000", "--batches=1,32,256", "--repeats=5")
-    parts = [
-        Part("accuracy", ("accuracy",)),
-        Part("step", step("pile_125m")),
-        Part("step_gated", step("gated_125m")),
-        Part("attention", ("attention", *lengths)),
-        Part("losses", ("losses",)),
-        Part("decode", ("decode", "--config=configs/pile_125m.py", *contexts)),
-    ]
+    parts = {
+        "accuracy": ("accuracy",),
+        "step": step("pile_125m"),
+        "step_gated": step("gated_125m"),
+        "attention": ("attention", *lengths),
+        "losses": ("losses",),
+        "decode": ("decode", "--config=configs/pile_125m.py", *contexts),
+    }
     if (device["memory"] or 0) < _KEEP_BYTES:
         return parts
     keep = "--config.model.remat=none"
-    return [
-        *parts,
-        Part("step_keep", step("pile_125m", keep)),
-        Part("step_gated_keep", step("gated_125m", keep)),
-    ]
+    return {
+        **parts,
+        "step_keep": step("pile_125m", keep),
+        "step_gated_keep": step("gated_125m", keep),
+    }
 
 
-def small_parts() -> list[Part]:
+def small_parts() -> dict[str, Arguments]:
     """Return the parts with small sizes: some minutes on two CPU cores."""
     step = lambda name: ("step", f"--config=configs/{name}.py", "--repeats=2")
     sizes = ("--lengths=256,1024", "--heads=4", "--features=8", "--repeats=2", f"{_SKIP},heinsen scan")
     contexts = ("--contexts=100,1000", "--batches=1,32,256", "--repeats=2")
-    return [
-        Part("accuracy", ("accuracy", "--lengths=100", "--features=8")),
-        Part("step", step("demo")),
-        Part("step_gated", step("gated_demo")),
-        Part("attention", ("attention", *sizes)),
-        Part("losses", ("losses",)),
-        Part("decode", ("decode", "--config=configs/demo.py", *contexts)),
-    ]
+    return {
+        "accuracy": ("accuracy", "--lengths=100", "--features=8"),
+        "step": step("demo"),
+        "step_gated": step("gated_demo"),
+        "attention": ("attention", *sizes),
+        "losses": ("losses",),
+        "decode": ("decode", "--config=configs/demo.py", *contexts),
+    }
 
 
 def run(out: Path, minutes: float, names: Sequence[str], small: bool) -> str:
@@ -98,30 +92,30 @@ def run(out: Path, minutes: float, names: Sequence[str], small: bool) -> str:
     device = find_device()
     record = read_record(out, device)
     small = record["small"] = small or device["platform"] == "cpu"
-    parts = {part.name: part for part in (small_parts() if small else full_parts(device))}
+    parts = small_parts() if small else full_parts(device)
     if unknown := set(names) - parts.keys():
         raise InputError(f"--parts={','.join(sorted(unknown))}: here there are {', '.join(parts)}")
-    is_done = lambda part: (
-        (kept := record["parts"].get(part.name)) is not None
-        and kept["state"] == DONE
-        and kept["arguments"] == list(part.arguments)
-    )
-    chosen = [part for part in parts.values() if part.name in (names or parts)]
-    left = [part for part in chosen if not is_done(part)]
-    for i, part in enumerate(left, start=1):
+
+    def find_missing() -> list[str]:
+        chosen = {name: list(parts[name]) for name in parts if name in (names or parts)}
+        done = {name: x["arguments"] for name, x in record["parts"].items() if x["state"] == DONE}
+        return [name for name, arguments in chosen.items() if done.get(name) != arguments]
+
+    missing = find_missing()
+    for i, name in enumerate(missing, start=1):
         rest = end - time.monotonic()
         if rest < _LEAST:
             break
-        tell(f"{part.name} ({i} of {len(left)}): {rest:.0f} s are left; see {out / part.name}/log.txt")
-        record["parts"][part.name] = found = run_part(part, out / part.name, rest)
-        tell(f"{part.name}: {found['state']} after {found['seconds']:.0f} s")
+        tell(f"{name} ({i} of {len(missing)}): {rest:.0f} s are left; see {out / name}/log.txt")
+        record["parts"][name] = found = run_part(parts[name], out / name, rest)
+        tell(f"{name}: {found['state']} after {found['seconds']:.0f} s")
         write_record(out, record)
-    if missing := [part.name for part in chosen if not is_done(part)]:
+    report = write_record(out, record)
+    if missing := find_missing():
         raise OnDeviceError(
-            f"{len(missing)} of {len(chosen)} parts are not done ({', '.join(missing)}): see {out / 'report.md'}; "
-            "rerun the same command to resume"
+            f"not done: {', '.join(missing)}; see {out / 'report.md'}, and rerun the same command to resume"
         )
-    return write_record(out, record)
+    return report
 
 
 def find_device() -> dict[str, Any]:
@@ -145,12 +139,12 @@ def read_record(out: Path, device: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def run_part(part: Part, folder: Path, limit: float) -> dict[str, Any]:
+def run_part(arguments: Arguments, folder: Path, limit: float) -> dict[str, Any]:
     """Run a part for so many seconds at most, and return how it ended, with its results: of a stopped one, so far."""
     make_folder(folder)
     results, log, start = folder / "results.json", folder / "log.txt", time.monotonic()
     results.unlink(missing_ok=True)  # of other flags, or of a process that was stopped
-    command = [sys.executable, PROGRAM, *part.arguments, f"--out={folder.absolute()}"]
+    command = [sys.executable, PROGRAM, *arguments, f"--out={folder.absolute()}"]
     # All parts share a cache of compiled programs.
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str((folder.parent / "compiled").absolute())}
     state = FAILED
@@ -162,8 +156,8 @@ def run_part(part: Part, folder: Path, limit: float) -> dict[str, Any]:
             state = STOPPED
     result = json.loads(results.read_text()) if results.exists() else None
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    arguments, seconds = list(part.arguments), time.monotonic() - start
-    return dict(arguments=arguments, state=state, seconds=seconds, last_lines=last, result=result)
+    seconds = time.monotonic() - start
+    return dict(arguments=list(arguments), state=state, seconds=seconds, last_lines=last, result=result)
 
 
 # ---- the report ----------------------------------------------------------------------------------
