@@ -251,6 +251,7 @@ def test_collectives_count_once_what_a_device_must_send():
         "collective-permute": Operation(1, K),
         "all-to-all": Operation(1, 0.5 * K),
     }
+    assert costs.total.kernels == 2 + 4  # a GPU launches each collective, too
     assert costs.seconds_collectives == pytest.approx((7 + 0.75 + 1 + 0.5) * K / GPU.interconnect)
     assert costs.seconds == max(costs.total.seconds, costs.seconds_collectives)
 
@@ -319,6 +320,9 @@ def test_kernels_of_libraries_have_the_flops_that_they_state():
         "ROOT %r = bf16[4,16,8]{2,1,0} get-tuple-element(%d), index=0"
     )
     assert count_costs(program(gemm), GPU).total.flops == {"bfloat16": 2 * 4 * 16 * 8 * 32}
+    exact, wide = gemm.replace("DEFAULT", "HIGHEST"), gemm.replace("bf16", "f32")
+    for text, kind in ((exact, "bfloat16"), (wide, "tf32"), (exact.replace("bf16", "f32"), "float32")):
+        assert count_costs(program(text), GPU).total.flops == {kind: 2 * 4 * 16 * 8 * 32}
     kernel = (
         "%a = f32[8,128]{1,0:T(8,128)} parameter(0)\n"
         'ROOT %d = f32[8,128]{1,0:T(8,128)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config='
@@ -361,6 +365,18 @@ def test_flops_of_convolutions_are_those_of_their_products(rng, feature_groups):
         f"feature_group_count={feature_groups}"
     )
     assert sum(count_costs(text, TPU).total.flops.values()) == expected
+
+
+@pytest.mark.parametrize(
+    "size, n_out, window, products",
+    [("1", 5, "size=1", 5), ("3", 3, "size=3", 9), ("3", 5, "size=3 pad=1_1", 13), ("3", 2, "size=3 stride=2", 6)],
+)
+def test_what_a_window_does_not_say_is_as_usual(size, n_out, window, products):
+    text = program(
+        f"%x = bf16[2,4,5]{{2,1,0}} parameter(0)\n%w = bf16[6,4,{size}]{{2,1,0}} parameter(1)\n"
+        f"ROOT %y = bf16[2,6,{n_out}]{{2,1,0}} convolution(%x, %w), window={{{window}}}, dim_labels=bf0_oi0->bf0"
+    )
+    assert count_costs(text, TPU).total.flops == {"bfloat16": 2 * 2 * 6 * 4 * products}
 
 
 def test_names_say_the_direction_and_the_place():

@@ -64,7 +64,7 @@ def _traffic_of_fusion(module: Module, fused: Computation) -> _Traffic:
         inner = _find_traffic(module, fused, instruction) if instruction.opcode == "fusion" else None
         for index, name in enumerate(instruction.operands):
             if inner is not None:
-                part = inner.reads.get(index, 1.0)
+                part = inner.reads[index]
             else:
                 part = _read_fraction(fused, instruction, index, instruction.name in updates)
             needed[name] = min(1.0, needed.get(name, 0.0) + need * part)
@@ -81,8 +81,8 @@ def _written_fraction(module: Module, fused: Computation, output: Instruction) -
             updates.add(at.name)
         elif at.opcode == "fusion" and len(at.arrays) == 1:
             inner = _find_traffic(module, fused, at)
-            unread = [index for index in range(len(at.operands)) if inner.reads.get(index, 1.0) == 0.0]
-            if inner.writes.get(0, 1.0) == 1.0 or len(unread) != 1:
+            unread = [index for index in range(len(at.operands)) if inner.reads[index] == 0.0]
+            if inner.writes[0] == 1.0 or len(unread) != 1:
                 return 1.0, set()
             fraction += inner.writes[0]
             base = unread[0]
