@@ -19,7 +19,7 @@ from heinsen.models import (
 )
 from heinsen.models.cross_entropy import token_losses
 from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
-from heinsen.planning.plan import plan
+from heinsen.plan.plan import plan
 from heinsen.training.loop import train
 from tests.model64 import (
     DOCUMENT,

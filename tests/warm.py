@@ -23,7 +23,7 @@ MODULES = (
     "heinsen.decoding",
     "heinsen.evaluation.split",
     "heinsen.training.loop",
-    "heinsen.planning.plan",
+    "heinsen.plan.plan",
     "scripts.cli",
 )
 

@@ -56,7 +56,8 @@ def check_known_tokens(*arrays: Array) -> None:
         if not isinstance(x.shape[-2], int):
             raise ValueError(
                 f"shape {x.shape} has a symbolic number of tokens, and this attention needs a known one: export a "
-                'function for each length (the batch may be symbolic), or, where there is one, pass implementation="reference"'
+                "function for each length (the batch may be symbolic), or pass implementation='reference' where there "
+                "is one"
             )
 
 

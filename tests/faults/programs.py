@@ -82,7 +82,7 @@ def import_libraries() -> None:
     import heinsen.decoding
     import heinsen.evaluation.split
     import heinsen.evaluation.tables
-    import heinsen.planning.plan
+    import heinsen.plan.plan
     import heinsen.sweep.report
     import heinsen.training.loop
     import heinsen.weights  # noqa: F401

@@ -48,7 +48,8 @@ TESTS = {
     ],
     "decoding": ["tests/test_decoding.py", "tests/test_entry_points.py"],
     "export": ["tests/test_export.py", "tests/test_transformers.py"],
-    "planning": ["tests/planning", "tests/test_on_device.py"],
+    "plan": ["tests/plan"],
+    "contrib": ["tests/plan/test_costs.py", "tests/plan/test_hlo.py"],
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
@@ -56,7 +57,7 @@ TESTS = {
         *("tests/test_remote.py", "tests/test_flags.py", "tests/test_entry_points.py", "tests/training", "tests/data"),
     ],
 }
-ELSEWHERE = {"logspace": "ops", "weights": "export", "chips": "planning", "figures": "evaluation"}
+ELSEWHERE = {"logspace": "ops", "weights": "export", "chips": "plan", "figures": "evaluation"}
 # Run by PyTorch, which the quick tests do without (`make transformers`).
 LEFT_OUT = ("export/pytorch",)
 

@@ -96,7 +96,7 @@ def test_ordinary_inputs_never_reach_the_exact_form(rng, signed):
 
 
 def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
-    """The shifts fall: beside exp(200) the values after it would underflow, and every later call take the exact form."""
+    """The shifts fall: beside exp(200) the values after it would underflow, and every later call be exact but slow."""
     q, k, log_v = (jnp.asarray(rng.standard_normal((2, 96, FEATURES)), jnp.float32) for _ in range(3))
     decays = jnp.full((2, 96), -4.0)
     log_v = log_v.at[:, 0].add(200.0)

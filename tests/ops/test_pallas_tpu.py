@@ -1,4 +1,4 @@
-"""The fused kernels for TPUs: in JAX's interpret mode against float64 truth (compiled: tests/planning).
+"""The fused kernels for TPUs: in JAX's interpret mode against float64 truth (compiled: tests/plan).
 
 The interpret mode watches for races between copies and reads of the chip's memory, which it fills with NaN beforehand.
 """

@@ -4,11 +4,10 @@ import dataclasses
 import json
 from typing import Any
 
-from heinsen.planning.costs import Costs
+from heinsen.plan.costs import Costs
 from heinsen.training.throughput import format_bytes, train_flops_per_token
 
 _ASSUMED_MFU = (0.2, 0.4)  # where there is neither a timed step nor a bound
-_N_COSTLIEST = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +31,11 @@ class Plan:
     total_steps: int
     bytes_state: int
     bytes_step: int
-    bytes_device: int | None
     peak_flops: float
-    seconds_compiling: float
-    seconds_per_step: float | None
-    not_timed: str | None
+    bytes_device: int | None = None
+    seconds_compiling: float = 0.0
+    seconds_per_step: float | None = None
+    not_timed: str | None = None
     target: str | None = None
     costs: Costs | None = None
 
@@ -73,7 +72,10 @@ class Plan:
         ]
         lines = [f"{name:<17} {text}" for name, text in rows]
         if self.costs is not None:
-            lines += _costliest_lines(self.costs)
+            lines += ["costliest operations, by their bounds:", "      ms  share  kernels        GB  name"]
+            for name, x in self.costs.costliest():
+                ms, share = 1e3 * x.seconds, x.seconds / self.costs.total.seconds
+                lines.append(f"{ms:8.2f}  {share:5.1%}  {x.kernels:7,}  {format_gigabytes(x.n_bytes):>8}  {name}")
         if self.target is not None or self.costs is not None:
             lines.append(json.dumps(self.figures()))
         return "\n".join(lines)
@@ -92,7 +94,7 @@ class Plan:
             "bound_hours": bound * self.total_steps / 3600,
             "bound_device_hours": bound * self.total_steps / 3600 * self.n_devices,
         }
-        return fields | at_bound | {"costs": describe_costs(self.costs)}
+        return fields | at_bound | {"costs": self.costs.figures()}
 
     def _describe_memory(self) -> str:
         text = f"{format_bytes(self.bytes_step)} in a step, by XLA's analysis"
@@ -107,17 +109,12 @@ class Plan:
             return []
         figures, total = self.figures(), self.costs.total
         products = ", ".join(f"{kind} {flops:.3g}" for kind, flops in sorted(total.flops.items()))
-        collectives = ", ".join(
-            f"{n} {kind} ({format_gigabytes(n_bytes)} GB)"
-            for kind, (n, n_bytes) in sorted(self.costs.collectives.items())
-        )
-        n_loops = self.costs.loops_not_counted
+        sent = sorted(self.costs.collectives.items())
+        collectives = ", ".join(f"{x.kernels} {kind} ({format_gigabytes(x.n_bytes)} GB)" for kind, x in sent)
+        n_loops = len(self.costs.loops_not_counted)
         loops = f"; {n_loops} loops whose length depends on data count as not run" if n_loops else ""
         return [
-            (
-                "kernels",
-                f"{total.kernels:,} per step{loops}",
-            ),
+            ("kernels", f"{total.kernels:,} per step{loops}"),
             ("bytes moved", f"{format_gigabytes(total.n_bytes)} GB per step and device"),
             ("matrix products", f"{products or 0} FLOPs per step and device"),
             ("collectives", f"{collectives or 'none'} per step and device"),
@@ -149,33 +146,6 @@ class Plan:
             total = f"{_format_hours(hours)} for the whole run, {hours * self.n_devices:,.1f} device-hours"
             rows.append((label, total + (" at least" if label == "at the bound" else "")))
         return rows
-
-
-def describe_costs(costs: Costs) -> dict[str, Any]:
-    """Return what costs are, ready for JSON."""
-    total = costs.total
-    return {
-        "kernels": total.kernels,
-        "bytes": total.n_bytes,
-        "flops": dict(total.flops),
-        "collectives": {kind: {"count": n, "bytes": n_bytes} for kind, (n, n_bytes) in costs.collectives.items()},
-        "seconds_kernels": total.seconds,
-        "seconds_moving": costs.seconds_moving,
-        "seconds_collectives": costs.seconds_collectives,
-        "loops_not_counted": costs.loops_not_counted,
-        "costliest": [
-            {"name": name, "seconds": x.seconds, "kernels": x.kernels, "bytes": x.n_bytes, "flops": dict(x.flops)}
-            for name, x in costs.costliest(_N_COSTLIEST)
-        ],
-    }
-
-
-def _costliest_lines(costs: Costs) -> list[str]:
-    lines = ["costliest operations, by their bounds:", "      ms  share  kernels        GB  name"]
-    for name, x in costs.costliest(_N_COSTLIEST):
-        share = x.seconds / costs.total.seconds
-        lines.append(f"{1e3 * x.seconds:8.2f}  {share:5.1%}  {x.kernels:7,}  {format_gigabytes(x.n_bytes):>8}  {name}")
-    return lines
 
 
 def format_gigabytes(n_bytes: float) -> str:

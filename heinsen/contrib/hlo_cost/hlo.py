@@ -11,6 +11,7 @@ import re
 
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 _BYTES |= {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}  # f8e4m3 and its like have one byte
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")  # dtype, shape, order, layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,11 @@ class ArrayType:
         for i, part in enumerate(reversed(self.tile[-len(sizes) :] if sizes else ()), start=1):
             sizes[-i] = -(-sizes[-i] // part) * part
         return math.ceil(math.prod(sizes) * _BYTES.get(self.dtype, 1))
+
+    @property
+    def main_memory_bytes(self) -> int:
+        """Its bytes if it is in the main memory, 0 if it is on the chip."""
+        return self.n_bytes if self.memory_space == 0 else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +93,6 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         return {int(x.literal): x for x in self.instructions.values() if x.opcode == "parameter"}
 
-    @functools.cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each one."""
-        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
-        for instruction in self.instructions.values():
-            for name in dict.fromkeys(instruction.operands):
-                found[name].append(instruction)
-        return found
-
     def operand(self, instruction: Instruction, index: int) -> Instruction:
         return self.instructions[instruction.operands[index]]
 
@@ -107,6 +104,10 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
     sources: dict[int, str]
+
+    def called(self, instruction: Instruction, *keys: str) -> list[Computation]:
+        """The computations that an instruction's attributes name."""
+        return [self.computations[name] for key in keys for name in instruction.names(key)]
 
     def source(self, instruction: Instruction) -> str:
         """The line of Python that made an instruction, as "file.py:line"; "" if it is not known."""
@@ -121,15 +122,10 @@ def parse_module(text: str) -> Module:
     """Parse `compiled.as_text()`. Raises ValueError if it has no entry computation."""
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
-    entry: str | None = None
-    name: str | None = None
-    root: Instruction | None = None
+    entry = name = root = None
     for line in text.splitlines():
         if name is None:
-            header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line) or re.match(
-                r"(ENTRY )?%?([\w.\-]+) \{$", line
-            )
-            if header:
+            if header := re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$", line):
                 name, instructions, root = header[2], {}, None
                 entry = name if header[1] else entry
         elif line.startswith("}"):
@@ -164,18 +160,13 @@ def parse_instruction(line: str) -> Instruction:
 
 def parse_arrays(text: str) -> tuple[ArrayType, ...]:
     """Parse a type, `f32[8,128]{1,0:T(8,128)S(1)}` or a tuple of such, to the arrays in it."""
-    found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?", text)
-    return tuple(_parse_array(*parts) for parts in found)
-
-
-@functools.cache
-def _parse_array(dtype: str, shape: str, order: str, layout: str) -> ArrayType:
-    tile = re.search(r"T\(([\d,]*)\)", layout)
-    space = re.search(r"S\((\d+)\)", layout)
     numbers = lambda text: tuple(int(x) for x in text.replace("<=", "").split(",") if x)
-    return ArrayType(
-        dtype, numbers(shape), numbers(order), numbers(tile[1]) if tile else (), int(space[1]) if space else 0
-    )
+    found = []
+    for dtype, shape, order, layout in _ARRAY.findall(text):
+        tile, space = re.search(r"T\(([\d,]*)\)", layout), re.search(r"S\((\d+)\)", layout)
+        padding = numbers(tile[1]) if tile else ()
+        found.append(ArrayType(dtype, numbers(shape), numbers(order), padding, int(space[1]) if space else 0))
+    return tuple(found)
 
 
 def _closing(text: str, start: int) -> int:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from heinsen.chips import CHIPS, Chip, chip_of
-from heinsen.planning.costs import count_costs, describe_op_name, group_size
-from heinsen.planning.hlo import parse_instruction
+from heinsen.contrib.hlo_cost import count_costs
+from heinsen.contrib.hlo_cost.costs import describe_op_name, group_size
+from heinsen.contrib.hlo_cost.hlo import parse_instruction
+from heinsen.plan.costs import Operation
 
 GPU = Chip("gpu", "gpu", "GPU", 10**9, 1e9, 1e8, 1e12, 1e11, 1e10, launch=1e-3)
 TPU = Chip("tpu", "tpu", "TPU", 10**9, 1e9, 1e8, 6e12)
@@ -90,6 +92,29 @@ def test_what_is_updated_in_place_counts_as_the_update():
     assert count_costs(program(alone), GPU).total.n_bytes == 2 * K + 4
 
 
+@pytest.mark.parametrize(
+    "kernel, n_bytes",
+    [
+        ("f32[256]{0} slice(%x), slice={[1:2], [0:256]}", 2 * K),
+        ("f32[3,256]{1,0} gather(%x, %i), offset_dims={1}", 6 * K + 12),
+        ("f32[8,256]{1,0} scatter(%x, %i, %u), to_apply=%add", 6 * K + 12),
+        ("f32[8,256]{1,0} dynamic-update-slice(%x, %u, %i, %i)", 6 * K + 12),
+        ("(f32[8,256]{1,0}, f32[3,256]{1,0}, u32[]{:S(2)}) slice-start(%x), slice={[1:4], [0:256]}", 6 * K),
+        ("(f32[8,256]{1,0}, f32[8,256]{1,0}, u32[]{:S(2)}) copy-start(%x)", 16 * K),
+        ('f32[8,256]{1,0} custom-call(%x), custom_call_target="kernel"', 16 * K),
+        ('f32[8,256]{1,0} custom-call(), custom_call_target="AllocateBuffer"', 0),
+        ("f32[8,256]{1,0} call(%x), to_apply=%negation", 16 * K),
+        ("((f32[8,256]{1,0}), f32[8,256]{1,0}) async-start(%x), calls=%negation", 16 * K),
+        ("f32[8,256]{1,0} async-done(%x)", 0),
+    ],
+)
+def test_a_kernel_of_one_instruction_moves_what_it_needs(kernel, n_bytes):
+    arrays = "%x = f32[8,256]{1,0} parameter(0)\n%i = s32[3]{0} parameter(1)\n%u = f32[3,256]{1,0} parameter(2)\n"
+    negation = "negation\n%p = f32[8,256]{1,0} parameter(0)\nROOT %n = f32[8,256]{1,0} negate(%p)"
+    costs = count_costs(program(f"{arrays}ROOT %r = {kernel}", ADD, negation), GPU)
+    assert costs.total.n_bytes == n_bytes and costs.total.kernels == (n_bytes > 0)
+
+
 def test_several_results_of_a_nested_fusion_count_each_by_itself():
     costs = count_costs(
         program(
@@ -106,42 +131,69 @@ def test_several_results_of_a_nested_fusion_count_each_by_itself():
     assert costs.total.kernels == 1 and costs.total.n_bytes == 3 * K + 4
 
 
+# A loop over a counter, an array that it negates, and a limit that it may read.
 BODY = (
-    "body\n%p = (s32[], f32[256]{0}) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
-    "%x = f32[256]{0} get-tuple-element(%p), index=1\n%one = s32[] constant(2)\n%j = s32[] add(%i, %one)\n"
-    "%y = f32[256]{0} negate(%x)\nROOT %t = (s32[], f32[256]{0}) tuple(%j, %y)"
+    "body\n%p = (s32[], f32[256]{0}, s32[]) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
+    "%x = f32[256]{0} get-tuple-element(%p), index=1\n%m = s32[] get-tuple-element(%p), index=2\n"
+    "%two = s32[] constant(2)\n%j = s32[] add(%i, %two)\n%y = f32[256]{0} negate(%x)\n"
+    "ROOT %t = (s32[], f32[256]{0}, s32[]) tuple(%j, %y, %m)"
 )
 CONDITION = (
-    "condition\n%p = (s32[], f32[256]{0}) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
-    "%n = s32[] constant(7)\nROOT %r = pred[] compare(%i, %n), direction=LT"
+    "condition\n%p = (s32[], f32[256]{0}, s32[]) parameter(0)\n%i = s32[] get-tuple-element(%p), index=0\n"
+    "%m = s32[] get-tuple-element(%p), index=2\n%n = s32[] constant(7)\nROOT %r = pred[] compare(%i, %n), direction=LT"
 )
 LOOP = (
-    "%start = s32[] START\n%x = f32[256]{0} parameter(0)\n%t = (s32[], f32[256]{0}) tuple(%start, %x)\n"
-    "ROOT %w = (s32[], f32[256]{0}) while(%t), condition=%condition, body=%bodyKNOWN"
+    "%start = s32[] constant(1)\n%x = f32[256]{0} parameter(0)\n%limit = s32[] constant(10)\n"
+    "%t = (s32[], f32[256]{0}, s32[]) tuple(%start, %x, %limit)\n"
+    "ROOT %w = (s32[], f32[256]{0}, s32[]) while(%t), condition=%condition, body=%body"
 )
+KNOWN = ', backend_config={"known_trip_count":{"n":"5"}}'
 
 
-def loop(start="constant(1)", known=""):
-    return program(LOOP.replace("START", start).replace("KNOWN", known), BODY, CONDITION)
+@pytest.mark.parametrize(
+    "changes, trips",
+    [
+        ({}, 3),  # from 1 by 2 up to 7
+        ({"body=%body": "body=%body" + KNOWN}, 5),
+        ({"constant(7)": "constant(8)"}, 4),
+        ({"constant(7)": "constant(0)"}, 0),
+        ({"constant(2)": "constant(6)", "add(%i, %two)": "add(%two, %i)"}, 1),
+        ({"%start = s32[] constant(1)": "%s = s32[] constant(-2)\n%start = s32[] copy(%s)"}, 5),
+        ({"compare(%i, %n)": "compare(%i, %m)"}, 5),  # the limit of 10 stays the same from step to step
+        ({"compare(%i, %n)": "compare(%i, %m)", "tuple(%j, %y, %m)": "tuple(%j, %y, %j)"}, None),
+        ({"compare(%i, %n)": "compare(%i, %m)", "%limit = s32[] constant(10)": "%limit = s32[] parameter(1)"}, None),
+        ({"%start = s32[] constant(1)": "%start = s32[] parameter(1)"}, None),
+        ({"constant(2)": "constant(0)"}, None),
+        ({"%two = s32[] constant(2)": "%two = s32[] negate(%i)"}, None),
+        ({"add(%i, %two)": "multiply(%i, %two)"}, None),
+        ({"add(%i, %two)": "add(%m, %two)"}, None),
+        ({"compare(%i, %n)": "compare(%n, %i)"}, None),
+        ({"direction=LT": "direction=NE"}, None),
+    ],
+)
+def test_loops_count_as_often_as_they_run(changes, trips):
+    text = program(LOOP, BODY, CONDITION)
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    costs = count_costs(text, GPU)
+    if trips is None:  # what decides whether to run is counted alone
+        assert costs.loops_not_counted == {"w"} and set(costs.operations) == {"r"}
+    else:
+        negated = costs.operations["y"]
+        assert (negated.kernels, negated.n_bytes) == (trips, trips * 2 * K) and not costs.loops_not_counted
+        assert negated.seconds == pytest.approx(trips * (2 * K / GPU.bandwidth + GPU.launch))
 
 
-def test_loops_count_as_often_as_they_run():
-    stated = count_costs(loop(known=', backend_config={"known_trip_count":{"n":"5"}}'), TPU)
-    assert stated.total.n_bytes == 5 * (2 * K + 12) and stated.loops_not_counted == 0
-    found = count_costs(loop(), TPU)  # from 1 by 2 up to 7
-    assert found.total.n_bytes == 3 * (2 * K + 12) and found.loops_not_counted == 0
-    unknown = count_costs(loop(start="parameter(1)"), TPU)
-    assert unknown.total.n_bytes == 9 and unknown.loops_not_counted == 1  # the condition: two numbers and a truth value
-    nested = BODY.replace("body\n", "inner\n").replace("negate(%x)", "copy(%x)")
+def test_loops_within_loops_multiply():
     outer = program(
-        LOOP.replace("START", "constant(0)").replace("KNOWN", ', backend_config={"known_trip_count":{"n":"4"}}'),
-        nested,
+        LOOP.replace("body=%body", "body=%body" + KNOWN),
+        BODY.replace("body\n", "inner\n"),
         CONDITION,
-        "body\n%p = (s32[], f32[256]{0}) parameter(0)\n"
-        "ROOT %w = (s32[], f32[256]{0}) while(%p), condition=%condition, body=%inner, "
-        'backend_config={"known_trip_count":{"n":"3"}}',
+        "body\n%p = (s32[], f32[256]{0}, s32[]) parameter(0)\n"
+        "ROOT %w = (s32[], f32[256]{0}, s32[]) while(%p), condition=%condition, body=%inner" + KNOWN,
     )
-    assert count_costs(outer, GPU).total.kernels == 4 * 3 * 2
+    assert count_costs(outer, GPU).operations["y"].kernels == 5 * 5
 
 
 def test_of_branches_the_cheapest_is_taken():
@@ -194,11 +246,12 @@ def test_collectives_count_once_what_a_device_must_send():
         n_devices=16,
     )
     assert costs.collectives == {
-        "all-gather": (1, 7 * K),
-        "all-reduce": (1, 0.75 * K),
-        "collective-permute": (1, K),
-        "all-to-all": (1, 0.5 * K),
+        "all-gather": Operation(1, 7 * K),
+        "all-reduce": Operation(1, 0.75 * K),
+        "collective-permute": Operation(1, K),
+        "all-to-all": Operation(1, 0.5 * K),
     }
+    assert costs.total.kernels == 2 + 4  # a GPU launches each collective, too
     assert costs.seconds_collectives == pytest.approx((7 + 0.75 + 1 + 0.5) * K / GPU.interconnect)
     assert costs.seconds == max(costs.total.seconds, costs.seconds_collectives)
 
@@ -267,6 +320,9 @@ def test_kernels_of_libraries_have_the_flops_that_they_state():
         "ROOT %r = bf16[4,16,8]{2,1,0} get-tuple-element(%d), index=0"
     )
     assert count_costs(program(gemm), GPU).total.flops == {"bfloat16": 2 * 4 * 16 * 8 * 32}
+    exact, wide = gemm.replace("DEFAULT", "HIGHEST"), gemm.replace("bf16", "f32")
+    for text, kind in ((exact, "bfloat16"), (wide, "tf32"), (exact.replace("bf16", "f32"), "float32")):
+        assert count_costs(program(text), GPU).total.flops == {kind: 2 * 4 * 16 * 8 * 32}
     kernel = (
         "%a = f32[8,128]{1,0:T(8,128)} parameter(0)\n"
         'ROOT %d = f32[8,128]{1,0:T(8,128)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config='
@@ -309,6 +365,18 @@ def test_flops_of_convolutions_are_those_of_their_products(rng, feature_groups):
         f"feature_group_count={feature_groups}"
     )
     assert sum(count_costs(text, TPU).total.flops.values()) == expected
+
+
+@pytest.mark.parametrize(
+    "size, n_out, window, products",
+    [("1", 5, "size=1", 5), ("3", 3, "size=3", 9), ("3", 5, "size=3 pad=1_1", 13), ("3", 2, "size=3 stride=2", 6)],
+)
+def test_what_a_window_does_not_say_is_as_usual(size, n_out, window, products):
+    text = program(
+        f"%x = bf16[2,4,5]{{2,1,0}} parameter(0)\n%w = bf16[6,4,{size}]{{2,1,0}} parameter(1)\n"
+        f"ROOT %y = bf16[2,6,{n_out}]{{2,1,0}} convolution(%x, %w), window={{{window}}}, dim_labels=bf0_oi0->bf0"
+    )
+    assert count_costs(text, TPU).total.flops == {"bfloat16": 2 * 2 * 6 * 4 * products}
 
 
 def test_names_say_the_direction_and_the_place():

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from heinsen.planning.hlo import Computation, Instruction
+from heinsen.contrib.hlo_cost.hlo import Computation, Instruction
 
 
 def product_flops(computation: Computation, instruction: Instruction, platform: str) -> Counter[str]:

@@ -2,7 +2,7 @@
 
 import re
 
-from heinsen.planning.hlo import Computation, Instruction, Module
+from heinsen.contrib.hlo_cost.hlo import Computation, Instruction, Module
 
 
 def find_trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
@@ -10,7 +10,7 @@ def find_trip_count(module: Module, computation: Computation, loop: Instruction)
     stated = loop.text(r'"known_trip_count":\{"n":"(\d+)"')
     if stated:
         return int(stated)
-    condition, body = (module.computations[loop.names(key)[0]] for key in ("condition", "body"))
+    condition, body = module.called(loop, "condition", "body")
     test = condition.root
     if test.opcode != "compare" or "direction=LT" not in test.attributes:
         return None

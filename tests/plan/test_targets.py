@@ -6,7 +6,7 @@ import re
 import pytest
 
 from heinsen.chips import CHIPS
-from heinsen.planning.targets import TargetError, find_target
+from heinsen.plan.targets import TargetError, find_target
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 
 import heinsen
-from heinsen.planning.costs import count_costs
-from heinsen.planning.targets import find_target
-from tests.planning.test_compilers import ROOT, needs_gpu, needs_tpu
+from heinsen.contrib.hlo_cost.costs import count_costs
+from heinsen.plan.targets import find_target
+from tests.plan.test_compilers import ROOT, needs_gpu, needs_tpu
 
 pytestmark = pytest.mark.long
 

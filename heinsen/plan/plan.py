@@ -15,9 +15,8 @@ from jax.sharding import Mesh
 from heinsen.chips import Chip, chip_of
 from heinsen.distributed import keep_host_memory
 from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, with_shardings
-from heinsen.planning.costs import count_costs
-from heinsen.planning.report import Plan
-from heinsen.planning.targets import Target, find_target
+from heinsen.plan.report import Plan
+from heinsen.plan.targets import Target, find_target
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
@@ -29,17 +28,20 @@ _MAX_SECONDS = 300.0  # for the timed steps
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def plan(config: TrainConfig, steps: int, target: str | None = None) -> Plan:
+def plan(config: TrainConfig, steps: int, target: str | None = None, peak_flops: float | None = None) -> Plan:
     """Plan a run on the devices here, or on the target, a machine that need not exist (`targets.find_target`).
 
     Compiles the step; on the devices here also times `steps` of it on random tokens (0: none), unless it needs more
-    memory than there is, or would take minutes at the devices' peak rate. Raises MeshError, DeviceError, TargetError.
+    memory than there is, or would take minutes at the devices' peak rate. peak_flops: that rate in FLOP/s per device,
+    None: `chips` has it, or it is measured. Raises MeshError, DeviceError, TargetError.
     """
-    return _plan_here(config, steps) if target is None else _plan_target(config, find_target(target))
+    if target is None:
+        return _plan_here(config, steps, peak_flops)
+    return _plan_target(config, find_target(target), peak_flops)
 
 
 @explain_device_errors()
-def _plan_here(config: TrainConfig, steps: int) -> Plan:
+def _plan_here(config: TrainConfig, steps: int, peak_flops: float | None) -> Plan:
     keep_host_memory()
     mesh = make_mesh(config.mesh)
     arrays = _random_batches(config, len(process_rows(mesh, config.sequences_per_pass)))
@@ -47,8 +49,9 @@ def _plan_here(config: TrainConfig, steps: int) -> Plan:
     start = time.perf_counter()
     compiled = step.compile()
     memory = jax.local_devices()[0].memory_stats() or {}
+    chip = chip_of(jax.devices()[0].device_kind)
     untimed = dataclasses.replace(
-        step.plan_of(compiled, chip_of(jax.devices()[0].device_kind), config.peak_flops or peak_flops_per_device()),
+        step.plan_of(compiled, chip, peak_flops or peak_flops_per_device()),
         bytes_device=memory.get("bytes_limit"),
         seconds_compiling=time.perf_counter() - start,
     )
@@ -60,7 +63,7 @@ def _plan_here(config: TrainConfig, steps: int) -> Plan:
 
 
 @explain_device_errors()
-def _plan_target(config: TrainConfig, target: Target) -> Plan:
+def _plan_target(config: TrainConfig, target: Target, peak_flops: float | None) -> Plan:
     devices = target.devices()
     with target.compiling():
         mesh = make_mesh(config.mesh, devices)
@@ -72,7 +75,7 @@ def _plan_target(config: TrainConfig, target: Target) -> Plan:
             compiled, overflow = None, find_overflow(str(error))
             if overflow is None:
                 raise
-    planned = step.plan_of(compiled, target.chip, config.peak_flops or target.chip.bfloat16)
+    planned = step.plan_of(compiled, target.chip, peak_flops or target.chip.bfloat16)
     planned = dataclasses.replace(
         planned, target=target.name, bytes_device=target.memory, seconds_compiling=time.perf_counter() - start
     )
@@ -97,14 +100,19 @@ def find_overflow(message: str) -> tuple[int, int] | None:
 
 
 class _Step:
-    """The step of a run on a mesh, with the shapes of its arguments. Raises MeshError if they do not fit it."""
+    """The step of a run on a mesh, with the shapes of its arguments. Raises MeshError if they do not fit it.
+
+    arrays: this process's rows of the batches.
+    """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, arrays: dict[str, np.ndarray]) -> None:
         check_mesh(config, mesh)
         self.config, self.mesh = config, mesh
         self.optimizer = make_optimizer(config.optimizer, config.total_steps)
         self.state = abstract_train_state(config.model, self.optimizer, mesh, config.carry_rows)
-        self.batches = _abstract_batches(config, mesh, arrays)
+        global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
+        batches = {name: jax.ShapeDtypeStruct(global_shape(x), x.dtype) for name, x in arrays.items()}
+        self.batches = with_shardings(batches, split_batch(mesh, axis=1))
 
     def compile(self) -> jax.stages.Compiled:
         config = self.config
@@ -115,9 +123,11 @@ class _Step:
     def plan_of(self, compiled: jax.stages.Compiled | None, chip: Chip | None, peak_flops: float) -> Plan:
         """The plan without times; compiled: None if the step does not fit."""
         config, n_devices = self.config, self.mesh.size
-        bytes_on_device = lambda x: x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
+        bytes_per_device = lambda x: x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
         costs = None
         if compiled is not None and chip is not None:
+            from heinsen.contrib.hlo_cost import count_costs  # the only use of this part of contrib in the core
+
             costs = count_costs(compiled.as_text() or "", chip, n_devices)
         return Plan(
             n_devices=n_devices,
@@ -128,13 +138,9 @@ class _Step:
             sequence_length=config.sequence_length,
             total_tokens=config.total_tokens,
             total_steps=config.total_steps,
-            bytes_state=sum(map(bytes_on_device, jax.tree.leaves(self.state))),
+            bytes_state=sum(map(bytes_per_device, jax.tree.leaves(self.state))),
             bytes_step=0 if compiled is None else compiled_bytes(compiled),
-            bytes_device=None,
             peak_flops=peak_flops * n_devices,
-            seconds_compiling=0.0,
-            seconds_per_step=None,
-            not_timed=None,
             costs=costs,
         )
 
@@ -145,13 +151,6 @@ def _random_batches(config: TrainConfig, n_rows: int) -> dict[str, np.ndarray]:
     shape = n_windows, config.sequence_length + 1
     windows = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     return get_objective(config.model).make_batches(config, windows, 1, np.arange(n_windows))
-
-
-def _abstract_batches(config: TrainConfig, mesh: Mesh, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the shapes of the global batches, of which `arrays` are this process's rows."""
-    global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
-    abstract = {name: jax.ShapeDtypeStruct(global_shape(x), x.dtype) for name, x in arrays.items()}
-    return with_shardings(abstract, split_batch(mesh, axis=1))
 
 
 def _reason_not_to_time(untimed: Plan, steps: int) -> str | None:
