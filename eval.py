@@ -96,7 +96,7 @@ def define_config_flag(arguments: list[str]) -> None:
     config = default.get_config()
     if workdir.workdir:
         from heinsen.errors import exit_on_error
-        from heinsen.training.mirror import local_run
+        from heinsen.remote import local_run
         from heinsen.training.run import load_run
 
         with exit_on_error():

@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = ("prepare_data", "generate", "export", "sweep", "sweep_runs", "plot_runs", "job_array")
+SCRIPTS = ("prepare_data", "generate", "export", "sweep", "sweep_runs", "plot_runs")
 PROGRAMS = ("train.py", "eval.py", *(f"scripts/{name}.py" for name in SCRIPTS))
 
 

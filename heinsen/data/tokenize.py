@@ -15,10 +15,8 @@ from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
-from heinsen.data.format import TOKEN_DTYPE
-from heinsen.data.inputs import Document
-from heinsen.data.raw import BadDocumentError, RawDocument
-from heinsen.data.settings import PreparationError, Settings
+from heinsen.data.dataset import TOKEN_DTYPE
+from heinsen.data.sources import READERS, BadDocumentError, Document, PreparationError, Row, Settings
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 
 BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
@@ -64,9 +62,13 @@ def tokenize_documents(
     Closing the generator ends the workers. Raises PreparationError if one of them dies.
     """
     work = functools.partial(_tokenize_batch, settings)
-    map_batches = _map_here if workers == 1 else functools.partial(_map_in_processes, workers=workers)
-    with contextlib.closing(map_batches(work, _batch(documents))) as batches:
-        for batch, tokenized in batches:
+    batches = _batch(documents)
+    if workers == 1:
+        for batch in batches:
+            yield from zip(batch, work(batch), strict=True)
+        return
+    with contextlib.closing(_map_in_processes(work, batches, workers)) as results:
+        for batch, tokenized in results:
             yield from zip(batch, tokenized, strict=True)
 
 
@@ -75,7 +77,8 @@ def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in documents:
         batch.append(document)
-        size += document.raw.size
+        text = document.content.text if isinstance(document.content, Row) else document.content
+        size += len(text) if isinstance(text, bytes | str) else 1
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -83,23 +86,18 @@ def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-_Work = Callable[[list[RawDocument]], _TokenizedBatch]
-_Batches = Generator[tuple[list[Document], _TokenizedBatch], None, None]
+_Work = Callable[[list[Document]], _TokenizedBatch]
+_Results = Generator[tuple[list[Document], _TokenizedBatch], None, None]
 
 
-def _map_here(work: _Work, batches: Iterator[list[Document]]) -> _Batches:
-    for batch in batches:
-        yield batch, work([document.raw for document in batch])
-
-
-def _map_in_processes(work: _Work, batches: Iterator[list[Document]], workers: int) -> _Batches:
+def _map_in_processes(work: _Work, batches: Iterator[list[Document]], workers: int) -> _Results:
     # Spawned, not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
     queue: collections.deque[tuple[list[Document], concurrent.futures.Future[_TokenizedBatch]]] = collections.deque()
     try:
         for batch in batches:
-            queue.append((batch, pool.submit(work, [document.raw for document in batch])))
+            queue.append((batch, pool.submit(work, batch)))
             if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
                 batch, future = queue.popleft()
                 yield batch, future.result()
@@ -134,7 +132,7 @@ def _start_worker() -> None:
 _get_tokenizer_once = functools.cache(get_tokenizer)
 
 
-def _tokenize_batch(settings: Settings, documents: list[RawDocument]) -> _TokenizedBatch:
+def _tokenize_batch(settings: Settings, documents: list[Document]) -> _TokenizedBatch:
     tokenizer = _get_tokenizer_once(settings.tokenizer)
     tokenized = [_tokenize(document, tokenizer, settings) for document in documents]
     return _TokenizedBatch(
@@ -146,25 +144,19 @@ def _tokenize_batch(settings: Settings, documents: list[RawDocument]) -> _Tokeni
     )
 
 
-def _tokenize(document: RawDocument, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:
+def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:
     try:
-        text, source = document.parse(settings)
+        if isinstance(document.content, BadDocumentError):
+            raise document.content
+        text, source = READERS[document.kind].parse(document.content, settings)
         num_bytes = len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        character = error.object[error.start]
-        return _bad(f"the text holds the lone surrogate {character!r}, which has no UTF-8 form")
-    except BadDocumentError as error:
-        return _bad(str(error))
+    except (BadDocumentError, UnicodeEncodeError) as error:
+        problem = str(error)
+        if isinstance(error, UnicodeEncodeError):
+            problem = f"the text holds the lone surrogate {error.object[error.start]!r}, which has no UTF-8 form"
+        return TokenizedDocument(np.empty(0, TOKEN_DTYPE), 0, None, problem)
     tokens = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(TOKEN_DTYPE)
-    return TokenizedDocument(tokens, num_bytes, _source_name(source))
-
-
-def _bad(problem: str) -> TokenizedDocument:
-    return TokenizedDocument(np.empty(0, TOKEN_DTYPE), 0, None, problem)
-
-
-def _source_name(source: object) -> str | None:
-    """Return a document's source as one line of valid Unicode; None if it is not text, or blank."""
-    if not isinstance(source, str):
-        return None
-    return sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
+    name = None
+    if isinstance(source, str):  # as one line of valid Unicode, unless it is blank
+        name = sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
+    return TokenizedDocument(tokens, num_bytes, name)

@@ -16,7 +16,7 @@ from heinsen.evaluation.by_document import ByPosition, Estimate, Parts, Sums
 from heinsen.models import Params, check_room, init_model_state
 from heinsen.parallel import n_batch_parts
 from heinsen.progress import track
-from heinsen.training.mirror import local_run
+from heinsen.remote import local_run
 from heinsen.training.run import TrainConfig, open_split
 from heinsen.weights import load_params, mesh_for_reading
 

@@ -25,7 +25,6 @@ import numpy as np
 import pytest
 import zstandard
 
-from heinsen.data.format import shard_name
 from heinsen.data.prepare import Settings, prepare
 from heinsen.data.shards import ShardWriter
 from tests.faults.programs import ROOT, End, Programs
@@ -164,7 +163,8 @@ COMMANDS = {
         },
         (RAW, PARTIAL),
         lambda folder: {
-            name: digest(folder / PARTIAL / "train" / name) for name in ("metadata.json", *map(shard_name, range(3)))
+            name: digest(folder / PARTIAL / "train" / name)
+            for name in ("metadata.json", *(f"shard-{i:05d}.npy" for i in range(3)))
         },
     ),
     "prepare: again": Command(

@@ -1,0 +1,1 @@
+"""What the core does not need: it reaches each package here through one lazy look-up, and only on demand."""
