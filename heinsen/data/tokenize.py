@@ -3,15 +3,14 @@
 import collections
 import concurrent.futures
 import concurrent.futures.process
-import contextlib
-import dataclasses
 import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TokenizedDocument:
+class TokenizedDocument(NamedTuple):
     """The tokens of a document, or the reason why it has none.
 
     Attributes:
@@ -39,19 +37,7 @@ class TokenizedDocument:
     problem: str | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class _TokenizedBatch:
-    """Tokenized documents packed for the way back from a worker: one array instead of hundreds."""
-
-    tokens: np.ndarray
-    ends: list[int]  # of each document in `tokens`
-    num_bytes: list[int]
-    sources: list[str | None]
-    problems: list[str | None]
-
-    def __iter__(self) -> Iterator[TokenizedDocument]:
-        tokens = np.split(self.tokens, self.ends[:-1])
-        return map(TokenizedDocument, tokens, self.num_bytes, self.sources, self.problems)
+_Tokenized = concurrent.futures.Future[list[TokenizedDocument]]
 
 
 def tokenize_documents(
@@ -62,14 +48,29 @@ def tokenize_documents(
     Closing the generator ends the workers. Raises PreparationError if one of them dies.
     """
     work = functools.partial(_tokenize_batch, settings)
-    batches = _batch(documents)
     if workers == 1:
-        for batch in batches:
+        for batch in _batch(documents):
             yield from zip(batch, work(batch), strict=True)
         return
-    with contextlib.closing(_map_in_processes(work, batches, workers)) as results:
-        for batch, tokenized in results:
-            yield from zip(batch, tokenized, strict=True)
+    # Spawned, not forked: the caller may have threads.
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    queue: collections.deque[tuple[list[Document], _Tokenized]] = collections.deque()
+    try:
+        for batch in _batch(documents):
+            queue.append((batch, pool.submit(work, batch)))
+            if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
+                batch, tokenized = queue.popleft()
+                yield from zip(batch, tokenized.result(), strict=True)
+        for batch, tokenized in queue:
+            yield from zip(batch, tokenized.result(), strict=True)
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise PreparationError(
+            "a worker process died, perhaps for lack of memory. Finished shards are kept: rerun the same command to "
+            "resume, with fewer --workers if memory was the reason"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -84,33 +85,6 @@ def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-_Work = Callable[[list[Document]], _TokenizedBatch]
-_Results = Generator[tuple[list[Document], _TokenizedBatch], None, None]
-
-
-def _map_in_processes(work: _Work, batches: Iterator[list[Document]], workers: int) -> _Results:
-    # Spawned, not forked: the caller may have threads.
-    context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
-    queue: collections.deque[tuple[list[Document], concurrent.futures.Future[_TokenizedBatch]]] = collections.deque()
-    try:
-        for batch in batches:
-            queue.append((batch, pool.submit(work, batch)))
-            if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
-                batch, future = queue.popleft()
-                yield batch, future.result()
-        while queue:
-            batch, future = queue.popleft()
-            yield batch, future.result()
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise PreparationError(
-            "a worker process died, perhaps for lack of memory. Finished shards are kept: rerun the same command to "
-            "resume, with fewer --workers if memory was the reason"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 # In the workers.
@@ -132,16 +106,9 @@ def _start_worker() -> None:
 _get_tokenizer_once = functools.cache(get_tokenizer)
 
 
-def _tokenize_batch(settings: Settings, documents: list[Document]) -> _TokenizedBatch:
+def _tokenize_batch(settings: Settings, documents: list[Document]) -> list[TokenizedDocument]:
     tokenizer = _get_tokenizer_once(settings.tokenizer)
-    tokenized = [_tokenize(document, tokenizer, settings) for document in documents]
-    return _TokenizedBatch(
-        np.concatenate([document.tokens for document in tokenized]),
-        np.cumsum([len(document.tokens) for document in tokenized]).tolist(),
-        [document.num_bytes for document in tokenized],
-        [document.source for document in tokenized],
-        [document.problem for document in tokenized],
-    )
+    return [_tokenize(document, tokenizer, settings) for document in documents]
 
 
 def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:

@@ -66,13 +66,6 @@ def test_eot_decodes_to_its_name(tokenizer):
 
 
 @each_tokenizer
-def test_batch_equals_single(tokenizer):
-    batch = ["", "one", "two <|endoftext|>"]
-    for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-        np.testing.assert_array_equal(ids, tokenizer.encode(text))
-
-
-@each_tokenizer
 @pytest.mark.parametrize("offset", [0, 47])
 def test_ids_outside_the_vocabulary_are_named(tokenizer, offset):
     with pytest.raises(ValueError, match=rf"{tokenizer.vocab_size + offset} is outside .*{tokenizer.name}"):
