@@ -44,7 +44,7 @@ from heinsen.data.sources import (
 )
 from heinsen.data.tokenize import TokenizedDocument, tokenize_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
-from heinsen.files import hold_lock, unseal
+from heinsen.files import LockedError, hold_lock, unseal
 
 __all__ = ["PreparationError", "Settings", "prepare", "prepare_part"]
 
@@ -349,10 +349,13 @@ def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Prove
     num_skipped = sum(part["num_skipped_documents"] for part in parts)
     if not any(part["num_bytes"] for part in parts):
         raise PreparationError(f"no text in any of the {count} parts of {split}: give other sources")
-    with hold_lock(split / LOCK_FILE, _PATIENCE):
-        if not _lists(split / METADATA_FILE, shards):
-            write_metadata(split, tokenizer, shards, num_skipped, provenance)
-        (split / LOCK_FILE).unlink()
+    try:
+        with hold_lock(split / LOCK_FILE, _PATIENCE):
+            if not _lists(split / METADATA_FILE, shards):
+                write_metadata(split, tokenizer, shards, num_skipped, provenance)
+            (split / LOCK_FILE).unlink()
+    except LockedError as error:
+        raise PreparationError(f"another process is joining {split} ({error}); rerun the same command") from error
     dataset = TokenDataset(split)
     print(
         f"{split}: all {count} parts are finished and joined: {dataset.num_documents:,} documents, "

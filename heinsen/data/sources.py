@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from heinsen.errors import HeinsenError
 from heinsen.files import name_errors
+from heinsen.progress import track
 
 STDLIB = "stdlib"
 STDLIB_SPLITS = ("train", "validation")
@@ -427,9 +428,9 @@ def hash_times(inputs: Sequence[Input]) -> str:
 
 
 def hash_contents(inputs: Sequence[Input]) -> str:
-    """Return the SHA-256 of all files, one after the other."""
+    """Return the SHA-256 of all files, one after the other. Shows its progress."""
     digest = hashlib.sha256()
-    for each in inputs:
+    for each in track(inputs, "hashing the inputs", sum(i.size for i in inputs), lambda i: i.size, "bytes"):
         if each.is_file:
             with open(each.location, "rb") as file:
                 for block in _blocks(file):

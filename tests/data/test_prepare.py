@@ -395,7 +395,7 @@ def test_parts_do_not_depend_on_workers_or_interruptions(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "other"])
-def test_any_part_joins_all_again(tmp_path, corpus, text):
+def test_any_part_joins_all_again(tmp_path, corpus, text, monkeypatch):
     """After a kill between the last part's metadata and the split's; or if the latter is damaged or of other parts."""
     settings, out = settings_of(corpus[0]), tmp_path / "out"
     _prepare_parts(settings, out, 2)
@@ -410,6 +410,9 @@ def test_any_part_joins_all_again(tmp_path, corpus, text):
         path.write_text(text)
         with pytest.raises(DatasetError, match=f"{path} is damaged .* rerun the command of any part"):
             TokenDataset(out / "train")
+    monkeypatch.setattr(prepare_module, "_PATIENCE", 0.0)
+    with hold_lock(path.with_name("prepare.lock")), pytest.raises(PreparationError, match="another process is joining"):
+        prepare_part(settings, out, 0, 2)
     prepare_part(settings, out, 0, 2)
     assert files_of(out) == before
 

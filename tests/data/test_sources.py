@@ -18,7 +18,7 @@ import zstandard
 from heinsen.data import sources as sources_module
 from heinsen.data import tokenize as tokenize_module
 from heinsen.data.prepare import PreparationError, prepare
-from heinsen.data.sources import find_inputs
+from heinsen.data.sources import check_disjoint, find_inputs
 from tests.data.preparing import check_split, jsonl, settings_of
 
 
@@ -123,9 +123,22 @@ def test_hub_dataset(tmp_path, hub, documents):
     prepare(settings_of("owner/corpus", split="test", hub_config="small"), tmp_path / "out")
     assert calls == [("owner/corpus", "small", "test", True)]
     check_split(tmp_path / "out" / "test", documents)
+    prepare(settings_of("owner/corpus", hub_split="dev"), tmp_path / "dev")
+    assert calls[1:] == [("owner/corpus", None, "dev", True)]
     hub(content=documents)
     with pytest.raises(PreparationError, match="owner/corpus, row 1: no column 'text' but content; .*--text_field"):
-        prepare(settings_of("owner/corpus"), tmp_path / "out")
+        prepare(settings_of("owner/corpus"), tmp_path / "other")
+
+
+def test_no_input_is_in_two_splits(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    check = lambda source, **changes: check_disjoint(
+        [settings_of(source, split=s, **changes) for s in ("train", "test")]
+    )
+    check("owner/corpus")
+    for source, changes in ((tmp_path, {}), ("owner/corpus", {"hub_split": "train"})):
+        with pytest.raises(PreparationError, match=f"{source}.* would be in every split: give one --split per call"):
+            check(source, **changes)
 
 
 def test_a_dataset_that_is_not_on_the_hub_is_named_at_once(tmp_path, monkeypatch):
