@@ -41,10 +41,11 @@ show_help(__name__)
 
 import numpy as np
 
+from heinsen.data import sources
 from heinsen.data.dataset import TOKEN_DTYPE
 from heinsen.data.prepare import Settings, prepare
 from heinsen.data.shards import PROGRESS_FILE, ShardWriter
-from heinsen.data.sources import READERS, Numbered, Position, Row, parse_row
+from heinsen.data.sources import Numbered, Position, Row
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import get_tokenizer
 
@@ -68,7 +69,8 @@ def with_datasets(files: Path, out: Path) -> None:
         for number, row in enumerate(rows, start=1):
             yield number, Row(row["text"], row["meta"]["pile_set_name"])
 
-    READERS["jsonl"] = dataclasses.replace(READERS["jsonl"], read=read, parse=parse_row)
+    sources._KINDS.update(dict.fromkeys(sources._KINDS, "hub"))  # the kind whose rows all workers can parse
+    sources.READERS["hub"] = dataclasses.replace(sources.READERS["hub"], read=read)
     prepare(settings(files), out, workers=WORKERS)
 
 
