@@ -172,6 +172,14 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path, capsys, pattern):
     assert f": 4 files are read, others not; {groups}\n" in capsys.readouterr().err
 
 
+def test_two_stars_stand_for_all_folders_below(tmp_path):
+    for name in ("a", "sub/b", "sub/sub/c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").write_text(name)
+    names = [Path(i.name).parent.name for i in find_inputs(settings_of(tmp_path / "**" / "*.txt"))]
+    assert names == ["a", "b", "c"]
+
+
 def test_a_file_is_read_once_whatever_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
