@@ -49,6 +49,8 @@ def test_limits(tmp_path, limits, count):
 def test_settings_out_of_range(changes):
     with pytest.raises(PreparationError, match="split '.*' must consist|must be at least 1, got 0"):
         settings_of("a.txt", **changes)
+    with pytest.raises(PreparationError, match="no source given"):
+        settings_of()
 
 
 @pytest.mark.parametrize(

@@ -71,8 +71,12 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
     assert len(shards) > 1 and all(shard["num_tokens"] >= 1500 for shard in shards[:-1])
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)
     monkeypatch.setattr(sources_module, "READ_BYTES", 17)
+    tokenize, sizes = tokenize_module._tokenize_batch, []
+    record = lambda settings, batch: (sizes.append(len(batch)), tokenize(settings, batch))[1]
+    monkeypatch.setattr(tokenize_module, "_tokenize_batch", record)
     prepare(settings_of(folder / "*"), tmp_path / "glob", workers=1)  # the same files, in smaller pieces
     check_split(tmp_path / "glob" / "train", documents)
+    assert sum(sizes) == len(documents) and len(sizes) > 20
 
 
 def test_worker_processes_keep_the_order(tmp_path, documents, rng, monkeypatch):
@@ -240,18 +244,13 @@ def test_fields_that_are_not_read_may_be_too_large_for_python(tmp_path, other):
 
 
 def test_a_long_line_is_read_in_linear_time(tmp_path, monkeypatch):
+    """Of 16,384 blocks: to copy what came before with each takes tens of seconds."""
     monkeypatch.setattr(sources_module, "READ_BYTES", 1 << 10)
-    seconds = []
-    for size in (1 << 22, 1 << 24):
-        (tmp_path / "a.jsonl").write_bytes(b"x" * size + b"\ny")
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            lines = [line for _, line in sources_module.read_jsonl(str(tmp_path / "a.jsonl"), settings_of("a"))]
-            times.append(time.perf_counter() - start)
-        assert lines == [b"x" * size, b"y"]
-        seconds.append(min(times))
-    assert seconds[1] < 8 * seconds[0], "four times the bytes: 4 if linear, 16 if quadratic"
+    (tmp_path / "a.jsonl").write_bytes(b"x" * (1 << 24) + b"\ny")
+    start = time.process_time()
+    lines = [line for _, line in sources_module.read_jsonl(str(tmp_path / "a.jsonl"), settings_of("a"))]
+    assert time.process_time() - start < 2
+    assert lines == [b"x" * (1 << 24), b"y"]
 
 
 BAD_LINES = {
