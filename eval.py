@@ -114,7 +114,7 @@ def print_tasks() -> None:
 def read_config() -> "TrainConfig":
     """Return the run's own config with the fields of the flags. Raises HeinsenError."""
     from heinsen.config import from_mapping
-    from heinsen.training.mirror import local_run
+    from heinsen.remote import local_run
     from heinsen.training.run import TrainConfig, load_run
 
     values = default.get_config()

@@ -41,12 +41,11 @@ show_help(__name__)
 
 import numpy as np
 
-from heinsen.data.format import PROGRESS_FILE, TOKEN_DTYPE
-from heinsen.data.inputs import Position
+from heinsen.data import sources
+from heinsen.data.dataset import TOKEN_DTYPE
 from heinsen.data.prepare import Settings, prepare
-from heinsen.data.raw import Value
-from heinsen.data.readers import READERS, Numbered
-from heinsen.data.shards import ShardWriter
+from heinsen.data.shards import PROGRESS_FILE, ShardWriter
+from heinsen.data.sources import Numbered, Position, Row
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import get_tokenizer
 
@@ -68,9 +67,10 @@ def with_datasets(files: Path, out: Path) -> None:
     def read(location: str, settings: Settings) -> Iterator[Numbered]:
         rows = datasets.load_dataset("json", data_files=[location], split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield number, Value(row["text"], row["meta"]["pile_set_name"])
+            yield number, Row(row["text"], row["meta"]["pile_set_name"])
 
-    READERS["jsonl"] = dataclasses.replace(READERS["jsonl"], read=read)
+    sources._KINDS.update(dict.fromkeys(sources._KINDS, "hub"))  # the kind whose rows all workers can parse
+    sources.READERS["hub"] = dataclasses.replace(sources.READERS["hub"], read=read)
     prepare(settings(files), out, workers=WORKERS)
 
 
@@ -97,7 +97,9 @@ class WritePart:
         folder = self.out / "train" / f"part-{rank:05d}"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / PROGRESS_FILE).open("a+b") as progress:
-            writer = ShardWriter(folder, progress, {}, skip_bad_documents=False)
+            writer = ShardWriter(folder, progress)
+            if writer.provenance is None:
+                writer.begin({})
             done = 0 if writer.position is None else writer.position.number
             for number, document in enumerate(documents, start=1):
                 if number <= done:
@@ -207,7 +209,7 @@ def compare(out: Path) -> None:
     files.mkdir(parents=True)
     for copy in range(COPIES.value):
         for path in Path(CORPUS.value).resolve().glob("train-*.jsonl.zst"):
-            (files / f"{copy}-{path.name}").symlink_to(path)
+            os.link(path, files / f"{copy}-{path.name}")
     for _ in range(ROUNDS.value):
         for way in WAYS:
             measure(way, out / way)

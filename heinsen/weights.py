@@ -12,8 +12,8 @@ from heinsen.export import ExportError, is_export, load_folder, read_manifest
 from heinsen.export.state_dicts import from_arrays, named_leaves
 from heinsen.models import OPTIONAL_PARTS, ModelConfig, Params, abstract_params, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
+from heinsen.remote import local_run
 from heinsen.training.checkpoint import CheckpointError, restore_params
-from heinsen.training.mirror import local_run
 from heinsen.training.run import RunError, TrainConfig, check_mesh, check_same_model, load_run
 
 

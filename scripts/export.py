@@ -36,8 +36,8 @@ import jax
 from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
+from heinsen.remote import local_run
 from heinsen.training.metrics import read_metrics
-from heinsen.training.mirror import local_run
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.weights import load_params
 

@@ -61,7 +61,7 @@ from heinsen.decoding import (
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
 from heinsen.platform import keep_compilations
-from heinsen.training.mirror import local_run
+from heinsen.remote import local_run
 from heinsen.training.run import load_run
 from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params

@@ -12,7 +12,7 @@ from heinsen.evaluation.bootstrap import Estimate, MixtureLosses, estimate, esti
 from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, measure_windows, round_up
 from heinsen.evaluation.positions import ByPosition, compare_positions
 from heinsen.parallel import n_batch_parts
-from heinsen.training.mirror import local_run
+from heinsen.remote import local_run
 from heinsen.training.run import TrainConfig, open_split
 from heinsen.weights import load_params, mesh_for_reading
 

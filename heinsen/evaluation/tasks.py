@@ -9,7 +9,7 @@ from heinsen.errors import HeinsenError
 from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
-from heinsen.training.mirror import local_run
+from heinsen.remote import local_run
 from heinsen.training.run import TrainConfig
 from heinsen.weights import load_params
 

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-from heinsen.data.format import METADATA_FILE, DatasetError, Metadata, read_metadata
+from heinsen.contrib.remote.files import PATIENCE, Remote, cache_folder
+from heinsen.data.dataset import METADATA_FILE, DatasetError, read_metadata
 from heinsen.files import file_sha256, hold_lock
 from heinsen.progress import track
-from heinsen.remote import Remote, cache_folder
-
-_PATIENCE = 24 * 3600.0  # seconds to wait for another process that copies the same split
 
 
 def fetch_split(address: str, split: str) -> Path:
@@ -30,7 +28,7 @@ def fetch_split(address: str, split: str) -> Path:
     address = address.rstrip("/")
     folder = cache_folder("data", address, content.decode(errors="replace")) / address.rsplit("/", 1)[-1] / split
     folder.mkdir(parents=True, exist_ok=True)
-    with hold_lock(folder.parent / f"{split}.lock", _PATIENCE):
+    with hold_lock(folder.parent / f"{split}.lock", PATIENCE):
         if not (folder / METADATA_FILE).exists():
             _copy(remote, content, folder)
     return folder
@@ -41,9 +39,11 @@ def _copy(remote: Remote, content: bytes, folder: Path) -> None:
     fetched = folder / f"{METADATA_FILE}.fetched"
     fetched.write_bytes(content)
     try:
-        files = _files(read_metadata(fetched))
+        shards = read_metadata(fetched)["shards"]
     except ValueError as error:
         raise DatasetError(f"{remote.address}/{METADATA_FILE} is damaged ({error}): copy it there again") from error
+    records = [*shards, *(shard["sources"] for shard in shards if "sources" in shard)]
+    files = [(record["file"], record["sha256"]) for record in records]
     for name, sha256 in track(files, f"fetching {remote.address}", len(files), lambda _: 1, "files"):
         path = folder / name
         if path.exists() and file_sha256(path) == sha256:  # of a fetch that was interrupted
@@ -56,10 +56,3 @@ def _copy(remote: Remote, content: bytes, folder: Path) -> None:
                 "there again"
             )
     fetched.rename(folder / METADATA_FILE)
-
-
-def _files(metadata: Metadata) -> list[tuple[str, str]]:
-    """(name, SHA-256) of all files of a split."""
-    shards = metadata["shards"]
-    sources = [shard["sources"] for shard in shards if "sources" in shard]
-    return [(each["file"], each["sha256"]) for each in (*shards, *sources)]

@@ -18,19 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from heinsen.config import ConfigError, from_mapping
+from heinsen.contrib.remote.files import PATIENCE, Remote, cache_folder
 from heinsen.errors import Interrupted, print_warning
 from heinsen.files import hold_lock, write_atomically
 from heinsen.progress import track
-from heinsen.remote import Remote, RemoteError, cache_folder, is_remote
+from heinsen.remote import Mirror, RemoteError
 from heinsen.training.checkpoint import CHECKPOINTS, DAMAGED, checkpoint_steps
 from heinsen.training.run import CONFIG_FILE, LOCK_FILE, RunError, TrainConfig
 
 _WHOLE = re.compile(rf"{CHECKPOINTS}/(\d+)\.whole")
 _POLL_SECONDS = 0.2
-_PATIENCE = 24 * 3600.0  # seconds to wait for another process that fetches the same run
 
 
-class Mirror:
+class RunMirror(Mirror):
     """The copy of one run; use as a context manager to copy the rest when the run ends or is interrupted.
 
     Args:
@@ -45,7 +45,7 @@ class Mirror:
         self._ending = threading.Event()
         self._copied: dict[str, tuple[int, int]] = {}  # time and size of each file that lies at the address
 
-    def prepare(self, config: TrainConfig) -> None:
+    def prepare(self, fingerprint: str) -> None:
         """Fetch the run into its folder if it is only at the address.
 
         Raises:
@@ -53,10 +53,9 @@ class Mirror:
           RemoteError: it cannot be read.
         """
         found = self._remote.list()
-        theirs = self._read_config() if CONFIG_FILE in found else None
-        if theirs is None:
+        if (theirs := self._read_fingerprint()) is None:
             return
-        if theirs.fingerprint != config.fingerprint:
+        if theirs != fingerprint:
             raise RunError(f"{self._remote.address} holds a run with another config: give another --mirror")
         newest = max(_whole_steps(found), default=0)
         if not (self._workdir / CONFIG_FILE).exists():
@@ -77,9 +76,6 @@ class Mirror:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._copy_later, args=(step,), daemon=True)
             self._thread.start()
-
-    def __enter__(self) -> "Mirror":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self._ending.set()
@@ -138,31 +134,29 @@ class Mirror:
         except RemoteError as error:
             self._warn(f"{error}. It is tried again after the next checkpoint")
 
-    def _read_config(self) -> TrainConfig | None:
+    def _read_fingerprint(self) -> str | None:
         content = self._remote.read(CONFIG_FILE)
         try:
-            return None if content is None else from_mapping(TrainConfig, json.loads(content))
+            return None if content is None else from_mapping(TrainConfig, json.loads(content)).fingerprint
         except (ConfigError, ValueError) as error:
             raise RunError(f"{self._remote.address} holds something else than this run ({error})") from error
 
 
-def local_run(path: str) -> Path:
-    """Return the folder of a run or an export that is to be read: what lies at an address is copied into the cache.
+def fetch_run(address: str) -> Path:
+    """Return the folder in the cache to which a run, with its newest checkpoint, or an export is copied.
 
-    Of a run that are its config, its metrics and its newest checkpoint. Raises RemoteError.
+    Raises RemoteError.
     """
-    if not is_remote(path):
-        return Path(path)
-    remote = Remote(path)
+    remote = Remote(address)
     found = remote.list()
     if CONFIG_FILE not in found:
-        raise RemoteError(f"{path} holds no run and no export: it has no {CONFIG_FILE}")
+        raise RemoteError(f"{address} holds no run and no export: it has no {CONFIG_FILE}")
     newest = max(_whole_steps(found), default=None)
     names = [name for name in found if name.startswith(f"{CHECKPOINTS}/{newest}/")] + _small_files(found)
     version = json.dumps({name: found[name] for name in names}, sort_keys=True)
     folder = cache_folder("runs", remote.address) / remote.address.rsplit("/", 1)[-1]
     folder.mkdir(parents=True, exist_ok=True)
-    with hold_lock(folder.parent / "lock", _PATIENCE):
+    with hold_lock(folder.parent / "lock", PATIENCE):
         record = folder.parent / "version.json"
         if not record.exists() or record.read_text() != version:
             record.unlink(missing_ok=True)
