@@ -59,7 +59,7 @@ VARIANTS = {
     "window": dict(
         attention="window,heinsen", window=3, position="rotary", block="gpt2", gate="head", document_token=DOCUMENT
     ),
-    "linear": dict(attention="linear", output="gate", gate="head", document_token=DOCUMENT),
+    "linear": dict(attention="linear", output_gate=True, gate="head", document_token=DOCUMENT),
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, gate="head", document_token=DOCUMENT
     ),
@@ -227,11 +227,7 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
-        (dict(output="relu"), "model.output = 'relu': choose none, norm, gate"),
-        (
-            dict(signed_features=True, attention="softmax"),
-            "of heinsen and linear attention, of which model.attention =",
-        ),
+        (dict(gate="head", attention="softmax"), "of heinsen and linear attention, of which model.attention ="),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -330,7 +326,7 @@ for name in NAMES:
     optimizer = make_optimizer(run_config("unused").optimizer, 100)
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
-    of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * (model.output == "gate")
+    of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * model.output_gate
     of_gates = 3 * sum(name in ("heinsen", "linear") for name in model.pattern) * (model.gate == "head")
     n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer + of_gates
     assert len(split) == n_split, split

@@ -124,8 +124,9 @@ def _attend_both_ways(
     later_decay = None
     if log_decay_after is not None:
         later_decay, ends = take_resets(_shift_earlier(log_decay_after[..., None], 0.0)[..., 0], ends)
-    later = q, _keys(later_k, later_values, ends, later_decay)
-    future = run(*jax.tree.map(lambda x: jnp.flip(x, axis=-2), later), state.empty())
+    later = _keys(later_k, later_values, ends, later_decay)
+    flipped_q, flipped_keys = jax.tree.map(lambda x: jnp.flip(x, axis=-2), (q, later))
+    future = run(flipped_q, flipped_keys, state.empty())
 
     assert past.log_z is not None and future.log_z is not None
     future_y, future_log_z = jnp.flip(future.y, axis=-2), jax.tree.map(lambda x: jnp.flip(x, axis=-1), future.log_z)

@@ -72,7 +72,7 @@ def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
     return ChunkDecay(jnp.exp(jnp.where(visible, of_keys, NEG_INF)), jnp.exp(of_state), until_end, of_state[..., -1])
 
 
-def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array | float, Array | float]:
+def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
     """What is left at the end of each token [*batch, T, 1], and of the state before all [*batch, 1], in logarithms.
 
     Of log_decay [*batch, T, 1], all finite, and `starts` [*batch, T, 1], either None for none. Where much is left the

@@ -176,9 +176,7 @@ class Causal(Generic[N]):
     ) -> tuple[Array, Keys, N]:
         return exact.attend_backward(self.kind, self.split.chunk_size, q, keys, state, grads, scale, out)
 
-    def forward(
-        self, q: Array, keys: Keys, state: N, save_residuals: bool
-    ) -> tuple[Output[N], Residuals | None, Array]:
+    def forward(self, q: Array, keys: Keys, state: N, save_residuals: bool) -> tuple[Output[N], Any, Array]:
         """(the output, what the backward pass needs if it is saved, whether terms were lost)."""
         kind, split = self.kind, self.split
 
@@ -204,7 +202,7 @@ class Causal(Generic[N]):
         return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
 
     def backward(
-        self, q: Array, keys: Keys, state: N, residuals: Residuals, grads: Output[N], scale: Array
+        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
     ) -> tuple[Array, Keys, N]:
         """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
         kind, split = self.kind, self.split

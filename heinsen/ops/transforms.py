@@ -56,7 +56,8 @@ def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *arg
     sharding = jax.typeof(q).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return function(q, *args)
-    *batch, tokens, _ = (*sharding.spec, *[None] * (q.ndim - len(sharding.spec)))
+    axes: list[Any] = [*sharding.spec] + [None] * (q.ndim - len(sharding.spec))
+    *batch, tokens, _ = axes
     return jax.sharding.auto_axes(function, out_sharding=(P(*batch, tokens), P(*batch)))(q, *args)
 
 

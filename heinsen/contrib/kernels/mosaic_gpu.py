@@ -646,7 +646,7 @@ class Fused(Causal[N]):
         return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
 
     def backward(
-        self, q: Array, keys: Keys, state: N, residuals: Residuals, grads: Output[N], scale: Array
+        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
     ) -> tuple[Array, Keys, N]:
         kind, is_gated = self.kind, keys.log_decay is not None
         keys = with_decay(keys)

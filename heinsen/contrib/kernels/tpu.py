@@ -433,8 +433,8 @@ class Fused(Causal[N]):
             r = layout.cut(r[:, 0])
             log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(layout.cut(z[:, 0]))), r)
         residuals = _Residuals(saved, z, end) if save_residuals else None
-        out = Output(layout.of_tokens(y, layout.d_value), log_z, kind.sums_to_state(m_end, after))
-        return out, residuals, lost | ~jnp.all(fine == 1)
+        output = Output(layout.of_tokens(y, layout.d_value), log_z, kind.sums_to_state(m_end, after))
+        return output, residuals, lost | ~jnp.all(fine == 1)
 
     def backward(
         self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array

@@ -218,11 +218,6 @@ def attend(
     return torch.cat(outputs, dim=2), state
 
 
-def scaled_rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """scale x / sqrt(mean x^2 + 1e-5), where x is [B, H, T, F] and scale [H, F]."""
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-5) * scale.float()[:, None]
-
-
 class HeinsenLayer(nn.Module):
     """The paper's layer, x + W3 GLU(W2 mix(q, k, v)) with (q, k, v) = W1 LayerNorm(x), or GPT-2's with this mix."""
 
@@ -234,14 +229,8 @@ class HeinsenLayer(nn.Module):
         self.norm = LayerNorm(d_model)
         self.w1 = Linear(d_model, n_heads * n_features)
         self.convolution = Convolution(n_heads, c["convolution"], n_features) if c["convolution"] else None
-        if c["qk_norm"]:
-            self.q_scale = nn.Parameter(torch.ones(n_heads, d_key))
-            self.k_scale = nn.Parameter(torch.ones(n_heads, d_key))
         self.gate = ForgetGate(d_model, n_heads) if c["gate"] == "head" else None
-        if c["output"] == "norm":
-            self.y_scale = nn.Parameter(torch.ones(n_heads, d_value))
-        elif c["output"] == "gate":
-            self.output_gate = Linear(d_model, n_heads * d_value)
+        self.output_gate = Linear(d_model, n_heads * d_value) if c["output_gate"] else None
         if c["block"] == "gpt2":
             self.attention_out = Linear(n_heads * d_value, d_model)
             self.mlp_norm = LayerNorm(d_model)
@@ -260,16 +249,10 @@ class HeinsenLayer(nn.Module):
         if self.convolution is not None:
             h, inputs = self.convolution(h, inputs, place)
         q, k, values = h.split([c["d_key"], c["d_key"], c["d_value"]], dim=-1)
-        if c["qk_norm"]:
-            q, k = scaled_rms_norm(q, self.q_scale), scaled_rms_norm(k, self.k_scale)
-        if c["signed_features"]:
-            q, k = torch.cat([q, -q], dim=-1), torch.cat([k, -k], dim=-1)
         log_decay = q.new_zeros(q.shape[:3]) if self.gate is None else self.gate(normed)
         y, attention = attend(q, k, values, log_decay, begins, state.attention, c["value_domain"] == "log")
-        if c["output"] == "norm":
-            y = scaled_rms_norm(y, self.y_scale)
         y = y.transpose(1, 2).reshape(n_batch, n_tokens, -1)
-        if c["output"] == "gate":
+        if self.output_gate is not None:
             y = y * (2 * torch.sigmoid(self.output_gate(normed)))
         if c["block"] == "gpt2":
             x = x + self.attention_out(y)
