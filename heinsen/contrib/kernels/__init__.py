@@ -5,7 +5,6 @@ The forms here take the place of `heinsen.ops.schedule.Causal`; what they lose i
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from heinsen import platform
@@ -22,10 +21,3 @@ def causal_form(kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> Ca
     else:
         from heinsen.contrib.kernels.mosaic_gpu import Fused as form
     return form.of(kind, q, keys, return_log_z)
-
-
-def with_decay(keys: Keys) -> Keys:
-    """Keys with log decays of 0 if documents start without a forget gate: the kernels know one way to forget."""
-    if keys.starts is None or keys.log_decay is not None:
-        return keys
-    return keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1]))

@@ -31,7 +31,8 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.contrib.kernels import interpret, with_decay
+from heinsen.contrib.kernels import interpret
+from heinsen.contrib.kernels.keys import with_decay
 from heinsen.contrib.kernels.wgmma import (
     COLUMNS,
     MATRIX,

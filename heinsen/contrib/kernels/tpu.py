@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from heinsen.contrib.kernels import interpret, with_decay
+from heinsen.contrib.kernels import interpret
+from heinsen.contrib.kernels.keys import with_decay
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops import chunk
