@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -10,10 +11,10 @@ from pathlib import Path
 
 from heinsen.errors import HeinsenError
 from heinsen.files import make_folder, write_atomically
-from heinsen.sweep.slurm import queued_state, slurm_queue
 
 _POLL_SECONDS = 5.0
 _STATUS = "exit status"  # how the log of a task ends
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 class ArrayError(HeinsenError, RuntimeError):
@@ -113,3 +114,21 @@ def _last_line(log: Path) -> str:
     """Return the last line of a task's log, before that with its status if it has failed."""
     lines = log.read_text(errors="replace").split("\n")[:-1] if log.exists() else []
     return next((line for line in reversed(lines) if line == f"{_STATUS} 0" or not line.startswith(_STATUS)), "no log")
+
+
+def slurm_queue() -> dict[str, str] | None:
+    """Return {job id: its SLURM state} for this user's jobs, arrays task by task; None if SLURM does not answer."""
+    if shutil.which("squeue") is None:
+        return None
+    command = ["squeue", "--noheader", "--array", "--me", "--format=%i %T"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        return None
+    return dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if " " in line)
+
+
+def queued_state(queue: dict[str, str], job: str | None) -> str | None:
+    """Return the state of the run whose job this is, or None if SLURM no longer holds the job."""
+    if job is None or job not in queue:
+        return None
+    return "queued" if queue[job] in _WAITING else "running"

@@ -28,7 +28,6 @@ LEAVES = {
     "data",
     "figures",
     "files",
-    "pages",
     "parallel",
     "platform",
     "progress",

@@ -12,7 +12,7 @@ import numpy as np
 from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
-from heinsen.sweep.display import align
+from heinsen.sweep.runs import align
 from heinsen.training.metrics import METRICS_FILE, metric_points, read_metrics
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.training.throughput import train_flops_per_token
@@ -53,12 +53,6 @@ class RunLog:
     def last(self, name: str) -> float | None:
         _, values = self.points(name)
         return float(values[-1]) if len(values) else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The median of the logged rates."""
-        _, rates = self.points("tokens_per_second")
-        return float(np.median(rates)) if len(rates) else None
 
 
 class Axis(NamedTuple):
@@ -127,19 +121,12 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
     return out
 
 
-def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `most` points of a curve, evenly chosen, including both ends."""
-    if len(x) <= most:
-        return x, y
-    chosen = np.unique(np.linspace(0, len(x) - 1, most).round().astype(int))
-    return x[chosen], y[chosen]
-
-
 def final_table(logs: Sequence[RunLog]) -> list[str]:
     """Return the lines of a table with the last values of each run."""
     number = lambda x, form: "" if x is None else format(x, form)
     rows = [("run", "validation loss", "bits/byte", "loss", "tokens", "parameters", "tokens/s")]
     for log in logs:
+        _, rates = log.points("tokens_per_second")
         rows.append(
             (
                 str(log.path),
@@ -148,7 +135,7 @@ def final_table(logs: Sequence[RunLog]) -> list[str]:
                 number(log.last("loss"), ".4f"),
                 f"{log.entries[-1]['tokens']:,}",
                 f"{log.n_params:,}",
-                number(log.tokens_per_second, ",.0f"),
+                number(np.median(rates) if len(rates) else None, ",.0f"),
             )
         )
     return align(rows, "<>>>>>>")

@@ -17,7 +17,6 @@ from heinsen.sweep.curves import (
     make_curve,
     read_anchors,
     smooth,
-    thin,
 )
 from tests.runs import BATCH, LENGTH, ROOT
 
@@ -32,14 +31,6 @@ def test_smoothing_is_the_weighted_mean_of_what_came_before(rng, weight):
     weights = [[weight ** (t - s) if s <= t else 0.0 for s in range(50)] for t in range(50)]
     expected = np.average(np.tile(values, (50, 1)), axis=1, weights=np.array(weights) + 0.0)
     np.testing.assert_allclose(smooth(values, weight), expected, rtol=1e-10)
-
-
-def test_thinned_curves_keep_their_ends(rng):
-    x, y = np.arange(1000.0), rng.normal(size=1000)
-    few_x, few_y = thin(x, y, 77)
-    assert len(few_x) == 77 and few_x[0] == 0 and few_x[-1] == 999
-    np.testing.assert_array_equal(few_y, y[few_x.astype(int)])
-    assert thin(x, y, 1000)[0] is x
 
 
 def test_axes_measure_the_same_run(run):
