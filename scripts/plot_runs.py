@@ -93,15 +93,16 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     if anchors:
         draw_bands(axes, anchors, Path(AGAINST.value).name)
-    n_points = 0
+    metric, n_points = METRICS[METRIC.value], 0
     for i, (log, label) in enumerate(zip(logs, labels([log.path for log in logs]), strict=True)):
         color = plt.get_cmap("tab10")(i) if len(logs) <= 10 else plt.get_cmap("viridis")(i / len(logs))
-        curve = make_curve(log, X.value, METRIC.value, SMOOTH.value)
-        keep = curve.x > 0 if LOG_X.value else slice(None)
+        x, y = make_curve(log, metric.curve, X.value, SMOOTH.value)
+        keep = x > 0 if LOG_X.value else slice(None)
         style = "o-" if METRIC.value == "validation_loss" else "-"
-        axes.plot(curve.x[keep], curve.y[keep], style, color=color, lw=1.2, ms=3, label=label)
-        axes.plot(curve.marks_x, curve.marks_y, "o", color=color, ms=4, mec="white", mew=0.5)
-        n_points += len(curve.x)
+        axes.plot(x[keep], y[keep], style, color=color, lw=1.2, ms=3, label=label)
+        if metric.marks is not None:
+            axes.plot(*make_curve(log, metric.marks, X.value), "o", color=color, ms=4, mec="white", mew=0.5)
+        n_points += len(x)
     if not n_points:
         raise CurveError(f"nothing to draw: no {METRIC.value} is logged in {', '.join(str(log.path) for log in logs)}")
     axes.set_xscale("log" if LOG_X.value else "linear")
@@ -110,7 +111,7 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
         axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         axes.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
     smoothed = f", running means of weight {SMOOTH.value:g}" if SMOOTH.value else ""
-    axes.set(xlabel=AXES[X.value].label, ylabel=METRICS[METRIC.value].label + smoothed)
+    axes.set(xlabel=AXES[X.value].label, ylabel=metric.label + smoothed)
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")
     if X.value == "tokens":
         count_tokens(axes.xaxis)

@@ -5,7 +5,6 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,16 +66,11 @@ class SweepFolder:
         return folder
 
     def save(self) -> None:
-        """Write sweep.json. Raises SweepError."""
+        """Write sweep.json. Raises OSError, which names the file."""
         runs = [dataclasses.asdict(run) for run in self.runs]
         mapping = dict(format=FORMAT, definition=self.definition.to_json(), runs=runs)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / SWEEP_FILE, json.dumps(seal(mapping), indent=1) + "\n")
-        except OSError as error:
-            raise SweepError(
-                f"{self.path} cannot be written: {error}. Give another --workdir, or free space"
-            ) from error
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / SWEEP_FILE, json.dumps(seal(mapping), indent=1) + "\n")
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -109,12 +103,8 @@ class SweepFolder:
 
     def last_lines(self, run: SweepRun, count: int = 8) -> list[str]:
         """Return the last lines of what the run has printed."""
-        try:
-            with (self.folder(run) / LOG_FILE).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return []
+        file = self.folder(run) / LOG_FILE
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
         return [line for line in lines if line.strip()][-count:]
 
     def is_going_on(self, views: Sequence[RunView]) -> bool:

@@ -109,9 +109,6 @@ class SlurmTask:
         self.command, self.folder = command, folder
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None}
-
     def __call__(self) -> int:
         """Run the command to its end and return its exit status.
 
@@ -132,7 +129,7 @@ class SlurmTask:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         record_end(self.folder, EXIT_INTERRUPTED)
-        return submitit.helpers.DelayedSubmission(self)
+        return submitit.helpers.DelayedSubmission(SlurmTask(self.command, self.folder))
 
 
 @functools.cache  # submitit asks SLURM about all jobs together, and not more often than is good for it

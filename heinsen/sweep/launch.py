@@ -89,14 +89,14 @@ class LocalLauncher(Launcher):
         self._folder, self._command = folder, command
         cores: list[list[int]] = divide(usable_cores(), parallel) if parallel > 1 else [[]]
         self._slots = list(zip(cores, divide(gpus, parallel), strict=True))
-        self._active: dict[str, tuple[int, subprocess.Popen[bytes], Path]] = {}  # {run: (slot, process, folder)}
+        self._active: dict[str, tuple[int, subprocess.Popen[bytes]]] = {}  # {run: (slot, process)}
 
     def free(self) -> int:
         return len(self._slots) - len(self.active())
 
     def start(self, runs: Sequence[SweepRun]) -> None:
         for run in runs:
-            taken = {slot for slot, _, _ in self._active.values()}
+            taken = {slot for slot, _ in self._active.values()}
             slot = next(i for i in range(len(self._slots)) if i not in taken)
             cores, gpus = self._slots[slot]
             where = self._folder.folder(run).absolute()
@@ -105,12 +105,12 @@ class LocalLauncher(Launcher):
                 process = start_run(self._command(run, where), where, cores, environment)
             except LockedError as error:
                 raise SweepError(f"{where}: an earlier process of the run does not end ({error}): stop it") from error
-            self._active[run.name] = slot, process, where
+            self._active[run.name] = slot, process
 
     def active(self) -> set[str]:
-        for name, (_, process, where) in list(self._active.items()):
+        for name, (_, process) in list(self._active.items()):
             if (code := process.poll()) is not None:
-                record_end(where, code)
+                record_end(self._folder.path / name, code)
                 del self._active[name]
         return set(self._active)
 

@@ -64,6 +64,11 @@ def is_finite(x: float | None) -> bool:
     return x is not None and math.isfinite(x)
 
 
+def format_number(x: float | None, form: str = ".4f") -> str:
+    """Return the text of a number in a table, "" for None."""
+    return "" if x is None else format(x, form)
+
+
 def align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     """Return the rows as lines of equally wide columns; `sides` has < (left) or > (right) for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -75,14 +80,13 @@ def align(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
 
 def table(views: Sequence[RunView]) -> list[str]:
     """Return the lines of `--status`."""
-    number = lambda x, form=".4f": "" if x is None else format(x, form)
     rows = [("run", "state", "step", "loss", "validation", "tokens/s", "ETA")]
     for view in views:
         rate = view.tokens_per_second
         eta = tqdm.format_interval(view.tokens_left / rate) if view.state == "running" and rate else ""
         steps = f"{view.step:,}/{view.run.total_steps:,}"
-        losses = number(view.loss), number(view.validation_loss)
-        rows.append((view.name, view.state, steps, *losses, number(rate, ",.0f"), eta))
+        losses = format_number(view.loss), format_number(view.validation_loss)
+        rows.append((view.name, view.state, steps, *losses, format_number(rate, ",.0f"), eta))
     return [*align(rows, "<<>>>>>"), summary(views)]
 
 

@@ -382,17 +382,20 @@ def test_each_run_at_a_time_gets_a_gpu_of_its_own(ended, monkeypatch):
     taken = []
 
     class Process:
-        def __init__(self, *_, env, **__):
-            taken.append(env["CUDA_VISIBLE_DEVICES"])
-
         def poll(self):
             return None
 
-    monkeypatch.setattr("heinsen.sweep.job.subprocess.Popen", Process)
+    def start(command, where, cores, environment):
+        taken.append((where.name, environment))
+        return Process()
+
+    monkeypatch.setattr("heinsen.sweep.launch.start_run", start)
     launcher = LocalLauncher(SweepFolder.load(folder.path), fake.command, LaunchOptions())
     assert launcher.free() == 2
     launcher.start(folder.runs[:2])
-    assert launcher.free() == 0 and taken == ["3", "5"]
+    names = [run.name for run in folder.runs[:2]]
+    assert taken == [(name, {"CUDA_VISIBLE_DEVICES": gpu}) for name, gpu in zip(names, "35", strict=True)]
+    assert launcher.free() == 0 and launcher.active() == set(names)
     with pytest.raises(SweepError, match="--parallel=3 is more than there are GPUs"):
         LocalLauncher(folder, fake.command, LaunchOptions(parallel=3))
 
