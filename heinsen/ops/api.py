@@ -45,8 +45,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         isolate_non_finite(reference.log_attention, NEG_INF), isolate_non_finite(reference.attention, 0.0)
     ),
     "scan": Implementation(isolate_non_finite(scan.log_attention, NEG_INF), isolate_non_finite(scan.attention, 0.0)),
-    "chunked": Implementation(chunked.log_attention, chunked.attention),
-    "pallas": Implementation(partial(chunked.log_attention, fused=True), partial(chunked.attention, fused=True)),
+    "chunked": Implementation(partial(chunked.attend, LOG_VALUES), partial(chunked.attend, REAL_VALUES)),
+    "pallas": Implementation(
+        partial(chunked.attend, LOG_VALUES, fused=True), partial(chunked.attend, REAL_VALUES, fused=True)
+    ),
 }
 
 
@@ -116,7 +118,7 @@ def log_attention(
     """
     arrays, starts, log_decay = _prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
-    run = _choose(implementation, q, k).log_attention
+    run = _choose(implementation, q.shape[-2], k.shape[-2]).log_attention
     attend = lambda q, k, log_v, state, starts, log_decay: run(q, k, log_v, causal, state, starts, log_decay)
     with _explain_forward_mode():
         log_y, end = on_automatic_axes(attend, *arrays, state, starts, log_decay)
@@ -169,7 +171,7 @@ def attention(
     """
     arrays, starts, log_decay = _prepare(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
-    run = _choose(implementation, q, k).attention
+    run = _choose(implementation, q.shape[-2], k.shape[-2]).attention
     attend = lambda q, k, v, state, starts, log_decay: run(q, k, v, causal, state, starts, log_decay)
     with _explain_forward_mode():
         y, end = on_automatic_axes(attend, *arrays, state, starts, log_decay)
@@ -225,13 +227,13 @@ def _prepare(
     return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts, log_decay
 
 
-def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:
+def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Implementation:
     if implementation is None:
-        implementation = "scan" if q.shape[-2] == k.shape[-2] == 1 else "chunked"
+        implementation = "scan" if n_queries == n_keys == 1 else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
     if implementation != "reference":
-        check_known_tokens(q, k)
+        check_known_tokens(n_queries, n_keys)
     return IMPLEMENTATIONS[implementation]
 
 

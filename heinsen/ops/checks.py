@@ -50,14 +50,13 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
             raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
 
 
-def check_known_tokens(*arrays: Array) -> None:
-    """Raise ValueError where a number of tokens (axis -2) is symbolic (`jax.export`)."""
-    for x in arrays:
-        if not isinstance(x.shape[-2], int):
+def check_known_tokens(*numbers: int) -> None:
+    """Raise ValueError where a number of tokens is symbolic (`jax.export`)."""
+    for n_tokens in numbers:
+        if not isinstance(n_tokens, int):
             raise ValueError(
-                f"shape {x.shape} has a symbolic number of tokens, and this attention needs a known one: export a "
-                "function for each length (the batch may be symbolic), or pass implementation='reference' where there "
-                "is one"
+                f"a symbolic number of tokens, {n_tokens}, where this attention needs a known one: export a function "
+                "for each length (the batch may be symbolic), or pass implementation='reference' where there is one"
             )
 
 

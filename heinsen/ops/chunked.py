@@ -16,7 +16,6 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from heinsen import platform
@@ -27,41 +26,35 @@ from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Causal, chunk_size, split_tokens
-from heinsen.ops.states import LogState, MeanState, S
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Shifts, Sums, Values
+from heinsen.ops.states import LogState
+from heinsen.ops.values import LOG_VALUES, N, Shifts, Sums, Values
 
 
-def log_attention(
+def attend(
+    kind: Values[Any],
     q: Array,
     k: Array,
-    log_v: Array,
+    values: Array,
     causal: bool,
-    state: LogState | None,
+    state: Any,
     starts: Array | None,
     log_decay: Array | None = None,
     *,
     fused: bool = False,
-) -> tuple[Array, LogState]:
-    """(log y [*batch, T, V], the `LogState` after all tokens). `fused`: by one kernel for each pass."""
-    first = None if state is None else _cast(state, k.dtype).normalize()
-    log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, fused)
-    return log_y, end.denormalize()
-
-
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    state: MeanState | None,
-    starts: Array | None,
-    log_decay: Array | None = None,
-    *,
-    fused: bool = False,
-) -> tuple[Array, MeanState]:
-    """(y [*batch, T, V], the `MeanState` after all tokens). `fused`: by one kernel for each pass."""
-    first = None if state is None else _cast(state, k.dtype).normalize()
-    y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, fused)
+) -> tuple[Array, Any]:
+    """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens). `fused`: by one kernel per pass."""
+    keys = _keys(k, values, starts, log_decay)
+    if state is None:
+        first = _empty_state(kind, k, values)
+    else:
+        first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
+    if causal:
+        y, _, end = attend_causally(kind, q, keys, first, fused=fused)
+    elif starts is None:
+        end = summarize(kind, keys, first)
+        y = read(kind, q, end)
+    else:
+        y, end = _attend_both_ways(kind, q, keys, starts, first, fused)
     return y, end.denormalize()
 
 
@@ -82,27 +75,17 @@ def attend_both_ways(
     starts = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
     log_decay, resets = take_resets(log_decay, starts)
     keys = _keys(k, values, resets, log_decay)
-    return _attend_both_ways(kind, q, keys, starts, kind.empty_state(k, values), False, log_decay_after)[0]
+    return _attend_both_ways(kind, q, keys, starts, _empty_state(kind, k, values), False, log_decay_after)[0]
+
+
+def _empty_state(kind: Values[N], k: Array, values: Array) -> N:
+    # XLA would spend seconds folding what follows from so large a constant.
+    return lax.optimization_barrier(kind.empty_state(k, values))
 
 
 def _keys(k: Array, values: Array, starts: Array | None, log_decay: Array | None) -> Keys:
     column = lambda x: None if x is None else x[..., None]
     return Keys(k, values, column(starts), column(log_decay))
-
-
-def _cast(state: S, dtype: DTypeLike) -> S:
-    return jax.tree.map(lambda part: part.astype(dtype), state)
-
-
-def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, fused: bool) -> tuple[Array, N]:
-    state = kind.empty_state(keys.k, keys.values) if state is None else state
-    if causal:
-        y, _, end = attend_causally(kind, q, keys, state, fused=fused)
-        return y, end
-    if keys.starts is None:
-        end = summarize(kind, keys, state)
-        return read(kind, q, end), end
-    return _attend_both_ways(kind, q, keys, keys.starts[..., 0], state, fused)
 
 
 def _attend_both_ways(
@@ -146,7 +129,7 @@ def attend_causally(
     kind: Values[N], q: Array, keys: Keys, state: N, *, return_log_z: bool = False, fused: bool = False
 ) -> Output[N]:
     """Each query reads the keys up to its own, and the state before the first one; any number of tokens."""
-    n_tokens, form = q.shape[-2], _causal_form(kind, q, keys, return_log_z, fused)
+    n_tokens, form = q.shape[-2], _causal_form(kind, keys, return_log_z, fused)
     if n_missing := form.split.n_tokens - n_tokens:
         q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, n_missing), (0, 0)])
         keys = chunk.pad_keys(kind, keys, n_missing)
@@ -155,12 +138,12 @@ def attend_causally(
     return Output(cut(y, -2), jax.tree.map(lambda x: cut(x, -1), log_z), end)
 
 
-def _causal_form(kind: Values[N], q: Array, keys: Keys, return_log_z: bool, fused: bool) -> Causal[N]:
+def _causal_form(kind: Values[N], keys: Keys, return_log_z: bool, fused: bool) -> Causal[N]:
     if fused:
         from heinsen.contrib import kernels  # slow to import
 
-        return kernels.causal_form(kind, q, keys, return_log_z)
-    return Causal(kind, split_tokens(q.shape), return_log_z, platform.target())
+        return kernels.causal_form(kind, keys, return_log_z)
+    return Causal(kind, split_tokens(keys.k.shape), return_log_z, platform.target())
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------

@@ -33,7 +33,7 @@ from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk, exact
 from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors
 from heinsen.ops.exact import Output, multiply
-from heinsen.ops.transforms import full, slice_tokens, vary_together, write
+from heinsen.ops.transforms import slice_tokens, vary_together, write
 from heinsen.ops.values import N, Shifts, Sums, Values
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
@@ -192,7 +192,7 @@ class Causal(Generic[N]):
 
         shifts = kind.state_shifts(state)
         m = kind.state_to_sums(state, shifts)
-        carry = m, shifts, self._make_buffers(q, m, save_residuals), kind.spreads(m.s)
+        carry = m, shifts, self._make_buffers(m, save_residuals), kind.spreads(m.s)
         carry = vary_together(carry, (q, keys))[0]
         (m, shifts, buffers, spreads), before = lax.scan(step, carry, jnp.arange(split.n_groups))
         y, sums, log_z = buffers
@@ -236,11 +236,11 @@ class Causal(Generic[N]):
         to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
         return dq, dkeys, multiply(to_state(chunk.scale(dm, chunk.shift_scales(first, shifts)))[0], scale)
 
-    def _make_buffers(self, q: Array, m: Sums, save_residuals: bool) -> _Buffers:
+    def _make_buffers(self, m: Sums, save_residuals: bool) -> _Buffers:
         """Buffers for the groups to overwrite, filled differently: see the module's top."""
-        n_tokens, d_value = q.shape[-2], m.s.shape[-1]
+        n_tokens, (*batch, _, d_value) = self.split.n_tokens, m.s.shape
         n_sums = n_tokens if save_residuals else self.split.group_size
-        make = lambda fill, *last: full(q, last, fill)
+        make = lambda fill, *last: jnp.full((*batch, *last), fill, m.s.dtype)
         log_z = ShiftedLog(make(2, n_tokens), make(3, n_tokens)) if self.return_log_z else None
         return _Buffers(make(0, n_tokens, d_value), Sums(make(1, n_sums, d_value), make(1, n_sums)), log_z)
 

@@ -37,58 +37,36 @@ After = TypeVar("After")
 
 
 def log_attention(
-    mesh: Mesh | None,
+    mesh: Mesh,
     q: Float[Array, "B H T K"],
     k: Float[Array, "B H T K"],
     log_v: Float[Array, "B H T V"],
     state: LogState | None,
     segment_ids: Int[Array, "B 1 T"] | None,
     implementation: str | None,
-    causal: bool = True,
     log_decay: Float[Array, "B H T"] | None = None,
 ) -> tuple[Float[Array, "B H T V"], LogState]:
-    """Compute `heinsen.log_attention`: (log y, the state after all tokens).
+    """Compute causal `heinsen.log_attention`: (log y, the state after all tokens).
 
-    A mesh divides the batch over data x fsdp, heads over tensor, and tokens over sequence if causal. Raises MeshError.
+    The mesh divides the batch over data x fsdp, heads over tensor, and tokens over sequence. Raises MeshError.
     """
 
-    def attend(
-        q: Array, k: Array, log_v: Array, state: LogState | None, tokens: tuple[Array | None, Array | None]
-    ) -> tuple[Array, LogState]:
-        segment_ids, log_decay = tokens
-        return on_one_device(
-            q,
-            k,
-            log_v,
-            log_decay=log_decay,
-            causal=causal,
-            state=state,
-            segment_ids=segment_ids,
-            implementation=implementation,
-            return_state=True,
-        )
-
-    tokens = segment_ids, log_decay
-    if mesh is None or mesh.size == 1:
-        return attend(q, k, log_v, state, tokens)
-    if not causal:
-        return over_heads(mesh, attend)(q, k, log_v, state, tokens)
-
     def on_each(
-        q: Array, k: Array, log_v: Array, state: LogState | None, tokens: tuple[Array | None, Array | None]
+        q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None, log_decay: Array | None
     ) -> tuple[Array, LogState]:
         if mesh.shape["sequence"] > 1:
-            state = _state_before(k, log_v, state, *tokens)
-        log_y, end = attend(q, k, log_v, state, tokens)
+            state = _state_before(k, log_v, state, segment_ids, log_decay)
+        given: dict[str, Any] = {"log_decay": log_decay, "segment_ids": segment_ids, "implementation": implementation}
+        log_y, end = on_one_device(q, k, log_v, state=state, **given, return_state=True)
         return log_y, jax.tree.map(lambda x: x[None], end)
 
     segments, decays = P(BATCH, None, "sequence"), P(BATCH, "tensor", "sequence")
     log_y, ends = on_each_device(
         mesh,
         on_each,
-        in_specs=(_TOKENS, _TOKENS, _TOKENS, _STATE, (segments, decays)),
+        in_specs=(_TOKENS, _TOKENS, _TOKENS, _STATE, segments, decays),
         out_specs=(_TOKENS, P("sequence", *_STATE)),
-    )(q, k, log_v, state, tokens)
+    )(q, k, log_v, state, segment_ids, log_decay)
     return log_y, jax.tree.map(lambda x: x[-1], ends)
 
 

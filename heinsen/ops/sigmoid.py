@@ -134,7 +134,7 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
         _check_number("bias", bias, ', or "-log_n"')
     dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     q = q.astype(dtype) * k.shape[-1] ** -0.5
-    check_known_tokens(q, k)
+    check_known_tokens(q.shape[-2], k.shape[-2])
     form = _Form(alpha, bias, _block_size(math.prod(n for n in k.shape[:-2] if isinstance(n, int))))
     attend = lambda *arrays: (_attend_jitted(form, *arrays), ())
     return on_automatic_axes(attend, q, k.astype(dtype), v.astype(dtype), first, stop)[0].astype(v.dtype)

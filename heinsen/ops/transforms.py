@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -33,18 +32,17 @@ def write(arrays: X, parts: X, i: Array, axis: int = -2) -> X:
 
 def vary_together(*trees: Any) -> Any:
     """The trees of arrays, each array varying over all mesh axes over which any of them does."""
-    axes = frozenset[Any]().union(*map(_varying, jax.tree.leaves(trees)))
+
+    def axes_of(x: Array) -> frozenset[Any]:
+        kind: Any = jax.typeof(x)
+        return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # depends on JAX's version
 
     def vary(x: Array) -> Array:
-        missing = tuple(sorted(axes - _varying(x)))
+        missing = tuple(sorted(axes - axes_of(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(vary, trees)
-
-
-def full(like: Array, shape: tuple[int, ...], fill: float) -> Array:
-    """Array [*batch, *shape] of a number, for an array `like` [*batch, T, K], of its dtype."""
-    return jnp.full((*like.shape[:-2], *shape), fill, like.dtype)
+    axes = frozenset[Any]().union(*map(axes_of, jax.tree.leaves(trees)))
+    return jax.tree.map(vary, trees) if axes else trees
 
 
 def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *args: Any) -> tuple[Array, Any]:
@@ -59,9 +57,3 @@ def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *arg
     axes: list[Any] = [*sharding.spec] + [None] * (q.ndim - len(sharding.spec))
     *batch, tokens, _ = axes
     return jax.sharding.auto_axes(function, out_sharding=(P(*batch, tokens), P(*batch)))(q, *args)
-
-
-def _varying(x: Array) -> frozenset[Any]:
-    """The mesh axes over which an array varies; the name of the attribute depends on JAX's version."""
-    kind: Any = jax.typeof(x)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

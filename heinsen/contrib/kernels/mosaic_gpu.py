@@ -614,10 +614,10 @@ class Fused(Causal[N]):
     interpret: Any  # InterpretGPUParams, or None: compiled
 
     @classmethod
-    def of(cls, kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> "Fused[N]":
+    def of(cls, kind: Values[N], keys: Keys, return_log_z: bool) -> "Fused[N]":
         """All chunks are in one group. Raises InputError for what the kernels do not take."""
         _check(keys)
-        return cls(kind, Split(1, -(-q.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
+        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
 
     def forward(
         self, q: Array, keys: Keys, state: N, save_residuals: bool

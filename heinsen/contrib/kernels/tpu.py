@@ -397,13 +397,13 @@ class Fused(Causal[N]):
     interpret: Any  # InterpretParams, or None: compiled
 
     @classmethod
-    def of(cls, kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> "Fused[N]":
+    def of(cls, kind: Values[N], keys: Keys, return_log_z: bool) -> "Fused[N]":
         """All chunks are in one group. Raises InputError for what the kernels do not take."""
-        if q.dtype != jnp.float32:
+        if keys.k.dtype != jnp.float32:
             raise InputError(
-                f'implementation="pallas" computes in float32, not {q.dtype}: pass implementation="chunked"'
+                f'implementation="pallas" computes in float32, not {keys.k.dtype}: pass implementation="chunked"'
             )
-        return cls(kind, Split(1, -(-q.shape[-2] // CHUNK), CHUNK), return_log_z, "tpu", interpret.params())
+        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "tpu", interpret.params())
 
     def forward(
         self, q: Array, keys: Keys, state: N, save_residuals: bool

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from heinsen.models.mixers.base import Mixer, State, Tokens, read_fields, select_rows
-from heinsen.ops import states
-from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention
-from heinsen.ops.sharded import log_attention, over_heads
+from heinsen.ops import sharded, states
+from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention, log_attention
+from heinsen.ops.sharded import over_heads
 from heinsen.ops.states import LogState, MeanState, RunningState
 
 
@@ -54,6 +54,32 @@ class Heinsen(Mixer[State], Generic[State]):
     def _empty(self, *shape: int) -> Any:
         """The state before any token of this many sequences and heads."""
         return states.init_state(shape, self.d_key, self.d_value, signed=self.signed, dtype=self.accumulator_dtype)
+
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: State | None,
+        tokens: Tokens,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], State]:
+        attend: Any = self._attend if tokens.log_decay_after is None else self._attend_both_ways
+        return over_heads(mesh, attend)(q, k, values, state, tokens)
+
+    def _attend(self, q: Array, k: Array, values: Array, state: Any, tokens: Tokens) -> tuple[Array, Any]:
+        function: Any = attention if self.signed else log_attention
+        return function(
+            q,
+            k,
+            values,
+            log_decay=tokens.log_decay,
+            causal=self.causal,
+            state=state,
+            segment_ids=tokens.segment_ids,
+            implementation=self.implementation,
+            return_state=True,
+        )
 
     def _attend_both_ways(self, q: Array, k: Array, values: Array, state: None, tokens: Tokens) -> tuple[Array, Any]:
         """The output of a model that is not causal; it keeps no state."""
@@ -93,18 +119,10 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     ) -> tuple[Float[Array, "B H T V"], LogState]:
         """log y[t] = log sum_s w[t, s] exp(log v[s]) - log sum_s w[t, s]. A mesh may divide the tokens."""
         assert not isinstance(state, RunningState)
-        if tokens.log_decay_after is not None:
-            return over_heads(mesh, self._attend_both_ways)(q, k, values, None, tokens)
-        return log_attention(
-            mesh,
-            q,
-            k,
-            values,
-            state,
-            tokens.segment_ids,
-            self.implementation,
-            causal=self.causal,
-            log_decay=tokens.log_decay,
+        if mesh is None or mesh.shape["sequence"] == 1 or not self.causal:
+            return super().parallel(q, k, values, state, tokens, mesh)
+        return sharded.log_attention(
+            mesh, q, k, values, state, tokens.segment_ids, self.implementation, log_decay=tokens.log_decay
         )
 
     def step(
@@ -151,33 +169,6 @@ class RealHeinsen(Heinsen[MeanState]):
                 f"model.value_domain = 'real' is an option of heinsen attention, of which model.attention = "
                 f"{attention!r} has none: set it to log"
             )
-
-    def parallel(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: MeanState | None,
-        tokens: Tokens,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], MeanState]:
-        """y[t] = sum_s w[t, s] v[s] / sum_s w[t, s]."""
-        if tokens.log_decay_after is not None:
-            return over_heads(mesh, self._attend_both_ways)(q, k, values, None, tokens)
-        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
-
-    def _attend(self, q: Array, k: Array, v: Array, state: MeanState | None, tokens: Tokens) -> tuple[Array, MeanState]:
-        return attention(
-            q,
-            k,
-            v,
-            log_decay=tokens.log_decay,
-            causal=self.causal,
-            state=state,
-            segment_ids=tokens.segment_ids,
-            implementation=self.implementation,
-            return_state=True,
-        )
 
     def step(
         self,
