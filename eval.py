@@ -60,7 +60,7 @@ def evaluate_split() -> None:
     """Evaluate a split, and print the tables and the JSON line."""
     from heinsen.config import from_mapping
     from heinsen.evaluation import report, run
-    from heinsen.training.run import TrainConfig
+    from heinsen.training.config import TrainConfig
 
     plot = None if BY_POSITION.value is None else Path(BY_POSITION.value)
     if plot is not None:
@@ -78,7 +78,7 @@ def run_tasks() -> None:
     """Run --tasks, and print their metrics and the JSON line."""
     from heinsen.config import from_mapping
     from heinsen.evaluation import report, tasks
-    from heinsen.training.run import TrainConfig
+    from heinsen.training.config import TrainConfig
 
     config = from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
     options = tasks.TaskOptions(
@@ -96,8 +96,8 @@ def define_config_flag(arguments: list[str]) -> None:
     config = default.get_config()
     if workdir.workdir:
         from heinsen.errors import exit_on_error
+        from heinsen.training.folder import load_run
         from heinsen.training.mirror import local_run
-        from heinsen.training.run import load_run
 
         with exit_on_error():
             config.update(dataclasses.asdict(load_run(local_run(workdir.workdir))))

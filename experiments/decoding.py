@@ -28,7 +28,7 @@ show_help(__name__)
 
 from experiments import tools
 from heinsen.parallel import keep_host_memory
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.benchmarking.decode import Contestant, Race, Settings
 
 CALL_TOKENS = 16

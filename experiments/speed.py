@@ -34,8 +34,8 @@ import numpy as np
 
 from experiments import tools
 from heinsen.parallel import keep_host_memory, make_mesh
+from heinsen.training.config import TrainConfig
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 
 REPEATS = 5  # timed steps of each contestant

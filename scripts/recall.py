@@ -68,10 +68,10 @@ from heinsen.parallel import (
     split_batch,
 )
 from heinsen.platform import keep_compilations
+from heinsen.training.config import TrainConfig
 from heinsen.training.console import Console
 from heinsen.training.loop import NonFiniteLossError
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 
 TEST_SEQUENCES = 256  # of each length

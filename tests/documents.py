@@ -26,7 +26,7 @@ def parse(program, arguments):
         module["parse_flags"](argv, **({"takes_arguments": True} if takes_arguments else {}))
         if program == "train.py":
             from heinsen.config import from_mapping
-            from heinsen.training.run import TrainConfig
+            from heinsen.training.config import TrainConfig
             from_mapping(TrainConfig, flags.FLAGS.config.to_dict())
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
             fields = module["FIELDS"]

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs import default, explain_missing, load_config
 from heinsen.config import ConfigError, from_mapping
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.sweep_runs import RunFactory
 
 # ml_collections loads config files by a deprecated method.

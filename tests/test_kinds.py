@@ -29,7 +29,7 @@ from heinsen.ops.linear import LinearState
 from heinsen.ops.softmax import KVCache
 from heinsen.ops.states import LogState, MeanState
 from heinsen.parallel import MeshError
-from heinsen.training.run import TrainConfig, check_mesh
+from heinsen.training.config import TrainConfig, check_mesh
 from tests.models import model_config
 from tests.runs import run_config
 

@@ -21,7 +21,7 @@ from heinsen.models import (
     mean_loss,
 )
 from heinsen.ops.states import LogState
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from tests.models import model_config
 
 # No two sizes alike, so that no axis passes for another: D = 10, H = 3, K = 2, V = 4, H V = 12, W1 24 wide.

@@ -18,9 +18,9 @@ import pytest
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
 from heinsen.remote import Remote, RemoteError
+from heinsen.training.folder import RunError, load_run
 from heinsen.training.loop import RunInterrupted, train
 from heinsen.training.mirror import Mirror, local_run
-from heinsen.training.run import RunError, load_run
 from tests.runs import (
     KEEP,
     ROOT,

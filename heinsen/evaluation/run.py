@@ -16,8 +16,10 @@ from heinsen.evaluation.by_document import ByPosition, Estimate, Parts, Sums
 from heinsen.models import Params, check_room, init_model_state
 from heinsen.parallel import n_batch_parts
 from heinsen.progress import track
+from heinsen.training.config import TrainConfig
+from heinsen.training.data import open_split
+from heinsen.training.folder import load_tokenizer_name
 from heinsen.training.mirror import local_run
-from heinsen.training.run import TrainConfig, open_split
 from heinsen.weights import load_params, mesh_for_reading
 
 
@@ -78,13 +80,14 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, mode: Mode, wi
       DatasetError, RunError, CheckpointError, MeshError: the data or the parameters cannot be used.
       EvaluationError: the mode does not fit the model, or the loss is not finite.
     """
-    datasets = open_split(config, split)
+    folder = local_run(workdir)
+    datasets = open_split(config, split, load_tokenizer_name(folder))
     modes = [WINDOWS, STREAMING] if with_positions else [mode]
     if not config.model.causal and any(mode.needs_causal for mode in modes):
         raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
     mesh = mesh_for_reading(config)
-    step, params = load_params(local_run(workdir), config.model, mesh)
-    tokenizer = _find_tokenizer(config.data.tokenizer)
+    step, params = load_params(folder, config.model, mesh)
+    tokenizer = _find_tokenizer(datasets[0][0].tokenizer_name)
     documents = [find_documents(dataset, tokenizer) for dataset, _ in datasets]
     shares = [share for _, share in datasets]
     measured = {

@@ -9,8 +9,9 @@ from heinsen.errors import HeinsenError
 from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import load_tokenizer_name
 from heinsen.training.mirror import local_run
-from heinsen.training.run import TrainConfig
 from heinsen.weights import load_params
 
 
@@ -68,8 +69,9 @@ def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskRe
         if unknown := sorted(set(options.names) - set(manager.match_tasks(options.names))):
             where = options.folder or "the installed harness"
             raise TasksError(f"--tasks={','.join(unknown)}: {where} has no such task")
-        step, params = load_params(local_run(workdir), config.model, make_mesh())
-        tokenizer = get_tokenizer(config.data.tokenizer)
+        folder = local_run(workdir)
+        step, params = load_params(folder, config.model, make_mesh())
+        tokenizer = get_tokenizer(load_tokenizer_name(folder))
         answers = Answers(config.model, params, tokenizer, options.batch_size, _track_batches, options.add_bos_token)
         found = lm_eval.simple_evaluate(
             model=as_lm(answers),

@@ -74,9 +74,6 @@ class Manifest:
             raise ValueError(f"dtype = {self.dtype!r}: expected {' or '.join(DTYPES)}")
         if self.step < 0:
             raise ValueError(f"step = {self.step}: it must not be negative")
-        data = self.run.get("data")
-        if isinstance(data, dict) and data.get("tokenizer") != self.tokenizer:
-            raise ValueError(f"tokenizer = {self.tokenizer!r}, but run.data.tokenizer = {data.get('tokenizer')!r}")
 
 
 def is_export(folder: Path) -> bool:

@@ -17,10 +17,10 @@ from heinsen.parallel import keep_host_memory, make_mesh, place_batch, process_r
 from heinsen.planning.costs import count_costs
 from heinsen.planning.report import Plan
 from heinsen.planning.targets import Target, find_target
+from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig, check_mesh
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
 from heinsen.training.throughput import available_bytes, compiled_bytes, peak_flops_per_device
 
@@ -28,17 +28,20 @@ _MAX_SECONDS = 300.0  # for the timed steps
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def plan(config: TrainConfig, steps: int, target: str | None = None) -> Plan:
+def plan(config: TrainConfig, steps: int, target: str | None = None, peak_flops: float | None = None) -> Plan:
     """Plan a run on the devices here, or on the target, a machine that need not exist (`targets.find_target`).
 
     Compiles the step; on the devices here also times `steps` of it on random tokens (0: none), unless it needs more
-    memory than there is, or would take minutes at the devices' peak rate. Raises MeshError, DeviceError, TargetError.
+    memory than there is, or would take minutes at the devices' peak rate. peak_flops: that rate in FLOP/s per device,
+    None: as known of the chip or measured. Raises MeshError, DeviceError, TargetError.
     """
-    return _plan_here(config, steps) if target is None else _plan_target(config, find_target(target))
+    if target is None:
+        return _plan_here(config, steps, peak_flops)
+    return _plan_target(config, find_target(target), peak_flops)
 
 
 @explain_device_errors()
-def _plan_here(config: TrainConfig, steps: int) -> Plan:
+def _plan_here(config: TrainConfig, steps: int, peak_flops: float | None) -> Plan:
     keep_host_memory()
     mesh = make_mesh(config.mesh)
     arrays = _random_batches(config, len(process_rows(mesh, config.sequences_per_pass)))
@@ -47,7 +50,7 @@ def _plan_here(config: TrainConfig, steps: int) -> Plan:
     compiled = step.compile()
     memory = jax.local_devices()[0].memory_stats() or {}
     untimed = dataclasses.replace(
-        step.plan_of(compiled, chip_of(jax.devices()[0].device_kind), config.peak_flops or peak_flops_per_device()),
+        step.plan_of(compiled, chip_of(jax.devices()[0].device_kind), peak_flops or peak_flops_per_device()),
         bytes_device=memory.get("bytes_limit"),
         seconds_compiling=time.perf_counter() - start,
     )
@@ -59,7 +62,7 @@ def _plan_here(config: TrainConfig, steps: int) -> Plan:
 
 
 @explain_device_errors()
-def _plan_target(config: TrainConfig, target: Target) -> Plan:
+def _plan_target(config: TrainConfig, target: Target, peak_flops: float | None) -> Plan:
     devices = target.devices()
     with target.compiling():
         mesh = make_mesh(config.mesh, devices)
@@ -71,7 +74,7 @@ def _plan_target(config: TrainConfig, target: Target) -> Plan:
             compiled, overflow = None, find_overflow(str(error))
             if overflow is None:
                 raise
-    planned = step.plan_of(compiled, target.chip, config.peak_flops or target.chip.bfloat16)
+    planned = step.plan_of(compiled, target.chip, peak_flops or target.chip.bfloat16)
     planned = dataclasses.replace(
         planned, target=target.name, bytes_device=target.memory, seconds_compiling=time.perf_counter() - start
     )

@@ -18,8 +18,8 @@ from heinsen.sweep.job import LOCK_FILE, LOG_FILE, STATUS_FILE, STOP_FILE, read_
 from heinsen.sweep.runs import ENDED, STATES, Progress, RunView, SweepRun
 from heinsen.sweep.slurm import queued_state, slurm_queue
 from heinsen.sweep.space import SweepError, format_value
+from heinsen.training.config import TrainConfig
 from heinsen.training.metrics import METRICS_FILE, read_metrics
-from heinsen.training.run import TrainConfig
 
 SWEEP_FILE, CSV_FILE, REPORT_FILE = "sweep.json", "sweep.csv", "report.html"
 SWEEP_LOCK, JOBS_FOLDER = "sweep.lock", "jobs"

@@ -15,13 +15,14 @@ from heinsen.models import Params, count_params
 from heinsen.parallel import first_reason, keep_host_memory, make_mesh, place_batch
 from heinsen.remote import RemoteError
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
+from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
+from heinsen.training.folder import RunError, claim_folder, write_config
 from heinsen.training.mirror import Mirror
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import LossMean, Reporter
-from heinsen.training.run import RunError, TrainConfig, check_mesh, claim_folder, write_config
 from heinsen.training.signals import StopSignals
 from heinsen.training.step import (
     Metrics,
@@ -32,6 +33,9 @@ from heinsen.training.step import (
 )
 from heinsen.training.validation import Validator
 from heinsen.weights import load_initial_params
+
+# Steps in a row with a loss or gradient that is not finite, which are skipped, until a run stops.
+STOP_AFTER_SKIPPED = 10
 
 
 class NonFiniteLossError(HeinsenError, RuntimeError):
@@ -64,9 +68,9 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
     mirror = _open_mirror(config, workdir, mirror_to)
-    initial = _read_initial_params(config, workdir, mesh)
+    initial = _read_initial_params(config, workdir, mesh, data.tokenizer)
     with (
-        claim_folder(config, workdir) as changes,
+        claim_folder(config, workdir, data.tokenizer) as changes,
         mirror or contextlib.nullcontext(),
         Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
         StopSignals() as signals,
@@ -82,7 +86,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
             if initial is not None:
                 state = state._replace(params=initial.params)
         if changes and is_main:
-            write_config(config, workdir)
+            write_config(config, workdir, data.tokenizer)
         n_params = count_params(state.params)
         try:
             with Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter:
@@ -121,11 +125,11 @@ class _InitialParams(NamedTuple):
     params: Params
 
 
-def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh) -> _InitialParams | None:
+def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh, tokenizer: str) -> _InitialParams | None:
     """Read `init_from`, before anything is written. A resumed run has parameters of its own."""
     if config.init_from is None or has_checkpoints(workdir):
         return None
-    return _InitialParams(*load_initial_params(config, mesh))
+    return _InitialParams(*load_initial_params(config, mesh, tokenizer))
 
 
 def _describe_start(config: TrainConfig, workdir: Path, start_step: int, n_params: int) -> str:
@@ -217,10 +221,9 @@ class _Loop:
             )
         if in_a_row:
             what = f"loss {metrics['loss']} and gradient norm {metrics['grad_norm']} at step {step}"
-            if in_a_row >= self.config.stop_after_skipped:
+            if in_a_row >= STOP_AFTER_SKIPPED:
                 raise NonFiniteLossError(
-                    f"{what}: stopped after {in_a_row} such steps in a row (stop_after_skipped), which changed no "
-                    f"parameter. {self.advice()}"
+                    f"{what}: stopped after {in_a_row} such steps in a row, which changed no parameter. {self.advice()}"
                 )
             self.reporter.message(f"{what}: skipped, {in_a_row} in a row, {metrics['skipped']} in all")
         metrics["updates"] = step - 1 - metrics["skipped"] + (in_a_row > 0)

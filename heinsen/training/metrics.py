@@ -10,7 +10,7 @@ from tensorboardX import SummaryWriter
 
 from heinsen.errors import print_warning
 from heinsen.files import write_atomically
-from heinsen.training.run import RunError
+from heinsen.training.folder import RunError
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLE = "sample"  # the metric that is a text

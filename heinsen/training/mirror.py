@@ -17,13 +17,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from heinsen.config import ConfigError, from_mapping
+from heinsen.config import ConfigError
 from heinsen.errors import Interrupted, print_warning
 from heinsen.files import hold_lock, write_atomically
 from heinsen.progress import track
 from heinsen.remote import Remote, RemoteError, cache_folder, is_remote
 from heinsen.training.checkpoint import CHECKPOINTS, DAMAGED, checkpoint_steps
-from heinsen.training.run import CONFIG_FILE, LOCK_FILE, RunError, TrainConfig
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import CONFIG_FILE, LOCK_FILE, RunError, parse_config
 
 _WHOLE = re.compile(rf"{CHECKPOINTS}/(\d+)\.whole")
 _POLL_SECONDS = 0.2
@@ -141,7 +142,7 @@ class Mirror:
     def _read_config(self) -> TrainConfig | None:
         content = self._remote.read(CONFIG_FILE)
         try:
-            return None if content is None else from_mapping(TrainConfig, json.loads(content))
+            return None if content is None else parse_config(json.loads(content))[0]
         except (ConfigError, ValueError) as error:
             raise RunError(f"{self._remote.address} holds something else than this run ({error})") from error
 

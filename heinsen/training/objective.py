@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from heinsen.models import ModelConfig, Params, masked_loss, mean_loss
 from heinsen.models.masking import mask_tokens
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 
 Loss = Callable[..., Any]  # the argument of `make_train_step`
 

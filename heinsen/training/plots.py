@@ -49,8 +49,6 @@ _CHARTS = (
     ("Throughput", "tokens/s", False, ("tokens_per_second",)),
     ("Model-FLOPs utilization, waiting for data", "share", False, ("mfu", "data_wait")),
     ("Skipped steps", "steps so far", False, ("skipped",)),
-    ("Attention by layer", "root mean square", True, ("attention_rms/",)),
-    ("Residual stream by layer", "root mean square", True, ("residual_rms/",)),
     ("Time constants of the forget gate by head", "tokens", True, ("time_constant/",)),
 )
 

@@ -11,12 +11,11 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from heinsen.evaluation.loss import bits_per_byte
+from heinsen.training.config import TrainConfig
 from heinsen.training.console import Console
 from heinsen.training.metrics import MetricsLog
 from heinsen.training.optimizer import make_schedule
 from heinsen.training.plots import plot_run
-from heinsen.training.run import TrainConfig
-from heinsen.training.spikes import SpikeDetector
 from heinsen.training.throughput import ThroughputMeter, peak_flops_per_device, train_flops_per_token
 from heinsen.training.tracing import StepTracer
 from heinsen.training.wandb_log import WandbLog
@@ -79,8 +78,7 @@ class Reporter:
         self._config, self._workdir, self._writes = config, workdir, writes
         self._bytes_per_token, self.losses = bytes_per_token, losses
         self._schedule = make_schedule(config.optimizer, config.total_steps)
-        peak_flops = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
-        self._spikes = SpikeDetector(config.spike_sigmas) if config.spike_sigmas else None
+        peak_flops = peak_flops_per_device() * jax.device_count()
         self._tracer = StepTracer(config.traced, workdir / "trace")
         self._logs = _open_logs(config, workdir, start_step) if writes else []
         self._console = Console(workdir.name, start_step, config.total_steps, writes)
@@ -135,8 +133,6 @@ class Reporter:
         if self._tracer.ends_with(step):
             self._tracer.stop()
             self.message(f"trace of steps {self._config.trace_steps} written to {self._workdir / 'trace'}")
-        if self._spikes is not None and (spike := self._spikes.check(metrics["loss"])):
-            self.message(f"loss spike at step {step}: {spike}, gradient norm {metrics['grad_norm']:.2f}")
         if step % self._config.log_every and step != self._config.total_steps:
             return
         rates = self._meter.measure(step)

@@ -7,7 +7,7 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.models import Params
 from heinsen.parallel import replicated
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 
 
 class Sampler:
@@ -16,9 +16,9 @@ class Sampler:
     Every process draws it on a device of its own, from a whole copy of the parameters.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, tokenizer: str) -> None:
         self._config, self._mesh = config, mesh
-        self._tokenizer = get_tokenizer(config.data.tokenizer)
+        self._tokenizer = get_tokenizer(tokenizer)
 
     def __call__(self, params: Params) -> str:
         whole = jax.device_put(params, replicated(self._mesh))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heinsen.training.run import RunError, TrainConfig
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import RunError
 
 
 class WandbLog:

@@ -11,7 +11,8 @@ from heinsen.config import from_mapping
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import train_iterator
 from heinsen.files import make_folder
-from heinsen.training.run import TrainConfig, open_split
+from heinsen.training.config import TrainConfig
+from heinsen.training.data import TRAIN_SPLIT, open_split
 from scripts.benchmarking.measure import device_name, seconds, warm_up, write_results
 
 _ROWS = 4096  # of each timed call
@@ -25,7 +26,7 @@ class _UncheckedDataset(TokenDataset):
 def benchmark_data(values: dict[str, Any], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report. Raises HeinsenError."""
     config = from_mapping(TrainConfig, values)
-    checked = open_split(config, config.data.train_split)
+    checked = open_split(config, TRAIN_SPLIT)
     make_folder(out)
     unchecked = [(_UncheckedDataset(dataset.path), share) for dataset, share in checked]
     n_batches = max(1, _ROWS // config.batch_size)

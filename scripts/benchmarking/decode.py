@@ -22,7 +22,7 @@ from heinsen.files import make_folder
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
 from heinsen.parallel import keep_host_memory
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.benchmarking import decode_report
 from scripts.benchmarking.measure import (
     device_name,

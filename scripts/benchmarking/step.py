@@ -14,9 +14,9 @@ from heinsen.files import make_folder
 from heinsen.models import count_params
 from heinsen.parallel import keep_host_memory, make_mesh
 from heinsen.planning.costs import count_costs
+from heinsen.training.config import TrainConfig
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
 from scripts.benchmarking.measure import (
@@ -58,7 +58,7 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
 def summarize(config: TrainConfig, n_params: int, step_seconds: list[float], product_rate: float) -> dict[str, Any]:
     """Return the rates of the steps that were timed."""
     n_tokens, per_step = config.batch_size * config.sequence_length, statistics.median(step_seconds)
-    peak_rate = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
+    peak_rate = peak_flops_per_device() * jax.device_count()
     rate = n_tokens * train_flops_per_token(n_params) / per_step
     return dict(
         device=f"{jax.device_count()} x {device_name()}" if jax.device_count() > 1 else device_name(),

@@ -259,7 +259,7 @@ def last_state(workdir, config):
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, mixture, tmp_path):
     """One that starts from the parameters of a run which carried nothing, and reads a mixture in two passes."""
     sizes = dict(total_tokens=12 * BATCH * LENGTH, sequence_length=LENGTH, batch_size=BATCH, accumulation_steps=2)
-    every = dict(checkpoint_every=5, validate_every=6, log_activations=False, init_from=str(run.workdir))
+    every = dict(checkpoint_every=5, validate_every=6, init_from=str(run.workdir))
     config = run_config(mixture, carry_state=True, model__document_token=EOT, **sizes, **every)
     train(config, tmp_path / "whole")
     whole, log = last_state(tmp_path / "whole", config), read_log(tmp_path / "whole")
@@ -277,7 +277,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, mixture, t
 @pytest.mark.long
 def test_two_processes_of_two_devices_give_the_losses_of_one(mixture, commands, tmp_path):
     sizes = dict(total_tokens=12 * 8 * 16, batch_size=8, accumulation_steps=2, checkpoint_every=12, carry_state=True)
-    every = dict(validate_every=6, log_activations=False)
+    every = dict(validate_every=6)
     for process in start_two(commands, mixture, tmp_path / "two", mesh__data=2, mesh__sequence=2, **sizes, **every):
         end = finish(process)
         assert end.returncode == 0, end.stderr
