@@ -25,7 +25,7 @@ from heinsen.data.documents import Documents
 from heinsen.data.loader import Batch
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_figure
-from heinsen.models import ModelConfig, ModelState, Params, forget, next_token_losses
+from heinsen.models import ModelConfig, ModelState, Params, forget, next_token_losses_with_state
 from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
 
@@ -119,7 +119,7 @@ def make_stream_step(model: ModelConfig, mesh: Mesh) -> StreamStep:
 
     def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
         state = forget(model, state, batch["begins"])
-        return next_token_losses(model, params, batch["tokens"], mesh, state, return_state=True)
+        return next_token_losses_with_state(model, params, batch["tokens"], mesh, state)
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh), None), out_shardings=(replicated(mesh), None))
 

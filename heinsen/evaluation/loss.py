@@ -21,7 +21,7 @@ from heinsen.models import (
     Params,
     init_model_state,
     mean_decays,
-    next_token_losses,
+    next_token_losses_with_state,
     state_shardings,
 )
 from heinsen.models.masking import window_losses
@@ -80,7 +80,7 @@ def make_stream_eval_step(model: ModelConfig, mesh: Mesh) -> StreamEvalStep:
     """Return a compiled step: (params, batch as in `make_eval_step`, state before) -> (sums [B], state after)."""
 
     def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
-        losses, state = next_token_losses(model, params, batch["tokens"], mesh, state, return_state=True)
+        losses, state = next_token_losses_with_state(model, params, batch["tokens"], mesh, state)
         return jnp.sum(losses * batch["mask"], axis=-1), state
 
     where = _where_states_are(model, mesh)

@@ -19,8 +19,8 @@ from heinsen.planning.report import Plan
 from heinsen.planning.targets import Target, find_target
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.device_errors import explain_device_errors
-from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.passes import make_passes
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
 from heinsen.training.throughput import available_bytes, compiled_bytes, peak_flops_per_device
 
@@ -101,7 +101,7 @@ def find_overflow(message: str) -> tuple[int, int] | None:
 class _Step:
     """The step of a run on a mesh, with the shapes of its arguments. Raises MeshError if they do not fit it."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, arrays: Any) -> None:
         check_mesh(config, mesh)
         self.config, self.mesh = config, mesh
         self.optimizer = make_optimizer(config.optimizer, config.total_steps)
@@ -110,8 +110,7 @@ class _Step:
 
     def compile(self) -> jax.stages.Compiled:
         config = self.config
-        loss = get_objective(config.model).loss
-        step = make_train_step(config.model, self.optimizer, self.mesh, loss, config.carry_rows)
+        step = make_train_step(config.model, self.optimizer, self.mesh, carry_rows=config.carry_rows)
         return step.lower(self.state, self.batches).compile()
 
     def plan_of(self, compiled: jax.stages.Compiled | None, chip: Chip | None, peak_flops: float) -> Plan:
@@ -141,18 +140,18 @@ class _Step:
         )
 
 
-def _random_batches(config: TrainConfig, n_rows: int) -> dict[str, np.ndarray]:
+def _random_batches(config: TrainConfig, n_rows: int) -> Any:
     """Return batches of random tokens, of n_rows per pass."""
-    n_windows = config.accumulation_steps * n_rows
-    shape = n_windows, config.sequence_length + 1
+    rows = np.arange(config.accumulation_steps * n_rows).reshape(-1, n_rows)
+    shape = rows.size, config.sequence_length + 1
     windows = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    return get_objective(config.model).make_batches(config, windows, 1, np.arange(n_windows))
+    return make_passes(config, windows, 1, rows)
 
 
-def _abstract_batches(config: TrainConfig, mesh: Mesh, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+def _abstract_batches(config: TrainConfig, mesh: Mesh, arrays: Any) -> Any:
     """Return the shapes of the global batches, of which `arrays` are this process's rows."""
     global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
-    abstract = {name: jax.ShapeDtypeStruct(global_shape(x), x.dtype) for name, x in arrays.items()}
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(global_shape(x), x.dtype), arrays)
     return with_shardings(abstract, split_batch(mesh, axis=1))
 
 

@@ -11,6 +11,7 @@ from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, st
 from heinsen.data.mixture import bytes_per_token, open_mixture, share_rows
 from heinsen.parallel import process_rows
 from heinsen.training.config import TrainConfig
+from heinsen.training.passes import rows_by_pass
 
 TRAIN_SPLIT = "train"
 
@@ -40,7 +41,7 @@ class RunData:
 
     Attributes:
       batches: training batches.
-      rows: the rows of the global batch that this process reads.
+      rows: those of the global batch that this process reads, of `rows_by_pass`.
       tokenizer: the name of the data's tokenizer.
       bytes_per_token: of the training text.
       validation: one for each dataset.
@@ -57,18 +58,18 @@ class RunData:
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> "RunData":
         """Open the data that `config` names. Raises DatasetError."""
-        per_pass, length = config.sequences_per_pass, config.sequence_length
-        pass_rows = process_rows(mesh, per_pass)
+        rows, length = rows_by_pass(config, mesh), config.sequence_length
+        arguments = length, config.batch_size, config.seed, np.sort(rows, axis=None)
         training = open_split(config, TRAIN_SPLIT)
         tokenizer = training[0][0].tokenizer_name
         if config.carry_state:
-            rows = (pass_rows[:, None] * config.accumulation_steps + np.arange(config.accumulation_steps)).reshape(-1)
-            batches = stream_iterator(training, length, config.batch_size, config.seed, rows)
+            batches: BatchIterator = stream_iterator(training, *arguments)
             training_bytes_per_token = bytes_per_token(share_rows(training, config.batch_size))
         else:
-            rows = np.concatenate([first + pass_rows for first in range(0, config.batch_size, per_pass)])
-            batches = train_iterator(training, length, config.batch_size, config.seed, rows)
+            batches = train_iterator(training, *arguments)
             training_bytes_per_token = bytes_per_token(training)
+        per_pass = config.sequences_per_pass
+        pass_rows = process_rows(mesh, per_pass)
         validation = open_split(config, config.data.validation_split, tokenizer)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):

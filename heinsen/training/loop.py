@@ -20,8 +20,8 @@ from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
 from heinsen.training.folder import RunError, claim_folder, write_config
 from heinsen.training.mirror import Mirror
-from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.passes import make_passes
 from heinsen.training.report import LossMean, Reporter
 from heinsen.training.signals import StopSignals
 from heinsen.training.step import (
@@ -95,8 +95,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
                     reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
                 for change in changes:
                     reporter.message(f"{change}: continuing with the command's")
-                loss = get_objective(config.model).loss
-                step = make_train_step(config.model, optimizer, mesh, loss, config.carry_rows)
+                step = make_train_step(config.model, optimizer, mesh, carry_rows=config.carry_rows)
                 run = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
                 return run.run(state, start_step)
         except OSError as error:
@@ -166,7 +165,6 @@ class _Loop:
     ) -> None:
         self.config, self.mesh, self.data = config, mesh, data
         self.train_step, self.validator = train_step, validator
-        self.objective = get_objective(config.model)
         self.checkpoints, self.mirror, self.signals, self.reporter = checkpoints, mirror, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -203,12 +201,11 @@ class _Loop:
         self.checkpoints.wait()
         return result or self.validate(c.total_steps, state.params)[0]
 
-    def next_batches(self, step: int) -> dict[str, jax.Array]:
-        """Return the arrays [A, B, ...] of a step, placed on the mesh."""
+    def next_batches(self, step: int) -> Any:
+        """Return the batches [A, B, ...] of a step, placed on the mesh."""
         with self.reporter.waiting_for_data():
             windows = next(self.data.batches)["tokens"]
-            batches = self.objective.make_batches(self.config, windows, step, self.data.rows)
-            return place_batch(self.mesh, batches, axis=1)
+            return place_batch(self.mesh, make_passes(self.config, windows, step, self.data.rows), axis=1)
 
     def check_and_report(self, step: int, arrays: Metrics) -> None:
         """Report a step. Raises NonFiniteLossError: too many steps skipped in a row, or parameters not finite."""
