@@ -7,6 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.data.loader import EvaluationBatches
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.decoding import Sampling, generate
 from heinsen.evaluation.loss import (
     Evaluation,
     begin_streams,
@@ -17,11 +19,10 @@ from heinsen.evaluation.loss import (
     mean_of_mixture,
 )
 from heinsen.models import Params
-from heinsen.parallel import place_batch
+from heinsen.parallel import place_batch, replicated
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import RunData
 from heinsen.training.metrics import SAMPLE
-from heinsen.training.samples import Sampler
 
 
 class Validator:
@@ -37,7 +38,7 @@ class Validator:
         self._time_constants_step = None
         if config.model.gate != "none":
             self._time_constants_step = make_time_constants_step(config.model, mesh)
-        self._sampler = Sampler(config, mesh, data.tokenizer) if config.sample_tokens else None
+        self._tokenizer = get_tokenizer(data.tokenizer) if config.sample_tokens else None
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
@@ -52,8 +53,8 @@ class Validator:
             names = [f"validation_loss/{name}" for name, _, _ in self._data.validation]
             metrics |= {name: result.loss for name, result in zip(names, results, strict=True)}
         metrics |= self._time_constants(params)
-        if self._sampler is not None:
-            metrics[SAMPLE] = self._sampler(params)
+        if self._tokenizer is not None:
+            metrics[SAMPLE] = self._write_sample(params, self._tokenizer)
         return mean, metrics
 
     def _evaluate(self, params: Params, batches: EvaluationBatches) -> Evaluation:
@@ -68,3 +69,14 @@ class Validator:
         tokens = next(iter(self._data.validation[0].batches))["tokens"]
         placed = place_batch(self._mesh, {"tokens": tokens})["tokens"]
         return {name: float(x) for name, x in jax.device_get(self._time_constants_step(params, placed)).items()}
+
+    def _write_sample(self, params: Params, tokenizer: Tokenizer) -> str:
+        """Return a new document of `sample_tokens` tokens, always drawn with the same random numbers.
+
+        Every process draws it on a device of its own, from a whole copy of the parameters.
+        """
+        whole = jax.device_put(params, replicated(self._mesh))
+        own = jax.tree.map(lambda x: x.addressable_data(0), whole)
+        c = self._config
+        tokens = generate(c.model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
+        return tokenizer.decode(list(tokens))
