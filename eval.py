@@ -32,7 +32,7 @@ from scripts.cli import given_fields, parse_flags, refuse
 from scripts.config_files import override
 
 if TYPE_CHECKING:
-    from heinsen.training.run import TrainConfig
+    from heinsen.training.config import TrainConfig
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or of scripts/export.py.", required=True)
 CONFIG = flags.DEFINE_string("config", None, "--config.a.b=value overrides a field of the run's config.")
@@ -115,7 +115,8 @@ def read_config() -> "TrainConfig":
     """Return the run's own config with the fields of the flags. Raises HeinsenError."""
     from heinsen.config import from_mapping
     from heinsen.remote import local_run
-    from heinsen.training.run import TrainConfig, load_run
+    from heinsen.training.config import TrainConfig
+    from heinsen.training.folder import load_run
 
     values = default.get_config()
     values.update(dataclasses.asdict(load_run(local_run(WORKDIR.value))))

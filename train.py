@@ -59,8 +59,8 @@ def run() -> str | None:
     from heinsen.distributed import join_processes
     from heinsen.plan.plan import plan
     from heinsen.platform import keep_compilations
+    from heinsen.training.config import TrainConfig
     from heinsen.training.loop import train
-    from heinsen.training.run import TrainConfig
 
     config = from_mapping(TrainConfig, values)
     if TARGET.value is not None:

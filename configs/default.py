@@ -24,9 +24,7 @@ def get_config() -> ConfigDict:
                 sequence=1,  # splits the tokens of every sequence
             ),
             data=dict(
-                path="data/pile",  # token datasets (scripts/prepare_data.py): a folder, or A:0.7,B:0.3 for a mixture
-                tokenizer="gpt2",
-                train_split="train",
+                path="data/pile",  # folder of train/ and others (scripts/prepare_data.py), or A:0.7,B:0.3 for a mixture
                 validation_split="validation",
             ),
             model=dict(
@@ -69,15 +67,11 @@ def get_config() -> ConfigDict:
             log_every=10,  # steps
             validate_every=1000,  # steps, and at the end
             validation_tokens=1_000_000,  # at most, from the start of the split
-            log_activations=False,  # with validations, log each layer's RMS of attention output and residual
             sample_tokens=0,  # with validations, let the model write so many tokens of a new document
             checkpoint_every=1000,  # steps, and at the end
             keep_checkpoints=3,  # number of newest checkpoints to keep
             keep_every=placeholder(int),  # also keep the checkpoint of every so many steps; None: no others
-            stop_after_skipped=10,  # steps in a row with a loss or gradient that is not finite; each is skipped
-            spike_sigmas=placeholder(float),  # report losses this many standard deviations above recent ones; None: off
             trace_steps=placeholder(str),  # FIRST:LAST, steps to trace with jax.profiler into WORKDIR/trace; None: off
             wandb_project=placeholder(str),  # also log to Weights & Biases (pip install wandb); None: off
-            peak_flops=placeholder(float),  # FLOP/s per device, for utilization; None: known or measured
         )
     )

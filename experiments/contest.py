@@ -21,8 +21,8 @@ from heinsen.figures import place_legend
 from heinsen.models import init_model_state
 from heinsen.sweep.runs import RunView, best_of
 from heinsen.sweep.space import SEED, Value
+from heinsen.training.config import TrainConfig
 from heinsen.training.metrics import read_metrics
-from heinsen.training.run import TrainConfig
 
 RATE = "optimizer.learning_rate"
 _MOST_EXTENSIONS = 2  # of the grid of learning rates

@@ -27,7 +27,7 @@ REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls of each contestant.", 
 show_help(__name__)
 
 from experiments import tools
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.benchmarking.decode import Settings, time_decoding
 
 CALL_TOKENS = 16

@@ -36,7 +36,6 @@ from experiments import tools
 from heinsen.distributed import keep_host_memory
 from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 
 REPEATS = 5  # timed steps of each contestant

@@ -37,7 +37,7 @@ from heinsen.sweep.folder import SWEEP_FILE, SweepFolder
 from heinsen.sweep.machine import divide, usable_cores, visible_gpus
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import Value, format_value
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from heinsen.training.throughput import train_flops_per_token
 
 ROOT = Path(__file__).resolve().parent.parent

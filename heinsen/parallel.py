@@ -159,10 +159,10 @@ def process_rows(mesh: Mesh, n_rows: int) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(n_rows)[index] for index in held.values()]))
 
 
-def place_batch(mesh: Mesh, batch: dict[str, np.ndarray], axis: int = 0) -> dict[str, jax.Array]:
+def place_batch(mesh: Mesh, batch: Any, axis: int = 0) -> Any:
     """Make global arrays on the mesh from this process's rows of a batch (`process_rows`); `axis` is the batch.
 
-    The mesh axes that do not split the batch hold copies.
+    A batch is an array or a tree of arrays. The mesh axes that do not split the batch hold copies.
     """
     placed: dict[str, jax.Array] = jax.make_array_from_process_local_data(split_batch(mesh, axis), batch)
     return placed

@@ -14,7 +14,8 @@ from heinsen.models import OPTIONAL_PARTS, ModelConfig, Params, abstract_params,
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
 from heinsen.remote import local_run
 from heinsen.training.checkpoint import CheckpointError, restore_params
-from heinsen.training.run import RunError, TrainConfig, check_mesh, check_same_model, load_run
+from heinsen.training.config import TrainConfig, check_mesh
+from heinsen.training.folder import RunError, check_same_model, load_run, load_tokenizer_name
 
 
 def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
@@ -47,11 +48,11 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
     return manifest.step, jax.tree.map(place, params, abstract)
 
 
-def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
+def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> tuple[int, Params]:
     """Load the parameters that `config.init_from` names, with their training step, split over the mesh.
 
     The run may add optional parts to the model there (`heinsen.models.OPTIONAL_PARTS`): they begin doing nothing, so
-    that the run starts at that model's outputs.
+    that the run starts at that model's outputs. `tokenizer` is that of the run's data.
 
     Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError, RemoteError.
     """
@@ -61,10 +62,10 @@ def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
     absent = {name: part.absent for name, part in OPTIONAL_PARTS.items() if getattr(old.model, name) == part.absent}
     model = dataclasses.replace(config.model, **absent)
     check_same_model(old.model, model, source)
-    if old.data.tokenizer != config.data.tokenizer:
+    if (old_tokenizer := load_tokenizer_name(source)) != tokenizer:
         raise RunError(
-            f"{source} holds the weights of a model of {old.data.tokenizer!r} tokens, the config says "
-            f"data.tokenizer = {config.data.tokenizer!r}: use other weights, or data of the same tokenizer"
+            f"{source} holds the weights of a model of {old_tokenizer!r} tokens, the data of {config.data.path} has "
+            f"{tokenizer!r} tokens: use other weights, or data of the same tokenizer"
         )
     step, params = load_params(source, model, mesh)
     if model == config.model:

@@ -37,8 +37,9 @@ from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.remote import local_run
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import RunError, load_run, load_tokenizer_name
 from heinsen.training.metrics import read_metrics
-from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.weights import load_params
 
 
@@ -59,7 +60,7 @@ def export(workdir: Path, out: Path) -> str:
     manifest = save_folder(
         out,
         config.model,
-        config.data.tokenizer,
+        load_tokenizer_name(workdir),
         jax.device_get(params),
         step=step,
         run=dataclasses.asdict(config),
@@ -179,8 +180,8 @@ def _facts(config: TrainConfig, workdir: Path, step: int, n_params: int) -> list
             f"{model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads with {model.d_key} key and "
             f"{model.d_value} value features; vocabulary {model.vocab_size:,}, padded to {model.padded_vocab_size:,}",
         ),
-        ("tokenizer", config.data.tokenizer),
-        ("data", f"{config.data.path}, split {config.data.train_split}"),
+        ("tokenizer", load_tokenizer_name(workdir)),
+        ("data", f"{config.data.path}, split train"),
         ("initial weights", config.init_from or f"random, seed {config.seed}"),
         (
             "tokens seen",

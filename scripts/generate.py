@@ -62,7 +62,7 @@ from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
 from heinsen.platform import keep_compilations
 from heinsen.remote import local_run
-from heinsen.training.run import load_run
+from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params
 
@@ -111,7 +111,7 @@ def prepare() -> Task:
     config = load_run(workdir)
     keep_compilations()
     model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
-    tokenizer = get_tokenizer(config.data.tokenizer)
+    tokenizer = get_tokenizer(load_tokenizer_name(workdir))
     # None: a new document, or the continuation of a loaded state.
     texts: list[str | None] = [sys.stdin.read()] if STDIN.value else PROMPT.value or [None]
     check_flags(len(texts))

@@ -76,9 +76,9 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
     anchors = read_anchors(Path(AGAINST.value)) if AGAINST.value is not None else []
     logs = [RunLog.read(path) for path in paths]
     for log in logs:
-        if other := {anchor.tokenizer for anchor in anchors} - {log.config.data.tokenizer}:
+        if other := {anchor.tokenizer for anchor in anchors} - {log.tokenizer}:
             raise CurveError(
-                f"{log.path} counts {log.config.data.tokenizer} tokens, --against={AGAINST.value} those of "
+                f"{log.path} counts {log.tokenizer} tokens, --against={AGAINST.value} those of "
                 f"{other.pop()}: leave it out, or say what the bands count in a column tokenizer"
             )
     draw(logs, anchors, out)

@@ -10,7 +10,8 @@ from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
 from heinsen.sweep.runs import SweepRun
 from heinsen.sweep.space import Point, SweepError, Value, format_value
-from heinsen.training.run import DataConfig, TrainConfig, open_split
+from heinsen.training.config import DataConfig, TrainConfig
+from heinsen.training.data import open_split
 from scripts.config_files import load_config, override
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -32,8 +33,8 @@ class RunFactory:
         """Return the run of a point. Raises HeinsenError if the config rejects the point, or the data do not fit."""
         config = check(self._config, self._overrides, point)
         if self._check_data and (config.data, config.model) not in self._seen:
-            for split in (config.data.train_split, config.data.validation_split):
-                open_split(config, split)
+            ((dataset, _), *_) = open_split(config, TRAIN_SPLIT)
+            open_split(config, config.data.validation_split, dataset.tokenizer_name)
             self._seen.add((config.data, config.model))
         return SweepRun(point, config.total_steps, config.batch_size * config.sequence_length)
 

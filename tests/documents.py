@@ -25,7 +25,7 @@ def parse(program, arguments):
             module["read_config"]()
         if program == "train.py":
             from heinsen.config import from_mapping
-            from heinsen.training.run import TrainConfig
+            from heinsen.training.config import TrainConfig
             from_mapping(TrainConfig, module["read_config"](module["CONFIG"]))
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
             fields = module["FIELDS"]

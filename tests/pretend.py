@@ -25,7 +25,7 @@ from experiments.recall import PAIRS
 from heinsen.config import from_mapping
 from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.space import SEED
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.cli import parse_flags
 
 _BEST_RATE = 8e-3  # beyond the end of the grids

@@ -26,7 +26,7 @@ import pytest
 from configs import default
 from heinsen.config import from_mapping
 from heinsen.training import metrics
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a command on a busy machine
@@ -39,7 +39,6 @@ OVERRIDES: dict[str, Any] = {
     "total_tokens": STEPS * BATCH * LENGTH,
     "sequence_length": LENGTH,
     "batch_size": BATCH,
-    "data.tokenizer": "bytes",
     "model.vocab_size": 257,
     "model.padded_vocab_size": 264,
     "model.n_layers": 2,
@@ -54,10 +53,8 @@ OVERRIDES: dict[str, Any] = {
     "log_every": 1,
     "validate_every": VALIDATE_EVERY,
     "validation_tokens": 300,
-    "log_activations": True,
     "checkpoint_every": CHECKPOINT_EVERY,
     "keep_checkpoints": KEEP,
-    "peak_flops": 1e12,
 }
 
 

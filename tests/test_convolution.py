@@ -13,8 +13,8 @@ from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, 
 from heinsen.models import forget, forward, init_model_state, init_params
 from heinsen.models.convolution import convolve, random_taps
 from heinsen.parallel import PARAMETER_RULES, MeshError
+from heinsen.training.config import check_mesh
 from heinsen.training.optimizer import decay_mask
-from heinsen.training.run import check_mesh
 from tests.model64 import DOCUMENT, SIZES, assert_close, draw_params
 from tests.models import model_config
 from tests.runs import run_config

@@ -126,11 +126,11 @@ def test_bad_commands_fail_with_a_message_that_names_the_cause(bad_commands, fol
 
 def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, folders):
     before = snapshot(folders["all"])
-    end = commands.fork(*train_command(run.data, folders["run"], seed=5, log_every=2, data__train_split="validation"))
+    end = commands.fork(*train_command(run.data, folders["run"], seed=5, log_every=2, data__validation_split="train"))
     assert end.returncode == 1
     assert end.stderr.startswith(f"error: {folders['run']} holds a run with another config:\n")
     assert "config.seed: 0 in the run, 5 in the command" in end.stderr
-    assert "config.data.train_split: 'train' in the run, 'validation' in the command" in end.stderr
+    assert "config.data.validation_split: 'validation' in the run, 'train' in the command" in end.stderr
     assert "log_every" not in end.stderr, "this may change"
     assert "Traceback" not in end.stderr and snapshot(folders["all"]) == before
 

@@ -24,7 +24,7 @@ def test_an_interrupted_run_exits_with_status_75(capsys):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (InteropError("the cause: the remedy"), "the cause: the remedy"),
+        (ExportError("the cause: the remedy"), "the cause: the remedy"),
         (OSError(errno.ENOSPC, "No space left on device", "a/b"), "a/b: No space left on device: free some space"),
         (PermissionError(errno.EACCES, "Permission denied", "a"), "a: Permission denied: change its permissions"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a/b: Not a directory: give another path"),

@@ -17,7 +17,7 @@ from absl import app, flags
 
 from configs import default
 from heinsen.config import ConfigError, from_mapping
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.cli import show_help
 from scripts.config_files import load_config, override
 from scripts.sweep_runs import RunFactory

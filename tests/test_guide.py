@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen.training.run import write_config
+from heinsen.training.folder import write_config
 from tests.documents import commands, errors_of
 from tests.runs import ROOT, run_config
 
@@ -87,7 +87,7 @@ def in_tables(*pages: Path) -> list[str]:
 
 def test_every_command_is_one_that_its_program_takes(tmp_path):
     for name in ("small", "mine", "gated", "mlm"):
-        write_config(run_config(tmp_path / "data"), tmp_path / name)
+        write_config(run_config(tmp_path / "data"), tmp_path / name, "bytes")
     tables = in_tables(ROOT / "README.md", ROOT / "docs" / "results.md")
     assert len(tables) >= 15
     shown = [*lines(*PAGES, *(ROOT / "docs" / f"{name}.md" for name in ("performance", "CORPUS"))), *tables]

@@ -11,7 +11,7 @@ import pytest
 from heinsen.models import OPTIONAL_PARTS, OptionalPart, abstract_params, forward, mean_loss
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import Checkpoints
-from heinsen.training.run import RunError, write_config
+from heinsen.training.folder import RunError, write_config
 from heinsen.training.step import init_train_state
 from heinsen.weights import load_initial_params
 from tests.runs import run_config
@@ -35,7 +35,7 @@ def source(tmp_path_factory) -> Path:
     """A run without positions, whose parameters are those it began with."""
     workdir = tmp_path_factory.mktemp("source") / "run"
     config = run_config(Path("data"), model__position="none", model__n_positions=32)
-    write_config(config, workdir)
+    write_config(config, workdir, "bytes")
     state = init_train_state(config.model, optax.sgd(0.1), 1, make_mesh())
     with Checkpoints(workdir, 1) as checkpoints:
         checkpoints.save(2, state, {}, config.fingerprint)
@@ -57,7 +57,7 @@ def started_config(source: Path, **changes):
 def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part, source, table_is_optional, rng):
     before, after = started_config(source), started_config(source, **{f"model__{part}": WITH[part]})
     tokens, mesh = jnp.asarray(rng.integers(0, 257, (3, 9)), jnp.int32), make_mesh()
-    (_, params), (step, started) = load_initial_params(before, mesh), load_initial_params(after, mesh)
+    (_, params), (step, started) = (load_initial_params(config, mesh, "bytes") for config in (before, after))
     assert step == 2 and len(jax.tree.leaves(started)) > len(jax.tree.leaves(params))
     apply = jax.jit(forward, static_argnums=0)
     want = apply(before.model, params, tokens[:, :-1])[0]
@@ -88,13 +88,15 @@ def test_what_no_part_explains_is_refused(source, table_is_optional, monkeypatch
     ]
     for changes, message in cases:
         with pytest.raises(RunError, match=message):
-            load_initial_params(started_config(source, **changes), make_mesh())
+            load_initial_params(started_config(source, **changes), make_mesh(), "bytes")
+    with pytest.raises(RunError, match="of a model of 'bytes' tokens, the data of data has 'gpt2' tokens: use other"):
+        load_initial_params(started_config(source), make_mesh(), "gpt2")
     monkeypatch.delitem(OPTIONAL_PARTS, "position")
     with pytest.raises(RunError, match="model.position: 'none' in the run, 'learned' in the command"):
-        load_initial_params(started_config(source, model__position="learned"), make_mesh())
+        load_initial_params(started_config(source, model__position="learned"), make_mesh(), "bytes")
 
 
 def test_a_source_with_a_part_does_not_start_a_model_without_it(table_is_optional, tmp_path):
-    write_config(run_config(Path("data")), tmp_path)
+    write_config(run_config(Path("data")), tmp_path, "bytes")
     with pytest.raises(RunError, match="model.position: 'recurrent' in the run, 'none' in the command"):
-        load_initial_params(started_config(tmp_path, model__n_positions=None), make_mesh())
+        load_initial_params(started_config(tmp_path, model__n_positions=None), make_mesh(), "bytes")

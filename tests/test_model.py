@@ -21,7 +21,7 @@ from heinsen.models import (
     mean_loss,
 )
 from heinsen.ops.states import LogState
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from tests.model64 import DOCUMENT, SIZES, B, assert_close, draw_params, draw_tokens, logits64
 from tests.models import model_config
 

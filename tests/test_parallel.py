@@ -10,7 +10,6 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import MeshConfig, make_mesh
 from heinsen.training.loop import train
-from heinsen.training.run import load_run
 from heinsen.weights import load_params
 from tests.runs import (
     BATCH,
@@ -85,7 +84,7 @@ EVERY_MESH = """
 import sys
 from pathlib import Path
 from heinsen.training.loop import train
-from heinsen.training.run import load_run
+from heinsen.training.folder import load_run
 from tests.runs import run_config
 
 for i, sizes in enumerate([(1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4)]):
@@ -249,7 +248,7 @@ REFUSED = """
 import sys
 from pathlib import Path
 from heinsen.training.loop import train
-from heinsen.training.run import load_run
+from heinsen.training.folder import load_run
 from tests.runs import run_config
 
 for changes in eval(sys.argv[3]):

@@ -20,8 +20,8 @@ from heinsen.contrib.remote.runs import RunMirror
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
 from heinsen.remote import RemoteError, local_run
+from heinsen.training.folder import RunError, load_run
 from heinsen.training.loop import RunInterrupted, train
-from heinsen.training.run import RunError, load_run
 from tests.runs import (
     KEEP,
     ROOT,

@@ -1,7 +1,6 @@
 """docs/REPLICATION.md: the programs accept its commands, and its figures follow from their sources."""
 
 import csv
-import dataclasses
 import json
 import math
 import re
@@ -11,7 +10,8 @@ import pytest
 from configs import pile_125m
 from experiments.ladder.report import interval
 from heinsen.config import from_mapping
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import write_config
 from tests.documents import commands, errors_of
 from tests.runs import ROOT
 
@@ -24,8 +24,7 @@ TOKENS_PER_BYTE = 0.29335
 @pytest.fixture
 def runs(tmp_path):
     """Folder with the config of the run described in the text."""
-    (tmp_path / "pile_125m").mkdir()
-    (tmp_path / "pile_125m" / "config.json").write_text(json.dumps(dataclasses.asdict(CONFIG)))
+    write_config(CONFIG, tmp_path / "pile_125m", "gpt2")
     return tmp_path
 
 

@@ -13,7 +13,7 @@ from experiments.sigmoid_scaling.report import plot, table
 from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, draw_maps, random_tokens, text_tokens
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
-from heinsen.training.run import load_run
+from heinsen.training.folder import load_run
 from heinsen.weights import load_params
 
 pytest_plugins = ["tests.run_fixtures"]

@@ -8,7 +8,7 @@ import pytest
 
 from heinsen.evaluation.tables import format_tasks, summarize_tasks
 from heinsen.evaluation.tasks import TasksError, run_tasks
-from heinsen.training.run import load_run
+from heinsen.training.folder import load_run
 from tests.runs import STEPS
 
 pytest_plugins = ["tests.run_fixtures"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from experiments.comparison_2m import config
 from experiments.contest import Contest
 from heinsen.sweep.space import Value
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 
 # What helped the gated model most in experiments/forgetting, and what helped softmax most.
 PARTS = dict(gate="head", output="gate", convolution=4, position="none")

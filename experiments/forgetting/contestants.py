@@ -5,7 +5,7 @@ from pathlib import Path
 from experiments.contest import Contest
 from experiments.forgetting import config
 from heinsen.sweep.space import Value
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 
 
 def gated(**fields: Value) -> dict[str, Value]:

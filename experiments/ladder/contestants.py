@@ -13,7 +13,7 @@ from experiments.contest import Contest
 from experiments.ladder import config
 from heinsen.config import from_mapping
 from heinsen.sweep.space import Value
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 
 HEAD = 32  # key and value features of a head
 

@@ -14,7 +14,9 @@ import numpy as np
 from heinsen.errors import InputError
 from heinsen.models import hidden_states
 from heinsen.parallel import make_mesh
-from heinsen.training.run import TrainConfig, load_run, open_split
+from heinsen.training.config import TrainConfig
+from heinsen.training.data import open_split
+from heinsen.training.folder import load_run
 from heinsen.weights import load_params
 
 HEADS, FEATURES = 2, 32

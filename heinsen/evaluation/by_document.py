@@ -17,7 +17,15 @@ from jaxtyping import Float, Int
 
 from heinsen.data.documents import DocumentBatches, Documents
 from heinsen.data.loader import Batch, evaluation_batches
-from heinsen.models import ModelConfig, ModelState, Params, check_room, forget, init_model_state, next_token_losses
+from heinsen.models import (
+    ModelConfig,
+    ModelState,
+    Params,
+    check_room,
+    forget,
+    init_model_state,
+    next_token_losses_with_state,
+)
 from heinsen.models.masking import window_losses
 from heinsen.parallel import n_batch_parts, place_batch, replicated, split_batch
 from heinsen.progress import track
@@ -109,7 +117,7 @@ def measure_streaming(
     @partial(jax.jit, in_shardings=(None, split_batch(mesh), None), out_shardings=(replicated(mesh), None))
     def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
         state = forget(model, state, batch["begins"])
-        return next_token_losses(model, params, batch["tokens"], mesh, state, return_state=True)
+        return next_token_losses_with_state(model, params, batch["tokens"], mesh, state)
 
     losses, longest = DocumentLosses(documents, window, model.document_token is not None), int(documents.lengths.max())
     lanes = min(batch_size, round_up(len(documents), n_batch_parts(mesh)))

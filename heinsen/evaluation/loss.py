@@ -20,8 +20,8 @@ from heinsen.models import (
     ModelState,
     Params,
     init_model_state,
-    layer_records,
-    next_token_losses,
+    mean_decays,
+    next_token_losses_with_state,
     state_shardings,
 )
 from heinsen.models.masking import window_losses
@@ -80,7 +80,7 @@ def make_stream_eval_step(model: ModelConfig, mesh: Mesh) -> StreamEvalStep:
     """Return a compiled step: (params, batch as in `make_eval_step`, state before) -> (sums [B], state after)."""
 
     def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
-        losses, state = next_token_losses(model, params, batch["tokens"], mesh, state, return_state=True)
+        losses, state = next_token_losses_with_state(model, params, batch["tokens"], mesh, state)
         return jnp.sum(losses * batch["mask"], axis=-1), state
 
     where = _where_states_are(model, mesh)
@@ -97,23 +97,16 @@ def _where_states_are(model: ModelConfig, mesh: Mesh) -> ModelState:
     return state_shardings(mesh, jax.eval_shape(partial(init_model_state, model, 1)))
 
 
-def make_activation_step(
-    model: ModelConfig, mesh: Mesh, rms: bool
-) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
-    """Return a compiled step: (params, windows [B, T + 1]) -> metrics of what happens inside the model.
+def make_time_constants_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
+    """Return a compiled step: (params, windows [B, T + 1]) -> metrics of a model's forget gate.
 
-    With `rms`, root mean squares of every layer (`activation_rms`); of a forget gate, every head's time constant in
-    tokens, 1 / -log of its mean decay (`mean_decays`), at most 1e7. No token is masked.
+    They are every head's time constant in tokens, 1 / -log of its mean decay, at most 1e7. No token is masked.
     """
 
     def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
         tokens = tokens[:, :-1] if model.causal else tokens[:, 1:]
-        records = layer_records(model, params, tokens, mesh)
         metrics: dict[str, jax.Array] = {}
-        if rms:
-            for name in ("attention", "residual"):
-                metrics |= {f"{name}_rms/layer_{i}": x for i, x in records[name].items()}
-        for i, heads in records["decay"].items():
+        for i, heads in mean_decays(model, params, tokens, mesh).items():
             rates = jnp.maximum(-jnp.log(heads), 1e-7)
             metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
         return metrics

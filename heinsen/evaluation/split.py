@@ -13,7 +13,9 @@ from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, me
 from heinsen.evaluation.positions import ByPosition, compare_positions
 from heinsen.parallel import n_batch_parts
 from heinsen.remote import local_run
-from heinsen.training.run import TrainConfig, open_split
+from heinsen.training.config import TrainConfig
+from heinsen.training.data import open_split
+from heinsen.training.folder import load_tokenizer_name
 from heinsen.weights import load_params, mesh_for_reading
 
 
@@ -58,11 +60,12 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
       DatasetError, RunError, CheckpointError, MeshError: the data or the parameters cannot be used.
       EvaluationError: the way of reading does not fit the model, or the loss is not finite.
     """
-    datasets = open_split(config, split)
+    folder = local_run(workdir)
+    datasets = open_split(config, split, load_tokenizer_name(folder))
     if not config.model.causal and (streaming or with_positions):
         raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
     mesh = mesh_for_reading(config)
-    step, params = load_params(local_run(workdir), config.model, mesh)
+    step, params = load_params(folder, config.model, mesh)
     tokenizer = _find_tokenizer(datasets[0][0].tokenizer_name)
     documents = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
     # As many sequences as training holds at a time, rounded up to a multiple of the devices.

@@ -10,7 +10,8 @@ from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
 from heinsen.remote import local_run
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import load_tokenizer_name
 from heinsen.weights import load_params
 
 
@@ -66,8 +67,9 @@ def run_tasks(
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
         if unknown := sorted(set(names) - set(manager.match_tasks(list(names)))):
             raise TasksError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
-        step, params = load_params(local_run(workdir), config.model, make_mesh())
-        tokenizer = get_tokenizer(config.data.tokenizer)
+        run = local_run(workdir)
+        step, params = load_params(run, config.model, make_mesh())
+        tokenizer = get_tokenizer(load_tokenizer_name(run))
         answers = Answers(config.model, params, tokenizer, batch_size, _track_batches, add_bos_token)
         results = lm_eval.simple_evaluate(
             model=as_lm(answers), tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit

@@ -26,7 +26,16 @@ from heinsen.models.language_model import (
     mean_decays,
     unstack,
 )
-from heinsen.models.losses import masked_logits, masked_loss, masked_losses, mean_loss, mean_loss_at, next_token_losses
+from heinsen.models.losses import (
+    masked_logits,
+    masked_loss,
+    masked_losses,
+    mean_loss,
+    mean_loss_at,
+    mean_loss_with_state,
+    next_token_losses,
+    next_token_losses_with_state,
+)
 from heinsen.models.mixers import MIXERS, VALUE_DOMAINS, Mixer, Tokens
 from heinsen.models.positions import Position
 from heinsen.models.state import (
@@ -85,7 +94,9 @@ __all__ = [
     "mean_decays",
     "mean_loss",
     "mean_loss_at",
+    "mean_loss_with_state",
     "next_token_losses",
+    "next_token_losses_with_state",
     "split_caches",
     "state_shardings",
     "state_size",

@@ -3,7 +3,7 @@
 Axes: B batch, T predicted tokens, N = T + 1 tokens of a window, D d_model.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,86 +17,55 @@ from heinsen.models.state import ModelState
 from heinsen.parallel import constrain
 
 
-@overload
 def next_token_losses(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array | np.ndarray, "B N"],
-    mesh: Mesh | None = None,
-    state: ModelState | None = None,
-    return_state: Literal[False] = False,
-) -> Float[Array, "B N-1"]: ...
-
-
-@overload
-def next_token_losses(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array | np.ndarray, "B N"],
-    mesh: Mesh | None = None,
-    state: ModelState | None = None,
-    *,
-    return_state: Literal[True],
-) -> tuple[Float[Array, "B N-1"], ModelState]: ...
-
-
-def next_token_losses(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array | np.ndarray, "B N"],
-    mesh: Mesh | None = None,
-    state: ModelState | None = None,
-    return_state: bool = False,
-) -> Float[Array, "B N-1"] | tuple[Float[Array, "B N-1"], ModelState]:
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"], mesh: Mesh | None = None
+) -> Float[Array, "B N-1"]:
     """Return the negative log-likelihood of every token but the first, -log p(tokens[t + 1] | tokens[:t + 1]).
 
-    The logits of all tokens are never in memory at once. `state` is what came before (None: nothing). With
-    return_state, also return the state after all tokens but the last. Raises ValueError for masked models.
+    The logits of all tokens are never in memory at once. Raises ValueError for masked models.
     """
     check_causal(config)
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
-    losses_BxT = token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
-    return losses_BxT if after is None else (losses_BxT, after)
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
 
 
-@overload
-def mean_loss(
+def next_token_losses_with_state(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array | np.ndarray, "B N"],
     mesh: Mesh | None = None,
     state: ModelState | None = None,
-    return_state: Literal[False] = False,
-) -> Float[Array, ""]: ...
-
-
-@overload
-def mean_loss(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array | np.ndarray, "B N"],
-    mesh: Mesh | None = None,
-    state: ModelState | None = None,
-    *,
-    return_state: Literal[True],
-) -> tuple[Float[Array, ""], ModelState]: ...
-
-
-def mean_loss(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array | np.ndarray, "B N"],
-    mesh: Mesh | None = None,
-    state: ModelState | None = None,
-    return_state: bool = False,
-) -> Float[Array, ""] | tuple[Float[Array, ""], ModelState]:
-    """Return the mean of `next_token_losses`. Fast to differentiate. `state` and return_state are as there."""
+) -> tuple[Float[Array, "B N-1"], ModelState]:
+    """Return `next_token_losses` after `state` (None: after nothing), and the state after all tokens but the last."""
     check_causal(config)
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, return_state)
-    loss = _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh)
-    return loss if after is None else (loss, after)
+    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, keep_state=True)
+    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh), after
+
+
+def mean_loss(
+    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"], mesh: Mesh | None = None
+) -> Float[Array, ""]:
+    """Return the mean of `next_token_losses`. Fast to differentiate."""
+    check_causal(config)
+    tokens = jnp.asarray(tokens)
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    return _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh)
+
+
+def mean_loss_with_state(
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    state: ModelState | None = None,
+) -> tuple[Float[Array, ""], ModelState]:
+    """Return the mean of `next_token_losses_with_state`, and its state. Fast to differentiate."""
+    check_causal(config)
+    tokens = jnp.asarray(tokens)
+    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, keep_state=True)
+    return _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh), after
 
 
 def mean_loss_at(
@@ -150,9 +119,9 @@ def masked_losses(
 def masked_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
-    """Return the mean of `masked_losses` of batch "tokens" and "targets" by "weights". Fast to differentiate."""
+    """Return the sum of `masked_losses` of batch "tokens" and "targets" times "weights". Fast to differentiate."""
     x_BxTxD, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
-    weights_BxT = (batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1)).astype(x_BxTxD.dtype)
+    weights_BxT = jnp.asarray(batch["weights"]).astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
 
 
@@ -164,8 +133,8 @@ def _hidden_states(
     state: ModelState | None = None,
     keep_state: bool = False,
     lengths: Array | np.ndarray | None = None,
-) -> tuple[Array, Array, ModelState | None]:
-    """Return the last hidden states, the embedding, gathered once for both of its uses, and the state if kept."""
+) -> tuple[Array, Array, Any]:
+    """Return the last hidden states, the embedding, gathered once for both of its uses, and the state or None."""
     params = params | {"embedding": constrain(mesh, params["embedding"])}
     model = LanguageModel(config, mesh)
     lengths = None if lengths is None else jnp.asarray(lengths)

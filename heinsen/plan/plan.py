@@ -17,10 +17,10 @@ from heinsen.distributed import keep_host_memory
 from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, with_shardings
 from heinsen.plan.report import Plan
 from heinsen.plan.targets import Target, find_target
+from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.device_errors import explain_device_errors
-from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig, check_mesh
+from heinsen.training.passes import make_passes
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
 from heinsen.training.throughput import available_bytes, compiled_bytes, peak_flops_per_device
 
@@ -105,7 +105,7 @@ class _Step:
     arrays: this process's rows of the batches.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, arrays: Any) -> None:
         check_mesh(config, mesh)
         self.config, self.mesh = config, mesh
         self.optimizer = make_optimizer(config.optimizer, config.total_steps)
@@ -116,8 +116,7 @@ class _Step:
 
     def compile(self) -> jax.stages.Compiled:
         config = self.config
-        loss = get_objective(config.model).loss
-        step = make_train_step(config.model, self.optimizer, self.mesh, loss, config.carry_rows)
+        step = make_train_step(config.model, self.optimizer, self.mesh, carry_rows=config.carry_rows)
         return step.lower(self.state, self.batches).compile()
 
     def plan_of(self, compiled: jax.stages.Compiled | None, chip: Chip | None, peak_flops: float) -> Plan:
@@ -145,12 +144,12 @@ class _Step:
         )
 
 
-def _random_batches(config: TrainConfig, n_rows: int) -> dict[str, np.ndarray]:
+def _random_batches(config: TrainConfig, n_rows: int) -> Any:
     """Return batches of random tokens, of n_rows per pass."""
-    n_windows = config.accumulation_steps * n_rows
-    shape = n_windows, config.sequence_length + 1
+    rows = np.arange(config.accumulation_steps * n_rows).reshape(-1, n_rows)
+    shape = rows.size, config.sequence_length + 1
     windows = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    return get_objective(config.model).make_batches(config, windows, 1, np.arange(n_windows))
+    return make_passes(config, windows, 1, rows)
 
 
 def _reason_not_to_time(untimed: Plan, steps: int) -> str | None:

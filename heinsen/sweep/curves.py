@@ -12,8 +12,9 @@ import numpy as np
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.runs import align, format_number
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.training.metrics import METRICS_FILE, metric_points, read_metrics
-from heinsen.training.run import TrainConfig, load_run
 from heinsen.training.throughput import train_flops_per_token
 
 
@@ -23,19 +24,20 @@ class CurveError(HeinsenError, ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """The config and the log of a run folder."""
+    """The config, the tokenizer's name and the log of a run folder."""
 
     path: Path
     config: TrainConfig
+    tokenizer: str
     entries: list[dict[str, Any]]
 
     @classmethod
     def read(cls, path: Path) -> "RunLog":
         """Read a run folder. Raises RunError, and CurveError if it has logged nothing."""
-        config, entries = load_run(path), read_metrics(path)
+        config, tokenizer, entries = load_run(path), load_tokenizer_name(path), read_metrics(path)
         if not entries:
             raise CurveError(f"{path} has logged nothing yet: its {METRICS_FILE} holds no step")
-        return cls(path, config, entries)
+        return cls(path, config, tokenizer, entries)
 
     @property
     def n_params(self) -> int:

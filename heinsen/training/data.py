@@ -6,10 +6,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jax.sharding import Mesh
 
+from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, stream_iterator, train_iterator
-from heinsen.data.mixture import bytes_per_token, share_rows
+from heinsen.data.mixture import bytes_per_token, open_mixture, share_rows
 from heinsen.parallel import process_rows
-from heinsen.training.run import TrainConfig, open_split
+from heinsen.training.config import TrainConfig
+from heinsen.training.passes import rows_by_pass
+
+TRAIN_SPLIT = "train"
 
 
 @runtime_checkable
@@ -37,7 +41,8 @@ class RunData:
 
     Attributes:
       batches: training batches.
-      rows: the rows of the global batch that this process reads.
+      rows: those of the global batch that this process reads, of `rows_by_pass`.
+      tokenizer: the name of the data's tokenizer.
       bytes_per_token: of the training text.
       validation: one for each dataset.
       validation_bytes_per_token: of the validation text.
@@ -45,6 +50,7 @@ class RunData:
 
     batches: BatchIterator
     rows: np.ndarray
+    tokenizer: str
     bytes_per_token: float
     validation: list[ValidationSet]
     validation_bytes_per_token: float
@@ -52,24 +58,26 @@ class RunData:
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> "RunData":
         """Open the data that `config` names. Raises DatasetError."""
-        per_pass, length = config.sequences_per_pass, config.sequence_length
-        pass_rows = process_rows(mesh, per_pass)
-        training = open_split(config, config.data.train_split)
+        rows, length = rows_by_pass(config, mesh), config.sequence_length
+        arguments = length, config.batch_size, config.seed, np.sort(rows, axis=None)
+        training = open_split(config, TRAIN_SPLIT)
+        tokenizer = training[0][0].tokenizer_name
         if config.carry_state:
-            rows = (pass_rows[:, None] * config.accumulation_steps + np.arange(config.accumulation_steps)).reshape(-1)
-            batches = stream_iterator(training, length, config.batch_size, config.seed, rows)
+            batches: BatchIterator = stream_iterator(training, *arguments)
             training_bytes_per_token = bytes_per_token(share_rows(training, config.batch_size))
         else:
-            rows = np.concatenate([first + pass_rows for first in range(0, config.batch_size, per_pass)])
-            batches = train_iterator(training, length, config.batch_size, config.seed, rows)
+            batches = train_iterator(training, *arguments)
             training_bytes_per_token = bytes_per_token(training)
-        validation = open_split(config, config.data.validation_split)
+        per_pass = config.sequences_per_pass
+        pass_rows = process_rows(mesh, per_pass)
+        validation = open_split(config, config.data.validation_split, tokenizer)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
             names = [str(dataset.path.parent) for dataset, _ in validation]
         return cls(
             batches,
             rows,
+            tokenizer,
             training_bytes_per_token,
             [
                 ValidationSet(
@@ -83,3 +91,29 @@ class RunData:
             ],
             bytes_per_token(validation),
         )
+
+
+def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> list[tuple[TokenDataset, float]]:
+    """Open a split of every dataset of the run's data; return the datasets with their shares, in order.
+
+    Raises DatasetError if one is missing, damaged, of another tokenizer than `tokenizer` (None: any), or of a
+    vocabulary that does not fit the model's.
+    """
+    mixture = open_mixture(config.data.path, split)
+    dataset = mixture[0][0]  # the others have the same tokenizer and vocabulary
+    if tokenizer not in (None, dataset.tokenizer_name):
+        raise DatasetError(
+            f"{dataset.path} holds {dataset.tokenizer_name!r} tokens, the run reads {tokenizer!r}: prepare it with "
+            "that tokenizer, or set --config.data.path to another dataset"
+        )
+    if dataset.vocab_size > config.model.vocab_size:
+        raise DatasetError(
+            f"{dataset.path} has a vocabulary of {dataset.vocab_size} ids, the model one of {config.model.vocab_size}: "
+            f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size of at least that"
+        )
+    if config.model.document_token not in (None, dataset.eot_id):
+        raise DatasetError(
+            f"documents of {dataset.path} begin with token {dataset.eot_id}, the model's with document_token = "
+            f"{config.model.document_token}: set --config.model.document_token={dataset.eot_id} or None"
+        )
+    return mixture

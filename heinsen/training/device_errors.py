@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from heinsen.errors import HeinsenError
 from heinsen.parallel import n_batch_parts
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from heinsen.training.step import TrainState
 from heinsen.training.throughput import available_bytes, format_bytes
 

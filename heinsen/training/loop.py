@@ -16,12 +16,13 @@ from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
 from heinsen.remote import Mirror, RemoteError, open_mirror
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
+from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
-from heinsen.training.objective import get_objective
+from heinsen.training.folder import RunError, claim_folder, write_config
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.passes import make_passes
 from heinsen.training.report import LossMean, Reporter
-from heinsen.training.run import RunError, TrainConfig, check_mesh, claim_folder, write_config
 from heinsen.training.signals import StopSignals
 from heinsen.training.step import (
     Metrics,
@@ -32,6 +33,9 @@ from heinsen.training.step import (
 )
 from heinsen.training.validation import Validator
 from heinsen.weights import load_initial_params
+
+# Steps in a row with a loss or gradient that is not finite, which are skipped, until a run stops.
+STOP_AFTER_SKIPPED = 10
 
 
 class NonFiniteLossError(HeinsenError, RuntimeError):
@@ -64,9 +68,9 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
     mirror = _open_mirror(config, workdir, mirror_to)
-    initial = _read_initial_params(config, workdir, mesh)
+    initial = _read_initial_params(config, workdir, mesh, data.tokenizer)
     with (
-        claim_folder(config, workdir) as changes,
+        claim_folder(config, workdir, data.tokenizer) as changes,
         mirror or contextlib.nullcontext(),
         Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
         StopSignals() as signals,
@@ -82,7 +86,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
             if initial is not None:
                 state = state._replace(params=initial.params)
         if changes and is_main:
-            write_config(config, workdir)
+            write_config(config, workdir, data.tokenizer)
         n_params = count_params(state.params)
         try:
             with Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter:
@@ -91,8 +95,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
                     reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
                 for change in changes:
                     reporter.message(f"{change}: continuing with the command's")
-                loss = get_objective(config.model).loss
-                step = make_train_step(config.model, optimizer, mesh, loss, config.carry_rows)
+                step = make_train_step(config.model, optimizer, mesh, carry_rows=config.carry_rows)
                 run = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
                 return run.run(state, start_step)
         except OSError as error:
@@ -121,11 +124,11 @@ class _InitialParams(NamedTuple):
     params: Params
 
 
-def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh) -> _InitialParams | None:
+def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh, tokenizer: str) -> _InitialParams | None:
     """Read `init_from`, before anything is written. A resumed run has parameters of its own."""
     if config.init_from is None or has_checkpoints(workdir):
         return None
-    return _InitialParams(*load_initial_params(config, mesh))
+    return _InitialParams(*load_initial_params(config, mesh, tokenizer))
 
 
 def _describe_start(config: TrainConfig, workdir: Path, start_step: int, n_params: int) -> str:
@@ -162,7 +165,6 @@ class _Loop:
     ) -> None:
         self.config, self.mesh, self.data = config, mesh, data
         self.train_step, self.validator = train_step, validator
-        self.objective = get_objective(config.model)
         self.checkpoints, self.mirror, self.signals, self.reporter = checkpoints, mirror, signals, reporter
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
@@ -199,12 +201,11 @@ class _Loop:
         self.checkpoints.wait()
         return result or self.validate(c.total_steps, state.params)[0]
 
-    def next_batches(self, step: int) -> dict[str, jax.Array]:
-        """Return the arrays [A, B, ...] of a step, placed on the mesh."""
+    def next_batches(self, step: int) -> Any:
+        """Return the batches [A, B, ...] of a step, placed on the mesh."""
         with self.reporter.waiting_for_data():
             windows = next(self.data.batches)["tokens"]
-            batches = self.objective.make_batches(self.config, windows, step, self.data.rows)
-            return place_batch(self.mesh, batches, axis=1)
+            return place_batch(self.mesh, make_passes(self.config, windows, step, self.data.rows), axis=1)
 
     def check_and_report(self, step: int, arrays: Metrics) -> None:
         """Report a step. Raises NonFiniteLossError: too many steps skipped in a row, or parameters not finite."""
@@ -217,10 +218,9 @@ class _Loop:
             )
         if in_a_row:
             what = f"loss {metrics['loss']} and gradient norm {metrics['grad_norm']} at step {step}"
-            if in_a_row >= self.config.stop_after_skipped:
+            if in_a_row >= STOP_AFTER_SKIPPED:
                 raise NonFiniteLossError(
-                    f"{what}: stopped after {in_a_row} such steps in a row (stop_after_skipped), which changed no "
-                    f"parameter. {self.advice()}"
+                    f"{what}: stopped after {in_a_row} such steps in a row, which changed no parameter. {self.advice()}"
                 )
             self.reporter.message(f"{what}: skipped, {in_a_row} in a row, {metrics['skipped']} in all")
         metrics["updates"] = step - 1 - metrics["skipped"] + (in_a_row > 0)

@@ -6,29 +6,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import jax
 
 from heinsen.evaluation.loss import bits_per_byte
+from heinsen.training.config import TrainConfig
 from heinsen.training.console import Console
-from heinsen.training.metrics import MetricsLog
+from heinsen.training.metrics import MetricsLog, WandbLog
 from heinsen.training.optimizer import make_schedule
 from heinsen.training.plots import plot_run
-from heinsen.training.run import TrainConfig
-from heinsen.training.spikes import SpikeDetector
 from heinsen.training.throughput import ThroughputMeter, peak_flops_per_device, train_flops_per_token
-from heinsen.training.tracing import StepTracer
-from heinsen.training.wandb_log import WandbLog
-
-
-@runtime_checkable
-class _Log(Protocol):
-    """Where metrics go."""
-
-    def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class LossMean:
@@ -79,10 +66,13 @@ class Reporter:
         self._config, self._workdir, self._writes = config, workdir, writes
         self._bytes_per_token, self.losses = bytes_per_token, losses
         self._schedule = make_schedule(config.optimizer, config.total_steps)
-        peak_flops = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
-        self._spikes = SpikeDetector(config.spike_sigmas) if config.spike_sigmas else None
-        self._tracer = StepTracer(config.traced, workdir / "trace")
-        self._logs = _open_logs(config, workdir, start_step) if writes else []
+        peak_flops = peak_flops_per_device() * jax.device_count()
+        self._tracing = False
+        self._logs: list[MetricsLog | WandbLog] = []
+        if writes and config.wandb_project:
+            self._logs.append(WandbLog(config, workdir))  # it may be missing: found out before metrics.jsonl changes
+        if writes:
+            self._logs.insert(0, MetricsLog(workdir, start_step))
         self._console = Console(workdir.name, start_step, config.total_steps, writes)
         self._meter = ThroughputMeter(start_step, config.tokens_per_step, train_flops_per_token(n_params), peak_flops)
 
@@ -91,7 +81,7 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         self._console.close()
-        self._tracer.stop()
+        self._stop_trace()
         with contextlib.suppress(OSError):  # a full disk: report the error that ended the run instead
             for log in reversed(self._logs):
                 log.close()
@@ -118,11 +108,20 @@ class Reporter:
 
     def start_step(self, step: int) -> None:
         """Call before each step."""
-        self._tracer.start_step(step)
+        traced = self._config.traced
+        if traced is not None and step in traced and not self._tracing:
+            jax.profiler.start_trace(str(self._workdir / "trace"))
+            self._tracing = True
 
     def ends_trace(self, step: int) -> bool:
         """Return whether a trace ends with this step, which must be reported before the next one starts."""
-        return self._tracer.ends_with(step)
+        traced = self._config.traced
+        return self._tracing and traced is not None and step == traced[-1]
+
+    def _stop_trace(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
 
     def report_step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Report a step that is done.
@@ -132,11 +131,9 @@ class Reporter:
         """
         self.losses.add(metrics["loss"])
         self._console.update(step)
-        if self._tracer.ends_with(step):
-            self._tracer.stop()
+        if self.ends_trace(step):
+            self._stop_trace()
             self.message(f"trace of steps {self._config.trace_steps} written to {self._workdir / 'trace'}")
-        if self._spikes is not None and (spike := self._spikes.check(metrics["loss"])):
-            self.message(f"loss spike at step {step}: {spike}, gradient norm {metrics['grad_norm']:.2f}")
         if step % self._config.log_every and step != self._config.total_steps:
             return
         rates = self._meter.measure(step)
@@ -158,9 +155,3 @@ class Reporter:
         for log in self._logs:
             log.write(step, metrics)
         self._console.report(step, metrics)
-
-
-def _open_logs(config: TrainConfig, workdir: Path, start_step: int) -> list[_Log]:
-    # Weights & Biases may be missing: find out before metrics.jsonl is rewritten.
-    services: list[_Log] = [WandbLog(config, workdir)] if config.wandb_project else []
-    return [MetricsLog(workdir, start_step), *services]

@@ -16,10 +16,13 @@ from heinsen.models import (
     Params,
     init_model_state,
     init_params,
+    masked_loss,
     mean_loss,
+    mean_loss_with_state,
     state_shardings,
 )
 from heinsen.parallel import replicated, shardings, split_batch, with_shardings
+from heinsen.training.passes import join_carry, scale_weights, split_carry
 
 
 class TrainState(NamedTuple):
@@ -86,18 +89,18 @@ def make_train_step(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    loss: Callable[..., Any] = mean_loss,
+    loss: Callable[..., Any] | None = None,
     carry_rows: int | None = None,
 ) -> TrainStep:
-    """Return the jitted step (state, tokens [A, B, T + 1]) -> (state, metrics).
+    """Return the jitted step (state, batches [A, B, ...]) -> (state, metrics).
 
-    The loss is the mean over A accumulated passes of B rows. The given state is donated. A step whose loss or gradient
-    is not finite changes nothing but the count of such steps, and what it carries: all rows then begin anew, as the
-    state that they came with may be the cause.
+    The batches are of `make_passes`. The loss is the mean over A accumulated passes of B rows. The given state is
+    donated. A step whose loss or gradient is not finite changes nothing but the count of such steps, and what it
+    carries: all rows then begin anew, as the state that they came with may be the cause.
 
     Args:
-      loss: (model, params, batch, mesh) -> scalar; its batches may be a tree of arrays [A, B, ...] instead of tokens.
-        With carry_rows it takes a state, too, and returns (scalar, state after) if `return_state` is true.
+      loss: (model, params, batch, mesh) -> scalar, or with carry_rows (model, params, batch, mesh, state) -> (scalar,
+        state after); None: that of the model's objective.
       carry_rows: A B, to carry a state on from each row of a batch to that of the next, without its gradient; row b of
         pass a is row `b A + a` of TrainState.carry. None: none is carried.
 
@@ -105,11 +108,14 @@ def make_train_step(
       The step. Its metrics are "loss" in nats per token; "grad_norm" before clipping; "param_norm"; "skipped" and
       "skipped_in_a_row", the counts after the step.
     """
+    causal_loss: Callable[..., Any] = mean_loss if carry_rows is None else mean_loss_with_state
+    own_loss: Callable[..., Any] = causal_loss if model.causal else masked_loss
+    pass_loss = loss or own_loss
 
     def loss_fn(params: Params, batch: Any, carry: ModelState | None) -> tuple[jax.Array, ModelState | None]:
         if carry is None:
-            return loss(model, params, batch, mesh), None
-        value, after = loss(model, params, batch, mesh, state=carry, return_state=True)
+            return pass_loss(model, params, batch, mesh), None
+        value, after = pass_loss(model, params, batch, mesh, carry)
         return value, after
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
@@ -117,6 +123,7 @@ def make_train_step(
     def loss_and_grads(
         params: Params, batches: Any, carry: ModelState | None
     ) -> tuple[jax.Array, Params, ModelState | None]:
+        batches = scale_weights(batches)
         n_passes = jax.tree.leaves(batches)[0].shape[0]
         if n_passes == 1:
             (value, carry), grads = value_and_grad(params, jax.tree.map(lambda x: x[0], batches), carry)
@@ -127,8 +134,8 @@ def make_train_step(
             return jax.tree.map(jnp.add, total, (value, grads)), after
 
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        total, carry = jax.lax.scan(add, zeros, (batches, jax.tree.map(partial(_split_passes, n_passes), carry)))
-        return *jax.tree.map(lambda x: x / n_passes, total), jax.tree.map(_join_passes, carry)
+        total, carry = jax.lax.scan(add, zeros, (batches, jax.tree.map(partial(split_carry, n_passes), carry)))
+        return *jax.tree.map(lambda x: x / n_passes, total), jax.tree.map(join_carry, carry)
 
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
         value, grads, carry = loss_and_grads(state.params, batches, state.carry)
@@ -158,16 +165,6 @@ def make_train_step(
         out_shardings=(where, replicated(mesh)),
         donate_argnums=0,
     )
-
-
-def _split_passes(n_passes: int, x: Array) -> Array:
-    """[B A, ...] to [A, B, ...]: each device's rows stay its own, and a row its place for any number of passes."""
-    return x.reshape(-1, n_passes, *x.shape[1:]).swapaxes(0, 1)
-
-
-def _join_passes(x: Array) -> Array:
-    """Invert `_split_passes`."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 
 
 def _can_carry(state: ModelState) -> Array:

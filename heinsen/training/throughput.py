@@ -1,6 +1,7 @@
 """FLOPs, peak rates and memory of a training step, and the rates that a run measures."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -40,17 +41,22 @@ def format_bytes(n: int) -> str:
 
 def peak_flops_per_device() -> float:
     """Return the device's bfloat16 matmul rate in FLOP/s if its chip is known, else a measured rate, of float32."""
-    if (chip := chip_of(jax.devices()[0].device_kind)) is not None:
-        return chip.bfloat16
-    x = jnp.ones((2048, 2048), jnp.float32)
+    chip = chip_of(jax.devices()[0].device_kind)
+    return _measure_matmul() if chip is None else chip.bfloat16
+
+
+@functools.cache
+def _measure_matmul() -> float:
+    n = 1024
+    x = jnp.ones((n, n), jnp.float32)
     matmul = jax.jit(jnp.matmul)
     seconds = []
-    for _ in range(4):
+    for _ in range(8):
         start = time.perf_counter()
         matmul(x, x).block_until_ready()
         seconds.append(time.perf_counter() - start)
     # Simulated devices share one machine, and one matmul uses all of it.
-    return 2 * 2048**3 / min(seconds) / jax.local_device_count()
+    return 2 * n**3 / min(seconds) / jax.local_device_count()
 
 
 class ThroughputMeter:

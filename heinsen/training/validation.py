@@ -7,25 +7,26 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.data.loader import EvaluationBatches
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.decoding import Sampling, generate
 from heinsen.evaluation.loss import (
     Evaluation,
     begin_streams,
     evaluate,
-    make_activation_step,
     make_eval_step,
     make_stream_eval_step,
+    make_time_constants_step,
     mean_of_mixture,
 )
 from heinsen.models import Params
-from heinsen.parallel import place_batch
+from heinsen.parallel import place_batch, replicated
+from heinsen.training.config import TrainConfig
 from heinsen.training.data import RunData
 from heinsen.training.metrics import SAMPLE
-from heinsen.training.run import TrainConfig
-from heinsen.training.samples import Sampler
 
 
 class Validator:
-    """Measures the validation loss of a run's parameters, and what `make_activation_step` and a sample show of them.
+    """Measures the validation loss of a run's parameters, its forget gate's time constants, and a sample.
 
     A run that carries its state in training carries it here, too, along each row of the batches.
     """
@@ -34,10 +35,10 @@ class Validator:
         self._config, self._mesh, self._data = config, mesh, data
         make_step: Callable[..., Any] = make_stream_eval_step if config.carry_state else make_eval_step
         self._eval_step = make_step(config.model, mesh)
-        self._activation_step = None
-        if config.log_activations or config.model.gate != "none":
-            self._activation_step = make_activation_step(config.model, mesh, rms=config.log_activations)
-        self._sampler = Sampler(config, mesh) if config.sample_tokens else None
+        self._time_constants_step = None
+        if config.model.gate != "none":
+            self._time_constants_step = make_time_constants_step(config.model, mesh)
+        self._tokenizer = get_tokenizer(data.tokenizer) if config.sample_tokens else None
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
@@ -51,9 +52,9 @@ class Validator:
         if len(results) > 1:
             names = [f"validation_loss/{name}" for name, _, _ in self._data.validation]
             metrics |= {name: result.loss for name, result in zip(names, results, strict=True)}
-        metrics |= self._activations(params)
-        if self._sampler is not None:
-            metrics[SAMPLE] = self._sampler(params)
+        metrics |= self._time_constants(params)
+        if self._tokenizer is not None:
+            metrics[SAMPLE] = self._write_sample(params, self._tokenizer)
         return mean, metrics
 
     def _evaluate(self, params: Params, batches: EvaluationBatches) -> Evaluation:
@@ -61,10 +62,21 @@ class Validator:
         state = begin_streams(model, self._mesh, batches.batch_size) if carries else None
         return evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token, state)
 
-    def _activations(self, params: Params) -> dict[str, float]:
-        """Metrics of the first dataset's first batch: of activations, if asked for, and of a forget gate."""
-        if self._activation_step is None:
+    def _time_constants(self, params: Params) -> dict[str, float]:
+        """Time constants of a forget gate on the first dataset's first batch."""
+        if self._time_constants_step is None:
             return {}
         tokens = next(iter(self._data.validation[0].batches))["tokens"]
         placed = place_batch(self._mesh, {"tokens": tokens})["tokens"]
-        return {name: float(x) for name, x in jax.device_get(self._activation_step(params, placed)).items()}
+        return {name: float(x) for name, x in jax.device_get(self._time_constants_step(params, placed)).items()}
+
+    def _write_sample(self, params: Params, tokenizer: Tokenizer) -> str:
+        """Return a new document of `sample_tokens` tokens, always drawn with the same random numbers.
+
+        Every process draws it on a device of its own, from a whole copy of the parameters.
+        """
+        whole = jax.device_put(params, replicated(self._mesh))
+        own = jax.tree.map(lambda x: x.addressable_data(0), whole)
+        c = self._config
+        tokens = generate(c.model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
+        return tokenizer.decode(list(tokens))

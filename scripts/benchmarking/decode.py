@@ -20,7 +20,7 @@ from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
-from heinsen.training.run import TrainConfig
+from heinsen.training.config import TrainConfig
 from scripts.benchmarking import measure
 
 Result = dict[str, Any]

@@ -27,8 +27,8 @@ from heinsen.data.prepare import Settings, prepare
 from heinsen.errors import HeinsenError
 from heinsen.figures import place_legend
 from heinsen.files import make_folder, write_atomically, write_figure
+from heinsen.training.config import TrainConfig
 from heinsen.training.loop import train
-from heinsen.training.run import TrainConfig
 from scripts.benchmarking.measure import describe_versions, device_name, versions, write_results
 
 REFERENCE = Path(__file__).with_name("cpu_losses.json")

@@ -15,7 +15,6 @@ from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
 from scripts.benchmarking import measure

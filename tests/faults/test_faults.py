@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from heinsen.data.dataset import DatasetError
+from heinsen.training.folder import RunError
 from heinsen.training.loop import train
-from heinsen.training.run import RunError
 from tests.runs import at_step, checkpoint_steps, read_log, run_config, without_timing
 
 pytest_plugins = ["tests.run_fixtures"]

@@ -18,7 +18,7 @@ from heinsen.sweep.curves import (
     read_anchors,
     smooth,
 )
-from heinsen.training.run import RunError
+from heinsen.training.folder import RunError
 from tests.runs import BATCH, LENGTH, ROOT
 
 pytest_plugins = ["tests.run_fixtures"]

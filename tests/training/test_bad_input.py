@@ -22,11 +22,12 @@ from heinsen.data.dataset import DatasetError
 from heinsen.files import LockedError, hold_lock, is_held
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import CheckpointError
-from heinsen.training.data import RunData
+from heinsen.training.config import TrainConfig
+from heinsen.training.data import RunData, open_split
 from heinsen.training.device_errors import DeviceError
+from heinsen.training.folder import RunError, claim_folder, load_run, load_tokenizer_name, write_config
 from heinsen.training.loop import train
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import RunError, TrainConfig, claim_folder, load_run, open_split
 from heinsen.training.step import init_train_state
 from heinsen.weights import load_params
 from tests.runs import (
@@ -71,13 +72,9 @@ def config(data: Path) -> TrainConfig:
         ("checkpoint_every", 0, "checkpoint_every = 0"),
         ("keep_checkpoints", 0, "keep_checkpoints = 0"),
         ("keep_every", 0, "keep_every = 0"),
-        ("stop_after_skipped", 0, "stop_after_skipped = 0"),
-        ("spike_sigmas", -1.0, "spike_sigmas = -1.0"),
         ("mesh__fsdp", 0, "mesh.fsdp = 0: it must be positive, or -1"),
         ("mesh__fsdp", -1, "mesh.data and mesh.fsdp are -1"),
         ("model__remat", "some", "model.remat = 'some': choose none, full, dots"),
-        ("peak_flops", 0.0, "peak_flops = 0.0"),
-        ("peak_flops", math.nan, "peak_flops = nan"),
         ("optimizer__learning_rate", math.nan, "optimizer.learning_rate = nan"),
         ("optimizer__warmup_steps", STEPS, f"optimizer.warmup_steps = {STEPS} does not fit a run of {STEPS} steps"),
         ("model__n_layers", 0, "model.n_layers = 0"),
@@ -91,7 +88,6 @@ def config(data: Path) -> TrainConfig:
         ("optimizer__learning_rate", 10**400, "optimizer.learning_rate = inf: it must be finite"),
         ("optimizer__eps", 1e-39, "optimizer.eps = 1e-39: it is too small for float32, which holds it as 0"),
         ("optimizer__b2", 1 - 1e-12, "optimizer.b2 = 0.999999999999: it must lie in [0, 1)"),
-        ("spike_sigmas", math.inf, "spike_sigmas = inf: it must be finite"),
         ("model__n_layers", 10**9, "model.n_layers = 1000000000: it must be less than 10000"),
         ("model__d_model", 10**9, "model.d_model = 1000000000: it must be less than"),
         ("model__n_heads", 2**28 - 1, "features of all heads are more than an array can have"),
@@ -114,9 +110,9 @@ def test_bad_values_name_their_field(data, field, value, message):
 
 
 def test_good_values_of_neighbouring_types_pass(data):
-    assert run_config(data, optimizer__weight_decay=0).optimizer.weight_decay == 0.0
-    assert type(run_config(data, peak_flops=10**12).peak_flops) is float
-    assert run_config(data, peak_flops=None).peak_flops is None
+    decay = run_config(data, optimizer__weight_decay=0).optimizer.weight_decay
+    assert decay == 0.0 and type(decay) is float
+    assert run_config(data, keep_every=None).keep_every is None
     assert run_config(data, model__implementation="scan").model.implementation == "scan"
 
 
@@ -175,11 +171,20 @@ def test_missing_dataset_is_named_with_the_command_that_makes_it(tmp_path, data)
     assert not (tmp_path / "run").exists(), "nothing may be written before the data is there"
 
 
-def test_data_of_another_tokenizer_is_refused(tmp_path, data, rng):
-    config = run_config(data, data__tokenizer="gpt2")
-    with pytest.raises(DatasetError, match=r"holds 'bytes' tokens, the config says data\.tokenizer = 'gpt2'"):
-        train(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_data_of_another_tokenizer_than_the_runs_is_refused(a_run, data, tmp_path, rng):
+    """A folder of data can be replaced by one of the same name."""
+    for split in ("train", "validation"):
+        write_split(tmp_path / "data" / split, draw_text(rng, 500), tokenizer="gpt2", vocab_size=50257, eot_id=50256)
+    vocabulary = dict(model__vocab_size=50257, model__padded_vocab_size=50264)
+    config = run_config(tmp_path / "data", **vocabulary)
+    write_config(config, tmp_path / "of_gpt2", "gpt2")
+    assert load_tokenizer_name(tmp_path / "of_gpt2") == "gpt2" and load_run(tmp_path / "of_gpt2") == config
+    write_config(config, tmp_path / "of_bytes", "bytes")
+    with pytest.raises(RunError, match="config.tokenizer: 'bytes' in the run, 'gpt2' in the command"):
+        train(config, tmp_path / "of_bytes")
+    other = run_config(tmp_path / "data", init_from=str(a_run), model__padded_vocab_size=264)
+    with pytest.raises(DatasetError, match="holds 'gpt2' tokens, the run reads 'bytes': prepare it with that"):
+        open_split(other, "validation", load_tokenizer_name(a_run))
 
 
 def test_a_document_token_that_is_not_the_datas_is_refused(tmp_path, data):
@@ -373,7 +378,7 @@ def test_a_damaged_config_file_is_named(a_run, config, content, reason):
 def test_a_field_that_is_damaged_is_named_with_its_file(a_run):
     path = a_run / "config.json"
     mapping = json.loads(path.read_text())
-    for change in ({"seed": "0"}, {"sed": 0}, {"total_tokens": -1}):
+    for change in ({"seed": "0"}, {"sed": 0}, {"total_tokens": -1}, {"tokenizer": "bytex"}, {"tokenizer": None}):
         path.write_text(json.dumps(mapping | change))
         with pytest.raises(RunError, match=re.escape(f"{path}: config") + f".*{next(iter(change))}.*Restore the file"):
             load_run(a_run)
@@ -473,6 +478,6 @@ def test_a_file_system_without_locks_comes_with_a_warning(data, tmp_path, monkey
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with claim_folder(run_config(data), tmp_path / "run") as changes:
+    with claim_folder(run_config(data), tmp_path / "run", "bytes") as changes:
         assert changes == [] and load_run(tmp_path / "run") == run_config(data)
     assert "is on a file system without locks" in capfd.readouterr().err

@@ -13,7 +13,13 @@ from heinsen.config import ConfigError
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import evaluation_batches
 from heinsen.evaluation.loss import begin_streams, evaluate, make_stream_eval_step
-from heinsen.models import init_model_state, init_params, mean_loss, next_token_losses
+from heinsen.models import (
+    init_model_state,
+    init_params,
+    mean_loss_with_state,
+    next_token_losses,
+    next_token_losses_with_state,
+)
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.loop import train
@@ -63,7 +69,7 @@ def in_passes(window: np.ndarray, n_passes: int) -> np.ndarray:
 
 @functools.cache
 def compiled_step(model):
-    return make_train_step(model, recorder(), make_mesh(), mean_loss, BATCH)
+    return make_train_step(model, recorder(), make_mesh(), carry_rows=BATCH)
 
 
 def take_steps(model, texts, n_passes=1):
@@ -114,8 +120,9 @@ def test_no_gradient_flows_through_the_state(rng):
 
     @jax.jit
     def grads(params):
-        before = next_token_losses(model, params, texts[:, : LENGTH + 1], return_state=True)[1]
-        constant = jax.grad(lambda params: mean_loss(model, params, texts[:, LENGTH : 2 * LENGTH + 1], state=before))
+        before = next_token_losses_with_state(model, params, texts[:, : LENGTH + 1])[1]
+        window = texts[:, LENGTH : 2 * LENGTH + 1]
+        constant = jax.grad(lambda params: mean_loss_with_state(model, params, window, state=before)[0])
         through = jax.grad(lambda params: jnp.mean(next_token_losses(model, params, texts)[:, LENGTH : 2 * LENGTH]))
         return constant(params), through(params)
 
@@ -150,8 +157,8 @@ def test_a_state_that_is_not_finite_is_never_carried_on(rng):
     """Even if the loss does not show it."""
     model, texts = small(), draw_texts(rng)
 
-    def spoiling_loss(model, params, tokens, mesh, state, return_state):
-        loss, after = mean_loss(model, params, tokens, mesh, state=state, return_state=return_state)
+    def spoiling_loss(model, params, tokens, mesh, state):
+        loss, after = mean_loss_with_state(model, params, tokens, mesh, state)
         value = jnp.asarray([0.0, jnp.nan, jnp.inf])[tokens[1, 0]]
         return loss, after._replace(position=after.position.at[1, 2].add(value))
 
@@ -167,7 +174,6 @@ def test_a_state_that_is_not_finite_is_never_carried_on(rng):
 DEVICES = """
 import sys
 import jax, numpy as np, optax
-from heinsen.models import mean_loss
 from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch
 from heinsen.training.step import init_train_state, make_train_step
 from tests.models import model_config
@@ -179,10 +185,10 @@ texts[rng.random(texts.shape) < 0.05] = 256
 
 def run(model, mesh):
     state, losses, optimizer = init_train_state(model, optax.sgd(0.1), 0, mesh, 8), [], optax.sgd(0.1)
-    step = make_train_step(model, optimizer, mesh, mean_loss, 8)
+    step = make_train_step(model, optimizer, mesh, carry_rows=8)
     for i in range(2):
         window = texts[:, 16 * i : 16 * i + 17].reshape(4, 2, 17).swapaxes(0, 1)
-        state, metrics = step(state, place_batch(mesh, {"tokens": window}, axis=1)["tokens"])
+        state, metrics = step(state, place_batch(mesh, window, axis=1))
         losses.append(float(metrics["loss"]))
     return losses, state
 
@@ -259,7 +265,7 @@ def last_state(workdir, config):
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, mixture, tmp_path):
     """One that starts from the parameters of a run which carried nothing, and reads a mixture in two passes."""
     sizes = dict(total_tokens=12 * BATCH * LENGTH, sequence_length=LENGTH, batch_size=BATCH, accumulation_steps=2)
-    every = dict(checkpoint_every=5, validate_every=6, log_activations=False, init_from=str(run.workdir))
+    every = dict(checkpoint_every=5, validate_every=6, init_from=str(run.workdir))
     config = run_config(mixture, carry_state=True, model__document_token=EOT, **sizes, **every)
     train(config, tmp_path / "whole")
     whole, log = last_state(tmp_path / "whole", config), read_log(tmp_path / "whole")
@@ -277,7 +283,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, mixture, t
 @pytest.mark.long
 def test_two_processes_of_two_devices_give_the_losses_of_one(mixture, commands, tmp_path):
     sizes = dict(total_tokens=12 * 8 * 16, batch_size=8, accumulation_steps=2, checkpoint_every=12, carry_state=True)
-    every = dict(validate_every=6, log_activations=False)
+    every = dict(validate_every=6)
     for process in start_two(commands, mixture, tmp_path / "two", mesh__data=2, mesh__sequence=2, **sizes, **every):
         end = finish(process)
         assert end.returncode == 0, end.stderr

@@ -1,49 +1,20 @@
-"""What a run reports besides its metrics: spikes, skipped steps, traces, Weights & Biases."""
+"""What a run reports besides its metrics: skipped steps, traces, Weights & Biases."""
 
 import math
 import sys
 import types
 
-import numpy as np
 import pytest
 
 from heinsen.config import ConfigError
 from heinsen.training import data as training_data
+from heinsen.training import loop
+from heinsen.training.folder import RunError
 from heinsen.training.loop import NonFiniteLossError, train
-from heinsen.training.run import RunError
-from heinsen.training.spikes import SpikeDetector
 from tests.runs import BATCH, CHECKPOINT_EVERY, LENGTH, checkpoint_steps, read_log, run_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-
-# ---- spikes ----------------------------------------------------------------------------------
-
-
-def test_a_spike_is_so_many_standard_deviations_above_the_last_losses(rng):
-    losses = rng.normal(3.0, 0.1, SpikeDetector.WINDOW + 50)
-    spikes = SpikeDetector(sigmas=6.0)
-    for i, loss in enumerate(losses):
-        assert spikes.check(loss) is None, f"step {i}"
-    mean, sigma = np.mean(losses[-SpikeDetector.WINDOW :]), np.std(losses[-SpikeDetector.WINDOW :])
-    assert spikes.check(math.nan) is None and spikes.check(math.inf) is None
-    assert spikes.check(mean - 100 * sigma) is None, "below is none"
-    again = SpikeDetector(6.0)
-    for loss in losses:
-        again.check(loss)
-    assert again.check(mean + 5.9 * sigma) is None
-    again = SpikeDetector(6.0)
-    for loss in losses:
-        again.check(loss)
-    found = again.check(mean + 6.1 * sigma)
-    assert found == f"{mean + 6.1 * sigma:.4f}, after {mean:.4f} +- {sigma:.4f} over {SpikeDetector.WINDOW} steps"
-
-
-def test_few_losses_are_not_enough_for_a_spike():
-    spikes = SpikeDetector(3.0)
-    n = SpikeDetector.MIN_LOSSES
-    assert [spikes.check(x) for x in [1.0, 100.0] * (n // 2)] == [None] * n
 
 
 # ---- steps that are not finite ---------------------------------------------------------------
@@ -73,7 +44,7 @@ def with_bad_batches(monkeypatch, bad_steps):
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(data, tmp_path, monkeypatch, capfd):
     with_bad_batches(monkeypatch, {5, 6, 20})
-    train(run_config(data, stop_after_skipped=3), tmp_path / "run")
+    train(run_config(data), tmp_path / "run")
     told = capfd.readouterr().err
     assert "loss nan and gradient norm nan at step 5: skipped, 1 in a row, 1 in all" in told
     assert "at step 6: skipped, 2 in a row, 2 in all" in told and "at step 20: skipped, 1 in a row, 3 in all" in told
@@ -89,8 +60,9 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(data, tmp_path, monke
 
 def test_too_many_in_a_row_stop_the_run_at_the_last_checkpoint(data, tmp_path, monkeypatch):
     with_bad_batches(monkeypatch, {13, 25, 26, 27})
+    monkeypatch.setattr(loop, "STOP_AFTER_SKIPPED", 3)
     with pytest.raises(NonFiniteLossError) as error:
-        train(run_config(data, stop_after_skipped=3), tmp_path / "run")
+        train(run_config(data), tmp_path / "run")
     assert "loss nan and gradient norm nan at step 27: stopped after 3 such steps in a row" in str(error.value)
     assert f"Go back to {tmp_path / 'run' / 'checkpoints' / '20'} with a lower" in str(error.value)
     assert checkpoint_steps(tmp_path / "run")[-1] == 2 * CHECKPOINT_EVERY

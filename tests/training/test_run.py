@@ -24,9 +24,10 @@ from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
 from heinsen.training import loop, metrics, plots, throughput
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
+from heinsen.training.config import TrainConfig
+from heinsen.training.folder import RunError, load_run, load_tokenizer_name
 from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.training.step import abstract_train_state
 from heinsen.weights import load_params
 from tests.runs import (
@@ -111,12 +112,10 @@ def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, 
     n_params = model.padded_vocab_size * d + d * 2 * d + 2 * d + model.n_layers * layer + 2 * d
     assert f"{n_params:,} parameters" in run.stderr
     assert re.search(r"compiling the training step \.\.\.\ncompiled the training step in \d+\.\d s\n", run.stderr)
-    o = config.optimizer
+    o, peaks = config.optimizer, []
     for entry in run.log:
         if "validation_loss" in entry:
-            layers = [f"{name}_rms/layer_{i}" for name in ("attention", "residual") for i in range(model.n_layers)]
-            assert entry.keys() == {"step", "tokens", "validation_loss", "validation_bits_per_byte", *layers}
-            assert all(0 < entry[name] < math.inf for name in layers)
+            assert entry.keys() == {"step", "tokens", "validation_loss", "validation_bits_per_byte"}
             continue
         assert entry.keys() == {
             "step", "tokens", "loss", "bits_per_byte", "grad_norm", "param_norm", "skipped", "learning_rate",
@@ -125,13 +124,15 @@ def test_metrics_have_the_fields_of_the_contract_and_agree_with_each_other(run, 
         assert entry["bits_per_byte"] == pytest.approx(entry["loss"] * bits_per_nat, rel=1e-12)
         assert entry["skipped"] == 0 and 0 <= entry["data_wait"] < 1 and 0 < entry["param_norm"] < math.inf
         assert 0 < entry["grad_norm"] < math.inf and 0 < entry["tokens_per_second"] < math.inf
-        assert entry["mfu"] == pytest.approx(entry["tokens_per_second"] * 6 * n_params / config.peak_flops, rel=1e-12)
+        peaks.append(entry["tokens_per_second"] * 6 * n_params / entry["mfu"])
         done = entry["step"] - 1
         cosine = (1 + math.cos(math.pi * (done - o.warmup_steps) / (STEPS - o.warmup_steps))) / 2
         rate = o.final_learning_rate + (o.learning_rate - o.final_learning_rate) * cosine
         if done < o.warmup_steps:
             rate = o.learning_rate * done / o.warmup_steps
         assert entry["learning_rate"] == pytest.approx(rate, rel=1e-5)
+    np.testing.assert_allclose(peaks, peaks[0], rtol=1e-12)  # the rate that this machine was measured to have
+    assert 1e8 < peaks[0] < 1e16
 
 
 def test_logged_losses_are_means_since_the_last_log_also_where_a_run_was_interrupted(run, config, tmp_path):
@@ -162,7 +163,7 @@ def test_newest_checkpoints_stay_and_the_last_is_the_end(run):
 
 
 def test_config_of_a_run_is_read_back_whole(run, config):
-    assert load_run(run.workdir) == config
+    assert load_run(run.workdir) == config and load_tokenizer_name(run.workdir) == "bytes"
     assert json.loads((run.workdir / "config.json").read_text())["model"]["n_layers"] == 2
 
 

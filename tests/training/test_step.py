@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.models import forward
+from heinsen.models import forward, masked_losses
+from heinsen.models.masking import mask_tokens
 from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
@@ -90,6 +91,33 @@ def test_every_accumulated_pass_counts_the_same(rng, one_step):
     all_loss, _, all_gradients, _, _ = one_step(others)
     np.testing.assert_allclose(sum(change for change, _ in changes), all_loss - loss, atol=1e-5)
     np.testing.assert_allclose(sum(change for _, change in changes), flat(all_gradients) - flat(gradients), atol=1e-5)
+
+
+def test_passes_of_a_masked_model_weigh_as_much_as_they_hide(rng):
+    """The tokens that begin documents are not hidden: the rows of the second pass have few others."""
+    model = model_config(d_model=16, objective="masked", document_token=256)
+    tokens = rng.integers(0, 256, (BATCH, 40)).astype(np.int32)
+    tokens[BATCH // 2 :, 2:] = 256
+    batch = mask_tokens(model, tokens, 0, 1, np.arange(BATCH))
+    hidden = batch["weights"].sum(-1)
+    assert hidden[: BATCH // 2].min() == 6 and hidden[BATCH // 2 :].max() == 2
+    mesh = make_mesh()
+    step = make_train_step(model, RECORDING, mesh)
+    found = []
+    for n_passes in (1, 2):
+        start = init_train_state(model, RECORDING, 0, mesh)
+        params = jax.tree.map(jnp.copy, start.params)
+        state, metrics = step(start, {name: x.reshape(n_passes, -1, 40) for name, x in batch.items()})
+        found.append((metrics["loss"], flat(state.opt_state[0])))
+    (loss, gradients), (loss_of_two, gradients_of_two) = found
+    losses = masked_losses(model, params, batch["tokens"], batch["targets"])
+    want = np.sum(np.float64(losses) * batch["weights"]) / hidden.sum()
+    np.testing.assert_allclose([loss, loss_of_two], want, rtol=1e-6)
+    np.testing.assert_allclose(gradients_of_two, gradients, rtol=1e-5, atol=1e-6)
+    assert np.abs(gradients).max() > 1e-2
+    nothing = batch | {"weights": np.zeros_like(batch["weights"])}
+    _, metrics = step(state, {name: x[None] for name, x in nothing.items()})
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0, "a batch of beginnings alone teaches nothing"
 
 
 def test_reported_norm_is_the_gradients_before_clipping(rng, one_step):

@@ -17,14 +17,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from heinsen.config import ConfigError, from_mapping
+from heinsen.config import ConfigError
 from heinsen.contrib.remote.files import PATIENCE, Remote, cache_folder
 from heinsen.errors import Interrupted, print_warning
 from heinsen.files import hold_lock, write_atomically
 from heinsen.progress import track
 from heinsen.remote import Mirror, RemoteError
 from heinsen.training.checkpoint import CHECKPOINTS, DAMAGED, checkpoint_steps
-from heinsen.training.run import CONFIG_FILE, LOCK_FILE, RunError, TrainConfig
+from heinsen.training.folder import CONFIG_FILE, LOCK_FILE, RunError, parse_config
 
 _WHOLE = re.compile(rf"{CHECKPOINTS}/(\d+)\.whole")
 _POLL_SECONDS = 0.2
@@ -137,7 +137,7 @@ class RunMirror(Mirror):
     def _read_fingerprint(self) -> str | None:
         content = self._remote.read(CONFIG_FILE)
         try:
-            return None if content is None else from_mapping(TrainConfig, json.loads(content)).fingerprint
+            return None if content is None else parse_config(json.loads(content))[0].fingerprint
         except (ConfigError, ValueError) as error:
             raise RunError(f"{self._remote.address} holds something else than this run ({error})") from error
 

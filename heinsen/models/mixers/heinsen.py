@@ -116,7 +116,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         state: LogState | RunningState | None,
         tokens: Tokens,
         mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], LogState]:
+    ) -> tuple[Float[Array, "B H T V"], LogState | RunningState]:
         """log y[t] = log sum_s w[t, s] exp(log v[s]) - log sum_s w[t, s]. A mesh may divide the tokens."""
         assert not isinstance(state, RunningState)
         if mesh is None or mesh.shape["sequence"] == 1 or not self.causal:

@@ -1,0 +1,177 @@
+"""The config of a run, and checks of its mesh."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from jax.sharding import Mesh
+
+from heinsen.config import Setting, check_numbers
+from heinsen.models import ModelConfig, check_halo
+from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
+from heinsen.training.optimizer import OptimizerConfig, make_schedule
+
+# Fields that may change when a run resumes: they concern the machine, or what is reported and saved.
+_CHANGEABLE = (
+    "mesh", "accumulation_steps", "model.remat", "log_every", "validate_every", "validation_tokens",
+    "sample_tokens", "checkpoint_every", "keep_checkpoints", "keep_every", "trace_steps", "wandb_project",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Token datasets PATH/train and PATH/VALIDATION_SPLIT, written by scripts/prepare_data.py.
+
+    path is one folder, or several with their shares, as in A:0.7,B:0.3 (`heinsen.data.mixture`). The datasets know
+    their tokenizer.
+    """
+
+    path: str
+    validation_split: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The config of a run; `configs/default.py` documents the fields and holds the defaults."""
+
+    seed: Annotated[int, Setting(at_least=0)]
+    init_from: str | None
+    total_tokens: int
+    sequence_length: Annotated[int, Setting(below=2**31)]
+    batch_size: Annotated[int, Setting(below=2**31)]
+    accumulation_steps: int
+    carry_state: bool
+    mesh: MeshConfig
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    log_every: int
+    validate_every: int
+    validation_tokens: int
+    sample_tokens: Annotated[int, Setting(at_least=0)]
+    checkpoint_every: int
+    keep_checkpoints: int
+    keep_every: int | None
+    trace_steps: str | None
+    wandb_project: str | None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        if self.batch_size % self.accumulation_steps:
+            raise ValueError(
+                f"batch_size = {self.batch_size} does not divide into accumulation_steps = {self.accumulation_steps}"
+            )
+        n_positions = self.model.n_positions
+        if self.model.position == "learned" and n_positions is not None and self.sequence_length > n_positions:
+            raise ValueError(
+                f"sequence_length = {self.sequence_length} is longer than model.n_positions = "
+                f"{n_positions}: raise it, or shorten the sequences"
+            )
+        if self.sample_tokens:
+            check_samples(self.model, self.sample_tokens)
+        if self.carry_state:
+            check_carries(self.model)
+        make_schedule(self.optimizer, self.total_steps)  # raises if the warm-up does not fit
+        if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
+            raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        return -(-self.total_tokens // self.tokens_per_step)
+
+    @property
+    def sequences_per_pass(self) -> int:
+        return self.batch_size // self.accumulation_steps
+
+    @property
+    def carry_rows(self) -> int | None:
+        """Rows of a batch whose state goes on to the next one's; None: no state does."""
+        return self.batch_size if self.carry_state else None
+
+    @property
+    def traced(self) -> range | None:
+        """The steps that trace_steps names; an empty range if they cannot be parsed."""
+        if self.trace_steps is None:
+            return None
+        first, _, last = self.trace_steps.partition(":")
+        return range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() else range(0)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all fields that may not change: a checkpoint with another one belongs to another run."""
+        text = json.dumps(identity(dataclasses.asdict(self)), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return a config without the fields that may change."""
+    return {
+        name: identity(value, f"{path}{name}.") if isinstance(value, Mapping) else value
+        for name, value in mapping.items()
+        if path + name not in _CHANGEABLE
+    }
+
+
+def check_samples(model: ModelConfig, sample_tokens: int) -> None:
+    """Raise ValueError if the model cannot write a document of so many tokens."""
+    if not model.causal:
+        raise ValueError(
+            f"sample_tokens = {sample_tokens}: a model with model.objective = {model.objective!r} predicts no next "
+            "token; set it to 0"
+        )
+    if model.max_positions is not None and sample_tokens >= model.max_positions:
+        raise ValueError(
+            f"sample_tokens = {sample_tokens} and a document's beginning go beyond model.n_positions = "
+            f"{model.n_positions}: ask for fewer"
+        )
+
+
+def check_carries(model: ModelConfig) -> None:
+    """Raise ValueError if the model has no state of constant size to carry on from batch to batch."""
+    carried = "carry_state = True carries a state of constant size on through texts without an end"
+    if not model.causal:
+        raise ValueError(f"{carried}; model.objective = {model.objective!r} reads whole windows: set it to next_token")
+    if model.has_cache:
+        raise ValueError(
+            f"{carried}; model.attention = {model.attention!r} has layers that keep every token: choose kinds without "
+            "a cache, such as heinsen"
+        )
+    if model.max_positions is not None:
+        raise ValueError(
+            f"{carried}; model.position = {model.position!r} ends after n_positions = {model.n_positions} tokens: "
+            "choose recurrent or none"
+        )
+
+
+def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise MeshError if the mesh does not divide the batch, the heads or the tokens, or the model forbids it."""
+    shape = mesh.shape
+    if config.sequences_per_pass % n_batch_parts(mesh):
+        raise MeshError(
+            f"{config.sequences_per_pass} sequences per pass (batch_size {config.batch_size} / accumulation_steps "
+            f"{config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices (mesh.data "
+            f"{shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
+            "--config.accumulation_steps or --config.mesh"
+        )
+    if config.model.n_heads % shape["tensor"]:
+        raise MeshError(f"model.n_heads = {config.model.n_heads} do not divide over mesh.tensor = {shape['tensor']}")
+    if shape["sequence"] > 1 and not config.model.splits_sequences:
+        raise MeshError(
+            f"mesh.sequence = {shape['sequence']} divides the tokens of a sequence, which needs model.attention = "
+            "heinsen in all layers, model.value_domain = log and model.objective = next_token: they are "
+            f"{config.model.attention}, {config.model.value_domain} and {config.model.objective}. Use the mesh's other "
+            "axes"
+        )
+    check_halo(mesh, config.sequence_length, config.model.convolution)
+    parts = shape["sequence"] * shape["tensor"]  # the loss divides tokens over both
+    if config.sequence_length % parts:
+        raise MeshError(
+            f"sequence_length = {config.sequence_length} does not divide into {parts} parts (mesh.sequence "
+            f"{shape['sequence']} x mesh.tensor {shape['tensor']})"
+        )
