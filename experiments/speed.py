@@ -16,11 +16,7 @@ from heinsen.errors import exit_on_error
 from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
-    "experiment",
-    None,
-    ["comparison_2m", "forgetting"],
-    "A folder with contestants.py.",
-    required=True,
+    "experiment", None, ["comparison_2m", "forgetting"], "A folder of experiments/.", required=True
 )
 CONTESTANTS = flags.DEFINE_list(
     "contestants", None, "Those to measure, all by default; names with commas in double quotes."
@@ -45,8 +41,8 @@ REPEATS = 5  # timed steps of each contestant
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        contestants = tools.timed(EXPERIMENT.value, CONTESTANTS.value)
-        print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
+        contestants = tools.contestants_of(EXPERIMENT.value, CONTESTANTS.value)
+        print(json.dumps(measure(contestants, [*map(int, LENGTHS.value)])))
 
 
 def measure(contestants: Mapping[str, TrainConfig], lengths: Sequence[int]) -> dict[str, dict[int, float]]:

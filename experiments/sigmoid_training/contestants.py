@@ -1,14 +1,13 @@
 """The forms of sigmoid attention, the growth of each by its law, and the initial parameters of the controlled runs."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
-from experiments.contest import Contest
 from experiments.forgetting import config
 from experiments.sigmoid_scaling.forms import window_growth
+from experiments.tools import Contest
 from heinsen.interop import save_folder
 from heinsen.models import Params, init_params
 from heinsen.sweep.space import Value
@@ -20,7 +19,7 @@ FORMS: dict[str, dict[str, Value]] = {
     STEEPER: dict(attention="sigmoid", sigmoid_alpha=1.5),
     "alpha 0, bias -log n": dict(attention="sigmoid", sigmoid_alpha=0.0, sigmoid_bias="-log_n"),
 }
-CONTEST = Contest(Path(config.__file__), config.get_config, FORMS)
+CONTEST = Contest(config, FORMS)
 
 
 def growth(form: str, n_tokens: int) -> float:
@@ -49,6 +48,6 @@ def write_start(folder: Path, form: str, scale: float) -> None:
 
 def scale_outputs(params: Params, scale: float) -> Params:
     """Return the parameters with `scale` times the kernels of W2."""
-    layers: Mapping = params["layers"]
+    layers = params["layers"]
     w2 = layers["w2"] | {"kernel": layers["w2"]["kernel"] * scale}
     return params | {"layers": layers | {"w2": w2}}
