@@ -62,7 +62,7 @@ faults: $(VENV)/installed-test
 compilers: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[plan-gpu,plan-tpu]" \
 		"jax-cuda13-plugin==$$($(python) -c 'import importlib.metadata as m; print(m.version("jax"))')"
-	$(python) -m pytest --numprocesses=0 -m long tests/planning
+	$(python) -m pytest --numprocesses=0 -m long tests/plan
 
 transformers: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[transformers]"

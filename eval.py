@@ -21,6 +21,7 @@ override those of the run, for example --config.data.path=... for other data.
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,43 +59,62 @@ def main(argv: list[str]) -> None:
     keep_compilations()
     with exit_on_error(on_interrupt="interrupted; nothing was written"):
         if TASKS.value:
-            run_tasks()
+            print_tasks()
         else:
-            evaluate_split()
+            print_split()
 
 
-def evaluate_split() -> None:
+def print_split() -> None:
     """Evaluate a split, and print the tables and the JSON line."""
-    from heinsen.evaluation import report, run
+    from heinsen.evaluation.positions import plot_positions
+    from heinsen.evaluation.split import evaluate_split
+    from heinsen.evaluation.tables import format_split, summarize_split
 
     plot = None if BY_POSITION.value is None else Path(BY_POSITION.value)
     if plot is not None:
-        report.check_plot_path(plot)
+        check_plot_path(plot)
     config = read_config()
     split = SPLIT.value or config.data.validation_split
-    mode = run.STREAMING if STREAMING.value else run.WINDOWS
-    result = run.evaluate_split(config, WORKDIR.value, split, mode, with_positions=plot is not None)
-    print(f"{report.format_result(result)}\n{json.dumps(report.summarize_result(result))}", flush=True)
-    if plot is not None:
-        report.plot_positions(result, plot)
+    result = evaluate_split(config, WORKDIR.value, split, STREAMING.value, with_positions=plot is not None)
+    print(f"{format_split(result)}\n{json.dumps(summarize_split(result))}", flush=True)
+    if plot is not None and result.positions is not None:
+        plot_positions(result.positions, f"{Path(WORKDIR.value).name}, step {result.step}: {split}", plot)
 
 
-def run_tasks() -> None:
+def check_plot_path(path: Path) -> None:
+    """Raise InputError or OSError where a plot could not be written, before hours are spent on it."""
+    from heinsen.errors import InputError
+    from heinsen.files import make_folder
+
+    if path.suffix != ".png":
+        raise InputError(f"--by_position={path}: expected the name of a file that ends in .png")
+    make_folder(path.parent)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"--by_position={path} cannot be written; give another file")
+
+
+def print_tasks() -> None:
     """Run --tasks, and print their metrics and the JSON line."""
-    from heinsen.evaluation import report, tasks
+    from heinsen.evaluation.tables import format_tasks, summarize_tasks
+    from heinsen.evaluation.tasks import run_tasks
 
-    config = read_config()
-    options = tasks.TaskOptions(
-        TASKS.value, TASK_FOLDER.value, NUM_FEWSHOT.value, LIMIT.value, TASK_BATCH.value, ADD_BOS_TOKEN.value
+    result = run_tasks(
+        read_config(),
+        WORKDIR.value,
+        TASKS.value,
+        folder=TASK_FOLDER.value,
+        num_fewshot=NUM_FEWSHOT.value,
+        limit=LIMIT.value,
+        batch_size=TASK_BATCH.value,
+        add_bos_token=ADD_BOS_TOKEN.value,
     )
-    result = tasks.run_tasks(config, WORKDIR.value, options)
-    print("\n".join([*report.format_tasks(result), json.dumps(report.summarize_tasks(result))]))
+    print("\n".join([*format_tasks(result), json.dumps(summarize_tasks(result))]))
 
 
 def read_config() -> "TrainConfig":
     """Return the run's own config with the fields of the flags. Raises HeinsenError."""
     from heinsen.config import from_mapping
-    from heinsen.training.mirror import local_run
+    from heinsen.remote import local_run
     from heinsen.training.run import TrainConfig, load_run
 
     values = default.get_config()

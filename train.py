@@ -25,6 +25,7 @@ MIRROR = flags.DEFINE_string("mirror", None, "s3://..., gs://...: copy the run f
 PLAN = flags.DEFINE_bool("plan", False, "Print what the run would take, without starting it.")
 PLAN_STEPS = flags.DEFINE_integer("plan_steps", 3, "--plan: steps to time; 0: only compile.", lower_bound=0)
 TARGET = flags.DEFINE_string("target", None, "--plan: the machine to plan for, such as h100, h200-8, v5e-4, v5p-8.")
+PEAK_FLOPS = flags.DEFINE_float("peak_flops", None, "--plan: peak rate of a device, default: as known or measured.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", None, "Find the other processes through the cluster's environment.")
 COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, the same in every process.")
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
@@ -56,17 +57,17 @@ def run() -> str | None:
 
     from heinsen.config import from_mapping
     from heinsen.distributed import join_processes
-    from heinsen.planning.plan import plan
+    from heinsen.plan.plan import plan
     from heinsen.platform import keep_compilations
     from heinsen.training.loop import train
     from heinsen.training.run import TrainConfig
 
     config = from_mapping(TrainConfig, values)
     if TARGET.value is not None:
-        return str(plan(config, 0, TARGET.value))
+        return str(plan(config, 0, TARGET.value, PEAK_FLOPS.value))
     join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)
     if PLAN.value:
-        report = str(plan(config, PLAN_STEPS.value))
+        report = str(plan(config, PLAN_STEPS.value, peak_flops=PEAK_FLOPS.value))
     else:
         keep_compilations()
         result = train(config, Path(WORKDIR.value), MIRROR.value)

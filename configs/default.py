@@ -43,12 +43,10 @@ def get_config() -> ConfigDict:
                 window=placeholder(int),  # window: number of last tokens that each one sees, itself included
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
                 convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
-                qk_norm=False,  # RMS normalization of each head's queries and keys, with learned scales
-                signed_features=False,  # heinsen, linear: features [q, -q] and [k, -k] instead of q and k
                 gate="none",  # heinsen, linear: head: a forget gate, one number per head and token
                 gate_shortest=2.0,  # its heads' time constants at the start, in tokens, run geometrically from this ...
                 gate_longest=4096.0,  # ... to this
-                output="none",  # the attention's output as it is; norm: RMS per head; gate: times 2 sigmoid(Wg x)
+                output_gate=False,  # whether the attention's output is multiplied by 2 sigmoid(Wg x)
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
                 position="recurrent",  # the paper's; or learned, rotary (softmax and sigmoid layers), none
                 n_positions=placeholder(int),  # learned: number of positions, at least sequence_length

@@ -27,9 +27,8 @@ REPEATS = flags.DEFINE_integer("repeats", 5, "Timed calls of each contestant.", 
 show_help(__name__)
 
 from experiments import tools
-from heinsen.distributed import keep_host_memory
 from heinsen.training.run import TrainConfig
-from scripts.benchmarking.decode import Contestant, Race, Settings
+from scripts.benchmarking.decode import Settings, time_decoding
 
 CALL_TOKENS = 16
 
@@ -43,17 +42,10 @@ def main(argv: list[str]) -> None:
 
 def measure(contestants: Mapping[str, TrainConfig], contexts: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:
     """Return {contestant: {context: milliseconds per token, bytes of the state}}."""
-    keep_host_memory()
-    created = {name: Contestant.create(config.model) for name, config in contestants.items()}
-    race = Race(Settings(contexts, [1], CALL_TOKENS, REPEATS.value), created, next(iter(created)))
-    # Those with states of constant size take turns; caches are too large for that.
-    constant = [name for name, config in contestants.items() if not config.model.has_cache]
-    race.run([case for name in constant for case in race.settings.cases(name)])
-    for name in [name for name in contestants if name not in constant]:
-        for case in race.settings.cases(name):
-            race.run([case])
+    models = {name: config.model for name, config in contestants.items()}
+    settings = Settings(contexts, [1], REPEATS.value, CALL_TOKENS)
     found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in contestants}
-    for each in race.results():
+    for each in time_decoding(models, settings)["results"]:
         kept = {"milliseconds": each["milliseconds_per_step"], "state_bytes": each["state_bytes"]}
         found[each["name"]][each["context"]] = kept
     return found

@@ -3,17 +3,17 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.interop import InteropError, is_export, load_folder, read_manifest
+from heinsen.export import ExportError, is_export, load_folder, read_manifest
+from heinsen.export.state_dicts import from_arrays, named_leaves
 from heinsen.models import OPTIONAL_PARTS, ModelConfig, Params, abstract_params, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
+from heinsen.remote import local_run
 from heinsen.training.checkpoint import CheckpointError, restore_params
-from heinsen.training.mirror import local_run
 from heinsen.training.run import RunError, TrainConfig, check_mesh, check_same_model, load_run
 
 
@@ -37,7 +37,7 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
         manifest = read_manifest(workdir)
         check_same_model(manifest.model, model, workdir)
         _, _, params = load_folder(workdir)
-    except InteropError as error:
+    except ExportError as error:
         raise CheckpointError(str(error)) from error
 
     def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -67,32 +67,14 @@ def load_initial_params(config: TrainConfig, mesh: Mesh) -> tuple[int, Params]:
             f"data.tokenizer = {config.data.tokenizer!r}: use other weights, or data of the same tokenizer"
         )
     step, params = load_params(source, model, mesh)
-    return step, params if model == config.model else _add_parts(config.model, params, source, mesh)
-
-
-def _add_parts(model: ModelConfig, params: Params, source: Path, mesh: Mesh) -> Params:
-    """Return the parameters of `model`: those given, and for what they lack `identity_params`. Raises RunError."""
-    identity = partial(identity_params, model)
-    where = shardings(mesh, jax.eval_shape(identity))
-    found = _by_name(jax.jit(identity, out_shardings=where)()) | _by_name(params)
-    abstract = abstract_params(model)
-    describe = lambda x: "missing" if x is None else str(list(x.shape))
-    wanted = _by_name(abstract)
-    if different := [
-        f"{name} is {describe(found.get(name))} there, {describe(wanted.get(name))} in the model"
-        for name in sorted(found.keys() | wanted.keys())
-        if describe(found.get(name)) != describe(wanted.get(name))
-    ]:
-        raise RunError(f"{source} cannot start this model: {'; '.join(different)}. Use weights of the same model")
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[_name(path)], abstract)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _by_name(tree: Params) -> dict[str, Any]:
-    return {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    if model == config.model:
+        return step, params
+    identity = partial(identity_params, config.model)
+    added = jax.jit(identity, out_shardings=shardings(mesh, jax.eval_shape(identity)))()
+    try:
+        return step, from_arrays(config.model, dict(named_leaves(added) + named_leaves(params)))
+    except ExportError as error:
+        raise RunError(f"{source} cannot start this model: {error}. Use weights of the same model") from error
 
 
 def mesh_for_reading(config: TrainConfig) -> Mesh:

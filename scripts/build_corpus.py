@@ -37,10 +37,9 @@ _RESUME = "Downloaded packages are kept; rerun the same command to resume."
 
 
 def main(argv: list[str]) -> None:
-    out = Path(OUT.value)
-    folder = Path(PACKAGES.value or f"{out}.packages")
     with exit_on_error(on_interrupt=f"interrupted. {_RESUME}", on_os_error=_RESUME):
-        print(f"{out}: {describe(build(CORPORA[CORPUS.value], out, folder))}")
+        record = build(CORPORA[CORPUS.value], Path(OUT.value), Path(PACKAGES.value or f"{OUT.value}.packages"))
+        print(f"{OUT.value}: {describe(record)}")
 
 
 if __name__ == "__main__":

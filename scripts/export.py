@@ -6,12 +6,13 @@ eval.py, scripts/generate.py and train.py --config.init_from accept DIR in place
 under the names of the published PyTorch module, for its `load_state_dict`.
 
 With --format=hf, for models of heinsen attention, the folder is one that transformers loads, with the model in PyTorch
-and the tokenizer; what transformers saves from it is accepted in place of a run, too. --push_to_hub=USER/NAME uploads
-it to the Hugging Face Hub, with the token of `hf auth login` or HF_TOKEN.
+and the tokenizer; what transformers saves from it is accepted in place of a run, too. `hf upload USER/NAME DIR` puts it
+on the Hugging Face Hub.
 """
 
 import dataclasses
 import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,46 +21,41 @@ from absl import app, flags, logging
 
 from configs import default
 from heinsen.errors import exit_on_error
-from scripts.cli import parse_flags, refuse, refuse_address, show_help
+from scripts.cli import parse_flags, refuse_address, show_help
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Dtype on disk; float32 is lossless.")
 FORMAT = flags.DEFINE_enum("format", "heinsen", ("heinsen", "hf"), "hf: a folder that transformers loads.")
-HUB = flags.DEFINE_string("push_to_hub", None, "USER/NAME of a model on the Hugging Face Hub to upload the folder to.")
-PRIVATE = flags.DEFINE_bool("private", False, "--push_to_hub: a new model is visible to its owner alone.")
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an earlier export in --out.")
 
 show_help(__name__)
 
 import jax
 
-from heinsen.interop import is_export, is_reference_model, push_to_hub, save_folder
+from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
+from heinsen.remote import local_run
 from heinsen.training.metrics import read_metrics
-from heinsen.training.mirror import local_run
 from heinsen.training.run import RunError, TrainConfig, load_run
 from heinsen.weights import load_params
 
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    if HUB.value is not None and FORMAT.value != "hf":
-        refuse("--push_to_hub uploads what transformers can load: it goes with --format=hf")
     refuse_address("out")
     with exit_on_error():
         print(export(local_run(WORKDIR.value), Path(OUT.value)))
-        if HUB.value is not None:
-            print(f"uploaded to {push_to_hub(Path(OUT.value), HUB.value, PRIVATE.value)}")
 
 
 def export(workdir: Path, out: Path) -> str:
     """Write the export, and return a line about it. Raises HeinsenError."""
     if is_export(workdir):
         raise RunError(f"{workdir} holds exported weights already: copy it, or give the run that they come from")
-    config = load_run(workdir)
+    config, for_transformers = load_run(workdir), FORMAT.value == "hf"
     step, params = load_params(workdir, config.model, make_mesh())
+    n_params = count_params(params)
     manifest = save_folder(
         out,
         config.model,
@@ -67,13 +63,13 @@ def export(workdir: Path, out: Path) -> str:
         jax.device_get(params),
         step=step,
         run=dataclasses.asdict(config),
-        card=model_card(config, workdir, out, step, count_params(params), DTYPE.value, FORMAT.value == "hf"),
+        card=model_card(config, workdir, "." if for_transformers else str(out), step, n_params, for_transformers),
         dtype=DTYPE.value,
-        for_transformers=FORMAT.value == "hf",
+        for_transformers=for_transformers,
         overwrite=OVERWRITE.value,
     )
     return (
-        f"{out}: {count_params(params):,} parameters of {workdir} after step {step}, {manifest.dtype}, layout "
+        f"{out}: {n_params:,} parameters of {workdir} after step {step}, {manifest.dtype}, layout "
         f"{manifest.layout}, {manifest.weights.bytes / 2**20:,.1f} MiB"
     )
 
@@ -81,88 +77,103 @@ def export(workdir: Path, out: Path) -> str:
 # ---- the model card ------------------------------------------------------------------------------
 
 
-def model_card(
-    config: TrainConfig, workdir: Path, out: Path, step: int, n_params: int, dtype: str, for_transformers: bool
-) -> str:
-    """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl."""
-    place = "." if for_transformers else str(out)  # the card may go to the Hub
-    folder = shlex.quote(place)
-    lines = [
-        *(_FRONT_MATTER if for_transformers else []),
-        f"# {workdir.resolve().name}",
-        "",
-        "A language model whose attention is softmax attention with constant cost per token, trained by heinsen",
-        "(https://github.com/glassroom/heinsen_attention has the method's paper and its published module).",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {value} |" for name, value in _facts(config, workdir, step, n_params, dtype)),
-        "",
-        "## The run",
-        "",
-        "`config.json` holds all its settings. As a command:",
-        "",
-        *_code(command(config, workdir)),
-        "",
-        "## Use",
-        "",
-        *(_TRANSFORMERS_USE if for_transformers else []),
-        *_code(
-            f'python scripts/generate.py --workdir={folder} --prompt="Once upon"',
-            f"python eval.py --workdir={folder} --config.data.path=DATASET",
-            f"python train.py --config=CONFIG --workdir=NEW_RUN --config.init_from={folder}",
-        ),
-        "",
-        "In Python:",
-        "",
-        *_code(
-            "from pathlib import Path",
-            "",
-            "from heinsen.interop import load_folder",
-            "from heinsen.models import forward",
-            "",
-            f'config, tokenizer, params = load_folder(Path("{place}"))',
-            "logits, state = forward(config, params, tokens)  # tokens: integers [batch, time]",
-        ),
-        "",
-        *([] if for_transformers else _REFERENCE_USE if is_reference_model(config.model) else _NATIVE_USE),
-        "",
-    ]
-    return "\n".join(lines)
+def model_card(config: TrainConfig, workdir: Path, place: str, step: int, n_params: int, for_transformers: bool) -> str:
+    """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl.
+
+    `place` is the folder's name in the card: "." for one that may go to the Hub.
+    """
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(config, workdir, step, n_params))
+    if for_transformers:
+        use, tensors = _TRANSFORMERS_USE, ""
+    else:
+        use, tensors = "", _REFERENCE_TENSORS if is_reference_model(config.model) else _NATIVE_TENSORS
+    return _CARD.format(
+        front_matter=_FRONT_MATTER if for_transformers else "",
+        name=workdir.resolve().name,
+        rows=rows,
+        command=textwrap.indent(command(config, workdir), "    "),
+        transformers_use=use,
+        folder=shlex.quote(place),
+        place=place,
+        tensors=tensors,
+    )
 
 
-# What the Hub reads of a model card.
-_FRONT_MATTER = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [heinsen]", "---", ""]
-_TRANSFORMERS_USE = [
-    "With transformers:",
-    "",
-    "    from transformers import AutoModelForCausalLM, AutoTokenizer",
-    "",
-    '    NAME = "."  # this folder, or USER/NAME on the Hub',
-    "    tokenizer = AutoTokenizer.from_pretrained(NAME, trust_remote_code=True)",
-    "    model = AutoModelForCausalLM.from_pretrained(NAME, trust_remote_code=True)",
-    '    inputs = tokenizer("Once upon", return_tensors="pt")',
-    "    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))",
-    "",
-    "With heinsen, in a clone of its repository:",
-    "",
-]
-_REFERENCE_USE = [
-    "The tensors have the names and layouts of the published PyTorch module:",
-    "",
-    '    module.load_state_dict(safetensors.torch.load_file("weights.safetensors"))',
-]
-_NATIVE_USE = [
-    "The tensors have the names of heinsen's own parameters; those of all layers are stacked along their first axis.",
-]
+_CARD = """\
+{front_matter}# {name}
+
+A language model whose attention is softmax attention with constant cost per token, trained by heinsen
+(https://github.com/glassroom/heinsen_attention has the method's paper and its published module).
+
+| | |
+|---|---|
+{rows}
+
+## The run
+
+`config.json` holds all its settings. As a command:
+
+{command}
+
+## Use
+
+{transformers_use}    python scripts/generate.py --workdir={folder} --prompt="Once upon"
+    python eval.py --workdir={folder} --config.data.path=DATASET
+    python train.py --config=CONFIG --workdir=NEW_RUN --config.init_from={folder}
+
+In Python:
+
+    from pathlib import Path
+
+    from heinsen.export import load_folder
+    from heinsen.models import forward
+
+    config, tokenizer, params = load_folder(Path("{place}"))
+    logits, state = forward(config, params, tokens)  # tokens: integers [batch, time]
+{tensors}"""
+
+# The part of a model card that the Hub reads.
+_FRONT_MATTER = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [heinsen]
+---
+
+"""
+
+_TRANSFORMERS_USE = """\
+With transformers:
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    NAME = "."  # this folder, or USER/NAME on the Hub
+    tokenizer = AutoTokenizer.from_pretrained(NAME, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(NAME, trust_remote_code=True)
+    inputs = tokenizer("Once upon", return_tensors="pt")
+    print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100, do_sample=True)[0]))
+
+With heinsen, in a clone of its repository:
+
+"""
+
+_REFERENCE_TENSORS = """
+The tensors have the names and layouts of the published PyTorch module:
+
+    module.load_state_dict(safetensors.torch.load_file("weights.safetensors"))
+"""
+
+_NATIVE_TENSORS = """
+The tensors have the names of heinsen's own parameters; those of all layers are stacked along their first axis.
+"""
 
 
-def _facts(config: TrainConfig, workdir: Path, step: int, n_params: int, dtype: str) -> list[tuple[str, str]]:
+def _facts(config: TrainConfig, workdir: Path, step: int, n_params: int) -> list[tuple[str, str]]:
     """Return (name, value) of the rows of the table."""
     model = config.model
     entries = [entry for entry in read_metrics(workdir) if entry["step"] <= step]
     return [
-        ("parameters", f"{n_params:,}, {dtype}"),
+        ("parameters", f"{n_params:,}, {DTYPE.value}"),
         (
             "model",
             f"{model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads with {model.d_key} key and "
@@ -206,11 +217,6 @@ def _flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flatten(value, f"{path}{name}.") if isinstance(value, dict) else {path + name: value}
     return flat
-
-
-def _code(*texts: str) -> list[str]:
-    """Return the lines as an indented block."""
-    return [f"    {line}".rstrip() for text in texts for line in text.split("\n")]
 
 
 if __name__ == "__main__":

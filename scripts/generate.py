@@ -9,11 +9,10 @@ A long document is read once, kept as a state of constant size, and continued or
     python scripts/generate.py --workdir=RUN --load_state=document.state --prompt="In short, " --samples=4
 """
 
-import copy
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -62,7 +61,7 @@ from heinsen.decoding import (
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
 from heinsen.platform import keep_compilations
-from heinsen.training.mirror import local_run
+from heinsen.remote import local_run
 from heinsen.training.run import load_run
 from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params
@@ -91,13 +90,17 @@ class Task:
 
     model: ModelConfig
     params: Params
-    digest: str | None
+    digest: str
     tokenizer: Tokenizer
     sampling: Sampling
     prefix: Prefix
     texts: list[str]
     prompts: list[Sequence[int]]
     max_tokens: int | None
+
+    @property
+    def is_streamed(self) -> bool:
+        return is_streamed(len(self.texts))
 
 
 def prepare() -> Task:
@@ -114,10 +117,17 @@ def prepare() -> Task:
     check_flags(len(texts))
     prompts = [encode(tokenizer, model, text) for text in texts]
     _, params = load_params(workdir, config.model, make_mesh())
-    own_digest = None if SAVE_STATE.value is None and LOAD_STATE.value is None else digest(params)
-    prefix = read_prompts(model, params, own_digest, prompts)
+    own_digest = digest(params) if SAVE_STATE.value or LOAD_STATE.value else ""
+    if LOAD_STATE.value is None:
+        prefix = read(model, params, prompts)
+    else:
+        prefix = fork(load_prefix(Path(LOAD_STATE.value), model, own_digest), len(prompts))
+        if len(prompts[0]):
+            prefix = read(model, params, prompts, prefix.state)
     max_tokens = MAX_TOKENS.value or (None if SAVE_STATE.value is None else 0)
-    check_length(model, prefix, max_tokens)
+    if model.position == "learned" and max_tokens is None:
+        raise InputError(f"--max_tokens=0 writes without end: this model ends after {model.n_positions} positions")
+    check_room(model, int((prefix.state.n_tokens - prefix.state.document_start).max()) + (max_tokens or 0))
     n = SAMPLES.value
     return Task(
         model=model,
@@ -134,24 +144,22 @@ def prepare() -> Task:
 
 
 def check_flags(n_prompts: int) -> None:
-    """Raise InputError for flags that do not go together."""
+    """Raise InputError for flags that do not go together, and a file that cannot be written."""
     n_texts = n_prompts * SAMPLES.value
     if SAVE_STATE.value is not None:
-        check_save_path(Path(SAVE_STATE.value))
-    if SAVE_STATE.value is not None and n_texts > 1:
-        raise InputError("--save_state saves one text: give one prompt and --samples=1")
+        path = Path(SAVE_STATE.value)
+        if path.is_dir():
+            raise InputError(f"--save_state={path} is a folder: give the name of a file")
+        if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise InputError(
+                f"--save_state={path}: {path.parent} is no folder that can be written to; give another file"
+            )
+        if n_texts > 1:
+            raise InputError("--save_state saves one text: give one prompt and --samples=1")
     if STREAM.value and n_texts > 1:
         raise InputError("--stream shows one text as it is generated: give one prompt and --samples=1")
     if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not is_streamed(n_texts):
         raise InputError("--max_tokens=0 writes without end, which needs a single streamed text: give a number")
-
-
-def check_save_path(path: Path) -> None:
-    """Raise InputError where a state could not be written, before a long text is read."""
-    if path.is_dir():
-        raise InputError(f"--save_state={path} is a folder: give the name of a file")
-    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise InputError(f"--save_state={path}: {path.parent} is no folder that can be written to; give another file")
 
 
 def is_streamed(n_texts: int) -> bool:
@@ -168,23 +176,6 @@ def encode(tokenizer: Tokenizer, model: ModelConfig, text: str | None) -> Sequen
     return check_prompt(model, tokens)
 
 
-def read_prompts(model: ModelConfig, params: Params, own_digest: str | None, prompts: list[Sequence[int]]) -> Prefix:
-    """Return the prefix after the loaded state, if there is one, and the prompts."""
-    if LOAD_STATE.value is None:
-        return read(model, params, prompts)
-    assert own_digest is not None
-    prefix = fork(load_prefix(Path(LOAD_STATE.value), model, own_digest), len(prompts))
-    return read(model, params, prompts, prefix.state) if len(prompts[0]) else prefix
-
-
-def check_length(model: ModelConfig, prefix: Prefix, max_tokens: int | None) -> None:
-    """Raise ValueError if the model has too few positions for the texts."""
-    if model.position == "learned" and max_tokens is None:
-        raise InputError(f"--max_tokens=0 writes without end: this model ends after {model.n_positions} positions")
-    longest = int((prefix.state.n_tokens - prefix.state.document_start).max())
-    check_room(model, longest + (max_tokens or 0))
-
-
 # ---- output --------------------------------------------------------------------------------------
 
 
@@ -192,10 +183,9 @@ class Output:
     """The texts of all rows: a single one is printed as it is generated, several at the end."""
 
     def __init__(self, task: Task):
-        self._texts, self._streamed = list(task.texts), is_streamed(len(task.texts))
+        self._texts, self._streamed = list(task.texts), task.is_streamed
         self._decoders = [task.tokenizer.stream_decoder() for _ in task.texts]
-        stops = StopStrings(STOP.value)
-        self._stops = [copy.copy(stops) for _ in task.texts]
+        self._stops = [StopStrings(STOP.value) for _ in task.texts]
         if self._streamed:
             print(self._texts[0], end="", flush=True)
 
@@ -229,9 +219,20 @@ class Output:
 def write_texts(task: Task) -> Prefix:
     """Generate and print the texts; return the prefix after the last tokens. Ctrl-C ends the texts."""
     prefix = task.prefix
+    pieces = continue_texts(
+        task.model,
+        task.params,
+        prefix,
+        task.sampling,
+        SEED.value,
+        task.max_tokens,
+        stop_id=task.tokenizer.eot_id if STOP_AT_EOT.value else None,
+        texts=task.prompts,
+        tokens_per_call=8 if task.is_streamed else 32,
+    )
     try:
         output = Output(task)
-        for tokens, prefix in generate(task):  # noqa: B007 (returned after the loop)
+        for tokens, prefix in pieces:  # noqa: B007 (returned after the loop)
             output.add(tokens)
             if output.stopped:
                 break
@@ -243,30 +244,15 @@ def write_texts(task: Task) -> Prefix:
     return prefix
 
 
-def generate(task: Task) -> Iterator[tuple[np.ndarray, Prefix]]:
-    """Yield tokens [rows, N] and the prefix after them."""
-    return continue_texts(
-        task.model,
-        task.params,
-        task.prefix,
-        task.sampling,
-        SEED.value,
-        task.max_tokens,
-        stop_id=task.tokenizer.eot_id if STOP_AT_EOT.value else None,
-        texts=task.prompts,
-        tokens_per_call=8 if is_streamed(len(task.texts)) else 32,
-    )
-
-
 def save(task: Task, prefix: Prefix) -> None:
     """Write --save_state. Raises InputError."""
-    assert task.digest is not None
+    path = Path(SAVE_STATE.value)
     try:
-        save_prefix(Path(SAVE_STATE.value), task.model, task.digest, prefix)
+        save_prefix(path, task.model, task.digest, prefix)
     except OSError as error:
         raise InputError(f"the state cannot be saved: {error}. Give another --save_state") from error
-    size = format_bytes(Path(SAVE_STATE.value).stat().st_size)
-    print(f"{SAVE_STATE.value}: the state after {int(prefix.state.n_tokens[0]):,} tokens, {size}", file=sys.stderr)
+    size = format_bytes(path.stat().st_size)
+    print(f"{path}: the state after {int(prefix.state.n_tokens[0]):,} tokens, {size}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ The parts, each a benchmark of scripts/benchmark.py in a process of its own:
     step_keep, step_gated_keep
                  the training steps with model.remat=none, on devices with the memory for it
 
-DIR receives report.md, results.json, pictures, and a folder with the files of each part. What is done is kept: rerun
-the same command to run the parts that have failed or for which there was no time; remove DIR/PART.json to measure a
-part again. On a CPU, or with --small, all sizes are small: a rehearsal of some minutes.
+DIR receives report.md, results.json with all figures, and a folder with the files of each part. What is done is kept:
+rerun the same command to run the parts that have failed or for which there was no time; remove DIR to start again. On a
+CPU, or with --small, all sizes are small: a rehearsal of some minutes.
 """
 
 import signal

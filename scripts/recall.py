@@ -2,7 +2,6 @@
 
     python scripts/recall.py --task=associative --lengths=4,8,16,32 --steps=2000 [--config.model.any=value ...]
     python scripts/recall.py --task=copy --lengths=8,16,32 --test_lengths=8,16,32,64,128 --out=runs/recall/copy
-    python scripts/recall.py --task=copy ... --config.model.d_key=32 --out=runs/recall/wide --beside=runs/recall/copy
 
 One model is trained from scratch on all --lengths in turn; heinsen/evaluation/probes.py describes the tasks. Of the
 config, model, optimizer, batch_size, log_every and seed are used. --stop_at=0.99 ends the training once 99% of the
@@ -15,15 +14,15 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import app, flags, logging
 
 from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
-from heinsen.figures import place_legend
+from heinsen.figures import place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
 from scripts.cli import parse_flags, read_config, show_help
 
@@ -44,15 +43,10 @@ STOP_AT = flags.DEFINE_float(
     upper_bound=1.0,
 )
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: runs/recall/TASK.")
-BESIDE = flags.DEFINE_list("beside", [], "Folders of other results for the task, to draw in the same plot.")
 
 show_help(__name__)
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from jax.sharding import Mesh
 
@@ -70,7 +64,8 @@ from heinsen.training.step import init_train_state, make_train_step
 TEST_SEQUENCES = 256  # of each length
 _TRAIN, _TEST, _STOP = 0, 1, 2  # parts of seeds: the three draw different sequences
 
-Results = dict[str, Any]  # results.json
+# (params, length, seed) -> the accuracy on TEST_SEQUENCES of this length
+Tester = Callable[[Params, int, Sequence[int]], Accuracy]
 
 
 def main(argv: list[str]) -> None:
@@ -78,55 +73,21 @@ def main(argv: list[str]) -> None:
     with exit_on_error(on_interrupt="interrupted; nothing was written"):
         out = Path(OUT.value or f"runs/recall/{TASK.value}")
         try:
-            settings = read_settings()
+            config = read_train_config()
+            lengths = parse_numbers("lengths", LENGTHS.value)
+            test_lengths = parse_numbers("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
+            task = Task(TASK.value, config.model.vocab_size)
+            for length in {*lengths, *test_lengths}:
+                task.check(length)
+            mesh = choose_mesh(config)
         except ValueError as error:  # a flag's value that the library rejects
             raise InputError(str(error)) from error
-        others = [read_results(Path(folder)) for folder in BESIDE.value]
         make_folder(out)
-        results = run(settings, out.name)
-        print("\n".join([*report(results), json.dumps(results)]))  # even if the files below cannot be written
-        write(out, results, others)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What to train and test on."""
-
-    config: TrainConfig
-    task: Task
-    lengths: list[int]
-    test_lengths: list[int]
-    mesh: Mesh
-
-
-class Training(NamedTuple):
-    """The trained parameters, the mean loss over the last step of each length, the number of steps and of tokens."""
-
-    params: Params
-    loss: float
-    steps: int
-    tokens: int
-
-
-# ---- settings ------------------------------------------------------------------------------------
-
-
-def read_settings() -> Settings:
-    """Return the checked settings of the flags. Raises HeinsenError and ValueError."""
-    config = read_train_config()
-    lengths = parse_numbers("lengths", LENGTHS.value)
-    test_lengths = parse_numbers("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
-    task = Task(TASK.value, config.model.vocab_size)
-    for length in {*lengths, *test_lengths}:
-        task.check(length)
-    keep_host_memory()
-    keep_compilations()
-    mesh = make_mesh()
-    if config.batch_size % mesh.size:
-        raise MeshError(
-            f"{config.batch_size} sequences do not divide over {mesh.size} devices: change --config.batch_size"
-        )
-    return Settings(config, task, lengths, test_lengths, mesh)
+        results = run(config, task, lengths, test_lengths, mesh, out.name)
+        print("\n".join([*format_results(results), json.dumps(results)]))  # even if the files below cannot be written
+        write_atomically(out / "results.json", json.dumps(results) + "\n")
+        plot(results, out / "accuracy.png")
+        print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
 
 
 def read_train_config() -> TrainConfig:
@@ -150,70 +111,60 @@ def parse_numbers(name: str, texts: Sequence[str]) -> list[int]:
     return [int(text) for text in texts]
 
 
-def read_results(folder: Path) -> Results:
-    """Return the results of an earlier run for the same task. Raises InputError."""
-    path = folder / "results.json"
-    try:
-        results = json.loads(path.read_text())
-        task = results["task"]
-        results["label"], results["accuracy"][0]["answers"], results["trained_lengths"]  # noqa: B018 (must exist)
-    except OSError as error:
-        raise InputError(f"--beside={folder}: {path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, LookupError, TypeError) as error:
-        raise InputError(f"--beside={folder}: {path} is damaged or no result of this script ({error!r})") from error
-    if task != TASK.value:
-        raise InputError(f"--beside={folder} holds results for task {task!r}, not {TASK.value!r}")
-    return results
+def choose_mesh(config: TrainConfig) -> Mesh:
+    """Return a mesh of all devices. Raises MeshError where they do not divide a batch."""
+    keep_host_memory()
+    keep_compilations()
+    mesh = make_mesh()
+    if config.batch_size % mesh.size:
+        raise MeshError(
+            f"{config.batch_size} sequences do not divide over {mesh.size} devices: change --config.batch_size"
+        )
+    return mesh
 
 
 # ---- training and testing ------------------------------------------------------------------------
 
 
-def run(settings: Settings, label: str) -> Results:
-    """Train and test."""
-    start = time.monotonic()
-    tester = make_tester(settings)
-    params, loss, steps, n_tokens = train(settings, label, tester)
+def run(
+    config: TrainConfig, task: Task, lengths: list[int], test_lengths: list[int], mesh: Mesh, name: str
+) -> dict[str, Any]:
+    """Train and test; return what results.json holds. Raises NonFiniteLossError."""
+    start, tester = time.monotonic(), make_tester(config, task, mesh)
+    params, trained = train(config, task, lengths, name, mesh, tester)
     seconds = time.monotonic() - start
-    config, task = settings.config, settings.task
-    measure = lambda n: tester(params, n, [config.seed, _TEST, n], TEST_SEQUENCES)
     return dict(
         task=task.name,
-        label=label,
-        steps=steps,
-        tokens=n_tokens,
+        label=name,
+        **trained,
         batch_size=config.batch_size,
-        trained_lengths=settings.lengths,
-        loss=loss,
+        trained_lengths=lengths,
         chance=task.chance,
         parameters=count_params(params),
         state_numbers=state_size(config.model, 0),
         seconds=seconds,
-        accuracy=[dict(length=n, **measure(n)._asdict()) for n in settings.test_lengths],
+        accuracy=[dict(length=n, **tester(params, n, [config.seed, _TEST, n])._asdict()) for n in test_lengths],
         model=dataclasses.asdict(config.model),
     )
 
 
-def write(out: Path, results: Results, others: Sequence[Results]) -> None:
-    """Write results.json, and accuracy.png with other results beside these. Raises OSError."""
-    write_atomically(out / "results.json", json.dumps(results) + "\n")
-    plot([*others, results], out / "accuracy.png")
-    print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
+def train(
+    config: TrainConfig, task: Task, lengths: Sequence[int], name: str, mesh: Mesh, tester: Tester
+) -> tuple[Params, dict[str, Any]]:
+    """Train until the accuracy is --stop_at for each length, or for all steps.
 
-
-def train(settings: Settings, name: str, tester: Callable[..., Accuracy]) -> Training:
-    """Train until the accuracy is --stop_at, or for all steps."""
-    config, lengths, task = settings.config, settings.lengths, settings.task
+    Returns the parameters, and the mean loss over the last step of each length, the number of steps and of tokens.
+    """
     optimizer = make_optimizer(config.optimizer, STEPS.value)
-    state = init_train_state(config.model, optimizer, config.seed, settings.mesh)
-    step = make_train_step(config.model, optimizer, settings.mesh, answer_loss)
+    state = init_train_state(config.model, optimizer, config.seed, mesh)
+    step = make_train_step(config.model, optimizer, mesh, answer_loss)
     console, since, n_tokens, n_before, losses = Console(name, 0, STEPS.value, True), time.monotonic(), 0, 0, []
     try:
         for number in range(1, STEPS.value + 1):
             rng = np.random.default_rng([config.seed, _TRAIN, number])
             probe = task.draw(rng, config.batch_size, lengths[number % len(lengths)])
             batch = {name: x[None] for name, x in probe.batch.items()}
-            state, metrics = step(state, place_batch(settings.mesh, batch, axis=1))
+            state, metrics = step(state, place_batch(mesh, batch, axis=1))
             losses = [*losses, float(metrics["loss"])][-len(lengths) :]
             n_tokens += probe.tokens.size
             console.update(number)
@@ -225,31 +176,28 @@ def train(settings: Settings, name: str, tester: Callable[..., Accuracy]) -> Tra
                 measured = {"loss": float(np.mean(losses)), "grad_norm": float(metrics["grad_norm"])}
                 console.report(number, measured | {"tokens_per_second": rate})
                 since, n_before = now, n_tokens
-                if STOP_AT.value is not None and is_solved(state.params, lengths, [config.seed, _STOP, number], tester):
+                if STOP_AT.value is not None and all(
+                    tester(state.params, n, [config.seed, _STOP, number, n]).answers >= STOP_AT.value
+                    for n in sorted(set(lengths))
+                ):
                     break
     finally:
         console.close()
-    return Training(state.params, float(np.mean(losses)), number, n_tokens)
+    return state.params, dict(steps=number, tokens=n_tokens, loss=float(np.mean(losses)))
 
 
-def is_solved(params: Params, lengths: Sequence[int], seed: Sequence[int], tester: Callable[..., Accuracy]) -> bool:
-    """Return whether the accuracy is --stop_at for each of these lengths."""
-    return all(tester(params, n, [*seed, n], TEST_SEQUENCES).answers >= STOP_AT.value for n in sorted(set(lengths)))
-
-
-def make_tester(settings: Settings) -> Callable[..., Accuracy]:
-    """Return the function (params, length, seed, number of sequences) -> accuracy."""
-    config, mesh = settings.config, settings.mesh
+def make_tester(config: TrainConfig, task: Task, mesh: Mesh) -> Tester:
+    """Return the function that measures the accuracy of parameters."""
     step = jax.jit(
         lambda params, batch: right_answers(config.model, params, batch),
         in_shardings=(None, split_batch(mesh)),
         out_shardings=replicated(mesh),
     )
 
-    def test(params: Params, length: int, seed: Sequence[int], n_sequences: int) -> Accuracy:
+    def test(params: Params, length: int, seed: Sequence[int]) -> Accuracy:
         rng, probes, right = np.random.default_rng(seed), [], []
-        for _ in range(-(-n_sequences // config.batch_size)):
-            probes.append(settings.task.draw(rng, config.batch_size, length))
+        for _ in range(-(-TEST_SEQUENCES // config.batch_size)):
+            probes.append(task.draw(rng, config.batch_size, length))
             right.append(np.asarray(step(params, place_batch(mesh, probes[-1].batch))))
         *arrays, _ = (np.concatenate(x) for x in zip(*probes, strict=True))
         return accuracy(Probe(*arrays, probes[0].answers), np.concatenate(right))
@@ -257,10 +205,10 @@ def make_tester(settings: Settings) -> Callable[..., Accuracy]:
     return test
 
 
-# ---- report --------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
-def report(results: Mapping[str, Any]) -> list[str]:
+def format_results(results: dict[str, Any]) -> list[str]:
     """Return the lines of the table."""
     lengths = ", ".join(map(str, results["trained_lengths"]))
     lines = [
@@ -278,19 +226,20 @@ def report(results: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def plot(results: Sequence[Results], path: Path) -> None:
-    """Draw the accuracy by the number of items, one curve for each of the results."""
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw the accuracy by the number of items."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for index, result in enumerate(results):
-        lengths = [point["length"] for point in result["accuracy"]]
-        label = f"{result['label']}, state of {result['state_numbers']:,} numbers"
-        tokens, answers = ([point[name] for point in result["accuracy"]] for name in ("tokens", "answers"))
-        axes.plot(lengths, answers, "o-", color=f"C{index}", ms=4, lw=1.2, label=label)
-        if tokens != answers:
-            axes.plot(lengths, tokens, "--", color=f"C{index}", lw=1, label="the same, single tokens")
-    axes.axhline(results[-1]["chance"], color="0.5", lw=0.8, ls=":", label="guessing one token")
-    axes.axvline(max(results[-1]["trained_lengths"]), color="0.7", lw=0.8, label="longest in training")
-    axes.set(title=results[-1]["task"], xlabel="items in the context", ylabel="right answers", ylim=(-0.02, 1.02))
+    lengths, tokens, answers = (
+        [point[name] for point in results["accuracy"]] for name in ("length", "tokens", "answers")
+    )
+    label = f"{results['label']}, state of {results['state_numbers']:,} numbers"
+    axes.plot(lengths, answers, "o-", ms=4, lw=1.2, label=label)
+    if tokens != answers:
+        axes.plot(lengths, tokens, "C0--", lw=1, label="the same, single tokens")
+    axes.axhline(results["chance"], color="0.5", lw=0.8, ls=":", label="guessing one token")
+    axes.axvline(max(results["trained_lengths"]), color="0.7", lw=0.8, label="longest in training")
+    axes.set(title=results["task"], xlabel="items in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     place_legend(figure)

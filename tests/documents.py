@@ -55,6 +55,9 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     for line in (line for line in lines if line.startswith("    ")):
         for part in re.split(r"\bdo |; done|[&|] ", line):
             words = shlex.split(part.strip(), comments=True)
+            wrapped = [word.removeprefix("--wrap=") for word in words if word.startswith("--wrap=")]
+            if wrapped:  # in a job of SLURM
+                words = shlex.split(wrapped[0].replace("$SLURM_ARRAY_TASK_ID", "0"))
             if words[:1] == ["python"] and words[1] != "-m":
                 found.append((words[1], [word.replace("$i", "0") for word in words[2:]]))
             elif words[:1] == ["sbatch"]:

@@ -79,6 +79,7 @@ def write_split(folder: Path, tokens: np.ndarray, **changes: Any) -> None:
         "eot_id": EOT,
         "dtype": "uint16",
         **totals,
+        "num_skipped_documents": 0,
         "shards": [shard],
         "source": {},
         **changes,

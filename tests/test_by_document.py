@@ -5,27 +5,20 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import DocumentBatches, find_documents
-from heinsen.data.loader import evaluation_batches
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.evaluation import by_document
-from heinsen.evaluation.by_document import (
-    Sums,
-    by_position,
-    estimate,
-    estimate_sources,
-    make_stream_step,
-    make_window_step,
-    measure_streaming,
-    measure_windows,
-    plot_by_position,
-)
-from heinsen.models import forward, init_model_state, init_params
+from heinsen.evaluation.bootstrap import estimate, estimate_sources
+from heinsen.evaluation.by_document import N_RANGES, DocumentLosses, measure_streaming, measure_windows
+from heinsen.evaluation.positions import Comparison, compare_positions, plot_positions
+from heinsen.models import forward, init_params
 from heinsen.parallel import make_mesh
+from tests.models import model_config
 from tests.runs import EOT, run_config, write_split
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -49,7 +42,7 @@ def draw_documents(rng, folder, lengths, sources=None):
 
 def filled(documents, rng, window=WINDOW, forgets=False, scale=1.0):
     """(sums of drawn losses, added in a few pieces in any order; the losses in the order of the stream)."""
-    sums, losses = Sums(documents, window, forgets), scale * rng.exponential(size=int(documents.starts[-1]))
+    sums, losses = DocumentLosses(documents, window, forgets), scale * rng.exponential(size=int(documents.starts[-1]))
     for piece in np.array_split(rng.permutation(len(losses)), 5):
         sums.add(piece, losses[piece].astype(np.float32))
     return sums, losses
@@ -71,10 +64,8 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
     params, mesh = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)), make_mesh()
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(x.dtype), params)
 
-    streamed = Sums(documents, WINDOW, model.document_token is not None)
-    batches = DocumentBatches(documents, WINDOW, 3)
-    assert batches.window_sizes == [16]
-    measure_streaming(make_stream_step(model, mesh), params, batches, mesh, streamed, init_model_state(model, 3))
+    assert DocumentBatches(documents, WINDOW, 3).window_sizes == [16]
+    streamed = measure_streaming(model, params, mesh, documents, WINDOW, 3)
     stream = documents.dataset.read(0, documents.dataset.num_tokens).astype(np.int32)
     rows = np.full((len(documents), 1 + documents.lengths.max()), EOT, np.int32)
     for row, start, length in zip(rows, documents.starts, documents.lengths, strict=False):
@@ -87,10 +78,7 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
             assert streamed.nats[d, (last - 1).bit_length()] == pytest.approx(want, rel=1e-4, abs=1e-6)
 
     if model.document_token is not None:  # in windows it sees no more than the document either
-        windows = Sums(documents, WINDOW, True)
-        measure_windows(
-            make_window_step(model, mesh), params, evaluation_batches(documents.dataset, WINDOW, 3), mesh, windows
-        )
+        windows = measure_windows(model, params, mesh, documents, WINDOW, 3)
         starts_a_window = documents.starts[:-1] % WINDOW == 0
         within = documents.starts[:-1] % WINDOW + documents.lengths <= WINDOW
         assert within.any() and (~within & ~starts_a_window).any()
@@ -99,39 +87,34 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
 
 
 @pytest.mark.long
-def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path):
+def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path, monkeypatch):
     documents = draw_documents(rng, tmp_path / "split", [5, 20, 3, 18, 1])
     kinds = dict(attention="heinsen,softmax,linear,sigmoid", n_layers=4, document_token=EOT)
     model, mesh = dataclasses.replace(run_config(data).model, **kinds), make_mesh()
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
-    window_step, stream_step = make_window_step(model, mesh), make_stream_step(model, mesh)
 
     def measure(filler):
         def fill(batch):
             is_padding = np.pad(~batch["mask"], [(0, 0), (1, 0)])
             return batch | {"tokens": np.where(is_padding, filler, batch["tokens"])}
 
-        windows, streamed = Sums(documents, WINDOW, True), Sums(documents, WINDOW, True)
-        measure_windows(window_step, params, map(fill, evaluation_batches(documents.dataset, WINDOW, 2)), mesh, windows)
-        state = init_model_state(model, 2, int(documents.lengths.max()))
-        measure_streaming(stream_step, params, map(fill, DocumentBatches(documents, WINDOW, 2)), mesh, streamed, state)
-        return windows.nats, streamed.nats
+        monkeypatch.setattr(by_document, "_track", lambda batches, label: map(fill, batches))
+        return [way(model, params, mesh, documents, WINDOW, 2).nats for way in (measure_windows, measure_streaming)]
 
     expected = measure(EOT)
     assert expected[0].sum() > 0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), [measure(0), measure(97)], [expected] * 2)
 
 
-def test_windows_lose_what_came_before_them(rng, tmp_path):
-    """By a step that answers with the stream's own tokens: every one is added where it belongs."""
+def test_losses_are_added_where_their_tokens_stand(rng, tmp_path, monkeypatch):
+    """By a model that answers with the stream's own tokens."""
     documents = draw_documents(rng, tmp_path / "split", [3, 40, 1, 22])
     stream = documents.dataset.read(0, documents.dataset.num_tokens)
-    sums = Sums(documents, WINDOW, False)
-    step = lambda params, batch: np.float32(batch["tokens"][:, 1:])
-    measure_windows(step, {}, evaluation_batches(documents.dataset, WINDOW, 3), make_mesh(), sums)
+    monkeypatch.setattr(by_document, "window_losses", lambda model, params, tokens, *_: jnp.float32(tokens[:, 1:]))
+    sums = measure_windows(model_config(), {}, make_mesh(), documents, WINDOW, 3)
     each = np.split(np.float64(stream), documents.starts[1:-1])
     np.testing.assert_array_equal(sums.nats.sum(1), [text.sum() for text in each])
-    assert sums.seen_tokens.sum() == len(stream) and sums.loss == pytest.approx(stream.mean(), rel=1e-12)
+    assert sums.context_tokens.sum() == len(stream) and sums.loss == pytest.approx(stream.mean(), rel=1e-12)
 
 
 # ---- sums ------------------------------------------------------------------------------------
@@ -142,7 +125,7 @@ def test_sums_are_by_document_and_range_of_positions(rng, tmp_path, forgets):
     documents = draw_documents(rng, tmp_path / "split", [1, 5, 70_000, *rng.integers(1, 90, 9)])
     sums, losses = filled(documents, rng, forgets=forgets)
     nats, tokens = np.zeros_like(sums.nats), np.zeros(sums.nats.shape, int)
-    seen, far = np.zeros((2, by_document.N_RANGES)), np.zeros((2, len(documents)))
+    seen, far = np.zeros((2, N_RANGES)), np.zeros((2, len(documents)))
     index = 0
     for d, length in enumerate(documents.lengths):
         for position in range(1, length + 1):
@@ -156,7 +139,7 @@ def test_sums_are_by_document_and_range_of_positions(rng, tmp_path, forgets):
             index += 1
     np.testing.assert_allclose(sums.nats, nats, rtol=1e-6)
     np.testing.assert_array_equal(sums.tokens, tokens)
-    np.testing.assert_allclose([sums.seen_nats, sums.seen_tokens], seen, rtol=1e-6)
+    np.testing.assert_allclose([sums.context_nats, sums.context_tokens], seen, rtol=1e-6)
     np.testing.assert_allclose([sums.far_nats, sums.far_tokens], far, rtol=1e-6)
     assert tokens[:, 17].sum() == 70_000 - 65536 and far[1].any()
 
@@ -181,7 +164,7 @@ def test_intervals_are_those_of_the_mean_of_many_documents(rng, tmp_path):
 def test_documents_and_not_tokens_are_drawn(rng, tmp_path):
     """Losses alike within each document: the interval is as wide as the documents' number says, not the tokens'."""
     documents = draw_documents(rng, tmp_path / "split", [1000] * 30)
-    sums, own = Sums(documents, WINDOW, False), rng.standard_normal(30) + 5
+    sums, own = DocumentLosses(documents, WINDOW, False), rng.standard_normal(30) + 5
     sums.add(np.arange(30_000), np.repeat(own, 1000))
     low, high = estimate([(1.0, sums)]).loss_interval
     assert 0.5 < (high - low) / (2 * 1.96 * own.std() / math.sqrt(30)) < 1.5
@@ -235,9 +218,9 @@ def test_positions_and_what_a_long_context_brings(rng, tmp_path, gain, verdict):
     windows, losses = filled(documents, rng)
     positions = np.concatenate([np.arange(1, n + 1) for n in documents.lengths])
     streamed = losses + np.where(positions > WINDOW, gain, 0) + 0.1 * rng.standard_normal(len(losses)) * (gain == 0)
-    streaming = Sums(documents, WINDOW, False)
+    streaming = DocumentLosses(documents, WINDOW, False)
     streaming.add(np.arange(len(losses)), streamed)
-    result = by_position([(1.0, windows)], [(1.0, streaming)])
+    result = compare_positions([(1.0, windows)], [(1.0, streaming)])
     assert [(r.first, r.last) for r in result.ranges][:4] == [(1, 1), (2, 2), (3, 4), (5, 8)]
     assert sum(r.tokens for r in result.ranges) == len(losses) == sum(c.tokens for c in result.contexts)
     assert result.contexts[-1].last == WINDOW == result.window
@@ -254,13 +237,39 @@ def test_positions_and_what_a_long_context_brings(rng, tmp_path, gain, verdict):
     assert far.verdict == verdict or (gain == 0 and abs(far.difference) > 0.003)
 
     path = tmp_path / "plots" / "positions.png"
-    plot_by_position(result, "title", path)
+    plot_positions(result, "title", path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("interval", "verdict"),
+    [
+        ((-2.0, -1.0), "helps"),
+        ((1.0, 2.0), "hurts"),
+        ((-1.0, 0.0), "makes no significant difference"),
+        ((0.0, 1.0), "makes no significant difference"),
+        (None, "makes no significant difference"),
+    ],
+)
+def test_a_difference_is_one_where_its_interval_excludes_0(interval, verdict):
+    difference = -1.0 if interval is None else sum(interval) / 2
+    assert (
+        verdict
+        == Comparison(
+            tokens=9,
+            windows=2.0,
+            streaming=2.0 + difference,
+            windows_interval=None,
+            streaming_interval=None,
+            difference=difference,
+            difference_interval=interval,
+        ).verdict
+    )
 
 
 def test_without_long_documents_nothing_is_said_of_long_contexts(rng, tmp_path):
     documents = draw_documents(rng, tmp_path / "split", [5, 16])
     sums, _ = filled(documents, rng)
-    result = by_position([(1.0, sums)], [(1.0, sums)])
+    result = compare_positions([(1.0, sums)], [(1.0, sums)])
     assert result.far is None and [r.last for r in result.ranges] == [1, 2, 4, 8, 16]
     assert result.ranges[-1].difference_interval is None, "a single document"

@@ -15,9 +15,9 @@ from heinsen.models.convolution import convolve, random_taps
 from heinsen.parallel import PARAMETER_RULES, MeshError
 from heinsen.training.optimizer import decay_mask
 from heinsen.training.run import check_mesh
+from tests.model64 import DOCUMENT, SIZES, assert_close, draw_params
 from tests.models import model_config
 from tests.runs import run_config
-from tests.test_kinds import DOCUMENT, SIZES, assert_close, draw_params
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")

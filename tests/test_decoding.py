@@ -405,30 +405,6 @@ def test_a_saved_state_goes_on_as_the_one_in_memory(rng, tmp_path, attention):
     load_prefix(tmp_path / "state", dataclasses.replace(config, implementation="scan", remat="full"), params)
 
 
-def test_states_of_other_models_and_damaged_ones_are_refused_by_name(rng, params, tmp_path):
-    path = tmp_path / "state"
-    save_prefix(path, MODEL, params, read(MODEL, params, [[1, 2, 3]]))
-    with pytest.raises(StateError, match="another model: model.document_token None there, 5 here"):
-        load_prefix(path, dataclasses.replace(MODEL, document_token=5), params)
-    with pytest.raises(StateError, match="with other parameters"):
-        load_prefix(path, MODEL, params | {"embedding": params["embedding"] + 1})
-    with pytest.raises(StateError, match="nowhere does not exist"):
-        load_prefix(tmp_path / "nowhere", MODEL, params)
-    whole = path.read_bytes()
-    for cut in (0, 100, len(whole) // 2, len(whole) - 3):
-        path.write_bytes(whole[:cut])
-        with pytest.raises(StateError, match="no saved state, or a damaged one"):
-            load_prefix(path, MODEL, params)
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 16
-    path.write_bytes(flipped)
-    with pytest.raises(StateError, match="no saved state, or a damaged one"):
-        load_prefix(path, MODEL, params)
-    path.write_text("# A text\n")
-    with pytest.raises(StateError, match="no saved state, or a damaged one: read"):  # not NumPy's advice on pickles
-        load_prefix(path, MODEL, params)
-
-
 def contents(path) -> tuple[dict, list[np.ndarray]]:
     with np.load(path) as file:
         return json.loads(str(file["header"])), [file[f"array_{i}"] for i in range(len(file) - 1)]
@@ -437,10 +413,6 @@ def contents(path) -> tuple[dict, list[np.ndarray]]:
 def write_state(path, header, arrays) -> None:
     with open(path, "wb") as file:
         np.savez(file, header=np.array(json.dumps(header)), **{f"array_{i}": x for i, x in enumerate(arrays)})
-
-
-def first_version(header: dict) -> dict:
-    return {name: value for name, value in header.items() if name != "digest"} | {"version": 1}
 
 
 @pytest.fixture(scope="module")
@@ -453,11 +425,17 @@ def saved(tmp_path_factory):
     return config, params, path, *contents(path)
 
 
-def test_a_state_of_the_first_version_is_read_without_its_digest(saved, tmp_path):
+def test_states_of_other_models_are_refused_by_name(saved, tmp_path):
     config, params, path, header, arrays = saved
-    write_state(tmp_path / "old", first_version(header), arrays)
-    old, new = (load_prefix(p, config, params) for p in (tmp_path / "old", path))
-    jax.tree.map(np.testing.assert_array_equal, old, new)
+    with pytest.raises(StateError, match="another model: model.document_token None there, 5 here"):
+        load_prefix(path, dataclasses.replace(config, document_token=5), params)
+    with pytest.raises(StateError, match="with other parameters"):
+        load_prefix(path, config, params | {"embedding": params["embedding"] + 1})
+    with pytest.raises(StateError, match="nowhere does not exist"):
+        load_prefix(tmp_path / "nowhere", config, params)
+    write_state(tmp_path / "state", header | {"version": 3}, arrays)
+    with pytest.raises(StateError, match="has version 3 of the state format, this program reads 2: read the text"):
+        load_prefix(tmp_path / "state", config, params)
 
 
 def test_any_change_of_a_state_is_told_by_its_digest(rng, saved, tmp_path):
@@ -467,16 +445,23 @@ def test_any_change_of_a_state_is_told_by_its_digest(rng, saved, tmp_path):
     for i, x in enumerate(arrays):
         changed = x.copy()
         changed.reshape(-1).view(np.uint8)[rng.integers(x.nbytes)] ^= 1 << rng.integers(8)
-        write_state(tmp_path / "state", header, [*arrays[:i], changed, *arrays[i + 1 :]])
-        with refused:
-            load_prefix(tmp_path / "state", config, params)
-    for change in ({"rows": 2}, {"model": header["model"] | {"remat": "x"}}, {"digest": None}, {"digest": "0" * 32}):
+        for others in ([changed], [x[None]], [x.view(np.uint32)], []):
+            write_state(tmp_path / "state", header, [*arrays[:i], *others, *arrays[i + 1 :]])
+            with refused:
+                load_prefix(tmp_path / "state", config, params)
+    for change in (
+        {"params": "x"},
+        {"model": header["model"] | {"remat": "x"}},
+        {"version": None},
+        {"digest": None},
+        {"digest": "0" * 32},
+    ):
         write_state(tmp_path / "state", header | change, arrays)
         with refused:
             load_prefix(tmp_path / "state", config, params)
 
 
-@pytest.mark.parametrize("header", [[], 5, None, {}, "x", {"version": None}, {"version": True}, {"version": 1}])
+@pytest.mark.parametrize("header", [[], 5, None, {}, "x"])
 def test_a_file_with_another_header_is_no_state(saved, tmp_path, header):
     config, params, _, _, arrays = saved
     write_state(tmp_path / "state", header, arrays)
@@ -484,59 +469,24 @@ def test_a_file_with_another_header_is_no_state(saved, tmp_path, header):
         load_prefix(tmp_path / "state", config, params)
 
 
-@pytest.mark.parametrize(
-    "change", [{"rows": "x"}, {"rows": 0}, {"rows": 10**30}, {"rows": 1.0}, {"model": 5}, {"params": None}], ids=str
-)
-def test_header_fields_are_checked_in_states_without_a_digest(saved, tmp_path, change):
-    config, params, _, header, arrays = saved
-    write_state(tmp_path / "state", first_version(header) | change, arrays)
-    with pytest.raises(StateError, match=r"state is .*damaged.*: read the text again"):
-        load_prefix(tmp_path / "state", config, params)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda arrays: [np.full_like(x, np.nan) if x.dtype == np.float32 else x for x in arrays], "NaN or infinity"),
-        (lambda arrays: [arrays[0] * np.float32(np.inf), *arrays[1:]], "NaN or infinity"),
-        (lambda arrays: [x[:, :-1] if x.ndim > 1 else x for x in arrays], r"array 0 is float32 \(1, 263\), where"),
-        (lambda arrays: [arrays[0].astype(np.complex64), *arrays[1:]], "array 0 is complex64"),
-        (lambda arrays: arrays[1:], "where the model has"),
-        (lambda arrays: [*arrays, arrays[-1]], "where the model has"),
-        (lambda arrays: [*arrays[:-2], arrays[-2] + 4, arrays[-1]], "array .* is float32 .*, where"),  # n_tokens
-        (lambda arrays: [*arrays[:-2], -arrays[-2], arrays[-1]], "impossible numbers of tokens"),
-        (lambda arrays: [*arrays[:-2], arrays[-2], arrays[-1] + 9], "impossible numbers of tokens"),
-        (lambda arrays: [*arrays[:-1], arrays[-1].astype(np.int64)], "no numbers of tokens"),
-        (lambda arrays: [], "no numbers of tokens"),
-    ],
-)
-def test_arrays_that_are_not_the_models_are_refused_in_states_without_a_digest(saved, tmp_path, damage, message):
-    config, params, _, header, arrays = saved
-    write_state(tmp_path / "state", first_version(header), damage(arrays))
-    with pytest.raises(StateError, match=rf"state is a damaged state \(.*{message}.*\): read the text again"):
-        load_prefix(tmp_path / "state", config, params)
-
-
-def test_other_files_are_no_states(saved, tmp_path):
+def test_other_and_damaged_files_are_no_states(saved, tmp_path):
     config, params, path, _, arrays = saved
-    files = {
-        "array.npy": lambda file: np.save(file, arrays[0]),
-        "text": lambda file: file.write(b"text"),
-        "folder": None,
-    }
-    files["objects.npy"] = lambda file: np.save(file, np.array([{}]), allow_pickle=True)
-    files["nested"] = lambda file: np.savez(file, header=np.array("[" * 100_000))
-    compressed = bytearray(path.read_bytes())
+    whole = path.read_bytes()
+    flipped, compressed = bytearray(whole), bytearray(whole)
+    flipped[len(whole) // 2] ^= 16
     compressed[8] = compressed[compressed.index(b"PK\x01\x02") + 10] = 99  # an unknown method of compression
-    files["compressed"] = lambda file: file.write(compressed)
-    for name, write in files.items():
-        if write is None:
-            (tmp_path / name).mkdir()
-        else:
-            with open(tmp_path / name, "wb") as file:
-                write(file)
+    files = {f"cut{n}": whole[:n] for n in (0, 100, len(whole) // 2, len(whole) - 3)}
+    files |= {"flipped": flipped, "compressed": compressed, "text": b"# A text\n"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    np.save(tmp_path / "array.npy", arrays[0])
+    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
+    np.savez(tmp_path / "nested.npz", header=np.array("[" * 100_000))
+    (tmp_path / "folder").mkdir()
+    for name in (*files, "array.npy", "objects.npy", "nested.npz", "folder"):
+        # Without NumPy's advice on pickles.
         with pytest.raises(
-            StateError, match=rf"{name} is no saved state, or a damaged one( \(.*\))?: read the text again"
+            StateError, match=rf"{name} is no saved state, or a damaged one( \((?!.*pickle).*\))?: read the text again"
         ):
             load_prefix(tmp_path / name, config, params)
 

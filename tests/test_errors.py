@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from heinsen.errors import Interrupted, exit_on_error
-from heinsen.interop import InteropError
+from heinsen.export import ExportError
 from heinsen.training.device_errors import DeviceError, explain_device_errors
 from heinsen.training.loop import RunInterrupted
 
@@ -99,7 +99,7 @@ def test_a_failed_collective_that_arrives_as_a_value_error_is_explained(monkeypa
     with pytest.raises(DeviceError, match=f"^another process of the run failed or was lost: {text}"):
         with explain_device_errors():
             raise ValueError(text)
-    for other in (ValueError("a bug"), InteropError("UNKNOWN: ours")):
+    for other in (ValueError("a bug"), ExportError("UNKNOWN: ours")):
         with pytest.raises(type(other), match=str(other)), explain_device_errors():
             raise other
     with pytest.raises(DeviceError, match="^out of memory: Unable to allocate 3 TiB"), explain_device_errors():

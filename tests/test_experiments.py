@@ -24,7 +24,7 @@ from experiments.ladder.law import Law, bootstrap, fit
 from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS
 from experiments.sigmoid_training.contestants import ONE, STEEPER, exchanged_scale, growth, write_start
 from experiments.tools import Contest, ExperimentError, versus
-from heinsen.interop import load_folder
+from heinsen.export import load_folder
 from heinsen.models import init_params
 from heinsen.sweep.runs import RunView, SweepRun
 from tests.runs import ROOT

@@ -9,7 +9,6 @@ import pytest
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate, prompts
-from heinsen.errors import InputError
 from heinsen.evaluation import harness
 from heinsen.evaluation.harness import Answers, as_lm
 from tests.test_decoding import MODEL, draw_params, full_forward
@@ -135,8 +134,22 @@ def test_what_is_too_long_is_truncated_from_the_left_or_read_in_windows_and_coun
     written = [bytes(generate(short_answers.config, short_answers.params, p, greedy, 0, 4, 256)) for p in prompts]
     got = short_answers.generate_until([("a", {"max_gen_toks": 4}), (context, {"max_gen_toks": 4})])
     assert got == [text.decode("utf-8", errors="replace") for text in written] and short_answers.n_truncated == 4
-    with pytest.raises(InputError, match="max_gen_toks = 16 leaves no room for a prompt: .* model.n_positions = 16"):
-        short_answers.generate_until([("a", {"max_gen_toks": 4}), ("a", {"max_gen_toks": 16})])
+
+
+def test_a_task_that_asks_for_as_many_tokens_as_there_are_positions_gets_half(rng, short_answers):
+    """Answers to the tasks before it are not lost."""
+    config, long, written = short_answers.config, draw_text(rng, 40), [""]
+    while not all(written):  # a model drawn at random may end a text at once
+        params = short_answers.params = draw_params(rng, config)
+        written = [
+            bytes(generate(config, params, prompt, Sampling(0.0), 0, ROOM // 2, 256)).decode("utf-8", errors="replace")
+            for prompt in ([256, 97], [*long.encode()][-ROOM // 2 :])
+        ]
+    for max_tokens in (ROOM, 5 * ROOM):
+        asked = {"max_gen_toks": max_tokens}
+        assert short_answers.generate_until([("a", asked), (long, asked)]) == written
+    assert short_answers.n_truncated == 4
+    assert len(short_answers.generate_until([("", {"max_gen_toks": ROOM - 1})])) == 1 and short_answers.n_truncated == 4
 
 
 @pytest.mark.long

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from heinsen.interop import is_reference_model
+from heinsen.export import is_reference_model
 from heinsen.models import OPTIONAL_PARTS, ModelConfig, forward, identity_params, init_params
+from tests.model64 import SIZES, draw_params
 from tests.models import model_config
-from tests.test_kinds import SIZES, draw_params
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -28,7 +28,7 @@ def merged(params, others):
 def test_identity_parameters_make_a_model_the_one_without_the_parts_bit_for_bit(rng, attention):
     """A checkpoint of the paper's model can start one with them."""
     without = model_config(**SIZES, attention=attention)
-    config = dataclasses.replace(without, convolution=4, output="gate")
+    config = dataclasses.replace(without, convolution=4, output_gate=True)
     identity = identity_params(config)
     assert identity_params(without) == {}
     own, tokens = draw_params(without, rng), np.int32(rng.integers(0, 13, (2, 8)))
@@ -52,7 +52,7 @@ def test_every_part_is_a_field_that_the_papers_model_has_not():
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(convolution=4), dict(output="gate"), dict(output="norm"), dict(signed_features=True), dict(gate="head")],
+    [dict(convolution=4), dict(output_gate=True), dict(gate="head")],
     ids=str,
 )
 def test_the_published_module_has_no_such_part(changes):

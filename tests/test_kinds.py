@@ -30,36 +30,38 @@ from heinsen.ops.softmax import KVCache
 from heinsen.ops.states import LogState, MeanState
 from heinsen.parallel import MeshError
 from heinsen.training.run import TrainConfig, check_mesh
+from tests.model64 import (
+    DOCUMENT,
+    SIZES,
+    B,
+    T,
+    assert_close,
+    assert_gradients,
+    draw_params,
+    draw_tokens,
+    logits64,
+    losses64,
+    rotate64,
+)
 from tests.models import model_config
 from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]
 
-B, T = 2, 8
-DOCUMENT = 3
-
-# No two sizes alike but where a kind asks for it; every kind, option, block and position once at least.
-SIZES = dict(vocab_size=13, padded_vocab_size=16, d_model=10, n_heads=3, d_key=2, d_value=4, implementation="scan")
+# Every kind, option, block and position once at least.
 EQUAL = dict(d_key=4, d_value=4)
 VARIANTS = {
+    "paper": dict(document_token=DOCUMENT),
     "gpt2": dict(
         attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
     ),
-    "sigmoid": dict(
-        attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2", output="norm"
-    ),
+    "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
     "window": dict(
         attention="window,heinsen", window=3, position="rotary", block="gpt2", gate="head", document_token=DOCUMENT
     ),
-    "linear": dict(attention="linear", signed_features=True, output="gate", gate="head", document_token=DOCUMENT),
+    "linear": dict(attention="linear", output_gate=True, gate="head", document_token=DOCUMENT),
     "real": dict(
-        value_domain="real",
-        position="none",
-        block="gpt2",
-        convolution=4,
-        qk_norm=True,
-        gate="head",
-        document_token=DOCUMENT,
+        value_domain="real", position="none", block="gpt2", convolution=4, gate="head", document_token=DOCUMENT
     ),
     "hybrid": dict(
         attention="heinsen,softmax,sigmoid",
@@ -68,14 +70,11 @@ VARIANTS = {
         position="rotary",
         convolution=2,
         gate="head",
-        signed_features=True,
-        output="norm",
-        qk_norm=True,
         document_token=DOCUMENT,
         **EQUAL,
     ),
 }
-QUICK = ("gpt2", "linear", "hybrid")
+QUICK = ("paper", "gpt2", "linear", "hybrid")
 
 
 @pytest.fixture(
@@ -83,161 +82,6 @@ QUICK = ("gpt2", "linear", "hybrid")
 )
 def config(request):
     return model_config(**SIZES | VARIANTS[request.param])
-
-
-def draw_params(config, rng):
-    """Random everywhere: fresh norms and biases would hide theirs."""
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-
-    def draw(path, x):
-        is_scale = path[-1].key in ("scale", "q_scale", "k_scale", "y_scale")
-        size = 0.3 if is_scale else 1 / np.sqrt(x.shape[-2] if path[-1].key == "kernel" else 2)
-        x = np.float32(is_scale + size * rng.standard_normal(x.shape))
-        # A gate's scale below 0 is 0, and has a gradient all the same, which is not the derivative.
-        return np.abs(x) if is_scale and path[-2].key.startswith("gate") else x
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
-
-
-def draw_tokens(config, rng):
-    tokens = rng.integers(4, config.vocab_size, (B, T))
-    if config.document_token is not None:
-        tokens[0, [2, 3, 6]] = tokens[1, [0, 5]] = DOCUMENT
-    return np.int32(tokens)
-
-
-# ---- the reference -------------------------------------------------------------------------------
-
-
-def norm64(x, norm):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * norm["scale"] + norm["bias"]
-
-
-def sigmoid64(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def rotate64(x, place):
-    half = x.shape[-1] // 2
-    turn = np.exp(1j * place[:, None] * 10000.0 ** (-np.arange(half) / half))
-    z = (x[:, :half] + 1j * x[:, half:]) * turn
-    return np.concatenate([z.real, z.imag], axis=-1)
-
-
-def attention64(config, kind, q, k, v, log_decays):
-    """One head of one document, [T, K], [T, K], [T, V], [T]s -> [T, V]: the weights of all pairs."""
-    n = len(q)
-    seen = np.tril(np.ones((n, n))) if config.causal else np.ones((n, n))
-    if kind == "window":
-        seen = seen * (np.abs(np.subtract.outer(np.arange(n), np.arange(n))) < config.window)
-    if config.position == "rotary" and kind in ("softmax", "sigmoid", "window"):
-        q, k = rotate64(q, np.arange(n)), rotate64(k, np.arange(n))
-    if config.signed_features and kind in ("heinsen", "linear"):
-        q, k = (np.concatenate([x, -x], axis=-1) for x in (q, k))
-    if kind == "sigmoid":
-        count = seen.sum(-1, keepdims=True)
-        bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
-        return seen * sigmoid64(q @ k.T / np.sqrt(config.d_key) + bias) / count**config.sigmoid_alpha @ v
-    if kind in ("softmax", "window"):
-        weights = np.exp(q @ k.T / np.sqrt(config.d_key))
-    elif kind == "linear":
-        f = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
-        weights = f(q) @ f(k).T
-    else:
-        weights = np.exp(q) @ np.exp(k).T
-    if config.gate == "head" and kind in ("heinsen", "linear"):
-        left = [[log_decays[0][s + 1 : t + 1].sum() for s in range(n)] for t in range(n)]
-        if not config.causal:  # the tokens between, for later ones
-            left += np.array([[log_decays[1][t + 1 : s].sum() for s in range(n)] for t in range(n)])
-        weights = weights * np.exp(left)
-    weights = seen * weights / (seen * weights).sum(-1, keepdims=True)
-    return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.value_domain == "log" else weights @ v
-
-
-def recurrence64(c, l):  # noqa: E741
-    e, out = np.zeros(c.shape[-1]), []
-    for t in range(len(c)):
-        e = np.log(sigmoid64(c[t]) * np.exp(e) + np.exp(l[t]))
-        out.append(e)
-    return np.stack(out)
-
-
-def layer64(config, kind, x, p, told):
-    """Appends its attention and what it gives on to `told`."""
-    n_k = config.d_key
-    h = norm64(x, p["norm"]) @ p["w1"]["kernel"] + p["w1"]["bias"]
-    unit = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
-    heads = []
-    for i, qkv in enumerate(np.split(h, config.n_heads, axis=-1)):
-        if config.convolution:
-            taps = p["convolution"]["taps"][i]
-            qkv = sum(tap * np.pad(qkv, [(j, 0), (0, 0)])[: len(qkv)] for j, tap in enumerate(taps))
-        q, k, v = qkv[:, :n_k], qkv[:, n_k : 2 * n_k], qkv[:, 2 * n_k :]
-        if config.qk_norm:
-            q, k = unit(q) * p["q_scale"][i], unit(k) * p["k_scale"][i]
-        log_decays = []
-        if config.gate == "head" and kind in ("heinsen", "linear"):
-            for name in ("gate",) if config.causal else ("gate", "gate_after"):
-                gate = norm64(x, p["norm"]) @ p[name]["kernel"][:, i] + p[name]["bias"][i]
-                log_decays.append(p[name]["scale"][i] * np.log(sigmoid64(gate)))
-        y = attention64(config, kind, q, k, v, log_decays)
-        heads.append(unit(y) * p["y_scale"][i] if config.output == "norm" else y)
-    y = np.concatenate(heads, axis=-1)
-    dense = lambda name, x: x @ p[name]["kernel"] + p[name].get("bias", 0)
-    if config.output == "gate":
-        y = 2 * sigmoid64(dense("output_gate", norm64(x, p["norm"]))) * y
-    if config.block == "heinsen":
-        h = dense("w2", y)
-        x = x + dense("w3", h[:, : config.d_model] * sigmoid64(h[:, config.d_model :]))
-    else:
-        x = x + dense("attention_out", y)
-        h = dense("mlp_in", norm64(x, p["mlp_norm"]))
-        x = x + dense("mlp_out", 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))))
-    told.append((y, x))
-    return x
-
-
-def document64(config, params, tokens, told):
-    """Logits of the tokens of one document, by themselves; each layer tells `told` of them."""
-    x = params["embedding"][tokens]
-    if config.position == "learned":
-        x = x + params["position"]["embedding"][: len(x)]
-    elif config.position == "recurrent":
-        maps = x @ params["position"]["dense"]["kernel"] + params["position"]["dense"]["bias"]
-        maps = np.split(maps, maps.shape[-1] // config.d_model, axis=-1)
-        e = recurrence64(*maps[:2])
-        x = x + (e if config.causal else e + recurrence64(*(m[::-1] for m in maps[2:]))[::-1])
-    kinds, layers = config.attention.split(","), params["layers"]
-    for i in range(config.n_layers):
-        own = layers if len(kinds) == 1 else layers[f"layer_{i % len(kinds)}"]
-        own = jax.tree.map(lambda p, i=i: p[i // len(kinds)], own)
-        x = layer64(config, kinds[i % len(kinds)], x, own, told)
-    return norm64(x, params["norm"]) @ params["embedding"].T
-
-
-def logits64(config, params, tokens, told=None):
-    """Each document of each row by itself."""
-    params = jax.tree.map(np.float64, params)
-    rows, told = [], [] if told is None else told
-    for row in tokens:
-        begins = np.flatnonzero(row == config.document_token) if config.document_token is not None else []
-        rows.append(np.concatenate([document64(config, params, d, told) for d in np.split(row, begins) if len(d)]))
-    return np.stack(rows)
-
-
-def losses64(logits, targets):
-    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
-    return log_z - np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-
-
-def slope64(loss, params, direction):
-    """The derivative of a loss along a direction through all parameters."""
-    moved = lambda step: jax.tree.map(lambda x, d: np.float64(x) + step * d, params, direction)
-    return (loss(moved(1e-5)) - loss(moved(-1e-5))) / 2e-5
-
-
-def assert_close(got, want, tolerance):
-    assert np.abs(np.asarray(got, np.float64) - want).max() <= tolerance * np.abs(want).max()
 
 
 # ---- the models ----------------------------------------------------------------------------------
@@ -250,20 +94,15 @@ def test_logits_activations_and_gradients_are_those_of_the_float64_model(rng, co
         logits, _ = forward(config, params, tokens)
         return logits, activation_rms(config, params, tokens), jax.grad(lambda p: mean_loss(config, p, tokens))(params)
 
-    (logits, rms, grads), told = jax.jit(run)(params, tokens), []
-    assert_close(logits, logits64(config, params, tokens, told), 2e-5)
+    (logits, rms, grads), records = jax.jit(run)(params, tokens), []
+    assert_close(logits, logits64(config, params, tokens, records), 2e-5)
     for index, name in enumerate(("attention", "residual")):
         of_layers = [
-            np.concatenate([each[index] for each in told[i :: config.n_layers]]) for i in range(len(rms[name]))
+            np.concatenate([each[index] for each in records[i :: config.n_layers]]) for i in range(len(rms[name]))
         ]
         assert_close(rms[name], np.array([np.sqrt(np.mean(x**2)) for x in of_layers]), 2e-5)
-    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
-    slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
     loss = lambda params: losses64(logits64(config, params, tokens[:, :-1]), tokens[:, 1:]).mean()
-    numeric = slope64(loss, params, direction)
-    scale = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
-    assert abs(numeric - slope) < 1e-4 * max(scale, abs(slope))
-    assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(grads))
+    assert_gradients(rng, params, grads, loss)
 
 
 def test_mean_decays_are_those_of_the_gates(rng):
@@ -388,11 +227,7 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
-        (dict(output="relu"), "model.output = 'relu': choose none, norm, gate"),
-        (
-            dict(signed_features=True, attention="softmax"),
-            "of heinsen and linear attention, of which model.attention =",
-        ),
+        (dict(gate="head", attention="softmax"), "of heinsen and linear attention, of which model.attention ="),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -491,7 +326,7 @@ for name in NAMES:
     optimizer = make_optimizer(run_config("unused").optimizer, 100)
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
-    of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * (model.output == "gate")
+    of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * model.output_gate
     of_gates = 3 * sum(name in ("heinsen", "linear") for name in model.pattern) * (model.gate == "head")
     n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer + of_gates
     assert len(split) == n_split, split

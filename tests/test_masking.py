@@ -19,23 +19,23 @@ from heinsen.models import (
 )
 from heinsen.models.cross_entropy import token_losses
 from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
-from heinsen.planning.plan import plan
+from heinsen.plan.plan import plan
 from heinsen.training.loop import train
-from tests.models import model_config
-from tests.runs import copy_run, read_log, run_config, without_timing
-from tests.test_kinds import (
+from tests.model64 import (
     DOCUMENT,
-    EQUAL,
     SIZES,
     B,
     T,
     assert_close,
+    assert_gradients,
     draw_params,
     draw_tokens,
     logits64,
     losses64,
-    slope64,
 )
+from tests.models import model_config
+from tests.runs import copy_run, read_log, run_config, without_timing
+from tests.test_kinds import EQUAL
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -109,15 +109,12 @@ def test_logits_and_gradients_are_those_of_the_float64_model(rng, model):
 
     logits, grads = jax.jit(run)(params, batch)
     assert_close(logits, logits64(model, params, batch["tokens"]), 2e-5)
-    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
-    slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
 
     def loss(params):
         losses = losses64(logits64(model, params, batch["tokens"]), targets)
         return np.sum(losses * batch["weights"]) / batch["weights"].sum()
 
-    scale = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
-    assert abs(slope64(loss, params, direction) - slope) < 1e-4 * max(scale, abs(slope))
+    assert_gradients(rng, params, grads, loss)
 
 
 def test_all_kinds_read_in_both_directions(rng):

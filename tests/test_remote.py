@@ -15,11 +15,12 @@ import fsspec
 import numpy as np
 import pytest
 
+from heinsen.contrib.remote.files import Remote
+from heinsen.contrib.remote.runs import RunMirror
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
-from heinsen.remote import Remote, RemoteError
+from heinsen.remote import RemoteError, local_run
 from heinsen.training.loop import RunInterrupted, train
-from heinsen.training.mirror import Mirror, local_run
 from heinsen.training.run import RunError, load_run
 from tests.runs import (
     KEEP,
@@ -119,7 +120,9 @@ def test_damaged_and_missing_files_are_named_and_not_kept(data, address, cache):
 def test_an_interrupted_copy_goes_on(data, address, downloads, monkeypatch, cache):
     put(data, address)
     (data_path,) = (data / "train").glob("*.npy")
-    monkeypatch.setattr("heinsen.data.fetch.Path.rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "heinsen.contrib.remote.datasets.Path.rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         open_mixture(address, "train")
     monkeypatch.undo()
@@ -131,7 +134,8 @@ def test_an_interrupted_copy_goes_on(data, address, downloads, monkeypatch, cach
 def test_two_processes_copy_a_dataset_once(data, tmp_path):
     shutil.copytree(data, tmp_path / "bucket")
     program = (
-        "from heinsen.remote import Remote; from heinsen.data.mixture import open_mixture; download = Remote.download\n"
+        "from heinsen.contrib.remote.files import Remote; from heinsen.data.mixture import open_mixture\n"
+        "download = Remote.download\n"
         "Remote.download = lambda *arguments: (print('copied'), download(*arguments))\n"
         f"print(len(open_mixture('file://{tmp_path}/bucket', 'train')[0][0]))"
     )
@@ -162,7 +166,7 @@ def copied(address):
 
 def test_a_mirror_holds_the_run(finished, address):
     workdir, config = finished
-    Mirror(address, workdir).copy()
+    RunMirror(address, workdir).copy()
     steps = checkpoint_steps(workdir)
     assert len(steps) == KEEP
     assert copied(address) == {name for name in snapshot(workdir) if name != "run.lock"} | {
@@ -170,16 +174,16 @@ def test_a_mirror_holds_the_run(finished, address):
     }
     shutil.rmtree(workdir / "checkpoints" / str(steps[0]))
     (workdir / "config.json").write_text((workdir / "config.json").read_text() + " ")
-    Mirror(address, workdir).copy()
+    RunMirror(address, workdir).copy()
     assert not any(name.startswith(f"checkpoints/{steps[0]}") for name in copied(address))
     assert Remote(address).read("config.json") == (workdir / "config.json").read_bytes()
-    Mirror(address, workdir).prepare(config)  # nothing to do
+    RunMirror(address, workdir).prepare(config.fingerprint)  # nothing to do
 
 
 def test_a_run_that_is_only_at_the_mirror_is_fetched(finished, address, tmp_path):
     workdir, config = finished
-    Mirror(address, workdir).copy()
-    Mirror(address, tmp_path / "empty").prepare(config)
+    RunMirror(address, workdir).copy()
+    RunMirror(address, tmp_path / "empty").prepare(config.fingerprint)
     assert checkpoint_steps(tmp_path / "empty") == [STEPS]
     found, expected = snapshot(tmp_path / "empty"), snapshot(workdir)
     assert found.items() <= expected.items()
@@ -198,28 +202,28 @@ def test_a_checkpoint_that_was_not_copied_whole_is_not_used(finished, address, m
 
     monkeypatch.setattr(Remote, "upload", fail)
     (workdir / "checkpoints" / str(STEPS)).rename(tmp_path / "later")
-    Mirror(address, workdir).copy()
+    RunMirror(address, workdir).copy()
     (tmp_path / "later").rename(workdir / "checkpoints" / str(STEPS))
     warnings = []
     with pytest.raises(
         RemoteError, match="the network is gone. .*finished is whole: rerun the same command to copy it"
     ):
-        with Mirror(address, workdir, warnings.append) as mirror:
+        with RunMirror(address, workdir, warnings.append) as mirror:
             mirror.start(STEPS)
             mirror._thread.join(TIMEOUT)
     assert [text.split(". ")[1] for text in warnings] == ["It is tried again after the next checkpoint"]
-    Mirror(address, tmp_path / "empty").prepare(config)
+    RunMirror(address, tmp_path / "empty").prepare(config.fingerprint)
     assert checkpoint_steps(tmp_path / "empty") == [steps[-2]]
 
 
 def test_mirrors_of_other_runs_are_refused(finished, address, tmp_path):
     workdir, config = finished
-    Mirror(address, workdir).copy()
+    RunMirror(address, workdir).copy()
     with pytest.raises(RunError, match="memory://.* holds a run with another config: give another --mirror"):
-        Mirror(address, tmp_path / "empty").prepare(run_config(config.data.path, model__n_layers=3))
+        RunMirror(address, tmp_path / "empty").prepare(run_config(config.data.path, model__n_layers=3).fingerprint)
     behind = copy_run(workdir, tmp_path / "behind", keep=lambda step: step < STEPS)
     with pytest.raises(RunError, match=f"holds step {STEPS} of this run, .*behind step {STEPS - 10}: give an empty"):
-        Mirror(address, behind).prepare(config)
+        RunMirror(address, behind).prepare(config.fingerprint)
     assert not (tmp_path / "empty").exists()
 
 
@@ -227,14 +231,14 @@ def test_a_run_at_an_address_is_read_like_one_that_is_here(finished, address, do
     workdir, config = finished
     with pytest.raises(RemoteError, match="holds no run and no export: it has no config.json"):
         local_run(address)
-    Mirror(address, workdir).copy()
+    RunMirror(address, workdir).copy()
     for _ in range(2):
         found = local_run(f"{address}/")
         assert load_run(found) == config and checkpoint_steps(found) == [STEPS]
     count = len(downloads)
     assert count == len(set(downloads))
     (workdir / "metrics.jsonl").write_text("")
-    Mirror(address, workdir).copy()
+    RunMirror(address, workdir).copy()
     assert read_log(local_run(address)) == [] and len(downloads) == 2 * count
     assert str(local_run(str(workdir))) == str(workdir)
 

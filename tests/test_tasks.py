@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from heinsen.evaluation.report import format_tasks, summarize_tasks
-from heinsen.evaluation.tasks import TaskOptions, TasksError, run_tasks
+from heinsen.evaluation.tables import format_tasks, summarize_tasks
+from heinsen.evaluation.tasks import TasksError, run_tasks
 from heinsen.training.run import load_run
 from tests.runs import STEPS
 
@@ -46,7 +46,7 @@ def harness(monkeypatch):
 
 
 def test_tasks_are_run_and_reported(run, harness):
-    result = run_tasks(load_run(run.workdir), str(run.workdir), TaskOptions(["own"], "folder", 0, 5, 16))
+    result = run_tasks(load_run(run.workdir), str(run.workdir), ["own"], folder="folder", num_fewshot=0, limit=5)
     log_p = result.metrics["own"]["log_p,none"]
     assert -math.inf < log_p < 0 and "alias" not in result.metrics["own"]
     assert summarize_tasks(result) == {
@@ -61,19 +61,19 @@ def test_tasks_are_run_and_reported(run, harness):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("names", "folder", "limit", "message"),
     [
-        (TaskOptions(["own", "other"], "folder", 0, 5, 16), "--tasks=other: folder has no such task"),
-        (TaskOptions(["own"], None, 0, 5, 16), "--tasks=own: the installed harness has no such task"),
-        (TaskOptions(["own"], "folder", 0, 13, 16), "a task's own complaint"),
+        (["own", "other"], "folder", 5, "--tasks=other: folder has no such task"),
+        (["own"], None, 5, "--tasks=own: the installed harness has no such task"),
+        (["own"], "folder", 13, "a task's own complaint"),
     ],
 )
-def test_tasks_that_cannot_be_run_are_named(run, harness, options, message):
+def test_tasks_that_cannot_be_run_are_named(run, harness, names, folder, limit, message):
     with pytest.raises(TasksError, match=message):
-        run_tasks(load_run(run.workdir), str(run.workdir), options)
+        run_tasks(load_run(run.workdir), str(run.workdir), names, folder=folder, limit=limit)
 
 
 def test_a_missing_harness_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(TasksError, match="pip install 'lm-eval"):
-        run_tasks(load_run(run.workdir), str(run.workdir), TaskOptions(["own"], None, None, None, 16))
+        run_tasks(load_run(run.workdir), str(run.workdir), ["own"])

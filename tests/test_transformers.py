@@ -11,19 +11,19 @@ import pytest
 from configs import gated_125m, pile_125m
 from heinsen.config import from_mapping
 from heinsen.data.tokenizer import get_tokenizer
-from heinsen.interop import InteropError, is_export, load_folder, read_manifest, save_folder
+from heinsen.export import ExportError, is_export, load_folder, read_manifest, save_folder
 from heinsen.models import ModelConfig, abstract_params, forward, init_params, mean_loss
 from tests.models import model_config
 
-GATED = dict(gate="head", output="gate", convolution=4, position="none")
+GATED = dict(gate="head", output_gate=True, convolution=4, position="none")
 MODELS = {
     "paper": dict(),
     "gated": GATED,
     "gated, documents": GATED | dict(document_token=256),
     "paper, documents": dict(document_token=256),
-    "real values": dict(value_domain="real", output="norm"),
+    "real values": dict(value_domain="real", output_gate=True),
     "gpt2's block": dict(block="gpt2", position="learned", n_positions=200, gate="head"),
-    "all options": dict(attention="heinsen*2", n_layers=4, qk_norm=True, signed_features=True, output="norm", **{
+    "all options": dict(attention="heinsen*2", n_layers=4, output_gate=True, **{
         name: GATED[name] for name in ("gate", "convolution")
     }),
 }  # fmt: skip
@@ -65,7 +65,7 @@ def test_damaged_weights_are_refused_unless_transformers_wrote_them(rng, tmp_pat
     content = bytearray(path.read_bytes())
     content[-int(rng.integers(1, 1000))] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InteropError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(ExportError, match=r"model\.safetensors is damaged"):
         load_folder(tmp_path / "export")
     settings = tmp_path / "export" / "config.json"
     settings.write_text(
@@ -79,7 +79,7 @@ def test_damaged_weights_are_refused_unless_transformers_wrote_them(rng, tmp_pat
 )
 def test_other_models_are_refused(changes, tmp_path):
     config = model_config(**changes)
-    with pytest.raises(InteropError, match="transformers gets models of heinsen attention .*without --format=hf"):
+    with pytest.raises(ExportError, match="transformers gets models of heinsen attention .*without --format=hf"):
         save(tmp_path / "export", config, {})
     assert not list(tmp_path.iterdir())
 
@@ -88,15 +88,15 @@ def test_an_export_of_other_files_is_not_overwritten(tmp_path):
     config = model_config()
     params = make_params(config, 0)
     save(tmp_path / "export", config, params, for_transformers=False)
-    with pytest.raises(InteropError, match="holds an export in another --format: use a new folder"):
+    with pytest.raises(ExportError, match="holds an export in another --format: use a new folder"):
         save(tmp_path / "export", config, params, overwrite=True)
 
 
 @pytest.mark.long
 def test_merges_of_gpt2_are_those_of_its_file():
-    from heinsen.interop.huggingface import _tokenizer
+    from heinsen.export.huggingface import _tokenizer_json
 
-    merges = _tokenizer(get_tokenizer("gpt2"))["model"]["merges"]
+    merges = _tokenizer_json(get_tokenizer("gpt2"))["model"]["merges"]
     assert len(merges) == 50_000
     assert merges[:4] == [["Ġ", "t"], ["Ġ", "a"], ["h", "e"], ["i", "n"]]  # the first lines of vocab.bpe
     assert merges[-1] == ["Ġg", "azed"]

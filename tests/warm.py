@@ -21,9 +21,9 @@ MODULES = (
     "grain",
     "heinsen.data.prepare",
     "heinsen.decoding",
-    "heinsen.evaluation.run",
+    "heinsen.evaluation.split",
     "heinsen.training.loop",
-    "heinsen.planning.plan",
+    "heinsen.plan.plan",
     "scripts.cli",
 )
 

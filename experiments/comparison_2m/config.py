@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
 
 
 # What helped the gated model most in experiments/forgetting, and what helped softmax most.
-PARTS = dict(gate="head", output="gate", convolution=4, position="none")
+PARTS = dict(gate="head", output_gate=True, convolution=4, position="none")
 GPT2 = dict(attention="softmax", block="gpt2", position="rotary", n_layers=4)
 CONTESTANTS = {
     "paper's": {},
@@ -29,6 +29,6 @@ CONTESTANTS = {
     "(gate, parts)*3, softmax": dict(**PARTS, attention="heinsen*3,softmax", d_model=180),
     "softmax": dict(attention="softmax", position="rotary", d_model=206),
     "softmax, GPT-2's block": dict(**GPT2, d_model=202),
-    "softmax, GPT-2's block, parts": dict(**GPT2, output="gate", convolution=4, d_model=192),
+    "softmax, GPT-2's block, parts": dict(**GPT2, output_gate=True, convolution=4, d_model=192),
 }
 CONTESTS = {"all": CONTESTANTS}

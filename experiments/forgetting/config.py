@@ -35,12 +35,12 @@ def gpt2(**fields: Any) -> dict[str, Any]:
 
 def convolved(**fields: Any) -> dict[str, Any]:
     """A gate, a gated output and a convolution, which leave the matrices fewer parameters."""
-    return gated(**dict(output="gate", convolution=4, d_model=118, d_key=30, d_value=30) | fields)
+    return gated(**dict(output_gate=True, convolution=4, d_model=118, d_key=30, d_value=30) | fields)
 
 
 def softmax(**fields: Any) -> dict[str, Any]:
     """The best softmax model of PARTS, with a gated output."""
-    return gpt2(attention="softmax", position="rotary", output="gate", d_model=128) | fields
+    return gpt2(attention="softmax", position="rotary", output_gate=True, d_model=128) | fields
 
 
 # Rotary positions have no parameters, and so leave some for the rest; an output's gate takes some.
@@ -48,7 +48,7 @@ PARTS = {
     "paper's": {},
     "gate": gated(),
     "gate, convolution": gated(convolution=4, d_model=126),
-    "gate, output gate": gated(output="gate", d_model=116, d_key=31, d_value=31),
+    "gate, output gate": gated(output_gate=True, d_model=116, d_key=31, d_value=31),
     "gate*3, window": gated(attention="heinsen*3,window", window=64),
     "gate, no positions": gated(position="none", d_model=136),
     "linear": dict(attention="linear"),
@@ -59,7 +59,7 @@ PARTS = {
 # What helped most, together, in other blocks, and with other kinds of attention.
 COMBINED = {
     "gate, output gate, convolution": convolved(),
-    "gate, output gate, no positions": gated(output="gate", position="none", d_model=120),
+    "gate, output gate, no positions": gated(output_gate=True, position="none", d_model=120),
     "gate, output gate, convolution, no positions": convolved(position="none", d_model=124),
     "(gate, output gate, convolution)*3, window": convolved(attention="heinsen*3,window", window=64),
     "gate, output gate, convolution, GPT-2's block": convolved(**gpt2(d_model=122, d_key=32, d_value=32)),

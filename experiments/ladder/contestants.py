@@ -15,7 +15,7 @@ HEAD = 32  # key and value features of a head
 # The parts that helped the gated model most in experiments/forgetting; softmax attention as it is used most.
 KINDS: dict[str, dict[str, Value]] = {
     "paper's": {},
-    "gate, parts": dict(gate="head", output="gate", convolution=4, position="none"),
+    "gate, parts": dict(gate="head", output_gate=True, convolution=4, position="none"),
     "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
 }
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 import heinsen
 from experiments import tools
-from heinsen.planning.targets import find_target
+from heinsen.plan.targets import find_target
 
 
 def main(argv: list[str]) -> None:

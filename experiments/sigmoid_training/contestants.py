@@ -8,7 +8,7 @@ import jax
 from experiments.forgetting import config
 from experiments.sigmoid_scaling.forms import window_growth
 from experiments.tools import Contest
-from heinsen.interop import save_folder
+from heinsen.export import save_folder
 from heinsen.models import Params, init_params
 from heinsen.sweep.space import Value
 

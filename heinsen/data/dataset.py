@@ -1,4 +1,16 @@
-"""The reader of a token dataset. `format` describes what is on disk.
+"""Token datasets: what is on disk, and the reader.
+
+    DIR/<split>/shard-00000.npy, shard-00001.npy, ...   1-D little-endian uint16
+    DIR/<split>/metadata.json                           written last: its presence means "complete"
+
+The shards are one stream of tokens, cut at document boundaries. Every document is followed by one end-of-text token.
+`metadata.json` holds a `Metadata`, and a digest of it (`heinsen.files.seal`).
+
+The sources of a shard's documents (The Pile: `meta.pile_set_name`) are in `shard-00000.sources.npy`, 1-D little-endian
+uint16: for each document the index of its source in the shard's `names`, where null means no source.
+
+A split prepared by several machines keeps its shards in one folder per part, `part-00000-of-00008/shard-00000.npy`.
+Each part is a dataset with its own metadata.json, and the split's metadata.json lists the shards of all parts.
 
 Shards are read by position, not mapped: if a file is truncated while it is mapped, its readers die of SIGBUS; a
 positioned read gives an error that says so. Only the name and size of a shard are held in memory.
@@ -8,28 +20,157 @@ import bisect
 import dataclasses
 import functools
 import itertools
+import json
 import os
+import reprlib
 import tokenize
+import types
+import typing
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 from jaxtyping import Int32, UInt16
 
-from heinsen.data.format import (
-    FORMAT_VERSION,
-    METADATA_FILE,
-    TOKEN_DTYPE,
-    DatasetError,
-    Metadata,
-    ShardRecord,
-    find_parts,
-    is_part,
-    read_metadata,
-)
-from heinsen.files import file_sha256
+from heinsen.data.tokenizer import TOKENIZERS
+from heinsen.errors import HeinsenError
+from heinsen.files import file_sha256, unseal
 
-__all__ = ["DatasetError", "Shard", "TokenDataset", "check_shard", "check_sources", "unigram_entropy"]
+FORMAT_VERSION = 1
+METADATA_FILE = "metadata.json"
+TOKEN_DTYPE = np.dtype("<u2")
+
+
+class DatasetError(HeinsenError, ValueError):
+    """A token dataset that is missing, incomplete or damaged."""
+
+
+class SourcesRecord(TypedDict):
+    """The file of the sources of a shard's documents."""
+
+    file: str
+    names: list[str | None]
+    sha256: str
+
+
+class ShardRecord(TypedDict):
+    """One shard. `sources` is absent where no document of the shard names its source."""
+
+    file: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    sha256: str
+    sources: NotRequired[SourcesRecord]
+
+
+class Metadata(TypedDict):
+    """The contents of metadata.json.
+
+    Attributes:
+      num_tokens: tokens in all shards, end-of-text tokens included.
+      num_bytes: UTF-8 bytes of the documents' texts, without end-of-text tokens (for bits per byte).
+      num_skipped_documents: bad documents that were left out.
+      source: the inputs and the settings of the preparation.
+    """
+
+    format_version: int
+    tokenizer: str
+    vocab_size: int
+    eot_id: int
+    dtype: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    num_skipped_documents: int
+    shards: list[ShardRecord]
+    source: dict[str, Any]
+
+
+class Totals(NamedTuple):
+    """Sums over shards."""
+
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+
+
+def sum_shards(shards: Sequence[ShardRecord]) -> Totals:
+    """Return the totals that metadata.json holds."""
+    return Totals(
+        sum(shard["num_tokens"] for shard in shards),
+        sum(shard["num_documents"] for shard in shards),
+        sum(shard["num_bytes"] for shard in shards),
+    )
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read a metadata.json, with all its records well-formed, in agreement with each other and with its digest.
+
+    Raises ValueError, which says what is wrong, and OSError.
+    """
+    try:
+        metadata = unseal(json.loads(path.read_bytes()))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if (version := metadata.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
+        raise ValueError(f"format version {version!r}, this code reads {FORMAT_VERSION}")
+    check_record(metadata, Metadata, "")
+    _check_consistency(cast(Metadata, metadata))
+    return cast(Metadata, metadata)
+
+
+def check_record(value: Any, wanted: Any, where: str) -> None:
+    """Raise ValueError unless a JSON value is of the type that a TypedDict declares, and no number in it is negative.
+
+    Args:
+      where: the name of the value in messages.
+    """
+    if typing.is_typeddict(wanted):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} is {reprlib.repr(value)}, not an object")
+        for name, hint in typing.get_type_hints(wanted).items():
+            if name in value:
+                check_record(value[name], hint, f"{where}.{name}".removeprefix("."))
+            elif name in wanted.__required_keys__:
+                raise ValueError(f"{where or 'it'} lacks {name}")
+        return
+    options = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    if type(value) not in [typing.get_origin(option) or option for option in options]:
+        names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+        raise ValueError(f"{where} is {reprlib.repr(value)}, not {names}")
+    if type(value) is int and value < 0:
+        raise ValueError(f"{where} is {value}: it must not be negative")
+    if isinstance(value, list):
+        (of_items,) = typing.get_args(wanted)
+        for index, item in enumerate(value):
+            check_record(item, of_items, f"{where}[{index}]")
+
+
+def _check_consistency(metadata: Metadata) -> None:
+    """Raise ValueError if the fields of well-formed metadata contradict each other."""
+    totals = Totals(metadata["num_tokens"], metadata["num_documents"], metadata["num_bytes"])
+    for name, total, of_shards in zip(Totals._fields, totals, sum_shards(metadata["shards"]), strict=True):
+        if total != of_shards:
+            raise ValueError(f"{name} is {total}, the shards' sum is {of_shards}")
+    if metadata["dtype"] != TOKEN_DTYPE.name:
+        raise ValueError(f"dtype is {metadata['dtype']!r}, not {TOKEN_DTYPE.name}")
+    vocab_size, eot_id = metadata["vocab_size"], metadata["eot_id"]
+    if not eot_id < vocab_size <= np.iinfo(TOKEN_DTYPE).max + 1:
+        raise ValueError(f"vocab_size is {vocab_size} and eot_id {eot_id}")
+    tokenizer = TOKENIZERS.get(metadata["tokenizer"])  # None: one that this version does not know
+    if tokenizer is not None and (vocab_size, eot_id) != (tokenizer.vocab_size, tokenizer.eot_id):
+        raise ValueError(
+            f"vocab_size is {vocab_size} and eot_id {eot_id}, but those of tokenizer {tokenizer.name!r} are "
+            f"{tokenizer.vocab_size} and {tokenizer.eot_id}"
+        )
+
+
+def find_parts(path: Path) -> list[Path]:
+    """Return the folders of parts in a split's folder, sorted."""
+    return sorted(part for part in path.glob("part-*-of-*") if part.is_dir())
 
 
 class TokenDataset:
@@ -168,37 +309,25 @@ def _read_metadata(path: Path) -> Metadata:
         there = f" ({path.parent} has {', '.join(others)})" if others else ""
         raise DatasetError(f"no token dataset at {path}{there}; make one with `{command} --tokenizer=TOKENIZER`")
     if not metadata_path.is_file():
-        if parts := find_parts(path):
-            finished = sum((part / METADATA_FILE).is_file() for part in parts)
-            count = max(count for _, count in parts.values())
-            raise DatasetError(
-                f"{path} is not a complete token dataset: it has no {METADATA_FILE}, and {finished} of {count} parts "
-                "are finished. Wait for the others, or rerun their commands; the last one joins all. If all are "
-                "finished, rerun the command of any part."
-            )
+        parts = find_parts(path)
+        finished = sum((part / METADATA_FILE).is_file() for part in parts)
+        of_parts = f", and {finished} of the {len(parts)} parts there are finished" if parts else ""
         raise DatasetError(
-            f"{path} is not a complete token dataset: it has no {METADATA_FILE}. If its preparation was "
+            f"{path} is not a complete token dataset: it has no {METADATA_FILE}{of_parts}. If its preparation was "
             f"interrupted, rerun the same command to resume (`{command} ...`); if it is still running, wait for it."
         )
     try:
-        metadata = read_metadata(metadata_path)
+        return read_metadata(metadata_path)
     except ValueError as error:
-        joined = bool(find_parts(path))
-        remedy = "the file and prepare any part" if joined else "the folder and prepare the split"
-        raise DatasetError(f"{metadata_path} is damaged ({error}); restore it, or delete {remedy} again") from error
-    if (version := metadata["format_version"]) != FORMAT_VERSION:
-        raise DatasetError(
-            f"{metadata_path} has format version {version!r}, this code reads {FORMAT_VERSION}; prepare the split again"
+        remedy = (
+            "rerun the command of any part" if find_parts(path) else "delete the folder and prepare the split again"
         )
-    return metadata
+        raise DatasetError(f"{metadata_path} is damaged ({error}); restore it, or {remedy}") from error
 
 
 def _remedy(shard: Path) -> str:
     """Return how to replace a damaged shard, for messages."""
-    folder = shard.parent
-    if not is_part(folder):
-        return "delete the folder and prepare the split again"
-    return f"delete {folder} and {folder.parent / METADATA_FILE} and prepare that part again"
+    return f"delete the folder {shard.parent} and rerun the command that prepared it"
 
 
 def _is_intact(path: Path, sha256: str) -> bool:

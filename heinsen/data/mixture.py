@@ -12,11 +12,9 @@ import math
 import os.path
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from pathlib import Path
 
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.fetch import fetch_split
-from heinsen.remote import is_remote
+from heinsen.remote import is_remote, local_split
 
 Mixture = Sequence[tuple[TokenDataset, float | int]]
 
@@ -61,10 +59,9 @@ def _bad_mixture(path: str, what: str) -> DatasetError:
 def open_mixture(path: str, split: str) -> list[tuple[TokenDataset, float]]:
     """Open one split of the datasets that `path` names (see `parse_mixture`), with weights.
 
-    Those at addresses are copied into the cache before (`fetch_split`). Raises DatasetError, RemoteError.
+    Those at addresses are copied into the cache before. Raises DatasetError, RemoteError.
     """
-    locate = lambda folder: fetch_split(folder, split) if is_remote(folder) else Path(folder) / split
-    mixture = [(TokenDataset(locate(folder)), weight) for folder, weight in parse_mixture(path)]
+    mixture = [(TokenDataset(local_split(folder, split)), weight) for folder, weight in parse_mixture(path)]
     check_mixture(mixture)
     return mixture
 

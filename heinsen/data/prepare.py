@@ -1,36 +1,57 @@
 """Documents to token shards: one pass over the inputs, tokenized in several processes, resumable.
 
-The parent process reads the inputs in order (`inputs`, `readers`) and sends batches of raw documents to worker
-processes, which parse and tokenize them (`raw`, `tokenize`). It takes the results in the same order, closes a shard at
-the first document boundary at or after `shard_tokens` tokens, and records each finished shard with its position in the
-inputs (`shards`). The output is a function of inputs and settings alone, however often it was interrupted.
+The parent process reads the inputs in order (`sources`) and sends batches of raw documents to worker processes, which
+parse and tokenize them (`tokenize`). It takes the results in the same order, closes a shard at the first document
+boundary at or after `shard_tokens` tokens, and records each finished shard with its position in the inputs (`shards`).
+The output is a function of inputs and settings alone, however often it was interrupted.
 
 Several machines that share a file system may each prepare a part of a split: every N-th input, into a folder of its
-own. The machine that finds all parts finished writes the metadata.json that joins them, and moves no shard (`join`).
+own. The machine that finds all parts finished writes the metadata.json that joins them, and moves no shard.
 """
 
 import contextlib
 import dataclasses
+import json
 import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from heinsen.data.dataset import TokenDataset
-from heinsen.data.format import METADATA_FILE, TOKEN_DTYPE, find_parts, part_name
-from heinsen.data.inputs import Document, Input, describe_inputs, find_inputs, read_documents
-from heinsen.data.join import check_recorded, join_parts
-from heinsen.data.report import Report
-from heinsen.data.settings import PreparationError, Provenance, Settings, no_text_error
-from heinsen.data.shards import ShardWriter, encode_metadata, find_finished, open_progress, remove_progress
+from heinsen.data.dataset import METADATA_FILE, TOKEN_DTYPE, ShardRecord, TokenDataset, find_parts, read_metadata
+from heinsen.data.shards import (
+    LOCK_FILE,
+    PROGRESS_FILE,
+    Provenance,
+    ShardWriter,
+    open_progress,
+    remove_progress,
+    write_metadata,
+)
+from heinsen.data.sources import (
+    Document,
+    Input,
+    PreparationError,
+    Settings,
+    describe_inputs,
+    find_inputs,
+    hash_contents,
+    hash_times,
+    read_documents,
+)
 from heinsen.data.tokenize import TokenizedDocument, tokenize_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
-from heinsen.files import atomic_writer
+from heinsen.files import LockedError, hold_lock, unseal
 
 __all__ = ["PreparationError", "Settings", "prepare", "prepare_part"]
 
 _SMALL_BYTES = 16 << 20  # tokenizing smaller inputs takes no longer than starting workers
+_LOG_SECONDS = 10.0  # between lines of progress
+_PATIENCE = 60.0  # seconds to wait for another machine that joins the same parts
+_FINISHED, _UNFINISHED = "was prepared", "holds an unfinished preparation"
 
 
 def prepare(
@@ -48,11 +69,11 @@ def prepare(
       PreparationError: no input, a bad document, an unsuitable tokenizer, a preparation with other settings in the
         folder, or one that is still running. Finished shards stay, and the same call resumes after them.
     """
+    folder = Path(out) / settings.split
     tokenizer, inputs = _load_tokenizer(settings.tokenizer), find_inputs(settings)
-    folder, provenance = Path(out) / settings.split, _describe(settings, inputs)
-    check_recorded(find_parts(folder), provenance)
-    job = _Job(settings, inputs, tokenizer, provenance, folder, settings.split, False, workers, skip_bad_documents)
-    return job.run()
+    provenance = _describe(settings, inputs)
+    _check_neighbors(find_parts(folder), provenance)
+    return _Preparation(settings, inputs, tokenizer, provenance, folder, skip_bad_documents).run(workers)
 
 
 def prepare_part(
@@ -84,28 +105,6 @@ def prepare_part(
       PreparationError: as `prepare`; also if the folder holds parts made with other settings or of another number, or
         there are fewer inputs than parts.
     """
-    _check_part(settings, index, count)
-    tokenizer, inputs = _load_tokenizer(settings.tokenizer), find_inputs(settings)
-    _check_enough_inputs(inputs, count)
-    folder, provenance = Path(out) / settings.split, _describe(settings, inputs) | {"shard_count": count}
-    check_recorded([folder, *find_parts(folder)], provenance)
-    name = part_name(index, count)
-    job = _Job(
-        settings,
-        inputs[index::count],
-        tokenizer,
-        provenance | {"shard_index": index},
-        folder / name,
-        f"{settings.split}/{name}",
-        True,
-        workers,
-        skip_bad_documents,
-    )
-    part = job.run()
-    return join_parts(folder, provenance, count, tokenizer) or part
-
-
-def _check_part(settings: Settings, index: int, count: int) -> None:
     if count < 1 or not 0 <= index < count:
         raise PreparationError(
             f"shard_index = {index}, shard_count = {count}: the index must be from 0 to the count - 1"
@@ -116,15 +115,25 @@ def _check_part(settings: Settings, index: int, count: int) -> None:
                 f"{name} = {limit} and shard_count = {count}: no machine knows how much the others have; remove the "
                 "limit and give fewer inputs, or prepare the split on one machine"
             )
-
-
-def _check_enough_inputs(inputs: Sequence[Input], count: int) -> None:
+    split = Path(out) / settings.split
+    tokenizer, inputs = _load_tokenizer(settings.tokenizer), find_inputs(settings)
     if len(inputs) < count:
         hub = "" if inputs[0].is_file else " A hub dataset is one input: download its files and give those."
         raise PreparationError(
             f"{len(inputs)} input{'s' * (len(inputs) > 1)} for shard_count = {count}: each machine takes whole files "
             f"and needs at least one. Use --shard_count={len(inputs)} or less, or more and smaller files.{hub}"
         )
+    provenance, folder = _describe(settings, inputs) | {"shard_count": count}, split / _part_name(index, count)
+    _check_neighbors([other for other in find_parts(split) or [split] if other != folder], provenance)
+    part = _Preparation(
+        settings, inputs[index::count], tokenizer, provenance, folder, skip_bad_documents, may_be_empty=True
+    )
+    dataset = part.run(workers)
+    return _join_parts(split, count, tokenizer, provenance) or dataset
+
+
+def _part_name(index: int, count: int) -> str:
+    return f"part-{index:05d}-of-{count:05d}"
 
 
 def _load_tokenizer(name: str) -> Tokenizer:
@@ -142,69 +151,111 @@ def _describe(settings: Settings, inputs: Sequence[Input]) -> Provenance:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Job:
-    """One folder to prepare: a split, or a part of one. `label` names it in reports."""
+class _Preparation:
+    """One folder to prepare: a split, or a part of one."""
 
     settings: Settings
     inputs: Sequence[Input]
     tokenizer: Tokenizer
     provenance: Provenance
     folder: Path
-    label: str
-    may_be_empty: bool
-    workers: int | None
     skip_bad_documents: bool
+    may_be_empty: bool = False
 
-    def run(self) -> TokenDataset:
+    def run(self, workers: int | None) -> TokenDataset:
         """Return the folder's dataset, after writing what is missing of it."""
-        workers = self._count_workers()
-        if (dataset := self._find_finished()) is not None:
-            return dataset
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open_progress(self.folder) as progress_file:
-            if (dataset := self._find_finished()) is not None:  # another process finished it just now
-                return dataset
-            for leftover in self.folder.glob("*.tmp"):
-                leftover.unlink()
-            writer = ShardWriter(self.folder, progress_file, self.provenance, self.skip_bad_documents)
-            try:
-                self._write_shards(writer, workers)
-            except BaseException:
-                if not writer.shards:
-                    remove_progress(self.folder)  # nothing to resume
-                raise
-            with atomic_writer(self.folder / METADATA_FILE) as file:
-                file.write(encode_metadata(self.tokenizer, writer.shards, writer.num_skipped, self.provenance))
-            remove_progress(self.folder)
-        return TokenDataset(self.folder, may_be_empty=self.may_be_empty)
+        workers = self._count_workers(workers)
+        if not self._is_finished():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open_progress(self.folder) as progress_file:
+                if not self._is_finished():  # else another process has finished it just now
+                    self._write(progress_file, workers)
+                    remove_progress(self.folder)
+                    return TokenDataset(self.folder, may_be_empty=self.may_be_empty)
+        dataset = TokenDataset(self.folder, may_be_empty=self.may_be_empty)
+        self._check_same(_FINISHED, dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
+        remove_progress(self.folder)
+        print(
+            f"{self.folder}: already prepared with these settings ({dataset.num_documents:,} documents, "
+            f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes)",
+            file=sys.stderr,
+        )
+        return dataset
 
-    def _count_workers(self) -> int:
-        if self.workers is not None:
-            if self.workers < 1:
-                raise PreparationError(f"workers must be at least 1, got {self.workers}")
-            return self.workers
-        are_small = all(i.is_file for i in self.inputs) and sum(i.size or 0 for i in self.inputs) < _SMALL_BYTES
-        return 1 if are_small else _count_cpus()
+    def _count_workers(self, workers: int | None) -> int:
+        if workers is not None:
+            if workers < 1:
+                raise PreparationError(f"workers must be at least 1, got {workers}")
+            return workers
+        are_small = all(i.is_file for i in self.inputs) and sum(i.size for i in self.inputs) < _SMALL_BYTES
+        n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return 1 if are_small else n_cpus
 
-    def _find_finished(self) -> TokenDataset | None:
-        return find_finished(self.folder, self.provenance, self.skip_bad_documents, self.may_be_empty)
+    def _is_finished(self) -> bool:
+        return (self.folder / METADATA_FILE).is_file()
+
+    def _check_same(self, state: str, before: Provenance, num_skipped: int) -> None:
+        """Raise PreparationError if this preparation differs from one that was recorded in the folder."""
+        differences = _compare(before, self.provenance)
+        times, sha256 = (before.get("content", {}).get(name) for name in ("times", "sha256"))
+        if not differences and times != hash_times(self.inputs) and sha256 != hash_contents(self.inputs):
+            differences.append("the content of the inputs, at equal sizes")
+        # No setting of its own: it may be turned on after a bad document stopped a preparation.
+        if num_skipped and not self.skip_bad_documents:
+            differences.append(f"skip_bad_documents: {num_skipped} skipped before, off now")
+        _raise_if(differences, self.folder, state)
+
+    def _write(self, progress_file: IO[bytes], workers: int) -> None:
+        """Write the shards that are missing, and metadata.json."""
+        for leftover in self.folder.glob("*.tmp"):
+            leftover.unlink()
+        writer = ShardWriter(self.folder, progress_file)
+        if writer.provenance is None:
+            content = {"times": hash_times(self.inputs), "sha256": hash_contents(self.inputs)}
+            writer.begin(self.provenance | {"content": content})
+        else:
+            self._check_same(_UNFINISHED, writer.provenance, writer.num_skipped)
+            print(
+                f"{self.folder}: resuming after {len(writer.shards)} finished shards "
+                f"({writer.num_documents:,} documents, {writer.num_tokens:,} tokens)",
+                file=sys.stderr,
+            )
+        try:
+            self._write_shards(writer, workers)
+        except BaseException:
+            if not writer.shards:
+                remove_progress(self.folder)  # nothing to resume
+            raise
+        assert writer.provenance is not None
+        write_metadata(self.folder, self.tokenizer, writer.shards, writer.num_skipped, writer.provenance)
 
     def _write_shards(self, writer: ShardWriter, workers: int) -> None:
         """Tokenize the inputs from the writer's position to their end or to a limit of the settings."""
         documents = read_documents(self.inputs, self.settings, start=writer.position)
-        with (
-            contextlib.closing(Report(self.label, len(self.inputs), writer)) as report,
-            contextlib.closing(tokenize_documents(documents, self.settings, workers)) as tokenized,
-        ):
+        start = last = time.monotonic()
+        start_tokens = writer.num_tokens
+        with contextlib.closing(tokenize_documents(documents, self.settings, workers)) as tokenized:
             while not self._is_complete(writer) and (item := next(tokenized, None)) is not None:
                 self._take(writer, *item)
-                report.update()
-            if writer.num_bytes == 0 and not self.may_be_empty:
-                raise no_text_error(
-                    self.settings.split, self.settings.sources, writer.num_documents, writer.num_skipped
-                )
-            writer.close_shard()
-        report.summarize()
+                if (now := time.monotonic()) - last >= _LOG_SECONDS:
+                    last, rate = now, (writer.num_tokens - start_tokens) / (now - start)
+                    print(
+                        f"{self.folder}: {writer.num_tokens:,} tokens, {writer.num_documents:,} documents, input "
+                        f"{item[0].position.input + 1} of {len(self.inputs)}, {rate:,.0f} tokens/s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+        if writer.num_bytes == 0 and not self.may_be_empty:
+            raise _no_text_error(self.settings, writer.num_documents, writer.num_skipped)
+        writer.close_shard()
+        seconds = time.monotonic() - start
+        skipped = f", {writer.num_skipped:,} bad documents skipped" if writer.num_skipped else ""
+        print(
+            f"{self.folder}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, "
+            f"{writer.num_bytes:,} bytes in {len(writer.shards)} shards{skipped}; {seconds:.1f} s, "
+            f"{(writer.num_tokens - start_tokens) / max(seconds, 1e-9):,.0f} tokens/s",
+            file=sys.stderr,
+        )
 
     def _is_complete(self, writer: ShardWriter) -> bool:
         """Return whether a limit of the settings is reached."""
@@ -218,7 +269,7 @@ class _Job:
         if tokenized.problem is None:
             writer.add(tokenized)
         elif self.skip_bad_documents:
-            writer.skip()
+            writer.num_skipped += 1
         else:
             where = self.inputs[document.position.input].where(document.position.number)
             raise PreparationError(
@@ -229,5 +280,102 @@ class _Job:
             writer.close_shard()
 
 
-def _count_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _no_text_error(settings: Settings, num_documents: int, num_skipped: int) -> PreparationError:
+    """Return the error of a split without documents, or with empty ones alone."""
+    found = f"no text in any of the {num_documents:,} documents" if num_documents else "no documents"
+    skipped = f" ({num_skipped} bad ones skipped)" if num_skipped else ""
+    return PreparationError(
+        f"{found} for split {settings.split!r} in {', '.join(settings.sources)}{skipped}: give other sources"
+    )
+
+
+# Comparing preparations.
+
+
+def _compare(before: Provenance, now: Provenance) -> list[str]:
+    """Return the differences of two records of settings and inputs, apart from the content of the inputs."""
+    return [
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+        for key in sorted((before.keys() | now.keys()) - {"content"})
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _raise_if(differences: Sequence[str], folder: Path, state: str) -> None:
+    if differences:
+        raise PreparationError(
+            f"{folder} {state} with other settings: {'; '.join(differences)}. Use the same settings, choose another "
+            "--out or --split, or delete the folder to prepare it again."
+        )
+
+
+def _check_neighbors(folders: Sequence[Path], provenance: Provenance) -> None:
+    """Raise PreparationError if one of the folders, a split's or its parts', was prepared with other settings."""
+    for folder in folders:
+        for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # another process may finish between two looks
+            try:
+                if name == METADATA_FILE:
+                    state, before = _FINISHED, read_metadata(folder / name)["source"]
+                else:
+                    first_line = (folder / name).read_bytes().partition(b"\n")[0]
+                    state, before = _UNFINISHED, unseal(json.loads(first_line))
+            except FileNotFoundError:
+                continue
+            except ValueError as error:
+                raise PreparationError(
+                    f"{folder / name} is damaged ({error}); delete the folder and rerun the command that prepared it"
+                ) from error
+            _raise_if(_compare(before, provenance), folder, state)
+            break
+
+
+# Joining parts.
+
+
+def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Provenance) -> TokenDataset | None:
+    """Return the split whose `count` parts are all finished; None if one is not.
+
+    Writes the split's metadata.json if it does not list what the parts hold. Any machine may call this at any time.
+    """
+    folders = [split / _part_name(index, count) for index in range(count)]
+    if (num_finished := sum((part / METADATA_FILE).is_file() for part in folders)) < count:
+        print(f"{split}: {num_finished} of {count} parts are finished; the last one joins them", file=sys.stderr)
+        return None
+    _check_neighbors(folders, provenance)  # machines that began at the same moment did not see each other's settings
+    parts = [TokenDataset(part, may_be_empty=True).metadata for part in folders]
+    shards = [
+        _locate(shard, folder.name) for folder, part in zip(folders, parts, strict=True) for shard in part["shards"]
+    ]
+    num_skipped = sum(part["num_skipped_documents"] for part in parts)
+    if not any(part["num_bytes"] for part in parts):
+        raise PreparationError(f"no text in any of the {count} parts of {split}: give other sources")
+    try:
+        with hold_lock(split / LOCK_FILE, _PATIENCE):
+            if not _lists(split / METADATA_FILE, shards):
+                write_metadata(split, tokenizer, shards, num_skipped, provenance)
+            (split / LOCK_FILE).unlink()
+    except LockedError as error:
+        raise PreparationError(f"another process is joining {split} ({error}); rerun the same command") from error
+    dataset = TokenDataset(split)
+    print(
+        f"{split}: all {count} parts are finished and joined: {dataset.num_documents:,} documents, "
+        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes in {len(shards)} shards",
+        file=sys.stderr,
+    )
+    return dataset
+
+
+def _locate(shard: ShardRecord, part: str) -> ShardRecord:
+    """Return the record of a part's shard with paths relative to the split's folder."""
+    located = shard.copy()
+    located["file"] = f"{part}/{shard['file']}"
+    if "sources" in shard:
+        located["sources"] = {**shard["sources"], "file": f"{part}/{shard['sources']['file']}"}
+    return located
+
+
+def _lists(path: Path, shards: Sequence[ShardRecord]) -> bool:
+    try:
+        return read_metadata(path)["shards"] == shards
+    except (OSError, ValueError):
+        return False

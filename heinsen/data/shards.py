@@ -1,4 +1,4 @@
-"""Shards on disk: the writer, the record of its progress, metadata.json, and what a folder holds already.
+"""Shards on disk: their writer, the record of its progress, and metadata.json.
 
 `progress.jsonl` exists while a preparation is unfinished. Its first line is the provenance (settings and inputs); each
 further line is a `_ProgressRecord`. All carry digests (`heinsen.files.seal`). A preparation that was killed resumes
@@ -6,51 +6,42 @@ from it.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
 import numpy as np
 
-from heinsen.data.dataset import TokenDataset, check_shard, check_sources
-from heinsen.data.format import (
+from heinsen.data.dataset import (
     FORMAT_VERSION,
-    LOCK_FILE,
     METADATA_FILE,
-    PROGRESS_FILE,
     TOKEN_DTYPE,
     Metadata,
     ShardRecord,
     check_record,
-    find_parts,
-    read_metadata,
-    shard_name,
-    sources_name,
+    check_shard,
+    check_sources,
     sum_shards,
 )
-from heinsen.data.inputs import Position
-from heinsen.data.settings import PreparationError, Provenance, check_same_settings
+from heinsen.data.sources import Position, PreparationError
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import Tokenizer
 from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
 
+PROGRESS_FILE, LOCK_FILE = "progress.jsonl", "prepare.lock"  # of an unfinished preparation
 MAX_SOURCES = 1000  # per shard: a field with more distinct values does not name sources
 
-# States of a folder, as verb phrases for messages.
-UNFINISHED = "holds an unfinished preparation"
-FINISHED = "was prepared"
+Provenance = dict[str, Any]  # the JSON record of settings and inputs: `source` in metadata.json
 
 
-def encode_metadata(
-    tokenizer: Tokenizer, shards: Sequence[ShardRecord], num_skipped: int, provenance: Provenance
-) -> bytes:
-    """Return the contents of metadata.json."""
+def write_metadata(
+    folder: Path, tokenizer: Tokenizer, shards: Sequence[ShardRecord], num_skipped: int, provenance: Provenance
+) -> None:
+    """Write metadata.json, which makes the dataset in the folder complete."""
     totals = sum_shards(shards)
     metadata: Metadata = {
         "format_version": FORMAT_VERSION,
@@ -65,10 +56,8 @@ def encode_metadata(
         "shards": list(shards),
         "source": provenance,
     }
-    return json.dumps(seal(metadata), indent=2).encode() + b"\n"
-
-
-# Writing.
+    with atomic_writer(folder / METADATA_FILE) as file:
+        file.write(json.dumps(seal(metadata), indent=2).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -104,22 +93,23 @@ class _ProgressRecord(TypedDict):
 class ShardWriter:
     """Collects documents into shards and records the finished ones, so that a later process can resume after them.
 
-    Opening it reads `progress_file` and resumes from it. `close_shard` appends to it.
+    Opening it reads `progress_file` and resumes from it. `begin` and `close_shard` append to it.
 
     Attributes:
+      provenance: that of the preparation to resume; None where there is none.
       shards: records of the finished shards.
       position: position after the last document added or skipped; the caller sets it. None before the first.
       num_tokens, num_documents, num_bytes: totals, the unfinished shard included.
-      num_skipped: bad documents left out.
+      num_skipped: bad documents left out; the caller counts them.
 
     Raises:
-      PreparationError: the progress file is damaged, or records other settings.
+      PreparationError: the progress file is damaged.
     """
 
-    def __init__(self, folder: Path, progress_file: IO[bytes], provenance: Provenance, skip_bad_documents: bool):
+    def __init__(self, folder: Path, progress_file: IO[bytes]):
         self._folder = folder
         self._progress_file = progress_file
-        self._pending = _PendingShard()
+        self.provenance: Provenance | None = None
         self.shards: list[ShardRecord] = []
         self.position: Position | None = None
         self.num_tokens = self.num_documents = self.num_bytes = self.num_skipped = 0
@@ -129,21 +119,15 @@ class ShardWriter:
         *lines, torn = progress_file.read().split(b"\n")
         if len(lines) > 1:
             progress_file.truncate(progress_file.tell() - len(torn))
-            before = self._restore(lines)
-            check_same_settings(folder, UNFINISHED, before, provenance, self.num_skipped, skip_bad_documents)
-            print(
-                f"{folder}: resuming after {len(self.shards)} finished shards "
-                f"({self.num_documents:,} documents, {self.num_tokens:,} tokens)",
-                file=sys.stderr,
-            )
+            self._restore(lines)
         else:
             progress_file.truncate(0)
-            self._append(provenance)
+        self._clear_pending()
 
-    def _restore(self, lines: list[bytes]) -> Provenance:
-        """Set the state that the lines of the progress file record, and return their provenance."""
+    def _restore(self, lines: list[bytes]) -> None:
+        """Set the state that the lines of the progress file record."""
         try:
-            before, *records = (unseal(json.loads(line)) for line in lines)
+            self.provenance, *records = (unseal(json.loads(line)) for line in lines)
             for record in records:
                 check_record(record, _ProgressRecord, "a finished shard's record")
             self.shards = [record["shard"] for record in records]
@@ -153,12 +137,16 @@ class ShardWriter:
             for shard in self.shards:
                 check_shard(self._folder / shard["file"], shard["num_tokens"])
                 check_sources(self._folder, shard)
-            return before
         except (ValueError, KeyError, TypeError) as error:
             raise PreparationError(
                 f"{self._folder} holds an unfinished preparation that is damaged ({error}); "
                 "delete the folder to prepare it again"
             ) from error
+
+    def begin(self, provenance: Provenance) -> None:
+        """Record the provenance of a new preparation."""
+        self.provenance = provenance
+        self._append(provenance)
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with name_errors(self._folder / PROGRESS_FILE):
@@ -166,65 +154,54 @@ class ShardWriter:
             self._progress_file.flush()
             os.fsync(self._progress_file.fileno())
 
+    def _clear_pending(self) -> None:
+        self._tokens: list[np.ndarray] = []  # of each document of the unfinished shard
+        self._sources: list[int] = []
+        self._names: dict[str | None, int] = {}  # indices of sources by first appearance
+        self._start = self.num_tokens, self.num_bytes
+
     @property
     def pending_tokens(self) -> int:
         """Tokens of the unfinished shard."""
-        return self._pending.num_tokens
+        return self.num_tokens - self._start[0]
 
     def add(self, document: TokenizedDocument) -> None:
-        self._pending.add(document)
-        if len(self._pending.names) > MAX_SOURCES:
+        """Add a document to the unfinished shard."""
+        self._tokens.append(document.tokens)
+        self._sources.append(self._names.setdefault(document.source, len(self._names)))
+        if len(self._names) > MAX_SOURCES:
             raise PreparationError(
-                f"more than {MAX_SOURCES} different sources in {self._folder / shard_name(len(self.shards))}, the last "
-                f"{document.source!r}: a field with so many values does not name sources. Give another "
+                f"more than {MAX_SOURCES} different sources in {self._folder / _shard_name(len(self.shards))}, the "
+                f"last {document.source!r}: a field with so many values does not name sources. Give another "
                 "--source_field, or --source_field= to store no sources"
             )
         self.num_tokens += len(document.tokens)
         self.num_documents += 1
         self.num_bytes += document.num_bytes
 
-    def skip(self) -> None:
-        """Count a bad document that is left out."""
-        self.num_skipped += 1
-
     def close_shard(self) -> None:
         """Write the documents added since the last shard as the next one, if there are any."""
-        if not self._pending.tokens:
+        if not self._tokens:
             return
-        self.shards.append(self._pending.write(self._folder, len(self.shards)))
-        self._append({"shard": self.shards[-1], "position": self.position, "num_skipped_documents": self.num_skipped})
-        self._pending = _PendingShard()
-
-
-class _PendingShard:
-    """The documents of a shard that is not written yet. `names` maps sources to indices by first appearance."""
-
-    def __init__(self) -> None:
-        self.tokens: list[np.ndarray] = []
-        self.names: dict[str | None, int] = {}
-        self._sources: list[int] = []
-        self.num_tokens = self._num_bytes = 0
-
-    def add(self, document: TokenizedDocument) -> None:
-        self.tokens.append(document.tokens)
-        self._sources.append(self.names.setdefault(document.source, len(self.names)))
-        self.num_tokens += len(document.tokens)
-        self._num_bytes += document.num_bytes
-
-    def write(self, folder: Path, index: int) -> ShardRecord:
-        name = shard_name(index)
-        record: ShardRecord = {
+        name = _shard_name(len(self.shards))
+        shard: ShardRecord = {
             "file": name,
-            "num_tokens": self.num_tokens,
-            "num_documents": len(self.tokens),
-            "num_bytes": self._num_bytes,
-            "sha256": _write_array(folder / name, self.tokens),
+            "num_tokens": self.pending_tokens,
+            "num_documents": len(self._tokens),
+            "num_bytes": self.num_bytes - self._start[1],
+            "sha256": _write_array(self._folder / name, self._tokens),
         }
-        if self.names.keys() != {None}:
-            name = sources_name(index)
-            sha256 = _write_array(folder / name, [np.array(self._sources, TOKEN_DTYPE)])
-            record["sources"] = {"file": name, "names": list(self.names), "sha256": sha256}
-        return record
+        if self._names.keys() != {None}:
+            name = name.replace(".npy", ".sources.npy")
+            sha256 = _write_array(self._folder / name, [np.array(self._sources, TOKEN_DTYPE)])
+            shard["sources"] = {"file": name, "names": list(self._names), "sha256": sha256}
+        self.shards.append(shard)
+        self._append({"shard": shard, "position": self.position, "num_skipped_documents": self.num_skipped})
+        self._clear_pending()
+
+
+def _shard_name(index: int) -> str:
+    return f"shard-{index:05d}.npy"
 
 
 def _write_array(path: Path, pieces: Sequence[np.ndarray]) -> str:
@@ -238,59 +215,3 @@ def _write_array(path: Path, pieces: Sequence[np.ndarray]) -> str:
             file.write(data)
             sha256.update(data)
     return sha256.hexdigest()
-
-
-# What a folder holds already.
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A preparation found in a folder. `state` is UNFINISHED or FINISHED."""
-
-    state: str
-    provenance: Provenance
-
-
-def find_recorded(folder: Path) -> Recorded | None:
-    """Return the finished or unfinished preparation in a folder, without checking its shards; None if there is none.
-
-    Raises PreparationError if its record is damaged.
-    """
-    for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # another process may finish it between two looks
-        try:
-            if name == METADATA_FILE:
-                return Recorded(FINISHED, dict(read_metadata(folder / name)["source"]))
-            content = (folder / name).read_bytes()
-            if b"\n" in content:
-                return Recorded(UNFINISHED, unseal(json.loads(content[: content.index(b"\n")])))
-        except FileNotFoundError:
-            continue
-        except (ValueError, KeyError, TypeError) as error:
-            damaged = "file" if find_parts(folder) else "folder"  # damaged metadata of a joined split costs no part
-            raise PreparationError(
-                f"{folder / name} is damaged ({error}); delete the {damaged} and rerun the same command"
-            ) from error
-    return None
-
-
-def find_finished(
-    folder: Path, provenance: Provenance, skip_bad_documents: bool, may_be_empty: bool
-) -> TokenDataset | None:
-    """Return the finished dataset in a folder, if there is one.
-
-    Raises PreparationError if it was made with other settings.
-    """
-    if not (folder / METADATA_FILE).is_file():
-        return None
-    dataset = TokenDataset(folder, may_be_empty=may_be_empty)
-    before = dataset.metadata.get("source", {})
-    num_skipped = dataset.metadata.get("num_skipped_documents", 0)
-    check_same_settings(folder, FINISHED, before, provenance, num_skipped, skip_bad_documents)
-    remove_progress(folder)
-    without_sources = "" if "source_field" in before else ", by a version that stored no sources of documents"
-    print(
-        f"{folder}: already prepared with these settings ({dataset.num_documents:,} documents, "
-        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes){without_sources}",
-        file=sys.stderr,
-    )
-    return dataset

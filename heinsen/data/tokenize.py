@@ -3,29 +3,25 @@
 import collections
 import concurrent.futures
 import concurrent.futures.process
-import contextlib
-import dataclasses
 import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from heinsen.data.format import TOKEN_DTYPE
-from heinsen.data.inputs import Document
-from heinsen.data.raw import BadDocumentError, RawDocument
-from heinsen.data.settings import PreparationError, Settings
+from heinsen.data.dataset import TOKEN_DTYPE
+from heinsen.data.sources import READERS, BadDocumentError, Document, PreparationError, Row, Settings
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 
 BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class TokenizedDocument:
+class TokenizedDocument(NamedTuple):
     """The tokens of a document, or the reason why it has none.
 
     Attributes:
@@ -41,19 +37,7 @@ class TokenizedDocument:
     problem: str | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class _TokenizedBatch:
-    """Tokenized documents packed for the way back from a worker: one array instead of hundreds."""
-
-    tokens: np.ndarray
-    ends: list[int]  # of each document in `tokens`
-    num_bytes: list[int]
-    sources: list[str | None]
-    problems: list[str | None]
-
-    def __iter__(self) -> Iterator[TokenizedDocument]:
-        tokens = np.split(self.tokens, self.ends[:-1])
-        return map(TokenizedDocument, tokens, self.num_bytes, self.sources, self.problems)
+_Tokenized = concurrent.futures.Future[list[TokenizedDocument]]
 
 
 def tokenize_documents(
@@ -64,48 +48,22 @@ def tokenize_documents(
     Closing the generator ends the workers. Raises PreparationError if one of them dies.
     """
     work = functools.partial(_tokenize_batch, settings)
-    map_batches = _map_here if workers == 1 else functools.partial(_map_in_processes, workers=workers)
-    with contextlib.closing(map_batches(work, _batch(documents))) as batches:
-        for batch, tokenized in batches:
-            yield from zip(batch, tokenized, strict=True)
-
-
-def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += document.raw.size
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-_Work = Callable[[list[RawDocument]], _TokenizedBatch]
-_Batches = Generator[tuple[list[Document], _TokenizedBatch], None, None]
-
-
-def _map_here(work: _Work, batches: Iterator[list[Document]]) -> _Batches:
-    for batch in batches:
-        yield batch, work([document.raw for document in batch])
-
-
-def _map_in_processes(work: _Work, batches: Iterator[list[Document]], workers: int) -> _Batches:
+    if workers == 1:
+        for batch in _batch(documents):
+            yield from zip(batch, work(batch), strict=True)
+        return
     # Spawned, not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
-    queue: collections.deque[tuple[list[Document], concurrent.futures.Future[_TokenizedBatch]]] = collections.deque()
+    queue: collections.deque[tuple[list[Document], _Tokenized]] = collections.deque()
     try:
-        for batch in batches:
-            queue.append((batch, pool.submit(work, [document.raw for document in batch])))
+        for batch in _batch(documents):
+            queue.append((batch, pool.submit(work, batch)))
             if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
-                batch, future = queue.popleft()
-                yield batch, future.result()
-        while queue:
-            batch, future = queue.popleft()
-            yield batch, future.result()
+                batch, tokenized = queue.popleft()
+                yield from zip(batch, tokenized.result(), strict=True)
+        for batch, tokenized in queue:
+            yield from zip(batch, tokenized.result(), strict=True)
     except concurrent.futures.process.BrokenProcessPool as error:
         raise PreparationError(
             "a worker process died, perhaps for lack of memory. Finished shards are kept: rerun the same command to "
@@ -113,6 +71,20 @@ def _map_in_processes(work: _Work, batches: Iterator[list[Document]], workers: i
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        text = document.content.text if isinstance(document.content, Row) else document.content
+        size += len(text) if isinstance(text, bytes | str) else 1
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 # In the workers.
@@ -134,37 +106,24 @@ def _start_worker() -> None:
 _get_tokenizer_once = functools.cache(get_tokenizer)
 
 
-def _tokenize_batch(settings: Settings, documents: list[RawDocument]) -> _TokenizedBatch:
+def _tokenize_batch(settings: Settings, documents: list[Document]) -> list[TokenizedDocument]:
     tokenizer = _get_tokenizer_once(settings.tokenizer)
-    tokenized = [_tokenize(document, tokenizer, settings) for document in documents]
-    return _TokenizedBatch(
-        np.concatenate([document.tokens for document in tokenized]),
-        np.cumsum([len(document.tokens) for document in tokenized]).tolist(),
-        [document.num_bytes for document in tokenized],
-        [document.source for document in tokenized],
-        [document.problem for document in tokenized],
-    )
+    return [_tokenize(document, tokenizer, settings) for document in documents]
 
 
-def _tokenize(document: RawDocument, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:
+def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:
     try:
-        text, source = document.parse(settings)
+        if isinstance(document.content, BadDocumentError):
+            raise document.content
+        text, source = READERS[document.kind].parse(document.content, settings)
         num_bytes = len(text.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        character = error.object[error.start]
-        return _bad(f"the text holds the lone surrogate {character!r}, which has no UTF-8 form")
-    except BadDocumentError as error:
-        return _bad(str(error))
+    except (BadDocumentError, UnicodeEncodeError) as error:
+        problem = str(error)
+        if isinstance(error, UnicodeEncodeError):
+            problem = f"the text holds the lone surrogate {error.object[error.start]!r}, which has no UTF-8 form"
+        return TokenizedDocument(np.empty(0, TOKEN_DTYPE), 0, None, problem)
     tokens = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(TOKEN_DTYPE)
-    return TokenizedDocument(tokens, num_bytes, _source_name(source))
-
-
-def _bad(problem: str) -> TokenizedDocument:
-    return TokenizedDocument(np.empty(0, TOKEN_DTYPE), 0, None, problem)
-
-
-def _source_name(source: object) -> str | None:
-    """Return a document's source as one line of valid Unicode; None if it is not text, or blank."""
-    if not isinstance(source, str):
-        return None
-    return sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
+    name = None
+    if isinstance(source, str):  # as one line of valid Unicode, unless it is blank
+        name = sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
+    return TokenizedDocument(tokens, num_bytes, name)

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,10 +49,6 @@ class Tokenizer(abc.ABC):
 
         Raises UnicodeEncodeError (a ValueError) for a text with lone surrogates, which has no UTF-8 form.
         """
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " tokens"]]:
-        """Return the token ids of each text."""
-        return [self.encode(text) for text in texts]
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
         """Return the bytes that token ids `[num_tokens]` stand for; `eot_id` gives `<|endoftext|>`.

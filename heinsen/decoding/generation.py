@@ -179,7 +179,9 @@ def continue_texts(
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(n_rows))
     seen: Array | np.ndarray | None = None
     if sampling.repetition_penalty != 1:
-        seen = _mark_seen(n_rows, config.vocab_size, texts or ())
+        seen = np.zeros((n_rows, config.vocab_size), bool)
+        for row, text in enumerate(texts or ()):
+            seen[row, np.asarray(text, np.int32)] = True
     prefix = jax.tree.map(jnp.copy, prefix) if config.has_cache else prefix  # `decode` donates caches
     n_drawn, ended = 0, np.zeros(n_rows, bool)
     while not ended.all() and (max_tokens is None or n_drawn < max_tokens):
@@ -191,14 +193,6 @@ def continue_texts(
         ended |= (tokens < 0).any(axis=1)
         n_drawn += n
         yield tokens, prefix
-
-
-def _mark_seen(n_rows: int, vocab_size: int, texts: Sequence[TokenIds]) -> Bool[np.ndarray, "B vocab"]:
-    """Return which tokens each row's text has."""
-    seen = np.zeros((n_rows, vocab_size), bool)
-    for row, text in enumerate(texts):
-        seen[row, np.asarray(text, np.int32)] = True
-    return seen
 
 
 def generate(

@@ -31,6 +31,8 @@ TokenIds = Sequence[int] | np.ndarray | Array  # of one text
 PREFILL_PIECE = 512  # tokens of a prompt read at once: bounds the memory for a prompt of any length
 _SHORTEST_PIECE = 32  # all short prompts share a compiled program, which a process then finds in its cache
 
+_EMPTY = "the prompt has no tokens: give at least one (an end-of-text token begins a document)"
+
 
 class Prefix(NamedTuple):
     """Text that has been read: the logits of its next token, and the model's state after it."""
@@ -58,10 +60,9 @@ def prefill(
     n_rows, n_tokens = tokens.shape
     lengths = np.full(n_rows, n_tokens) if lengths is None else np.asarray(lengths)
     if n_tokens == 0 or lengths.min() < 1:
-        raise InputError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
+        raise InputError(_EMPTY)
     state = init_model_state(config, n_rows) if state is None else state
-    _check_positions(config, state, tokens, lengths)
-    state = with_room(config, state, lengths)
+    state = _make_room(config, state, tokens, lengths)
     prefix = Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
     for _, own, piece in _pieces(tokens, lengths, _SHORTEST_PIECE):
         prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == piece.shape[1] else own)
@@ -78,10 +79,11 @@ def _prefill_piece(
     return Prefix(logits, state)
 
 
-def _check_positions(config: ModelConfig, state: ModelState, tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> None:
-    """Raise ValueError where these tokens go beyond learned positions. Wait for the state only if there are some."""
-    if config.max_positions is not None:
+def _make_room(config: ModelConfig, state: ModelState, tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> ModelState:
+    """Return the state with room for these tokens. Raises ValueError where they go beyond learned positions."""
+    if config.max_positions is not None:  # else nobody need wait for the state
         check_room(config, longest_document(config, state, tokens_BxT, lengths_B))
+    return with_room(config, state, lengths_B)
 
 
 def longest_document(
@@ -116,8 +118,7 @@ def score(
     tokens = np.asarray(tokens, np.int32)
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     log_p, likeliest = np.zeros(tokens.shape), np.zeros(tokens.shape, bool)
-    _check_positions(config, prefix.state, tokens, lengths)
-    prefix = prefix._replace(state=with_room(config, prefix.state, lengths))
+    prefix = prefix._replace(state=_make_room(config, prefix.state, tokens, lengths))
     for start, own, piece in _pieces(tokens, lengths):
         piece_log_p, piece_likeliest, prefix = _score_piece(config, params, piece, prefix, own)
         width = min(piece.shape[1], tokens.shape[1] - start)
@@ -170,7 +171,7 @@ def check_prompt(config: ModelConfig, prompt: TokenIds) -> Int[np.ndarray, " T"]
     """Return the prompt as int32. Raises ValueError for an empty one, and for ids outside the vocabulary."""
     prompt = np.asarray(prompt, np.int32)
     if prompt.size == 0:
-        raise InputError("the prompt has no tokens: give at least one (an end-of-text token begins a document)")
+        raise InputError(_EMPTY)
     if not (0 <= prompt.min() and prompt.max() < config.vocab_size):
         raise InputError(
             f"prompt ids reach from {prompt.min()} to {prompt.max()}: the vocabulary has {config.vocab_size}"

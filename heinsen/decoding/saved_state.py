@@ -1,7 +1,6 @@
 """Prefixes on disk: one file (.npz) with arrays, and a header that says which model they belong to.
 
-The header also holds a digest of itself and of the arrays. Version 1 of the format had none: such a file is read if its
-arrays fit the model and are numbers.
+The header also holds a digest of itself and of the arrays.
 """
 
 import dataclasses
@@ -22,7 +21,6 @@ from heinsen.files import atomic_writer
 from heinsen.models import ModelConfig, Params, init_model_state, trim_caches
 
 STATE_VERSION = 2
-_FIELDS: dict[str, type] = {"version": int, "rows": int, "model": dict, "params": str}  # of a header
 
 
 class StateError(HeinsenError, ValueError):
@@ -37,10 +35,10 @@ def save_prefix(path: Path, config: ModelConfig, params: Params | str, prefix: P
     """
     logits, state = jax.tree.map(np.asarray, prefix)
     prefix = Prefix(logits, trim_caches(config, state, int(state.n_tokens.max())))
-    arrays = [_as_bits(x) for x in jax.tree.leaves(prefix)]
+    # As integers, since .npz files do not know bfloat16.
+    arrays = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in jax.tree.leaves(prefix)]
     header = {
         "version": STATE_VERSION,
-        "rows": len(prefix.logits),
         "model": _identity(config),
         "params": params if isinstance(params, str) else digest(params),
     }
@@ -69,59 +67,34 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
         raise StateError(
             f"{path} is a state of a model of this shape with other parameters: use the run it was made by"
         )
-    try:
-        return _restore(config, header["rows"], arrays)
-    except ValueError as error:
-        raise StateError(f"{path} is a damaged state ({error}): read the text again") from error
+
+    def empty() -> Prefix:
+        state = init_model_state(config, 1)
+        return Prefix(jnp.zeros((1, config.padded_vocab_size), state.position.dtype), state)
+
+    leaves, structure = jax.tree.flatten(jax.eval_shape(empty))
+    loaded = [jnp.asarray(x.view(leaf.dtype)) for x, leaf in zip(arrays, leaves, strict=True)]
+    prefix: Prefix = jax.tree.unflatten(structure, loaded)
+    return prefix
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return the header and the arrays. Raises StateError for other versions, and anything for other damage."""
+    """Return the header and the arrays. Raises StateError for another version, and anything for damage."""
     with open(path, "rb") as opened:
         file = np.load(opened, allow_pickle=False)
         if not isinstance(file, Mapping):
             raise ValueError("a single array")
         header = json.loads(str(file["header"]))
-        if not isinstance(header, dict) or type(header.get("version")) is not int:
-            raise ValueError("the header has no version")
-        if not 1 <= header["version"] <= STATE_VERSION:
+        version = header["version"]
+        if type(version) is int and version != STATE_VERSION:
             raise StateError(
-                f"{path} has version {header['version']} of the state format, this program reads {STATE_VERSION}: "
-                "read the text again"
+                f"{path} has version {version} of the state format, this program reads {STATE_VERSION}: read the text "
+                "again"
             )
-        for name, kind in _FIELDS.items():
-            if type(header.get(name)) is not kind:
-                raise ValueError(f"the header's {name} is {header.get(name)!r}")
         arrays = [file[f"array_{i}"] for i in range(len(file) - 1)]
-        if header["version"] > 1 and header.pop("digest", None) != _digest_contents(header, arrays):
+        if header.pop("digest", None) != _digest_contents(header, arrays):
             raise ValueError("its digest is that of other contents")
         return header, arrays
-
-
-def _restore(config: ModelConfig, n_rows: int, arrays: Sequence[np.ndarray]) -> Prefix:
-    """Return arrays as the prefix of a model's own shapes. Raises ValueError where they are not one."""
-    if len(arrays) < 2 or any(x.shape != (n_rows,) or x.dtype != np.int32 for x in arrays[-2:]):
-        raise ValueError(f"no numbers of tokens of {n_rows} rows")
-    n_tokens, document_start = arrays[-2:]
-    if not (n_rows > 0 and (document_start >= 0).all() and (document_start <= n_tokens).all()):
-        raise ValueError("impossible numbers of tokens")
-
-    def empty() -> Prefix:
-        state = init_model_state(config, n_rows, int(n_tokens.max()) if config.has_cache else 0)
-        return Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
-
-    wanted, structure = jax.tree.flatten(jax.eval_shape(empty))
-    if len(wanted) != len(arrays):
-        raise ValueError(f"{len(arrays)} arrays, where the model has {len(wanted)}")
-    loaded = []
-    for i, (x, leaf) in enumerate(zip(arrays, wanted, strict=True)):
-        if (x.shape, x.dtype) != (leaf.shape, _as_bits(np.empty(0, leaf.dtype)).dtype):
-            raise ValueError(f"array {i} is {x.dtype} {x.shape}, where the model has {leaf.dtype} {leaf.shape}")
-        x = x.view(leaf.dtype)
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not (x < np.inf).all():  # -inf is an empty sum
-            raise ValueError(f"array {i} holds NaN or infinity")
-        loaded.append(jnp.asarray(x))
-    return Prefix(*jax.tree.unflatten(structure, loaded))
 
 
 def _digest_contents(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> str:
@@ -140,11 +113,6 @@ def digest(params: Params) -> str:
         whole.update(jax.tree_util.keystr(path).encode())
         whole.update(np.ascontiguousarray(x).data if x.dtype == np.float32 else np.asarray(x).tobytes())
     return whole.hexdigest()[:32]
-
-
-def _as_bits(x: np.ndarray) -> np.ndarray:
-    """View bfloat16, which .npz files do not know, as integers."""
-    return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
 
 
 def _identity(config: ModelConfig) -> dict[str, Any]:

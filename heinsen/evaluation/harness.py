@@ -5,8 +5,8 @@
 unless `add_bos_token` is false.
 
 The model's state is carried along, so texts of any length are read whole. Only a model with learned positions has a
-limit: there contexts lose their beginning and whole texts are read in windows, as lm-eval's own model class does, and
-the number of such texts is counted.
+limit: there contexts lose their beginning and whole texts are read in windows, as lm-eval's own model class does. A
+task that asks for as many tokens as there are positions, or more, gets half as many. All such texts are counted.
 """
 
 import dataclasses
@@ -61,7 +61,8 @@ class Answers:
             for start in range(0, len(asked), self.batch_size):
                 part = asked[start : start + self.batch_size]
                 rows = np.array([row for row, _, _ in part])
-                scores = self._score(_rows(prefix, rows), [after for _, _, after in part])
+                own = jax.tree.map(lambda x, rows=rows: x[rows], prefix)
+                scores = self._score(own, [after for _, _, after in part])
                 for (_, i, _), (log_p, is_greedy) in zip(part, scores, strict=True):
                     answers[i] = answers[i][0] + log_p, answers[i][1] and is_greedy
         return answers
@@ -90,28 +91,44 @@ class Answers:
         answers = [""] * len(requests)
         alike: dict[tuple[Sampling, tuple[str, ...], int], list[int]] = {}
         for i, (_, arguments) in enumerate(requests):
-            alike.setdefault(_generation(arguments), []).append(i)
-        own = step_params(self.config, self.params)
-        eot = self.tokenizer.eot_id
-        room = {max_tokens: self._room_before(max_tokens) for _, _, max_tokens in alike}
+            alike.setdefault(_parse_generation(arguments), []).append(i)
+        own, positions = step_params(self.config, self.params), self.config.max_positions
         for (sampling, until, max_tokens), members in alike.items():
             prompts = {i: self._begin(self.tokenizer.encode(requests[i][0])) for i in members}
-            if (n := room[max_tokens]) is not None:
-                self.n_truncated += sum(len(prompt) > n for prompt in prompts.values())
-                prompts = {i: prompt[-n:] for i, prompt in prompts.items()}
+            if positions is not None:
+                is_short = max_tokens < positions  # else no position would be left for the prompt
+                max_tokens = max_tokens if is_short else positions // 2
+                room = positions - max_tokens
+                self.n_truncated += sum(not is_short or len(prompt) > room for prompt in prompts.values())
+                prompts = {i: prompt[-room:] for i, prompt in prompts.items()}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
-                prefix = read(self.config, self.params, [prompts[i] for i in part])
-                stops = [StopStrings(until) for _ in part]
-                decoders = [self.tokenizer.stream_decoder() for _ in part]
-                for tokens, _ in continue_texts(self.config, own, prefix, sampling, 0, max_tokens, eot):
-                    for row, i in enumerate(part):
-                        for token in tokens[row][tokens[row] >= 0]:
-                            answers[i] += stops[row].feed(decoders[row].feed(int(token)))
-                    if all(stop.found or row[-1] < 0 for stop, row in zip(stops, tokens, strict=True)):
-                        break
-                for row, i in enumerate(part):
-                    answers[i] += stops[row].feed(decoders[row].flush()) + stops[row].flush()
+                texts = self._write(own, [prompts[i] for i in part], sampling, until, max_tokens)
+                for i, text in zip(part, texts, strict=True):
+                    answers[i] = text
         return answers
+
+    def _write(
+        self,
+        own: Params,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        until: tuple[str, ...],
+        max_tokens: int,
+    ) -> list[str]:
+        """Continue prompts up to a string in `until`, with parameters from `step_params`."""
+        prefix, texts = read(self.config, self.params, prompts), [""] * len(prompts)
+        stops = [StopStrings(until) for _ in prompts]
+        decoders = [self.tokenizer.stream_decoder() for _ in prompts]
+        for tokens, _ in continue_texts(self.config, own, prefix, sampling, 0, max_tokens, self.tokenizer.eot_id):
+            for i, row in enumerate(tokens):
+                for token in row[row >= 0]:
+                    texts[i] += stops[i].feed(decoders[i].feed(int(token)))
+            if all(stop.found or row[-1] < 0 for stop, row in zip(stops, tokens, strict=True)):
+                break
+        return [
+            text + stop.feed(decoder.flush()) + stop.flush()
+            for text, stop, decoder in zip(texts, stops, decoders, strict=True)
+        ]
 
     def _begin(self, tokens: TokenIds) -> list[int]:
         """Return the tokens with what comes before every text."""
@@ -150,16 +167,6 @@ class Answers:
             (whole[max(0, end - 1 - room) : start], whole[start:end]) for start, end in zip(starts, ends, strict=True)
         ]
 
-    def _room_before(self, n_generated: int) -> int | None:
-        """Return how many tokens of a prompt the model has positions for; None: any number. Raises InputError."""
-        room = self.config.max_positions
-        if room is not None and n_generated >= room:
-            raise InputError(
-                f"max_gen_toks = {n_generated} leaves no room for a prompt: this model has learned model.n_positions = "
-                f"{room} positions; let the task generate fewer tokens"
-            )
-        return None if room is None else room - n_generated
-
     def _score(self, prefix: Prefix, texts: Sequence[list[int]]) -> list[tuple[float, bool]]:
         """Return each text's log-likelihood after the prefix, and whether all of its tokens are the likeliest."""
         last = np.array([text[-1] for text in texts])
@@ -180,11 +187,7 @@ class Answers:
         return self.progress([items[start : start + self.batch_size] for start in starts], what)
 
 
-def _rows(prefix: Prefix, rows: np.ndarray) -> Prefix:
-    return jax.tree.map(lambda x: x[rows], prefix)
-
-
-def _generation(arguments: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
+def _parse_generation(arguments: dict[str, Any]) -> tuple[Sampling, tuple[str, ...], int]:
     """Parse generation arguments: (sampling, stop strings, largest number of tokens). Raises ValueError."""
     rest = dict(arguments)
     until = rest.pop("until", [])

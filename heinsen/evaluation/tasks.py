@@ -1,7 +1,7 @@
 """Run tasks of the lm-evaluation-harness on a run's newest parameters."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from heinsen.data.tokenizer import get_tokenizer
@@ -9,34 +9,13 @@ from heinsen.errors import HeinsenError
 from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
-from heinsen.training.mirror import local_run
+from heinsen.remote import local_run
 from heinsen.training.run import TrainConfig
 from heinsen.weights import load_params
 
 
 class TasksError(HeinsenError, ValueError):
     """Tasks that do not exist, or that the lm-evaluation-harness or the model cannot run."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskOptions:
-    """How to run tasks.
-
-    Attributes:
-      names: of the tasks.
-      folder: of the tasks' YAML files; None: the harness's own tasks.
-      num_fewshot: examples before each question; None: the task's own number.
-      limit: at most so many questions of each task; None: all.
-      batch_size: texts at a time.
-      add_bos_token: whether end-of-text comes before every text, as in training.
-    """
-
-    names: list[str]
-    folder: str | None
-    num_fewshot: int | None
-    limit: int | None
-    batch_size: int
-    add_bos_token: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +34,28 @@ class TaskResult:
     n_truncated: int
 
 
-def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskResult:
-    """Run tasks on the newest parameters in `workdir`. Raises TasksError, CheckpointError, MeshError, RunError."""
+def run_tasks(
+    config: TrainConfig,
+    workdir: str,
+    names: Sequence[str],
+    *,
+    folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 16,
+    add_bos_token: bool = True,
+) -> TaskResult:
+    """Run tasks on the newest parameters in `workdir`.
+
+    Args:
+      folder: of the tasks' YAML files; None: the harness's own tasks.
+      num_fewshot: examples before each question; None: the task's own number.
+      limit: at most so many questions of each task; None: all.
+      batch_size: texts that the model reads at a time.
+      add_bos_token: whether end-of-text comes before every text, as in training.
+
+    Raises TasksError, CheckpointError, MeshError, RunError.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -64,27 +63,22 @@ def run_tasks(config: TrainConfig, workdir: str, options: TaskOptions) -> TaskRe
         raise TasksError("--tasks needs the lm-evaluation-harness: pip install 'lm-eval>=0.4.9'") from error
     try:
         # Without a folder of its own, the manager indexes all tasks of the harness, which takes many seconds.
-        manager = TaskManager(include_path=options.folder, include_defaults=options.folder is None)
-        if unknown := sorted(set(options.names) - set(manager.match_tasks(options.names))):
-            where = options.folder or "the installed harness"
-            raise TasksError(f"--tasks={','.join(unknown)}: {where} has no such task")
+        manager = TaskManager(include_path=folder, include_defaults=folder is None)
+        if unknown := sorted(set(names) - set(manager.match_tasks(list(names)))):
+            raise TasksError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
         step, params = load_params(local_run(workdir), config.model, make_mesh())
         tokenizer = get_tokenizer(config.data.tokenizer)
-        answers = Answers(config.model, params, tokenizer, options.batch_size, _track_batches, options.add_bos_token)
-        found = lm_eval.simple_evaluate(
-            model=as_lm(answers),
-            tasks=options.names,
-            task_manager=manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-        )
+        answers = Answers(config.model, params, tokenizer, batch_size, _track_batches, add_bos_token)
+        results = lm_eval.simple_evaluate(
+            model=as_lm(answers), tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit
+        )["results"]
     except HeinsenError:
         raise
     except (ValueError, RuntimeError) as error:  # of the harness, or of a task that asks too much
         raise TasksError(str(error)) from error
     metrics = {
         task: {name: value for name, value in values.items() if isinstance(value, (int, float))}
-        for task, values in found["results"].items()
+        for task, values in results.items()
     }
     return TaskResult(workdir, step, metrics, answers.n_truncated)
 

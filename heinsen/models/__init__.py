@@ -3,7 +3,6 @@
 from heinsen.models.config import (
     BLOCKS,
     OBJECTIVES,
-    OUTPUTS,
     POSITIONS,
     REMAT_POLICIES,
     ModelConfig,
@@ -56,7 +55,6 @@ __all__ = [
     "ModelState",
     "OBJECTIVES",
     "OPTIONAL_PARTS",
-    "OUTPUTS",
     "OptionalPart",
     "POSITIONS",
     "Params",

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -25,7 +24,6 @@ _SIZE = Setting(at_least=1, below=2**28)  # of an axis of an array
 
 BLOCKS = ("heinsen", "gpt2")  # classes in heinsen.models.language_model
 POSITIONS = ("recurrent", "learned", "rotary", "none")  # classes in heinsen.models.positions
-OUTPUTS = ("none", "norm", "gate")
 GATES = ("none", "head")  # heinsen.models.gate
 OBJECTIVES = ("next_token", "masked")
 
@@ -43,12 +41,10 @@ class ModelConfig:
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
       convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
         on; 0: none.
-      qk_norm: whether queries and keys are divided by their root mean square, with learned scales.
-      signed_features: whether heinsen and linear layers have the features [q, -q] and [k, -k] instead of q and k.
       gate: a forget gate for heinsen and linear layers (`heinsen.models.gate`), "head": one number per head and token;
         in a masked model one for each direction, for heinsen layers alone, in the chunked implementation.
       gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
-      output: what becomes of the attention's output, a name in OUTPUTS (`heinsen.models.language_model.Layer`).
+      output_gate: whether the attention's output is multiplied by a gate (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
       position: how the model knows the order of tokens (`heinsen.models.positions`).
       n_positions: number of learned positions.
@@ -74,12 +70,10 @@ class ModelConfig:
     window: Annotated[int | None, Setting(at_least=1, below=2**28)]
     value_domain: str
     convolution: Annotated[int, Setting(at_least=0, below=65)]
-    qk_norm: bool
-    signed_features: bool
     gate: str
     gate_shortest: float
     gate_longest: float
-    output: str
+    output_gate: bool
     block: str
     position: str
     n_positions: Annotated[int | None, _SIZE]
@@ -124,7 +118,6 @@ class ModelConfig:
         choices = {
             "remat": REMAT_POLICIES,
             "gate": GATES,
-            "output": OUTPUTS,
             "block": BLOCKS,
             "position": POSITIONS,
             "objective": OBJECTIVES,
@@ -145,17 +138,6 @@ class ModelConfig:
             build(self).check_use(self.attention, is_used=name in self.pattern)
         if self.gate != "none":
             self._check_gate()
-        if self.signed_features:
-            self._check_taken("signed_features", lambda mixer: mixer.takes_signed_features, "False")
-
-    def _check_taken(self, name: str, takes: Callable[[Mixer[Any]], bool], off: str) -> None:
-        """Raise ValueError where no layer's kind of attention takes an option, which `off` leaves out."""
-        if not any(map(takes, self.mixers)):
-            kinds = " and ".join(kind for kind, build in MIXERS.items() if takes(build(self)))
-            raise ValueError(
-                f"model.{name} = {getattr(self, name)!r} is an option of {kinds} attention, of which model.attention = "
-                f"{self.attention!r} has none: set it to {off}"
-            )
 
     def _check_gate(self) -> None:
         if not self.causal and self.implementation not in (None, "chunked"):
@@ -163,7 +145,12 @@ class ModelConfig:
                 f"model.implementation = {self.implementation!r}: a forget gate in a masked model is computed in "
                 "chunks; set it to chunked or None, or model.gate to none"
             )
-        self._check_taken("gate", lambda mixer: mixer.takes_log_decay, "none")
+        if not any(mixer.takes_log_decay for mixer in self.mixers):
+            kinds = " and ".join(kind for kind, build in MIXERS.items() if build(self).takes_log_decay)
+            raise ValueError(
+                f"model.gate = {self.gate!r} is an option of {kinds} attention, of which model.attention = "
+                f"{self.attention!r} has none: set it to none"
+            )
         if self.gate_longest < self.gate_shortest:
             raise ValueError(
                 f"model.gate_longest = {self.gate_longest} is below model.gate_shortest = {self.gate_shortest}: give "

@@ -44,8 +44,8 @@ OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
             }.items()
         },
     ),
-    "output": OptionalPart(  # a gate of 2 sigmoid(0) = 1; a norm is never nothing
-        "none",
+    "output_gate": OptionalPart(  # 2 sigmoid(0) = 1
+        False,
         {
             "output_gate/kernel": lambda config, shape: jnp.zeros(shape),
             "output_gate/bias": lambda config, shape: jnp.zeros(shape),

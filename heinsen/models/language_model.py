@@ -164,10 +164,8 @@ class Layer(nn.Module):
     """The paper's layer: x + W3 GLU(W2 mix(q, k, v)), with (q, k, v) = W1 LayerNorm(x) split head by head.
 
     Shapes: x [B, T, D], W1 [D, H (2K + V)], W2 [H V, 2D], W3 [D, D]. The paper's attention takes log v for v, and
-    returns the logarithm of its output. A short convolution, if the config has one, follows W1, then qk_norm, which
-    divides q and k by their root mean square, with learned scales. W2 may read an `output` of the attention other than
-    what the mixer returns, log y with log values: divided by each head's root mean square, with learned scales (norm),
-    or times 2 sigmoid(Wg LayerNorm(x)) (gate), Wg [D, H V].
+    returns the logarithm of its output. A short convolution, if the config has one, follows W1. With an output gate W2
+    reads mix(...) times 2 sigmoid(Wg LayerNorm(x)), Wg [D, H V].
     """
 
     config: ModelConfig
@@ -181,43 +179,51 @@ class Layer(nn.Module):
         self, x_BxTxD: Float[Array, "B T D"], state: LayerState, tokens: Tokens, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
-        y, state = self.attend(x_BxTxD, state, tokens)
+        normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
+        q, k, values, inputs = self.project(normed_BxTxD, state.convolution, tokens)
+        tokens = self.forget(normed_BxTxD, tokens)
+        y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
+        y = self.output(y_BxHxTxV, normed_BxTxD)
         self.record("attention", lambda: self.rms(y))
         x_BxTxD = self.feed(x_BxTxD, y)
         self.record("residual", lambda: self.rms(x_BxTxD))
-        return constrain_stream(self.mesh, x_BxTxD), state if keep_state else LayerState(None, None)
+        after = LayerState(attention, inputs) if keep_state else LayerState(None, None)
+        return constrain_stream(self.mesh, x_BxTxD), after
 
-    def attend(self, x_BxTxD: Array, state: LayerState, tokens: Tokens) -> tuple[Array, LayerState]:
-        """mix(split(W1 LayerNorm(x))): (the output of all heads [B, T, H V], the state after the tokens)."""
+    def project(
+        self, normed_BxTxD: Array, inputs: Array | None, tokens: Tokens
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
-        n_batch, n_tokens, _ = x_BxTxD.shape
-        normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
+        n_batch, n_tokens, _ = normed_BxTxD.shape
         h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed_BxTxD)
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
-        inputs = state.convolution
         if c.convolution:
             h_BxHxTxC, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h_BxHxTxC, inputs, tokens)
         q, k, values = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
-        if c.qk_norm:
-            ones = nn.initializers.ones
-            q = scaled_rms_norm(q, self.param("q_scale", ones, (c.n_heads, c.d_key)))
-            k = scaled_rms_norm(k, self.param("k_scale", ones, (c.n_heads, c.d_key)))
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
-        if c.gate == "head" and self.mixer.takes_log_decay:
-            forget = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation)
-            log_decays = [forget(name=name)(normed_BxTxD) for name in ("gate", "gate_after")[: 1 if c.causal else 2]]
-            tokens = tokens._replace(log_decay=log_decays[0], log_decay_after=None if c.causal else log_decays[1])
-            self.record("decay", lambda: jnp.mean(jnp.exp(jnp.concatenate(log_decays, axis=1)), axis=(0, 2)))
-        y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
-        if c.output == "norm":
-            y_scale = self.param("y_scale", nn.initializers.ones, (c.n_heads, c.d_value))
-            y_BxHxTxV = scaled_rms_norm(y_BxHxTxV, y_scale)
-        y = y_BxHxTxV.swapaxes(1, 2).reshape(n_batch, n_tokens, -1)
-        if c.output == "gate":
-            gate = Dense(y.shape[-1], c.dtype, deviation=self.deviation, name="output_gate")(normed_BxTxD)
-            y = y * (2 * nn.sigmoid(gate))
-        return y, LayerState(attention, inputs)
+        return q, k, values, inputs
+
+    def forget(self, normed_BxTxD: Array, tokens: Tokens) -> Tokens:
+        """The tokens with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
+        c = self.config
+        if c.gate == "none" or not self.mixer.takes_log_decay:
+            return tokens
+        gate = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation)
+        before = gate(name="gate")(normed_BxTxD)
+        after = None if c.causal else gate(name="gate_after")(normed_BxTxD)
+        decays = before if after is None else jnp.concatenate([before, after], axis=1)
+        self.record("decay", lambda: jnp.mean(jnp.exp(decays), axis=(0, 2)))
+        return tokens._replace(log_decay=before, log_decay_after=after)
+
+    def output(self, y_BxHxTxV: Array, normed_BxTxD: Array) -> Array:
+        """The attention of all heads side by side [B, T, H V], times the output gate if there is one."""
+        y = y_BxHxTxV.swapaxes(1, 2).reshape(*normed_BxTxD.shape[:2], -1)
+        if not self.config.output_gate:
+            return y
+        gate = Dense(y.shape[-1], self.config.dtype, deviation=self.deviation, name="output_gate")(normed_BxTxD)
+        return y * (2 * nn.sigmoid(gate))
 
     def feed(self, x_BxTxD: Array, y: Array) -> Array:
         """x + W3 GLU(W2 y)."""
@@ -255,11 +261,6 @@ class GPT2Layer(Layer):
 
 
 LAYERS: dict[str, type[Layer]] = {"heinsen": Layer, "gpt2": GPT2Layer}  # the names in heinsen.models.config.BLOCKS
-
-
-def scaled_rms_norm(x: Float[Array, "B H T K"], scale: Float[Array, "H K"]) -> Float[Array, "B H T K"]:
-    """scale x / sqrt(mean_k x^2 + 1e-5)."""
-    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-5) * scale[:, None]
 
 
 def constrain_stream(mesh: Mesh | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

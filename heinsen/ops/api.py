@@ -16,11 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunked, reference, scan
-from heinsen.ops.checks import check_inputs, check_log_decay
+from heinsen.ops.checks import check_inputs, check_known_tokens, check_log_decay
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.nonfinite import isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
+from heinsen.ops.transforms import on_automatic_axes
 from heinsen.ops.values import LOG_VALUES, REAL_VALUES
 
 # (q, k, values, causal, state, starts, log_decay) -> (output, the state after all tokens)
@@ -115,8 +116,10 @@ def log_attention(
     """
     arrays, starts, log_decay = _prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
+    run = _choose(implementation, q, k).log_attention
+    attend = lambda q, k, log_v, state, starts, log_decay: run(q, k, log_v, causal, state, starts, log_decay)
     with _explain_forward_mode():
-        log_y, end = _choose(implementation, q, k).log_attention(*arrays, causal, state, starts, log_decay)
+        log_y, end = on_automatic_axes(attend, *arrays, state, starts, log_decay)
     return (log_y, end) if return_state else log_y
 
 
@@ -166,8 +169,10 @@ def attention(
     """
     arrays, starts, log_decay = _prepare(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
+    run = _choose(implementation, q, k).attention
+    attend = lambda q, k, v, state, starts, log_decay: run(q, k, v, causal, state, starts, log_decay)
     with _explain_forward_mode():
-        y, end = _choose(implementation, q, k).attention(*arrays, causal, state, starts, log_decay)
+        y, end = on_automatic_axes(attend, *arrays, state, starts, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
@@ -222,9 +227,11 @@ def _prepare(
 
 def _choose(implementation: str | None, q: Array, k: Array) -> Implementation:
     if implementation is None:
-        implementation = "chunked" if max(q.shape[-2], k.shape[-2]) > 1 else "scan"
+        implementation = "scan" if q.shape[-2] == k.shape[-2] == 1 else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
+    if implementation != "reference":
+        check_known_tokens(q, k)
     return IMPLEMENTATIONS[implementation]
 
 

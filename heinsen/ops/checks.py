@@ -1,6 +1,8 @@
 """What every public attention function asks of its arrays."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 
@@ -10,6 +12,8 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
     """
     for name, x in (("q", q), ("k", k), (values_name, values)):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected an array, such as jnp.asarray({name})")
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
                 f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32"
@@ -44,6 +48,17 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
             fits = False
         if not fits:
             raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
+
+
+def check_known_tokens(*arrays: Array) -> None:
+    """Raise ValueError where a number of tokens (axis -2) is symbolic (`jax.export`)."""
+    for x in arrays:
+        if not isinstance(x.shape[-2], int):
+            raise ValueError(
+                f"shape {x.shape} has a symbolic number of tokens, and this attention needs a known one: export a "
+                "function for each length (the batch may be symbolic), or pass implementation='reference' where there "
+                "is one"
+            )
 
 
 def check_log_decay(log_decay: Array, k: Array, causal: bool, name: str = "log_decay") -> None:

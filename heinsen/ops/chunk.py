@@ -26,8 +26,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, ShiftedLog, associative_scan, centered_sum, finite
-from heinsen.ops.decay import chunk_decay, decay_grad
-from heinsen.ops.documents import ChunkMasks, chunk_masks
+from heinsen.ops.decay import ChunkDecay, chunk_decay, decay_grad, document_decay
 from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shift_decay
 
 # Without HIGHEST, TPUs and GPUs round float32 factors to bfloat16 or TF32.
@@ -39,37 +38,42 @@ class Keys(NamedTuple):
 
     k: Array  # [*batch, C, K]
     values: Array  # [*batch, C, V]
-    starts: Array | None  # [*batch, C] bool; None: one document
+    starts: Array | None = None  # [*batch, C, 1] bool; None: one document
     log_decay: Array | None = None  # [*batch, C, 1], 0 where a document starts; None: all of it
 
+    def decay(self) -> ChunkDecay | None:
+        """What is left of the keys of a chunk, and of the sums before it; None: all."""
+        starts = None if self.starts is None else self.starts[..., 0]
+        if self.log_decay is not None:
+            return chunk_decay(self.log_decay[..., 0], starts)
+        return None if starts is None else document_decay(starts, self.k.dtype)
 
-class Tokens(NamedTuple):
-    """The tokens of a call or a chunk. Without q there is no output; without keys the state is only read."""
 
-    q: Array | None  # [*batch, C, K]
-    keys: Keys | None
+def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
+    """Keys with n_missing more at their end, which add nothing."""
+    if n_missing == 0:
+        return keys
 
+    def pad(x: Any, value: float) -> Any:
+        widths = [(0, 0)] * (keys.k.ndim - 2) + [(0, n_missing), (0, 0)]
+        return None if x is None else jnp.pad(x, widths, constant_values=value)
 
-def with_decay(tokens: Tokens) -> Tokens:
-    """Tokens with log decays of 0 if documents start without a forget gate, for kernels that know one way to forget."""
-    keys = tokens.keys
-    if keys is None or keys.starts is None or keys.log_decay is not None:
-        return tokens
-    return tokens._replace(keys=keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1])))
+    k, values, starts, log_decay = keys
+    return Keys(pad(k, NEG_INF), pad(values, kind.zero), pad(starts, False), pad(log_decay, 0.0))
 
 
 # ---- shifts ---------------------------------------------------------------------------------------
 
 
 class DecayShifts(NamedTuple):
-    """Shifts of a chunk with log decays that may be lower than those of its queries."""
+    """Shifts of a chunk that forgets, which may be lower than those of its queries."""
 
     after: Shifts  # of the sums after the chunk
     own_b: Array | None  # [*batch, V]: of its own values
 
 
 class ChunkShifts(NamedTuple):
-    """Shifts of a chunk's factors and of the sums around it. Without log decays all are the same, and only rise."""
+    """Shifts of a chunk's factors and of the sums around it. Where nothing is forgotten all are the same."""
 
     reading: Shifts  # of what queries read: of the sums before the chunk, and of its own keys and values
     decay: DecayShifts | None = None
@@ -87,28 +91,28 @@ class OwnShifts(NamedTuple):
     """Shifts that cover a chunk's own keys and values."""
 
     reading: Shifts
-    c_end: Array | None  # [*batch, K]: of its keys after the chunk; None without log decays
-    log_decay: Array | None  # [*batch, 1]: of the sums before it
+    c_end: Array | None  # [*batch, K]: of its keys after the chunk; None where nothing is forgotten
+    log_kept: Array | None  # [*batch, 1]: log of what the chunk leaves of the sums before it
 
 
 def own_shifts(kind: Values[Any], keys: Keys) -> OwnShifts:
     """Shifts of one chunk alone."""
     reading = Shifts(jnp.max(keys.k, axis=-2), kind.largest(keys.values))
-    if keys.log_decay is None:
+    decay = keys.decay()
+    if decay is None:
         return OwnShifts(reading, None, None)
-    decay = chunk_decay(keys.log_decay[..., 0], keys.starts)
-    return OwnShifts(reading, jnp.max(keys.k + decay.log_until_end[..., None], axis=-2), decay.log_total[..., None])
+    c_end = jnp.max(keys.k + decay.log_until_end[..., None], axis=-2)
+    return OwnShifts(reading, c_end, decay.log_total[..., None])
 
 
 def move_shifts(before: Shifts, own: OwnShifts, axis: int) -> ChunkShifts:
     """Shifts of chunks that follow sums relative to `before`, in turn along `axis`."""
-    if own.c_end is None or own.log_decay is None:
+    if own.c_end is None or own.log_kept is None:
         return ChunkShifts(jax.tree.map(lambda x, own: running_max(x, own, None, axis), before, own.reading))
     cover = lambda x, after, own: jnp.maximum(preceding(after, x, axis), own)
-    after_c = running_max(before.c, own.c_end, own.log_decay, axis)
+    after_c = running_max(before.c, own.c_end, own.log_kept, axis)
     reading_c = cover(before.c, after_c, own.reading.c)
-    # The share of older values in any mean falls at least so far, and so may their shift.
-    largest = jnp.max(log_shares_kept(reading_c, own.log_decay, after_c), axis=-1, keepdims=True)
+    largest = largest_share(reading_c, own.log_kept, after_c)
     after_b = jax.tree.map(lambda b, own_b: running_max(b, own_b, largest, axis), before.b, own.reading.b)
     reading_b = jax.tree.map(cover, before.b, after_b, own.reading.b)
     return ChunkShifts(Shifts(reading_c, reading_b), DecayShifts(Shifts(after_c, after_b), own.reading.b))
@@ -117,21 +121,28 @@ def move_shifts(before: Shifts, own: OwnShifts, axis: int) -> ChunkShifts:
 def move_shifts_once(before: Shifts, own: OwnShifts) -> ChunkShifts:
     """Shifts of one chunk that follows sums relative to `before`."""
     reading = jax.tree.map(jnp.maximum, before, own.reading)
-    if own.c_end is None or own.log_decay is None:
+    if own.c_end is None or own.log_kept is None:
         return ChunkShifts(reading)
-    after_c = jnp.maximum(before.c + own.log_decay, own.c_end)
-    # The share of older values in any mean falls at least so far, and so may their shift.
-    largest = jnp.max(log_shares_kept(reading.c, own.log_decay, after_c), axis=-1, keepdims=True)
+    after_c = jnp.maximum(before.c + own.log_kept, own.c_end)
+    largest = largest_share(reading.c, own.log_kept, after_c)
     after_b = jax.tree.map(lambda b, own_b: jnp.maximum(b + largest, own_b), before.b, own.reading.b)
     return ChunkShifts(reading, DecayShifts(Shifts(after_c, after_b), own.reading.b))
 
 
-def log_shares_kept(c: Array, log_decay: Array, after_c: Array) -> Array:
-    """Log of the factors [*batch, K] <= 1 that take weights relative to c to after_c >= c + log_decay.
+def log_shares_kept(c: Array, log_kept: Array, after_c: Array) -> Array:
+    """Log of the factors [*batch, K] <= 1 that take weights relative to c to after_c >= c + log_kept.
 
     Differences of shifts are exact where their sums with a decay would be rounded.
     """
-    return jnp.where(c == NEG_INF, NEG_INF, (finite(c) - finite(after_c)) + log_decay)
+    return jnp.where(c == NEG_INF, NEG_INF, (finite(c) - finite(after_c)) + log_kept)
+
+
+def largest_share(c: Array, log_kept: Array, after_c: Array) -> Array:
+    """Log [*batch, 1] of the largest of these factors: so far falls the share of older values in any mean.
+
+    And so far may their shift.
+    """
+    return lax.stop_gradient(jnp.max(log_shares_kept(c, log_kept, after_c), axis=-1, keepdims=True))
 
 
 def running_max(first: Array, x: Array, fall: Array | None, axis: int) -> Array:
@@ -167,51 +178,32 @@ class QueryFactors(NamedTuple):
     r: Array  # [*batch, C], the shift of qf; -inf where a query sees nothing
 
 
-class Kept(NamedTuple):
-    """What a chunk leaves of the sums before it."""
-
-    mask: Array | None = None  # [*batch, 1]: 0 where a document starts in the chunk, else 1
-    log_decay: Array | None = None  # [*batch, 1]: in logarithms
-
-
 class KeyFactors(NamedTuple):
     """Exponentials of a chunk's keys, the factors of its values, and what queries and sums have of them."""
 
     kf: Array  # [*batch, C, K], as its queries see them
     kf_end: Array  # [*batch, C, K], as they enter the sums
     vf: Array  # [*batch, C, V]
-    masks: ChunkMasks
-    kept: Kept
+    pairs: Array  # [*batch, C, C]: what each query sees of each key's weight; 0 above the diagonal
+    of_before: Array | None  # [*batch, C]: what each query sees of the sums before the chunk; None: all
+    log_kept: Array | None  # [*batch, 1]: log of what the chunk leaves of those sums; None: all
 
 
-class Factors(NamedTuple):
-    """Factors of a chunk, as far as it has queries and keys."""
-
-    queries: QueryFactors | None
-    keys: KeyFactors | None
-
-
-def compute_factors(kind: Values[Any], chunk: Tokens, shifts: ChunkShifts) -> Factors:
-    """Factors of a chunk relative to shifts that cover its keys and values."""
-    queries = keys = None
-    if chunk.q is not None:
-        exponents, r = centered_sum(chunk.q, shifts.reading.c[..., None, :])
-        queries = QueryFactors(jnp.exp(exponents), r)
-    if chunk.keys is not None:
-        keys = _key_factors(kind, chunk.keys, shifts)
-    return Factors(queries, keys)
+def query_factors(q: Array, shifts: ChunkShifts) -> QueryFactors:
+    """Factors of a chunk's queries relative to shifts that cover its keys."""
+    exponents, r = centered_sum(q, shifts.reading.c[..., None, :])
+    return QueryFactors(jnp.exp(exponents), r)
 
 
-def _key_factors(kind: Values[Any], keys: Keys, shifts: ChunkShifts) -> KeyFactors:
-    k, values, starts, log_decay = keys
-    kf, vf = jnp.exp(k - finite(shifts.reading.c)[..., None, :]), kind.factor(values, shifts.own_b)
-    if log_decay is None:
-        masks = chunk_masks(k.shape[-2], starts, k.dtype)
-        return KeyFactors(kf, _mask_tokens(kf, masks.enters_state), vf, masks, Kept(mask=masks.keeps_state))
-    decay = chunk_decay(log_decay[..., 0], starts)
-    kf_end = jnp.exp((k - finite(shifts.after.c)[..., None, :]) + decay.log_until_end[..., None])
-    masks = ChunkMasks(decay.of_keys, decay.of_state, None, None)
-    return KeyFactors(kf, kf_end, vf, masks, Kept(log_decay=decay.log_total[..., None]))
+def key_factors(kind: Values[Any], keys: Keys, shifts: ChunkShifts) -> KeyFactors:
+    """Factors of a chunk's keys and values relative to shifts that cover them."""
+    kf = jnp.exp(keys.k - finite(shifts.reading.c)[..., None, :])
+    vf = kind.factor(keys.values, shifts.own_b)
+    decay = keys.decay()
+    if decay is None:
+        return KeyFactors(kf, kf, vf, jnp.tril(jnp.ones((keys.k.shape[-2],) * 2, keys.k.dtype)), None, None)
+    kf_end = jnp.exp((keys.k - finite(shifts.after.c)[..., None, :]) + decay.log_until_end[..., None])
+    return KeyFactors(kf, kf_end, vf, decay.of_keys, decay.of_state, decay.log_total[..., None])
 
 
 # ---- sums -----------------------------------------------------------------------------------------
@@ -238,18 +230,18 @@ def shift_scales(old: Shifts, new: Shifts) -> Scales:
     return Scales(c, jax.tree.map(shift_decay, old.b, new.b), c)
 
 
-def kept_scales(kept: Kept, shifts: ChunkShifts) -> Scales | None:
-    """Factors of what is left after a chunk of the sums before it; of gradients the other way round."""
-    if kept.mask is not None:
-        return Scales(kept.mask, None, kept.mask)
-    if kept.log_decay is None:
+def kept_scales(log_kept: Array | None, old: Shifts, new: Shifts) -> Scales | None:
+    """Factors of what is kept of sums relative to the shifts `old`, relative to `new`; None: all, and `old` is `new`.
+
+    log_kept [*batch, 1] is its logarithm. Of gradients, the other way round.
+    """
+    if log_kept is None:
         return None
-    old, new = shifts.reading, shifts.after
-    log_share = log_shares_kept(old.c, kept.log_decay, new.c)
+    log_share = log_shares_kept(old.c, log_kept, new.c)
     if old.b is None or new.b is None:
         return Scales(jnp.exp(log_share), None, jnp.exp(log_share))
     # The shifts of weights and values move together: each factor is at most 1.
-    largest = lax.stop_gradient(jnp.max(log_share, axis=-1, keepdims=True))
+    largest = largest_share(old.c, log_kept, new.c)
     v = jnp.exp(lax.stop_gradient(log_shares_kept(old.b, largest, new.b)))
     return Scales(jnp.exp(log_share - finite(largest)), v, jnp.exp(log_share))
 
@@ -266,46 +258,45 @@ def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
     return sum_features(s + (m.z * kept.z) * dend.z)
 
 
-def add_sums(sums: Sums, more: Sums | None) -> Sums:
-    return sums if more is None else Sums(sums.s + more.s, sums.z + more.z)
+def add_sums(sums: Sums, more: Sums) -> Sums:
+    return Sums(sums.s + more.s, sums.z + more.z)
 
 
-def query_sums(queries: QueryFactors, keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
-    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries, from the sums m before it."""
+def read_sums(qf: Array, m: Sums) -> Sums:
+    """S [*batch, C, V] and Z [*batch, C] of queries that read the sums m alone."""
     # Also products with vectors: XLA's CPU library takes five times as long for sums of elementwise products.
-    s, z = einsum("...tk,...kv->...tv", queries.qf, m.s), einsum("...tk,...k->...t", queries.qf, m.z)
-    if keys is None:
-        return Sums(s, z)
-    if (reads_state := keys.masks.reads_state) is not None:
-        s, z = s * reads_state[..., None], z * reads_state
-    a = einsum("...tk,...sk->...ts", queries.qf, keys.kf) * keys.masks.causal
-    own = _move_b(einsum("...ts,...sv->...tv", a, keys.vf), shifts, shifts.reading)
+    return Sums(einsum("...tk,...kv->...tv", qf, m.s), einsum("...tk,...k->...t", qf, m.z))
+
+
+def query_sums(queries: QueryFactors, keys: KeyFactors, m: Sums, shifts: ChunkShifts) -> Sums:
+    """S [*batch, C, V] and Z [*batch, C] of a chunk's queries, which read their chunk and the sums m before it."""
+    s, z = read_sums(queries.qf, m)
+    if keys.of_before is not None:
+        s, z = s * keys.of_before[..., None], z * keys.of_before
+    a = einsum("...tk,...sk->...ts", queries.qf, keys.kf) * keys.pairs
+    own = move_b(einsum("...ts,...sv->...tv", a, keys.vf), shifts.own_b, shifts.reading.b)
     return Sums(s + own, z + jnp.sum(a, axis=-1))
 
 
-def query_log_z(queries: QueryFactors, sums: Sums) -> ShiftedLog:
+def log_z(queries: QueryFactors, sums: Sums) -> ShiftedLog:
     """log Z [*batch, C] of a chunk's queries."""
     return ShiftedLog(safe_log(sums.z), queries.r)
 
 
-def chunk_sums(keys: KeyFactors | None, shifts: ChunkShifts) -> Sums | None:
+def chunk_sums(keys: KeyFactors, shifts: ChunkShifts) -> Sums:
     """What a chunk adds to M_s [*batch, K, V] and M_z [*batch, K]."""
-    if keys is None:
-        return None
     s = einsum("...sk,...sv->...kv", keys.kf_end, keys.vf)
-    return Sums(_move_b(s, shifts, shifts.after), jnp.sum(keys.kf_end, axis=-2))
+    return Sums(move_b(s, shifts.own_b, shifts.after.b), jnp.sum(keys.kf_end, axis=-2))
 
 
-def next_sums(keys: KeyFactors | None, m: Sums, shifts: ChunkShifts) -> Sums:
+def next_sums(keys: KeyFactors, m: Sums, shifts: ChunkShifts) -> Sums:
     """M_s and M_z after a chunk, from those before it."""
-    return m if keys is None else add_sums(scale(m, kept_scales(keys.kept, shifts)), chunk_sums(keys, shifts))
+    return add_sums(scale(m, kept_scales(keys.log_kept, shifts.reading, shifts.after)), chunk_sums(keys, shifts))
 
 
-def _move_b(s: Array, shifts: ChunkShifts, new: Shifts) -> Array:
-    """Sums of a chunk's own values, made relative to the shifts `new`; their gradients, the other way round."""
-    if shifts.decay is None or shifts.own_b is None or new.b is None:
-        return s
-    return _scale_values(s, shift_decay(shifts.own_b, new.b))
+def move_b(s: Array, old: Array | None, new: Array | None) -> Array:
+    """Sums of values relative to the shift `old`, made relative to `new`; their gradients, the other way round."""
+    return s if old is None or new is None or old is new else _scale_values(s, shift_decay(old, new))
 
 
 def fill_empty_queries(kind: Values[Any], queries: QueryFactors, sums: Sums, shifts: ChunkShifts) -> Sums:
@@ -321,27 +312,23 @@ def fill_empty_features(kind: Values[Any], m: Sums, shifts: Shifts) -> Sums:
 # ---- gradients ------------------------------------------------------------------------------------
 
 
-def query_sums_grad(queries: QueryFactors, keys: KeyFactors | None, dsums: Sums) -> Sums:
+def before_grad(queries: QueryFactors, keys: KeyFactors, dsums: Sums) -> Sums:
     """What a chunk's queries add to the gradient of the sums before it: qf^T dS, qf^T dZ."""
-    qf = _mask_tokens(queries.qf, keys and keys.masks.reads_state)
+    qf = _mask_tokens(queries.qf, keys.of_before)
     return Sums(einsum("...tk,...tv->...kv", qf, dsums.s), einsum("...tk,...t->...k", qf, dsums.z))
 
 
-def query_grad(queries: QueryFactors, keys: KeyFactors | None, m: Sums, dsums: Sums, dpairs: Array | None) -> Array:
+def query_grad(queries: QueryFactors, keys: KeyFactors, m: Sums, dsums: Sums, dpairs: Array) -> Array:
     """dq [*batch, C, K], from the sums m before the chunk and the gradients of the queries' S and Z."""
     dqf = einsum("...tv,...kv->...tk", dsums.s, m.s) + dsums.z[..., None] * m.z[..., None, :]
-    dqf = _mask_tokens(dqf, keys and keys.masks.reads_state)
-    if keys is not None and dpairs is not None:
-        dqf = dqf + einsum("...ts,...sk->...tk", dpairs, keys.kf)
+    dqf = _mask_tokens(dqf, keys.of_before) + einsum("...ts,...sk->...tk", dpairs, keys.kf)
     return queries.qf * dqf
 
 
-def pair_grad(keys: KeyFactors | None, dsums: Sums, shifts: ChunkShifts) -> Array | None:
+def pair_grad(keys: KeyFactors, dsums: Sums, shifts: ChunkShifts) -> Array:
     """Gradient [*batch, C, C] of the products of a chunk's queries and keys, from those of the queries' S and Z."""
-    if keys is None:
-        return None
-    ds = _move_b(dsums.s, shifts, shifts.reading)
-    return (einsum("...tv,...sv->...ts", ds, keys.vf) + dsums.z[..., None]) * keys.masks.causal
+    ds = move_b(dsums.s, shifts.own_b, shifts.reading.b)
+    return (einsum("...tv,...sv->...ts", ds, keys.vf) + dsums.z[..., None]) * keys.pairs
 
 
 class KeyGrads(NamedTuple):
@@ -354,29 +341,27 @@ class KeyGrads(NamedTuple):
 
 def key_grads(
     kind: Values[Any],
-    queries: QueryFactors | None,
+    queries: QueryFactors,
     keys: KeyFactors,
-    dsums: Sums | None,
-    dpairs: Array | None,
+    dsums: Sums,
+    dpairs: Array,
     dend: Sums,
     shifts: ChunkShifts,
 ) -> KeyGrads:
     """Gradients of a chunk's keys and values.
 
     Args:
-      dsums, dpairs: gradients of the queries' S and Z, and of their products with keys; None without queries.
+      dsums, dpairs: gradients of the queries' S and Z, and of their products with keys.
       dend: gradients of the sums after the chunk.
     """
-    kf, kf_end, vf, masks, kept = keys
-    dend_s = _move_b(dend.s, shifts, shifts.after)
-    dk = kf_end * (einsum("...sv,...kv->...sk", vf, dend_s) + dend.z[..., None, :])
-    dvf = einsum("...sk,...kv->...sv", kf_end, dend_s)
-    end = None if kept.log_decay is None else jnp.sum(sum_features(dk), axis=-1)
-    if queries is not None and dsums is not None:
-        a = einsum("...sk,...tk->...st", kf, queries.qf) * jnp.swapaxes(masks.causal, -1, -2)
-        dk = dk + kf * einsum("...ts,...tk->...sk", dpairs, queries.qf)
-        dvf = dvf + einsum("...st,...tv->...sv", a, _move_b(dsums.s, shifts, shifts.reading))
-    return KeyGrads(dk, kind.factor_grad(vf, dvf), end)
+    dend_s = move_b(dend.s, shifts.own_b, shifts.after.b)
+    dk = keys.kf_end * (einsum("...sv,...kv->...sk", keys.vf, dend_s) + dend.z[..., None, :])
+    dvf = einsum("...sk,...kv->...sv", keys.kf_end, dend_s)
+    end = None if keys.log_kept is None else jnp.sum(sum_features(dk), axis=-1)
+    a = einsum("...sk,...tk->...st", keys.kf, queries.qf) * jnp.swapaxes(keys.pairs, -1, -2)
+    dk = dk + keys.kf * einsum("...ts,...tk->...sk", dpairs, queries.qf)
+    dvf = dvf + einsum("...st,...tv->...sv", a, move_b(dsums.s, shifts.own_b, shifts.reading.b))
+    return KeyGrads(dk, kind.factor_grad(keys.vf, dvf), end)
 
 
 def log_decay_grad(dq_total: Array | float, grads: KeyGrads, dkept: Array | None) -> Array | None:
@@ -398,15 +383,12 @@ def query_grad_total(kind: Values[Any], dy: Array, dlog_z: Array | None, shifts:
     return (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, shifts.reading.b)
 
 
-def correct_query_grad(
-    dq: Array, queries: QueryFactors, keys: KeyFactors | None, m: Sums, total: Array | float
-) -> Array:
+def correct_query_grad(dq: Array, queries: QueryFactors, keys: KeyFactors, m: Sums, total: Array | float) -> Array:
     """dq, corrected to its exact sum `total` [*batch, C] over features (`query_grad_total`).
 
     Where weights and values hardly differ, dq is small beside its rounding error, which this removes.
     """
-    z = m.z if keys is None else m.z + jnp.sum(keys.kf, axis=-2)
-    weights = queries.qf * z[..., None, :]
+    weights = queries.qf * (m.z + jnp.sum(keys.kf, axis=-2))[..., None, :]
     surplus = jnp.sum(dq, axis=-1) - total
     return dq - weights * safe_divide(surplus, jnp.sum(weights, axis=-1))[..., None]
 

@@ -1,16 +1,17 @@
 """The attention at matmul speed, exact at every dynamic range, in memory linear in T: the default form.
 
-A call takes three steps: the fast pass (`schedule`, the mathematics of `chunk`), one check of all sums for terms lost
-to underflow, and the repair (`repair`), which costs nothing where nothing was lost. The backward pass takes the same
-steps, from the inputs, the queries' sums and the sums between chunks.
+Three things happen, each a form of `exact.run`: causal attention (`schedule.Causal`, the mathematics of `chunk`), the
+state that keys leave behind (`Summarize`), and what queries read of one state (`Read`). Attention that is not causal is
+a summary and a read; within packed documents, and with a forget gate for each direction, two causal attentions.
 
 Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `starts` [*batch, T] is true
 where a packed document starts (`documents.document_starts`). Axes as in `chunk`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import NEG_INF, log_shares
-from heinsen.ops import repair, schedule
-from heinsen.ops.chunk import Keys, Tokens, following
-from heinsen.ops.decay import take_resets
+from heinsen.logspace import NEG_INF, centered_sum, finite, log_shares
+from heinsen.ops import chunk, exact
+from heinsen.ops.chunk import Keys, following
+from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.documents import document_ends
-from heinsen.ops.schedule import Call, Output, pad_tokens, token_axis
+from heinsen.ops.exact import Output, multiply
+from heinsen.ops.schedule import Causal, chunk_size, split_tokens
 from heinsen.ops.states import LogState, MeanState, S
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
+from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Shifts, Sums, Values
 
 
 def log_attention(
@@ -38,15 +40,11 @@ def log_attention(
     starts: Array | None,
     log_decay: Array | None = None,
     *,
-    exact: bool = True,
     fused: bool = False,
 ) -> tuple[Array, LogState]:
-    """(log y [*batch, T, V], the `LogState` after all tokens). Unless `exact`, lost terms stay lost.
-
-    `fused`: by one kernel for each pass, for TPUs and GPUs.
-    """
+    """(log y [*batch, T, V], the `LogState` after all tokens). `fused`: by one kernel for each pass."""
     first = None if state is None else _cast(state, k.dtype).normalize()
-    log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, exact, fused)
+    log_y, end = _attend(LOG_VALUES, q, _keys(k, log_v, starts, log_decay), causal, first, fused)
     return log_y, end.denormalize()
 
 
@@ -59,15 +57,11 @@ def attention(
     starts: Array | None,
     log_decay: Array | None = None,
     *,
-    exact: bool = True,
     fused: bool = False,
 ) -> tuple[Array, MeanState]:
-    """(y [*batch, T, V], the `MeanState` after all tokens). Unless `exact`, lost terms stay lost.
-
-    `fused`: by one kernel for each pass, for TPUs and GPUs.
-    """
+    """(y [*batch, T, V], the `MeanState` after all tokens). `fused`: by one kernel for each pass."""
     first = None if state is None else _cast(state, k.dtype).normalize()
-    y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, exact, fused)
+    y, end = _attend(REAL_VALUES, q, _keys(k, v, starts, log_decay), causal, first, fused)
     return y, end.denormalize()
 
 
@@ -75,8 +69,7 @@ def state_after(
     k: Array, log_v: Array, state: LogState, starts: Array | None, log_decay: Array | None = None
 ) -> LogState:
     """The `LogState` after all tokens, without outputs."""
-    tokens = Tokens(None, _keys(k, log_v, starts, log_decay))
-    return _run_padded(LOG_VALUES, tokens, state.normalize()).state.denormalize()
+    return summarize(LOG_VALUES, _keys(k, log_v, starts, log_decay), state.normalize()).denormalize()
 
 
 def attend_both_ways(
@@ -88,34 +81,28 @@ def attend_both_ways(
     """
     starts = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
     log_decay, resets = take_resets(log_decay, starts)
-    run = partial(_run_padded, kind, return_log_z=True)
     keys = _keys(k, values, resets, log_decay)
-    return _attend_both_ways(kind, q, keys, starts, _empty_state(kind, keys), run, log_decay_after)[0]
+    return _attend_both_ways(kind, q, keys, starts, kind.empty_state(k, values), False, log_decay_after)[0]
 
 
 def _keys(k: Array, values: Array, starts: Array | None, log_decay: Array | None) -> Keys:
-    return Keys(k, values, starts, None if log_decay is None else log_decay[..., None])
+    column = lambda x: None if x is None else x[..., None]
+    return Keys(k, values, column(starts), column(log_decay))
 
 
-def _empty_state(kind: Values[N], keys: Keys) -> N:
-    # XLA would spend seconds folding what follows from so large a constant.
-    return lax.optimization_barrier(kind.empty_state(keys.k, keys.values))
+def _cast(state: S, dtype: DTypeLike) -> S:
+    return jax.tree.map(lambda part: part.astype(dtype), state)
 
 
-def _attend(
-    kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, exact: bool, fused: bool
-) -> tuple[Array, N]:
-    run = partial(_run_padded, kind, exact=exact, fused=fused)
-    state = _empty_state(kind, keys) if state is None else state
+def _attend(kind: Values[N], q: Array, keys: Keys, causal: bool, state: N | None, fused: bool) -> tuple[Array, N]:
+    state = kind.empty_state(keys.k, keys.values) if state is None else state
     if causal:
-        y, _, end = run(Tokens(q, keys), state)
-    elif keys.starts is None:
-        end = run(Tokens(None, keys), state).state
-        y = run(Tokens(q, None), end).y
-    else:
-        y, end = _attend_both_ways(kind, q, keys, keys.starts, state, partial(run, return_log_z=True))
-    assert y is not None
-    return y, end
+        y, _, end = attend_causally(kind, q, keys, state, fused=fused)
+        return y, end
+    if keys.starts is None:
+        end = summarize(kind, keys, state)
+        return read(kind, q, end), end
+    return _attend_both_ways(kind, q, keys, keys.starts[..., 0], state, fused)
 
 
 def _attend_both_ways(
@@ -124,101 +111,140 @@ def _attend_both_ways(
     keys: Keys,
     document_starts: Array,
     state: N,
-    run: Callable[[Tokens, N], Output[N]],
+    fused: bool,
     log_decay_after: Array | None = None,
 ) -> tuple[Array, N]:
     """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
-    past = run(Tokens(q, keys), state)
+    run = partial(attend_causally, kind, return_log_z=True, fused=fused)
+    past = run(q, keys, state)
     # From the end, each token takes the key of the token after it, unless that starts another document.
     ends = document_ends(document_starts)
     later_k = jnp.where(ends[..., None], NEG_INF, _shift_earlier(keys.k, NEG_INF))
     later_values = jnp.where(ends[..., None], kind.zero, _shift_earlier(keys.values, kind.zero))
-    later = Keys(later_k, later_values, ends)
+    later_decay = None
     if log_decay_after is not None:
-        later_decay, resets = take_resets(_shift_earlier(log_decay_after, 0.0, axis=-1), ends)
-        later = later._replace(starts=resets, log_decay=later_decay[..., None])
+        later_decay, ends = take_resets(_shift_earlier(log_decay_after[..., None], 0.0)[..., 0], ends)
+    later = _keys(later_k, later_values, ends, later_decay)
+    flipped_q, flipped_keys = jax.tree.map(lambda x: jnp.flip(x, axis=-2), (q, later))
+    future = run(flipped_q, flipped_keys, state.empty())
 
-    future = run(jax.tree.map(lambda x: jnp.flip(x, token_axis(x)), Tokens(q, later)), state.empty())
-    assert past.y is not None and past.log_z is not None and future.y is not None and future.log_z is not None
+    assert past.log_z is not None and future.log_z is not None
     future_y, future_log_z = jnp.flip(future.y, axis=-2), jax.tree.map(lambda x: jnp.flip(x, axis=-1), future.log_z)
     past_share, future_share = (share[..., None] for share in log_shares(past.log_z, future_log_z))
     return kind.combine(past.y, past_share, future_y, future_share), past.state
 
 
-def _cast(state: S, dtype: DTypeLike) -> S:
-    return jax.tree.map(lambda part: part.astype(dtype), state)
+def _shift_earlier(x: Array, fill: float) -> Array:
+    """Each token's successor in its place, and `fill` in the last one's, of x [*batch, T, F]."""
+    return following(x, jnp.full_like(x[..., -1, :], fill), x.ndim - 2)
 
 
-def _shift_earlier(x: Array, fill: float, axis: int = -2) -> Array:
-    """Each token's successor in its place, and `fill` in the last one's."""
-    axis += x.ndim
-    return following(x, jnp.full_like(lax.index_in_dim(x, -1, axis, keepdims=False), fill), axis)
+# ---- causal attention -----------------------------------------------------------------------------
 
 
-def _run_padded(
-    kind: Values[N], tokens: Tokens, state: N, *, return_log_z: bool = False, exact: bool = True, fused: bool = False
+def attend_causally(
+    kind: Values[N], q: Array, keys: Keys, state: N, *, return_log_z: bool = False, fused: bool = False
 ) -> Output[N]:
-    """`_run` for any number of tokens."""
-    x = tokens.q if tokens.keys is None else tokens.keys.k
-    assert x is not None
-    fused = fused and tokens.q is not None and tokens.keys is not None
+    """Each query reads the keys up to its own, and the state before the first one; any number of tokens."""
+    n_tokens, form = q.shape[-2], _causal_form(kind, q, keys, return_log_z, fused)
+    if n_missing := form.split.n_tokens - n_tokens:
+        q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, n_missing), (0, 0)])
+        keys = chunk.pad_keys(kind, keys, n_missing)
+    y, log_z, end = exact.run(form, q, keys, state)
+    cut = lambda x, axis: lax.slice_in_dim(x, 0, n_tokens, axis=axis)
+    return Output(cut(y, -2), jax.tree.map(lambda x: cut(x, -1), log_z), end)
+
+
+def _causal_form(kind: Values[N], q: Array, keys: Keys, return_log_z: bool, fused: bool) -> Causal[N]:
     if fused:
-        _passes(fused).check(tokens)
-    n_tokens, split = x.shape[-2], _passes(fused).split_tokens(x.shape)
-    padded = pad_tokens(kind, tokens, split.n_tokens - n_tokens)
-    y, log_z, state = _run(Call(kind, split, return_log_z, exact, fused), padded, state)
-    cut = lambda arrays, axis: jax.tree.map(lambda x: lax.slice_in_dim(x, 0, n_tokens, axis=axis), arrays)
-    return Output(cut(y, -2), cut(log_z, -1), state)
+        from heinsen.contrib import kernels  # slow to import
+
+        return kernels.causal_form(kind, q, keys, return_log_z)
+    return Causal(kind, split_tokens(q.shape), return_log_z, platform.target())
 
 
-def _passes(fused: bool) -> Any:
-    """The module with the passes: `schedule`, or kernels."""
-    if not fused:
-        return schedule
-    # Slow to import.
-    if platform.target() == "tpu":
-        from heinsen.ops.pallas import tpu
-
-        return tpu
-    from heinsen.ops.pallas import mosaic_gpu
-
-    return mosaic_gpu
+# ---- summaries and what is read of them -----------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: Call, tokens: Tokens, state: N) -> Output[N]:
-    """Output of a whole number of groups."""
-    return _forward(call, tokens, state, save_residuals=False)[0]
+class _Differentiated:
+    """A form of `exact.run` that JAX differentiates."""
+
+    def fast(self, *args: Any) -> tuple[Any, Array]:
+        """(the output, whether terms were lost)."""
+        raise NotImplementedError
+
+    def slow(self, *args: Any) -> Any:
+        """The output, exact."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array]:
+        out, lost = self.fast(*args)
+        return out, None, lost
+
+    def backward(self, *args: Any, residuals: None, grads: Any, scale: Array) -> tuple[Any, ...]:
+        return _gradients(lambda *args: self.fast(*args)[0], args, grads, scale)
+
+    def exact(self, *args: Any, out: Any) -> Any:
+        return self.slow(*args)
+
+    def exact_backward(self, *args: Any, grads: Any, scale: Array, out: Any) -> tuple[Any, ...]:
+        return _gradients(self.slow, args, grads, scale)
 
 
-def _forward(
-    call: Call, tokens: Tokens, state: N, save_residuals: bool = True
-) -> tuple[Output[N], tuple[Tokens, N, Any, Array]]:
-    out, residuals, lost = _passes(call.fused).forward(call, tokens, state, save_residuals)
-    if call.exact:
-        out = repair.forward(call, tokens, state, lost, out)
-    return out, (tokens, state, residuals, lost)
+def _gradients(function: Callable[..., Any], args: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
+    """Gradients of the arguments; those of the output are divided by `scale` meanwhile, and booleans have None."""
+    found = jax.vjp(function, *args)[1](multiply(grads, 1 / scale))
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * scale, found)
 
 
-def _backward(call: Call, saved: tuple[Tokens, N, Any, Array], grads: Output[N]) -> tuple[Tokens, N]:
-    tokens, state, residuals, lost = saved
-    scale = schedule.cotangent_scale(grads)
-    fast = _passes(call.fused).backward(call, tokens, state, residuals, grads, scale)
-    if not call.exact:
-        return fast
-    exact = partial(repair.backward, call, tokens, state, lost=lost, grads=grads, scale=scale)
-    if not call.fused:
-        # The fast pass needs these arrays no longer; they have the right shapes.
-        return exact(call.kind.state_like(residuals.before, residuals.shifts.reading), fast=fast)
-
-    def repaired(i: Array, fast: tuple[Tokens, N]) -> tuple[Tokens, N]:
-        # Arrays within a loop that hardly ever runs cost nothing, if XLA does not move them out.
-        first, _ = lax.optimization_barrier((state, i))
-        axis, n_chunks = state.h_z.shift.ndim - 1, call.split.n_chunks
-        between = lambda x: jnp.repeat(jnp.expand_dims(x, axis), n_chunks, axis)[None]
-        return exact(jax.tree.map(between, first), fast=fast)
-
-    return lax.fori_loop(0, lost.astype(jnp.int32), repaired, fast)
+def summarize(kind: Values[N], keys: Keys, state: N) -> N:
+    """Normalized state after all keys, from that before them."""
+    return exact.run(Summarize(kind, chunk_size(keys.k.shape[-1])), keys, state)
 
 
-_run.defvjp(_forward, _backward)
+@dataclasses.dataclass(frozen=True)
+class Summarize(_Differentiated, Generic[N]):
+    """Sum over all tokens at once, each weighted by what is left of it at the end."""
+
+    kind: Values[N]
+    chunk_size: int
+
+    def slow(self, keys: Keys, state: N) -> N:
+        return exact.summarize(self.kind, self.chunk_size, keys, state)
+
+    def fast(self, keys: Keys, state: N) -> tuple[N, Array]:
+        kind, before = self.kind, jax.tree.map(lax.stop_gradient, self.kind.state_shifts(state))
+        until_end, log_kept = log_kept_until_end(keys.starts, keys.log_decay)
+        c = lax.stop_gradient(jnp.maximum(jnp.max(keys.k + until_end, axis=-2), before.c + log_kept))
+        own, own_b = kind.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
+        # The state as the sums before a chunk that holds all tokens.
+        largest = chunk.largest_share(before.c, log_kept, c)
+        after = Shifts(c, jax.tree.map(lambda b, own_b: jnp.maximum(b + largest, own_b), before.b, own_b))
+        kept = chunk.scale(kind.state_to_sums(state, before), chunk.kept_scales(log_kept, before, after))
+        m = chunk.add_sums(kept, Sums(chunk.move_b(own.s, own_b, after.b), own.z))
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, after)) | kind.spreads(keys.values)
+        return kind.sums_to_state(m, after), lost | kind.spreads(m.s)
+
+
+def read(kind: Values[N], q: Array, state: N) -> Array:
+    """y or log y [*batch, T, V] of queries that all read one normalized state."""
+    return exact.run(Read(kind, chunk_size(q.shape[-1])), q, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read(_Differentiated, Generic[N]):
+    """One product of all queries with the state."""
+
+    kind: Values[N]
+    chunk_size: int
+
+    def slow(self, q: Array, state: N) -> Array:
+        return exact.read(self.chunk_size, q, state)
+
+    def fast(self, q: Array, state: N) -> tuple[Array, Array]:
+        shifts = jax.tree.map(lax.stop_gradient, self.kind.state_shifts(state))
+        m = self.kind.state_to_sums(state, shifts)
+        exponents, r = centered_sum(q, shifts.c[..., None, :])
+        sums = chunk.read_sums(jnp.exp(exponents), m)
+        filled = self.kind.fill_empty(sums, r != NEG_INF, shifts.b)
+        return self.kind.mean(sums, shifts.b), self.kind.has_lost_terms(filled) | self.kind.spreads(m.s)

@@ -72,6 +72,33 @@ def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
     return ChunkDecay(jnp.exp(jnp.where(visible, of_keys, NEG_INF)), jnp.exp(of_state), until_end, of_state[..., -1])
 
 
+def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
+    """What is left at the end of each token [*batch, T, 1], and of the state before all [*batch, 1], in logarithms.
+
+    Of log_decay [*batch, T, 1], all finite, and `starts` [*batch, T, 1], either None for none. Where much is left the
+    sums are of few large numbers, and hardly rounded.
+    """
+    until_end = total = jnp.zeros(())
+    if log_decay is not None:
+        later = lax.cumsum(log_decay, axis=log_decay.ndim - 2, reverse=True)
+        until_end = jnp.concatenate([later[..., 1:, :], jnp.zeros_like(later[..., :1, :])], axis=-2)
+        total = later[..., 0, :]
+    if starts is not None:
+        later = lax.cumsum(starts.astype(jnp.int32), axis=starts.ndim - 2, reverse=True)
+        until_end = jnp.where(later > starts, NEG_INF, until_end)
+        total = jnp.where(later[..., 0, :] > 0, NEG_INF, total)
+    return until_end, total
+
+
+def document_decay(starts: Array, dtype: jnp.dtype) -> ChunkDecay:
+    """`chunk_decay` where nothing is forgotten but at the start of a document."""
+    document = prefix_sums(starts.astype(dtype))
+    same = (document[..., :, None] == document[..., None, :]).astype(dtype)
+    until_end = jnp.where(document == document[..., -1:], 0.0, NEG_INF).astype(dtype)
+    total = jnp.where(document[..., -1] == 0, 0.0, NEG_INF).astype(dtype)
+    return ChunkDecay(jnp.tril(same), (document == 0).astype(dtype), until_end, total)
+
+
 def prefix_sums(x: Array, reverse: bool = False) -> Array:
     """Sums of x [*batch, C] up to each token, or from each on: a product, which XLA computes once for all users."""
     triangle = (jnp.tril if reverse else jnp.triu)(jnp.ones((x.shape[-1],) * 2, x.dtype))

@@ -6,8 +6,6 @@ sequence begins in, which may continue the document of an incoming state.
 Axes: `*batch` is any leading axes; T tokens; C tokens of a chunk.
 """
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -53,26 +51,3 @@ def mask_cross_document(starts: Bool[Array, "*batch T"]) -> Bool[Array, "*batch 
 def mask_starts(starts: Bool[Array, "*batch T"], log_sums: Array) -> Array:
     """log_sums [*batch, T, K], emptied (-inf) where a document starts."""
     return jnp.where(starts[..., None], NEG_INF, log_sums)
-
-
-class ChunkMasks(NamedTuple):
-    """What the documents of a chunk see of it and of the state before it: 0 or 1, or None for all ones."""
-
-    causal: Array  # [*batch, C, C]: key s is visible to query t of the same chunk
-    reads_state: Array | None  # [*batch, C]: query t continues the document of the incoming state
-    enters_state: Array | None  # [*batch, C]: key s belongs to the document that the chunk ends in
-    keeps_state: Array | None  # [*batch, 1]: no document starts in the chunk
-
-
-def chunk_masks(n_tokens: int, starts: Array | None, dtype: jnp.dtype) -> ChunkMasks:
-    """Masks of a chunk of n_tokens; `starts` [*batch, C] or None for a single document."""
-    causal = jnp.tril(jnp.ones((n_tokens, n_tokens), dtype))
-    if starts is None:
-        return ChunkMasks(causal, None, None, None)
-    document = document_numbers(starts)
-    return ChunkMasks(
-        causal * (document[..., :, None] == document[..., None, :]),
-        (document == 0).astype(dtype),
-        (document == document[..., -1:]).astype(dtype),
-        (document[..., -1:] == 0).astype(dtype),
-    )

@@ -15,14 +15,16 @@ Axes: `*batch` any leading axes; T queries, S keys (S = T if causal); K key and 
 from functools import partial
 from typing import Literal, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.checks import check_inputs, check_log_decay
+from heinsen.ops.checks import check_inputs, check_known_tokens, check_log_decay
 from heinsen.ops.decay import chunk_decay, take_resets
 from heinsen.ops.documents import document_ends, document_numbers, document_starts
+from heinsen.ops.transforms import on_automatic_axes, vary_together
 
 _CHUNK = 64  # tokens
 
@@ -94,28 +96,37 @@ def linear_attention(
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
     check_inputs(q, k, v, causal, segment_ids, "v")
+    check_known_tokens(q, k)
     dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     fq, fk = _features(q.astype(dtype)), _features(k.astype(dtype))
-    v1 = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:-1], 1), dtype)], axis=-1)
     if state is None:
         state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], dtype)
-    initial = state.sums.astype(dtype)
     starts = None
     if segment_ids is not None:
         starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
     if log_decay is not None:
         check_log_decay(log_decay, k, causal)
         log_decay, starts = take_resets(log_decay.astype(dtype), starts)
-    if causal:
-        numerators, final = _causal(fq, fk, v1, initial, starts, log_decay)
-    elif starts is None:
-        final = initial + _einsum("...sk,...sv->...kv", fk, v1)
-        numerators = _einsum("...tk,...kv->...tv", fq, final)
-    else:
-        numerators, final = _within_documents(fq, fk, v1, initial, starts)
+    attend = partial(_attend, causal=causal)
+    numerators, final = on_automatic_axes(attend, fq, fk, v.astype(dtype), state.sums.astype(dtype), starts, log_decay)
     z = numerators[..., -1:]
     y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(v.dtype)
     return (y, LinearState(final)) if return_state else y
+
+
+@partial(jax.jit, static_argnames="causal")
+def _attend(
+    fq: Array, fk: Array, v: Array, initial: Array, starts: Array | None, log_decay: Array | None, causal: bool
+) -> tuple[Array, Array]:
+    """What each query reads, with the denominator last, and the sums after all tokens. Jitted: see `exact.run`."""
+    fq, fk, v, initial, starts, log_decay = vary_together(fq, fk, v, initial, starts, log_decay)
+    v1 = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+    if causal:
+        return _causal(fq, fk, v1, initial, starts, log_decay)
+    if starts is not None:
+        return _within_documents(fq, fk, v1, initial, starts)
+    final = initial + _einsum("...sk,...sv->...kv", fk, v1)
+    return _einsum("...tk,...kv->...tv", fq, final), final
 
 
 def _features(x: Array) -> Array:

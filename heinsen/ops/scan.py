@@ -11,11 +11,9 @@ Axes: T queries, S keys, K key and V value features; `*batch` is any leading axe
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import (
@@ -27,7 +25,6 @@ from heinsen.logspace import (
     log_linear_recurrence,
     log_shares,
     logaddexp,
-    logsumexp,
 )
 from heinsen.ops.documents import last_tokens, mask_starts
 from heinsen.ops.states import (
@@ -39,8 +36,7 @@ from heinsen.ops.states import (
     read_all,
     whole_shift,
 )
-
-N = TypeVar("N", NormalizedState, NormalizedMeanState)
+from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
 
 
 @partial(jax.checkpoint, static_argnums=(3,))
@@ -55,7 +51,7 @@ def log_attention(
 ) -> tuple[Array, LogState]:
     """(log y [*batch, T, V], the `LogState` after all tokens)."""
     state = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype) if state is None else state
-    y, end = _attend(q, k, log_v, causal, state.normalize(), starts, log_decay, _sum_log_values, _accumulate_log_values)
+    y, end = _attend(q, k, log_v, causal, state.normalize(), starts, log_decay, LOG_VALUES, _accumulate_log_values)
     return y, end.denormalize()
 
 
@@ -71,7 +67,7 @@ def attention(
 ) -> tuple[Array, MeanState]:
     """(y [*batch, T, V], the `MeanState` after all tokens); v of either sign."""
     state = init_state(k.shape[:-2], k.shape[-1], v.shape[-1], signed=True, dtype=k.dtype) if state is None else state
-    y, end = _attend(q, k, v, causal, state.normalize(), starts, log_decay, _sum_real_values, _accumulate_real_values)
+    y, end = _attend(q, k, v, causal, state.normalize(), starts, log_decay, REAL_VALUES, _accumulate_real_values)
     return y, end.denormalize()
 
 
@@ -83,12 +79,12 @@ def _attend(
     past: N,
     starts: Array | None,
     log_decay: Array | None,
-    sum_values: Callable[[Array, Array], N],
+    kind: Values[N],
     accumulate: Callable[[Array, Array, Array, Array, N], tuple[N, N]],
 ) -> tuple[Array, N]:
-    """(what the queries read, the normalized state after all tokens), by the two functions of the kind of values."""
+    """(what the queries read, the normalized state after all tokens), by a function of the kind of values."""
     if not causal and starts is None:
-        end = past.merge(sum_values(k, values))
+        end = past.merge(kind.state_of_tokens(k, values))
         return read_all(end, q)[0], end
     states, end = accumulate(*_scan_weights(k, past.h_z.value(), starts, log_decay), values, past)
     if not causal and starts is not None:
@@ -96,28 +92,6 @@ def _attend(
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
         states = jax.tree.map(lambda x: x if x.shape[axis] == 1 else at_end(x), states)  # the shift b has one for all
     return states.read(q)[0], end
-
-
-def _sum_log_values(k: Array, log_v: Array) -> NormalizedState:
-    """Normalized state of all tokens."""
-    log_shares, h_z = _log_shares_in_sum(k)
-    b = whole_shift(jnp.max(log_v, axis=-2))
-    log_mean = logsumexp(log_shares[..., None] + (log_v - finite(b)[..., None, :])[..., None, :], axis=-3)
-    return NormalizedState.of(log_mean, h_z, b)
-
-
-def _sum_real_values(k: Array, v: Array) -> NormalizedMeanState:
-    """Normalized state of all tokens."""
-    log_shares, h_z = _log_shares_in_sum(k)
-    return NormalizedMeanState(jnp.einsum("...sk,...sv->...kv", jnp.exp(log_shares), v), h_z)
-
-
-def _log_shares_in_sum(k: Array) -> tuple[Array, ShiftedLog]:
-    """(the log share [*batch, S, K] of each token in the sum h_z over all, h_z)."""
-    top = lax.stop_gradient(jnp.max(k, axis=-2))
-    below = k - finite(top)[..., None, :]
-    rest = logsumexp(below, axis=-2)
-    return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
 
 def _scan_weights(

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.checks import check_inputs
+from heinsen.ops.checks import check_inputs, check_known_tokens
 from heinsen.ops.documents import document_ranges, document_starts
+from heinsen.ops.transforms import on_automatic_axes, vary_together
 
 Bias = float | Literal["-log_n"]
 
@@ -133,8 +134,16 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
         _check_number("bias", bias, ', or "-log_n"')
     dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     q = q.astype(dtype) * k.shape[-1] ** -0.5
-    form = _Form(alpha, bias, _block_size(math.prod(k.shape[:-2])))
-    return _attend(q, k.astype(dtype), v.astype(dtype), first, stop, form).astype(v.dtype)
+    check_known_tokens(q, k)
+    form = _Form(alpha, bias, _block_size(math.prod(n for n in k.shape[:-2] if isinstance(n, int))))
+    attend = lambda *arrays: (_attend_jitted(form, *arrays), ())
+    return on_automatic_axes(attend, q, k.astype(dtype), v.astype(dtype), first, stop)[0].astype(v.dtype)
+
+
+@partial(jax.jit, static_argnums=0)
+def _attend_jitted(form: "_Form", *arrays: Array) -> Array:
+    """Jitted, so that a second call outside jit compiles nothing."""
+    return _attend(*vary_together(*arrays), form)
 
 
 def _check_number(name: str, x: object, alternative: str = "") -> None:
@@ -175,10 +184,10 @@ def _attend(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form
             weights, _ = _sigmoid(queries, keys)
             return y_i + _einsum("...ts,...sv->...tv", weights * queries.scale, keys.v)
 
-        zeros = jnp.zeros((*queries.q.shape[:-1], v.shape[-1]), v.dtype)
+        zeros = vary_together(jnp.zeros((*queries.q.shape[:-1], v.shape[-1]), v.dtype), q)[0]
         return _add(y, lax.fori_loop(queries.first_block, queries.stop_block, key_block, zeros), queries.start)
 
-    y = jnp.zeros((*q.shape[:-1], v.shape[-1]), v.dtype)
+    y = vary_together(jnp.zeros((*q.shape[:-1], v.shape[-1]), v.dtype), q)[0]
     return lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, y)
 
 
@@ -208,11 +217,12 @@ def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Ar
             return dq_i, dk, _add(dv, _einsum("...ts,...tv->...sv", weights, g_i), keys.start)
 
         dq, dk, dv = grads
-        dq_i = jnp.zeros_like(queries.q)
+        dq_i = vary_together(jnp.zeros_like(queries.q), q)[0]
         dq_i, dk, dv = lax.fori_loop(queries.first_block, queries.stop_block, key_block, (dq_i, dk, dv))
         return _add(dq, dq_i, queries.start), dk, dv
 
-    zeros = jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
+    *zeros, _ = vary_together(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), q)
+    zeros = tuple(zeros)
     dq, dk, dv = lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, zeros)
     return dq, dk, dv, None, None
 

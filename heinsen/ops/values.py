@@ -2,7 +2,7 @@
 
 Log values are non-negative numbers given by their logarithms; their sums are kept relative to a shift b >= log v. Real
 values have either sign and need no shift: there b is None. Each kind supplies the factor that enters a matmul, the
-mean that a query reads and the gradients of both, so that `chunk`, `schedule` and `repair` are written once.
+mean that a query reads and the gradients of both, so that all others are written once.
 
 Axes: K key features, V value features, T tokens or queries; `*batch` is any leading axes.
 """
@@ -12,14 +12,17 @@ from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, logaddexp
+from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, logaddexp, logsumexp
 from heinsen.ops.states import MeanState, NormalizedMeanState, NormalizedState, init_state, whole_shift
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
 # state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
 SMALLEST_SUM = 1e-27
+
+HIGHEST = lax.Precision.HIGHEST  # without it, TPUs and GPUs round float32 factors to bfloat16 or TF32
 
 N = TypeVar("N", NormalizedState, NormalizedMeanState)
 
@@ -100,8 +103,12 @@ class Values(abc.ABC, Generic[N]):
         """Normalized state of sums relative to shifts."""
 
     @abc.abstractmethod
-    def state_like(self, m: Sums, shifts: Shifts) -> N:
-        """Arrays of a normalized state's shapes, as one; their numbers mean nothing."""
+    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> N:
+        """Normalized state of all tokens k [*batch, T, K], values [*batch, T, V], with log_kept [*batch, T] of each."""
+
+    @abc.abstractmethod
+    def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, Array | None]:
+        """Sums over T tokens with log_weights [*batch, T, K] <= 0, and the shift b of the sums."""
 
     @abc.abstractmethod
     def state_shifts(self, state: N) -> Shifts:
@@ -166,9 +173,19 @@ class LogValues(Values[NormalizedState]):
     def spreads(self, values: Array) -> Array:
         return jnp.zeros((), bool)  # relative to a shift, what is not finite makes its sums NaN
 
-    def state_like(self, m: Sums, shifts: Shifts) -> NormalizedState:
-        assert shifts.b is not None
-        return NormalizedState(m.s, ShiftedLog(m.z, shifts.c), shifts.b)
+    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedState:
+        log_shares, h_z = _log_shares_in_sum(k, log_kept)
+        b = whole_shift(jnp.max(values, axis=-2))
+        log_mean = logsumexp(log_shares[..., None] + (values - finite(b)[..., None, :])[..., None, :], axis=-3)
+        return NormalizedState.of(log_mean, h_z, b)
+
+    def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, Array | None]:
+        # A token's largest weight goes with its value, so that what is forgotten does not raise the shift.
+        largest = lax.stop_gradient(jnp.max(log_weights, axis=-1, keepdims=True))
+        weights, values = jnp.exp(log_weights - finite(largest)), values + largest
+        b = lax.stop_gradient(self.largest(values))
+        z = jnp.einsum("...sk,...s->...k", weights, jnp.exp(largest[..., 0]), precision=HIGHEST)
+        return Sums(jnp.einsum("...sk,...sv->...kv", weights, self.factor(values, b), precision=HIGHEST), z), b
 
     def state_shifts(self, state: NormalizedState) -> Shifts:
         return Shifts(state.h_z.shift, state.b)
@@ -226,8 +243,14 @@ class RealValues(Values[NormalizedMeanState]):
     def spreads(self, values: Array) -> Array:
         return ~jnp.all(jnp.isfinite(values))
 
-    def state_like(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
-        return NormalizedMeanState(m.s, ShiftedLog(m.z, shifts.c))
+    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedMeanState:
+        log_shares, h_z = _log_shares_in_sum(k, log_kept)
+        return NormalizedMeanState(jnp.einsum("...sk,...sv->...kv", jnp.exp(log_shares), values), h_z)
+
+    def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, None]:
+        weights = jnp.exp(log_weights)
+        s = jnp.einsum("...sk,...sv->...kv", weights, values, precision=HIGHEST)
+        return Sums(s, jnp.sum(weights, axis=-2)), None
 
     def state_shifts(self, state: NormalizedMeanState) -> Shifts:
         return Shifts(state.h_z.shift, None)
@@ -238,6 +261,15 @@ class RealValues(Values[NormalizedMeanState]):
 
 
 LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
+
+
+def _log_shares_in_sum(k: Array, log_kept: Array | None) -> tuple[Array, ShiftedLog]:
+    """(the log share [*batch, T, K] of each token in the sum h_z over all, h_z), with log_kept [*batch, T] of each."""
+    column = 0.0 if log_kept is None else log_kept[..., None]
+    top = lax.stop_gradient(jnp.max(k + column, axis=-2))
+    below = (k - finite(top)[..., None, :]) + column
+    rest = logsumexp(below, axis=-2)
+    return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
 
 def _log_weight(m: Sums, shifts: Shifts) -> ShiftedLog:

@@ -14,11 +14,10 @@ from heinsen.errors import HeinsenError, Interrupted
 from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
-from heinsen.remote import RemoteError
+from heinsen.remote import Mirror, RemoteError, open_mirror
 from heinsen.training.checkpoint import Checkpoints, has_checkpoints
 from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
-from heinsen.training.mirror import Mirror
 from heinsen.training.objective import get_objective
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.report import LossMean, Reporter
@@ -48,7 +47,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     """Train the run in `workdir`, resuming it if it has begun; return the last validation.
 
     mirror_to: an address where the run folder is copied to after each checkpoint and at the end, and fetched from if it
-    is only there (`heinsen.training.mirror`).
+    is only there (`heinsen.contrib.remote`).
 
     Raises:
       DatasetError, MeshError, RunError, CheckpointError, RemoteError: before anything is overwritten.
@@ -108,8 +107,8 @@ def _open_mirror(config: TrainConfig, workdir: Path, address: str | None) -> Mir
     mirror, reason = None, None
     if address is not None and jax.process_index() == 0:
         try:
-            mirror = Mirror(address, workdir)
-            mirror.prepare(config)
+            mirror = open_mirror(address, workdir)
+            mirror.prepare(config.fingerprint)
         except (RemoteError, RunError) as error:
             reason = str(error)
     if address is not None and (reason := first_reason(reason)) is not None:

@@ -24,8 +24,8 @@ from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
 from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, print_warning
+from heinsen.export import ExportError, is_export, read_manifest
 from heinsen.files import LockedError, hold_lock, write_atomically
-from heinsen.interop import InteropError, is_export, read_manifest
 from heinsen.models import ModelConfig, check_halo
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
@@ -248,7 +248,7 @@ def load_run(workdir: Path) -> TrainConfig:
     """
     try:
         config = read_manifest(workdir).run if is_export(workdir) else _read_config(workdir)
-    except InteropError as error:
+    except ExportError as error:
         raise RunError(str(error)) from error
     if config is None:
         raise RunError(

@@ -6,11 +6,9 @@ constants are spread over 1 to 1000 tokens. The promised tolerances are those of
 
 import itertools
 import math
-import sys
-import time
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,30 +16,16 @@ import jax
 import numpy as np
 
 import heinsen
-from heinsen.files import make_folder
-from heinsen.ops.api import IMPLEMENTATIONS
-from heinsen.sweep.machine import usable_cores
-from scripts.benchmarking import accuracy_report
-from scripts.benchmarking.measure import device_name, versions, write_results
+from scripts.benchmarking import measure
 
 FUNCTIONS = {"log": heinsen.log_attention, "real": heinsen.attention}
+SIGMAS = (1, 8, 64)
 GRADIENT_TOLERANCE = 1e-4  # of a tensor's largest
 
 
 def output_tolerance(sigma: float) -> float:
     """Return the promised error of log y, and of y relative to the largest."""
     return 2e-5 if sigma <= 8 else 2e-4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Lengths in ascending order; no implementation is begun later than `stop_after` seconds after the start."""
-
-    lengths: Sequence[int]
-    sigmas: Sequence[float]
-    heads: int
-    features: int
-    stop_after: float
 
 
 class Case(NamedTuple):
@@ -57,65 +41,39 @@ class Case(NamedTuple):
 Results = dict[str, np.ndarray]  # the output "y", and gradients by the names of a case's inputs
 
 
-def benchmark_accuracy(settings: Settings, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json and OUT/accuracy.png, and return the report."""
-    make_folder(out)
-    trial = Trial(settings)
-    summary: dict[str, Any] = dict(
-        device=device_name(),
-        versions=versions(),
-        heads=settings.heads,
-        features=settings.features,
-        rows=trial.rows,
-        left_out=trial.left_out,
-    )
-    for n_tokens in settings.lengths:
-        trial.run(n_tokens)
-        path = write_results(out, summary)  # so far: a process that is stopped leaves what it has found
-    paths = path, accuracy_report.plot(summary, out / "accuracy.png")
-    return "\n".join([*accuracy_report.report(summary), f"written: {', '.join(map(str, paths))}"])
+def benchmark_accuracy(lengths: Sequence[int], heads: int, features: int, out: Path) -> str:
+    """Run the benchmark, write OUT/results.json, and return the report."""
+    summary: dict[str, Any] = measure.machine() | dict(heads=heads, features=features, rows=[], left_out=[])
+    for n_tokens in lengths:
+        errors = lambda which, n_tokens=n_tokens: measure_errors((heads, n_tokens, features), *which)
+        combinations = itertools.product(measure.IMPLEMENTATIONS, FUNCTIONS, (False, True))
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # most of the time goes into compiling
+            for rows, left_out in pool.map(errors, combinations):
+                summary["rows"] += rows
+                summary["left_out"] += left_out
+        measure.write_results(out, summary)
+        measure.tell(f"T={n_tokens}: done")
+    return "\n".join(report(summary))
 
 
-@dataclass
-class Trial:
-    """Collects a row of errors per implementation and case, and the reasons where there is none."""
-
-    settings: Settings
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[dict[str, Any]] = field(default_factory=list)
-    start: float = field(default_factory=time.monotonic)
-
-    def run(self, n_tokens: int) -> None:
-        """Add the rows of all implementations and kinds of inputs at a length, compiling as many at a time as cores."""
-        combinations = itertools.product(FUNCTIONS, (False, True), IMPLEMENTATIONS)
-        which = [
-            dict(implementation=implementation, values=values, gated=gated, tokens=n_tokens)
-            for values, gated, implementation in combinations
-        ]
-        with ThreadPoolExecutor(len(usable_cores())) as pool:
-            for rows, left_out in pool.map(self._try, which):
-                self.rows += rows
-                self.left_out += left_out
-
-    def _try(self, which: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the rows of an implementation for every sigma, and the reason why there are no more, if so."""
-        if time.monotonic() - self.start > self.settings.stop_after:
-            return [], [dict(**which, why="no time left", failed=False)]
-        rows, values = [], which["values"]
-        call = prepare(which["implementation"], values)
-        for sigma in self.settings.sigmas:
-            case = draw_case((self.settings.heads, which["tokens"], self.settings.features), sigma, which["gated"])
-            try:
-                got = call(case)
-            except Exception as error:
-                # A ValueError or NotImplementedError says what an implementation does not do; all else is a defect.
-                failed = not isinstance(error, ValueError | NotImplementedError)
-                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                return rows, [dict(**which, why=why, failed=failed)]
-            rows.append(dict(**which, sigma=sigma, **judge(got, compute(case, values), values, sigma)))
-        kind = accuracy_report.kind(values, which["gated"])
-        print(f"T={which['tokens']} {which['implementation']}, {kind}: done", file=sys.stderr, flush=True)
-        return rows, []
+def measure_errors(
+    shape: tuple[int, int, int], implementation: str, values: str, gated: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of an implementation at a shape [H, T, K] for every sigma, and why there are no more, if so."""
+    which = dict(implementation=implementation, values=values, gated=gated, tokens=shape[1])
+    rows: list[dict[str, Any]] = []
+    call = prepare(implementation, values)
+    for sigma in SIGMAS:
+        case = draw_case(shape, sigma, gated)
+        try:
+            got = call(case)
+        except Exception as error:
+            # A ValueError or NotImplementedError says what an implementation does not do; all else is a defect.
+            failed = not isinstance(error, ValueError | NotImplementedError)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return rows, [dict(**which, why=why, failed=failed)]
+        rows.append(dict(**which, sigma=sigma, **judge(got, compute(case, values), values, sigma)))
+    return rows, []
 
 
 def judge(got: Results, want: Results, values: str, sigma: float) -> dict[str, Any]:
@@ -167,12 +125,9 @@ def prepare(implementation: str, values: str) -> Callable[[Case], Results]:
 
 def compute(case: Case, values: str) -> Results:
     """Return output and gradients by the equations in float64, quadratic in T."""
-    heads = [compute_head(*head, values) for head in _heads(case)]
+    of_head = lambda head: [None if x is None else x[head].astype(np.float64) for x in case]
+    heads = [compute_head(*of_head(head), values) for head in range(len(case.q))]
     return {name: np.stack([head[name] for head in heads]) for name in heads[0]}
-
-
-def _heads(case: Case) -> list[list[np.ndarray | None]]:
-    return [[None if x is None else x[head].astype(np.float64) for x in case] for head in range(len(case.q))]
 
 
 def compute_head(
@@ -216,3 +171,43 @@ def compute_head(
         before = np.cumsum(d_logits, axis=-1) - d_logits
         results["log_decay"] = np.sum(np.tril(before), axis=0)
     return results
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def report(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the report: a row per implementation and case, and a verdict."""
+    lines = [
+        f"causal, H={summary['heads']} K=V={summary['features']}; {summary['device']}; {measure.describe_versions()}",
+        "errors against float64: log y absolute; y and gradients relative to the largest",
+        f"{'implementation':<14} {'values':<24} {'sigma':>5} {'T':>6} {'output':>8} {'allowed':>8} "
+        f"{'gradient':>8} {'allowed':>8} {'worst by':<10}",
+    ]
+    for row in summary["rows"]:
+        name, error = worst_gradient(row["errors"])
+        lines.append(
+            f"{row['implementation']:<14} {kind(row):<24} {row['sigma']:>5g} {row['tokens']:>6} "
+            f"{_number(row['errors']['y']):>8} {row['tolerances']['y']:>8.0e} "
+            f"{_number(error):>8} {row['tolerances'][name]:>8.0e} {name:<10} {'pass' if row['passed'] else 'FAIL'}"
+        )
+    for each in summary["left_out"]:
+        state = "FAIL" if each["failed"] else "left out"
+        lines.append(f"{state}: {each['implementation']}, {kind(each)}, T = {each['tokens']}: {each['why']}")
+    n_passed, n_failed = (sum(x[key] for x in summary[of]) for of, key in (("rows", "passed"), ("left_out", "failed")))
+    verdict = f"{n_passed} of {len(summary['rows'])} rows within their tolerances"
+    return [*lines, f"{verdict}; {n_failed} failed to run; {len(summary['left_out']) - n_failed} left out"]
+
+
+def kind(which: Mapping[str, Any]) -> str:
+    return f"{which['values']} values{', forget gate' if which['gated'] else ''}"
+
+
+def worst_gradient(errors: Mapping[str, float | None]) -> tuple[str, float | None]:
+    """Return the input whose gradient has the largest error, with the error; None: it is not finite."""
+    gradients = [(name, error) for name, error in errors.items() if name != "y"]
+    return max(gradients, key=lambda each: math.inf if each[1] is None else each[1])
+
+
+def _number(error: float | None) -> str:
+    return "not finite" if error is None else f"{error:.1e}"

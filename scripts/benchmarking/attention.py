@@ -1,39 +1,39 @@
 """Forward and backward passes of attention: time and memory by the number of tokens."""
 
-import statistics
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
-from heinsen.files import make_folder
-from scripts.benchmarking import attention_report
+from scripts.benchmarking import measure
 from scripts.benchmarking.contestants import (
+    BACKWARD,
     CHUNKED,
     DIRECTIONS,
-    Prepare,
+    FORWARD,
+    JaxContestant,
     Prepared,
     Shape,
     SkipError,
+    TorchContestant,
     contestants,
 )
-from scripts.benchmarking.measure import device_name, seconds, versions, warm_up, write_results
 
-Result = dict[str, Any]
+Summary = Mapping[str, Any]
 DTYPES = ("float32", "bfloat16")
+Contestant = TypeVar("Contestant")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Lengths in ascending order, dtypes in order; dtypes () means the device's default.
+    """Lengths in ascending order; dtypes [] means the device's default.
 
-    `only` names the contestants, () means all; those in `skip` are left out, whether they could run here or not.
+    `only` names the contestants, [] means all; those in `skip` are left out, whether they could run here or not. A
+    contestant with a call that took more than `time_limit` seconds is left out at longer sequences.
     """
 
     lengths: Sequence[int]
@@ -44,57 +44,42 @@ class Settings:
     heads: int
     features: int
     repeats: int
-    time_limit: float  # seconds per call
-    stop_after: float  # seconds after the start, when nothing more is begun
+    time_limit: float
+
+    def __post_init__(self) -> None:
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                raise InputError(f"--dtypes={dtype}: choose float32 or bfloat16")
+
+    def choose(self, found: Mapping[str, Contestant]) -> dict[str, Contestant]:
+        """Return the contestants to run. Raises InputError."""
+        if unknown := set(self.only) - found.keys():
+            raise InputError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(found)}")
+        return {name: x for name, x in found.items() if name in (self.only or found) and name not in self.skip}
 
     def shape(self, n_tokens: int, dtype: str) -> Shape:
         return Shape(self.batch, self.heads, n_tokens, self.features, dtype)
+
+    def describe(self) -> str:
+        return f"causal, B={self.batch} H={self.heads} K=V={self.features}"
 
 
 def benchmark_attention(settings: Settings, out: Path) -> str:
     """Run the benchmark, write OUT/results.json and OUT/attention.png, and return the report. Raises InputError."""
     keep_host_memory()
+    race = Race(settings, settings.choose(contestants()))
     dtypes = settings.dtypes or DTYPES[: 1 if jax.default_backend() == "cpu" else 2]
     for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise InputError(f"--dtypes={dtype}: choose float32 or bfloat16")
-    race = Race(settings, _choose(contestants(), settings))
-    make_folder(out)
-    for dtype in dtypes:
         for n_tokens in settings.lengths:
-            race.drop_slow(n_tokens)
             for direction in DIRECTIONS:
                 race.run(settings.shape(n_tokens, dtype), direction)
-                write_results(out, summarize(settings, race))  # so far: a stopped process leaves what it has found
-                elapsed = time.monotonic() - race.start
-                print(f"{dtype} T={n_tokens} {direction}: done after {elapsed:.0f} s", file=sys.stderr, flush=True)
-    growth = [each for dtype in dtypes for direction in DIRECTIONS for each in race.growth(dtype, direction)]
-    summary = summarize(settings, race, growth)
-    paths = write_results(out, summary), attention_report.plot(summary, out / "attention.png")
-    return "\n".join([*attention_report.report(summary), f"written: {', '.join(map(str, paths))}"])
-
-
-def summarize(settings: Settings, race: "Race", growth: Sequence[Result] = ()) -> dict[str, Any]:
-    return dict(
-        device=device_name(),
-        versions=versions(),
-        batch=settings.batch,
-        heads=settings.heads,
-        features=settings.features,
-        results=race.results,
-        growth=growth,
-        left_out=[
-            dict(name=name, direction=direction, dtype=dtype, why=reason)
-            for (name, direction, dtype), reason in race.left_out.items()
-        ],
-    )
-
-
-def _choose(found: Mapping[str, Prepare], settings: Settings) -> dict[str, Prepare]:
-    if unknown := set(settings.only) - found.keys():
-        raise InputError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(found)}")
-    chosen = settings.only or found
-    return {name: prepare for name, prepare in found.items() if name in chosen and name not in settings.skip}
+                measure.write_results(out, race.summary())
+                measure.tell(f"{dtype} T={n_tokens} {direction}: done")
+    race.growth = [each for dtype in dtypes for direction in DIRECTIONS for each in race.find_growth(dtype, direction)]
+    summary = race.summary()
+    measure.write_results(out, summary)
+    plot(summary, out / "attention.png")
+    return "\n".join(report(summary))
 
 
 @dataclass
@@ -102,53 +87,38 @@ class Race:
     """Times the contestants in turn. Those that cannot continue are in `left_out`, with the reason."""
 
     settings: Settings
-    entries: Mapping[str, Prepare]
-    results: list[Result] = field(default_factory=list)
+    contestants: Mapping[str, JaxContestant | TorchContestant]
+    results: list[dict[str, Any]] = field(default_factory=list)
+    growth: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[tuple[str, str, str], str] = field(default_factory=dict)  # {(name, direction, dtype): reason}
-    start: float = field(default_factory=time.monotonic)
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() - self.start > self.settings.stop_after
+    def summary(self) -> dict[str, Any]:
+        names = "name", "direction", "dtype", "why"
+        left_out = [dict(zip(names, (*key, why), strict=True)) for key, why in self.left_out.items()]
+        found = dict(shape=self.settings.describe(), results=self.results, growth=self.growth, left_out=left_out)
+        return measure.machine() | found
 
     def run(self, shape: Shape, direction: str) -> None:
-        """Add one result for each contestant that can run."""
+        """Add one result for each contestant that can run; a slow one is timed once."""
         prepared, times = self._prepare(shape, direction)
-        for _ in range(self.settings.repeats - 1):
-            for name, entry in prepared.items():
-                if (
-                    not self.is_over
-                    and statistics.median(times[name]) * len(times[name]) < 3 * self.settings.time_limit
-                ):
-                    warm_up(entry.call)
-                    times[name].append(seconds(entry.call))
-        self.results += [
-            dict(
-                name=name,
-                direction=direction,
-                dtype=shape.dtype,
-                tokens=shape.n_tokens,
-                milliseconds=1e3 * statistics.median(times[name]),
-                fastest_milliseconds=1e3 * min(times[name]),
-                calls=len(times[name]),
-                peak_bytes=entry.peak_bytes,
-            )
-            for name, entry in prepared.items()
-        ]
+        quick = {name: x.call for name, x in prepared.items() if times[name][0] <= self.settings.time_limit}
+        times |= measure.time_in_turn(quick, self.settings.repeats)
+        for name, entry in prepared.items():
+            which = dict(name=name, direction=direction, dtype=shape.dtype, tokens=shape.n_tokens)
+            took = dict(milliseconds=measure.milliseconds(times[name]), seconds=times[name])
+            self.results.append(dict(**which, **took, peak_bytes=entry.peak_bytes))
 
     def _prepare(self, shape: Shape, direction: str) -> tuple[dict[str, Prepared], dict[str, list[float]]]:
         """Return the contestants that can run at a shape, and the time of one call of each."""
         prepared, times = {}, {}
-        for name, prepare in self.entries.items():
+        for name, contestant in self.contestants.items():
             key = name, direction, shape.dtype
-            if self.is_over:
-                self.left_out.setdefault(key, f"no time left at T = {shape.n_tokens}")
             if key in self.left_out:
                 continue
             try:
-                entry = prepare(shape, direction)
-                seconds(entry.call)
-                took = seconds(entry.call)
+                entry = contestant.prepare(shape, direction)
+                measure.seconds(entry.call)
+                took = measure.seconds(entry.call)
             except SkipError as reason:
                 self.left_out[key] = str(reason)
             except Exception as error:  # out of memory, or a kernel that does not support this shape: go on without it
@@ -159,34 +129,74 @@ class Race:
                     self.left_out[key] = f"took {took:.1f} s at T = {shape.n_tokens}"
         return prepared, times
 
-    def drop_slow(self, n_tokens: int) -> None:
-        """Drop the contestants that would exceed the time limit if their time kept growing as it did last."""
-        for result in self.results:
-            growth = 1.0
-            for earlier in self.results:
-                same = all(result[name] == earlier[name] for name in ("name", "direction", "dtype"))
-                if same and earlier["tokens"] * 4 == result["tokens"]:
-                    growth = result["milliseconds"] / earlier["milliseconds"] / 4
-            ratio = n_tokens / result["tokens"]
-            expected = 1e-3 * result["milliseconds"] * ratio * (ratio if growth > 2 else 1)
-            if ratio > 1 and expected > self.settings.time_limit:
-                key = result["name"], result["direction"], result["dtype"]
-                self.left_out.setdefault(key, f"would take {expected:.0f} s at T = {n_tokens}")
-
-    def growth(self, dtype: str, direction: str) -> list[Result]:
-        """Return the chunked form's time per token at each length as a multiple of that at the first, from 1024 on.
-
-        All lengths take turns, because the machine's speed varies.
-        """
+    def find_growth(self, dtype: str, direction: str) -> list[dict[str, Any]]:
+        """Return the chunked form's time per token at each length as a multiple of that at the first, from 1024 on."""
         which = dict(name=CHUNKED, direction=direction, dtype=dtype)
         lengths = [r["tokens"] for r in self.results if which.items() <= r.items() and r["tokens"] >= 1024]
-        if len(lengths) < 2 or self.is_over:
+        if len(lengths) < 2:
             return []
-        calls = {n: self.entries[CHUNKED](self.settings.shape(n, dtype), direction).call for n in lengths}
-        times: dict[int, list[float]] = {n: [] for n in lengths}
-        for _ in range(self.settings.repeats):
-            for n, call in calls.items():
-                warm_up(call)
-                times[n].append(seconds(call) / n)
-        first = statistics.median(times[lengths[0]])
-        return [dict(**which, tokens=n, since=lengths[0], ratio=statistics.median(times[n]) / first) for n in lengths]
+        shapes = {n: self.settings.shape(n, dtype) for n in lengths}
+        calls = {n: self.contestants[CHUNKED].prepare(shape, direction).call for n, shape in shapes.items()}
+        times = measure.time_in_turn(calls, self.settings.repeats)
+        per_token = {n: measure.milliseconds(each) / n for n, each in times.items()}
+        first = lengths[0]
+        return [dict(**which, tokens=n, since=first, ratio=x / per_token[first]) for n, x in per_token.items()]
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def report(summary: Summary) -> list[str]:
+    """Return the lines of the report."""
+    lines = [f"{summary['shape']}; {summary['device']}; {measure.describe_versions()}"]
+    groups = dict.fromkeys((r["direction"], r["dtype"]) for r in summary["results"])
+    for direction, dtype in groups:
+        chosen = [r for r in summary["results"] if (r["direction"], r["dtype"]) == (direction, dtype)]
+        lines += ["", f"{direction}, {dtype}, ms", *_table(chosen, "milliseconds", 1.0)]
+        lines += ["", f"{direction}, {dtype}, MiB beyond the inputs", *_table(chosen, "peak_bytes", 2.0**-20), ""]
+        lines += [f"{direction}, {dtype}: {line}" for line in _speedups(chosen)]
+    for r in summary["growth"]:
+        ratio = f"{r['ratio']:.3f} times that at T = {r['since']}"
+        lines.append(f"{r['direction']}, {r['dtype']}: time per token at T = {r['tokens']} {ratio}")
+    return lines + [f"left out: {r['name']}, {r['direction']}, {r['dtype']}: {r['why']}" for r in summary["left_out"]]
+
+
+def _table(results: list[dict[str, Any]], key: str, scale: float) -> list[str]:
+    known = [r for r in results if r[key] is not None]
+    names, lengths = (list(dict.fromkeys(r[name] for r in known)) for name in ("name", "tokens"))
+    width = max([len(name) for name in names], default=0)
+    lines = [" " * width + "".join(f"{f'T={n}':>12}" for n in lengths)]
+    for name in names:
+        cells = {r["tokens"]: f"{r[key] * scale:.4g}" for r in known if r["name"] == name}
+        lines.append(name.ljust(width) + "".join(f"{cells.get(n, '-'):>12}" for n in lengths))
+    return lines
+
+
+def _speedups(results: list[dict[str, Any]]) -> list[str]:
+    """Return lines that compare the chunked form with every other contestant, by length."""
+    chunked = {r["tokens"]: r["milliseconds"] for r in results if r["name"] == CHUNKED}
+    ratios: dict[str, list[str]] = {}
+    for r in results:
+        if r["tokens"] in chunked and not r["name"].startswith(CHUNKED):
+            ratio = r["milliseconds"] / chunked[r["tokens"]]
+            ratios.setdefault(r["name"], []).append(f"{ratio:.2f} (T={r['tokens']})")
+    return [f"{CHUNKED} is {', '.join(found)} times as fast as {name}" for name, found in ratios.items()]
+
+
+def plot(summary: Summary, path: Path) -> None:
+    """Draw time and memory against the number of tokens, in the first dtype."""
+    dtype = summary["results"][0]["dtype"]
+
+    def lines(direction: str, key: str, scale: float) -> dict[str, list[tuple[float, float]]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for r in summary["results"]:
+            if (r["dtype"], r["direction"]) == (dtype, direction) and r[key]:
+                found.setdefault(r["name"], []).append((r["tokens"], scale * r[key]))
+        return found
+
+    panels = {
+        "ms, forward": lines(FORWARD, "milliseconds", 1.0),
+        "ms, forward + backward": lines(BACKWARD, "milliseconds", 1.0),
+        "MiB beyond inputs, forward + backward": lines(BACKWARD, "peak_bytes", 2.0**-20),
+    }
+    measure.plot(path, f"{summary['shape']}, {dtype}: {summary['device']}", "tokens T", panels)

@@ -1,10 +1,9 @@
-"""The contestants of the attention benchmark: heinsen's implementations, and those of JAX, PyTorch and fla."""
+"""The contestants of the attention benchmark: heinsen's implementations, and those of JAX and PyTorch."""
 
+import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -12,14 +11,11 @@ import jax.numpy as jnp
 
 import heinsen
 from heinsen.errors import InputError
-from heinsen.ops import chunked
-from heinsen.ops.api import IMPLEMENTATIONS
-from scripts.benchmarking.measure import free_memory
+from scripts.benchmarking.measure import IMPLEMENTATIONS, free_memory
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "forward+backward"
-CHUNKED = "heinsen chunked"
-CUDNN = "softmax (cuDNN)"
-PLAIN = ("scan", "reference")  # implementations that are timed as yardsticks only, for log values without a gate
+CHUNKED, SOFTMAX = "heinsen chunked", "softmax (jax)"
+INPUTS = ("normal", "offsets", "spikes", "tails")
 
 
 @dataclass(frozen=True)
@@ -49,139 +45,126 @@ class SkipError(Exception):
     """The reason why a contestant cannot run at a shape."""
 
 
-Prepare = Callable[[Shape, str], Prepared]  # (shape, direction); raises SkipError
+def contestants() -> "dict[str, JaxContestant | TorchContestant]":
+    """Return the contestants that can run on this machine, by name."""
+    found: dict[str, JaxContestant | TorchContestant] = dict(jax_contestants())
+    with contextlib.suppress(ImportError):
+        import torch
+
+        if torch.cuda.is_available() == (jax.default_backend() == "gpu"):  # else they would run on different devices
+            found["softmax (torch)"] = TorchContestant()
+    return found
 
 
-def contestants() -> dict[str, Prepare]:
-    """Return {name: how to prepare it} of the contestants that can run on this machine."""
-    found: dict[str, Prepare] = {}
-    for name in ("chunked", *(name for name in IMPLEMENTATIONS if name != "chunked")):
+def jax_contestants() -> "dict[str, JaxContestant]":
+    found = {}
+    for name in IMPLEMENTATIONS:
         log_attention = functools.partial(heinsen.log_attention, implementation=name)
-        attention = functools.partial(heinsen.attention, implementation=name)
-        found[f"heinsen {name}"] = functools.partial(_prepare_jax, log_attention)
-        if name not in PLAIN:
-            found[f"heinsen {name} (real values)"] = functools.partial(_prepare_jax, attention)
+        found[f"heinsen {name}"] = JaxContestant(log_attention)
+        if name in ("chunked", "pallas"):
+            attention = functools.partial(heinsen.attention, implementation=name)
             gated = lambda q, k, v, g, attend=log_attention: attend(q, k, v, log_decay=g)
-            found[f"heinsen {name} (forget gate)"] = functools.partial(_prepare_jax, gated, gated=True)
-    found[f"{CHUNKED} (unchecked)"] = functools.partial(_prepare_jax, unchecked_attention)
-    found["softmax (jax)"] = functools.partial(_prepare_jax_softmax, "xla")
+            found[f"heinsen {name} (real values)"] = JaxContestant(attention)
+            found[f"heinsen {name} (forget gate)"] = JaxContestant(gated, gated=True)
+    found[SOFTMAX] = JaxContestant(functools.partial(_jax_softmax, "xla"))
     if jax.default_backend() == "gpu":
-        found[CUDNN] = functools.partial(_prepare_jax_softmax, "cudnn")
-    return found | _torch_contestants()
-
-
-def unchecked_attention(q: jax.Array, k: jax.Array, log_v: jax.Array) -> jax.Array:
-    """Return the chunked form without detection and repair of lost terms: the difference is the cost of exactness."""
-    q, k, log_v = (x.astype(jnp.float32) for x in (q, k, log_v))
-    log_y, _ = chunked.log_attention(q, k, log_v, causal=True, state=None, starts=None, exact=False)
-    return log_y
+        found["softmax (cuDNN)"] = JaxContestant(functools.partial(_jax_softmax, "cudnn"))
+    return found
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
 
 
-def _prepare_jax(function: Callable[..., jax.Array], shape: Shape, direction: str, gated: bool = False) -> Prepared:
-    """Compile the function, and its gradient for BACKWARD; `gated`: of log decays, too."""
-    grad, *inputs = (jax.random.normal(key, shape.axes, shape.dtype) for key in jax.random.split(jax.random.key(0), 4))
-    if gated:  # time constants from 1 to 1000 tokens
-        exponents = jax.random.uniform(jax.random.key(1), shape.axes[:-1])
-        inputs.append(-(1e-3**exponents))
+@dataclass(frozen=True)
+class JaxContestant:
+    """A causal attention y = function(q, k, v) of arrays [B, H, T, K]; gated: of log decays [B, H, T], too."""
 
-    def with_gradient(grad, *inputs):
-        y, pull = jax.vjp(function, *inputs)
-        return y, pull(grad.astype(y.dtype))  # y too, as in training, where the layers above need it
+    function: Callable[..., jax.Array]
+    gated: bool = False
 
-    run, arguments = (function, inputs) if direction == FORWARD else (with_gradient, [grad, *inputs])
-    try:
-        compiled = jax.jit(run).lower(*arguments).compile()
-    except InputError as error:  # a kernel that is not for this device
-        raise SkipError(str(error)) from None
-    memory = compiled.memory_analysis()
-    peak = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
-    free = free_memory()
-    if peak is not None and free is not None and peak > 0.9 * free:
-        raise SkipError(f"needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-    return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), peak)
+    def pass_for(self, direction: str) -> Callable[..., Any]:
+        """Return the function that is compiled, of (the gradient by y, q, k, v), for BACKWARD with all gradients."""
+
+        def forward(_, *inputs):
+            return self.function(*inputs)
+
+        def backward(grad, *inputs):
+            y, pull = jax.vjp(self.function, *inputs)
+            return y, pull(grad.astype(y.dtype))  # y too, as in training, where the layers above need it
+
+        return forward if direction == FORWARD else backward
+
+    def draw(self, shape: Shape, inputs: str = "normal") -> list[jax.Array]:
+        """Return arguments: the gradient, q, k, v and log decays, for time constants from 1 to 1000 tokens.
+
+        inputs: "normal" numbers; "offsets": all features of a key plus a number of deviation 20; "spikes": 1% of the
+        entries of q and k are 100; "tails": q and k are 3 n exp(n') of normal n and n'.
+        """
+        normal = lambda seed, axes=shape.axes: jax.random.normal(jax.random.key(seed), axes, shape.dtype)
+        grad, q, k, v = map(normal, range(4))
+        if inputs == "offsets":
+            k = k + 20 * normal(4, (*shape.axes[:-1], 1))
+        elif inputs == "spikes":
+            is_spike = lambda seed: jax.random.uniform(jax.random.key(seed), shape.axes) < 0.01
+            q, k = jnp.where(is_spike(4), 100, q), jnp.where(is_spike(5), 100, k)
+        elif inputs == "tails":
+            q, k = 3 * q * jnp.exp(normal(4)), 3 * k * jnp.exp(normal(5))
+        decays = [-(1e-3 ** jax.random.uniform(jax.random.key(6), shape.axes[:-1]))] if self.gated else []
+        return [grad, q, k, v, *decays]
+
+    def compile(self, direction: str, arguments: list[jax.Array]) -> jax.stages.Compiled:
+        """Compile one pass. Raises SkipError."""
+        try:
+            return jax.jit(self.pass_for(direction)).lower(*arguments).compile()
+        except InputError as error:  # a kernel that is not for this device
+            raise SkipError(str(error)) from None
+
+    def prepare(self, shape: Shape, direction: str, inputs: str = "normal") -> Prepared:
+        """Return a call of one pass. Raises SkipError."""
+        arguments = self.draw(shape, inputs)
+        compiled = self.compile(direction, arguments)
+        memory = compiled.memory_analysis()
+        peak = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
+        free = free_memory()
+        if peak is not None and free is not None and peak > 0.9 * free:
+            raise SkipError(f"needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+        return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), peak)
 
 
-def _prepare_jax_softmax(implementation: Literal["xla", "cudnn"], shape: Shape, direction: str) -> Prepared:
-    if implementation == "cudnn" and shape.dtype != "bfloat16":
+def _jax_softmax(implementation: Literal["xla", "cudnn"], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    if implementation == "cudnn" and q.dtype != jnp.bfloat16:
         raise SkipError("it takes 16-bit numbers only")
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-    tokens_first = lambda x: x.swapaxes(1, 2)
-    return _prepare_jax(lambda q, k, v: tokens_first(attend(*map(tokens_first, (q, k, v)))), shape, direction)
+    tokens_first = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*tokens_first, is_causal=True, implementation=implementation).swapaxes(1, 2)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------
 
 
-def _torch_contestants() -> dict[str, Prepare]:
-    try:
+class TorchContestant:
+    """PyTorch's causal softmax attention."""
+
+    def prepare(self, shape: Shape, direction: str) -> Prepared:
         import torch
-    except ImportError:
-        return {}
-    on_gpu = torch.cuda.is_available()
-    if on_gpu != (jax.default_backend() == "gpu"):  # they would run on different devices
-        return {}
-    found: dict[str, Prepare] = {"softmax (torch)": functools.partial(_prepare_torch, _torch_softmax)}
-    if on_gpu and importlib.util.find_spec("fla") is not None:
-        found["linear (flash-linear-attention)"] = functools.partial(_prepare_torch, _torch_linear)
-    return found
 
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        generator, dtype = torch.Generator(device).manual_seed(0), getattr(torch, shape.dtype)
+        options = dict(generator=generator, device=device, dtype=dtype)
+        *inputs, grad = [torch.randn(shape.axes, requires_grad=i < 3, **options) for i in range(4)]
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, *inputs, is_causal=True)
 
-def _torch_softmax(q: Any, k: Any, v: Any) -> Any:
-    import torch
+        def call():
+            if direction == BACKWARD:
+                torch.autograd.grad(attend(), inputs, grad)
+            else:
+                with torch.no_grad():
+                    attend()
+            if device == "cuda":
+                torch.cuda.synchronize()
 
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _torch_linear(q: Any, k: Any, v: Any) -> Any:
-    from fla.ops.linear_attn import chunk_linear_attn
-
-    y = chunk_linear_attn(*(x.transpose(1, 2) for x in (q, k, v)), scale=1.0, normalize=False)
-    return (y[0] if isinstance(y, tuple) else y).transpose(1, 2)
-
-
-def _prepare_torch(function: Callable[..., Any], shape: Shape, direction: str) -> Prepared:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    generator, dtype = torch.Generator(device).manual_seed(0), getattr(torch, shape.dtype)
-    options = dict(generator=generator, device=device, dtype=dtype)
-    *inputs, grad = [torch.randn(shape.axes, requires_grad=i < 3, **options) for i in range(4)]
-
-    def forward():
-        with torch.no_grad():
-            function(*inputs)
-
-    def backward():
-        torch.autograd.grad(function(*inputs), inputs, grad)
-
-    run = forward if direction == FORWARD else backward
-    if device == "cpu":
-        return Prepared(run, _growth_of_resident_memory(run))
-
-    def call():
-        run()
-        torch.cuda.synchronize()
-
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    return Prepared(call, torch.cuda.max_memory_allocated() - before)
-
-
-def _growth_of_resident_memory(call: Callable[[], Any]) -> int | None:
-    """Return how much a call raises the process's peak of resident memory, or None if the system does not say."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = _read_status("VmRSS")
+        if device == "cpu":  # it does not say what a call takes
+            return Prepared(call, None)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         call()
-        return max(0, _read_status("VmHWM") - before)
-    except OSError:
-        return None
-
-
-def _read_status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+        return Prepared(call, torch.cuda.max_memory_allocated() - before)

@@ -6,8 +6,7 @@ once is the lower bound for one text.
 
 import dataclasses
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,22 +18,16 @@ from heinsen.config import from_mapping
 from heinsen.decoding import Prefix, Sampling, decode, step_params
 from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
-from heinsen.files import make_folder
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
 from heinsen.training.run import TrainConfig
-from scripts.benchmarking import decode_report
-from scripts.benchmarking.measure import (
-    device_name,
-    free_memory,
-    seconds,
-    versions,
-    write_results,
-)
+from scripts.benchmarking import measure
+
+Result = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """What is timed: an attention, so many texts at a time, so many tokens before."""
+    """What is timed: a model, so many texts at a time, so many tokens before."""
 
     name: str
     batch: int
@@ -43,19 +36,21 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Contexts in ascending order; all of them are timed with the first batch size, the others with the first one."""
+    """Contexts and batches in ascending order: the first batch size is timed with all contexts, the others with one."""
 
     contexts: Sequence[int]
     batches: Sequence[int]
-    call_tokens: int
     repeats: int
+    call_tokens: int = 32
 
     def cases(self, name: str) -> list[Case]:
-        return [
-            Case(name, batch, context)
-            for batch in self.batches
-            for context in (self.contexts if batch == self.batches[0] else self.contexts[:1])
-        ]
+        many = [Case(name, batch, self.contexts[0]) for batch in self.batches[1:]]
+        return [Case(name, self.batches[0], context) for context in self.contexts] + many
+
+    @property
+    def room(self) -> int:
+        """The tokens that are decoded after a context."""
+        return self.call_tokens * (self.repeats + 1)
 
 
 def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> str:
@@ -68,118 +63,60 @@ def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> s
         models = {own.attention: own, "softmax": dataclasses.replace(own, attention="softmax")}
     except ValueError as error:  # softmax attention rejects a field that the config's own attention takes
         raise InputError(str(error)) from error
-    make_folder(out)
+    fixed = measure.machine() | dict(dtype=own.dtype, config=values)
+    summary = time_decoding(models, settings, lambda found: measure.write_results(out, fixed | found))
+    plot(fixed | summary, out / "decode.png")
+    return "\n".join(report(fixed | summary))
+
+
+def time_decoding(
+    models: Mapping[str, ModelConfig], settings: Settings, write: Callable[[Result], Any] = lambda found: None
+) -> Result:
+    """Time the models, and in turn with them a sum over as many bytes as the parameters of the first have.
+
+    Models with states of constant size are all held at once and take turns. Caches are too large for that: one after
+    the other. What does not fit into memory is left out. write: receives what has been found so far.
+    """
     keep_host_memory()
-    contestants = {name: Contestant.create(model) for name, model in models.items()}
-    race = Race(settings, contestants, own.attention)
-    fixed = dict(
-        device=device_name(),
-        versions=versions(),
-        parameters=contestants[own.attention].n_params,
-        parameter_bytes=contestants[own.attention].n_bytes,
-        dtype=own.dtype,
-        call_tokens=settings.call_tokens,
-        config=values,
-    )
-    # States of constant size are all held at once and take turns. Caches are too large for that: one after the other.
-    constant = [name for name, model in models.items() if not model.has_cache]
-    rounds = [[case for name in constant for case in settings.cases(name)]]
-    for name in [name for name in models if name not in constant]:
-        in_turn = sorted(settings.cases(name), key=lambda case: -settings.batches.index(case.batch))
-        rounds += [[case] for case in in_turn]
-    for cases in rounds:
-        race.run(cases)
-        measured = dict(
-            read_milliseconds=1e3 * statistics.median(race.read_times), results=race.results(), left_out=race.left_out
-        )
-        summary = fixed | measured
-        write_results(out, summary)  # so far: a process that is stopped leaves what it has found
-    paths = out / "results.json", decode_report.plot(summary, settings.batches[0], out / "decode.png")
-    report = decode_report.report(summary, own.attention, settings.contexts, settings.batches)
-    return "\n".join([*report, f"written: {', '.join(map(str, paths))}"])
+    params = {name: step_params(model, init_params(model, jax.random.key(0))) for name, model in models.items()}
+    first, first_params = next(iter(params.items()))
+    # The embedding is not counted: a step reads one row of it per text.
+    n_params = count_params(first_params) - first_params["embedding"].size
+    n_bytes = sum(x.nbytes for x in jax.tree.leaves(first_params)) - first_params["embedding"].nbytes
+    read, read_times = prepare_reading(n_bytes), []
+    read()
+    results: list[Result] = []
+    left_out: list[Result] = []
+    found: Result = dict(name=first, parameters=n_params, parameter_bytes=n_bytes, results=results, left_out=left_out)
 
-
-@dataclasses.dataclass(frozen=True)
-class Contestant:
-    """A model with random parameters. The embedding is not counted: a step reads one row of it per text."""
-
-    model: ModelConfig
-    params: Params
-
-    @classmethod
-    def create(cls, model: ModelConfig) -> "Contestant":
-        return cls(model, step_params(model, init_params(model, jax.random.key(0))))
-
-    @property
-    def n_params(self) -> int:
-        return count_params(self.params) - self.params["embedding"].size
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(x.nbytes for x in jax.tree.leaves(self.params)) - self.params["embedding"].nbytes
-
-    def state_bytes(self, batch: int, capacity: int) -> int:
-        state = jax.eval_shape(lambda: init_model_state(self.model, batch, capacity))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-
-
-class Race:
-    """Times the contestants, and in turn with them a sum over as many bytes as the parameters of `reader` have."""
-
-    def __init__(self, settings: Settings, contestants: dict[str, Contestant], reader: str):
-        self.settings, self._contestants = settings, contestants
-        self._room = settings.call_tokens * (settings.repeats + 2)  # tokens that will be decoded
-        self._read = prepare_reading(contestants[reader].n_bytes)
-        self._read()
-        self.read_times: list[float] = []
-        self.times: dict[Case, list[float]] = {}
-        self.state_bytes: dict[Case, int] = {}
-        self.left_out: list[dict[str, Any]] = []
-
-    def run(self, cases: Sequence[Case]) -> None:
-        """Time some cases in turn; those whose states do not fit into memory are left out."""
-        calls = {case: call for case in cases if (call := self._prepare(case)) is not None}
-        for call in calls.values():
-            call()
-        for _ in range(self.settings.repeats):
-            self.read_times.append(seconds(self._read))
+    def run(cases: Sequence[Case]) -> None:
+        sizes = {case: state_bytes(models[case.name], case.batch, case.context + settings.room) for case in cases}
+        calls: dict[Case, Callable[[], Any]] = {}
+        for case, size in sizes.items():
+            if (free := measure.free_memory()) is not None and size > 0.9 * free:
+                left_out.append(dict(**case._asdict(), state_bytes=size))
+            else:
+                calls[case] = prepare_decoding(models[case.name], params[case.name], case, settings)
+                calls[case]()
+        times: dict[Case, list[float]] = {case: [] for case in calls}
+        for _ in range(settings.repeats):
+            read_times.append(measure.seconds(read))
             for case, call in calls.items():
-                self.times.setdefault(case, []).append(seconds(call) / self.settings.call_tokens)
-        for case in calls:
-            milliseconds = 1e3 * statistics.median(self.times[case])
-            print(f"{tuple(case)}: {milliseconds:.2f} ms per step", file=sys.stderr, flush=True)
-
-    def results(self) -> list[dict[str, Any]]:
-        return [
-            dict(
-                **case._asdict(),
-                milliseconds_per_step=1e3 * statistics.median(times),
-                fastest_milliseconds_per_step=1e3 * min(times),
-                tokens_per_second=case.batch / statistics.median(times),
-                state_bytes=self.state_bytes[case],
+                times[case].append(measure.seconds(call) / settings.call_tokens)
+        for case, each in times.items():
+            rates = dict(
+                milliseconds_per_step=measure.milliseconds(each), tokens_per_second=case.batch / statistics.median(each)
             )
-            for case, times in self.times.items()
-        ]
+            results.append(dict(**case._asdict(), **rates, seconds_per_step=each, state_bytes=sizes[case]))
+            measure.tell(f"{tuple(case)}: {measure.milliseconds(each):.2f} ms per step")
 
-    def _prepare(self, case: Case) -> Callable[[], Any] | None:
-        """Return a call that decodes `call_tokens` tokens."""
-        name, batch, context = case
-        contestant = self._contestants[name]
-        size = contestant.state_bytes(batch, context + self._room)
-        if (free := free_memory()) is not None and size > 0.9 * free:
-            self.left_out.append(dict(**case._asdict(), state_bytes=size))
-            return None
-        prefix = make_prefix(contestant.model, batch, context, self._room)
-        self.state_bytes[case] = sum(x.nbytes for x in jax.tree.leaves(prefix.state))
-        keys, sampling = jax.random.split(jax.random.key(0), batch), Sampling(temperature=0.0)
-        model, params, n_tokens = contestant.model, contestant.params, self.settings.call_tokens
-
-        def call() -> np.ndarray:
-            nonlocal prefix
-            tokens, prefix, _ = decode(model, params, prefix, keys, sampling, n_tokens)
-            return tokens
-
-        return call
+    constant = [case for name, model in models.items() if not model.has_cache for case in settings.cases(name)]
+    cached = [[case] for name, model in models.items() if model.has_cache for case in settings.cases(name)]
+    for cases in [constant, *cached]:
+        run(cases)  # frees its states
+        found["read_milliseconds"] = measure.milliseconds(read_times)
+        write(found)
+    return found
 
 
 def prepare_reading(n_bytes: int) -> Callable[[], Any]:
@@ -187,6 +124,24 @@ def prepare_reading(n_bytes: int) -> Callable[[], Any]:
     numbers = jnp.ones(n_bytes // 4, jnp.float32)
     add_up = jax.jit(jnp.sum)
     return lambda: add_up(numbers).block_until_ready()
+
+
+def state_bytes(model: ModelConfig, batch: int, capacity: int) -> int:
+    state = jax.eval_shape(lambda: init_model_state(model, batch, capacity))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+
+
+def prepare_decoding(model: ModelConfig, params: Params, case: Case, settings: Settings) -> Callable[[], np.ndarray]:
+    """Return a call that decodes `call_tokens` tokens."""
+    prefix = make_prefix(model, case.batch, case.context, settings.room)
+    keys, sampling = jax.random.split(jax.random.key(0), case.batch), Sampling(temperature=0.0)
+
+    def call() -> np.ndarray:
+        nonlocal prefix
+        tokens, prefix, _ = decode(model, params, prefix, keys, sampling, settings.call_tokens)
+        return tokens
+
+    return call
 
 
 def make_prefix(model: ModelConfig, batch: int, context: int, room: int) -> Prefix:
@@ -206,3 +161,56 @@ def make_prefix(model: ModelConfig, batch: int, context: int, room: int) -> Pref
         document_start=jnp.zeros(batch, jnp.int32),
     )
     return Prefix(jnp.zeros((batch, model.padded_vocab_size), state.position.dtype), state)
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def report(summary: Result) -> list[str]:
+    """Return the lines of the report."""
+    reading = f"{summary['parameter_bytes'] / 2**20:.0f} MiB once takes {summary['read_milliseconds']:.1f} ms"
+    lines = [
+        f"{summary['device']}; {measure.describe_versions()}",
+        f"{summary['parameters']:,} parameters, {summary['dtype']}; reading their {reading}",
+        f"{'attention':<20} {'batch':>5} {'context':>9} {'ms per step':>11} {'tokens/s':>9} {'state, MiB':>11}",
+    ]
+    for r in summary["results"]:
+        lines.append(
+            f"{r['name']:<20} {r['batch']:>5} {r['context']:>9} {r['milliseconds_per_step']:>11.2f} "
+            f"{r['tokens_per_second']:>9.1f} {r['state_bytes'] / 2**20:>11.3f}"
+        )
+    for r in summary["left_out"]:
+        reason = f"left out: a state of {r['state_bytes'] / 2**30:.1f} GiB"
+        lines.append(f"{r['name']:<20} {r['batch']:>5} {r['context']:>9}   {reason}")
+    return lines + _comparisons(summary)
+
+
+def _comparisons(summary: Result) -> list[str]:
+    name = summary["name"]
+    results = [r for r in summary["results"] if r["name"] == name]
+    if not results:
+        return []
+    first, *others = results
+    ratio = first["milliseconds_per_step"] / summary["read_milliseconds"]
+    lines = [f"{name}: {ratio:.2f} times as long as reading the parameters"]
+    for r in others:
+        if r["batch"] == first["batch"]:
+            ratio = r["milliseconds_per_step"] / first["milliseconds_per_step"]
+            lines.append(f"{name}: a token after {r['context']} takes {ratio:.3f} times that after {first['context']}")
+        else:
+            ratio = r["tokens_per_second"] / first["tokens_per_second"]
+            lines.append(f"{name}: batch {r['batch']} gives {ratio:.1f} times the tokens/s of batch {first['batch']}")
+    return lines
+
+
+def plot(summary: Result, path: Path) -> None:
+    """Draw time per token and size of the state against the context, for the first batch size."""
+    results = [r for r in summary["results"] if r["batch"] == summary["results"][0]["batch"]]
+    reading = [(r["context"], summary["read_milliseconds"]) for r in results]
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {"ms per token": {}, "MiB of state": {}}
+    for r in results:
+        panels["ms per token"].setdefault(r["name"], []).append((r["context"], r["milliseconds_per_step"]))
+        panels["MiB of state"].setdefault(r["name"], []).append((r["context"], r["state_bytes"] / 2**20))
+    panels["ms per token"]["parameters read once"] = reading
+    title = f"decoding, {summary['parameters'] / 1e6:.0f}M parameters: {summary['device']}"
+    measure.plot(path, title, "tokens read before", panels)

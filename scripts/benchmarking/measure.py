@@ -1,21 +1,30 @@
-"""What the benchmarks share: timing, memory, the machine, and the files that they write."""
+"""What the benchmarks share: timing, memory, the machine, and the results that they write."""
 
 import importlib.metadata
 import json
 import os
 import platform
+import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from heinsen.distributed import return_freed_memory
 from heinsen.errors import InputError
-from heinsen.files import write_atomically
+from heinsen.figures import count_tokens, place_legend, pyplot
+from heinsen.files import make_folder, write_atomically, write_figure
 
+IMPLEMENTATIONS = ("chunked", "pallas", "scan", "reference")
 _WARM_UP = 0.3  # seconds
+
+Name = TypeVar("Name")
+
+
+# ---- time and memory -----------------------------------------------------------------------------
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -32,6 +41,21 @@ def warm_up(call: Callable[[], Any]) -> None:
         call()
 
 
+def time_in_turn(calls: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, list[float]]:
+    """Return the seconds of so many calls of each. They take turns, because the machine's speed varies."""
+    times: dict[Name, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            warm_up(call)
+            times[name].append(seconds(call))
+    return times
+
+
+def milliseconds(times: list[float]) -> float:
+    """Return the median of seconds in milliseconds."""
+    return 1e3 * statistics.median(times)
+
+
 def free_memory() -> int | None:
     """Return how many bytes can still be allocated on the device, or None if the backend does not say."""
     stats = jax.devices()[0].memory_stats()
@@ -41,6 +65,9 @@ def free_memory() -> int | None:
         return_freed_memory()
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+# ---- the machine ---------------------------------------------------------------------------------
 
 
 def device_name() -> str:
@@ -56,6 +83,11 @@ def device_name() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {model}"
 
 
+def machine() -> dict[str, Any]:
+    """Return what results say of the machine."""
+    return dict(device=device_name(), versions=versions())
+
+
 def describe_device() -> dict[str, Any]:
     """Return the platform, the devices' name and number, and the bytes that one of them has; None: it does not say."""
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -65,7 +97,7 @@ def describe_device() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return {package: version} of the installed packages that matter here."""
     found = {}
-    for package in ("jax", "jaxlib", "torch", "flash-linear-attention"):
+    for package in ("jax", "jaxlib", "torch"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -77,18 +109,44 @@ def describe_versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-def parse_numbers(flag: str, texts: list[str], at_most: int | None = None) -> list[int]:
-    """Return the positive integers of a list flag. Raises InputError."""
+# ---- flags, progress, results, figures -----------------------------------------------------------
+
+
+def parse_numbers(flag: str, texts: list[str]) -> list[int]:
+    """Return the positive integers of a list flag in ascending order. Raises InputError."""
     for text in texts:
         if not text.strip().isdecimal() or int(text) < 1:
             raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,64")
-        if at_most is not None and int(text) > at_most:
-            raise InputError(f"--{flag}: {text} is more than {at_most}")
-    return [int(text) for text in texts]
+    return sorted(map(int, texts))
+
+
+def tell(line: str) -> None:
+    """Show how far a benchmark is, on stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_results(out: Path, results: dict[str, Any]) -> Path:
-    """Write OUT/results.json."""
+    """Write OUT/results.json: after each part, so that a benchmark that is stopped leaves what it has found."""
+    make_folder(out)
     path = out / "results.json"
     write_atomically(path, json.dumps(results, indent=1) + "\n")
     return path
+
+
+def plot(
+    path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
+) -> None:
+    """Draw panels {label of y: {label of a line: its points}}, with logarithmic axes."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), layout="constrained")
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    for axis, (ylabel, lines) in zip(axes, panels.items(), strict=True):
+        for name, points in lines.items():
+            axis.loglog(*zip(*points, strict=True), "o-", label=name, color=f"C{names.index(name)}")
+        axis.set(xlabel=xlabel, ylabel=ylabel)
+        axis.grid(alpha=0.3)
+        count_tokens(axis.xaxis)
+    figure.suptitle(title)
+    place_legend(figure)
+    write_figure(path, figure, dpi=120)
+    plt.close(figure)

@@ -1,116 +1,190 @@
-"""The parts of scripts/on_device.py: what is measured on a GPU or TPU, and small versions of the same for a CPU."""
+"""The parts of scripts/on_device.py, which run one after another within a total time, and their report."""
 
 import json
 import math
+import os
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from heinsen.errors import HeinsenError, InputError
 from heinsen.files import make_folder, write_atomically
-from scripts.benchmarking import on_device_report
-from scripts.benchmarking.on_device_report import name_of
-from scripts.benchmarking.parts import DONE, ROOT, Part, read_kept, run_parts
+from scripts.benchmarking import accuracy, attention, decode, losses, step
+from scripts.benchmarking.measure import describe_versions, tell
 
-NAMES = ("accuracy", "step", "step_gated", "attention", "losses", "decode", "step_keep", "step_gated_keep")
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAM = "scripts/benchmark.py"
+REPORTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "accuracy": accuracy.report,
+    "attention": attention.report,
+    "decode": decode.report,
+    "losses": losses.report,
+    "step": step.report,
+}
 
+DONE, FAILED, STOPPED = "done", "failed", "stopped: no time left"
+_LAST_LINES = 12  # of a part that is not done, in the report
+_LEAST = 10.0  # seconds, with less of which no part is begun
 _SEQUENCES = 32  # per device in a training step: 32 x 1024 tokens keep a device busy, and fit into 16 GB
 _KEEP_BYTES = 50 * 2**30  # of device memory, from which on the same step fits without recomputation
-_GATED = ("model.gate=head", "model.output=gate", "model.convolution=4", "model.position=none")  # gated_125m.py's
-_SKIP = "--skip=heinsen reference,heinsen chunked (unchecked),heinsen chunked (real values)"
+_SKIP = "--skip=heinsen reference,heinsen chunked (real values)"
+
+
+Arguments = tuple[str, ...]  # of scripts/benchmark.py
 
 
 class OnDeviceError(HeinsenError, RuntimeError):
     """The device cannot be used, or not all parts are done: rerun the same command to resume."""
 
 
-def run(out: Path, minutes: float, names: Sequence[str], small: bool) -> str:
-    """Run the parts that are named, () for all; write the report, and return it.
+def full_parts(device: Mapping[str, Any]) -> dict[str, Arguments]:
+    """Return the parts for an accelerator, by name."""
+    batch = f"--config.batch_size={_SEQUENCES * device['count']}"
+    step = lambda name, *options: ("step", f"--config=configs/{name}.py", batch, "--repeats=5", *options)
+    lengths = ("--lengths=256,2048,16384,65536", "--dtypes=bfloat16,float32", "--repeats=3", "--time_limit=1", _SKIP)
+    contexts = ("--contexts=1000,100000", "--batches=1,32,256", "--repeats=5")
+    parts = {
+        "accuracy": ("accuracy",),
+        "step": step("pile_125m"),
+        "step_gated": step("gated_125m"),
+        "attention": ("attention", *lengths),
+        "losses": ("losses",),
+        "decode": ("decode", "--config=configs/pile_125m.py", *contexts),
+    }
+    if (device["memory"] or 0) < _KEEP_BYTES:
+        return parts
+    keep = "--config.model.remat=none"
+    return {
+        **parts,
+        "step_keep": step("pile_125m", keep),
+        "step_gated_keep": step("gated_125m", keep),
+    }
 
-    Raises InputError, and OnDeviceError if not all of them are done: the report is written then, too.
+
+def small_parts() -> dict[str, Arguments]:
+    """Return the parts with small sizes: some minutes on two CPU cores."""
+    step = lambda name: ("step", f"--config=configs/{name}.py", "--repeats=2")
+    sizes = ("--lengths=256,1024", "--heads=4", "--features=8", "--repeats=2", f"{_SKIP},heinsen scan")
+    contexts = ("--contexts=100,1000", "--batches=1,32,256", "--repeats=2")
+    return {
+        "accuracy": ("accuracy", "--lengths=100", "--features=8"),
+        "step": step("demo"),
+        "step_gated": step("gated_demo"),
+        "attention": ("attention", *sizes),
+        "losses": ("losses",),
+        "decode": ("decode", "--config=configs/demo.py", *contexts),
+    }
+
+
+def run(out: Path, minutes: float, names: Sequence[str], small: bool) -> str:
+    """Run the parts that are named, () for all, and return the report, which is also written after each part.
+
+    Raises InputError, and OnDeviceError if not all of them are done.
     """
-    start = time.monotonic()
+    end = time.monotonic() + 60 * minutes
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes={minutes}: expected a number above 0")
-    if unknown := set(names) - set(NAMES):
-        raise InputError(f"--parts={','.join(sorted(unknown))}: choose among {', '.join(NAMES)}")
     make_folder(out)
-    device = find_device(out)
-    small = small or device["platform"] == "cpu"
+    device = find_device()
+    record = read_record(out, device)
+    small = record["small"] = small or device["platform"] == "cpu"
     parts = small_parts() if small else full_parts(device)
-    chosen = [part for part in parts if not names or part.name in names]
-    if not chosen:
-        needed = f"an accelerator with {_KEEP_BYTES >> 30} GiB"
-        raise InputError(f"--parts={','.join(names)} needs {needed}, here is {name_of(device)}")
-    outcomes = run_parts(chosen, out, start + 60 * minutes)
-    known = read_kept(parts, out) | outcomes
-    report = on_device_report.write(out, device, small, [part for part in parts if part.name in known], known)
-    if missing := [name for name, outcome in outcomes.items() if outcome.state != DONE]:
+    if unknown := set(names) - parts.keys():
+        raise InputError(f"--parts={','.join(sorted(unknown))}: here there are {', '.join(parts)}")
+
+    def find_missing() -> list[str]:
+        chosen = {name: list(parts[name]) for name in parts if name in (names or parts)}
+        done = {name: x["arguments"] for name, x in record["parts"].items() if x["state"] == DONE}
+        return [name for name, arguments in chosen.items() if done.get(name) != arguments]
+
+    missing = find_missing()
+    for i, name in enumerate(missing, start=1):
+        rest = end - time.monotonic()
+        if rest < _LEAST:
+            break
+        tell(f"{name} ({i} of {len(missing)}): {rest:.0f} s are left; see {out / name}/log.txt")
+        record["parts"][name] = found = run_part(parts[name], out / name, rest)
+        tell(f"{name}: {found['state']} after {found['seconds']:.0f} s")
+        write_record(out, record)
+    report = write_record(out, record)
+    if missing := find_missing():
         raise OnDeviceError(
-            f"{len(missing)} of {len(chosen)} parts are not done ({', '.join(missing)}): see {out / 'report.md'}; "
-            "rerun the same command to resume"
+            f"not done: {', '.join(missing)}; see {out / 'report.md'}, and rerun the same command to resume"
         )
     return report
 
 
-def find_device(out: Path) -> dict[str, Any]:
-    """Return the device, and record it in OUT/device.json. Raises OnDeviceError if OUT is of another device.
-
-    A process of its own asks, as one that has used an accelerator keeps it from others.
-    """
-    code = "import json; from scripts.benchmarking.measure import describe_device; print(json.dumps(describe_device()))"
+def find_device() -> dict[str, Any]:
+    """Return the device, as another process sees it: here it stays free. Raises OnDeviceError."""
+    code = "import json; from scripts.benchmarking.measure import describe_device as f; print(json.dumps(f()))"
     end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if end.returncode:
         said = end.stderr.strip().splitlines() or [f"status {end.returncode}"]
         raise OnDeviceError(f"`import jax; jax.devices()` fails here: {said[-1]}")
-    device = json.loads(end.stdout.splitlines()[-1])
-    record = out / "device.json"
-    if record.exists():
-        before = json.loads(record.read_text())
-        if (before["device"], before["count"]) != (device["device"], device["count"]):
-            raise OnDeviceError(f"{out} holds results of {name_of(before)}, here is {name_of(device)}: change --out")
-    write_atomically(record, json.dumps(device) + "\n")
-    return device
+    return json.loads(end.stdout.splitlines()[-1])
 
 
-def full_parts(device: Mapping[str, Any]) -> list[Part]:
-    """Return the parts for an accelerator."""
-    batch = f"--config.batch_size={_SEQUENCES * device['count']}"
-    step = lambda name, *options: ("step", f"--config=configs/{name}.py", batch, "--repeats=5", *options)
-    lengths = ("--lengths=256,2048,16384,65536", "--dtypes=bfloat16,float32", _SKIP)
-    contexts = ("--contexts=1000,100000", "--batches=1,32,256", "--repeats=5")
-    parts = [
-        Part("accuracy", "Accuracy", ("accuracy",), 110, can_stop=True),
-        Part("step", "Training step of configs/pile_125m.py", step("pile_125m"), 80),
-        Part("step_gated", "Training step of configs/gated_125m.py", step("gated_125m"), 80),
-        Part("attention", "Attention", ("attention", "--repeats=3", "--time_limit=1", *lengths), 160, can_stop=True),
-        Part("losses", "Losses of 200 training steps of configs/demo.py", ("losses",), 60),
-        Part("decode", "Decoding by configs/pile_125m.py", ("decode", "--config=configs/pile_125m.py", *contexts), 70),
-    ]
-    if (device["memory"] or 0) < _KEEP_BYTES:
-        return parts
-    keep = "--config.model.remat=none"
-    return [
-        *parts,
-        Part("step_keep", "Training step of configs/pile_125m.py without remat", step("pile_125m", keep), 40),
-        Part("step_gated_keep", "Training step of configs/gated_125m.py without remat", step("gated_125m", keep), 40),
-    ]
+def read_record(out: Path, device: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what OUT/results.json has. Raises OnDeviceError if it is of another device."""
+    path = out / "results.json"
+    record = json.loads(path.read_text()) if path.exists() else dict(device=device, parts={})
+    if name_of(record["device"]) != name_of(device):
+        raise OnDeviceError(
+            f"{out} has results of {name_of(record['device'])}, here is {name_of(device)}: change --out"
+        )
+    return record
 
 
-def small_parts() -> list[Part]:
-    """Return the parts with small sizes: some minutes on two CPU cores."""
-    step = lambda *options: ("step", "--config=configs/demo.py", "--repeats=2", *options)
-    gated = tuple(f"--config.{option}" for option in _GATED)
-    sizes = ("--lengths=256,1024", "--heads=4", "--features=8", "--repeats=2", f"{_SKIP},heinsen scan")
-    contexts = ("--contexts=100,1000", "--batches=1,32,256", "--repeats=2", "--call_tokens=8")
-    return [
-        Part("accuracy", "Accuracy", ("accuracy", "--lengths=100", "--features=8"), 3, can_stop=True),
-        Part("step", "Training step of configs/demo.py", step(), 1),
-        Part("step_gated", "Training step of configs/demo.py with a gate", step(*gated), 1),
-        Part("attention", "Attention", ("attention", *sizes), 2, can_stop=True),
-        Part("losses", "Losses of 200 training steps of configs/demo.py", ("losses",), 2),
-        Part("decode", "Decoding by configs/demo.py", ("decode", "--config=configs/demo.py", *contexts), 1),
-    ]
+def run_part(arguments: Arguments, folder: Path, limit: float) -> dict[str, Any]:
+    """Run a part for so many seconds at most, and return how it ended, with its results: of a stopped one, so far."""
+    make_folder(folder)
+    results, log, start = folder / "results.json", folder / "log.txt", time.monotonic()
+    results.unlink(missing_ok=True)  # of other flags, or of a process that was stopped
+    command = [sys.executable, PROGRAM, *arguments, f"--out={folder.absolute()}"]
+    # All parts share a cache of compiled programs.
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str((folder.parent / "compiled").absolute())}
+    state = FAILED
+    with log.open("w") as file:
+        try:
+            end = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=limit)
+            state = DONE if end.returncode == 0 and results.exists() else FAILED
+        except subprocess.TimeoutExpired:
+            state = STOPPED
+    result = json.loads(results.read_text()) if results.exists() else None
+    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    seconds = time.monotonic() - start
+    return dict(arguments=list(arguments), state=state, seconds=seconds, last_lines=last, result=result)
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def name_of(device: Mapping[str, Any]) -> str:
+    return f"{device['count']} x {device['device']}" if device["count"] > 1 else device["device"]
+
+
+def write_record(out: Path, record: dict[str, Any]) -> str:
+    """Write OUT/results.json and OUT/report.md, and return the report."""
+    lines = [f"# {name_of(record['device'])}", "", f"{describe_versions()}; written by `python scripts/on_device.py`."]
+    if record["small"]:
+        lines += ["", "Sizes are small: a rehearsal, whose figures say nothing about an accelerator."]
+    lines += ["", "| part | state | seconds |", "|---|---|---|"]
+    for name, part in record["parts"].items():
+        lines.append(f"| [{name}](#{name}) | {part['state']} | {part['seconds']:.0f} |")
+    for name, part in record["parts"].items():
+        lines += ["", f"## {name}", "", f"`python {PROGRAM} {shlex.join(part['arguments'])}`"]
+        if part["state"] != DONE:
+            lines += ["", f"**{part['state']}** after {part['seconds']:.0f} s; the end of `{name}/log.txt`:"]
+            lines += ["", "```text", *part["last_lines"], "```"]
+        if part["result"] is not None:
+            pictures = sorted((out / name).glob("*.png")) if part["state"] == DONE else []
+            lines += [line for path in pictures for line in ("", f"![{path.stem}]({name}/{path.name})")]
+            lines += ["", "```text", *REPORTS[part["arguments"][0]](part["result"]), "```"]
+    report = "\n".join(lines) + "\n"
+    write_atomically(out / "results.json", json.dumps(record, indent=1) + "\n")
+    write_atomically(out / "report.md", report)
+    return report

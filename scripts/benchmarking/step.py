@@ -1,7 +1,6 @@
 """The training step of a config on random tokens, against the rate of a large matrix product."""
 
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,23 +9,16 @@ import jax
 
 from heinsen.chips import chip_of
 from heinsen.config import from_mapping
+from heinsen.contrib.hlo_cost import count_costs
 from heinsen.distributed import keep_host_memory
-from heinsen.files import make_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
-from heinsen.planning.costs import count_costs
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.run import TrainConfig
 from heinsen.training.step import init_train_state, make_train_step
 from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
-from scripts.benchmarking.measure import (
-    describe_versions,
-    device_name,
-    seconds,
-    versions,
-    write_results,
-)
+from scripts.benchmarking import measure
 
 _SIZE = 4096  # of the square matrices
 
@@ -35,47 +27,35 @@ _SIZE = 4096  # of the square matrices
 def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError, DeviceError."""
     config = from_mapping(TrainConfig, values)
-    make_folder(out)
     keep_host_memory()
-    print("compiling the step", file=sys.stderr, flush=True)
+    measure.tell("compiling the step")
     take_step, n_params, compiled = prepare_step(config)
-    dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
-    multiply = prepare_product(dtype)
-    facts = dict(bound_seconds_per_step=bound_of(compiled), peak_bytes=compiled_bytes(compiled))
-    facts |= dict(product_dtype=dtype, config=values)
-    step_seconds: list[float] = []
-    product_seconds: list[float] = []
-    for _ in range(repeats):
-        for call, times in ((take_step, step_seconds), (multiply, product_seconds)):
-            call()
-            times.append(seconds(call))
-        print(f"step {step_seconds[-1]:.3f} s, product {product_seconds[-1]:.3f} s", file=sys.stderr, flush=True)
-        product_rate = 2 * _SIZE**3 / statistics.median(product_seconds) * jax.device_count()
-        summary = summarize(config, n_params, step_seconds, product_rate) | facts
-        path = write_results(out, summary)  # so far: a stopped process leaves what it has found
-    return "\n".join([*report(summary), f"written: {path}"])
-
-
-def summarize(config: TrainConfig, n_params: int, step_seconds: list[float], product_rate: float) -> dict[str, Any]:
-    """Return the rates of the steps that were timed."""
-    n_tokens, per_step = config.batch_size * config.sequence_length, statistics.median(step_seconds)
-    peak_rate = (config.peak_flops or peak_flops_per_device()) * jax.device_count()
+    product_dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
+    times = measure.time_in_turn({"step": take_step, "product": prepare_product(product_dtype)}, repeats)
+    n_devices, n_tokens = jax.device_count(), config.batch_size * config.sequence_length
+    per_step = statistics.median(times["step"])
+    product_rate = 2 * _SIZE**3 / statistics.median(times["product"]) * n_devices
+    peak_rate = peak_flops_per_device() * n_devices
     rate = n_tokens * train_flops_per_token(n_params) / per_step
-    return dict(
-        device=f"{jax.device_count()} x {device_name()}" if jax.device_count() > 1 else device_name(),
-        versions=versions(),
+    summary = measure.machine() | dict(
+        devices=n_devices,
         parameters=n_params,
         tokens_per_step=n_tokens,
         seconds_per_step=per_step,
-        fastest_seconds_per_step=min(step_seconds),
-        steps=len(step_seconds),
         tokens_per_second=n_tokens / per_step,
         flops_per_second=rate,  # 6 per parameter and token
+        product_dtype=product_dtype,
         product_flops_per_second=product_rate,
         share_of_product_rate=rate / product_rate,
         peak_flops_per_second=peak_rate,
         mfu=rate / peak_rate,
+        bound_seconds_per_step=bound_of(compiled),
+        peak_bytes=compiled_bytes(compiled),
+        seconds=times,
+        config=values,
     )
+    measure.write_results(out, summary)
+    return "\n".join(report(summary))
 
 
 def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, jax.stages.Compiled]:
@@ -111,12 +91,11 @@ def prepare_product(dtype: str) -> Callable[[], Any]:
 def report(summary: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     config, rate, product_rate = summary["config"], summary["flops_per_second"], summary["product_flops_per_second"]
-    per_step, fastest = summary["seconds_per_step"], summary["fastest_seconds_per_step"]
-    bound = summary["bound_seconds_per_step"]
+    per_step, bound = summary["seconds_per_step"], summary["bound_seconds_per_step"]
     return [
-        f"{summary['device']}; {describe_versions()}",
+        f"{summary['devices']} x {summary['device']}; {measure.describe_versions()}",
         f"{summary['parameters']:,} parameters, {config['batch_size']} x {config['sequence_length']} tokens per step",
-        f"{per_step:.4g} s per step (fastest {fastest:.4g}), {summary['tokens_per_second']:,.0f} tokens/s",
+        f"{per_step:.4g} s per step, {summary['tokens_per_second']:,.0f} tokens/s",
         f"{rate / 1e9:,.0f} GFLOP/s by 6 N T: {rate / product_rate:.1%} of the {product_rate / 1e9:,.0f} that a "
         f"{summary['product_dtype']} product of {_SIZE} x {_SIZE} matrices reaches",
         f"MFU {summary['mfu']:.1%} of {summary['peak_flops_per_second'] / 1e9:,.0f} GFLOP/s",

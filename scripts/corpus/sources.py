@@ -29,14 +29,9 @@ class Corpus:
         return list(dict.fromkeys(package for source in self.sources for package in source.packages))
 
 
-def _read_packages() -> dict[str, Package]:
-    """Return {name: package} of packages.txt: registry, name, version, file, bytes, SHA-256."""
-    lines = Path(__file__).with_name("packages.txt").read_text().splitlines()
-    rows = [line.split() for line in lines]
-    return {name: Package(of, name, version, file, int(size), sha256) for of, name, version, file, size, sha256 in rows}
-
-
-_PACKAGES = _read_packages()
+# {name: package} of packages.txt: registry, name, version, file, bytes, SHA-256.
+_ROWS = [line.split() for line in Path(__file__).with_name("packages.txt").read_text().splitlines()]
+_PACKAGES = {row[1]: Package(*row[:4], size=int(row[4]), sha256=row[5]) for row in _ROWS}
 
 
 def _source(name: str, license: str, packages: str, read: text.Reader) -> Source:

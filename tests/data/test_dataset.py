@@ -272,7 +272,7 @@ def test_damaged_shard_is_found_at_opening(make_dataset, shards, rng, damage):
     folder = make_dataset(shards)
     name = f"shard-{rng.integers(len(shards)):05d}.npy"
     damage(folder / name)
-    with pytest.raises(DatasetError, match=f"{name}.*delete the folder and prepare the split again"):
+    with pytest.raises(DatasetError, match=f"{name}.*delete the folder .* and rerun the command that prepared it"):
         TokenDataset(folder)
 
 

@@ -316,7 +316,7 @@ def _write_sparse(folder, num_shards, shard_tokens):
         os.truncate(folder / name, header.tell() + 2 * shard_tokens)
     counts = {"num_tokens": shard_tokens, "num_documents": 1, "num_bytes": shard_tokens, "sha256": ""}
     metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16"}
-    metadata |= {"shards": [{"file": name, **counts} for name in names], "source": {}}
+    metadata |= {"shards": [{"file": name, **counts} for name in names], "num_skipped_documents": 0, "source": {}}
     metadata |= {key: num_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
     (folder / "metadata.json").write_text(json.dumps(metadata))
 

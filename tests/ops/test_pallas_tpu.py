@@ -1,4 +1,4 @@
-"""The fused kernels for TPUs: in JAX's interpret mode against float64 truth (compiled: tests/planning).
+"""The fused kernels for TPUs: in JAX's interpret mode against float64 truth (compiled: tests/plan).
 
 The interpret mode watches for races between copies and reads of the chip's memory, which it fills with NaN beforehand.
 """
@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import heinsen
 from heinsen import LogState, MeanState, platform
+from heinsen.contrib.kernels import interpret, tpu
 from heinsen.errors import InputError
-from heinsen.ops.pallas import interpret, tpu
 from tests.ops.test_implementations import CASES, check, check_wide, draw
 from tests.ops.truth import draw_case
 

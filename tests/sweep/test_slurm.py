@@ -1,4 +1,4 @@
-"""A sweep, and a preparation of data, through SLURM, in truth: tests/slurm/setup.sh makes this machine a cluster."""
+"""A sweep through SLURM, in truth: tests/slurm/setup.sh makes this machine a cluster."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from heinsen.data.dataset import TokenDataset
 from heinsen.sweep.folder import SweepFolder
 from tests.runs import BATCH, LENGTH, OVERRIDES, ROOT, finish, read_log
 
@@ -142,22 +141,3 @@ def test_runs_that_were_left_alone_ran_once(swept):
     for run in runs[3:]:
         assert (run / "train.log").read_text().count("run folder") == 1
         assert "resuming" not in (run / "train.log").read_text()
-
-
-def test_data_are_prepared_in_jobs_and_failed_ones_resume(slurm, commands, tmp_path):
-    for i in range(3):
-        lines = "".join(json.dumps({"text": f"document {i} {j}"}) + "\n" for j in range(20))
-        (tmp_path / f"{i}.jsonl").write_text(lines if i else "{damaged\n")
-    command = ["scripts/prepare_data.py", f"--source={tmp_path}/?.jsonl", "--tokenizer=bytes", "--split=train"]
-    array = [*command, f"--out={tmp_path / 'out'}", "--launcher=slurm", "--tasks=3", "--cpus_per_task=1"]
-    first = commands.run(*array)
-    assert first.returncode == 1, first.stderr
-    assert "error: 1 of 3 tasks have failed. Rerun the same command to resume them." in first.stderr
-    assert f"{tmp_path}/0.jsonl" in first.stderr.splitlines()[-1], "the last line of its log"
-    again = commands.run(*array, "--skip_bad_documents")
-    assert again.returncode == 0, again.stderr
-    assert f"{tmp_path / 'out' / 'train'}: 40 documents" in again.stderr
-    alone = commands.run(*command, f"--out={tmp_path / 'alone'}", "--skip_bad_documents")
-    assert alone.returncode == 0
-    one, other = (TokenDataset(tmp_path / name / "train") for name in ("out", "alone"))
-    assert len(one) == len(other) and one.num_bytes == other.num_bytes

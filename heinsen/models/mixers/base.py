@@ -46,16 +46,15 @@ class Mixer(abc.ABC, Generic[State]):
     d_value: int
     dtype: str
     causal: bool
-    signed_features: bool
 
     # Whether the state holds a slot for every token.
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
-    # Whether signed_features makes queries and keys [q, -q] and [k, -k].
-    takes_signed_features: ClassVar[bool] = False
-    # Whether the model that is exported for transformers has it (`heinsen.interop.huggingface`).
+    # Whether the model that is exported for transformers has it (`heinsen.export.huggingface`).
     in_transformers: ClassVar[bool] = False
+    # Whether the published module has this attention.
+    is_published: ClassVar[bool] = False
     # Whether a key of -inf has no weight, and hides padding from a causal state so.
     masks_padding_by_key: ClassVar[bool] = False
 
@@ -73,19 +72,9 @@ class Mixer(abc.ABC, Generic[State]):
         """
 
     @property
-    def is_published(self) -> bool:
-        """Whether the published module has this attention."""
-        return False
-
-    @property
     def takes_log_decay(self) -> bool:
         """Whether it forgets by `Tokens.log_decay`, and by `log_decay_after` if it is not causal."""
         return False
-
-    @property
-    def n_features(self) -> int:
-        """Number of features of a key in `parallel`, `step` and the state."""
-        return 2 * self.d_key if self.takes_signed_features and self.signed_features else self.d_key
 
     @property
     def splits_sequences(self) -> bool:
@@ -141,8 +130,6 @@ class Mixer(abc.ABC, Generic[State]):
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], State]:
         """Mix tokens by `step` where one token continues a state, and else by `parallel`."""
-        if self.n_features > self.d_key:
-            q, k = (jnp.concatenate([x, -x], axis=-1) for x in (q, k))
         if self.masks_padding_by_key and self.causal and tokens.valid is not None:
             k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
             if tokens.log_decay is not None:

@@ -28,7 +28,6 @@ class Heinsen(Mixer[State], Generic[State]):
     implementation: str | None
 
     signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
-    takes_signed_features: ClassVar[bool] = True
     in_transformers: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
@@ -54,7 +53,7 @@ class Heinsen(Mixer[State], Generic[State]):
 
     def _empty(self, *shape: int) -> Any:
         """The state before any token of this many sequences and heads."""
-        return states.init_state(shape, self.n_features, self.d_value, signed=self.signed, dtype=self.accumulator_dtype)
+        return states.init_state(shape, self.d_key, self.d_value, signed=self.signed, dtype=self.accumulator_dtype)
 
     def _attend_both_ways(self, q: Array, k: Array, values: Array, state: None, tokens: Tokens) -> tuple[Array, Any]:
         """The output of a model that is not causal; it keeps no state."""
@@ -77,9 +76,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
 
     signed: ClassVar[bool] = False
 
-    @property
-    def is_published(self) -> bool:
-        return not self.signed_features
+    is_published: ClassVar[bool] = True
 
     @property
     def splits_sequences(self) -> bool:

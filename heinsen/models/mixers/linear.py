@@ -20,7 +20,6 @@ from heinsen.ops.sharded import over_heads
 class Linear(Mixer[LinearState]):
     """Linear attention (`heinsen.linear_attention`)."""
 
-    takes_signed_features: ClassVar[bool] = True
     masks_padding_by_key: ClassVar[bool] = True
 
     @property
@@ -28,9 +27,7 @@ class Linear(Mixer[LinearState]):
         return self.causal
 
     def init_state(self, batch_size: int, capacity: int) -> LinearState:
-        return init_linear_state(
-            (batch_size, self.n_heads), self.n_features, self.d_value, dtype=self.accumulator_dtype
-        )
+        return init_linear_state((batch_size, self.n_heads), self.d_key, self.d_value, dtype=self.accumulator_dtype)
 
     def parallel(
         self,

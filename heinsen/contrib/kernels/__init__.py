@@ -1,0 +1,23 @@
+"""Causal attention by one fused kernel for each pass: implementation="pallas" on TPUs and Hopper GPUs.
+
+The forms here take the place of `heinsen.ops.schedule.Causal`; what they lose is found and repaired as there.
+"""
+
+from typing import Any
+
+from jaxtyping import Array
+
+from heinsen import platform
+from heinsen.ops.chunk import Keys
+from heinsen.ops.schedule import Causal
+from heinsen.ops.values import N, Values
+
+
+def causal_form(kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> Causal[N]:
+    """The form for the platform that is compiled for. Raises InputError for what its kernels do not take."""
+    form: type[Any]
+    if platform.target() == "tpu":  # each is slow to import
+        from heinsen.contrib.kernels.tpu import Fused as form
+    else:
+        from heinsen.contrib.kernels.mosaic_gpu import Fused as form
+    return form.of(kind, q, keys, return_log_z)

@@ -1,0 +1,792 @@
+"""The forward and the backward pass of the chunked form as one kernel each, for Hopper GPUs (Pallas Mosaic GPU).
+
+A block of one warpgroup takes one head of one sequence, chunk after chunk, backwards in the backward pass. The sums M
+before a chunk (or their gradient) stay in registers; queries, keys and values come by asynchronous copies, the next
+chunk's while this one's products run; factors and pairwise weights never leave the chip. Written to global memory are
+the outputs and what the backward pass needs: S and Z of every query, and M before every chunk.
+
+XLA computes what is small, before the kernels: the shifts of every chunk (it reads the keys and values once more), the
+factors between them, and the sums of log decays. The mathematics is that of `chunk`, with the same names; the functions
+here take the place of those of `schedule`, and what they return goes through the same check (`exact`).
+
+A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
+
+Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
+moves them all out of the loop, where they fill the registers. A second such zero is in the addresses of what is loaded
+in the layout of columns: of two equal loads jax keeps one from 0.11 on, and finds no layout that is both.
+
+Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M: the K
+key features, filled up to the 64 rows that the matrix units need.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from heinsen import platform
+from heinsen.contrib.kernels import interpret
+from heinsen.contrib.kernels.keys import with_decay
+from heinsen.contrib.kernels.wgmma import (
+    COLUMNS,
+    MATRIX,
+    ROWS,
+    Operand,
+    Ref,
+    Registers,
+    columns,
+    rows,
+    smem_float32,
+    smem_pieces,
+)
+from heinsen.errors import InputError
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
+from heinsen.ops import chunk, schedule
+from heinsen.ops.chunk import ChunkShifts, Keys
+from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
+from heinsen.ops.exact import Output, multiply
+from heinsen.ops.schedule import Causal, Residuals, Split
+from heinsen.ops.values import LOG_VALUES, N, Sums, Values, safe_log, shift_decay
+
+# An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
+Held = Any
+
+CHUNK = 64  # tokens: the rows of the matrix units
+LARGEST_HEAD = 64  # features: what fits into the registers and the shared memory of a block
+
+
+class Sizes(NamedTuple):
+    """What is known of a kernel when it is compiled."""
+
+    n_chunks: int
+    d_key: int  # 16, 32 or 64
+    d_value: int  # 16, 32 or 64
+    log_values: bool
+    registers: Registers
+
+    @property
+    def n_rows(self) -> int:
+        return max(64, self.d_key)
+
+    def pieces(self, n_rows: int, n_columns: int) -> Any:
+        return smem_pieces(n_rows, n_columns, min(self.d_key, self.d_value))
+
+
+# ---- what the kernels read of each chunk -------------------------------------------------------------
+
+
+class DecayVectors(NamedTuple):
+    """Vectors of each chunk for log decays or document starts; those of value features are None for real values."""
+
+    kept_k: Held  # [G, N, R]: factors of M_s, with kept_v, after the chunk
+    kept_v: Held  # [G, N, V]
+    kept_z: Held  # [G, N, R]: of M_z
+    after_c: Held  # [G, N, R]: shift of the keys as they enter the sums
+    own_b: Held  # [G, N, V]: shift of the values
+    to_reading: Held  # [G, N, V]: exp(own_b - b)
+    to_after: Held  # [G, N, V]: exp(own_b - b after the chunk)
+    units: Held  # [G, T]: `decay.DecaySums`
+    unit: Held  # [G, T]
+    rest: Held  # [G, T]
+    first: Held  # [G, T]: position in the chunk of the first token of each query's document
+    of_state: Held  # [G, T]: factor of the sums before the chunk at each query
+    until_end: Held  # [G, T]: log decay of each key at the chunk's end
+
+
+class ChunkVectors(NamedTuple):
+    """Vectors of each chunk. Key features are filled up to the R rows of M."""
+
+    c: Held  # [G, N, R]: shifts of the sums that queries read
+    b: Held  # [G, N, V]
+    moved_k: Held  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
+    moved_v: Held  # [G, N, V]
+    positions: Held  # [N, C]: of tokens in their chunk
+    decay: DecayVectors | None
+
+
+class Inputs(NamedTuple):
+    """A call's arrays as the kernels read them."""
+
+    q: Held  # [G, T, K]
+    k: Held  # [G, T, K]
+    values: Held  # [G, T, V]
+    vectors: ChunkVectors
+
+
+class State(NamedTuple):
+    """Sums M or their gradients."""
+
+    s: Held  # [G, R, V]
+    z: Held  # [G, K]
+
+
+class _Chunk(NamedTuple):
+    """One chunk within a kernel: reads its vectors from global memory."""
+
+    sizes: Sizes
+    vectors: ChunkVectors
+    g: Array
+    i: Array
+    apart: Array  # a zero that the compiler cannot see, in the addresses of what is loaded for columns
+
+    @property
+    def tokens(self) -> Any:
+        return pl.ds(self.i * CHUNK, CHUNK)
+
+    def keys_vector(self, ref: Ref) -> Array:
+        """[K], for columns."""
+        return self.sizes.registers.load(ref.at[self.g, self.i + self.apart, pl.ds(0, self.sizes.d_key)], COLUMNS)
+
+    def keys_rows(self, ref: Ref) -> Array:
+        """[R], for rows."""
+        return self.sizes.registers.load(ref.at[self.g, self.i], ROWS)
+
+    def values_vector(self, ref: Ref) -> Array:
+        """[V], for columns."""
+        return self.sizes.registers.load(ref.at[self.g, self.i + self.apart], COLUMNS)
+
+    def tokens_vector(self, ref: Ref) -> Array:
+        """[C], for rows."""
+        return self.sizes.registers.load(ref.at[self.g, self.tokens], ROWS)
+
+    def tokens_columns(self, ref: Ref) -> Array:
+        """[C], for columns."""
+        return self.sizes.registers.load(ref.at[self.g + self.apart, self.tokens], COLUMNS)
+
+    def load_tokens(self, ref: Ref) -> Array:
+        """[C, K] or [C, V], from global memory."""
+        return self.sizes.registers.load(ref.at[self.g, self.tokens], MATRIX)
+
+    def scale(self, m: Array, k: Ref, v: Ref | None) -> Array:
+        """A matrix [R, V] times factors of its rows and columns."""
+        m = m * rows(self.keys_rows(k), self.sizes.d_value)
+        return m if v is None else m * columns(self.values_vector(v), self.sizes.n_rows)
+
+    def scale_values(self, x: Array, ref: Ref | None) -> Array:
+        """A matrix [any, V] times factors of its columns."""
+        return x if ref is None else x * columns(self.values_vector(ref), x.shape[0])
+
+    def query_factors(self, q: Array) -> tuple[Array, Array]:
+        """(qf [C, K], r [C])."""
+        c = columns(self.keys_vector(self.vectors.c), CHUNK)
+        total = q + c
+        r = jnp.max(total, axis=1)
+        return jnp.exp((total - rows(finite(r), q.shape[1])) + sum_error(q, c, total)), r
+
+    def key_factors(self, k: Array) -> Array:
+        """kf [C, K], as queries see the keys."""
+        return jnp.exp(k - columns(finite(self.keys_vector(self.vectors.c)), CHUNK))
+
+    def end_factors(self, k: Array) -> Array:
+        """kf [C, K], as the keys enter the sums, with log decays."""
+        assert self.vectors.decay is not None
+        exponents = k - columns(finite(self.keys_vector(self.vectors.decay.after_c)), CHUNK)
+        return jnp.exp(exponents + rows(self.tokens_vector(self.vectors.decay.until_end), k.shape[1]))
+
+    def value_factors(self, values: Array) -> Array:
+        """vf [C, V]."""
+        b = self.vectors.b if self.vectors.decay is None else self.vectors.decay.own_b
+        return values if b is None else jnp.exp(values - columns(finite(self.values_vector(b)), CHUNK))
+
+    def mask(self, pairs: Array) -> Array:
+        """Pairs [C, C] of queries and keys times what is left of each key at each query."""
+        load, positions = self.sizes.registers.load, self.vectors.positions
+        position = columns(load(positions.at[self.i + self.apart], COLUMNS), CHUNK)
+        visible = rows(load(positions.at[self.i], ROWS), CHUNK) >= position
+        if (decay := self.vectors.decay) is None:
+            return jnp.where(visible, pairs, 0.0)
+        of_query = lambda ref: rows(self.tokens_vector(ref), CHUNK)
+        of_key = lambda ref: columns(self.tokens_columns(ref), CHUNK)
+        visible = visible & (position >= of_query(decay.first))
+        left = (of_query(decay.units) - of_key(decay.units)) * of_query(decay.unit)
+        left = left + (of_query(decay.rest) - of_key(decay.rest))
+        return pairs * jnp.exp(jnp.where(visible, left, NEG_INF))
+
+
+# ---- forward ------------------------------------------------------------------------------------------
+
+
+class Written(NamedTuple):
+    """What the forward kernel writes."""
+
+    y: Held  # [G, T, V]
+    s: Held  # [G, T, V]: S, with 1 where it is rightly 0
+    z: Held  # [G, T]: Z, the same
+    r: Held  # [G, T]
+    least: Held  # [G, T]: the smallest of each query's sums that must not lose terms
+    before_s: Held  # [G, N, K, V]: M_s before each chunk
+    before_z: Held  # [G, N, K]
+    end: State
+
+
+class _ForwardOperands(NamedTuple):
+    """Operands of the forward pass in shared memory."""
+
+    q: Operand  # [C, K]
+    k: Operand  # [C, K], as queries see the keys
+    k_end: Operand  # [C, K], as they enter the sums
+    values: Operand  # [C, V]
+    pairs: Operand  # [C, C]
+    sums: Operand  # [K, V]
+
+    @classmethod
+    def of(cls, sizes: Sizes, buffers: Any) -> "_ForwardOperands":
+        k_end = "kf_end" if "kf_end" in buffers else "kf"
+        of_tokens = ("qf", sizes.d_key), ("kf", sizes.d_key), (k_end, sizes.d_key), ("vf", sizes.d_value), ("a", CHUNK)
+        operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens)
+        return cls._make([*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value)])
+
+
+def _forward_kernel(
+    sizes: Sizes, inputs: Inputs, first: State, out: Written, *, copied: Any, zero: Ref, smem: Any
+) -> None:
+    g, n = lax.axis_index("g"), sizes.n_chunks
+    d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
+    store = registers.store
+    vectors = inputs.vectors
+    decay = vectors.decay
+
+    def copy(i: Any, smem: Any) -> None:
+        tokens = pl.ds(i * CHUNK, CHUNK)
+        for source, to in ((inputs.q, smem["q"]), (inputs.k, smem["k"]), (inputs.values, smem["values"])):
+            plgpu.copy_gmem_to_smem(source.at[g, tokens], to, copied)
+
+    def step(i: Array, m: State) -> State:
+        def addresses() -> tuple[_Chunk, Any, _ForwardOperands]:
+            unseen = zero[0]
+            buffers = jax.tree.map(lambda x: x.at[unseen], smem)
+            return _Chunk(sizes, vectors, g + unseen, i + unseen, zero[1]), buffers, _ForwardOperands.of(sizes, buffers)
+
+        # The chunk's factors.
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        m_s = at.scale(m.s, vectors.moved_k, vectors.moved_v)
+        m_z = m.z * at.keys_vector(vectors.moved_k)
+        sums._replace(n_rows=n_rows).store(m_s)
+        buffers["m_float32"][...] = m_s
+        store(out.before_z.at[at.g, at.i], m_z)
+        plgpu.barrier_wait(copied)
+        qf, r = at.query_factors(buffers["q"][...])
+        q.store(qf)
+        z = jnp.sum(qf * columns(m_z, CHUNK), axis=1)
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        kf = at.key_factors(buffers["k"][...])
+        k.store(kf)
+        if decay is not None:
+            kf = at.end_factors(buffers["k"][...])
+            k_end.store(kf)
+            m_z = m_z * at.keys_vector(decay.kept_z)
+            z = z * at.tokens_vector(decay.of_state)
+        m_z = m_z + jnp.sum(kf, axis=0)
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        v.store(at.value_factors(buffers["values"][...]))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffers["m_float32"].at[pl.ds(0, d_key)], out.before_s.at[at.g, at.i])
+        pl.when(i + 1 < n)(lambda: copy(at.i + 1, buffers))
+
+        # Queries.
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        weights = at.mask(registers.matmul((q, k.mT)))
+        z = z + jnp.sum(weights, axis=1)
+        a.store(weights)
+        plgpu.commit_smem()
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        if decay is None:
+            s = registers.matmul((a, v), (q, sums))
+        else:
+            s = registers.matmul((q, sums)) * rows(at.tokens_vector(decay.of_state), d_value)
+            s = s + at.scale_values(registers.matmul((a, v)), decay.to_reading)
+        _write_means(at, out, s, z, r)
+
+        # The sums after the chunk.
+        at, buffers, (q, k, k_end, v, a, sums) = addresses()
+        more, m_s = registers.matmul((k_end._replace(n_columns=n_rows).mT, v)), buffers["m_float32"][...]
+        if decay is not None:
+            m_s = at.scale(m_s, decay.kept_k, decay.kept_v)
+            more = at.scale_values(more, decay.to_after)
+        plgpu.wait_smem_to_gmem(0)
+        return State(m_s + more, m_z)
+
+    zero[0] = zero[1] = 0
+    copy(0, jax.tree.map(lambda x: x.at[0], smem))
+    if n_rows != d_key:  # keys of the features that are missing, which the matrix units want
+        Operand(smem["kf" if decay is None else "kf_end"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
+    m = State(registers.load(first.s.at[g], MATRIX), registers.load(first.z.at[g], COLUMNS))
+    m = lax.fori_loop(0, n, step, m)
+    store(out.end.s.at[g], m.s)
+    store(out.end.z.at[g], m.z)
+
+
+def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None:
+    """Write what the chunk's queries read, and their sums, from S [C, V], Z [C] and r [C]."""
+    d_value, store = at.sizes.d_value, at.sizes.registers.store
+    empty = rows(z, d_value) == 0
+    whole_z = jnp.where(z == 0, 1.0, z)
+    z = jnp.where(r == NEG_INF, 1.0, z)
+    if at.vectors.b is None:
+        store(out.y.at[at.g, at.tokens], jnp.where(empty, 0.0, s / rows(whole_z, d_value)))
+        least = z
+    else:
+        b = columns(at.values_vector(at.vectors.b), CHUNK)
+        y = jnp.log(jnp.where(s == 0, 1.0, s)) - rows(jnp.log(whole_z), d_value) + finite(b)
+        store(out.y.at[at.g, at.tokens], jnp.where(empty | (s == 0), NEG_INF, y))
+        s = jnp.where((b == NEG_INF) | (rows(r, d_value) == NEG_INF), 1.0, s)
+        least = jnp.minimum(jnp.min(s, axis=1), z)
+    store(out.s.at[at.g, at.tokens], s)
+    store(out.z.at[at.g, at.tokens], z)
+    store(out.r.at[at.g, at.tokens], r)
+    store(out.least.at[at.g, at.tokens], least)
+
+
+def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
+    heads, n_tokens, d_key = inputs.q.shape
+    d_value, n_chunks = sizes.d_value, sizes.n_chunks
+    array = lambda *shape: jax.ShapeDtypeStruct((heads, *shape), jnp.float32)
+    tokens, values = array(n_tokens), array(n_tokens, d_value)
+    before = array(n_chunks, d_key, d_value), array(n_chunks, d_key)
+    out = Written(values, values, tokens, tokens, tokens, *before, State(*map(_like, first)))
+    smem = {
+        "q": smem_float32(CHUNK, d_key),
+        "k": smem_float32(CHUNK, d_key),
+        "values": smem_float32(CHUNK, d_value),
+        "m_float32": smem_float32(sizes.n_rows, d_value),
+        "qf": sizes.pieces(CHUNK, d_key),
+        "kf": sizes.pieces(CHUNK, sizes.n_rows if inputs.vectors.decay is None else d_key),
+        "vf": sizes.pieces(CHUNK, d_value),
+        "m": sizes.pieces(sizes.n_rows, d_value),
+        "a": sizes.pieces(CHUNK, CHUNK),
+    }
+    if inputs.vectors.decay is not None:
+        smem["kf_end"] = sizes.pieces(CHUNK, sizes.n_rows)
+    return _run_kernel(_forward_kernel, sizes, (inputs, first), out, smem, n_copies=3)
+
+
+# ---- backward -----------------------------------------------------------------------------------------
+
+
+class Cotangents(NamedTuple):
+    """What the backward kernel reads besides the inputs, whose `moved_k` and `moved_v` are those after each chunk."""
+
+    dy: Held  # [G, T, V]
+    dlog_z: Held  # [G, T]
+    s: Held  # [G, T, V], as written by the forward kernel
+    z: Held  # [G, T]
+    before_s: Held  # [G, N, K, V]
+    before_z: Held  # [G, N, K]
+    factors: Held  # [2]: of the cotangents in the kernel, and of the gradients that it writes
+
+
+class Gradients(NamedTuple):
+    """What the backward kernel writes."""
+
+    q: Held  # [G, T, K]
+    k: Held  # [G, T, K]
+    values: Held  # [G, T, V]
+    first: State  # of the sums before the first chunk, relative to its shifts
+    decay: Any  # DecayGradients, or None
+
+
+class _BackwardOperands(NamedTuple):
+    """Operands of the backward pass in shared memory."""
+
+    q: Operand  # [C, K]
+    k: Operand  # [C, K]
+    values: Operand  # [C, V]
+    ds: Operand  # [C, V]
+    pairs: Operand  # [C, C]
+    sums: Operand  # [K, V]
+
+    @classmethod
+    def of(cls, sizes: Sizes, buffers: Any) -> "_BackwardOperands":
+        of_tokens = {"qf": sizes.d_key, "kf": sizes.d_key, "vf": sizes.d_value, "ds": sizes.d_value, "a": CHUNK}
+        operands = (Operand(buffers[name], CHUNK, width) for name, width in of_tokens.items())
+        return cls._make([*operands, Operand(buffers["m"], sizes.d_key, sizes.d_value)])
+
+
+class DecayGradients(NamedTuple):
+    """Gradients of the sums of log decays, before they are scaled."""
+
+    sums: Held  # [G, T]: of the sum up to each token
+    ends_s: Held  # [G, N, R]: of the last sum of each chunk: the total of these two
+    ends_z: Held  # [G, N, K]
+
+
+def _backward_kernel(
+    sizes: Sizes, inputs: Inputs, given: Cotangents, end: State, out: Gradients, *, copied: Any, zero: Ref, smem: Any
+) -> None:
+    g, n = lax.axis_index("g"), sizes.n_chunks
+    d_key, n_rows, registers = sizes.d_key, sizes.n_rows, sizes.registers
+    store = registers.store
+    decay = inputs.vectors.decay
+
+    def copy(i: Any, smem: Any) -> None:
+        tokens = pl.ds(i * CHUNK, CHUNK)
+        sources = {"q": inputs.q, "k": inputs.k, "values": inputs.values, "dy": given.dy}
+        for name, source in sources.items():
+            plgpu.copy_gmem_to_smem(source.at[g, tokens], smem[name], copied)
+        plgpu.copy_gmem_to_smem(given.before_s.at[g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
+
+    def step(j: Array, dm: State) -> State:
+        def addresses() -> tuple[_Chunk, Any, _BackwardOperands]:
+            unseen = zero[0]
+            buffers = jax.tree.map(lambda x: x.at[unseen], smem)
+            return (
+                _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen, zero[1]),
+                buffers,
+                _BackwardOperands.of(sizes, buffers),
+            )
+
+        # The chunk's factors.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        dm_s = at.scale(dm.s, at.vectors.moved_k, at.vectors.moved_v)
+        dm_z = dm.z * at.keys_vector(at.vectors.moved_k)
+        plgpu.barrier_wait(copied)
+        m_s = buffers["m_float32"][...]
+        sums._replace(n_rows=n_rows).store(m_s)
+        if decay is not None:
+            store(out.decay.ends_s.at[at.g, at.i], jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1))
+        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...])
+        ds.store(ds_value)
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        q.store(at.query_factors(buffers["q"][...])[0])
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        kf = at.key_factors(buffers["k"][...])
+        k.store(kf)
+        of_keys = jnp.sum(kf, axis=0)
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        vf = at.value_factors(buffers["values"][...])
+        v.store(vf if decay is None else at.scale_values(vf, decay.to_reading))
+        plgpu.commit_smem()
+        pl.when(j + 1 < n)(lambda: copy(at.i - 1, buffers))
+
+        # Queries.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        a.store(at.mask(registers.matmul((ds, v.mT)) + rows(dz, CHUNK)))
+        plgpu.commit_smem()
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        m_z = registers.load(given.before_z.at[at.g, at.i], COLUMNS)
+        of_sums = rows(dz, d_key) * columns(m_z, CHUNK)
+        if decay is None:
+            dq = registers.matmul((a, k), (ds, sums.mT)) + of_sums
+        else:
+            of_sums = of_sums + registers.matmul((ds, sums.mT))
+            dq = registers.matmul((a, k)) + of_sums * rows(at.tokens_vector(decay.of_state), d_key)
+        qf = q.load()
+        dq = qf * dq
+        weights = qf * columns(m_z + of_keys, CHUNK)
+        surplus, weight = jnp.sum(dq, axis=1) - dq_total, jnp.sum(weights, axis=1)
+        surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
+        store(out.q.at[at.g, at.tokens], (dq - weights * rows(surplus, d_key)) * given.factors[1])
+
+        # Keys.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        sums._replace(n_rows=n_rows).store(dm_s)
+        if decay is None:
+            plgpu.commit_smem()
+            dk = registers.matmul((a.mT, q), (v, sums.mT)) + columns(dm_z, CHUNK)
+            dk = k.load() * dk
+        else:
+            v.store(at.scale_values(at.value_factors(at.load_tokens(inputs.values)), decay.to_after))
+            plgpu.commit_smem()
+            dk = registers.matmul((v, sums.mT)) + columns(dm_z, CHUNK)
+            dk = at.end_factors(at.load_tokens(inputs.k)) * dk
+            m_z = registers.load(given.before_z.at[at.g, at.i], COLUMNS)
+            store(out.decay.ends_z.at[at.g, at.i], jnp.sum(dk, axis=0) + m_z * at.keys_vector(decay.kept_z) * dm_z)
+            at, buffers, (q, k, v, ds, a, sums) = addresses()
+            dk = dk + k.load() * registers.matmul((a.mT, q))
+            store(out.decay.sums.at[at.g, at.tokens], dq_total - jnp.sum(dk, axis=1))
+        store(out.k.at[at.g, at.tokens], dk * given.factors[1])
+
+        # Values.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        a.store(at.mask(registers.matmul((q, k.mT))))
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        if decay is None:
+            plgpu.commit_smem()
+            dv = registers.matmul((a.mT, ds), (k, sums))
+        else:
+            k.store(at.end_factors(at.load_tokens(inputs.k)))
+            plgpu.commit_smem()
+            dv = at.scale_values(registers.matmul((a.mT, ds)), decay.to_reading)
+            dv = dv + at.scale_values(registers.matmul((k, sums)), decay.to_after)
+        if at.vectors.b is not None:
+            dv = dv * (v.load() if decay is None else at.value_factors(at.load_tokens(inputs.values)))
+        store(out.values.at[at.g, at.tokens], dv * given.factors[1])
+
+        # The sums before the chunk.
+        at, buffers, (q, k, v, ds, a, sums) = addresses()
+        qf, dm_s = q.load(), sums._replace(n_rows=n_rows).load()
+        if decay is not None:
+            qf = qf * rows(at.tokens_vector(decay.of_state), d_key)
+            q.store(qf)
+            plgpu.commit_smem()
+            dm_s = at.scale(dm_s, decay.kept_k, decay.kept_v)
+            dm_z = dm_z * at.keys_vector(decay.kept_z)
+        dm_s = dm_s + registers.matmul((q._replace(n_columns=n_rows).mT, ds))
+        return State(dm_s, dm_z + jnp.sum(qf * rows(dz, d_key), axis=0))
+
+    zero[0] = zero[1] = 0
+    copy(n - 1, jax.tree.map(lambda x: x.at[0], smem))
+    if n_rows != d_key:
+        Operand(smem["qf"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
+    dm = State(registers.load(end.s.at[g], MATRIX), registers.load(end.z.at[g], COLUMNS))
+    dm = lax.fori_loop(0, n, step, dm)
+    store(out.first.s.at[g], dm.s)
+    store(out.first.z.at[g], dm.z)
+
+
+def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array]:
+    """(dS [C, V], dZ [C], the sum of dq over features [C]) from dy [C, V]."""
+    dy, z, dlog_z = dy * given.factors[0], at.tokens_vector(given.z), at.tokens_vector(given.dlog_z) * given.factors[0]
+    s = at.load_tokens(given.s)
+    whole_z = rows(z, at.sizes.d_value)
+    if at.vectors.b is None:
+        return dy / whole_z, (dlog_z - jnp.sum(dy * (s / whole_z), axis=1)) / z, dlog_z
+    always_zero = columns(at.values_vector(at.vectors.b), CHUNK) == NEG_INF
+    dq_total = dlog_z - jnp.sum(jnp.where(always_zero, dy, 0.0), axis=1)
+    return dy / s, (dlog_z - jnp.sum(dy, axis=1)) / z, dq_total
+
+
+def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: State) -> Gradients:
+    d_key, d_value = sizes.d_key, sizes.d_value
+    decay = None
+    if inputs.vectors.decay is not None:
+        decay = DecayGradients(*map(_like, (given.z, inputs.vectors.c, given.before_z)))
+    out = Gradients(_like(inputs.q), _like(inputs.k), _like(inputs.values), State(*map(_like, end)), decay)
+    smem = {
+        "q": smem_float32(CHUNK, d_key),
+        "k": smem_float32(CHUNK, d_key),
+        "values": smem_float32(CHUNK, d_value),
+        "dy": smem_float32(CHUNK, d_value),
+        "m_float32": smem_float32(sizes.n_rows, d_value),
+        "qf": sizes.pieces(CHUNK, sizes.n_rows),
+        "kf": sizes.pieces(CHUNK, d_key),
+        "vf": sizes.pieces(CHUNK, d_value),
+        "ds": sizes.pieces(CHUNK, d_value),
+        "m": sizes.pieces(sizes.n_rows, d_value),
+        "a": sizes.pieces(CHUNK, CHUNK),
+    }
+    return _run_kernel(_backward_kernel, sizes, (inputs, given, end), out, smem, n_copies=5)
+
+
+# ---- running kernels ----------------------------------------------------------------------------------
+
+
+def _like(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str, Any], n_copies: int) -> Any:
+    """What `kernel` writes, of the shapes `out`: one block for each head."""
+    leaves, out_leaves = jax.tree.leaves(inputs), jax.tree.leaves(out)
+    unflatten = lambda like, leaves: jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def body(*refs: Ref, zero: Ref, copied: Any, **buffers: Ref) -> None:
+        read, write = unflatten(inputs, refs[: len(leaves)]), unflatten(out, refs[len(leaves) :])
+        kernel(sizes, *read, write, copied=copied, zero=zero, smem=buffers)
+
+    scratch = {**smem, "zero": plgpu.SMEM((2,), jnp.int32), "copied": plgpu.Barrier(num_arrivals=n_copies)}
+    written = plgpu.kernel(
+        body,
+        out_type=out_leaves,
+        grid=(leaves[0].shape[0],),
+        grid_names=("g",),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024),
+        interpret=interpret.params(),
+        kernel_name=kernel.__name__.strip("_"),
+    )(*leaves)
+    return unflatten(out, written)
+
+
+# ---- in the place of `schedule` -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Causal[N]):
+    """`Causal` by one kernel for each pass."""
+
+    interpret: Any  # InterpretGPUParams, or None: compiled
+
+    @classmethod
+    def of(cls, kind: Values[N], q: Array, keys: Keys, return_log_z: bool) -> "Fused[N]":
+        """All chunks are in one group. Raises InputError for what the kernels do not take."""
+        _check(keys)
+        return cls(kind, Split(1, -(-q.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
+
+    def forward(
+        self, q: Array, keys: Keys, state: N, save_residuals: bool
+    ) -> tuple[Output[N], Residuals | None, Array]:
+        kind, keys = self.kind, with_decay(keys)
+        shifts = kind.state_shifts(state)
+        m = kind.state_to_sums(state, shifts)
+        axis = shifts.c.ndim - 1
+        own = schedule.move_in_turn(kind, shifts, schedule.to_chunks(keys, self.split))
+        earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
+        layout = _Layout.of(kind, self.split, keys)
+        inputs = layout.inputs(q, keys, own, chunk.shift_scales(earlier, own.reading))
+        written = _run_forward(layout.sizes, inputs, layout.state(m))
+
+        end, after = layout.sums(written.end), jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, False), own.after)
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.spreads(m.s)
+        lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.spreads(keys.values)
+        unflatten = lambda x, *last: layout.unflatten(x)[(..., *map(slice, last))]
+        z, r = unflatten(written.z), unflatten(written.r)
+        log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if self.return_log_z else None
+        out = Output(unflatten(written.y, layout.d_value), log_z, kind.sums_to_state(end, after))
+        if not save_residuals:
+            return out, None, lost
+        before_s, before_z = unflatten(written.before_s, layout.d_key, layout.d_value), written.before_z
+        before = Sums(before_s, unflatten(before_z, layout.d_key))
+        sums = Sums(unflatten(written.s, layout.d_value), z)
+        return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
+
+    def backward(
+        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
+    ) -> tuple[Array, Keys, N]:
+        kind, is_gated = self.kind, keys.log_decay is not None
+        keys = with_decay(keys)
+        before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
+        axis = before.z.ndim - 2
+        m, shifts = schedule.end_sums(kind, keys, residuals)
+        (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
+        following = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, shifts)
+        layout = _Layout.of(kind, self.split, keys)
+        inputs = layout.inputs(q, keys, own, chunk.shift_scales(own.after, following))
+        dlog_z = jnp.zeros_like(residuals.sums.z) if grads.log_z is None else grads.log_z.rest
+        given = Cotangents(
+            dy=layout.fill(grads.y, layout.sizes.d_value),
+            dlog_z=layout.flatten(dlog_z),
+            s=layout.fill(residuals.sums.s, layout.sizes.d_value, with_=1.0),
+            z=layout.flatten(residuals.sums.z),
+            before_s=layout.fill(layout.fill(before.s, layout.sizes.d_key, axis=-2), layout.sizes.d_value),
+            before_z=layout.fill(before.z, layout.sizes.d_key),
+            factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
+        )
+        written = _run_backward(layout.sizes, inputs, given, layout.state(dm))
+
+        dlog_decay = None
+        if written.decay is not None and is_gated:
+            ends = jnp.sum(layout.unflatten(written.decay.ends_s)[..., : layout.d_key], axis=-1)
+            ends += jnp.sum(layout.unflatten(written.decay.ends_z)[..., : layout.d_key], axis=-1)
+            sums = layout.unflatten(written.decay.sums).reshape(*ends.shape, self.split.chunk_size)
+            dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
+        cut = lambda x, size: layout.unflatten(x)[..., :size]
+        dkeys = Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
+        first = kind.state_shifts(state)
+        reading = jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, False), own.reading)
+        to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
+        dfirst = chunk.scale(layout.sums(written.first), chunk.shift_scales(first, reading))
+        return cut(written.q, layout.d_key), dkeys, multiply(to_state(dfirst)[0], scale)
+
+
+def _check(keys: Keys) -> None:
+    """Raise InputError for what the kernels do not take, or a device that cannot run them."""
+    instead = 'pass implementation="chunked"'
+    if interpret.params() is None:
+        device = platform.target()
+        if device == "gpu" and jax.default_backend() == "gpu":
+            device = f"a GPU of compute capability {jax.devices()[0].compute_capability}"
+        if device not in ("gpu", "a GPU of compute capability 9.0"):
+            needed = "a TPU or a Hopper GPU (H100, H200: compute capability 9.0)"
+            raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
+    if keys.k.dtype != jnp.float32:
+        raise InputError(f'implementation="pallas" computes in float32, not {keys.k.dtype}: {instead}')
+    for name, x in (("K", keys.k), ("V", keys.values)):
+        if x.shape[-1] > LARGEST_HEAD:
+            most = f"at most {LARGEST_HEAD} features"
+            raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
+
+
+class _Layout(NamedTuple):
+    """How arrays [*batch, ...] become those of the kernels, and back."""
+
+    batch: tuple[int, ...]
+    d_key: int
+    d_value: int
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, kind: Values[Any], split: Split, keys: Keys) -> "_Layout":
+        k, values = keys.k, keys.values
+        d_key, d_value = k.shape[-1], values.shape[-1]
+        whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
+        registers = Registers(interpret=interpret.params() is not None)
+        sizes = Sizes(split.n_chunks, whole(d_key), whole(d_value), kind is LOG_VALUES, registers)
+        return cls(k.shape[:-2], d_key, d_value, sizes)
+
+    def flatten(self, x: Array) -> Array:
+        return x.reshape(-1, *x.shape[len(self.batch) :])
+
+    def unflatten(self, x: Array) -> Array:
+        return x.reshape(*self.batch, *x.shape[1:])
+
+    def fill(self, x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
+        """An array, flattened unless it is, with `axis` filled up to `size`."""
+        x = self.flatten(x) if x.shape[: len(self.batch)] == self.batch else x
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, size - x.shape[axis])
+        return jnp.pad(x, widths, constant_values=with_) if size > x.shape[axis] else x
+
+    def keys_vectors(self, x: Array) -> Array:
+        return self.fill(x, self.sizes.n_rows)
+
+    def values_vectors(self, x: Array | None, with_: float = 0.0) -> Array | None:
+        return None if x is None else self.fill(x, self.sizes.d_value, with_=with_)
+
+    def state(self, m: Sums) -> State:
+        s = self.fill(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
+        return State(s, self.fill(m.z, self.sizes.d_key))
+
+    def sums(self, m: State) -> Sums:
+        return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
+
+    def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
+        k, values, starts, log_decay = keys
+        zero = NEG_INF if self.sizes.log_values else 0.0
+        c = self.fill(self.fill(own.reading.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
+        moved_v = self.values_vectors(moved.v)
+        decay = None
+        if log_decay is not None:
+            decay = self._decay_vectors(log_decay[..., 0], None if starts is None else starts[..., 0], own)
+        b, moved_k = self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s)
+        positions = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.float32), (self.sizes.n_chunks, CHUNK))
+        vectors = ChunkVectors(c, b, moved_k, moved_v, positions, decay)
+        return Inputs(
+            self.fill(q, self.sizes.d_key),
+            self.fill(k, self.sizes.d_key, with_=NEG_INF),
+            self.fill(values, self.sizes.d_value, with_=zero),
+            vectors,
+        )
+
+    def _decay_vectors(self, log_decay: Array, starts: Array | None, own: ChunkShifts) -> DecayVectors:
+        in_chunks = lambda x: x.reshape(*self.batch, self.sizes.n_chunks, CHUNK)
+        in_tokens = lambda x: self.flatten(x.reshape(*self.batch, -1))
+        log_decay, starts = in_chunks(log_decay), None if starts is None else in_chunks(starts)
+        sums, left = decay_sums(log_decay, starts), chunk_decay(log_decay, starts)
+        kept = chunk.kept_scales(left.log_total[..., None], own.reading, own.after)
+        assert kept is not None
+        first = jnp.zeros(log_decay.shape)
+        if starts is not None:
+            first = lax.cummax(jnp.where(starts, jnp.arange(CHUNK, dtype=jnp.float32), 0.0), axis=starts.ndim - 1)
+        to = lambda b: None if own.own_b is None or b is None else shift_decay(own.own_b, b)
+        return DecayVectors(
+            kept_k=self.keys_vectors(kept.s),
+            kept_v=self.values_vectors(kept.v),
+            kept_z=self.keys_vectors(kept.z),
+            after_c=self.fill(self.fill(own.after.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows),
+            own_b=self.values_vectors(own.own_b, NEG_INF),
+            to_reading=self.values_vectors(to(own.reading.b)),
+            to_after=self.values_vectors(to(own.after.b)),
+            units=in_tokens(sums.units),
+            unit=in_tokens(jnp.broadcast_to(sums.unit, sums.units.shape)),
+            rest=in_tokens(sums.rest),
+            first=in_tokens(first),
+            of_state=in_tokens(left.of_state),
+            until_end=in_tokens(left.log_until_end),
+        )

@@ -1,0 +1,101 @@
+"""Evaluate a run's newest parameters on a whole split, document by document."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+
+from heinsen.data.documents import find_documents
+from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.errors import HeinsenError
+from heinsen.evaluation.bootstrap import Estimate, MixtureLosses, estimate, estimate_sources
+from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, measure_windows, round_up
+from heinsen.evaluation.positions import ByPosition, compare_positions
+from heinsen.parallel import n_batch_parts
+from heinsen.remote import local_run
+from heinsen.training.run import TrainConfig, open_split
+from heinsen.weights import load_params, mesh_for_reading
+
+
+class EvaluationError(HeinsenError, ValueError):
+    """An evaluation that does not fit the model, or that has no meaningful result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitResult:
+    """Losses over a split.
+
+    Attributes:
+      workdir, step: the run or export, and the training step of its parameters.
+      streaming: whether documents were read whole, rather than windows of the training length.
+      n_bytes: size of the split's text.
+      dataset_losses: (name, share, nats per token) of each dataset of a mixture.
+      total: over all documents.
+      sources: over the documents of each source; None if no document names its source.
+      positions: losses by position, in windows and streaming, if they were asked for.
+    """
+
+    workdir: str
+    step: int
+    config: TrainConfig
+    split: str
+    streaming: bool
+    n_bytes: int
+    dataset_losses: list[tuple[str, float, float]]
+    total: Estimate
+    sources: dict[str | None, Estimate] | None
+    positions: ByPosition | None
+
+
+def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: bool, with_positions: bool) -> SplitResult:
+    """Evaluate the newest parameters in `workdir` on every token of a split of the config's data.
+
+    Args:
+      streaming: read each document from its start and carry the state on, instead of windows of the training length.
+      with_positions: measure in both ways, and compare them by the position in the document.
+
+    Raises:
+      DatasetError, RunError, CheckpointError, MeshError: the data or the parameters cannot be used.
+      EvaluationError: the way of reading does not fit the model, or the loss is not finite.
+    """
+    datasets = open_split(config, split)
+    if not config.model.causal and (streaming or with_positions):
+        raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
+    mesh = mesh_for_reading(config)
+    step, params = load_params(local_run(workdir), config.model, mesh)
+    tokenizer = _find_tokenizer(datasets[0][0].tokenizer_name)
+    documents = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
+    # As many sequences as training holds at a time, rounded up to a multiple of the devices.
+    batch_size = round_up(config.sequences_per_pass, n_batch_parts(mesh))
+    options = dict(window=config.sequence_length, batch_size=batch_size)
+
+    def measure(measure_documents: Callable[..., DocumentLosses]) -> MixtureLosses:
+        return [(share, measure_documents(config.model, params, mesh, own, **options)) for share, own in documents]
+
+    in_windows = measure(measure_windows) if with_positions or not streaming else []
+    in_streams = measure(measure_streaming) if with_positions or streaming else []
+    measured = in_streams if streaming else in_windows
+    total = estimate(measured)
+    if not math.isfinite(total.loss):
+        raise EvaluationError(f"the loss is {total.loss}: the parameters of {workdir}, step {step}, are useless")
+    return SplitResult(
+        workdir=workdir,
+        step=step,
+        config=config,
+        split=split,
+        streaming=streaming,
+        n_bytes=sum(dataset.num_bytes for dataset, _ in datasets),
+        dataset_losses=[(x.documents.dataset.path.parent.name, share, x.loss) for share, x in measured],
+        total=total,
+        sources=estimate_sources(measured),
+        positions=compare_positions(in_windows, in_streams) if with_positions else None,
+    )
+
+
+def _find_tokenizer(name: str) -> Tokenizer | None:
+    """Return the tokenizer, or None if its files are missing: it is only needed for the bytes of each document."""
+    try:
+        return get_tokenizer(name)
+    except RuntimeError as error:
+        print(f"bytes of documents are estimated in proportion to their tokens: {error}", file=sys.stderr)
+        return None

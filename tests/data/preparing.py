@@ -1,0 +1,74 @@
+"""What the tests of sources and preparations share: inputs, settings, and the truth about a prepared split."""
+
+import json
+
+import numpy as np
+import pytest
+
+from heinsen.data import shards as shards_module
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.prepare import Settings, prepare, prepare_part
+from heinsen.data.tokenizer import get_tokenizer
+
+
+def jsonl(texts, field="text"):
+    # Both ways of writing a non-ASCII character in JSON, and a blank line after each record.
+    lines = [json.dumps({"meta": 1, field: t}, ensure_ascii=bool(i % 2)) for i, t in enumerate(texts)]
+    return "\n\n".join(lines).encode()
+
+
+def settings_of(*sources, split="train", tokenizer="bytes", **changes):
+    return Settings(sources=tuple(map(str, sources)), split=split, tokenizer=tokenizer, **changes)
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def times_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def check_split(folder, texts, tokenizer="bytes", parts=0):
+    """Check that the split in `folder` holds `texts`, each followed by eot, and that its metadata is right."""
+    dataset = TokenDataset(folder)
+    dataset.verify()
+    tokenizer = get_tokenizer(tokenizer)
+    expected = np.concatenate([np.append(tokenizer.encode(text), tokenizer.eot_id) for text in texts])
+    np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), expected)
+    assert dataset.num_documents == len(texts)
+    assert dataset.num_bytes == sum(len(text.encode()) for text in texts)
+    shards = dataset.metadata["shards"]
+    for key in ("num_tokens", "num_documents", "num_bytes"):
+        assert sum(shard[key] for shard in shards) == dataset.metadata[key]
+    folders = [f"part-{i:05d}-of-{parts:05d}/" for i in range(parts)]
+    books = [f"{name}metadata.json" for name in ["", *folders]]
+    assert sorted(files_of(folder)) == sorted([*books, *(shard["file"] for shard in shards)])  # nothing is left over
+    for shard in shards:
+        tokens = np.load(folder / shard["file"])
+        assert tokens.dtype == np.uint16
+        assert np.count_nonzero(tokens == tokenizer.eot_id) == shard["num_documents"]
+        assert tokens[-1] == tokenizer.eot_id  # closed at a document boundary
+    return dataset
+
+
+def interrupt(settings, out, shards, part=None):
+    """Stop a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; return its folder.
+
+    `part` is (index, count) of the part to prepare; None means the whole split.
+    """
+    close_shard = shards_module.ShardWriter.close_shard
+
+    def close(writer):
+        if len(writer.shards) == shards:
+            raise KeyboardInterrupt
+        close_shard(writer)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shards_module.ShardWriter, "close_shard", close)
+        prepare_part(settings, out, *part) if part else prepare(settings, out)
+    folder = out / settings.split
+    if part:
+        folder /= "part-{:05d}-of-{:05d}".format(*part)
+    assert len(list(folder.glob("shard-?????.npy"))) == shards and not (folder / "metadata.json").exists()
+    return folder

@@ -1,0 +1,183 @@
+"""The language model in float64, by NumPy, loops and quadratic forms: what heinsen.models is tested against.
+
+It is written from the definitions (docs/design.md), document by document and head by head, and shares no code with the
+package. A part is in the model where its parameters are in the tree.
+"""
+
+import jax
+import numpy as np
+
+from heinsen.models import abstract_params
+
+B, T = 2, 8  # of `draw_tokens`
+DOCUMENT = 3
+
+# No two sizes alike but where a kind asks for it, so that no axis passes for another.
+SIZES = dict(vocab_size=13, padded_vocab_size=16, d_model=10, n_heads=3, d_key=2, d_value=4, implementation="scan")
+
+
+def draw_params(config, rng):
+    """Parameters that are random everywhere: fresh norms and biases would hide theirs."""
+
+    def draw(path, x):
+        is_scale = path[-1].key == "scale"
+        size = 0.3 if is_scale else 1 / np.sqrt(x.shape[-2] if path[-1].key == "kernel" else 2)
+        x = np.float32(is_scale + size * rng.standard_normal(x.shape))
+        # A gate's scale below 0 is 0, and has a gradient all the same, which is not the derivative.
+        return np.abs(x) if is_scale and path[-2].key.startswith("gate") else x
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
+
+
+def draw_tokens(config, rng):
+    """Tokens [B, T], with documents that begin anywhere where the model has a token for it."""
+    tokens = rng.integers(4, config.vocab_size, (B, T))
+    if config.document_token is not None:
+        tokens[0, [2, 3, 6]] = tokens[1, [0, 5]] = DOCUMENT
+    return np.int32(tokens)
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def logits64(config, params, tokens, records=None):
+    """Logits [B, T, padded vocabulary], each document of each row by itself.
+
+    Appends what each layer's attention and the layer itself give, of every document, to `records`.
+    """
+    params, records = jax.tree.map(np.float64, params), [] if records is None else records
+    rows = []
+    for row in tokens:
+        begins = [] if config.document_token is None else np.flatnonzero(row == config.document_token)
+        documents = [document for document in np.split(row, begins) if len(document)]
+        rows.append(np.concatenate([document64(config, params, document, records) for document in documents]))
+    return np.stack(rows)
+
+
+def document64(config, params, tokens, records):
+    x = params["embedding"][tokens]
+    position = params.get("position", {})
+    if "embedding" in position:
+        x = x + position["embedding"][: len(x)]
+    if "dense" in position:
+        maps = dense64(position["dense"], x)
+        c, l, *after = np.split(maps, maps.shape[-1] // config.d_model, axis=-1)  # noqa: E741
+        e = recurrence64(c, l)
+        x = x + (e if config.causal else e + recurrence64(*(m[::-1] for m in after))[::-1])
+    kinds = config.attention.split(",")
+    for i in range(config.n_layers):
+        place, stack = i % len(kinds), i // len(kinds)
+        layers = params["layers"] if len(kinds) == 1 else params["layers"][f"layer_{place}"]
+        x = layer64(config, kinds[place], x, jax.tree.map(lambda p, stack=stack: p[stack], layers), records)
+    return norm64(params["norm"], x) @ params["embedding"].T
+
+
+def layer64(config, kind, x, p, records):
+    h, n_k = norm64(p["norm"], x), config.d_key
+    heads = []
+    for i, qkv in enumerate(np.split(dense64(p["w1"], h), config.n_heads, axis=-1)):
+        if "convolution" in p:
+            taps = p["convolution"]["taps"][i]
+            qkv = sum(tap * np.pad(qkv, [(j, 0), (0, 0)])[: len(qkv)] for j, tap in enumerate(taps))
+        log_decays = [
+            p[name]["scale"][i] * np.log(sigmoid64(h @ p[name]["kernel"][:, i] + p[name]["bias"][i]))
+            for name in ("gate", "gate_after")
+            if name in p
+        ]
+        heads.append(attention64(config, kind, *np.split(qkv, [n_k, 2 * n_k], axis=-1), log_decays))
+    y = np.concatenate(heads, axis=-1)
+    if "output_gate" in p:
+        y = 2 * sigmoid64(dense64(p["output_gate"], h)) * y
+    if "w2" in p:  # the paper's block
+        a, b = np.split(dense64(p["w2"], y), 2, axis=-1)
+        x = x + dense64(p["w3"], a * sigmoid64(b))
+    else:
+        x = x + dense64(p["attention_out"], y)
+        h = dense64(p["mlp_in"], norm64(p["mlp_norm"], x))
+        x = x + dense64(p["mlp_out"], 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))))
+    records.append((y, x))
+    return x
+
+
+def attention64(config, kind, q, k, v, log_decays):
+    """One head of one document, [T, K], [T, K], [T, V], [T]s -> [T, V]: the weights of all pairs."""
+    place = np.arange(len(q))
+    seen = np.tril(np.ones((len(q), len(q)))) if config.causal else np.ones((len(q), len(q)))
+    if kind == "window":
+        seen = seen * (np.abs(np.subtract.outer(place, place)) < config.window)
+    if config.position == "rotary" and kind in ("softmax", "sigmoid", "window"):
+        q, k = rotate64(q, place), rotate64(k, place)
+    if kind == "sigmoid":
+        count = seen.sum(-1, keepdims=True)
+        bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
+        return seen * sigmoid64(q @ k.T / np.sqrt(config.d_key) + bias) / count**config.sigmoid_alpha @ v
+    if kind in ("softmax", "window"):
+        weights = np.exp(q @ k.T / np.sqrt(config.d_key))
+    elif kind == "linear":
+        elu = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+        weights = elu(q) @ elu(k).T
+    else:
+        weights = np.exp(q) @ np.exp(k).T
+    if log_decays:
+        left = [[log_decays[0][s + 1 : t + 1].sum() for s in place] for t in place]
+        if not config.causal:  # the tokens between, for later ones
+            left += np.array([[log_decays[1][t + 1 : s].sum() for s in place] for t in place])
+        weights = weights * np.exp(left)
+    weights = seen * weights / (seen * weights).sum(-1, keepdims=True)
+    return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.value_domain == "log" else weights @ v
+
+
+def recurrence64(c, l):  # noqa: E741
+    """e_t = log(sigmoid(c_t) exp(e_{t-1}) + exp(l_t)), from e_0 = 0."""
+    e, out = np.zeros(c.shape[-1]), []
+    for t in range(len(c)):
+        e = np.log(sigmoid64(c[t]) * np.exp(e) + np.exp(l[t]))
+        out.append(e)
+    return np.stack(out)
+
+
+def rotate64(x, place):
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * place[:, None] * 10000.0 ** (-np.arange(half) / half))
+    z = (x[:, :half] + 1j * x[:, half:]) * turn
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+def dense64(p, x):
+    return x @ p["kernel"] + p.get("bias", 0)
+
+
+def norm64(p, x):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * p["scale"] + p["bias"]
+
+
+def sigmoid64(x):
+    return 1 / (1 + np.exp(-x))
+
+
+# ---- losses and comparisons ----------------------------------------------------------------------
+
+
+def losses64(logits, targets):
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    return log_z - np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+
+
+def slope64(loss, params, direction):
+    """The derivative of a loss along a direction through all parameters."""
+    moved = lambda step: jax.tree.map(lambda x, d: np.float64(x) + step * d, params, direction)
+    return (loss(moved(1e-5)) - loss(moved(-1e-5))) / 2e-5
+
+
+def assert_close(got, want, tolerance):
+    want = np.asarray(want, np.float64)
+    assert np.abs(np.asarray(got, np.float64) - want).max() <= tolerance * np.abs(want).max()
+
+
+def assert_gradients(rng, params, grads, loss):
+    """Compare gradients with the derivative of `loss`, in float64, along a random direction; none is 0 everywhere."""
+    direction = jax.tree.map(lambda x: rng.standard_normal(x.shape), params)
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * np.float64(g)), direction, grads)))
+    scale = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in jax.tree.leaves(grads)))
+    assert abs(slope64(loss, params, direction) - slope) < 1e-4 * max(scale, abs(slope))
+    assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(grads))
