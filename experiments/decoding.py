@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         contestants = tools.contestants_of(EXPERIMENT.value, CONTESTANTS.value)
-        print(json.dumps(measure(contestants, sorted(map(int, CONTEXTS.value)))))
+        print(json.dumps(measure(contestants, sorted(tools.parse_counts("contexts", CONTEXTS.value)))))
 
 
 def measure(contestants: Mapping[str, TrainConfig], contexts: Sequence[int]) -> dict[str, dict[int, dict[str, Any]]]:

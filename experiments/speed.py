@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         contestants = tools.contestants_of(EXPERIMENT.value, CONTESTANTS.value)
-        print(json.dumps(measure(contestants, [*map(int, LENGTHS.value)])))
+        print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 
 
 def measure(contestants: Mapping[str, TrainConfig], lengths: Sequence[int]) -> dict[str, dict[int, float]]:

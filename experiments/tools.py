@@ -169,15 +169,19 @@ def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int, may_fail
     return found
 
 
+def splits_of(corpus: Path) -> dict[str, Sequence[Path]]:
+    """Return the files of each split of a folder of {train-*,validation,test}.jsonl.zst."""
+    names = {"train": "train-*", "validation": "validation", "test": "test"}
+    return {split: [corpus / f"{name}.jsonl.zst"] for split, name in names.items()}
+
+
 def prepare_bytes(corpus: Path, data: Path, **splits: Sequence[Path]) -> None:
     """Prepare DATA/SPLIT from files: train, validation and test of a corpus, unless others are given."""
     if not any(corpus.glob("train-*")):
         raise ExperimentError(
             f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
         )
-    names = {"train": "train-*", "validation": "validation", "test": "test"}
-    files = {split: [corpus / f"{name}.jsonl.zst"] for split, name in names.items()} | splits
-    for split, sources in files.items():
+    for split, sources in (splits_of(corpus) | splits).items():
         where = [f"--source={source.absolute()}" for source in sources]
         where += ["--tokenizer=bytes", f"--split={split}", f"--out={from_root(data)}"]
         run_script("scripts/prepare_data.py", *where)
