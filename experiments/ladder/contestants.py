@@ -37,7 +37,7 @@ def contest_of(size: Size) -> Contest:
 
 
 @functools.cache
-def n_params(size: Size) -> int:
+def paper_params(size: Size) -> int:
     """Return the number of parameters of the paper's model."""
     return contest_of(size).parameters("paper's")
 

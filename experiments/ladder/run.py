@@ -38,7 +38,7 @@ import numpy as np
 
 from experiments import tools
 from experiments.ladder import config, law, report
-from experiments.ladder.contestants import KINDS, Size, contest_of, n_params
+from experiments.ladder.contestants import KINDS, Size, contest_of, paper_params
 from experiments.tools import RATE, Losses
 from heinsen.sweep.runs import RunView
 
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
 
     def tokens_of(self, size: Size, budget: int) -> int:
         """Return the tokens of a size: the budget is that of the largest of `sizes`."""
-        return round(budget * math.sqrt(n_params(size) / n_params(self.sizes[-1])))
+        return round(budget * math.sqrt(paper_params(size) / paper_params(self.sizes[-1])))
 
 
 SMALL_PLAN = Plan(
@@ -77,81 +77,6 @@ SMALL_PLAN = Plan(
     tuned=(Size(2, 32), Size(4, 64)),
     checked=Size(2, 64),
 )
-
-
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
-    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
-
-
-def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
-    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    tools.prepare_bytes(corpus, out / "data")
-    data = f"--config.data.path={tools.from_root(out / 'data')}"
-    least, most = min(plan.budgets), max(plan.budgets)
-    logs: list[dict[str, Any]] = []
-
-    def log(stage: str, size: Size, views: Sequence[RunView]) -> dict[str, dict[float, float | None]]:
-        """Keep the runs of all kinds at a size, and return their losses."""
-        own = {kind: contest_of(size).runs_of(kind, views) for kind in KINDS}
-        described = ((kind, tools.describe_run(view)) for kind, views in own.items() for view in views)
-        logs.extend(dict(stage=stage, kind=kind, size=str(size)) | run for kind, run in described)
-        return {kind: contest_of(size).losses(kind, views) for kind in KINDS}
-
-    tuning = {}
-    for size in plan.tuned:
-        tokens = f"--config.total_tokens={plan.tokens_of(size, least)}"
-        views = contest_of(size).tune(out / "tuning" / str(size), plan.rates, parallel, data, tokens)
-        tuning[size] = log("tuning", size, views)
-    rule = Rule(tuning)
-
-    contest, tokens = contest_of(plan.checked), f"--config.total_tokens={plan.tokens_of(plan.checked, least)}"
-    wanted = [
-        contest.fields(kind) | {RATE: rule.rate(kind, plan.checked) * factor}
-        for kind in KINDS
-        for factor in (0.5, 1, 2)
-    ]
-    views = tools.run_sweep(config.__file__, out / "checked", wanted, parallel, data, tokens, may_crash=True)
-    checked = log("checked", plan.checked, views)
-
-    def train(stage: str, sizes: Sequence[Size], budgets: Sequence[int]) -> list[dict[str, Any]]:
-        """Return what results.json has of a run of each kind, size and budget."""
-        points = [(kind, size, budget) for budget in sorted(budgets) for size in sizes for kind in KINDS]
-        wanted = [
-            contest_of(size).fields(kind) | {"total_tokens": plan.tokens_of(size, budget), RATE: rule.rate(kind, size)}
-            for kind, size, budget in points
-        ]
-        views = tools.run_sweep(config.__file__, out / stage, wanted, parallel, data)
-        found = []
-        for (kind, size, budget), fields in zip(points, wanted, strict=True):
-            (view,) = [view for view in views if fields.items() <= view.run.point.items()]
-            logs.append(dict(stage=stage, kind=kind, size=str(size)) | tools.describe_run(view))
-            n = contest_of(size).parameters(kind)
-            run = dict(kind=kind, size=str(size), n_params=n, budget=budget, learning_rate=fields[RATE])
-            found.append(run | dict(tokens=view.tokens, loss=view.validation_loss, bits_per_byte=view.bits_per_byte))
-        return found
-
-    runs = train("ladder", plan.sizes, plan.budgets)
-    laws = {kind: fit([run for run in runs if run["kind"] == kind], plan.n_bootstrap) for kind in KINDS}
-    prediction = predict(out / "prediction.json", laws, plan.next, plan.tokens_of(plan.next, most))
-    return dict(
-        settings=config.get_config().to_dict(),
-        runs=[run | dict(expected=float(laws[run["kind"]][0](run["n_params"], run["tokens"]))) for run in runs],
-        laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
-        bootstrap={kind: [dataclasses.astuple(x) for x in (best, *others)] for kind, (best, others, _) in laws.items()},
-        residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
-        prediction=prediction,
-        next=train("next", [plan.next], [most]),
-        tuning={str(size): losses for size, losses in tuning.items()},
-        powers={kind: rule.power(kind) for kind in KINDS},
-        checked={str(plan.checked): checked},
-        farther=[dict(n_params=n, tokens=d) | {"kinds": extrapolate(laws, n, d)} for n, d in FARTHER],
-        logs=logs,
-    )
-
-
-# ---- learning rates -------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
@@ -185,6 +110,78 @@ def best_between(losses: Losses) -> float:
         return best
     a, b, _ = np.polyfit(np.log(around), [losses[rate] for rate in around], 2)
     return math.exp(-b / (2 * a)) if a > 0 else best
+
+
+def main(argv: list[str]) -> None:
+    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
+    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
+    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
+
+
+def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    tools.prepare_bytes(corpus, out / "data")
+    data = f"--config.data.path={tools.from_root(out / 'data')}"
+    tokens = lambda size: f"--config.total_tokens={plan.tokens_of(size, min(plan.budgets))}"
+    tuned = {
+        size: contest_of(size).tune(out / "tuning" / str(size), plan.rates, parallel, data, tokens(size))
+        for size in plan.tuned
+    }
+    rule = Rule({size: losses_of(size, views) for size, views in tuned.items()})
+
+    contest, rates = contest_of(plan.checked), {kind: rule.rate(kind, plan.checked) for kind in KINDS}
+    wanted = [contest.fields(kind) | {RATE: rate * factor} for kind, rate in rates.items() for factor in (0.5, 1, 2)]
+    options = data, tokens(plan.checked)
+    checked = tools.run_sweep(config.__file__, out / "checked", wanted, parallel, *options, may_crash=True)
+
+    runs = train(plan, rule, out / "ladder", plan.sizes, plan.budgets, parallel, data)
+    laws = {kind: fit([run for run in runs if run["kind"] == kind], plan.n_bootstrap) for kind in KINDS}
+    most = max(plan.budgets)
+    prediction = predict(out / "prediction.json", laws, plan.next, plan.tokens_of(plan.next, most))
+    last = train(plan, rule, out / "next", [plan.next], [most], parallel, data)
+    stages = [*(("tuning", size, views) for size, views in tuned.items()), ("checked", plan.checked, checked)]
+    return dict(
+        settings=config.get_config().to_dict(),
+        runs=[run | dict(expected=float(laws[run["kind"]][0](run["n_params"], run["tokens"]))) for run in runs],
+        laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
+        bootstrap={kind: [dataclasses.astuple(x) for x in (best, *others)] for kind, (best, others, _) in laws.items()},
+        residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
+        prediction=prediction,
+        next=last,
+        tuning={str(size): losses for size, losses in rule.tuning.items()},
+        powers={kind: rule.power(kind) for kind in KINDS},
+        checked={str(plan.checked): losses_of(plan.checked, checked)},
+        farther=[dict(n_params=n, tokens=d) | {"kinds": extrapolate(laws, n, d)} for n, d in FARTHER],
+        logs=[
+            dict(stage=stage, kind=kind, size=str(size)) | tools.describe_run(view)
+            for stage, size, views in stages
+            for kind in KINDS
+            for view in contest_of(size).runs_of(kind, views)
+        ],
+    )
+
+
+def losses_of(size: Size, views: Sequence[RunView]) -> dict[str, Losses]:
+    return {kind: contest_of(size).losses(kind, views) for kind in KINDS}
+
+
+def train(
+    plan: Plan, rule: Rule, out: Path, sizes: Sequence[Size], budgets: Sequence[int], parallel: int, data: str
+) -> list[dict[str, Any]]:
+    """Return what results.json has of a run of each kind, size and budget, the smallest budget first."""
+    points = [(kind, size, budget) for budget in sorted(budgets) for size in sizes for kind in KINDS]
+    wanted = [
+        contest_of(size).fields(kind) | {"total_tokens": plan.tokens_of(size, budget), RATE: rule.rate(kind, size)}
+        for kind, size, budget in points
+    ]
+    views = tools.run_sweep(config.__file__, out, wanted, parallel, data)
+    found = []
+    for (kind, size, budget), fields in zip(points, wanted, strict=True):
+        (view,) = [view for view in views if fields.items() <= view.run.point.items()]
+        n_params = contest_of(size).parameters(kind)
+        run = dict(kind=kind, size=str(size), n_params=n_params, budget=budget) | tools.describe_run(view)
+        found.append(run | dict(loss=view.validation_loss, bits_per_byte=view.bits_per_byte))
+    return found
 
 
 # ---- laws -----------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def write_start(folder: Path, form: str, scale: float) -> None:
     params = scale_outputs(init_params(run.model, jax.random.key(1)), scale)
     folder.parent.mkdir(parents=True, exist_ok=True)
     card = f"# Initial parameters\n\n{form}, W2 times {scale:g}, of experiments/sigmoid_training.\n"
-    save_folder(folder, run.model, run.data.tokenizer, params, step=0, run=dataclasses.asdict(run), card=card)
+    save_folder(folder, run.model, "bytes", params, step=0, run=dataclasses.asdict(run), card=card)
 
 
 def scale_outputs(params: Params, scale: float) -> Params:
