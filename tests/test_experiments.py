@@ -1,5 +1,8 @@
 """The experiments: reports from the committed results, contestants, laws, and each from its plan to its report."""
 
+import csv
+import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -448,6 +451,95 @@ def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path
 
 
 # ---- whole ----------------------------------------------------------------------------------------
+
+
+def option(arguments, name):
+    """Return the text of a flag, None where it is not given."""
+    return next((text.partition("=")[2] for text in arguments if text.startswith(f"--{name}=")), None)
+
+
+def pretended_sweep(config, out, runs, parallel, *options, may_crash=False):
+    """Return finished runs whose losses are a law of parameters and tokens, and a parabola of the learning rate."""
+    views = []
+    for run in runs:
+        tokens = run.get("total_tokens") or int(option(options, "config.total_tokens"))
+        n = 12 * run.get("model.n_layers", 4) * run.get("model.d_model", 128) ** 2
+        loss = 1 + (1e4 / n) ** 0.3 + (1e5 / tokens) ** 0.3 + 0.05 * float(np.log(run[tools.RATE] / 8e-3)) ** 2
+        for seed in range(1, 1 + int(option(options, "seeds") or 1)):
+            own = loss + seed / 1000
+            bits = dict(validation_loss=own, bits_per_byte=own / float(np.log(2)))
+            validations = ((tokens // 128, own + 1), (tokens // 64, own))
+            point = {**run, "seed": seed}
+            view = RunView(run=SweepRun(point, tokens // 64, 64), state="finished", tokens=tokens, **bits)
+            views.append(dataclasses.replace(view, tokens_per_second=100.0, loss=own, validations=validations))
+    return views
+
+
+def pretended_programs(commands, parallel, may_fail=False):
+    """Return what the programs might have printed."""
+    return {file: pretended_result(arguments) for file, arguments in commands.items()}
+
+
+def pretended_result(arguments):
+    if arguments[0] == "eval.py":
+        sources = {name: dict(tokens=n, bits_per_byte=x) for name, n, x in (("Books", 9, 3.1), ("Code", 99, 2.5))}
+        ranges = [
+            dict(first=2**i + 1, last=2 ** (i + 1), windows=2.0, streaming=1.9, difference=-0.1) for i in range(16)
+        ]
+        for each in ranges:
+            each["difference_interval"] = (-0.2, 0.1)
+        positions = dict(window=1024, ranges=ranges) if option(arguments, "by_position") else None
+        return dict(bits_per_byte=3.0, bits_per_byte_interval=(2.9, 3.1), sources=sources, by_position=positions)
+    if arguments[0] == "scripts/recall.py":
+        lengths = option(arguments, "lengths").split(",")
+        return dict(parameters=7, accuracy=[dict(length=int(n), answers=1 / int(n)) for n in lengths])
+    (names,) = csv.reader([option(arguments, "contestants")])
+    if arguments[0] == "experiments/speed.py":
+        return {name: {n: 1e4 for n in option(arguments, "lengths").split(",")} for name in names}
+    assert arguments[0] == "experiments/decoding.py"
+    cost = dict(milliseconds=2.0, state_bytes=12_345)
+    return {name: dict.fromkeys(option(arguments, "contexts").split(","), cost) for name in names}
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    ["comparison_2m", "ladder", "sigmoid_training", pytest.param("forgetting", marks=pytest.mark.long)],
+)
+def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corpus, tmp_path, monkeypatch):
+    """All of it but what the programs do, which the long tests below run."""
+    run = program(experiment)
+    monkeypatch.setattr(tools, "run_script", lambda *arguments: None)
+    monkeypatch.setattr(tools, "run_sweep", pretended_sweep)
+    monkeypatch.setattr(tools, "run_programs", pretended_programs)
+    plan = run.SMALL_PLAN._replace(**({} if experiment == "ladder" else dict(n_documents=2)))
+    if experiment in ("comparison_2m", "forgetting"):
+        plan = plan._replace(longest=300, rates=(1.5e-3, 3e-3, 6e-3), n_seeds=2)
+    if experiment == "sigmoid_training":
+        plan = plan._replace(read=37)
+        monkeypatch.setattr(run, "write_start", lambda *arguments: None)
+        monkeypatch.setattr(run, "measure_norms", lambda *arguments: {37: [1.0, 0.5]})
+    if experiment == "ladder":
+        plan = plan._replace(n_bootstrap=2)
+        monkeypatch.setattr(run.law, "fit", functools.partial(run.law.fit, n_starts=4))
+    results = write_whole(experiment, plan, tmp_path, corpus)
+    if experiment == "comparison_2m":
+        assert results["runs"] == len(results["logs"]) == 3 * (3 + 2) + 3, "the grid is extended once"
+        assert results["hours"] == pytest.approx(results["runs"] * 2200 / 3600)
+        assert results["sources"] == {"Code": dict.fromkeys(results["tuning"], 2.5)} | {
+            "Books": dict.fromkeys(results["tuning"], 3.1)
+        }
+        assert results["recall"]["paper's"] == {str(n): 1 / n for n in (4, 8, 16, 32)}
+        assert results["decoding"]["gate, parts"]["8192"]["state_bytes"] == 12_345
+    if experiment == "forgetting":
+        assert results["contexts"]["windows"].keys() == results["contexts"]["streams"].keys()
+        assert results["speed"].keys() == results["contests"]["combined"]["bits_per_byte"].keys()
+    if experiment == "ladder":
+        assert len(results["runs"]) == 18 and len(results["next"]) == 3 and len(results["logs"]) == 6 + 9
+        budgets = {(run["size"], run["budget"]): run["tokens"] for run in results["runs"] if run["kind"] == "paper's"}
+        assert budgets["4x64", 700_000] == 700_000 and budgets["2x32", 350_000] < 350_000
+    if experiment == "sigmoid_training":
+        assert results["beyond"]["best"]["rates"] == results["beyond"]["alike"]["rates"]
+        assert len(results["rates"]) == 6 and set(results["law"]["alpha 1"]) == {"37"}
 
 
 def test_recall_from_its_plan_to_its_report(tmp_path):
