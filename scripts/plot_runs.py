@@ -46,10 +46,7 @@ from heinsen.sweep.curves import (
     final_table,
     make_curve,
     read_anchors,
-    thin,
 )
-
-_MOST_POINTS = 2000  # in a curve: more cannot be seen
 
 
 def main(argv: list[str]) -> None:
@@ -96,21 +93,25 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     if anchors:
         draw_bands(axes, anchors, Path(AGAINST.value).name)
-    n_points = 0
+    metric, n_points = METRICS[METRIC.value], 0
     for i, (log, label) in enumerate(zip(logs, labels([log.path for log in logs]), strict=True)):
         color = plt.get_cmap("tab10")(i) if len(logs) <= 10 else plt.get_cmap("viridis")(i / len(logs))
-        curve = make_curve(log, X.value, METRIC.value, SMOOTH.value)
-        keep = curve.x > 0 if LOG_X.value else slice(None)
+        x, y = make_curve(log, metric.curve, X.value, SMOOTH.value)
+        keep = x > 0 if LOG_X.value else slice(None)
         style = "o-" if METRIC.value == "validation_loss" else "-"
-        points = thin(curve.x[keep], curve.y[keep], _MOST_POINTS)
-        axes.plot(*points, style, color=color, lw=1.2, ms=3, label=label)
-        axes.plot(curve.marks_x, curve.marks_y, "o", color=color, ms=4, mec="white", mew=0.5)
-        n_points += len(curve.x)
+        axes.plot(x[keep], y[keep], style, color=color, lw=1.2, ms=3, label=label)
+        if metric.marks is not None:
+            axes.plot(*make_curve(log, metric.marks, X.value), "o", color=color, ms=4, mec="white", mew=0.5)
+        n_points += len(x)
     if not n_points:
         raise CurveError(f"nothing to draw: no {METRIC.value} is logged in {', '.join(str(log.path) for log in logs)}")
-    set_scales(axes)
+    axes.set_xscale("log" if LOG_X.value else "linear")
+    if LOG_Y.value:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axes.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
     smoothed = f", running means of weight {SMOOTH.value:g}" if SMOOTH.value else ""
-    axes.set(xlabel=AXES[X.value].label, ylabel=METRICS[METRIC.value].label + smoothed)
+    axes.set(xlabel=AXES[X.value].label, ylabel=metric.label + smoothed)
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")
     if X.value == "tokens":
         count_tokens(axes.xaxis)
@@ -132,15 +133,6 @@ def labels(paths: Sequence[Path]) -> list[str]:
     depths = range(1, 1 + max(map(len, parts)))
     depth = next((n for n in depths if len({names[-n:] for names in parts}) == len(parts)), 1)
     return ["/".join(names[-depth:]) for names in parts]
-
-
-def set_scales(axes: Axes) -> None:
-    if LOG_X.value:
-        axes.set_xscale("log")
-    if LOG_Y.value:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ them are sweep.json, sweep.csv and report.html.
 Exits with status 3 if runs have crashed, 75 if the sweep was interrupted, 1 if the command is wrong.
 """
 
+import contextlib
 import math
 import re
 import sys
@@ -41,26 +42,22 @@ CPUS = flags.DEFINE_integer("cpus_per_run", 1, "slurm: CPU cores per job.", lowe
 RETRY = flags.DEFINE_bool("retry", False, "Also start runs that have crashed before.")
 STATUS = flags.DEFINE_bool("status", False, "Show the progress of the runs; in a terminal, until all have ended.")
 REPORT = flags.DEFINE_bool("report", False, "Write DIR/report.html from the results so far.")
-LIVE = flags.DEFINE_bool(
-    "live", False, "--report: write it again and again until all runs have ended; browsers follow."
-)
 
 cli.show_help(__name__)
 
 import jax
 
 from heinsen.sweep.definition import Definition, find_strategy
-from heinsen.sweep.display import Screen, summary, table
 from heinsen.sweep.drive import drive
 from heinsen.sweep.folder import CSV_FILE, SweepFolder
 from heinsen.sweep.launch import LaunchOptions, find_launcher
-from heinsen.sweep.runs import RunView
+from heinsen.sweep.runs import summary, table
 from heinsen.sweep.search import make_search
 from heinsen.sweep.space import SweepError, parse_space
 from scripts.sweep_runs import RunFactory
 
 EXIT_UNFINISHED = 3  # runs have crashed
-REFRESH_SECONDS = 15  # of --live
+_REDRAW_SECONDS = 2.0  # of --status in a terminal
 
 FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the command line: {field: text}
 
@@ -68,8 +65,6 @@ FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the comm
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     jax.config.update("jax_platforms", "cpu")  # leave the accelerators to the runs
-    if LIVE.value and not REPORT.value:
-        cli.refuse("--live goes with --report")
     cli.refuse_address("workdir")
     action = show_status if STATUS.value else report if REPORT.value else run_sweep
     with exit_on_error(on_os_error="Rerun the same command to resume the sweep"):
@@ -83,18 +78,18 @@ def run_sweep(path: Path) -> None:
         raise SweepError("--config=configs/NAME.py is missing: the config of all runs")
     factory = RunFactory(CONFIG.value, FIELDS["config"], check_data=launcher.runs_here)
     folder = open_folder(path, factory)
-    screen = Screen()
-    with folder.lock() as lock:
-        launched = launcher(folder, factory.command, lock, options)
+    with folder.lock():
+        launched = launcher(folder, factory.command, options)
         search = make_search(folder, factory.make_or_refuse)
         adaptive = folder.definition.strategy.adaptive
         length = f"{folder.definition.trials} trials" if adaptive else f"{len(folder.runs)} runs"
-        screen.say(f"{path}: {length}; --status --workdir={path} shows their progress")
-        views = drive(folder, search, launched, screen, RETRY.value)
-    screen.draw([])
+        print(f"{path}: {length}; --status --workdir={path} shows their progress", file=sys.stderr, flush=True)
+        views = drive(folder, search, launched, RETRY.value)
     print("\n".join(table(views)))
     print(f"{path / CSV_FILE}; --report --workdir={path} writes report.html")
-    exit_if_unfinished(views)
+    if failed := [view.name for view in views if view.state in ("crashed", "interrupted", "waiting")]:
+        print(f"error: {len(failed)} of {len(views)} runs have not finished: {', '.join(failed)}", file=sys.stderr)
+        sys.exit(EXIT_UNFINISHED)
 
 
 def open_folder(path: Path, factory: RunFactory) -> SweepFolder:
@@ -117,43 +112,26 @@ def open_folder(path: Path, factory: RunFactory) -> SweepFolder:
     return SweepFolder.open_or_create(path, definition, runs)
 
 
-def exit_if_unfinished(views: list[RunView]) -> None:
-    if failed := [view.name for view in views if view.state in ("crashed", "interrupted", "waiting")]:
-        print(f"error: {len(failed)} of {len(views)} runs have not finished: {', '.join(failed)}", file=sys.stderr)
-        sys.exit(EXIT_UNFINISHED)
-
-
 def show_status(path: Path) -> None:
-    screen = Screen(sys.stdout)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             folder = SweepFolder.load(path)  # a search adds runs to it
             views = folder.views()
-            if not screen.live or not folder.is_going_on(views):
-                screen.draw([])
-                return print("\n".join(table(views)))
-            screen.draw(table(views, screen.height()))
-            time.sleep(2)
-    except KeyboardInterrupt:
-        return
+            if sys.stdout.isatty():
+                print("\x1b[2J\x1b[H", end="")  # clear the screen
+            print("\n".join(table(views)))
+            if not sys.stdout.isatty() or not folder.is_going_on(views):
+                return
+            time.sleep(_REDRAW_SECONDS)
 
 
 def report(path: Path) -> None:
     from heinsen.sweep.report import write_report  # matplotlib
 
-    told = ""
-    while True:
-        folder = SweepFolder.load(path)
-        views = folder.views()
-        live = LIVE.value and folder.is_going_on(views)
-        folder.write_csv(views)
-        line = f"{write_report(folder, views, REFRESH_SECONDS if live else None)}: {summary(views)}"
-        if line != told:
-            print(line, flush=True)
-            told = line
-        if not live:
-            return
-        time.sleep(REFRESH_SECONDS)
+    folder = SweepFolder.load(path)
+    views = folder.views()
+    folder.write_csv(views)
+    print(f"{write_report(folder, views)}: {summary(views)}")
 
 
 # ---- flags ---------------------------------------------------------------------------------------

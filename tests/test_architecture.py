@@ -28,7 +28,6 @@ LEAVES = {
     "distributed",
     "figures",
     "files",
-    "pages",
     "parallel",
     "platform",
     "progress",

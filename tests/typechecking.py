@@ -10,14 +10,11 @@ from beartype.roar import BeartypeDecorHintException
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as static type checkers have it
 
 
-PICKLED = {"heinsen.files", "heinsen.sweep.job"}  # sent to other processes by value, which checked functions cannot be
-
-
 def checked_modules() -> list[str]:
     """Return the names of heinsen's modules whose annotations are checked."""
     root = Path(__file__).parent.parent
     paths = [path.relative_to(root).with_suffix("") for path in (root / "heinsen").rglob("*.py")]
-    return sorted({".".join(path.parts) for path in paths if path.name != "__init__"} - PICKLED)
+    return sorted({".".join(path.parts) for path in paths if path.name != "__init__"})
 
 
 def check(function: Callable[..., Any]) -> Callable[..., Any]:

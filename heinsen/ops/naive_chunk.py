@@ -1,4 +1,4 @@
-"""The chunked form on one page: the tutorial to `chunk`, `schedule` and `repair`, and an oracle for their tests.
+"""The chunked form on one page: the tutorial to `chunk`, `schedule` and `exact`, and an oracle for their tests.
 
     log y = log S - log Z,   S[t] = sum_k exp(q[t,k]) sum_{s<=t} exp(k[s,k]) v[s],   Z[t] = the same with v = 1
 
@@ -10,7 +10,7 @@ before it by exp(log_decay[r]). Four things are left out here, and only here:
   * the backward pass by hand: `jax.grad` of this page is right, but saves every intermediate result (`chunk`);
   * document starts, and sums of log decays of very different size without their rounding (`decay`);
   * exactness at every dynamic range: where the exponents of a chunk spread over more than some 60 nats, terms that
-    matter underflow (`values.SMALLEST_SUM`, `repair`).
+    matter underflow (`values.SMALLEST_SUM`, `exact`).
 """
 
 import jax.numpy as jnp

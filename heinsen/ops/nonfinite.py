@@ -1,7 +1,7 @@
 """Causality for inputs that are not finite, in forms whose products of 0 and NaN would spread them to all tokens.
 
 Such a form computes without them, and what sees them becomes NaN afterwards. The chunked form needs none of this: it
-takes the tokens of such a chunk in turn (`repair`).
+takes the tokens of such a chunk in turn (`exact`).
 """
 
 from collections.abc import Callable

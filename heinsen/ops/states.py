@@ -3,7 +3,7 @@
     state             holds                                           values  used for
     LogState          h_s = LSE_s(k + log v), h_z = LSE_s(k)          log     the public form, eqs. (5) to (8)
     MeanState         mean of v under weights exp(k - h_z), and h_z   real    the public form
-    NormalizedState   log of the mean of v relative to a shift b      log     within calls: scan, chunked, repair
+    NormalizedState   log of the mean of v relative to a shift b      log     within calls: scan, chunked, exact
     NormalizedMeanState   the mean of v, and h_z in two parts         real    within calls
     RunningState      means of exp(log v - scale), before and since   log     many decoding steps on one state
 

@@ -1,20 +1,16 @@
 """Many runs of train.py from one command.
 
-space       values and ranges, and the points made of them
+space       values and ranges, and the names of points
 definition  the definition of a sweep, and the strategies that choose its points
-runs        one run, and what is known of it
+runs        one run, its state and latest values; the table of all runs
 folder      sweep.json, the runs' folders, sweep.csv
-job         one run as a process
+job         one run as a process, on this machine or on a node of a cluster
 machine     the cores and GPUs of this machine
-slurm       SLURM's queue
 launch      launchers: this machine or SLURM
 search      which run comes next
-drive       the loop that keeps a sweep going
-display     the table of the runs
-curves      the logs of runs, as curves and final figures
-effects     what the results say about each field
-figures     the figures of the report
-report      the HTML page
+drive       the loop that starts the runs and watches them
+curves      the logs of runs as curves and final figures
+report      the HTML page: effects, curves, a table
 
 Nothing here knows the fields of a config except `seed`: values are text on the way in and out, and the entry point
 checks them.

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import abstract_params, count_params
-from heinsen.sweep.display import align
+from heinsen.sweep.runs import align, format_number
 from heinsen.training.metrics import METRICS_FILE, metric_points, read_metrics
-from heinsen.training.run import RunError, TrainConfig, load_run
+from heinsen.training.run import TrainConfig, load_run
 from heinsen.training.throughput import train_flops_per_token
 
 
@@ -32,11 +31,8 @@ class RunLog:
 
     @classmethod
     def read(cls, path: Path) -> "RunLog":
-        """Read a run folder. Raises CurveError."""
-        try:
-            config, entries = load_run(path), read_metrics(path)
-        except (RunError, ConfigError) as error:
-            raise CurveError(str(error)) from error
+        """Read a run folder. Raises RunError, and CurveError if it has logged nothing."""
+        config, entries = load_run(path), read_metrics(path)
         if not entries:
             raise CurveError(f"{path} has logged nothing yet: its {METRICS_FILE} holds no step")
         return cls(path, config, entries)
@@ -49,16 +45,6 @@ class RunLog:
         """Return (tokens, values) of the metric `name`, finite values only."""
         array = np.array(metric_points(self.entries, name), np.float64).reshape(-1, 2)
         return array[:, 0], array[:, 1]
-
-    def last(self, name: str) -> float | None:
-        _, values = self.points(name)
-        return float(values[-1]) if len(values) else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """The median of the logged rates."""
-        _, rates = self.points("tokens_per_second")
-        return float(np.median(rates)) if len(rates) else None
 
 
 class Axis(NamedTuple):
@@ -98,21 +84,10 @@ METRICS = {
 }
 
 
-class Curve(NamedTuple):
-    """The points of a curve, and the validations to mark as points beside it, perhaps none."""
-
-    x: np.ndarray
-    y: np.ndarray
-    marks_x: np.ndarray
-    marks_y: np.ndarray
-
-
-def make_curve(log: RunLog, axis: str, metric: str, smoothing: float = 0.0) -> Curve:
-    """Return the curve of one of METRICS along one of AXES."""
-    locate, names = AXES[axis].locate, METRICS[metric]
-    tokens, values = log.points(names.curve)
-    marks_tokens, marks = log.points(names.marks) if names.marks else (np.zeros(0), np.zeros(0))
-    return Curve(locate(log, tokens), smooth(values, smoothing), locate(log, marks_tokens), marks)
+def make_curve(log: RunLog, name: str, axis: str, smoothing: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Return (x, y) of the metric `name` along one of AXES."""
+    tokens, values = log.points(name)
+    return AXES[axis].locate(log, tokens), smooth(values, smoothing)
 
 
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
@@ -127,30 +102,15 @@ def smooth(values: np.ndarray, weight: float) -> np.ndarray:
     return out
 
 
-def thin(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most `most` points of a curve, evenly chosen, including both ends."""
-    if len(x) <= most:
-        return x, y
-    chosen = np.unique(np.linspace(0, len(x) - 1, most).round().astype(int))
-    return x[chosen], y[chosen]
-
-
 def final_table(logs: Sequence[RunLog]) -> list[str]:
     """Return the lines of a table with the last values of each run."""
-    number = lambda x, form: "" if x is None else format(x, form)
-    rows = [("run", "validation loss", "bits/byte", "loss", "tokens", "parameters", "tokens/s")]
+    rows = [["run", "validation loss", "bits/byte", "loss", "tokens", "parameters", "tokens/s"]]
     for log in logs:
-        rows.append(
-            (
-                str(log.path),
-                number(log.last("validation_loss"), ".4f"),
-                number(log.last("validation_bits_per_byte"), ".4f"),
-                number(log.last("loss"), ".4f"),
-                f"{log.entries[-1]['tokens']:,}",
-                f"{log.n_params:,}",
-                number(log.tokens_per_second, ",.0f"),
-            )
-        )
+        last = [log.points(name)[1][-1:] for name in ("validation_loss", "validation_bits_per_byte", "loss")]
+        _, rates = log.points("tokens_per_second")
+        rate = format_number(np.median(rates), ",.0f") if len(rates) else ""
+        losses = (format_number(values[0]) if len(values) else "" for values in last)
+        rows.append([str(log.path), *losses, f"{log.entries[-1]['tokens']:,}", f"{log.n_params:,}", rate])
     return align(rows, "<>>>>>>")
 
 

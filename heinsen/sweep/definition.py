@@ -1,13 +1,12 @@
 """The definition of a sweep: its base config, its space, and the strategy that chooses points from the space.
 
-A strategy is one class and one entry of STRATEGIES. A sweep is written to disk as its Definition and read back from it.
+A sweep is written to disk as its Definition and read back from it.
 """
 
-import abc
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,14 +40,25 @@ class Definition:
     search_seed: int
 
     def __post_init__(self) -> None:
-        strategy = find_strategy(self.search)
+        strategy, option = self.strategy, f"--search={self.search}"
+        ranges = [field for field, values in self.space.items() if isinstance(values, Range)]
         if not self.space and self.seeds is None:
             raise SweepError("nothing to sweep: give --sweep.FIELD=V1,V2,... or --seeds=N")
         if self.seeds is not None and SEED in self.space:
             raise SweepError(f"--seeds and --sweep.{SEED} exclude each other")
         if both := sorted(self.overrides.keys() & self.space.keys()):
             raise SweepError(f"{', '.join(both)}: set by --config and by --sweep, choose one")
-        strategy.check(self)
+        if strategy.draws and (self.trials is None or self.trials < 1):
+            raise SweepError(f"{option} needs --trials=N, the number of points to try")
+        if not strategy.draws and ranges:
+            raise SweepError(f"--sweep.{ranges[0]} is a range: give --search=random --trials=N, or list its values")
+        if not strategy.draws and self.trials is not None:
+            raise SweepError(f"--trials is for --search=random and --search=optuna: {option} runs every point")
+        if strategy.paired and len({len(values) for values in _lists(self).values()}) > 1:
+            counts = ", ".join(f"--sweep.{field} has {len(values)}" for field, values in _lists(self).items())
+            raise SweepError(f"{option} takes one value of each field for each run: {counts}")
+        if strategy.adaptive and self.seeds is not None:
+            raise SweepError("--seeds is for grids and random search: Optuna judges each trial by one run")
 
     @property
     def strategy(self) -> "Strategy":
@@ -69,8 +79,7 @@ class Definition:
     def to_json(self) -> dict[str, Any]:
         space = {f: dataclasses.asdict(v) if isinstance(v, Range) else list(v) for f, v in self.space.items()}
         seeds = None if self.seeds is None else list(self.seeds)
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"space": space, "seeds": seeds}
+        return vars(self) | {"space": space, "seeds": seeds}
 
     @classmethod
     def from_json(cls, mapping: Mapping[str, Any]) -> "Definition":
@@ -83,7 +92,7 @@ class Definition:
         rows = {f"--sweep.{field}": format_values(values) for field, values in sorted(self.space.items())}
         rows["seeds"] = "one" if self.seeds is None else ", ".join(map(str, self.seeds))
         rows["--search"] = self.search
-        return rows | self.strategy.describe(self)
+        return rows | ({"--search_seed": str(self.search_seed)} if self.strategy.draws else {})
 
 
 def changes(old: Definition, new: Definition) -> list[str]:
@@ -102,93 +111,56 @@ def changes(old: Definition, new: Definition) -> list[str]:
 # ---- strategies ----------------------------------------------------------------------------------
 
 
-class Strategy(abc.ABC):
-    """How a sweep chooses its points."""
+class Strategy(NamedTuple):
+    """How a sweep chooses its points.
 
-    paired: ClassVar[bool] = False  # the i-th values of all fields belong together
-    adaptive: ClassVar[bool] = False  # points depend on the results of earlier runs
+    Attributes:
+      points: returns the points that are known in advance, without seeds; repetitions are dropped.
+      paired: the i-th values of all fields belong together.
+      draws: `trials` points are drawn, from lists and ranges.
+      adaptive: points depend on the results of earlier runs (`heinsen.sweep.search`).
+    """
 
-    @abc.abstractmethod
-    def check(self, definition: Definition) -> None:
-        """Raise SweepError if the definition does not suit the strategy."""
-
-    @abc.abstractmethod
-    def points(self, definition: Definition) -> list[Point]:
-        """Return the points that are known in advance, without seeds; repetitions are dropped."""
-
-    def describe(self, definition: Definition) -> dict[str, str]:
-        """Return {flag: its text} of the flags that only some strategies read."""
-        return {}
+    points: Callable[[Definition], list[Point]]
+    paired: bool = False
+    draws: bool = False
+    adaptive: bool = False
 
 
-class Grid(Strategy):
-    """Every combination of the values."""
-
-    def check(self, definition: Definition) -> None:
-        _check_listed(definition)
-
-    def points(self, definition: Definition) -> list[Point]:
-        combinations = itertools.product(*_values(definition))
-        return [dict(zip(definition.space, values, strict=True)) for values in combinations]
+def _grid(definition: Definition) -> list[Point]:
+    lists = _lists(definition)
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
 
 
-class Zip(Strategy):
-    """The first values of all fields together, then the second ones, and so on."""
-
-    paired = True
-
-    def check(self, definition: Definition) -> None:
-        _check_listed(definition)
-        lengths = {field: len(values) for field, values in zip(definition.space, _values(definition), strict=True)}
-        if len(set(lengths.values())) > 1:
-            counts = ", ".join(f"--sweep.{field} has {n}" for field, n in lengths.items())
-            raise SweepError(f"--search=zip takes one value of each field for each run: {counts}")
-
-    def points(self, definition: Definition) -> list[Point]:
-        if not definition.space:
-            return [{}]
-        return [dict(zip(definition.space, values, strict=True)) for values in zip(*_values(definition), strict=True)]
+def _zip(definition: Definition) -> list[Point]:
+    lists = _lists(definition)
+    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)] if lists else [{}]
 
 
-class Random(Strategy):
-    """Points drawn at random; for one --search_seed, more trials keep the first ones."""
-
-    def check(self, definition: Definition) -> None:
-        _check_trials(definition)
-
-    def points(self, definition: Definition) -> list[Point]:
-        assert definition.trials is not None  # by `check`
-        return [self._draw(definition, trial) for trial in range(definition.trials)]
-
-    def describe(self, definition: Definition) -> dict[str, str]:
-        return {"--search_seed": str(definition.search_seed)}
-
-    def _draw(self, definition: Definition, trial: int) -> Point:
+def _random(definition: Definition) -> list[Point]:
+    """Draw the points; for one search_seed, more trials keep the first ones."""
+    assert definition.trials is not None  # checked by Definition
+    points = []
+    for trial in range(definition.trials):
         rng = np.random.default_rng([definition.search_seed, trial])
-        return {
-            field: values.draw(rng) if isinstance(values, Range) else values[int(rng.integers(len(values)))]
-            for field, values in definition.space.items()
-        }
+        draw = lambda values, rng=rng: (
+            values.draw(rng) if isinstance(values, Range) else values[int(rng.integers(len(values)))]
+        )
+        points.append({field: draw(values) for field, values in definition.space.items()})
+    return points
 
 
-class Optuna(Strategy):
-    """Points proposed by Optuna, given the results so far (`heinsen.sweep.search`)."""
-
-    adaptive = True
-
-    def check(self, definition: Definition) -> None:
-        _check_trials(definition)
-        if definition.seeds is not None:
-            raise SweepError("--seeds is for grids and random search: Optuna judges each trial by one run")
-
-    def points(self, definition: Definition) -> list[Point]:
-        return []
-
-    def describe(self, definition: Definition) -> dict[str, str]:
-        return {"--search_seed": str(definition.search_seed)}
+def _lists(definition: Definition) -> dict[str, tuple[Value, ...]]:
+    """Return the space of a strategy without ranges."""
+    return {field: values for field, values in definition.space.items() if not isinstance(values, Range)}
 
 
-STRATEGIES: dict[str, Strategy] = {"grid": Grid(), "zip": Zip(), "random": Random(), "optuna": Optuna()}
+STRATEGIES = {
+    "grid": Strategy(_grid),
+    "zip": Strategy(_zip, paired=True),
+    "random": Strategy(_random, draws=True),
+    "optuna": Strategy(lambda definition: [], draws=True, adaptive=True),
+}
 
 
 def find_strategy(name: str) -> Strategy:
@@ -196,23 +168,3 @@ def find_strategy(name: str) -> Strategy:
     if name not in STRATEGIES:
         raise SweepError(f"--search={name}: choose {', '.join(STRATEGIES)}")
     return STRATEGIES[name]
-
-
-def _check_listed(definition: Definition) -> None:
-    for field, values in definition.space.items():
-        if isinstance(values, Range):
-            raise SweepError(f"--sweep.{field} is a range: give --search=random --trials=N, or list its values")
-    if definition.trials is not None:
-        raise SweepError(
-            f"--trials is for --search=random and --search=optuna: --search={definition.search} runs every point"
-        )
-
-
-def _check_trials(definition: Definition) -> None:
-    if definition.trials is None or definition.trials < 1:
-        raise SweepError(f"--search={definition.search} needs --trials=N, the number of points to try")
-
-
-def _values(definition: Definition) -> list[tuple[Value, ...]]:
-    """Return the values of each field of a space without ranges."""
-    return [values for values in definition.space.values() if not isinstance(values, Range)]

@@ -5,27 +5,23 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from heinsen.config import differences
-from heinsen.files import LockedError, hold_lock, is_held, seal, unseal, write_atomically
+from heinsen.files import LockedError, hold_lock, seal, unseal, write_atomically
 from heinsen.sweep.definition import Definition, changes
-from heinsen.sweep.job import LOCK_FILE, LOG_FILE, STATUS_FILE, STOP_FILE, read_status
-from heinsen.sweep.runs import ENDED, STATES, Progress, RunView, SweepRun
-from heinsen.sweep.slurm import queued_state, slurm_queue
+from heinsen.sweep.job import LOG_FILE, STATUS_FILE, is_alive, read_status, slurm_holds
+from heinsen.sweep.runs import ENDED, RunView, SweepRun
 from heinsen.sweep.space import SweepError, format_value
 from heinsen.training.metrics import METRICS_FILE, read_metrics
 
 SWEEP_FILE, CSV_FILE, REPORT_FILE = "sweep.json", "sweep.csv", "report.html"
-SWEEP_LOCK, JOBS_FOLDER = "sweep.lock", "jobs"
-JOB_FILE = "job"  # in a run's folder: its SLURM job id
+LOCK_FILE, JOBS_FOLDER = "sweep.lock", "jobs"
+JOB_FILE, PRUNED_FILE = "job", "pruned"  # in a run's folder: its SLURM job id; a mark that the search has given it up
 FORMAT = 1
-
-LockToken = tuple[str, str]  # the lock file of a sweep, and what the command that holds it has written there
 
 # The columns of sweep.csv after the settings.
 _MEASURED = (
@@ -39,9 +35,7 @@ class SweepFolder:
 
     def __init__(self, path: Path, definition: Definition, runs: Sequence[SweepRun]):
         self.path, self.definition, self.runs = path, definition, list(runs)
-        self._progress: dict[
-            str, tuple[tuple[int, int] | None, Progress]
-        ] = {}  # {run: (age and size of its log, contents)}
+        self._logs: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}  # {run: (age and size, latest values)}
 
     @classmethod
     def load(cls, path: Path) -> "SweepFolder":
@@ -65,31 +59,25 @@ class SweepFolder:
             old = cls.load(path)
             _check_same_sweep(path, old.definition, definition)
             runs = runs or old.runs
-        elif path.exists() and (not path.is_dir() or any(each.name != SWEEP_LOCK for each in path.iterdir())):
+        elif path.exists() and (not path.is_dir() or any(each.name != LOCK_FILE for each in path.iterdir())):
             raise SweepError(f"{path} exists and holds no sweep: give another --workdir")
         folder = cls(path, definition, runs)
         folder.save()
         return folder
 
     def save(self) -> None:
-        """Write sweep.json. Raises SweepError."""
+        """Write sweep.json. Raises OSError, which names the file."""
         runs = [dataclasses.asdict(run) for run in self.runs]
         mapping = dict(format=FORMAT, definition=self.definition.to_json(), runs=runs)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / SWEEP_FILE, json.dumps(seal(mapping), indent=1) + "\n")
-        except OSError as error:
-            raise SweepError(
-                f"{self.path} cannot be written: {error}. Give another --workdir, or free space"
-            ) from error
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / SWEEP_FILE, json.dumps(seal(mapping), indent=1) + "\n")
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[LockToken]:
-        """Hold the folder's lock, as only one sweep command can; yields what its jobs watch. Raises SweepError."""
-        path = self.path / SWEEP_LOCK
+    def lock(self) -> Iterator[None]:
+        """Hold the folder's lock, as only one sweep command can. Raises SweepError."""
         try:
-            with hold_lock(path) as lock:
-                yield str(path.absolute()), lock.token
+            with hold_lock(self.path / LOCK_FILE):
+                yield
         except LockedError as error:
             raise SweepError(
                 f"another command is running the sweep in {self.path} ({error}); --status shows its progress"
@@ -104,92 +92,77 @@ class SweepFolder:
     def folder(self, run: SweepRun) -> Path:
         return self.path / run.name
 
-    def prune(self, run: SweepRun) -> None:
-        """Ask a run to stop for good."""
-        (self.folder(run) / STOP_FILE).touch()
+    def mark_pruned(self, run: SweepRun) -> None:
+        """Mark a run that the search gives up: once it is interrupted, its state is "pruned"."""
+        (self.folder(run) / PRUNED_FILE).touch()
 
     def job_id(self, run: SweepRun) -> str | None:
         """Return the id of the run's last SLURM job."""
-        try:
-            return (self.folder(run) / JOB_FILE).read_text().strip()
-        except OSError:
-            return None
-
-    def write_job_id(self, run: SweepRun, job_id: str) -> None:
-        write_atomically(self.folder(run) / JOB_FILE, job_id + "\n")
+        file = self.folder(run) / JOB_FILE
+        return file.read_text().strip() if file.exists() else None
 
     def last_lines(self, run: SweepRun, count: int = 8) -> list[str]:
         """Return the last lines of what the run has printed."""
-        try:
-            with (self.folder(run) / LOG_FILE).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return []
+        file = self.folder(run) / LOG_FILE
+        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
         return [line for line in lines if line.strip()][-count:]
-
-    def views(self) -> list[RunView]:
-        """Return a view of each run, in order. Raises SweepError if a status.json is damaged."""
-        statuses = [self._read_status(run) for run in self.runs]  # before the queue: a job may end in between
-        jobs = [self.job_id(run) for run in self.runs]
-        queue = (slurm_queue() or {}) if any(jobs) else {}
-        return [
-            self._view(run, status, queued_state(queue, job))
-            for run, status, job in zip(self.runs, statuses, jobs, strict=True)
-        ]
 
     def is_going_on(self, views: Sequence[RunView]) -> bool:
         """Return whether runs may still end or, by a search, be added."""
         is_whole = not self.definition.strategy.adaptive or len(views) >= (self.definition.trials or 0)
         return not is_whole or any(view.state not in (*ENDED, "crashed") for view in views)
 
+    def views(self) -> list[RunView]:
+        """Return a view of each run, in order. Raises SweepError if a status.json is damaged."""
+        return [self.view(run) for run in self.runs]
+
     def view(self, run: SweepRun) -> RunView:
-        """Return a view of a run that SLURM does not hold. Raises SweepError if its status.json is damaged."""
-        return self._view(run, self._read_status(run), None)
-
-    def _read_status(self, run: SweepRun) -> dict[str, Any]:
-        path = self.folder(run) / STATUS_FILE
+        """Return what is known of a run. Raises SweepError if its status.json is damaged."""
+        folder = self.folder(run)
         try:
-            status = read_status(path.parent)
+            status = read_status(folder)
         except (OSError, ValueError, RecursionError) as error:
-            raise _damaged_status(path, error) from error
-        if status.get("state", "waiting") not in STATES:
-            raise _damaged_status(path, f"state {status['state']!r}")
-        return status
-
-    def _view(self, run: SweepRun, status: dict[str, Any], queued: str | None) -> RunView:
-        state = status.get("state", "waiting")
-        if run.refused is not None:
-            state = "refused"
-        elif state not in ENDED and queued is not None:
-            state = queued
-        elif state == "running" and not is_held(self.folder(run) / LOCK_FILE):
-            state = "interrupted"  # it was killed together with its job
-        progress = self._read_progress(run)
-        rate = progress.tokens_per_second
-        tokens_left = (run.total_steps - progress.step) * run.tokens_per_step
-        started = status.get("started")
+            raise SweepError(
+                f"{folder / STATUS_FILE} is damaged ({error}): delete it and resume the sweep, which then asks the run "
+                "again"
+            ) from error
+        started, ended = status.get("started"), status.get("ended")
         return RunView(
-            run=run,
-            state=state,
-            seconds_left=tokens_left / rate if state == "running" and rate else None,
+            run,
+            self._state(run, status.get("state", "waiting")),
             returncode=status.get("returncode"),
-            seconds=None if started is None else (status.get("ended") or time.time()) - started,
-            **{field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)},
+            seconds=None if started is None else (ended or time.time()) - started,
+            **self._latest(run),
         )
 
-    def _read_progress(self, run: SweepRun) -> Progress:
-        """Return the contents of the run's metrics.jsonl, which is read again only after it has changed."""
-        try:
-            found = (self.folder(run) / METRICS_FILE).stat()
-            version = found.st_mtime_ns, found.st_size
-        except OSError:
-            version = None
-        if run.name not in self._progress or self._progress[run.name][0] != version:
+    def _state(self, run: SweepRun, recorded: str) -> str:
+        """Return the state of a run, given the one in its status.json, which a job that is killed does not update."""
+        folder = self.folder(run)
+        if run.refused is not None:
+            return "refused"
+        if recorded == "running" and is_alive(folder):
+            return "running"
+        if recorded not in ENDED and (job := self.job_id(run)) and slurm_holds(self.jobs_folder, job):
+            return "queued"
+        if recorded in ("running", "interrupted"):
+            return "pruned" if (folder / PRUNED_FILE).exists() else "interrupted"
+        return recorded
+
+    @property
+    def jobs_folder(self) -> Path:
+        """Folder of submitit's files."""
+        return self.path.absolute() / JOBS_FOLDER
+
+    def _latest(self, run: SweepRun) -> dict[str, Any]:
+        """Return the latest values in the run's metrics.jsonl, which is read again only after it has changed."""
+        file = self.folder(run) / METRICS_FILE
+        if not file.exists():
+            return {}
+        version = file.stat().st_mtime_ns, file.stat().st_size
+        if run.name not in self._logs or self._logs[run.name][0] != version:
             # The report warns of damaged lines; here each look at a run in progress would.
-            entries = [] if version is None else read_metrics(self.folder(run), warn=lambda _: None)
-            self._progress[run.name] = version, _latest(entries)
-        return self._progress[run.name][1]
+            self._logs[run.name] = version, _latest(read_metrics(file.parent, warn=lambda _: None))
+        return self._logs[run.name][1]
 
     def write_csv(self, views: Sequence[RunView]) -> Path:
         """Write sweep.csv: one line for each run, its settings first."""
@@ -206,10 +179,6 @@ class SweepFolder:
         return path
 
 
-def _damaged_status(path: Path, problem: object) -> SweepError:
-    return SweepError(f"{path} is damaged ({problem}): delete it and resume the sweep, which then asks the run again")
-
-
 def _check_same_sweep(path: Path, old: Definition, new: Definition) -> None:
     in_base = [line.replace("in the run", "in the folder") for line in differences(old.base, new.base)]
     if lines := [*changes(old, new), *in_base]:
@@ -219,10 +188,11 @@ def _check_same_sweep(path: Path, old: Definition, new: Definition) -> None:
         )
 
 
-def _latest(entries: Sequence[dict[str, Any]]) -> Progress:
+def _latest(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a RunView that a log tells."""
     last = lambda name: next((e[name] for e in reversed(entries) if e.get(name) is not None), None)
     validations = [(e["step"], e["validation_loss"]) for e in entries if e.get("validation_loss") is not None]
-    return Progress(
+    return dict(
         step=last("step") or 0,
         tokens=last("tokens") or 0,
         loss=last("loss"),

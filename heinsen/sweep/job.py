@@ -1,163 +1,87 @@
-"""One run of a sweep as a process: what submitit executes, on this machine or on a node of a cluster.
+"""One run as a process, started by the sweep on this machine or by a SLURM job on a node.
 
-submitit receives this module and `heinsen.files` by value (`heinsen.sweep.launch`), and with them the constants that
-they import: a job imports nothing of heinsen, and no process on a node starts JAX except the run.
-
-The run's folder shows what became of it: the job writes `status.json`, and `lock` is held as long as the job or its
-run is alive. A job stops its run, which then saves a checkpoint, when a file named `stop` appears in the folder, or
-when the sweep that started it is gone: a sweep holds the lock on a file that contains a token of its own.
+The run's folder shows what became of it: `status.json` holds its state, and `lock` is held as long as the process is
+alive. A run of a killed sweep or job is sent SIGTERM by the system (on Linux), on which train.py saves a checkpoint.
 """
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import submitit
 
 from heinsen.errors import EXIT_INTERRUPTED
-from heinsen.files import LockedError, hold_lock, is_held, seal, unseal, write_atomically
+from heinsen.files import hold_lock, is_held, seal, unseal, write_atomically
+from heinsen.sweep.runs import STATES
 
-STATUS_FILE, LOCK_FILE, STOP_FILE, LOG_FILE = "status.json", "lock", "stop", "train.log"
-POLL_SECONDS = 0.2
+STATUS_FILE, LOCK_FILE, LOG_FILE = "status.json", "lock", "train.log"
 PATIENCE = 600.0  # seconds for the run of a killed sweep to save and exit: it may be compiling
 
+# A new process executes this before it becomes the run. (Python code between fork and exec, as by `preexec_fn`, may
+# deadlock in a process with JAX's threads.)
+_BECOME = """
+import ctypes, os, signal, sys
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM's warning reaches all processes of a job, which handles it
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if sys.argv[1]:
+    os.sched_setaffinity(0, map(int, sys.argv[1].split(",")))
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
-class TrainingJob:
-    """A command and the folder of its run.
 
-    `environment` changes the environment of the process; None removes a variable. The process may use `cores`, or all
-    of them if None. `sweep` is the (lock file, token) of the sweep that the run must not outlive; None lets it.
+def start_run(
+    command: Sequence[str], folder: Path, cores: Sequence[int] = (), environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the command of a run in a folder, which is made if it is missing.
+
+    Args:
+      cores: that the process may use; () for all.
+      environment: variables to add to those of this process.
+
+    Raises:
+      LockedError: an earlier process of the run does not end.
     """
-
-    def __init__(
-        self,
-        command: list[str],
-        cwd: str,
-        folder: str,
-        environment: dict[str, str | None],
-        cores: list[int] | None,
-        sweep: tuple[str, str] | None,
-    ):
-        self.command, self.cwd, self.folder = command, cwd, folder
-        self.environment, self.cores, self.sweep = environment, cores, sweep
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_child": None}
-
-    def __call__(self) -> None:
-        """Run the command to its end. Exits with the command's status if that is not 0."""
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with hold_lock(folder / LOCK_FILE, PATIENCE) as lock:
-                code = self._run(folder, lock.file.fileno())
-        except LockedError as error:
-            sys.exit(f"{folder}: another job has been running it for {PATIENCE:.0f} s ({error}); nothing is done")
-        if code != 0:
-            sys.exit(code if code > 0 else 128 - code)
-
-    def checkpoint(self) -> Any:
-        """Save the run and return its continuation: submitit calls this at the time limit or on preemption."""
-        import submitit
-
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(signal.SIGTERM)
-            # Not Popen.wait: this method may interrupt a call of poll, which holds a lock that wait needs.
-            with contextlib.suppress(ChildProcessError):
-                while os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                    time.sleep(POLL_SECONDS)
-        _update_status(Path(self.folder), state="interrupted", ended=time.time(), returncode=EXIT_INTERRUPTED)
-        return submitit.helpers.DelayedSubmission(self)
-
-    def _run(self, folder: Path, lock: int) -> int:
-        """Return the exit status of the command, and record its state."""
-        if _last_status(folder).get("state") == "finished":
-            return 0
-        started = dict(state="running", started=time.time(), ended=None, returncode=None)
-        _update_status(folder, **started, host=socket.gethostname(), job=_slurm_job(), cores=self.cores)
-        with (folder / LOG_FILE).open("ab") as log:
-            self._child = self._start(log, lock)
-            stopped = self._wait(folder, self._child)
-        code = self._child.returncode
-        _update_status(folder, state=_end_state(code, stopped), ended=time.time(), returncode=code)
-        return code
-
-    def _start(self, log: IO[bytes], lock: int) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, **self.environment}
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold_lock(folder / LOCK_FILE, PATIENCE) as lock, (folder / LOG_FILE).open("ab") as log:
+        write_status(folder, state="running", started=time.time(), ended=None, returncode=None)
         return subprocess.Popen(
-            self.command,
-            cwd=self.cwd,
-            env={name: value for name, value in environment.items() if value is not None},
+            [sys.executable, "-c", _BECOME, ",".join(map(str, cores)), *command],
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=[lock],
+            pass_fds=[lock.file.fileno()],  # the run holds the lock from now on
             start_new_session=True,  # a terminal's Ctrl-C is for the sweep, which then stops its runs
-            preexec_fn=self._before_exec(),
         )
 
-    def _wait(self, folder: Path, child: subprocess.Popen[bytes]) -> str | None:
-        """Wait for the run to end, and return the reason why it was asked to, if it was."""
-        reason = None
-        while child.poll() is None:
-            if reason is None and (reason := self._reason_to_stop(folder)):
-                child.send_signal(signal.SIGTERM)
-            time.sleep(POLL_SECONDS)
-        return reason
 
-    def _reason_to_stop(self, folder: Path) -> str | None:
-        if (folder / STOP_FILE).exists():
-            return "pruned"
-        if self.sweep is not None and not is_held(Path(self.sweep[0]), self.sweep[1]):
-            return "interrupted"
-        return None
-
-    def _before_exec(self) -> Callable[[], None]:
-        """Return what the child process does before it executes the command."""
-        cores = None if self.cores is None or not hasattr(os, "sched_setaffinity") else set(self.cores)
-        prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-        def prepare() -> None:
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM's warning reaches all processes; the job handles it
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if prctl is not None:
-                prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: a killed job leaves no run behind
-            if cores is not None:
-                os.sched_setaffinity(0, cores)
-
-        return prepare
+def record_end(folder: Path, returncode: int) -> None:
+    """Record that the process of a run has ended."""
+    was_stopped = returncode == EXIT_INTERRUPTED or returncode < 0
+    state = "finished" if returncode == 0 else "interrupted" if was_stopped else "crashed"
+    write_status(folder, state=state, ended=time.time(), returncode=returncode)
 
 
-def _end_state(code: int, stopped: str | None) -> str:
-    """Return the state of a run that has exited, given the reason why it was asked to stop."""
-    if code == 0:
-        return "finished"
-    if code == EXIT_INTERRUPTED or code < 0:
-        return stopped or "interrupted"
-    return "crashed"
-
-
-def _update_status(folder: Path, **changes: Any) -> None:
-    write_atomically(folder / STATUS_FILE, json.dumps(seal(_last_status(folder) | changes)) + "\n")
-
-
-def _last_status(folder: Path) -> dict[str, Any]:
-    """Return the status, {} if it is damaged: the run itself knows where it was."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_status(folder)
-    return {}
+def write_status(folder: Path, **changes: Any) -> None:
+    """Change fields of a run's status.json."""
+    last: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # where it is damaged, the run itself knows where it was
+        last = read_status(folder)
+    write_atomically(folder / STATUS_FILE, json.dumps(seal(last | changes)) + "\n")
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return what the last job of a run has written, {} if there was none.
+    """Return the status of a run, {} if it has never been started.
 
     Raises ValueError if it is damaged, and OSError if it cannot be read.
     """
@@ -165,11 +89,55 @@ def read_status(folder: Path) -> dict[str, Any]:
         status = unseal(json.loads((folder / STATUS_FILE).read_bytes()))
     except FileNotFoundError:
         return {}
-    if "state" not in status:
-        raise ValueError("it has no state")
+    if status.get("state") not in STATES:
+        raise ValueError(f"its state is {status.get('state')!r}")
     return status
 
 
-def _slurm_job() -> str | None:
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array else os.environ.get("SLURM_JOB_ID")
+def is_alive(folder: Path) -> bool:
+    """Return whether a process of the run is alive."""
+    return is_held(folder / LOCK_FILE)
+
+
+# ---- SLURM ---------------------------------------------------------------------------------------
+
+
+class SlurmTask:
+    """A run that submitit executes on a node: `command` in `folder`."""
+
+    def __init__(self, command: list[str], folder: Path):
+        self.command, self.folder = command, folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self) -> int:
+        """Run the command to its end and return its exit status.
+
+        Exits if the run was stopped: submitit then asks SLURM whether the job is requeued.
+        """
+        self._process = start_run(self.command, self.folder)
+        code = self._process.wait()
+        record_end(self.folder, code)
+        if code == EXIT_INTERRUPTED or code < 0:
+            sys.exit(code if code > 0 else 128 - code)
+        return code
+
+    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
+        """Save the run and return its continuation: submitit calls this at the time limit or on preemption."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            # Not Popen.wait: this handler of a signal interrupts such a call, which holds a lock.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        record_end(self.folder, EXIT_INTERRUPTED)
+        return submitit.helpers.DelayedSubmission(SlurmTask(self.command, self.folder))
+
+
+@functools.cache  # submitit asks SLURM about all jobs together, and not more often than is good for it
+def slurm_job(jobs: Path, job_id: str) -> submitit.SlurmJob[int]:
+    """Return a job that has been submitted from the folder `jobs`, perhaps by another process."""
+    return submitit.SlurmJob(jobs, job_id)
+
+
+def slurm_holds(jobs: Path, job_id: str) -> bool:
+    """Return whether the job is queued or running. False on a machine without SLURM."""
+    return shutil.which("sacct") is not None and not slurm_job(jobs, job_id).done()

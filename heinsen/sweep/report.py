@@ -1,69 +1,218 @@
-"""report.html of a sweep: one page that needs no network, with charts and a table that answer to the mouse."""
+"""report.html of a sweep: the effect of each field, the curves and a table of the runs, in one file."""
 
 import base64
 import io
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
+import numpy as np
 
+from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import write_atomically
-from heinsen.pages import render_chart, render_page
-from heinsen.sweep import figures
+from heinsen.sweep.curves import smooth
 from heinsen.sweep.definition import Definition
-from heinsen.sweep.display import summary
-from heinsen.sweep.effects import Effect, Result, find_effects, results_of, seed_spread, swept_fields
 from heinsen.sweep.folder import REPORT_FILE, SweepFolder
-from heinsen.sweep.runs import RunView, best_of, is_finite
-from heinsen.sweep.space import SEED, Range, format_value
-from heinsen.training.metrics import read_metrics
+from heinsen.sweep.runs import RunView, best_of, is_finite, summary
+from heinsen.sweep.space import SEED, Point, Range, Value, all_numbers, format_value, is_number
+from heinsen.training.metrics import metric_points, read_metrics
+
+_BINS = 4  # of the values drawn from a range
+_NAMED = 12  # runs in the legend of the curves at most
+_SMOOTHING = 0.9  # of the training loss, in long logs
+_BLUE, _ORANGE = "#3b6ea5", "#c2410c"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c1917; max-width: 1080px; margin: 2rem auto; padding: 0 1.5rem }
+h1, h2 { line-height: 1.2; margin: 2rem 0 .5rem } img { max-width: 100%; height: auto; display: block }
+table { border-collapse: collapse; font-size: .87rem; display: block; overflow-x: auto; margin: .6rem 0 }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid #e7e5e4; text-align: right; white-space: nowrap }
+th:first-child, td:first-child { text-align: left } th { color: #57534e } tr.best td { background: #ecfdf5 }
+pre { background: #f5f5f4; padding: .7rem; overflow-x: auto; font-size: .8rem } .note { color: #57534e }
+"""
 
 
-def write_report(folder: SweepFolder, views: Sequence[RunView], refresh: int | None = None) -> Path:
-    """Write DIR/report.html. Unfinished runs are listed and their curves drawn, but they do not count as results.
+# ---- effects -------------------------------------------------------------------------------------
 
-    refresh: seconds after which browsers read the page again; None: never.
-    """
-    results = results_of(views)
-    # In a zip all fields vary together, and none has an effect of its own.
-    fields = [] if folder.definition.strategy.paired else swept_fields(views)
-    effects = find_effects(folder.definition, fields, results) if results else []
-    parts = [
-        _head(folder, views),
-        _best(folder, views, results),
-        _effects(folder.definition, effects, results),
-        _heat_map(folder.definition, effects, results),
-        _parallel(folder.definition, effects, results),
-        _curves(folder, views),
-        _runs(views),
-        _failures(folder, views),
+
+class Result(NamedTuple):
+    """A finished run: its point and its validation loss."""
+
+    point: Point
+    loss: float
+
+
+class Group(NamedTuple):
+    """The runs with one value of a field, or with values from one part of its range."""
+
+    label: str
+    values: tuple[Value, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses)
+
+
+class Effect(NamedTuple):
+    """The marginal effect of a field: losses by its value, whatever the values of the other fields."""
+
+    field: str
+    groups: tuple[Group, ...]
+
+    @property
+    def size(self) -> float:
+        """The difference between the best and the worst mean."""
+        means = [group.mean for group in self.groups]
+        return max(means) - min(means)
+
+
+def find_results(views: Sequence[RunView]) -> list[Result]:
+    """Return the results of the finished runs whose validation loss is finite."""
+    return [
+        Result(view.run.point, view.validation_loss)
+        for view in views
+        if view.state == "finished" and view.validation_loss is not None and is_finite(view.validation_loss)
     ]
-    name = folder.path.absolute().name
-    path = folder.path / REPORT_FILE
-    write_atomically(path, render_page(f"Sweep {name}", "\n".join(filter(None, parts)), refresh))
-    return path
 
 
-def _head(folder: SweepFolder, views: Sequence[RunView]) -> str:
-    definition = folder.definition
-    rows = [("config", definition.config)]
-    rows += [(f"--config.{field}", text) for field, text in definition.overrides.items()]
-    rows += [(name, text) for name, text in definition.describe().items()]
-    if definition.trials is not None:
-        rows.append(("--trials", str(definition.trials)))
-    return (
-        f"<h1>Sweep {escape(folder.path.absolute().name)}</h1><p>{escape(summary(views))}.</p>"
-        f"<details><summary>What was swept</summary>{_settings(rows)}</details>"
+def find_effects(definition: Definition, results: Sequence[Result]) -> list[Effect]:
+    """Return the effects of the fields, the largest first and that of the seed last.
+
+    In a zip all fields vary together, and none has an effect of its own.
+    """
+    if definition.strategy.paired:
+        return []
+    fields = dict.fromkeys(field for result in results for field in result.point)
+    effects = [
+        Effect(field, _group(field, isinstance(definition.space.get(field), Range), results)) for field in fields
+    ]
+    effects = [effect for effect in effects if len(effect.groups) > 1]
+    return sorted(effects, key=lambda effect: (effect.field == SEED, -effect.size))
+
+
+def _group(field: str, in_range: bool, results: Sequence[Result]) -> tuple[Group, ...]:
+    """Return the results by the value of a field; those from a range in parts with equal numbers of runs."""
+    by_size = lambda value: (0, value, "") if is_number(value) else (1, 0, format_value(value))
+    ordered = sorted(results, key=lambda result: by_size(result.point[field]))
+    groups: dict[str, list[Result]] = {}
+    if in_range:
+        for indices in np.array_split(np.arange(len(ordered)), min(_BINS, max(len(ordered) // 2, 1))):
+            low, high = (ordered[i].point[field] for i in (indices[0], indices[-1]))
+            groups[f"{low:.3g} to {high:.3g}"] = [ordered[i] for i in indices]
+    else:
+        for result in ordered:
+            groups.setdefault(format_value(result.point[field]), []).append(result)
+    return tuple(
+        Group(label, tuple(result.point[field] for result in group), tuple(result.loss for result in group))
+        for label, group in groups.items()
     )
+
+
+def seed_spread(results: Sequence[Result]) -> tuple[float, int] | None:
+    """Return the pooled standard deviation of the loss among runs that differ only in their seed, and its degrees of
+    freedom; None if no runs do."""
+    alike: dict[tuple[tuple[str, str], ...], list[float]] = {}
+    for result in results:
+        settings = tuple(sorted((f, format_value(x)) for f, x in result.point.items() if f != SEED))
+        alike.setdefault(settings, []).append(result.loss)
+    groups = [losses for losses in alike.values() if len(losses) > 1]
+    freedom = sum(len(losses) - 1 for losses in groups)
+    if not freedom:
+        return None
+    return math.sqrt(sum((len(losses) - 1) * statistics.variance(losses) for losses in groups) / freedom), freedom
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def _draw_effects(effects: Sequence[Effect]) -> Any:
+    """Draw the losses by the value of each field, one panel for each, and the mean of each group."""
+    n_columns = min(3, len(effects))
+    n_rows = -(-len(effects) // n_columns)
+    size = (3.6 * n_columns, 3.0 * n_rows)
+    figure, grid = pyplot().subplots(n_rows, n_columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axes, effect in zip(grid.flat, effects, strict=False):
+        values = all_numbers([value for group in effect.groups for value in group.values])
+        values = None if effect.field == SEED else values  # a name, not a quantity
+        middles = []
+        for i, group in enumerate(effect.groups):
+            x = all_numbers(group.values) if values is not None else [i] * len(group.losses)
+            axes.plot(x, group.losses, "o", ms=4, alpha=0.5, color=_BLUE)
+            middles.append(statistics.median(x or []))
+        axes.plot(middles, [group.mean for group in effect.groups], "D-", ms=5, color=_ORANGE)
+        if values is None:
+            axes.set_xticks(middles, [group.label for group in effect.groups])
+        elif min(values) > 0 and max(values) / min(values) >= 8:
+            axes.set_xscale("log")
+        axes.set(xlabel=effect.field)
+        axes.margins(x=0.15)
+        axes.grid(alpha=0.3)
+    for axes in grid.flat[len(effects) :]:
+        axes.remove()
+    figure.supylabel("validation loss", fontsize="medium")
+    return figure
+
+
+def _draw_curves(folder: SweepFolder, views: Sequence[RunView]) -> Any:
+    """Draw the training loss, smoothed, and the validation loss of runs, given the best first."""
+    plt = pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    logs = [read_metrics(folder.folder(view.run)) for view in views]
+    for axes, name, title in zip(panels, ("loss", "validation_loss"), ("training", "validation"), strict=True):
+        for i, (view, log) in enumerate(zip(views, logs, strict=True)):
+            if points := metric_points(log, name):
+                x, y = np.array(points, float).T
+                y = smooth(y, min(_SMOOTHING, 1 - 10 / max(len(y), 10))) if name == "loss" else y
+                color = plt.get_cmap("viridis")(0.9 * i / max(len(views) - 1, 1))
+                style = dict(
+                    ls="--" if view.state in ("crashed", "pruned") else "-",
+                    lw=2.5 if i == 0 else 1.2,
+                    zorder=3 - i / len(views),
+                )
+                axes.plot(x, y, color=color, label=view.name if i < _NAMED else None, **style)
+        axes.set(title=f"{title} loss", xlabel="tokens", ylabel="nats per token")
+        count_tokens(axes.xaxis)
+        axes.grid(alpha=0.3)
+    place_legend(figure)
+    return figure
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
+    """Write DIR/report.html. Unfinished runs are listed and their curves drawn, but they do not count as results."""
+    name, results = folder.path.absolute().name, find_results(views)
+    loss_of = lambda view: view.validation_loss if is_finite(view.validation_loss) else math.inf
+    ranked = sorted(views, key=lambda view: (view.state != "finished", loss_of(view)))
+    parts = [
+        f"<h1>Sweep {escape(name)}</h1><p>{escape(summary(views))}.</p>",
+        _best(folder, views, results),
+        _effects(find_effects(folder.definition, results)),
+        _curves(folder, [view for view in sorted(views, key=loss_of) if view.loss is not None]),
+        _runs(ranked),
+        _failures(folder, views),
+        _settings(folder.definition),
+    ]
+    path = folder.path / REPORT_FILE
+    write_atomically(
+        path,
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Sweep {escape(name)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n<body>\n'
+        + "\n".join(filter(None, parts))
+        + "\n</body></html>\n",
+    )
+    return path
 
 
 def _best(folder: SweepFolder, views: Sequence[RunView], results: Sequence[Result]) -> str:
     best = best_of(views)
     if best is None:
         return "<p>No run has finished yet.</p>"
-    settings = _settings([(field, format_value(x)) for field, x in best.run.point.items()])
     bits = "" if best.bits_per_byte is None else f", {best.bits_per_byte:.4f} bits per byte"
     noise = ""
     if (spread := seed_spread(results)) is not None:
@@ -72,116 +221,54 @@ def _best(folder: SweepFolder, views: Sequence[RunView], results: Sequence[Resul
             "of freedom): smaller differences mean little.</p>"
         )
     return (
-        f"<h2>Best by validation loss</h2><div class=best><b>{best.validation_loss:.4f}</b> nats per token{bits}"
-        f"{settings}<code>{escape(str(folder.folder(best.run)))}</code></div>{noise}"
+        f"<p>Best validation loss: <b>{best.validation_loss:.4f}</b> nats per token{bits}, in "
+        f"<code>{escape(str(folder.folder(best.run)))}</code>.</p>{noise}"
     )
 
 
-def _effects(definition: Definition, effects: Sequence[Effect], results: Sequence[Result]) -> str:
+def _effects(effects: Sequence[Effect]) -> str:
     if not effects:
         return ""
-    sections = [
-        f"<div class=effect><h3>{escape(effect.field)}</h3>"
-        f"{_image(figures.draw_effect(definition, effect, results), f'validation loss by {effect.field}')}"
-        f"{_effect_table(effect)}<p class=note>The means differ by up to {effect.size:.4f}.</p></div>"
-        for effect in effects
-    ]
+    rows: list[list[str]] = []
+    best: set[int] = set()
+    for effect in effects:
+        if effect.field != SEED:
+            best.add(len(rows) + min(range(len(effect.groups)), key=lambda i: effect.groups[i].mean))
+        for group in effect.groups:
+            losses = (f"{x:.4f}" for x in (group.mean, min(group.losses), max(group.losses)))
+            rows.append([effect.field, group.label, str(len(group.losses)), *losses])
     return (
-        "<h2>Marginal effect of each field</h2><p class=note>Validation loss of the finished runs by one field, "
-        "whatever the others were; the line joins the means. The field with the largest effect comes first. In the "
-        "tables the value with the lowest mean is marked.</p>"
-        f"<div class=row>{''.join(sections)}</div>"
-    )
-
-
-def _effect_table(effect: Effect) -> str:
-    lowest = min(group.mean for group in effect.groups)
-    rows = "".join(
-        f"<tr{' class=good' if group.mean == lowest and effect.field != SEED else ''}>"
-        f"<td>{escape(group.label)}</td><td>{len(group.losses)}</td><td>{group.mean:.4f}</td>"
-        f"<td>{min(group.losses):.4f}</td><td>{max(group.losses):.4f}</td></tr>"
-        for group in effect.groups
-    )
-    return (
-        "<div class=wide><table><tr><th>value</th><th>runs</th><th>mean</th><th>best</th><th>worst</th></tr>"
-        f"{rows}</table></div>"
-    )
-
-
-def _listed_fields(definition: Definition, effects: Sequence[Effect]) -> list[str]:
-    """Return the fields with lists of values, the one with the largest effect first, without the seed."""
-    fields = [effect.field for effect in effects if effect.field != SEED]
-    return [field for field in fields if not isinstance(definition.space.get(field), Range)]
-
-
-def _heat_map(definition: Definition, effects: Sequence[Effect], results: Sequence[Result]) -> str:
-    """Return the heat map of the two listed fields with the largest effects, if there are two."""
-    listed = _listed_fields(definition, effects)
-    if len(listed) < 2:
-        return ""
-    n_values = lambda field: len({format_value(result.point[field]) for result in results})
-    rows, columns = sorted(listed[:2], key=n_values)
-    return (
-        f"<h2>{escape(rows)} and {escape(columns)}</h2>"
-        "<p class=note>Mean validation loss of each pair of values, whatever the other fields were; darker is "
-        "better.</p>"
-        f"{_image(figures.draw_heat_map(results, rows, columns), 'heat map of the validation loss')}"
-    )
-
-
-def _parallel(definition: Definition, effects: Sequence[Effect], results: Sequence[Result]) -> str:
-    """Return the parallel coordinates of three or more fields, or of two that a heat map cannot show."""
-    fields = [effect.field for effect in effects if effect.field != SEED]
-    if len(fields) < 3 and (len(fields) < 2 or len(_listed_fields(definition, effects)) >= 2):
-        return ""
-    return (
-        "<h2>All fields at once</h2><p class=note>One line for each run, dark for a low validation loss (the axis on "
-        f"the right); the best is red.</p>{_image(figures.draw_parallel(fields, results), 'parallel coordinates')}"
+        "<h2>Effect of each field</h2><p class=note>Validation loss of the finished runs by one field, whatever the "
+        "others were, the field with the largest effect first; orange: the means. The value with the lowest mean is "
+        f"marked in the table.</p>{_image(_draw_effects(effects), 'validation loss by field')}"
+        f"{_table(['field', 'value', 'runs', 'mean', 'best', 'worst'], rows, best)}"
     )
 
 
 def _curves(folder: SweepFolder, views: Sequence[RunView]) -> str:
-    logged = [(view, read_metrics(folder.folder(view.run))) for view in views if view.loss is not None]
-    if not logged:
+    if not views:
         return ""
-    logged.sort(key=lambda each: (each[0].validation_loss is None, each[0].validation_loss))
-    charts = [
-        render_chart(figures.curves(logged, name), "tokens", "nats per token", title)
-        for name, title in (("loss", "Training loss"), ("validation_loss", "Validation loss"))
-    ]
     return (
         "<h2>Curves</h2><p class=note>The lowest last validation loss is darkest and thickest; crashed and pruned runs "
-        "are dashed. The legend shows the values under the mouse, and a click on a name hides the run; drag to zoom "
-        f"in, double click to see all again.</p><div class=charts>{''.join(charts)}</div>"
+        f"are dashed.</p>{_image(_draw_curves(folder, views), 'loss curves')}"
     )
 
 
 def _runs(views: Sequence[RunView]) -> str:
+    """Return the table of the runs, given the best first."""
     fields = list(dict.fromkeys(field for view in views for field in view.run.point))
-    order = lambda view: (view.state != "finished", not is_finite(view.validation_loss), view.validation_loss or 0.0)
     number = lambda x, form=".4f": "" if x is None else format(x, form)
-    best = best_of(views)
-    rows = []
-    for view in sorted(views, key=order):
-        settings = "".join(f"<td>{escape(format_value(view.run.point.get(field)))}</td>" for field in fields)
-        rows.append(
-            f'<tr data-name="{escape(view.name)}"{" class=best-run" if view is best else ""}>'
-            f"<td>{escape(view.name)}</td><td class={view.state}>{view.state}</td>{settings}"
-            f"<td>{number(view.validation_loss)}</td><td>{number(view.bits_per_byte)}</td><td>{number(view.loss)}</td>"
-            f"<td>{view.step:,}/{view.run.total_steps:,}</td><td>{number(view.tokens_per_second, ',.0f')}</td>"
-            f"<td>{number(view.seconds, ',.0f')}</td></tr>"
-        )
-    head = "".join(f"<th>{escape(field)}</th>" for field in fields)
-    marked = (
-        "" if best is None else " The run that is marked has the lowest validation loss of those that have finished."
-    )
-    return (
-        f"<h2>Runs</h2><p class=note>Click on a head to sort.{marked}</p>"
-        '<input id=filter type=search placeholder="filter: words that a row contains" aria-label="filter the runs">'
-        f"<div class=wide><table class=sortable><thead><tr><th>run</th><th>state</th>{head}<th>validation loss</th>"
-        "<th>bits per byte</th><th>loss</th><th>step</th><th>tokens/s</th><th>seconds</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    head = [*fields, "state", "validation loss", "bits per byte", "loss", "step", "tokens/s", "seconds"]
+    rows = [
+        [
+            *(format_value(view.run.point[field]) if field in view.run.point else "" for field in fields),
+            *(view.state, number(view.validation_loss), number(view.bits_per_byte), number(view.loss)),
+            *(f"{view.step:,}/{view.run.total_steps:,}", number(view.tokens_per_second, ",.0f")),
+            number(view.seconds, ",.0f"),
+        ]
+        for view in views
+    ]
+    return f"<h2>Runs</h2>{_table(head, rows, {0} if best_of(views) else set())}"
 
 
 def _failures(folder: SweepFolder, views: Sequence[RunView]) -> str:
@@ -189,22 +276,30 @@ def _failures(folder: SweepFolder, views: Sequence[RunView]) -> str:
     for view in views:
         if view.state in ("crashed", "refused"):
             lines = [view.run.refused] if view.run.refused else folder.last_lines(view.run)
-            text += (
-                f"<details><summary>{escape(view.name)}: {view.state}</summary>"
-                f"<pre>{escape(chr(10).join(lines))}</pre></details>"
-            )
-    return text
+            text += f"<p>{escape(view.name)}: {view.state}</p><pre>{escape(chr(10).join(lines))}</pre>"
+    return f"<h2>Failures</h2>{text}" if text else ""
 
 
-def _settings(rows: Sequence[tuple[str, str]]) -> str:
-    lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
-    return f"<table class=plain>{lines}</table>"
+def _settings(definition: Definition) -> str:
+    rows = [["--config", definition.config]]
+    rows += [[f"--config.{field}", text] for field, text in definition.overrides.items()]
+    rows += [[name, text] for name, text in definition.describe().items()]
+    if definition.trials is not None:
+        rows.append(["--trials", str(definition.trials)])
+    return f"<h2>Settings</h2>{_table(['flag', 'value'], rows)}"
 
 
-def _image(figure: Figure, alt: str) -> str:
-    """Return an <img> with its own SVG document, so that the ids of two figures cannot collide."""
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], best: set[int] | None = None) -> str:
+    """Return a table in which the rows `best` are marked."""
+    cells = lambda texts, tag: "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+    body = "".join(
+        f"<tr{' class=best' if i in (best or ()) else ''}>{cells(row, 'td')}</tr>\n" for i, row in enumerate(rows)
+    )
+    return f"<table><tr>{cells(head, 'th')}</tr>\n{body}</table>"
+
+
+def _image(figure: Any, alt: str) -> str:
     file = io.BytesIO()
-    figure.savefig(file, format="svg")
-    plt.close(figure)
-    data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}">'
+    figure.savefig(file, format="png", dpi=150)
+    pyplot().close(figure)
+    return f'<img alt="{alt}" src="data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}">'

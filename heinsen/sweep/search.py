@@ -3,8 +3,7 @@
 import abc
 import warnings
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.runs import ENDED, RunView, SweepRun, is_finite
@@ -18,23 +17,21 @@ _STORAGE = "optuna.log"
 class Search(abc.ABC):
     """Proposes runs, and learns how they end."""
 
-    prunes: ClassVar[bool]  # whether `should_prune` is to be asked
-
     @abc.abstractmethod
     def propose(self, room: int, busy: Collection[str]) -> list[SweepRun]:
         """Return at most `room` runs to start now, none of those named in `busy`. Refused runs may be among them."""
 
     @abc.abstractmethod
+    def is_done(self) -> bool:
+        """Return whether nothing more will be proposed."""
+
+    @abc.abstractmethod
     def record_end(self, view: RunView) -> None:
         """Take note of a run that has ended, in whatever way."""
 
-    @abc.abstractmethod
     def should_prune(self, view: RunView) -> bool:
         """Return whether this running run is too unpromising to continue."""
-
-    @abc.abstractmethod
-    def is_done(self) -> bool:
-        """Return whether nothing more will be proposed."""
+        return False
 
 
 def make_search(folder: SweepFolder, make_run: MakeRun) -> Search:
@@ -45,8 +42,6 @@ def make_search(folder: SweepFolder, make_run: MakeRun) -> Search:
 class ListSearch(Search):
     """The runs of the folder, each once."""
 
-    prunes = False
-
     def __init__(self, folder: SweepFolder):
         self._left = [view.run for view in folder.views() if view.state not in ENDED]
 
@@ -55,14 +50,11 @@ class ListSearch(Search):
         chosen, self._left = self._left[:room], self._left[room:]
         return chosen
 
-    def record_end(self, view: RunView) -> None:
-        pass
-
-    def should_prune(self, view: RunView) -> bool:
-        return False
-
     def is_done(self) -> bool:
         return not self._left
+
+    def record_end(self, view: RunView) -> None:
+        pass
 
 
 class OptunaSearch(Search):
@@ -70,8 +62,6 @@ class OptunaSearch(Search):
 
     Runs whose validation loss is worse than the median at the same step are pruned.
     """
-
-    prunes = True
 
     def __init__(self, folder: SweepFolder, make_run: MakeRun):
         try:
@@ -124,7 +114,7 @@ class OptunaSearch(Search):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # constant_liar is marked experimental
-            storage = JournalStorage(JournalFileBackend(str(Path(self._folder.path) / _STORAGE)))
+            storage = JournalStorage(JournalFileBackend(str(self._folder.path / _STORAGE)))
             study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
             # A new seed each time: the same one would propose the first trials again.
             seed = self._folder.definition.search_seed + len(study.trials)

@@ -1,20 +1,18 @@
-"""Plots of a run, and the page with all of its metrics."""
+"""Plots of a run."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from heinsen.figures import count_tokens, place_legend, pyplot
-from heinsen.files import write_atomically, write_figure
-from heinsen.pages import Series, render_chart, render_page
-from heinsen.training.metrics import SAMPLE, metric_points, read_metrics
+from heinsen.files import write_figure
+from heinsen.training.metrics import metric_points, read_metrics
 
 
 def plot_run(workdir: Path) -> list[Path]:
-    """Plot a run from metrics.jsonl: the loss, the time constants of a forget gate, run.html. Return the paths."""
+    """Plot a run from metrics.jsonl: the loss, and the time constants of a forget gate. Return the paths."""
     entries = read_metrics(workdir)
-    paths = [_plot_loss(workdir, entries), _write_page(workdir, entries)]
+    paths = [_plot_loss(workdir, entries)]
     if any(name.startswith("time_constant/") for entry in entries for name in entry):
         paths.append(_plot_time_constants(workdir, entries))
     return paths
@@ -36,67 +34,6 @@ def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     write_figure(path, figure, dpi=120)
     plt.close(figure)
     return path
-
-
-# Of run.html: (title, label of the vertical axis, whether that is logarithmic, names of metrics, or beginnings in */).
-_CHARTS = (
-    ("Loss", "nats per token", False, ("loss", "validation_loss")),
-    ("Bits per byte", "bits per byte", False, ("bits_per_byte", "validation_bits_per_byte")),
-    ("Validation loss by dataset", "nats per token", False, ("validation_loss/",)),
-    ("Gradient norm", "norm before clipping", True, ("grad_norm",)),
-    ("Parameter norm", "norm", False, ("param_norm",)),
-    ("Learning rate", "learning rate", False, ("learning_rate",)),
-    ("Throughput", "tokens/s", False, ("tokens_per_second",)),
-    ("Model-FLOPs utilization, waiting for data", "share", False, ("mfu", "data_wait")),
-    ("Skipped steps", "steps so far", False, ("skipped",)),
-    ("Attention by layer", "root mean square", True, ("attention_rms/",)),
-    ("Residual stream by layer", "root mean square", True, ("residual_rms/",)),
-    ("Time constants of the forget gate by head", "tokens", True, ("time_constant/",)),
-)
-
-
-def _write_page(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
-    """Write run.html: a chart for each kind of metric that the run has logged."""
-    names = list(dict.fromkeys(name for entry in entries for name in entry))
-    charts = []
-    for title, label, is_log, wanted in _CHARTS:
-        own = [name for name in names if name in wanted or any(w.endswith("/") and name.startswith(w) for w in wanted)]
-        series = []
-        for name, color in zip(own, _colors(len(own)), strict=True):
-            if points := metric_points(entries, name):
-                x, y = [x for x, _ in points], [y for _, y in points]
-                series.append(Series(name.split("/", 1)[-1], x, y, color, points=len(points) < 60))
-        if series:
-            charts.append(render_chart(series, "tokens", label, title, is_log))
-    note = (
-        "The legends show the values under the mouse; a click on a name hides a line. Drag to zoom in, double click to "
-        "see all again. The training loss is the mean since the last log."
-    )
-    title = f"Run {workdir.name}"
-    body = f"<h1>{escape(title)}</h1><p class=note>{note}</p><div class=charts>{''.join(charts)}</div>"
-    body += _render_samples(entries)
-    path = workdir / "plots" / "run.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, render_page(title, body))
-    return path
-
-
-def _render_samples(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return the samples, newest first, of which the newest is open; nothing where a run has none."""
-    samples = [(entry["step"], entry[SAMPLE]) for entry in reversed(entries) if SAMPLE in entry]
-    if not samples:
-        return ""
-    texts = [f"<summary>after step {step:,}</summary><pre class=text>{escape(text)}</pre>" for step, text in samples]
-    return f"<h2>Samples</h2><details open>{'</details><details>'.join(texts)}</details>"
-
-
-def _colors(n: int) -> list[str]:
-    """Return different colors: of a few series the usual ones, of many a scale."""
-    plt = pyplot()
-    from matplotlib.colors import to_hex
-
-    few = [f"C{i}" for i in range(n)] if n <= 4 else [plt.get_cmap("viridis")(0.9 * i / (n - 1)) for i in range(n)]
-    return [to_hex(color) for color in few]
 
 
 def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:

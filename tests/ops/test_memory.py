@@ -23,7 +23,7 @@ def test_memory_is_linear_in_tokens_with_few_buffers_and_no_copies_in_loops(func
     n_tokens = 65536
     compiled = compile_for(function, n_tokens, gradient=True)
     input_bytes = 4 * HEADS * n_tokens * FEATURES
-    # S, and states of K V numbers for each chunk, which are of the inputs' size here: once kept, once for the repair.
+    # S, and states of K V numbers for each chunk, of the inputs' size here: once kept, once for the exact form.
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * input_bytes
     # What a loop copies it copies once per group: time would grow with the square of T.
     loops = compiled.as_text().split("\nENTRY ")[0].splitlines()

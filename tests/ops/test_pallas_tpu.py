@@ -75,7 +75,7 @@ def test_all_cases_are_the_truth(form, name, rng, small_chunks):
 @pytest.mark.parametrize("scale", [16, 32])
 @pytest.mark.parametrize("name", ["causal", "documents, state", "all keys"])
 def test_wide_dynamic_range(form, name, scale, rng, small_chunks):
-    """Terms are lost in the kernels, and repaired."""
+    """Terms are lost in the kernels, and the exact form takes over."""
     check_wide(form, draw(rng, name, scale=scale), rng)
 
 

@@ -1,10 +1,11 @@
 """A sweep whose runs are not training: a script that logs, saves and obeys SIGTERM as train.py does, in no time.
 
-python fake.py FOLDER BEHAVIOUR     as the run itself: finish, crash, or slow (many steps, 20 a second)
+python fake.py FOLDER BEHAVIOUR     as the run itself: finish, crash (once, at step 3), or slow (20 steps per second)
 python -m tests.sweep.fake SWEEP    as the sweep command: a slow run and a quick one, one at a time
 """
 
 import json
+import os
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ def train(folder: Path, behaviour: str) -> int:
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     with (folder / "starts").open("a") as file:
-        file.write("start\n")
+        file.write(json.dumps(sorted(os.sched_getaffinity(0))) + "\n")
     saved = folder / "saved"
     first = int(saved.read_text()) + 1 if saved.exists() else 1
     for step in range(first, (SLOW_STEPS if behaviour == "slow" else STEPS) + 1):
@@ -40,21 +41,23 @@ def train(folder: Path, behaviour: str) -> int:
 def sweep(path: Path) -> None:
     """Raises SweepInterrupted."""
     from heinsen.sweep.definition import Definition
-    from heinsen.sweep.display import Screen
     from heinsen.sweep.drive import drive
     from heinsen.sweep.folder import SweepFolder
     from heinsen.sweep.launch import LaunchOptions, LocalLauncher
-    from heinsen.sweep.runs import SweepRun
     from heinsen.sweep.search import ListSearch
 
-    behaviours = ("slow", "finish")
-    points = [{"behaviour": behaviour, "seed": seed} for seed, behaviour in enumerate(behaviours)]
-    definition = Definition("fake", {}, {}, {"behaviour": ("slow", "finish")}, (0, 1), "grid", None, 0)
-    runs = [SweepRun(p, SLOW_STEPS if p["behaviour"] == "slow" else STEPS, 10) for p in points]
-    folder = SweepFolder.open_or_create(path, definition, runs)
-    with folder.lock() as lock:
-        launcher = LocalLauncher(folder, command, lock, LaunchOptions(parallel=1))
-        drive(folder, ListSearch(folder), launcher, Screen(sys.stderr))
+    definition = Definition("fake", {}, {}, {"behaviour": ("slow", "finish")}, (0,), "grid", None, 0)
+    folder = SweepFolder.open_or_create(path, definition, runs("slow", "finish", seed=0))
+    with folder.lock():
+        drive(folder, ListSearch(folder), LocalLauncher(folder, command, LaunchOptions(parallel=1)))
+
+
+def runs(*behaviours, **point):
+    """Return the runs of a sweep with these behaviours."""
+    from heinsen.sweep.runs import SweepRun
+
+    n_steps = lambda behaviour: SLOW_STEPS if behaviour == "slow" else STEPS
+    return [SweepRun({"behaviour": each, **point}, n_steps(each), 10) for each in behaviours]
 
 
 def command(run, where: Path) -> list[str]:

@@ -17,8 +17,8 @@ from heinsen.sweep.curves import (
     make_curve,
     read_anchors,
     smooth,
-    thin,
 )
+from heinsen.training.run import RunError
 from tests.runs import BATCH, LENGTH, ROOT
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -34,33 +34,25 @@ def test_smoothing_is_the_weighted_mean_of_what_came_before(rng, weight):
     np.testing.assert_allclose(smooth(values, weight), expected, rtol=1e-10)
 
 
-def test_thinned_curves_keep_their_ends(rng):
-    x, y = np.arange(1000.0), rng.normal(size=1000)
-    few_x, few_y = thin(x, y, 77)
-    assert len(few_x) == 77 and few_x[0] == 0 and few_x[-1] == 999
-    np.testing.assert_array_equal(few_y, y[few_x.astype(int)])
-    assert thin(x, y, 1000)[0] is x
-
-
 def test_axes_measure_the_same_run(run):
     log = RunLog.read(run.workdir)
     entries = [entry for entry in run.log if "loss" in entry]
-    tokens, losses, _, _ = make_curve(log, "tokens", "loss")
+    tokens, losses = make_curve(log, "loss", "tokens")
     np.testing.assert_array_equal(tokens, [entry["step"] * BATCH * LENGTH for entry in entries])
     np.testing.assert_array_equal(losses, [entry["loss"] for entry in entries])
-    steps, _, at, validations = make_curve(log, "steps", "loss")
+    steps, smoothed = make_curve(log, "loss", "steps", 0.5)
     np.testing.assert_array_equal(steps, [entry["step"] for entry in entries])
+    np.testing.assert_array_equal(smoothed, smooth(losses, 0.5))
+    at, validations = make_curve(log, "validation_loss", "steps")
     assert dict(zip(at, validations, strict=True)) == {
         entry["step"]: entry["validation_loss"] for entry in run.log if "validation_loss" in entry
     }
-    hours = make_curve(log, "time", "loss")[0] * 3600
+    hours = make_curve(log, "loss", "time")[0] * 3600
     seconds = np.cumsum([BATCH * LENGTH / entry["tokens_per_second"] for entry in entries])
     np.testing.assert_allclose(hours, seconds, rtol=1e-9)
     # Embedding, position, two layers of LayerNorm, W1, W2 and W3, the last LayerNorm (heinsen/models, tests/runs.py).
     n_params = 264 * 32 + (32 + 1) * 64 + 2 * (2 * 32 + (32 + 1) * 24 + (8 + 1) * 64 + 32 * 32) + 2 * 32
-    np.testing.assert_allclose(make_curve(log, "flops", "loss")[0], 6.0 * n_params * tokens)
-    x, y, marks, _ = make_curve(log, "tokens", "validation_loss")
-    assert len(marks) == 0 and y[-1] == validations[-1] and x[-1] == tokens[-1]
+    np.testing.assert_allclose(make_curve(log, "loss", "flops")[0], 6.0 * n_params * tokens)
 
 
 def test_the_table_holds_the_last_figures(run):
@@ -72,14 +64,14 @@ def test_the_table_holds_the_last_figures(run):
 
 
 def test_what_cannot_be_drawn_is_named(run, tmp_path):
-    with pytest.raises(CurveError, match="is not a run folder"):
+    with pytest.raises(RunError, match="is not a run folder"):
         RunLog.read(tmp_path)
     (tmp_path / "config.json").write_text((run.workdir / "config.json").read_text())
     with pytest.raises(CurveError, match="has logged nothing yet"):
         RunLog.read(tmp_path)
     config = json.loads((run.workdir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"seed": "one"}))
-    with pytest.raises(CurveError, match="config.seed"):
+    with pytest.raises(RunError, match="config.seed"):
         RunLog.read(tmp_path)
 
 

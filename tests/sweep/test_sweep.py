@@ -1,5 +1,6 @@
-"""A sweep as a whole: its runs end as they should, or are stopped and go on; and scripts/sweep.py as a command."""
+"""A sweep as a whole: its runs end as they should, or are stopped and resumed; and scripts/sweep.py as a command."""
 
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -11,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -20,13 +20,12 @@ import pytest
 
 from heinsen.files import hold_lock, is_held
 from heinsen.sweep.definition import Definition
-from heinsen.sweep.display import Screen, summary, table
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
-from heinsen.sweep.job import TrainingJob, read_status
+from heinsen.sweep.job import read_status, write_status
 from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher
 from heinsen.sweep.machine import divide, visible_gpus
-from heinsen.sweep.runs import RunView, SweepRun
+from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError
 from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
@@ -34,26 +33,26 @@ from tests.sweep import fake
 
 pytest_plugins = ["tests.run_fixtures"]
 
-BASE = {"seed": 0}
-
 
 def definition(space, **changes):
-    fields = dict(config="c.py", overrides={}, base=BASE, seeds=None, search="grid", trials=None, search_seed=0)
+    fields = dict(config="c.py", overrides={}, base={"seed": 0}, seeds=None, search="grid", trials=None, search_seed=0)
     return Definition(**(fields | {"space": space} | changes))
 
 
 def starts(folder, run):
-    """How often a fake run has been started."""
-    file = folder.folder(run) / "starts"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    """The cores that a fake run could use each time it was started."""
+    return read_lines(folder.folder(run) / "starts")
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def drive_here(folder, **options):
     """Run a sweep of fakes, two at a time; what it says and the runs in the end."""
-    said = io.StringIO()
-    with folder.lock() as lock:
-        launcher = LocalLauncher(folder, fake.command, lock, LaunchOptions(parallel=2))
-        views = drive(folder, ListSearch(folder), launcher, Screen(said), **options)
+    with folder.lock(), contextlib.redirect_stderr(io.StringIO()) as said:
+        launcher = LocalLauncher(folder, fake.command, LaunchOptions(parallel=2))
+        views = drive(folder, ListSearch(folder), launcher, **options)
     return said.getvalue(), {view.run.point["behaviour"]: view for view in views}
 
 
@@ -61,23 +60,41 @@ def drive_here(folder, **options):
 def ended(tmp_path_factory):
     """A sweep of three fakes of which one crashes, run once: its folder, what was said, its runs."""
     path = tmp_path_factory.mktemp("sweep") / "fakes"
-    space = {"behaviour": ("finish", "crash", "other")}
-    runs = [SweepRun({"behaviour": name}, fake.STEPS, 10) for name in space["behaviour"]]
-    folder = SweepFolder.open_or_create(path, definition(space), runs)
+    behaviours = ("finish", "crash", "other")
+    folder = SweepFolder.open_or_create(path, definition({"behaviour": behaviours}), fake.runs(*behaviours))
     return folder, *drive_here(folder)
 
 
-def test_a_crashed_run_is_reported_and_the_rest_go_on(ended):
+def test_a_crashed_run_is_reported_and_the_rest_are_run(ended):
     folder, said, views = ended
-    assert {name: view.state for name, view in views.items()} == {
-        "finish": "finished",
-        "crash": "crashed",
-        "other": "finished",
-    }
+    states = {name: view.state for name, view in views.items()}
+    assert states == {"finish": "finished", "crash": "crashed", "other": "finished"}
     assert views["crash"].returncode == 1 and views["crash"].step == 3
-    assert "behaviour=crash: crashed" in said and "    error: this is what went wrong" in said
-    assert "behaviour=finish: finished" in said and f"validation loss {6 / fake.STEPS:.4f}" in said
-    assert "2 finished" in table(folder.views())[-1] and "1 crashed" in table(folder.views())[-1]
+    crashed = re.search(r"behaviour=crash: crashed in \d s at step 3, exit status 1; its log ends with:\n(.*)", said)
+    assert crashed[1] == "    error: this is what went wrong"
+    assert re.search(rf"behaviour=finish: finished in \d s, validation loss {6 / fake.STEPS:.4f}\n", said)
+    assert said.count(": started\n") == 3 and "behaviour=other: started\n" in said
+    assert len(table(folder.views())) == 5 and "2 finished" in table(folder.views())[-1]
+    assert best_of(list(views.values())) == views["finish"]
+    assert table(folder.views())[1].split() == ["behaviour=finish", "finished", "4/4", "1.2500", "1.5000", "100"]
+
+
+def test_each_run_at_a_time_gets_its_share_of_the_cores(ended):
+    folder, _, _ = ended
+    shares = divide(sorted(os.sched_getaffinity(0)), 2)
+    assert all(starts(folder, run)[0] in shares for run in folder.runs)
+    assert read_status(folder.folder(folder.runs[0]))["ended"] is not None
+
+
+def test_the_csv_has_a_line_per_run(ended):
+    folder, _, views = ended
+    with (folder.path / "sweep.csv").open(newline="") as file:
+        rows = {row["run"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {f"behaviour={name}" for name in views}
+    row = rows["behaviour=finish"]
+    assert (row["behaviour"], row["state"], row["step"], row["total_steps"]) == ("finish", "finished", "4", "4")
+    assert float(row["validation_loss"]) == 6 / fake.STEPS and float(row["bits_per_byte"]) == 2 / fake.STEPS
+    assert float(row["loss"]) == 5 / fake.STEPS and float(row["tokens_per_second"]) == 100
 
 
 def test_the_time_left_is_that_of_the_runs_which_have_not_ended():
@@ -88,13 +105,25 @@ def test_the_time_left_is_that_of_the_runs_which_have_not_ended():
     views = [*ended, view(2, "running", step=5, tokens_per_second=20.0), view(3, "waiting"), view(4, "waiting")]
     assert summary(views, 2).endswith("; ETA 00:50") and summary(views).endswith("; ETA 01:40")
     assert summary(views, 9).endswith("; ETA 00:33"), "no more at a time than are left"
+    assert table(views)[3].split()[-1] == "00:10"
     resumed = [view(0, "finished", **finished, seconds=6.0), *views[1:]]  # its last job took few of the steps
     assert summary(resumed, 1).endswith("; ETA 01:20")
     assert "ETA" not in summary(views, 0) and "ETA" not in summary(ended, 2)
     assert "ETA" not in summary([view(0, "running")]), "no rate is known yet"
 
 
-def test_a_sweep_goes_on_until_its_runs_have_ended_and_a_search_has_proposed_all(tmp_path):
+def test_the_best_run_has_finished_with_a_finite_loss():
+    views = [
+        RunView(run=SweepRun({"seed": i}, 10, 40), state=state, validation_loss=loss)
+        for i, (state, loss) in enumerate([("running", 1.0), ("finished", float("nan")), ("finished", None)])
+    ]
+    assert best_of(views) is None and "best" not in summary(views)
+    good = dataclasses.replace(views[0], state="finished")
+    assert best_of([*views, good]) is good and "best so far 1.0000 (seed=0)" in summary([*views, good])
+    assert "best 1.0000" in summary([good])
+
+
+def test_a_sweep_continues_until_its_runs_have_ended_and_a_search_has_proposed_all(tmp_path):
     view = lambda seed, state: RunView(run=SweepRun({"seed": seed}, 10, 40), state=state)
     grid = SweepFolder(tmp_path, definition({"seed": (0, 1)}), [])
     search = SweepFolder(tmp_path, definition({"seed": (0, 1)}, search="optuna", trials=3), [])
@@ -103,33 +132,15 @@ def test_a_sweep_goes_on_until_its_runs_have_ended_and_a_search_has_proposed_all
     assert search.is_going_on([]) and search.is_going_on(ended) and not search.is_going_on([*ended, view(2, "pruned")])
 
 
-def test_the_csv_has_a_line_a_run(ended):
-    folder, _, views = ended
-    with (folder.path / "sweep.csv").open(newline="") as file:
-        rows = {row["run"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {f"behaviour={name}" for name in views}
-    row = rows["behaviour=finish"]
-    assert (row["behaviour"], row["state"], row["step"], row["total_steps"]) == ("finish", "finished", "4", "4")
-    assert float(row["validation_loss"]) == 6 / fake.STEPS and float(row["bits_per_byte"]) == 2 / fake.STEPS
-
-
-def test_cores_are_divided_among_the_runs_of_a_time(ended):
+def test_finished_runs_are_not_repeated_and_retry_repeats_the_crashed(ended):
     folder, _, _ = ended
-    cores = sorted(os.sched_getaffinity(0))
-    for run in folder.runs:
-        assert read_status(folder.folder(run))["cores"] in divide(cores, 2)
-
-
-def test_what_has_ended_is_not_repeated_and_retry_repeats_the_crashed(ended):
-    folder, _, _ = ended
-    finished = {run.name: starts(folder, run) for run in folder.runs}
     said, views = drive_here(SweepFolder.load(folder.path))
-    assert {run.name: starts(folder, run) for run in folder.runs} == finished == dict.fromkeys(finished, 1)
-    assert "2 of 3 runs finished earlier" in said and "--retry" in said and views["crash"].state == "crashed"
-    _, views = drive_here(SweepFolder.load(folder.path), retry=True)
-    again = {run.point["behaviour"]: starts(folder, run) for run in folder.runs}
-    assert again == {"finish": 1, "crash": 2, "other": 1}
-    assert views["crash"].state == "finished", "it went on from step 3"
+    assert [len(starts(folder, run)) for run in folder.runs] == [1, 1, 1]
+    assert "2 of 3 runs finished earlier" in said and views["crash"].state == "crashed"
+    assert "1 crashed earlier and are left alone; --retry starts them again: behaviour=crash" in said
+    said, views = drive_here(SweepFolder.load(folder.path), retry=True)
+    assert [len(starts(folder, run)) for run in folder.runs] == [1, 2, 1]
+    assert views["crash"].state == "finished" and "behaviour=crash: started, resumes" in said
 
 
 def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_path):
@@ -142,10 +153,9 @@ def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_p
     assert "config.seed: 0 in the folder, 7 in the command" in str(refusal.value)
     assert snapshot(folder.path) == before
     (tmp_path / "file").write_text("something else")
-    with pytest.raises(SweepError, match="holds no sweep"):
-        SweepFolder.open_or_create(tmp_path, folder.definition, folder.runs)
-    with pytest.raises(SweepError, match="holds no sweep"):
-        SweepFolder.load(tmp_path)
+    for use in (lambda: SweepFolder.open_or_create(tmp_path, other, []), lambda: SweepFolder.load(tmp_path)):
+        with pytest.raises(SweepError, match="holds no sweep"):
+            use()
 
 
 DAMAGES = {
@@ -166,26 +176,17 @@ def test_damaged_records_are_named(ended, tmp_path, name, damage):
         SweepFolder.load(folder).views()
 
 
-def test_a_folder_of_a_version_without_digests_is_read(ended, tmp_path):
-    folder = shutil.copytree(ended[0].path, tmp_path / "old")
-    for path in (folder / "sweep.json", *folder.glob("*/status.json")):
-        record = json.loads(path.read_text())
-        del record["digest"]
-        path.write_text(json.dumps(record))
-    assert SweepFolder.load(folder).views() == ended[0].views()
-
-
 def test_two_commands_do_not_run_one_sweep(ended, monkeypatch):
     folder, _, _ = ended
-    with folder.lock() as (path, token):
-        assert is_held(folder.path / "sweep.lock", token) and not is_held(folder.path / "sweep.lock", "another")
+    with folder.lock():
+        assert is_held(folder.path / "sweep.lock")
         monkeypatch.setattr("heinsen.sweep.folder.hold_lock", functools.partial(hold_lock, patience=0.0))
         with pytest.raises(SweepError, match=rf"another command is running.*process {os.getpid()} on "), folder.lock():
             pass
-    assert not is_held(folder.path / "sweep.lock", token)
+    assert not is_held(folder.path / "sweep.lock")
 
 
-# ---- stopped and continued -----------------------------------------------------------------------
+# ---- stopped and resumed -------------------------------------------------------------------------
 
 
 def wait_until(condition, what):
@@ -212,6 +213,8 @@ def killed(tmp_path_factory):
     command = [sys.executable, "-m", "tests.sweep.fake", str(path)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
     wait_for_step(2)
+    (view, _) = SweepFolder.load(path).views()
+    assert view.state == "running" and 2 <= view.step < fake.SLOW_STEPS
     process.kill()
     process.wait()
     note()
@@ -230,7 +233,7 @@ def killed(tmp_path_factory):
     return SweepFolder.load(path), states
 
 
-def test_runs_of_a_killed_sweep_save_and_the_same_command_goes_on(killed):
+def test_runs_of_a_killed_sweep_save_and_the_same_command_resumes(killed):
     folder, (by_kill, by_term, in_the_end) = killed
     first, *others = (run.name for run in folder.runs)
     assert by_kill[first][0] == by_term[first][0] == "interrupted"
@@ -239,7 +242,7 @@ def test_runs_of_a_killed_sweep_save_and_the_same_command_goes_on(killed):
     assert {state for state, _ in in_the_end.values()} == {"finished"}
     steps = [entry["step"] for entry in read_log(folder.folder(folder.runs[0]))]
     assert steps == list(range(1, fake.SLOW_STEPS + 1)), "no step is lost and none made twice"
-    assert [starts(folder, run) for run in folder.runs] == [3, 1]
+    assert [len(starts(folder, run)) for run in folder.runs] == [3, 1]
 
 
 # ---- searches ------------------------------------------------------------------------------------
@@ -250,12 +253,12 @@ class InstantLauncher(Launcher):
 
     start_message, stop_message = "started", "stopping"
 
-    def __init__(self, folder, losses, room=2):
-        self.folder, self.losses, self.room = folder, losses, room
-        self.under_way, self.started = {}, []
+    def __init__(self, folder, losses):
+        self.folder, self.losses = folder, losses
+        self.under_way, self.started, self.cancelled = {}, [], set()
 
     def free(self):
-        return self.room - len(self.under_way)
+        return 2 - len(self.under_way)
 
     def start(self, runs):
         for run in runs:
@@ -266,26 +269,32 @@ class InstantLauncher(Launcher):
 
     def active(self):
         for name, (where, left) in list(self.under_way.items()):
-            if left:
+            if left and name not in self.cancelled:
                 step, loss = left.pop(0)
                 entry = {"step": step, "tokens": step, "loss": loss, "validation_loss": loss}
                 with (where / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(entry) + "\n")
-            state = "pruned" if (where / "stop").exists() else "running" if left else "finished"
-            (where / "status.json").write_text(json.dumps({"state": state, "started": 0.0, "ended": 1.0}))
+            state = "interrupted" if name in self.cancelled else "running" if left else "finished"
+            write_status(where, state=state, started=0.0, ended=1.0)
             if state != "running":
                 del self.under_way[name]
         return set(self.under_way)
 
+    def cancel(self, name):
+        assert name in self.under_way and name not in self.cancelled
+        self.cancelled.add(name)
+
     def stop(self):
-        return ""
+        for where, _ in self.under_way.values():
+            write_status(where, state="interrupted")
+        return "stopped"
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """No waiting between looks, and fake runs count as alive without a lock."""
     monkeypatch.setattr("heinsen.sweep.drive._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("heinsen.sweep.folder.is_held", lambda path: True)
+    monkeypatch.setattr("heinsen.sweep.folder.is_alive", lambda folder: True)
 
 
 def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
@@ -298,8 +307,8 @@ def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
         folder = SweepFolder.open_or_create(tmp_path / "sweep", whole, [])
         launcher = InstantLauncher(folder, losses)
         make_run = lambda p: SweepRun(p, 6, 1, "too fast" if p["rate"] > 5e-2 else None)
-        said = io.StringIO()
-        views = drive(folder, make_search(folder, make_run), launcher, Screen(said))
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            views = drive(folder, make_search(folder, make_run), launcher)
         return views, launcher.started, said.getvalue()
 
     first, started, _ = search(6)
@@ -326,16 +335,11 @@ def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
                 raise KeyboardInterrupt
             return set(self.under_way)
 
-        def stop(self):
-            for where, _ in self.under_way.values():
-                (where / "status.json").write_text(json.dumps({"state": "interrupted"}))
-            return "stopped"
-
     def search(kind):
         folder = SweepFolder.open_or_create(tmp_path / "sweep", whole, [])
         launcher = kind(folder, lambda point: [point["rate"]] * 3)
         make_run = lambda point: SweepRun(point, 3, 1)
-        return launcher.started, lambda: drive(folder, OptunaSearch(folder, make_run), launcher, Screen(io.StringIO()))
+        return launcher.started, lambda: drive(folder, OptunaSearch(folder, make_run), launcher)
 
     first, run = search(Stopping)
     with pytest.raises(SweepInterrupted):
@@ -375,45 +379,31 @@ def test_devices_are_divided_in_order(rng, monkeypatch):
 def test_each_run_at_a_time_gets_a_gpu_of_its_own(ended, monkeypatch):
     folder, _, _ = ended
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    taken = {}
+    taken = []
 
-    class Executor:
-        def submit(self, task):
-            taken[task.folder] = task.environment["CUDA_VISIBLE_DEVICES"]
-            return type("Job", (), {"done": lambda self: False})()
+    class Process:
+        def poll(self):
+            return None
 
-    monkeypatch.setattr("heinsen.sweep.launch._make_executor", lambda *_, **__: Executor())
-    launcher = LocalLauncher(folder, fake.command, ("lock", "token"), LaunchOptions())
+    def start(command, where, cores, environment):
+        taken.append((where.name, environment))
+        return Process()
+
+    monkeypatch.setattr("heinsen.sweep.launch.start_run", start)
+    launcher = LocalLauncher(SweepFolder.load(folder.path), fake.command, LaunchOptions())
     assert launcher.free() == 2
     launcher.start(folder.runs[:2])
-    assert launcher.free() == 0 and sorted(taken.values()) == ["3", "5"]
+    names = [run.name for run in folder.runs[:2]]
+    assert taken == [(name, {"CUDA_VISIBLE_DEVICES": gpu}) for name, gpu in zip(names, "35", strict=True)]
+    assert launcher.free() == 0 and launcher.active() == set(names)
     with pytest.raises(SweepError, match="--parallel=3 is more than there are GPUs"):
-        LocalLauncher(folder, fake.command, ("lock", "token"), LaunchOptions(parallel=3))
-
-
-def test_a_job_runs_where_heinsen_cannot_be_imported(ended, tmp_path):
-    """A launcher (of `ended`, here) has told cloudpickle to send all that a job needs by value."""
-    import cloudpickle
-
-    job = TrainingJob([sys.executable, "-c", "print('trained')"], "/", str(tmp_path / "run"), {}, None, None)
-    (tmp_path / "job.pkl").write_bytes(cloudpickle.dumps(job))
-    program = """
-        import pickle, sys
-        sys.modules["heinsen"] = None
-        pickle.load(open(sys.argv[1], "rb"))()
-        assert "jax" not in sys.modules
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program), tmp_path / "job.pkl"]
-    end = subprocess.run(command, cwd="/", capture_output=True, text=True)
-    assert end.returncode == 0, end.stderr
-    assert read_status(tmp_path / "run")["state"] == "finished"
-    assert (tmp_path / "run" / "train.log").read_text() == "trained\n"
+        LocalLauncher(folder, fake.command, LaunchOptions(parallel=3))
 
 
 def test_slurm_that_is_not_there_is_named(ended, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(SweepError, match="SLURM is not installed here"):
-        SlurmLauncher(ended[0], fake.command, ("lock", "token"), LaunchOptions())
+        SlurmLauncher(ended[0], fake.command, LaunchOptions())
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -447,51 +437,28 @@ BAD_COMMANDS = {
         [*GOOD, "--config.data.path={new}/data", "--sweep.seed=1,2"],
         ["no token dataset at {new}/data/train"],
     ),
+    "no trials": ([*GOOD, "--sweep.seed=1,2", "--search=random"], ["--search=random needs --trials=N"]),
     "status of nothing": (["--workdir={new}", "--status"], ["holds no sweep"]),
     "report of nothing": (["--workdir={new}", "--report"], ["holds no sweep"]),
 }
 
-# All in one process, each as if it were the command: importing JAX takes longer than all of them together.
-RUNNER = """
-import contextlib, io, json, sys
-sys.argv = ["scripts/sweep.py"]
-from scripts import sweep
-from absl import flags
-ends = {}
-for name, arguments in json.load(sys.stdin).items():
-    for fields in sweep.FIELDS.values():
-        fields.clear()
-    flags.FLAGS.unparse_flags()
-    for flag in ("workdir", "config", "seeds", "search", "trials", "launcher", "time", "status", "report"):
-        flags.FLAGS[flag].value = flags.FLAGS[flag].default
-    try:
-        sweep.main(sweep.parse_flags(["sweep.py", *arguments]))
-        ends[name] = "no error"
-    except SystemExit as end:
-        ends[name] = str(end)
-print(json.dumps(ends))
-"""
-
 
 @pytest.fixture(scope="module")
-def bad_ends(data, tmp_path_factory):
+def bad_ends(data, commands, tmp_path_factory):
     new = tmp_path_factory.mktemp("bad") / "new"
     fill = lambda text: text.replace("{new}", str(new)).replace("{data}", str(data))
-    cases = {name: list(map(fill, arguments)) for name, (arguments, _) in BAD_COMMANDS.items()}
-    end = subprocess.run(
-        [sys.executable, "-c", RUNNER], cwd=ROOT, input=json.dumps(cases), capture_output=True, text=True
-    )
-    assert end.returncode == 0, end.stderr
+    cases = {name: ["scripts/sweep.py", *map(fill, arguments)] for name, (arguments, _) in BAD_COMMANDS.items()}
+    ends = commands.fork_all({name: {"arguments": arguments} for name, arguments in cases.items()})
     assert not new.exists(), "nothing is written before all is checked"
-    return json.loads(end.stdout), fill
+    return ends, fill
 
 
 @pytest.mark.parametrize("name", BAD_COMMANDS)
 def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
     ends, fill = bad_ends
-    assert ends[name].startswith("error: "), ends[name]
+    assert ends[name].returncode == 1 and ends[name].stderr.startswith("error: "), ends[name]
     for text in BAD_COMMANDS[name][1]:
-        assert fill(text) in ends[name]
+        assert fill(text) in ends[name].stderr
 
 
 @pytest.mark.long

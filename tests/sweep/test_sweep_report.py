@@ -6,17 +6,16 @@ import itertools
 import json
 import re
 import shutil
-import statistics
 import subprocess
 
 import numpy as np
 import pytest
 
 from heinsen.sweep.definition import Definition
-from heinsen.sweep.effects import Result, effect_of, grid_of, seed_spread, swept_fields
 from heinsen.sweep.folder import SweepFolder
-from heinsen.sweep.report import write_report
-from heinsen.sweep.runs import SweepRun
+from heinsen.sweep.job import write_status
+from heinsen.sweep.report import Result, find_effects, find_results, seed_spread, write_report
+from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.space import Range
 
 
@@ -38,24 +37,42 @@ def grid(rng):
 
 def test_marginal_effects_are_means_over_everything_else(grid):
     whole, runs = grid
+    effects = {effect.field: effect for effect in find_effects(whole, runs)}
+    assert set(effects) == set(whole.space)
     for field, values in whole.space.items():
-        effect = effect_of(whole, field, runs)
-        assert [group.label for group in effect.groups] == [str(value) for value in values]
+        assert [group.label for group in effects[field].groups] == [str(value) for value in values]
         means = []
-        for value, group in zip(values, effect.groups, strict=True):
+        for value, group in zip(values, effects[field].groups, strict=True):
             losses = [run.loss for run in runs if run.point[field] == value]
-            assert sorted(group.losses) == sorted(losses)
+            assert sorted(group.losses) == sorted(losses) and set(group.values) == {value}
             means.append(sum(losses) / len(losses))
-        np.testing.assert_allclose(effect.size, max(means) - min(means))
-    assert effect_of(whole, "b.name", [run for run in runs if run.point["b.name"] == "x"]) is None
+            np.testing.assert_allclose(group.mean, means[-1])
+        np.testing.assert_allclose(effects[field].size, max(means) - min(means))
+    sizes = [effect.size for effect in effects.values()]
+    assert list(effects)[-1] == "seed" and sizes[:2] == sorted(sizes[:2], reverse=True)
+
+
+def test_fields_with_one_value_and_those_of_a_zip_have_no_effect(grid):
+    whole, runs = grid
+    only_x = [run for run in runs if run.point["b.name"] == "x"]
+    assert "b.name" not in {effect.field for effect in find_effects(whole, only_x)}
+    assert find_effects(definition({"a.rate": (1, 2)}, search="zip"), runs) == []
+    assert find_effects(whole, []) == []
 
 
 def test_ranges_are_cut_into_parts_of_as_many_runs(rng):
     rates = rng.uniform(0, 1, 11)
     runs = [Result({"rate": float(rate)}, float(rate)) for rate in rates]
-    effect = effect_of(definition({"rate": Range(0, 1, False, False)}, search="random", trials=11), "rate", runs)
+    (effect,) = find_effects(definition({"rate": Range(0, 1, False, False)}, search="random", trials=11), runs)
     assert [len(group.losses) for group in effect.groups] == [3, 3, 3, 2]
     np.testing.assert_array_equal(np.concatenate([group.losses for group in effect.groups]), np.sort(rates))
+    assert effect.groups[0].label == f"{min(rates):.3g} to {np.sort(rates)[2]:.3g}"
+
+
+def test_results_are_the_finite_losses_of_finished_runs():
+    known = [("finished", 1.0), ("finished", None), ("finished", float("nan")), ("running", 2.0)]
+    views = [RunView(SweepRun({"a": i}, 1, 1), state, validation_loss=x) for i, (state, x) in enumerate(known)]
+    assert find_results(views) == [Result({"a": 0}, 1.0)]
 
 
 def test_the_spread_over_seeds_is_within_equal_settings(grid):
@@ -71,16 +88,6 @@ def test_the_spread_over_seeds_is_within_equal_settings(grid):
     assert seed_spread([run for run in runs if run.point["seed"] == 0]) is None
 
 
-def test_the_heat_map_holds_the_mean_of_each_pair(grid):
-    _, runs = grid
-    ys, xs, means = grid_of(runs, "b.name", "a.rate")
-    assert ys == ["x", "y"] and xs == [1e-4, 1e-3, 1e-2]
-    for i, j in np.ndindex(means.shape):
-        losses = [r.loss for r in runs if r.point["b.name"] == ys[i] and r.point["a.rate"] == xs[j]]
-        expected = statistics.fmean(losses) if losses else np.nan
-        np.testing.assert_allclose(means[i, j], expected)
-
-
 # ---- the page ------------------------------------------------------------------------------------
 
 
@@ -94,17 +101,14 @@ def make_sweep(path, rng, space, states, **changes):
         if state == "waiting":
             continue
         where.mkdir()
-        end, floor = 100 if state == "finished" else 40, rng.uniform(2, 3)
-        entries = []
-        for step in range(5, end + 1, 5):
-            loss = floor + 3 / np.sqrt(step) + 0.05 * rng.normal()
-            entries.append({"step": step, "tokens": 64 * step, "loss": loss, "tokens_per_second": 1e4})
+        floor, entries = rng.uniform(2, 3), []
+        for step in range(5, (100 if state == "finished" else 40) + 1, 5):
+            entry = {"step": step, "tokens": 64 * step, "loss": floor + 3 / np.sqrt(step), "tokens_per_second": 1e4}
             if step % 20 == 0:
-                entries.append(
-                    {"step": step, "tokens": 64 * step, "validation_loss": loss, "validation_bits_per_byte": loss / 3}
-                )
+                entry |= {"validation_loss": entry["loss"] + 0.1, "validation_bits_per_byte": entry["loss"] / 3}
+            entries.append(entry)
         (where / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-        (where / "status.json").write_text(json.dumps({"state": state, "returncode": 1, "started": 0.0, "ended": 60.0}))
+        write_status(where, state=state, returncode=1, started=0.0, ended=60.0)
         (where / "train.log").write_text("step 40\nerror: <loss> is no longer finite\n")
     return folder
 
@@ -117,114 +121,86 @@ def page(request, rng, tmp_path):
     else:
         space = {"optimizer.rate": Range(1e-5, 1e-1, True, False), "size": Range(1, 64, True, True), "kind": ("a", "b")}
         folder = make_sweep(tmp_path / "s", rng, space, {3: "pruned", 7: "crashed"}, search="random", trials=24)
-    return request.param, folder, write_report(folder, folder.views())
+    return folder, write_report(folder, folder.views())
 
 
-class Outside(html.parser.HTMLParser):
-    """What a page would load, and the tags that are still open at its end."""
+class Page(html.parser.HTMLParser):
+    """What a page would load, its tables, and the tags that are still open at its end."""
 
-    def __init__(self):
+    def __init__(self, text):
         super().__init__()
-        self.sources, self.open = [], []
+        self.sources, self.open, self.tables = [], [], []
+        self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.sources += [value for name, value in attributes if name in ("src", "href", "data", "action")]
-        if tag not in ("meta", "link", "img", "input", "br"):
+        if tag not in ("meta", "img"):
             self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += text
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
 def test_the_page_is_whole_and_loads_nothing(page):
-    kind, folder, path = page
+    folder, path = page
     text = path.read_text()
-    parser = Outside()
-    parser.feed(text)
-    assert not parser.open
-    assert all(source.startswith("data:") for source in parser.sources)
-    images = [base64.b64decode(s.partition("base64,")[2]).decode() for s in parser.sources if "svg" in s]
-    assert len(images) == 4 and all("<svg" in image for image in images)
-    assert not re.search(r"url\((?!#)|@import|<script [^>]*src", text + "".join(images)), "nor do its figures"
-    best = min(view.validation_loss for view in folder.views() if view.state == "finished")
-    assert f"<b>{best:.4f}</b>" in text
+    parsed = Page(text)
+    assert not parsed.open
+    images = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in parsed.sources]
+    assert len(images) == 2 and all(image.startswith(b"\x89PNG") for image in images), "effects and curves"
+    assert not re.search(r"url\(|@import|<script", text)
+    views = folder.views()
+    ranked = sorted((view for view in views if view.state == "finished"), key=lambda view: view.validation_loss)
+    assert f"<b>{ranked[0].validation_loss:.4f}</b> nats per token, {ranked[0].bits_per_byte:.4f} bits" in text
+    assert str(folder.folder(ranked[0].run)) in text
     assert "error: &lt;loss&gt; is no longer finite" in text and "<two>" not in text
-    assert text.count("<tr data-name=") == len(folder.runs), "all runs are listed"
-    charts = [json.loads(chart) for chart in re.findall(r'<script type="application/json">(.*?)</script>', text)]
-    logged = {view.name for view in folder.views() if view.loss is not None}
-    assert [{series["name"] for series in chart["series"]} for chart in charts] == [logged, logged]
-    assert 'http-equiv="refresh"' not in text
-    assert 'http-equiv="refresh" content="15"' in write_report(folder, folder.views(), 15).read_text()
+    assert ("standard deviation" in text) == (folder.definition.seeds is not None)
+    effects, runs, settings = parsed.tables
+    found = [
+        [effect.field, group.label, str(len(group.losses)), f"{group.mean:.4f}", f"{min(group.losses):.4f}"]
+        for effect in find_effects(folder.definition, find_results(views))
+        for group in effect.groups
+    ]
+    assert [row[:5] for row in effects[1:]] == found
+    assert text.count("<tr class=best>") == len({row[0] for row in found} - {"seed"}) + 1
+    assert len(runs) == 1 + len(views)
+    column = runs[0].index("validation loss")
+    assert [row[column] for row in runs[1:]][: len(ranked)] == [f"{view.validation_loss:.4f}" for view in ranked]
+    assert ["--search", folder.definition.search] in settings and ["--config", "c.py"] in settings
 
 
 def test_a_sweep_without_finished_runs_has_a_page_too(tmp_path, rng):
     folder = make_sweep(tmp_path / "s", rng, {"a": (1, 2)}, {0: "waiting", 1: "waiting"})
-    assert "No run has finished yet" in write_report(folder, folder.views()).read_text()
-    assert swept_fields(folder.views()) == ["a"]
-
-
-def find_chromium():
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    return chromium
-
-
-# What a reader does with the page, and what they see then, as JSON in the title.
-USE = """
-const visible = () => [...document.querySelectorAll("table.sortable tbody tr:not([hidden])")];
-const heads = [...document.querySelectorAll("table.sortable th")];
-const column = heads.findIndex((head) => head.textContent == "validation loss");
-const losses = () => visible().map((row) => row.cells[column].textContent);
-const head = heads[column];
-const seen = {width: document.documentElement.scrollWidth - innerWidth, charts: charts.length};
-head.click(); seen.ascending = losses();
-head.click(); seen.descending = losses();
-const chart = charts[0].chart;
-const name = charts[0].names[0];
-chart.setCursor({left: chart.bbox.width / 4 / devicePixelRatio, top: 20});
-seen.hover = chart.root.querySelectorAll(".u-legend .u-value")[1].textContent;
-filter.value = name.toUpperCase(); filter.dispatchEvent(new Event("input"));
-seen.filtered = visible().map((row) => row.dataset.name);
-seen.shown = chart.series.slice(1).filter((series) => series.show).map((series) => series.label);
-document.title = JSON.stringify(seen);
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("width", [1200, 390])
-def test_a_reader_sorts_filters_and_points_at_the_page(page, tmp_path, width):
-    _, folder, path = page
-    used = tmp_path / "used.html"
-    used.write_text(path.read_text().replace("</body>", f"<script>{USE}</script></body>"))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},1000", "--dump-dom"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=3000"]
-    command = [find_chromium(), *options, used.absolute().as_uri()]
-    end = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert "CONSOLE" not in end.stderr, "no errors in the console"
-    seen = json.loads(html.unescape(re.search("<title>(.*?)</title>", end.stdout)[1]))
-    assert seen["charts"] == 2 and seen["width"] <= 0, "nothing is wider than the window"
-    finished = [float(text) for text in seen["ascending"] if text]
-    assert finished == sorted(finished) and "" not in seen["ascending"][: len(finished)]
-    assert [float(text) for text in seen["descending"] if text] == finished[::-1] and len(finished) > 3
-    assert float(seen["hover"]) > 0, "the legend has the value under the mouse"
-    assert seen["filtered"] == seen["shown"] and len(seen["shown"]) == 1
+    text = write_report(folder, folder.views()).read_text()
+    assert "No run has finished yet" in text and len(Page(text).tables) == 2 and "<img" not in text
 
 
 @pytest.mark.long
 def test_a_browser_shows_the_page_without_a_network(page, tmp_path):
     import matplotlib.pyplot as plt
 
-    _, _, path = page
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
     shot = tmp_path / "page.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,2600"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    command = [find_chromium(), *options, f"--screenshot={shot}", path.absolute().as_uri()]
+    command = [chromium, *options, f"--screenshot={shot}", page[1].absolute().as_uri()]
     subprocess.run(command, capture_output=True, timeout=300, check=True)
     pixels = plt.imread(shot)[..., :3]
     assert pixels.shape[:2] == (2600, 1200)
     inked = (pixels < 0.97).any(axis=2)
-    assert inked[:300].mean() > 0.01 and inked[600:1800].mean() > 0.02, "the text and the figures are drawn"
+    assert inked[:300].mean() > 0.01 and inked[400:1400].mean() > 0.02, "the text and the figures are drawn"
     orange = np.abs(pixels - np.array([0xC2, 0x41, 0x0C]) / 255).max(axis=2) < 0.02
     assert orange.sum() > 200, "the means of the marginal effects"
     assert not inked[:, -10:].any(), "nothing runs over the right edge"

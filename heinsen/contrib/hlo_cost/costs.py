@@ -8,7 +8,7 @@ Counted from the optimized HLO (`hlo`), which says what is fused, in which order
   * FLOPs are those of matrix products and convolutions, by the kind of product that the chip makes of them
     (`products`).
   * Loops count as often as they run (`loops`). A loop whose length depends on data counts as not run, and of branches
-    the cheapest is taken: the exact repair of lost terms, which ordinary inputs do not need, is behind such.
+    the cheapest is taken: the exact attention, which ordinary inputs do not need, is behind such.
   * A collective counts the bytes that each device must at least send.
 
 The bound adds, for each kernel, the larger of bytes / bandwidth and FLOPs / rate, and the time of a launch. Collectives

@@ -1,0 +1,144 @@
+"""The public functions under JAX's transformations: outside jit, on meshes, exported, with constant cotangents."""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import heinsen
+from heinsen.ops.linear import linear_attention
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = {
+    "log_attention": heinsen.log_attention,
+    "attention": heinsen.attention,
+    "linear": linear_attention,
+    "sigmoid": heinsen.sigmoid_attention,
+}
+OPTIONS = {
+    "causal": dict(),
+    "all keys": dict(causal=False),
+    "decays": dict(log_decay=True),
+    "documents": dict(segment_ids=True),
+    "all keys of documents": dict(causal=False, segment_ids=True),
+    "state": dict(state=True),
+}
+CASES = [(name, option) for name in FUNCTIONS for option in OPTIONS]
+CASES = [x for x in CASES if not (x[0] == "sigmoid" and x[1] in ("decays", "state"))]
+
+
+def draw(rng, name, option):
+    """(the function's mean of squares, differentiable in all arrays; the arrays)."""
+    given = dict(OPTIONS[option])
+    arrays = [jnp.asarray(rng.standard_normal((4, 2, 40, n)), jnp.float32) for n in (3, 3, 5)]
+    names = [key for key in ("log_decay", "segment_ids") if given.pop(key, False)]
+    extra = {
+        "log_decay": -jnp.asarray(rng.random((4, 2, 40)), jnp.float32),
+        "segment_ids": jnp.asarray(np.cumsum(rng.random((4, 1, 40)) < 0.1, axis=-1)),
+    }
+    arrays += [extra[key] for key in names]
+    function = FUNCTIONS[name]
+    if given.pop("state", False):
+        before = [jnp.asarray(rng.standard_normal((4, 2, 7, n)), jnp.float32) for n in (3, 3, 5)]
+        arrays.append(function(*before, return_state=True)[1])
+        names.append("state")
+    return lambda *arrays: jnp.mean(
+        jnp.square(function(*arrays[:3], **dict(zip(names, arrays[3:], strict=True)), **given))
+    ), arrays
+
+
+def of_all(loss):
+    """The loss and its gradients by q, k and values."""
+    return jax.value_and_grad(loss, argnums=(0, 1, 2))
+
+
+def assert_same(got, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("name, option", CASES)
+def test_a_second_call_outside_jit_compiles_nothing(rng, name, option, caplog):
+    loss, arrays = draw(rng, name, option)
+    of_all(loss)(*arrays)
+    jax.config.update("jax_log_compiles", True)
+    try:
+        with caplog.at_level(logging.WARNING):
+            of_all(loss)(*arrays)
+            assert not [x for x in caplog.messages if "Compiling" in x]
+            jax.jit(lambda x: x + 1)(arrays[0])  # that a compilation is seen
+            assert [x for x in caplog.messages if "Compiling" in x]
+    finally:
+        jax.config.update("jax_log_compiles", False)
+
+
+@pytest.mark.parametrize("name", ["log_attention", "attention"])
+@pytest.mark.parametrize("option", ["causal", "all keys"])
+def test_a_constant_cotangent_is_not_folded_when_compiling(rng, name, option):
+    """A reduction of a million constants takes XLA seconds, with an alarm."""
+    loss = lambda w, *arrays: jnp.sum(FUNCTIONS[name](*arrays, **OPTIONS[option]) * w)
+    arrays = [jnp.asarray(rng.standard_normal((4, 2, 64, 3)), jnp.float32) for _ in range(3)]
+    w = jnp.asarray(rng.standard_normal((4, 2, 64, 3)), jnp.float32)
+    text = jax.jit(jax.grad(functools.partial(loss, w), argnums=(0, 1, 2))).lower(*arrays).as_text()
+    constants = {line.split(" = ")[0].strip() for line in text.splitlines() if 'stablehlo.constant dense<"0x' in line}
+    reductions = [line for line in text.splitlines() if "stablehlo.reduce" in line or "stablehlo.abs" in line]
+    assert constants and reductions  # w is there
+    assert not [line for line in reductions if any(f"{name} " in f"{line} " for name in constants)]
+
+
+def check_meshes(seed):
+    """On 4 devices, within shard_map and on a mesh with explicit axes: values and gradients of one device."""
+    rng = np.random.default_rng(seed)
+    mesh, explicit = (jax.make_mesh((4,), ("batch",), axis_types=(x,)) for x in (AxisType.Auto, AxisType.Explicit))
+    for name, option in CASES:
+        loss, arrays = draw(rng, name, option)
+        want = jax.jit(of_all(loss))(*arrays)
+        mean = lambda *arrays, loss=loss: jax.lax.pmean(loss(*arrays), "batch")
+        part = jax.shard_map(mean, mesh=mesh, in_specs=P("batch"), out_specs=P())
+        assert_same(jax.jit(of_all(part))(*arrays), want)
+        with jax.set_mesh(explicit):
+            divided = jax.device_put(arrays, NamedSharding(explicit, P("batch")))
+            assert_same(jax.jit(of_all(loss))(*divided), want)
+
+
+def test_shard_map_and_explicit_axes_change_nothing(request):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    code = f"from tests.ops import test_transforms; test_transforms.check_meshes({request.config.option.seed})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"--seed={request.config.option.seed}: {done.stderr}"
+
+
+@pytest.mark.wrong_types  # the checks of shapes know no symbols
+@pytest.mark.parametrize("name, option", [x for x in CASES if x[1] != "state"])
+def test_a_symbolic_batch_is_exported(rng, name, option):
+    loss, arrays = draw(rng, name, option)
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in arrays]
+    exported = jax.export.export(jax.jit(of_all(loss)))(*shapes)
+    assert_same(exported.call(*arrays), jax.jit(of_all(loss))(*arrays))
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_symbolic_number_of_tokens_is_an_error_that_names_the_remedy(name):
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    shape = jax.ShapeDtypeStruct((2, tokens, 4), jnp.float32)
+    with pytest.raises(ValueError, match="symbolic number of tokens.*export a function for each length"):
+        jax.export.export(jax.jit(FUNCTIONS[name]))(shape, shape, shape)
+
+
+@pytest.mark.wrong_types
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("wrong", [[[1.0]], None, 1.0], ids=repr)
+def test_what_is_no_array_is_an_error(name, wrong):
+    x = jnp.ones((1, 1))
+    with pytest.raises(TypeError, match=f"k is a {type(wrong).__name__}: expected an array"):
+        FUNCTIONS[name](x, wrong, x)
