@@ -16,7 +16,7 @@ from heinsen.errors import exit_on_error
 from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
-    "experiment", None, ["comparison_2m", "forgetting"], "A folder with contestants.py.", required=True
+    "experiment", None, ["comparison_2m", "forgetting"], "A folder of experiments/.", required=True
 )
 CONTESTANTS = flags.DEFINE_list(
     "contestants", None, "Those to measure, all by default; names with commas in double quotes."
@@ -36,7 +36,7 @@ CALL_TOKENS = 16
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        contestants = tools.timed(EXPERIMENT.value, CONTESTANTS.value)
+        contestants = tools.contestants_of(EXPERIMENT.value, CONTESTANTS.value)
         print(json.dumps(measure(contestants, sorted(tools.parse_counts("contexts", CONTEXTS.value)))))
 
 

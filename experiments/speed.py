@@ -16,11 +16,7 @@ from heinsen.errors import exit_on_error
 from scripts.cli import parse_flags, show_help
 
 EXPERIMENT = flags.DEFINE_enum(
-    "experiment",
-    None,
-    ["comparison_2m", "forgetting"],
-    "A folder with contestants.py.",
-    required=True,
+    "experiment", None, ["comparison_2m", "forgetting"], "A folder of experiments/.", required=True
 )
 CONTESTANTS = flags.DEFINE_list(
     "contestants", None, "Those to measure, all by default; names with commas in double quotes."
@@ -35,6 +31,7 @@ import numpy as np
 from experiments import tools
 from heinsen.distributed import keep_host_memory
 from heinsen.parallel import make_mesh
+from heinsen.training.config import TrainConfig
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
 
@@ -44,7 +41,7 @@ REPEATS = 5  # timed steps of each contestant
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        contestants = tools.timed(EXPERIMENT.value, CONTESTANTS.value)
+        contestants = tools.contestants_of(EXPERIMENT.value, CONTESTANTS.value)
         print(json.dumps(measure(contestants, tools.parse_counts("lengths", LENGTHS.value))))
 
 

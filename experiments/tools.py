@@ -1,76 +1,84 @@
-"""What the experiments share: data, sweeps, programs in parallel on parts of a machine, tables, figures."""
+"""What the experiments share: programs and sweeps in parallel, contestants that are tuned alike, tables, figures."""
 
-import contextlib
-import dataclasses
-import functools
 import importlib
 import json
 import math
 import os
+import re
 import shlex
-import signal
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, overload
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import matplotlib
-from absl import flags
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from heinsen.config import from_mapping
 from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import write_atomically, write_figure
-from heinsen.models import ModelConfig, abstract_params, count_params
-from heinsen.sweep.folder import SWEEP_FILE, SweepFolder
+from heinsen.models import abstract_params, count_params
+from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.machine import divide, usable_cores, visible_gpus
-from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import Value, format_value
+from heinsen.sweep.runs import RunView, best_of
+from heinsen.sweep.space import SEED, Value, format_value
 from heinsen.training.config import TrainConfig
-from heinsen.training.throughput import train_flops_per_token
 
 ROOT = Path(__file__).resolve().parent.parent
+RATE = "optimizer.learning_rate"
+RUNS_CRASHED = 3  # exit status of scripts/sweep.py
+MOST_EXTENSIONS = 2  # of the grid of learning rates
 
 Settings = Mapping[str, Value]  # {field of the config: value}
-
-RESUME = "interrupted; rerun the same command to resume"
-_RUNS_CRASHED = 3  # exit status of scripts/sweep.py
-_programs: set[subprocess.Popen] = set()  # started here, and not ended
-
-
-@dataclasses.dataclass
-class Training:
-    """All training of an experiment in FLOPs, for the line that tells how far it is."""
-
-    total: float = 0.0
-    done: float = 0.0
-    here: float = 0.0  # since this process started, in `seconds`
-    seconds: float = 0.0
-
-    def add(self, done: float, here: float, seconds: float) -> str:
-        """Add the FLOPs and the time of a sweep, and return the line."""
-        self.done, self.here, self.seconds = self.done + done, self.here + here, self.seconds + seconds
-        left = max(self.total - self.done, 0.0)
-        eta = f", ETA {tqdm.format_interval(left / self.here * self.seconds)}" if self.here and left else ""
-        return f"{self.done / (self.done + left):.0%} of the experiment's training is done{eta}"
-
-
-_training = Training()
+Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None: crashed
+Bits = Mapping[str, Mapping[int, float]]  # {contestant: {seed: bits per byte}}
 
 
 class ExperimentError(HeinsenError, RuntimeError):
     """A flag that cannot be used, or a step that has failed: rerun the same command to resume there."""
+
+
+def execute(
+    measure: Callable[[Path], dict[str, Any]],
+    write: Callable[[Path, dict[str, Any]], str],
+    out: str,
+    small: bool,
+    report_only: bool,
+) -> None:
+    """Measure what is missing in a folder, write the report of all, and end as commands do on errors."""
+    folder = Path(f"{out}_small" if small else out)
+    with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
+        if report_only:
+            if not (folder / "results.json").exists():
+                raise ExperimentError(f"{folder} has no results.json: run the experiment without --report")
+            results = json.loads((folder / "results.json").read_text(), object_hook=_restore_numbers)
+        else:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str((folder / "compiled").absolute())
+            results = dict(machine=describe_machine(), jax=jax.__version__) | measure(folder)
+        print(write(folder, results))
+
+
+def _restore_numbers(mapping: dict[str, Any]) -> dict[Any, Any]:
+    """Return a mapping of JSON with numbers as keys where their texts are those of numbers."""
+
+    def restore(key: str) -> int | float | str:
+        try:
+            return int(key) if key.isdecimal() else float(key)
+        except ValueError:
+            return key
+
+    return {restore(key): value for key, value in mapping.items()}
 
 
 def default_parallel() -> int:
@@ -78,94 +86,17 @@ def default_parallel() -> int:
     return len(visible_gpus()) or len(usable_cores())
 
 
-def execute(
-    run: Callable[[Path, int], str], out: str, parallel: int | None, small: Mapping[str, str] | None = None
-) -> None:
-    """Print the report of run(folder, runs at a time), an experiment's command, and end as commands do on errors.
-
-    small: values of the flags that are not given, for --small; the folder then gets a name of its own.
-    """
-    if small is not None:
-        out = out if flags.FLAGS["out"].present else f"{out}_small"
-        for flag in (flags.FLAGS[name] for name in small if not flags.FLAGS[name].present):
-            flag.parse(small[flag.name])
-    previous = signal.signal(signal.SIGTERM, _pass_on)
-    try:
-        with exit_on_error(on_interrupt=RESUME):
-            if "corpus" in flags.FLAGS:
-                _check_corpus(flags.FLAGS["corpus"].value)
-            print(run(Path(out), parallel or default_parallel()))
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _check_corpus(folder: str) -> None:
-    """Raise ExperimentError if the folder has no texts to train on."""
-    if not any(Path(folder).glob("train-*")):
-        raise ExperimentError(
-            f"--corpus={folder} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
-        )
-
-
-def _pass_on(number: int, frame: Any) -> None:
-    """Be interrupted by SIGTERM. It reaches this process alone, unlike Ctrl-C, which its programs receive as well."""
-    for program in list(_programs):
-        program.send_signal(number)
-    raise KeyboardInterrupt
-
-
-def choose(flag: str, names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Return those of the known names that a list flag has, all if it is not given. Raises ExperimentError."""
-    known = list(known)
-    for name in names or ():
-        if name not in known:
-            raise ExperimentError(f"--{flag}: {name!r}: choose {format_names(known)}")
-    return [name for name in known if name in names] if names else known
-
-
-def timed(experiment: str, names: Sequence[str] | None) -> dict[str, TrainConfig]:
-    """Return the contestants of an experiment's contestants.py to measure, by --contestants. Raises ExperimentError."""
-    known = importlib.import_module(f"experiments.{experiment}.contestants").timed()
-    return {name: known[name] for name in choose("contestants", names, known)}
-
-
-def format_names(names: Iterable[str]) -> str:
-    """Return the value of a list flag; names with commas are quoted."""
-    return ",".join(f'"{name}"' if "," in name else name for name in names)
-
-
-def parse_numbers(flag: str, texts: Sequence[str]) -> list[float]:
-    """Return the positive numbers of a list flag, at least one. Raises ExperimentError, which names the flag."""
-    return [_parse_number(flag, text) for text in texts or [""]]
+def describe_machine() -> str:
+    cores, kind = len(usable_cores()), jax.devices()[0].device_kind
+    return f"{cores} CPU cores" if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores} CPU cores"
 
 
 def parse_counts(flag: str, texts: Sequence[str]) -> list[int]:
     """Return the positive integers of a list flag, at least one. Raises ExperimentError, which names the flag."""
-    numbers = parse_numbers(flag, texts)
-    for text, number in zip(texts, numbers, strict=True):
-        if number != int(number):
-            raise ExperimentError(f"--{flag}: {text!r} is not an integer")
-    return [int(number) for number in numbers]
-
-
-def check_tokens(config: ConfigDict, **tokens: int | None) -> None:
-    """Raise ExperimentError, which names the flag, if the config's schedule does not fit so many tokens."""
-    settings = from_mapping(TrainConfig, config.to_dict())
-    for flag, number in tokens.items():
-        try:
-            dataclasses.replace(settings, total_tokens=number if number is not None else settings.total_tokens)
-        except ValueError as error:
-            raise ExperimentError(f"--{flag}={number:,}: {error}") from error
-
-
-def _parse_number(flag: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise ExperimentError(f"--{flag}: {text!r} is not a positive number")
-    return number
+    for text in texts or [""]:
+        if not text.isdecimal() or int(text) == 0:
+            raise ExperimentError(f"--{flag}: {text!r} is not a positive integer")
+    return [int(text) for text in texts]
 
 
 # ---- programs -------------------------------------------------------------------------------------
@@ -177,56 +108,87 @@ def from_root(path: Path) -> str:
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
-def expect_training(flops: float) -> None:
-    """Let each sweep from now on tell how much of an experiment's training is done, and the time left."""
-    global _training
-    _training = Training(flops)
-
-
-def share_compilations(out: Path) -> None:
-    """Let the programs started from now on share a compilation cache."""
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
-
-
 def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
     """Run a program of this repository as a user would. Raises ExperimentError if its status is not `allowed`."""
     shown = " ".join(text if len(text) < 100 else f"{text[:97]}..." for text in map(shlex.quote, arguments))
     print(f"$ python {shown}", file=sys.stderr, flush=True)
-    with _start(arguments, stdout=sys.stderr) as program:
-        pass
+    program = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=sys.stderr)
+    try:
+        program.wait()
+    finally:
+        program.wait()  # Ctrl-C interrupts it, too, and it may have to save
     if program.returncode not in allowed:
         raise ExperimentError(f"python {shown} has failed, see above")
 
 
-@contextlib.contextmanager
-def _start(arguments: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
-    """Start a program of this repository, and wait for its end; when both are interrupted, too: it may have to save."""
-    with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **options) as program:
-        _programs.add(program)
+def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: bool = False) -> dict[Path, Any]:
+    """Run programs, `parallel` at a time, and return the JSON on the last line of stdout of each.
+
+    Cores and GPUs are divided among them. `commands` are {file: arguments}: each result is kept in its file, and not
+    computed again for the same arguments; stderr is in FILE.log. The result of a program that fails is None if they
+    `may_fail`; the next call starts it again. Raises ExperimentError.
+    """
+    slots: SimpleQueue[tuple[list[int], list[str]]] = SimpleQueue()
+    for slot in zip(divide(usable_cores(), parallel), divide(visible_gpus(), parallel), strict=True):
+        slots.put(slot)
+
+    def run(file: Path, arguments: Sequence[str]) -> Any:
+        cores, gpus = slot = slots.get()
         try:
-            yield program
-            program.wait()
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, cores)  # of this thread; its child process inherits it
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{file}.log", "w") as log:
+                command = [sys.executable, *arguments]
+                end = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log)
         finally:
-            program.wait()
-            _programs.remove(program)
+            slots.put(slot)
+        if end.returncode and not may_fail:
+            raise ExperimentError(f"python {shlex.join(arguments)} has failed, see {file}.log")
+        if end.returncode:
+            return None
+        result = json.loads(end.stdout.splitlines()[-1])
+        write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
+        return result
+
+    found: dict[Path, Any] = {}
+    for file, arguments in commands.items():
+        if file.exists() and (kept := json.loads(file.read_text()))["arguments"] == list(arguments):
+            found[file] = kept["result"]
+    left = [file for file in commands if file not in found]
+    start, pool = time.monotonic(), ThreadPoolExecutor(parallel)
+    try:
+        futures = {pool.submit(run, file, commands[file]): file for file in left}
+        for done, future in enumerate(as_completed(futures), 1):
+            found[futures[future]] = future.result()
+            eta = tqdm.format_interval((time.monotonic() - start) / done * (len(left) - done))
+            print(f"{done} of {len(left)} programs done, ETA {eta}", file=sys.stderr, flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
 
 
-def splits_of(corpus: Path) -> dict[str, list[Path]]:
+def splits_of(corpus: Path) -> dict[str, Sequence[Path]]:
     """Return the files of each split of a folder of {train-*,validation,test}.jsonl.zst."""
-    pattern = {"train": "train-*", "validation": "validation", "test": "test"}
-    return {split: [corpus / f"{name}.jsonl.zst"] for split, name in pattern.items()}
+    names = {"train": "train-*", "validation": "validation", "test": "test"}
+    return {split: [corpus / f"{name}.jsonl.zst"] for split, name in names.items()}
 
 
-def prepare_bytes(splits: Mapping[str, Sequence[Path]], data: Path) -> None:
-    """Prepare DATA/SPLIT from the files and patterns of each split, unless it exists."""
-    for split, files in splits.items():
-        sources = [f"--source={file.absolute()}" for file in files]
-        where = ["--tokenizer=bytes", f"--split={split}", f"--out={from_root(data)}"]
-        run_script("scripts/prepare_data.py", *sources, *where)
+def prepare_bytes(corpus: Path, data: Path, **splits: Sequence[Path]) -> None:
+    """Prepare DATA/SPLIT from files: train, validation and test of a corpus, unless others are given."""
+    if not any(corpus.glob("train-*")):
+        raise ExperimentError(
+            f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
+        )
+    for split, sources in (splits_of(corpus) | splits).items():
+        where = [f"--source={source.absolute()}" for source in sources]
+        where += ["--tokenizer=bytes", f"--split={split}", f"--out={from_root(data)}"]
+        run_script("scripts/prepare_data.py", *where)
 
 
 def run_sweep(
-    config: Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str, may_crash: bool = False
+    config: str | Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str, may_crash: bool = False
 ) -> list[RunView]:
     """Train one run for each of `runs` (and seed, with --seeds) through scripts/sweep.py; return them.
 
@@ -234,142 +196,192 @@ def run_sweep(
     ExperimentError.
     """
     fields = [f"--sweep.{field}={json.dumps([format_value(run[field]) for run in runs])}" for field in runs[0]]
-    where = [f"--config={config.relative_to(ROOT)}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
-    options = [] if may_crash else ["--retry"]
-    allowed = (0, _RUNS_CRASHED) if may_crash else (0,)
-    before = _trained_flops(SweepFolder.load(out)) if (out / SWEEP_FILE).exists() else 0.0
-    start = time.monotonic()
+    where = [f"--config={from_root(Path(config))}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
+    options, allowed = ([], (0, RUNS_CRASHED)) if may_crash else (["--retry"], (0,))
     run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
-    folder, seconds = SweepFolder.load(out), time.monotonic() - start
-    done = _trained_flops(folder)
-    print(_training.add(done, done - before, seconds), file=sys.stderr, flush=True)
-    run_script("scripts/sweep.py", f"--workdir={from_root(out)}", "--report")
-    return folder.views()
+    return SweepFolder.load(out).views()
 
 
-def _trained_flops(folder: SweepFolder) -> float:
-    """Return the FLOPs that the runs of a sweep have taken so far."""
-    total = 0.0
-    for view in folder.views():
-        mapping = ConfigDict(folder.definition.base)
-        mapping.update_from_flattened_dict(view.run.point)
-        total += train_flops(from_mapping(TrainConfig, mapping.to_dict()), view.tokens)
-    return total
+# ---- contestants ----------------------------------------------------------------------------------
 
 
-@overload
-def run_programs(
-    commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: Literal[False] = False
-) -> dict[Path, dict[str, Any]]: ...
+class Contest(NamedTuple):
+    """Models that differ in a few fields, tuned alike, trained alike, and tested on the same text.
 
-
-@overload
-def run_programs(
-    commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: Literal[True]
-) -> dict[Path, dict[str, Any] | None]: ...
-
-
-def run_programs(
-    commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: bool = False
-) -> Mapping[Path, dict[str, Any] | None]:
-    """Run programs, `parallel` at a time, and return the JSON on the last line of stdout of each.
-
-    Cores and GPUs are divided among them. `commands` are {file: arguments}: each result is kept in its file, and not
-    computed again for the same arguments. What the programs say on stderr is passed on, with their number and the time
-    that is left. The result of a program that fails is None if they `may_fail`; the next call starts it again. Raises
-    ExperimentError.
+    Attributes:
+      config: the module of the config that they share.
+      contestants: {name: the fields of the model in which it differs from the config}.
     """
-    slots: SimpleQueue[tuple[list[int], list[str]]] = SimpleQueue()
-    for slot in zip(divide(usable_cores(), parallel), divide(visible_gpus(), parallel), strict=True):
-        slots.put(slot)
 
-    def run(file: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
-        slot = slots.get()
-        try:
-            result = _run_program(arguments, *slot)
-        except ExperimentError as error:
-            if not may_fail:
-                raise
-            print(error, file=sys.stderr, flush=True)
-            return None
-        finally:
-            slots.put(slot)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
-        return result
+    config: ModuleType
+    contestants: Mapping[str, Mapping[str, Value]]
 
-    found = {file: _read_kept(file, arguments) for file, arguments in commands.items()}
-    left = {file: arguments for file, arguments in commands.items() if found[file] is None}
-    start, pool = time.monotonic(), ThreadPoolExecutor(parallel)
-    try:
-        futures = {pool.submit(run, file, arguments): file for file, arguments in left.items()}
-        for done, future in enumerate(as_completed(futures), 1):
-            found[futures[future]] = future.result()
-            eta = tqdm.format_interval((time.monotonic() - start) / done * (len(left) - done))
-            print(f"{done} of {len(left)} programs done, ETA {eta}", file=sys.stderr, flush=True)
-        return found
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def fields(self, name: str) -> dict[str, Value]:
+        """Return the values of all fields in which contestants differ."""
+        varied = {field: None for each in self.contestants.values() for field in each}
+        model = self.config.get_config().model
+        return {f"model.{field}": self.contestants[name].get(field, model[field]) for field in varied}
+
+    def train_config(self, name: str) -> TrainConfig:
+        mapping = self.config.get_config()
+        mapping.model.update(self.contestants[name])
+        return from_mapping(TrainConfig, mapping.to_dict())
+
+    def parameters(self, name: str) -> int:
+        return count_params(abstract_params(self.train_config(name).model))
+
+    def runs_of(self, name: str, runs: Iterable[RunView]) -> list[RunView]:
+        fields = self.fields(name).items()
+        return [run for run in runs if fields <= run.run.point.items()]
+
+    def losses(self, name: str, tuning: Sequence[RunView]) -> dict[float, float | None]:
+        """Return a contestant's last validation loss by learning rate, None for crashed runs."""
+        loss = lambda run: run.validation_loss if run.state == "finished" else None
+        return dict(sorted((run.run.point[RATE], loss(run)) for run in self.runs_of(name, tuning)))
+
+    def best_rate(self, name: str, tuning: Sequence[RunView]) -> float:
+        """Return the learning rate with the lowest validation loss. Raises ExperimentError."""
+        best = best_of(self.runs_of(name, tuning))
+        if best is None:
+            raise ExperimentError(f"{name} has crashed at all learning rates: lower them in run.py")
+        return best.run.point[RATE]
+
+    def tune(self, out: Path, rates: Sequence[float], parallel: int, *options: str) -> list[RunView]:
+        """Return the runs on the grid, and on its extensions: the sweeps out/tuning, out/tuning_1, ...
+
+        A contestant whose best rate is at an end of the grid gets a rate half or twice as large, and then another one.
+        """
+        wanted = [self.fields(name) | {RATE: rate} for name in self.contestants for rate in rates]
+        tuning = run_sweep(self.config.__file__, out / "tuning", wanted, parallel, *options, may_crash=True)
+        for extension in range(1, MOST_EXTENSIONS + 1):
+            beyond = []
+            for name in self.contestants:
+                tried, best = list(self.losses(name, tuning)), self.best_rate(name, tuning)
+                if len(tried) > 1 and best in (min(tried), max(tried)):
+                    beyond.append(self.fields(name) | {RATE: best / 2 if best == min(tried) else best * 2})
+            if beyond:
+                folder = out / f"tuning_{extension}"
+                tuning += run_sweep(self.config.__file__, folder, beyond, parallel, *options, may_crash=True)
+        return tuning
+
+    def train(
+        self, folder: Path, names: Iterable[str], tuning: Sequence[RunView], parallel: int, *options: str
+    ) -> list[RunView]:
+        """Return the runs of some contestants at their best learning rates: a sweep in `folder`."""
+        wanted = [self.fields(name) | {RATE: self.best_rate(name, tuning)} for name in names]
+        return run_sweep(self.config.__file__, folder, wanted, parallel, *options)
+
+    def results(
+        self, tuning: Sequence[RunView], final: Sequence[RunView], tested: Mapping[str, dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return what results.json has of a contest. tested: {run: summary of eval.py}."""
+        tests = {
+            name: {run.run.point[SEED]: tested[run.name] for run in self.runs_of(name, final)}
+            for name in self.contestants
+        }
+        return dict(
+            settings=self.config.get_config().to_dict(),
+            fields={name: dict(fields) for name, fields in self.contestants.items()},
+            parameters={name: self.parameters(name) for name in self.contestants},
+            tuning={name: self.losses(name, tuning) for name in self.contestants},
+            bits_per_byte={name: {seed: each["bits_per_byte"] for seed, each in tests[name].items()} for name in tests},
+            sources=by_source(tests),
+            tests=tests,
+            logs=[
+                dict(contestant=name, stage=stage) | describe_run(run)
+                for stage, runs in (("tuning", tuning), ("final", final))
+                for name in self.contestants
+                for run in self.runs_of(name, runs)
+            ],
+        )
 
 
-def _read_kept(file: Path, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the result in a file of `run_programs`; None if there is none for these arguments."""
-    if not file.exists() or (kept := json.loads(file.read_text()))["arguments"] != list(arguments):
-        return None
-    return kept["result"]
+def contestants_of(experiment: str, names: Sequence[str] | None) -> dict[str, TrainConfig]:
+    """Return contestants of experiments/EXPERIMENT/config.py, all or those of a list flag. Raises ExperimentError."""
+    config = importlib.import_module(f"experiments.{experiment}.config")
+    contests = [Contest(config, contestants) for contestants in config.CONTESTS.values()]
+    known = {name: contest.train_config(name) for contest in contests for name in contest.contestants}
+    if wrong := [name for name in names or () if name not in known]:
+        raise ExperimentError(f"--contestants: {wrong[0]!r}: choose {format_names(known)}")
+    return {name: known[name] for name in names or known}
 
 
-def _run_program(arguments: Sequence[str], cores: list[int], gpus: list[str]) -> dict[str, Any]:
-    print("$ python", shlex.join(arguments), file=sys.stderr, flush=True)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # of this thread; its child process inherits it
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-    with tempfile.TemporaryFile("w+") as output:
-        with _start(arguments, env=environment, stdout=output, stderr=subprocess.PIPE, text=True) as program:
-            for line in program.stderr or ():  # a pipe, so that they draw no bars over each other
-                print(line, end="", file=sys.stderr, flush=True)
-        if program.returncode:
-            raise ExperimentError(f"python {shlex.join(arguments)} has failed, see above")
-        output.seek(0)
-        return json.loads(output.read().splitlines()[-1])
+def format_names(names: Iterable[str]) -> str:
+    """Return the value of a list flag; names with commas are quoted."""
+    return ",".join(f'"{name}"' if "," in name else name for name in names)
 
 
-def measure_speed(
-    out: Path, experiment: str, contestants: Iterable[str], lengths: Sequence[str]
-) -> dict[str, dict[str, float]]:
-    """Return {contestant: {length: tokens/s}} by experiments/speed.py; kept in out/speed.json."""
-    who = f"--contestants={format_names(contestants)}"
-    command = ["experiments/speed.py", f"--experiment={experiment}", who, f"--lengths={','.join(lengths)}"]
-    return run_programs({out / "speed.json": command}, 1)[out / "speed.json"]
+def describe_run(run: RunView) -> dict[str, Any]:
+    """Return what results.json has of a run: validation is [step, tokens, loss, bits per byte] over training."""
+    per_nat = run.bits_per_byte / run.validation_loss if run.bits_per_byte and run.validation_loss else math.nan
+    return dict(
+        learning_rate=run.run.point[RATE],
+        seed=run.run.point.get(SEED),
+        state=run.state,
+        tokens=run.tokens,
+        tokens_per_second=run.tokens_per_second,
+        training_loss=run.loss,
+        validation=[
+            [step, step * run.run.tokens_per_step, loss, loss * per_nat]
+            for step, loss in run.validations
+            if math.isfinite(loss)
+        ],
+    )
+
+
+def by_source(tests: Mapping[str, Mapping[int, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Return {source: {contestant: bits per byte, mean over seeds}}, the largest source first."""
+    every_test = (found for seeds in tests.values() for found in seeds.values())
+    sizes = {source: each["tokens"] for found in every_test for source, each in found.get("sources", {}).items()}
+    mean = lambda source, seeds: statistics.fmean(found["sources"][source]["bits_per_byte"] for found in seeds.values())
+    return {
+        source: {name: mean(source, seeds) for name, seeds in tests.items()}
+        for source in sorted(sizes, key=sizes.__getitem__, reverse=True)
+    }
+
+
+def test(
+    folder: Path, runs: Sequence[RunView], out: Path, parallel: int, splits: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return {run: summary of eval.py}, on the test split or by position on a split each; kept in out/RUN.json."""
+    commands = {}
+    for run in runs:
+        split = ["--split=test"]
+        if splits is not None:
+            split = [f"--split={splits[run.name]}", f"--by_position={from_root(out / run.name)}.png"]
+        workdir = f"--workdir={from_root(folder / run.name)}"
+        commands[out / f"{run.name}.json"] = ["eval.py", workdir, *split]
+    found = run_programs(commands, parallel)
+    return {run.name: found[out / f"{run.name}.json"] for run in runs}
 
 
 # ---- reports --------------------------------------------------------------------------------------
-
-
-def describe_machine() -> str:
-    """Return the machine in words."""
-    cores, kind = len(usable_cores()), jax.devices()[0].device_kind
-    return f"{cores} CPU cores" if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores} CPU cores"
-
-
-def n_params(config: TrainConfig) -> int:
-    return _count_params(config.model)
-
-
-@functools.cache
-def _count_params(model: ModelConfig) -> int:
-    return count_params(abstract_params(model))
-
-
-def train_flops(config: TrainConfig, tokens: int | None = None) -> float:
-    """Return the FLOPs of a run of so many tokens, by default the config's: 6 N D."""
-    return train_flops_per_token(n_params(config)) * (config.total_tokens if tokens is None else tokens)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table."""
     line = lambda cells: "| " + " | ".join(cells) + " |"
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+
+
+def write_report(out: Path, results: Mapping[str, Any], lines: Sequence[str]) -> str:
+    """Write results.json, with None for infinite numbers, and report.md; return the report."""
+    text = json.dumps(_without_infinity(results), indent=1)
+    one_line = lambda match: "[" + re.sub(r"\n\s*", " ", match[1]) + "]"
+    text = re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", one_line, text)
+    write_atomically(out / "results.json", text + "\n")
+    report = "\n".join(lines) + "\n"
+    write_atomically(out / "report.md", report)
+    return report
+
+
+def _without_infinity(x: Any) -> Any:
+    """Return results with None in place of infinity, which JSON lacks."""
+    if isinstance(x, Mapping):
+        return {name: _without_infinity(each) for name, each in x.items()}
+    if isinstance(x, list | tuple):
+        return [_without_infinity(each) for each in x]
+    return None if x == math.inf else x
 
 
 def make_figure(*arguments: Any, **options: Any) -> tuple[Figure, Any]:
@@ -382,18 +394,68 @@ def save_figure(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def write_report(out: Path, results: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """Write results.json, with None for infinite numbers, and report.md; return the report."""
-    write_atomically(out / "results.json", json.dumps(_without_infinity(results), indent=1) + "\n")
-    text = "\n".join(lines) + "\n"
-    write_atomically(out / "report.md", text)
-    return text
+def versus(bits: Bits, name: str, first: str) -> str:
+    """Return how far one is above another, by the differences between runs with the same seed (Student's t)."""
+    from scipy.stats import t
+
+    differences = [bits[name][seed] - bits[first][seed] for seed in bits[name].keys() & bits[first].keys()]
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return f"{mean:+.4f}"
+    half = t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
 
 
-def _without_infinity(x: Any) -> Any:
-    """Return results with None in place of infinity, which JSON lacks."""
-    if isinstance(x, Mapping):
-        return {name: _without_infinity(each) for name, each in x.items()}
-    if isinstance(x, list | tuple):
-        return [_without_infinity(each) for each in x]
-    return None if x == math.inf else x
+def spread(seeds: Mapping[int, float]) -> str:
+    """Return the mean over seeds, and their standard deviation."""
+    deviation = f" +- {statistics.stdev(seeds.values()):.4f}" if len(seeds) > 1 else ""
+    return f"{statistics.fmean(seeds.values()):.4f}{deviation}"
+
+
+def ranked(bits: Bits) -> list[str]:
+    """Return the contestants, that with the lowest mean first."""
+    return sorted(bits, key=lambda name: statistics.fmean(bits[name].values()))
+
+
+def best_rate(losses: Losses) -> float:
+    """Return the learning rate with the lowest loss."""
+    return min((loss, rate) for rate, loss in losses.items() if loss is not None)[1]
+
+
+def tuning_section(tuning: Mapping[str, Losses], title: str = "Tuning", runs: str = "shorter runs") -> list[str]:
+    """Return the section of a report on the tuning by such runs."""
+    at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
+    note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
+    rates = sorted({rate for losses in tuning.values() for rate in losses})
+
+    def cell(losses: Losses, rate: float) -> str:
+        if (loss := losses.get(rate)) is None:
+            return "crashed" if rate in losses else ""
+        return f"**{loss:.4f}**" if rate == best_rate(losses) else f"{loss:.4f}"
+
+    rows = [[name, *(cell(losses, rate) for rate in rates)] for name, losses in tuning.items()]
+    return [
+        f"## {title}",
+        "",
+        f"Validation loss in nats per token of {runs} with one seed, by learning rate.{note}",
+        "",
+        *table(["", *(f"{rate:g}" for rate in rates)], rows),
+        "",
+    ]
+
+
+def sources_section(sources: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the section of a report on the sources of the text."""
+    names = list(next(iter(sources.values()), {}))
+    rows = [
+        [source, *(f"**{x:.3f}**" if x == min(bits.values()) else f"{x:.3f}" for x in bits.values())]
+        for source, bits in sources.items()
+    ]
+    return [
+        "## Sources",
+        "",
+        "Bits per byte by source, mean over seeds; the lowest of each in bold.",
+        "",
+        *table(["", *names], rows),
+        "",
+    ]

@@ -1,21 +1,18 @@
 """Measure how the output of sigmoid attention scales with the number of keys, in float64, beside the laws.
 
-    python scripts/sigmoid_scaling.py --out=DIR [--workdir=RUN [--data=DATASET/SPLIT]]
+    python scripts/sigmoid_scaling.py --out=DIR [--workdir=RUN]
 
 experiments/sigmoid_scaling/forms.py states the laws. Softmax and heinsen attention are measured as controls. The tokens
-are random vectors around a common mean and, with --workdir, hidden states of a trained model on its validation text or
-that of --data, in windows of its training length: in the order of the text, where neighbors resemble each other, and
-drawn independently.
+are random vectors around a common mean and, with --workdir, hidden states of a trained model on its validation text, in
+windows of its training length: in the order of the text, where neighbors resemble each other, and drawn independently.
 
-Prints a table, and writes results.json, sigmoid_scaling.png and sigmoid_scaling.svg. Takes a few minutes on 2 CPU
-cores.
+Prints a table, and writes results.json and sigmoid_scaling.png. Takes a few minutes on 2 CPU cores.
 """
 
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from absl import app, flags, logging
 
@@ -25,12 +22,9 @@ from scripts.cli import parse_flags, show_help
 
 OUT = flags.DEFINE_string("out", "runs/sigmoid_scaling", "Folder for results.json and the figure.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, for hidden states of text; default: none.")
-DATA = flags.DEFINE_string("data", None, "Folder of one split of a token dataset; default: the run's validation split.")
 LENGTHS = flags.DEFINE_list("lengths", [str(2**i) for i in range(4, 16)], "Numbers of keys n.")
 SEQUENCES = flags.DEFINE_integer("sequences", 32, "Sequences for each n; they give the errors.", lower_bound=2)
-MEAN = flags.DEFINE_float("mean", 1.0, "Length of the random tokens' mean relative to their spread.", lower_bound=0.0)
 TOKENS = flags.DEFINE_integer("tokens", 2**19, "Tokens of text to compute hidden states of, at most.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 0, "Seed of all draws.", lower_bound=0)
 
 show_help(__name__)
 
@@ -39,8 +33,9 @@ import numpy as np
 from experiments.sigmoid_scaling import report
 from experiments.sigmoid_scaling.forms import compile_together, make_forms
 from experiments.sigmoid_scaling.measure import QUERIES, study
-from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, random_tokens, text_tokens
+from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, random_tokens, text_tokens
 
+MEAN = 1.0  # length of the random tokens' mean relative to their spread
 START = time.monotonic()
 
 
@@ -52,38 +47,22 @@ def main(argv: list[str]) -> None:
 
 def run(lengths: list[int], out: Path) -> str:
     """Measure, write the results to `out`, and return the report. Raises HeinsenError."""
-    if DATA.value is not None and WORKDIR.value is None:
-        raise InputError("--data is text for the model of a run: give its --workdir too")
-    if not np.isfinite(MEAN.value):
-        raise InputError(f"--mean={MEAN.value}: expected a finite number")
     make_folder(out)
-    rng = np.random.default_rng(SEED.value)
-    kinds = make_tokens(rng, lengths[-1])
+    rng = np.random.default_rng(0)
+    kinds = [random_tokens(rng, MEAN)]
+    if WORKDIR.value is not None:
+        kinds += text_tokens(rng, Path(WORKDIR.value), TOKENS.value, max(lengths[-1], QUERIES), say)
     forms = make_forms()
     compiled = compile_together(forms)
     studies = [study(forms, compiled, tokens, lengths, SEQUENCES.value, rng, say) for tokens in kinds]
-    return write(out, studies)
-
-
-def make_tokens(rng: np.random.Generator, longest: int) -> list[Tokens]:
-    """Return the kinds of tokens to study. Raises HeinsenError."""
-    kinds = [random_tokens(rng, MEAN.value)]
-    if WORKDIR.value is not None:
-        data = None if DATA.value is None else Path(DATA.value)
-        kinds += text_tokens(rng, Path(WORKDIR.value), data, TOKENS.value, max(longest, QUERIES), say)
-    return kinds
-
-
-def write(out: Path, studies: list[dict[str, Any]]) -> str:
-    """Write results.json and the figure, and return the report."""
-    settings = dict(workdir=WORKDIR.value, data=DATA.value, mean=MEAN.value, seed=SEED.value)
+    settings = dict(workdir=WORKDIR.value, mean=MEAN)
     write_atomically(out / "results.json", json.dumps(dict(settings=settings, studies=studies), indent=1) + "\n")
-    report.plot(studies, out / "sigmoid_scaling")
+    report.plot(studies, out / "sigmoid_scaling.png")
     sizes = f"{HEADS} heads of {FEATURES}, {QUERIES} queries, {SEQUENCES.value} sequences for each n"
     lines = [f"{sizes}; errors are standard errors"]
     for found in studies:
         lines += ["", *report.table(found)]
-    return "\n".join([*lines, "", f"written: {out / 'results.json'}, {out / 'sigmoid_scaling'}.png and .svg"])
+    return "\n".join([*lines, "", f"written: {out / 'results.json'}, sigmoid_scaling.png"])
 
 
 def parse_lengths(texts: list[str]) -> list[int]:

@@ -11,7 +11,7 @@ from heinsen.models import ModelConfig
 from heinsen.sweep.runs import SweepRun
 from heinsen.sweep.space import Point, SweepError, Value, format_value
 from heinsen.training.config import DataConfig, TrainConfig
-from heinsen.training.data import open_split
+from heinsen.training.data import TRAIN_SPLIT, open_split
 from scripts.config_files import load_config, override
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"

@@ -1,6 +1,9 @@
-"""The experiments: the law they fit, who takes part, and (long) each whole, from its command to its report."""
+"""The experiments: reports from the committed results, contestants, laws, and each from its plan to its report."""
 
-import ast
+import csv
+import dataclasses
+import functools
+import importlib
 import json
 import os
 import re
@@ -14,26 +17,261 @@ import numpy as np
 import pytest
 import zstandard
 from absl import flags
-from tqdm import tqdm
 
 from experiments import contexts, tools
-from experiments.associative_recall import contestants as recall_contestants
-from experiments.associative_recall import report as recall_report
-from experiments.comparison_2m.contestants import CONTEST as COMPARISON
-from experiments.contest import close_together, common_rate, versus
+from experiments.comparison_2m import config as comparison
+from experiments.forgetting import config as forgetting
 from experiments.forgetting import report as forgetting_report
-from experiments.forgetting.contestants import CONTESTS, LONG
-from experiments.ladder.contestants import KINDS, Size, contest_of, parse_size
+from experiments.ladder.contestants import KINDS, Size, contest_of
 from experiments.ladder.law import Law, bootstrap, fit
-from experiments.ladder.run import Rule, best_between
-from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS_TRAINED
-from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale, growth, write_start
-from experiments.tools import ExperimentError, parse_numbers
+from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS
+from experiments.sigmoid_training.contestants import ONE, STEEPER, exchanged_scale, growth, write_start
+from experiments.tools import Contest, ExperimentError, versus
 from heinsen.export import load_folder
 from heinsen.models import init_params
+from heinsen.sweep.runs import RunView, SweepRun
 from tests.runs import ROOT
 
 pytest_plugins = ["tests.run_fixtures"]
+
+FIGURES = {
+    "associative_recall": {"recall"},
+    "comparison_2m": {"costs", "curves", "positions", "recall"},
+    "forgetting": {"contexts", "state_size"},
+    "ladder": {"ladder"},
+    "sigmoid_training": {"lengths", "rates"},
+}
+COMPARISON = Contest(comparison, comparison.CONTESTANTS)
+CONTESTS = {name: Contest(forgetting, contestants) for name, contestants in forgetting.CONTESTS.items()}
+ALL_CONTESTS = {"comparison_2m": COMPARISON, "sigmoid_training": SIGMOIDS} | CONTESTS
+
+
+def program(experiment):
+    """Return the module of an experiment's program; all have flags of the same names."""
+    registry = flags.FLAGS.__dict__["__flags"]
+    before = dict(registry)
+    registry.clear()
+    try:
+        return importlib.import_module(f"experiments.{experiment}.run")
+    finally:
+        registry.clear()
+        registry.update(before)
+
+
+def write_whole(experiment, plan, out, corpus=None):
+    """Run an experiment with a plan, and check its report; return its results."""
+    run = program(experiment)
+    results = run.measure(plan, *[corpus] * (corpus is not None), out, 1)
+    described = dict(machine="these cores", jax="1")
+    run.report.write(out, described | results)
+    report, found = (out / "report.md").read_text(), json.loads((out / "results.json").read_text())
+    check_figures(experiment, out)
+    assert " nan" not in report and "None" not in report
+    tools.execute(lambda _: None, run.report.write, str(out), False, True)
+    assert (out / "report.md").read_text() == report and json.loads((out / "results.json").read_text()) == found
+    return found
+
+
+def check_figures(experiment, out):
+    report = (out / "report.md").read_text()
+    assert {file.stem for file in out.glob("*.png")} == FIGURES[experiment]
+    for figure in FIGURES[experiment]:
+        assert f"({figure}.png)" in report and (out / f"{figure}.png").stat().st_size > 10_000
+
+
+# ---- committed results ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experiment", FIGURES)
+def test_the_committed_report_follows_from_its_results(experiment, tmp_path, capsys):
+    committed = ROOT / "experiments" / experiment
+    (tmp_path / "results.json").write_text((committed / "results.json").read_text())
+    report = importlib.import_module(f"experiments.{experiment}.report")
+    tools.execute(lambda _: None, report.write, str(tmp_path), False, True)
+    check_figures(experiment, tmp_path)
+    for file in ("report.md", "results.json"):
+        assert (tmp_path / file).read_text() == (committed / file).read_text()
+    assert (tmp_path / "report.md").read_text() in capsys.readouterr().out
+
+
+def test_the_committed_tables_follow_from_single_runs():
+    results = json.loads((ROOT / "experiments" / "comparison_2m" / "results.json").read_text())
+    tests, logs = results["tests"], results["logs"]
+    assert len(logs) == results["runs"] == 54
+    hours = sum(log["tokens"] / log["tokens_per_second"] for log in logs) / 3600
+    assert hours == pytest.approx(results["hours"])
+    for name, bits in results["bits_per_byte"].items():
+        assert bits == {seed: found["bits_per_byte"] for seed, found in tests[name].items()}
+        assert results["by_documents"][name] == tests[name]["1"]["bits_per_byte_interval"]
+        tuned = [log for log in logs if (log["contestant"], log["stage"]) == (name, "tuning")]
+        assert results["tuning"][name] == {f"{log['learning_rate']:g}": log["validation"][-1][2] for log in tuned}
+    for source, means in tools.by_source(tests).items():
+        assert results["sources"][source] == pytest.approx(means, rel=1e-6)
+    ladder = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
+    ends = {(log["kind"], log["size"], log["tokens"]): log["validation"][-1][2] for log in ladder["logs"]}
+    for run in ladder["runs"] + ladder["next"]:
+        assert ends[run["kind"], run["size"], run["tokens"]] == run["loss"]
+        best = Law(*ladder["bootstrap"][run["kind"]][0])
+        expected = ladder["prediction"][run["kind"]]["loss"] if run in ladder["next"] else run["expected"]
+        tokens = ladder["predicted"]["tokens"] if run in ladder["next"] else run["tokens"]
+        assert best(run["n_params"], tokens) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.long
+def test_the_models_of_the_committed_ladder_are_found_again():
+    results = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
+    for run in (*results["runs"], *results["next"]):
+        size = Size(*map(int, run["size"].split("x")))
+        assert contest_of(size).parameters(run["kind"]) == run["n_params"], run
+
+
+def test_a_report_needs_results(tmp_path):
+    with pytest.raises(SystemExit, match=r"has no results\.json: run the experiment without --report"):
+        tools.execute(lambda _: None, lambda out, results: "", str(tmp_path), False, True)
+
+
+# ---- contestants ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
+def test_contestants_have_as_many_parameters_within_1_percent(contest):
+    sizes = {name: contest.parameters(name) for name in contest.contestants}
+    paper = (COMPARISON if contest is COMPARISON else CONTESTS["parts"]).parameters("paper's")
+    assert max(sizes.values()) < 1.01 * paper, sizes
+    assert min(sizes.values()) > 0.99 * paper, sizes
+
+
+@pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
+def test_contestants_differ_in_what_they_say(contest):
+    models = {name: contest.train_config(name).model for name in contest.contestants}
+    assert len(set(models.values())) == len(models)
+    for name, model in models.items():
+        said = {field.removeprefix("model."): value for field, value in contest.fields(name).items()}
+        assert contest.contestants[name].items() <= said.items()
+        assert all(getattr(model, field) == value for field, value in said.items())
+
+
+@pytest.mark.parametrize("size", [Size(4, 64), pytest.param(Size(8, 192), marks=pytest.mark.long)])
+def test_the_kinds_of_the_ladder_are_of_equal_size(size):
+    contest = contest_of(size)
+    paper = contest.parameters("paper's")
+    n_layers, d = size
+    assert paper == n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
+    assert all(abs(contest.parameters(kind) / paper - 1) < 0.01 for kind in contest.contestants)
+
+
+def test_contestants_of_recall_differ_in_what_they_say():
+    run = program("associative_recall")
+    fields = [run.model_fields(run.Plan(), kind, 64) for kind in run.config.CONTESTANTS]
+    assert all(each["d_model"] == 64 and each["d_key"] == each["d_value"] == 32 for each in fields)
+    assert len({json.dumps(each, sort_keys=True) for each in fields}) == len(fields)
+
+
+def test_names_in_the_figure_of_forgetting_are_contestants():
+    assert {name for contest in CONTESTS.values() for name in contest.contestants} >= forgetting_report.NAMED
+
+
+def test_numbers_in_the_state_grow_with_the_text_only_where_there_is_a_cache():
+    state_size = program("forgetting").state_size
+    for contest in (CONTESTS["parts"], SIGMOIDS):
+        for name in contest.contestants:
+            few, many = (state_size(contest.train_config(name), n) for n in (100, 1000))
+            assert (many > few) == (contest is SIGMOIDS or "softmax" in name)
+    layers, heads, features = 4, 4, 32
+    paper, softmax = (CONTESTS["parts"].train_config(name) for name in ("paper's", "softmax"))
+    assert state_size(paper, 100) == layers * heads * (features * features + features)
+    assert state_size(softmax, 100) == layers * heads * 2 * 100 * features
+
+
+def test_contestants_are_chosen_by_a_list_flag():
+    names = ["gate, parts", "linear"]
+    assert tools.format_names(names) == '"gate, parts",linear'
+    assert [*tools.contestants_of("comparison_2m", names)] == names
+    assert len(tools.contestants_of("forgetting", None)) == sum(map(len, forgetting.CONTESTS.values()))
+    with pytest.raises(ExperimentError, match="--contestants: 'parts': choose paper's,gate,\"gate, parts\","):
+        tools.contestants_of("comparison_2m", ["parts"])
+
+
+# ---- tuning and laws ------------------------------------------------------------------------------
+
+
+def test_a_grid_is_extended_where_the_best_rate_is_at_its_end(monkeypatch, tmp_path):
+    """The loss is a parabola about a rate of each contestant; the second extension is the last."""
+    best = {"gate": 3e-3, "linear": 7e-3, "paper's": 1.4e-3, "gate, convolution": 1.0}
+    contest = Contest(forgetting, {name: forgetting.PARTS[name] for name in best})
+    sweeps = {}
+
+    def run_sweep(config, out, runs, parallel, *options, may_crash=False):
+        assert options == ("--option",) and may_crash
+        sweeps[out.name] = runs
+        name_of = {json.dumps(contest.fields(name)): name for name in best}
+        views = []
+        for run in runs:
+            name = name_of[json.dumps({field: value for field, value in run.items() if field != tools.RATE})]
+            loss = float(abs(np.log(run[tools.RATE] / best[name])))
+            state = "crashed" if (name, run[tools.RATE]) == ("gate", 6e-3) else "finished"
+            views.append(RunView(run=SweepRun(run, 10, 64), state=state, validation_loss=loss))
+        return views
+
+    monkeypatch.setattr(tools, "run_sweep", run_sweep)
+    tuning = contest.tune(tmp_path, [1.5e-3, 3e-3, 6e-3], 1, "--option")
+    assert [len(runs) for runs in sweeps.values()] == [12, 3, 1]
+    rates = {name: [*contest.losses(name, tuning)] for name in best}
+    assert rates["gate"] == [1.5e-3, 3e-3, 6e-3] and contest.losses("gate", tuning)[6e-3] is None
+    assert rates["linear"] == [1.5e-3, 3e-3, 6e-3, 1.2e-2] and rates["paper's"] == [7.5e-4, 1.5e-3, 3e-3, 6e-3]
+    assert rates["gate, convolution"] == [1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]
+    assert contest.best_rate("linear", tuning) == 6e-3
+    lines = tools.tuning_section({name: contest.losses(name, tuning) for name in best})
+    assert "At the end of the grid: gate, convolution." in lines[2]
+    assert [line for line in lines if line.startswith("| gate |")][0].endswith("| **0.0000** | crashed |  |  |")
+    with pytest.raises(ExperimentError, match="gate has crashed at all learning rates"):
+        contest.best_rate("gate", [view for view in tuning if view.state == "crashed"])
+
+
+def test_a_run_is_described_by_its_validations():
+    run = SweepRun({tools.RATE: 3e-3, "seed": 2}, 10, 64)
+    losses = ((5, 3.0), (7, float("nan")), (10, 2.0))
+    view = RunView(run=run, state="finished", tokens=640, validation_loss=2.0, bits_per_byte=3.0, validations=losses)
+    found = tools.describe_run(view)
+    assert found["validation"] == [[5, 320, 3.0, 4.5], [10, 640, 2.0, 3.0]]
+    assert (found["learning_rate"], found["seed"], found["tokens"]) == (3e-3, 2, 640)
+
+
+def test_the_common_rate_is_the_best_for_all_where_none_has_crashed():
+    common_rate = program("sigmoid_training").common_rate
+    losses = {"a": {1e-3: 2.0, 2e-3: 1.0, 4e-3: 0.5}, "b": {1e-3: 2.5, 2e-3: 3.0, 4e-3: None}}
+    assert common_rate(losses) == 2e-3
+    with pytest.raises(ExperimentError, match="one of the forms has crashed at each"):
+        common_rate({"a": {1e-3: None, 2e-3: 1.0}, "b": {1e-3: 1.0, 2e-3: None}})
+
+
+def test_differences_are_those_of_equal_seeds():
+    bits = {"a": {1: 2.0, 2: 3.0, 3: 4.0}, "b": {1: 2.1, 2: 3.2, 3: 4.3}, "c": {1: 1.0, 4: 9.0}}
+    assert versus(bits, "b", "a") == "+0.2000 [-0.0484, +0.4484]"  # 0.2 +- 4.303 * 0.1 / sqrt(3)
+    assert versus(bits, "c", "a") == "-1.0000"
+    assert tools.ranked(bits) == ["a", "b", "c"] and tools.spread(bits["a"]) == "3.0000 +- 1.0000"
+
+
+def test_the_best_learning_rate_lies_between_those_tried(rng):
+    """The vertex of a parabola is found again; ends of a grid and crashed runs have none."""
+    best_between = program("ladder").best_between
+    best, slope = np.exp(rng.uniform(-7, -5)), rng.uniform(0.01, 1)
+    losses = {best * x: 2 + slope * np.log(x) ** 2 for x in np.exp([-1.9, -0.4, 0.3, 1.1])}
+    assert best_between(losses) == pytest.approx(best)
+    rising = {1e-3: 2.0, 2e-3: 2.1, 4e-3: 2.2}
+    assert best_between(rising) == 1e-3
+    assert best_between({1e-3: 2.1, 2e-3: 2.0, 4e-3: None}) == 2e-3
+
+
+def test_learning_rates_of_the_ladder_are_a_power_of_the_width(rng):
+    rates = dict(zip(KINDS, np.exp(rng.uniform(-7, -5, len(KINDS))), strict=True))
+    power = rng.uniform(-2, 1)
+    sizes = Size(4, 64), Size(6, 160)
+    tuned = {size: {kind: {r * (size.width / 64) ** power: 2.0} for kind, r in rates.items()} for size in sizes}
+    rule = program("ladder").Rule(tuned)
+    for kind, rate in rates.items():
+        assert rule.power(kind) == pytest.approx(power)
+        assert rule.rate(kind, Size(4, 256)) == pytest.approx(rate * 4**power, rel=1e-2)
 
 
 def draw_law(rng):
@@ -72,40 +310,19 @@ def test_too_few_runs_are_no_law(rng):
         fit(sizes, tokens, sizes)
 
 
-TUNED_SIZES = (Size(4, 64), Size(6, 160))
-ALL_CONTESTS = {"comparison_2m": COMPARISON, "sigmoid_training": SIGMOIDS_TRAINED} | CONTESTS
+def test_a_prediction_is_kept_and_belongs_to_its_size(rng, tmp_path):
+    predict, law, file = program("ladder").predict, draw_law(rng), tmp_path / "prediction.json"
+    laws = {"softmax": (law, [law], np.array([-0.01, 0.01]))}
+    n = contest_of(Size(4, 64)).parameters("softmax")
+    found = predict(file, laws, Size(4, 64), 1000)["softmax"]
+    assert found["loss"] == pytest.approx(law(n, 1000)) and found["low"] < found["loss"] < found["high"]
+    other = {"softmax": (draw_law(rng), [law], np.zeros(1))}
+    assert predict(file, other, Size(4, 64), 1000)["softmax"] == found, "what was predicted stays"
+    with pytest.raises(ExperimentError, match=r"is for another size \(tokens 1000\)"):
+        predict(file, laws, Size(4, 64), 2000)
 
 
-@pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
-def test_contestants_have_as_many_parameters_within_1_percent(contest):
-    sizes = {name: contest.parameters(name) for name in contest.contestants}
-    paper = (COMPARISON if contest is COMPARISON else CONTESTS["parts"]).parameters("paper's")
-    assert max(sizes.values()) < 1.01 * paper, sizes
-    assert min(sizes.values()) > 0.99 * paper, sizes
-
-
-def test_names_in_the_figure_of_forgetting_are_contestants():
-    assert {name for contest in CONTESTS.values() for name in contest.contestants} >= forgetting_report.NAMED
-
-
-@pytest.mark.parametrize("contest", ALL_CONTESTS.values(), ids=ALL_CONTESTS)
-def test_contestants_differ_in_what_they_say(contest):
-    models = {name: contest.train_config(name).model for name in contest.contestants}
-    assert len(set(models.values())) == len(models)
-    for name, model in models.items():
-        said = {field.removeprefix("model."): value for field, value in contest.fields(name).items()}
-        assert contest.contestants[name].items() <= said.items()
-        assert all(getattr(model, field) == value for field, value in said.items())
-
-
-def test_what_is_remembered_grows_with_the_text_only_where_there_is_a_cache():
-    for contest in (CONTESTS["parts"], SIGMOIDS_TRAINED):
-        for name in contest.contestants:
-            few, many = (contest.state_size(name, n) for n in (100, 1000))
-            assert (many > few) == (contest is SIGMOIDS_TRAINED or "softmax" in name)
-    layers, heads, features = 4, 4, 32
-    assert CONTESTS["parts"].state_size("paper's", 100) == layers * heads * (features * features + features)
-    assert CONTESTS["parts"].state_size("softmax", 100) == layers * heads * 2 * 100 * features
+# ---- sigmoid attention ----------------------------------------------------------------------------
 
 
 def test_the_law_of_sigmoid_attention_over_a_window():
@@ -118,11 +335,11 @@ def test_the_law_of_sigmoid_attention_over_a_window():
 
 
 @pytest.mark.parametrize("form", [ONE, STEEPER])
-def test_initial_outputs_are_exchanged(form, tmp_path, rng):
+def test_initial_outputs_are_exchanged(form, tmp_path):
     """With the factor in W2, what a layer's W2 makes of equal tokens has the scale of the other form."""
     write_start(tmp_path / "start", form, exchanged_scale(form))
     _, _, params = load_folder(tmp_path / "start")
-    own = init_params(SIGMOIDS_TRAINED.train_config(form).model, jax.random.key(1))
+    own = init_params(SIGMOIDS.train_config(form).model, jax.random.key(1))
     scale = params["layers"]["w2"]["kernel"] / own["layers"]["w2"]["kernel"]
     other = {ONE: STEEPER, STEEPER: ONE}[form]
     np.testing.assert_allclose(scale * growth(form, 512) / growth(other, 512), 1, rtol=1e-5)
@@ -130,135 +347,7 @@ def test_initial_outputs_are_exchanged(form, tmp_path, rng):
     jax.tree.map(np.testing.assert_array_equal, params, dict(own))
 
 
-def test_the_common_rate_is_the_best_for_all_where_none_has_crashed():
-    losses = {"a": {1e-3: 2.0, 2e-3: 1.0, 4e-3: 0.5}, "b": {1e-3: 2.5, 2e-3: 3.0, 4e-3: np.inf}}
-    assert common_rate(losses) == 2e-3
-    with pytest.raises(ExperimentError, match="a, b: one of them has crashed at each"):
-        common_rate({"a": {1e-3: np.inf, 2e-3: 1.0}, "b": {1e-3: 1.0, 2e-3: np.inf}})
-
-
-def test_differences_are_those_of_equal_seeds():
-    bits = {"a": {1: 2.0, 2: 3.0, 3: 4.0}, "b": {1: 2.1, 2: 3.2, 3: 4.3}}
-    text = versus(bits, "b", "a")  # 0.2 +- 4.303 * 0.1 / sqrt(3)
-    assert text == "+0.2000 [-0.0484, +0.4484]"
-
-
-def test_neighbors_touch_where_their_ranges_over_seeds_do():
-    bits = {"a": {1: 2.0, 2: 3.0}, "b": {1: 3.1, 2: 3.4}, "c": {1: 3.3, 2: 3.5}, "d": {1: 1.0}}
-    assert close_together(bits) == ["b", "c"]
-    assert close_together(bits | {"e": {1: 1.9, 2: 2.0}}) == ["a", "b", "c", "e"]
-    assert versus(bits | {"a": {1: 2.0, 2: 3.0, 3: 4.0}}, "a", "b").startswith("-0.7500"), "of equal seeds alone"
-
-
-def test_results_name_no_folder_above_the_repository(tmp_path):
-    assert tools.from_root(ROOT / "runs" / "x") == "runs/x"
-    assert tools.from_root(tmp_path) == str(tmp_path)
-
-
-@pytest.mark.parametrize("size", [Size(4, 64), pytest.param(Size(8, 192), marks=pytest.mark.long)])
-def test_the_kinds_of_the_ladder_are_of_equal_size(size):
-    contest = contest_of(size)
-    paper = contest.parameters("paper's")
-    n_layers, d = size
-    assert paper == n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
-    assert all(abs(contest.parameters(kind) / paper - 1) < 0.01 for kind in contest.contestants)
-
-
-@pytest.mark.long
-def test_the_models_of_the_committed_ladder_are_found_again():
-    results = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
-    for run in (*results["runs"], *results["next"]):
-        assert contest_of(parse_size(run["size"])).parameters(run["kind"]) == run["n_params"], run
-
-
-@pytest.mark.parametrize("text", ["4", "0x128", "4x100", "4x-32", "3x64", ""])
-def test_sizes_that_are_none_are_refused(text):
-    with pytest.raises(ExperimentError, match="LAYERSxWIDTH"):
-        parse_size(text)
-
-
-def test_the_best_learning_rate_lies_between_those_tried(rng):
-    """The vertex of a parabola is found again; ends of a grid and crashed runs have none."""
-    best, slope = np.exp(rng.uniform(-7, -5)), rng.uniform(0.01, 1)
-    losses = {best * x: 2 + slope * np.log(x) ** 2 for x in np.exp([-1.9, -0.4, 0.3, 1.1])}
-    assert best_between(losses) == pytest.approx(best)
-    rising = {1e-3: 2.0, 2e-3: 2.1, 4e-3: 2.2}
-    assert best_between(rising) == 1e-3
-    assert best_between({1e-3: 2.1, 2e-3: 2.0, 4e-3: np.inf}) == 2e-3
-
-
-def test_learning_rates_of_the_ladder_are_a_power_of_the_width(rng):
-    rates = dict(zip(KINDS, np.exp(rng.uniform(-7, -5, len(KINDS))), strict=True))
-    power = rng.uniform(-2, 1)
-    tuned = {size: {kind: {r * (size.width / 64) ** power: 2.0} for kind, r in rates.items()} for size in TUNED_SIZES}
-    rule = Rule(tuned)
-    for kind, rate in rates.items():
-        assert rule.powers()[kind] == pytest.approx(power)
-        assert rule.rate(kind, Size(4, 256)) == pytest.approx(rate * 4**power, rel=1e-2)
-
-
-def test_names_with_commas_are_chosen_by_a_list_flag():
-    known = ["a", "a, b", "c"]
-    values = flags.FlagValues()
-    flags.DEFINE_list("names", None, "", flag_values=values)
-    values(["program", f"--names={tools.format_names(['c', 'a, b', 'c'])}"])
-    assert tools.choose("names", values.names, known) == ["a, b", "c"]
-    assert tools.choose("names", None, known) == known
-    with pytest.raises(ExperimentError, match="--names: 'b': choose a,\"a, b\",c"):
-        tools.choose("names", ["b"], known)
-
-
-@pytest.mark.parametrize("texts", [[], ["1", "0"], ["2", "inf"], ["nan"], ["x"]])
-def test_numbers_that_are_none_are_refused(texts):
-    with pytest.raises(ExperimentError, match="--flag: '.*' is not a positive number"):
-        parse_numbers("flag", texts)
-
-
-RUNS = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/run.py"))
-
-
-def assigned(program, name):
-    """The value of a constant in a program's source, and the names of its flags."""
-    tree = ast.parse((ROOT / program).read_text())
-    (value,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == name]
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return ast.literal_eval(value), {call.args[0].value for call in calls if call.func.attr.startswith("DEFINE_")}
-
-
-@pytest.mark.parametrize("experiment", RUNS)
-def test_small_settings_are_flags_of_the_experiment(experiment):
-    small, own = assigned(f"experiments/{experiment}/run.py", "SMALL_FLAGS")
-    assert small.keys() < own and all(isinstance(text, str) for text in small.values())
-
-
-def test_small_sets_the_flags_that_are_not_given(monkeypatch, capsys):
-    values = flags.FlagValues()
-    flags.DEFINE_string("out", "runs/x", "", flag_values=values)
-    flags.DEFINE_integer("tokens", None, "", flag_values=values)
-    flags.DEFINE_list("rates", ["1"], "", flag_values=values)
-    values(["program", "--tokens=7"])
-    monkeypatch.setattr(tools.flags, "FLAGS", values)
-    tools.execute(
-        lambda out, parallel: f"{out} {values.tokens} {values.rates}", values.out, 1, {"rates": "2,3", "tokens": "8"}
-    )
-    assert capsys.readouterr().out == "runs/x_small 7 ['2', '3']\n"
-
-
-def test_too_few_tokens_are_refused_before_anything_is_prepared():
-    tools.check_tokens(COMPARISON.get_config(), tuning_tokens=None, tokens=51 * 4096)
-    with pytest.raises(ExperimentError, match="--tokens=204,800: .*warmup_steps = 50 does not fit a run of 50 steps"):
-        tools.check_tokens(COMPARISON.get_config(), tokens=50 * 4096)
-
-
-def test_the_time_left_is_that_of_the_training_not_done_here(rng):
-    """What an earlier command has trained counts as done, and tells nothing of the speed."""
-    total, earlier, here, seconds = 1e12, *rng.uniform(1e11, 3e11, 2), rng.uniform(100, 1000)
-    training = tools.Training(total)
-    assert training.add(earlier, 0.0, 1.0).endswith(f"{earlier / total:.0%} of the experiment's training is done")
-    line = training.add(here, here, seconds)
-    left = tqdm.format_interval((total - (earlier + here)) / here * (1.0 + seconds))
-    assert line.startswith(f"{(earlier + here) / total:.0%} of") and line.endswith(f"done, ETA {left}")
-    assert training.add(total, total, 1.0) == "100% of the experiment's training is done", "grids were extended"
+# ---- programs and data ----------------------------------------------------------------------------
 
 
 def test_results_of_programs_are_kept(tmp_path, capfd):
@@ -269,8 +358,8 @@ def test_results_of_programs_are_kept(tmp_path, capfd):
     commands = {tmp_path / "kept" / f"{i}.json": ["-c", script, str(ran), str(i)] for i in (1, 2)}
     wanted = dict(zip(commands, ([1], [2]), strict=True))
     assert tools.run_programs(commands, 1) == wanted
-    said = capfd.readouterr().err
-    assert "said 1\n" in said and "1 of 2 programs done, ETA " in said
+    assert "1 of 2 programs done, ETA " in capfd.readouterr().err
+    assert (tmp_path / "kept" / "1.json.log").read_text() == "said 1\n"
     assert tools.run_programs(commands, 2) == wanted and ran.read_text() == "12"
     first, second = commands
     first.unlink()
@@ -278,9 +367,9 @@ def test_results_of_programs_are_kept(tmp_path, capfd):
     assert list(tools.run_programs(commands, 1).values()) == [[1], [3]] and ran.read_text() == "1213"
     commands[first] = ["-c", script, str(ran), "x"]
     for _ in range(2):  # what has failed starts again
-        assert list(tools.run_programs(commands, 1, may_fail=True).values()) == [None, [3]]
+        assert tools.run_programs(commands, 1, may_fail=True) == {first: None, second: [3]}
     assert ran.read_text() == "1213xx"
-    with pytest.raises(ExperimentError, match="has failed, see above"):
+    with pytest.raises(ExperimentError, match=r"has failed, see .*1\.json\.log"):
         tools.run_programs(commands, 1)
 
 
@@ -288,9 +377,7 @@ EXPERIMENT = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
 from experiments import tools
-from absl import flags
-flags.FLAGS(["experiment"])
-tools.execute(lambda out, parallel: tools.run_script("-c", {program!r}), "out", 1)
+tools.execute(lambda out: tools.run_script("-c", {program!r}), None, {out!r}, False, False)
 """
 SLOW_TO_SAVE = """
 import pathlib, signal, time
@@ -299,122 +386,37 @@ def save(number, frame):
     pathlib.Path({file!r}).write_text(str(number))
     raise SystemExit(0)
 signal.signal(signal.SIGINT, save)
-signal.signal(signal.SIGTERM, save)
 print("started", flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(
-    ("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)], ids=["SIGTERM", "Ctrl-C"]
-)
-def test_an_interrupted_experiment_waits_for_its_program_to_save(send, number, tmp_path):
-    """SIGTERM reaches the experiment alone, Ctrl-C the program as well."""
+def test_an_interrupted_experiment_waits_for_its_program_to_save(tmp_path):
+    """Ctrl-C reaches the program as well."""
     saved = tmp_path / "saved"
-    code = EXPERIMENT.format(program=SLOW_TO_SAVE.format(file=str(saved)))
+    code = EXPERIMENT.format(program=SLOW_TO_SAVE.format(file=str(saved)), out=str(tmp_path))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     experiment = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     with experiment:
         assert "started\n" in iter(experiment.stderr.readline, "")
-        send(experiment.pid, number)
-        assert experiment.stderr.readline() == f"{tools.RESUME}\n"
-        assert saved.read_text() == str(int(number))
+        os.killpg(experiment.pid, signal.SIGINT)
+        assert experiment.stderr.readline() == "interrupted; rerun the same command to resume\n"
+        assert saved.read_text() == str(int(signal.SIGINT))
     assert experiment.returncode == 1
 
 
-def draw_recall_runs(rng, grid, failed=()):
-    runs = []
-    for kind in grid["kinds"]:
-        for width in grid["widths"]:
-            for rate in grid["rates"]:
-                for seed in grid["seeds"]:
-                    accuracy = {n: float(rng.random()) for n in (4, 8, 32)}
-                    run = dict(kind=kind, width=width, rate=rate, seed=seed, accuracy=accuracy)
-                    run |= dict(parameters=width**2, steps=9, tokens=int(rng.integers(10**6)), loss=1.0, seconds=3.0)
-                    runs.append(run | ({"accuracy": None} if (kind, rate) in failed else {}))
-    return runs
+@pytest.mark.parametrize("texts", [[], ["1", "0"], ["2", "1.5"], ["x"], ["-3"]])
+def test_counts_that_are_none_are_refused(texts):
+    assert tools.parse_counts("flag", ["2", "10"]) == [2, 10]
+    with pytest.raises(ExperimentError, match="--flag: '.*' is not a positive integer"):
+        tools.parse_counts("flag", texts)
 
 
-def test_the_report_of_recall_shows_the_best_rate_on_the_lengths_of_training(rng, tmp_path):
-    grid = dict(kinds=["softmax", "heinsen"], widths=[32, 64], rates=[1e-3, 1e-2], seeds=[1, 2], pairs=[4, 8])
-    grid |= dict(test_pairs=[32], n_heads=2, n_steps=10, spread=16)
-    runs = draw_recall_runs(rng, grid, failed={("heinsen", 1e-2)})
-    text = recall_report.write(tmp_path, grid, runs)
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert (tmp_path / "recall.png").stat().st_size > 10_000 and text.startswith((tmp_path / "report.md").read_text())
-    for model in results["models"]:
-        own = [run for run in runs if (run["kind"], run["width"]) == (model["kind"], model["width"])]
-        of_rate = lambda rate, own=own: [run["accuracy"] for run in own if run["rate"] == rate]
-        means = {
-            rate: np.mean([[a[4], a[8]] for a in of_rate(rate) if a]) for rate in grid["rates"] if any(of_rate(rate))
-        }
-        assert model["rate"] == max(means, key=means.get)
-        assert model["accuracy"]["32"] == pytest.approx(np.mean([a[32] for a in of_rate(model["rate"])]))
-        assert f"{model['accuracy']['32']:.1%}" in text
-        if model["kind"] == "heinsen":  # h_s and h_z of two layers of two heads, and e of the positions
-            features = model["width"] // 2
-            assert model["state"] == 2 * 2 * (features + 1) * features + model["width"]
-        else:
-            assert model["state"] == (2 * 2 * 8 * 16 + 1) * model["width"], "keys and values of 128 tokens, and e"
-    again = recall_report.write(tmp_path, grid, runs)
-    assert again == text and json.loads((tmp_path / "results.json").read_text()) == results
-    with pytest.raises(ExperimentError, match="heinsen of width 32 has failed at all learning rates"):
-        recall_report.write(tmp_path, grid, draw_recall_runs(rng, grid, {("heinsen", rate) for rate in grid["rates"]}))
-
-
-def test_contestants_of_recall_differ_in_what_they_say():
-    models = [recall_contestants.model_config(name, 64, 2) for name in recall_contestants.CONTESTANTS]
-    assert len(set(models)) == len(models)
-    for model, fields in zip(models, recall_contestants.CONTESTANTS.values(), strict=True):
-        assert all(getattr(model, name) == value for name, value in fields.items())
-        assert (model.vocab_size, model.n_layers, model.d_key, model.d_value) == (8192, 2, 32, 32)
-
-
-def by_position(rng, n_ranges=12):
-    """As in eval.py's summary; in streaming the last range is significantly worse."""
-    ranges = []
-    for i in range(n_ranges):
-        windows, streaming = rng.uniform(1, 2, 2)
-        worse = i == n_ranges - 1
-        interval = (0.1, 0.2) if worse else (-0.1, 0.2)
-        each = dict(first=2 ** (i - 1) + 1 if i else 1, last=None if worse else 2**i, tokens=5, windows=windows)
-        ranges.append(each | dict(streaming=streaming, difference=streaming - windows, difference_interval=interval))
-    return dict(window=512, ranges=ranges)
-
-
-def test_the_report_on_forgetting_has_every_contestant_and_every_range_of_positions(rng):
-    names, contests = ["paper's", "gate"], {}
-    for question in forgetting_report.QUESTIONS:
-        bits = {name: {seed: rng.uniform(1, 2) for seed in (1, 2, 3)} for name in names}
-        contests[question] = dict(
-            tuning={name: {1e-3: 2.0, 3e-3: np.inf} for name in names},
-            fields={"paper's": {}, "gate": dict(gate="head")},
-            bits_per_byte=bits,
-            sources={"Books": dict.fromkeys(names, 2.5)},
-            parameters=dict.fromkeys(names, 12345),
-            state=dict.fromkeys(names, [7, 8765]),
-        )
-    contexts = dict(windows={name: by_position(rng) for name in names}, streams={"gate": by_position(rng)})
-    results = dict(machine="2 CPU cores", jax="1", tokens=100, contests=contests, contexts=contexts)
-    results["speed"] = {name: {"512": 100.0, "8192": 50.0} for name in names}
-    text = "\n".join(forgetting_report.report(results))
-    for question, found in contests.items():
-        assert f"## {forgetting_report.QUESTIONS[question]}" in text
-        for name, seeds in found["bits_per_byte"].items():
-            assert f"{np.mean(list(seeds.values())):.4f}" in text
-            everyone = contests["parts"]["bits_per_byte"] | found["bits_per_byte"]
-            assert name == "paper's" or versus(everyone, name, "paper's") in text
-    assert "| 12,345 | 7 / 8,765 | 100 / 50 | 0.001 | gate=head |" in text and "| **2.0000** | inf |" in text
-    contexts["windows"]["gate"]["ranges"] = contexts["windows"]["gate"]["ranges"][:-1]  # shorter documents
-    text = "\n".join(forgetting_report.report(results))
-    assert re.search(r"^\| gate, windows \|.*\|  \|$", text, re.MULTILINE)
-    last = contexts["streams"]["gate"]["ranges"][-1]
-    assert f"| {last['streaming']:.3f} ({last['difference']:+.3f}*) |" in text
-    assert "| to 512 | to 1,024 | 1,025 on |" in text and "| to 256 |" not in text
-    results["contexts"] = dict(windows={}, streams={})
-    assert "Longer contexts" not in "\n".join(forgetting_report.report(results))
+def test_results_name_no_folder_above_the_repository(tmp_path):
+    assert tools.from_root(ROOT / "runs" / "x") == "runs/x"
+    assert tools.from_root(tmp_path) == str(tmp_path)
 
 
 def test_long_documents_are_found_and_cut(rng, tmp_path):
@@ -422,10 +424,7 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "train-1.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     long, last = [text for text in texts if len(text.encode()) >= 99], tmp_path / "train-1.jsonl.zst"
-    assert contexts.find_long(last, 1000, 99) == [
-        *(text[:99] for text in long[:-1]),
-        "é" * 49,
-    ]
+    assert contexts.find_long(last, 1000, 99) == [*(text[:99] for text in long[:-1]), "é" * 49]
     assert contexts.find_long(last, 3, 99) == [text[:99] for text in long[:3]]
     for documents, message in ((0, "two files train-"), (1, "no document of 500 bytes")):
         if documents:
@@ -437,185 +436,204 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
 def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path):
     """A token of its end follows, which a model of a text that goes on does not expect."""
     names = ["gate, output gate, convolution", "softmax, GPT-2's block, output gate"]
-    contest = CONTESTS["combined"]
-    runs = [SimpleNamespace(name=name, run=SimpleNamespace(point=contest.fields(name))) for name in names]
-    found = by_position(rng)
+    owners = {name: SimpleNamespace(name=f"run of {name}") for name in names}
+    ranges = [dict(first=2 ** (i - 1) + 1 if i else 1, last=2**i) for i in range(12)]
 
-    def fake_test(out, folders, parallel, with_positions, split_of):
-        assert [split_of(run) for run in folders[tmp_path]] == ["long", "shorter"]
-        return {run.name: dict(by_position=found) for run in runs}
+    def fake_test(folder, runs, out, parallel, splits):
+        assert [splits[run.name] for run in runs] == ["long", "shorter"]
+        return {run.name: dict(by_position=dict(window=512, ranges=ranges)) for run in runs}
 
     monkeypatch.setattr(contexts, "test", fake_test)
-    documents = contexts.Documents("long", 1024), contexts.Documents("shorter", 128)
-    positions = contexts.by_position(contest, names, tmp_path, runs, documents, tmp_path / "out", 1)
-    assert positions[names[0]] == found | {"ranges": found["ranges"][:11]}, "1024 is in the range from 513"
-    assert [each["last"] for each in positions[names[1]]["ranges"]][-1] == 128
+    documents = contexts.Documents("long", "shorter", 1024)
+    positions = contexts.measure(CONTESTS["combined"], owners, tmp_path, documents, tmp_path / "out", 1)
+    assert positions[names[0]] == dict(window=512, ranges=ranges[:11]), "1024 is in the range from 513"
+    assert positions[names[1]]["ranges"][-1]["last"] == 128
 
 
 # ---- whole ----------------------------------------------------------------------------------------
 
 
+def option(arguments, name):
+    """Return the text of a flag, None where it is not given."""
+    return next((text.partition("=")[2] for text in arguments if text.startswith(f"--{name}=")), None)
+
+
+def pretended_sweep(config, out, runs, parallel, *options, may_crash=False):
+    """Return finished runs whose losses are a law of parameters and tokens, and a parabola of the learning rate."""
+    views = []
+    for run in runs:
+        tokens = run.get("total_tokens") or int(option(options, "config.total_tokens"))
+        n = 12 * run.get("model.n_layers", 4) * run.get("model.d_model", 128) ** 2
+        loss = 1 + (1e4 / n) ** 0.3 + (1e5 / tokens) ** 0.3 + 0.05 * float(np.log(run[tools.RATE] / 8e-3)) ** 2
+        for seed in range(1, 1 + int(option(options, "seeds") or 1)):
+            own = loss + seed / 1000
+            bits = dict(validation_loss=own, bits_per_byte=own / float(np.log(2)))
+            validations = ((tokens // 128, own + 1), (tokens // 64, own))
+            point = {**run, "seed": seed}
+            view = RunView(run=SweepRun(point, tokens // 64, 64), state="finished", tokens=tokens, **bits)
+            views.append(dataclasses.replace(view, tokens_per_second=100.0, loss=own, validations=validations))
+    return views
+
+
+def pretended_programs(commands, parallel, may_fail=False):
+    """Return what the programs might have printed."""
+    return {file: pretended_result(arguments) for file, arguments in commands.items()}
+
+
+def pretended_result(arguments):
+    if arguments[0] == "eval.py":
+        sources = {name: dict(tokens=n, bits_per_byte=x) for name, n, x in (("Books", 9, 3.1), ("Code", 99, 2.5))}
+        ranges = [
+            dict(first=2**i + 1, last=2 ** (i + 1), windows=2.0, streaming=1.9, difference=-0.1) for i in range(16)
+        ]
+        for each in ranges:
+            each["difference_interval"] = (-0.2, 0.1)
+        positions = dict(window=1024, ranges=ranges) if option(arguments, "by_position") else None
+        return dict(bits_per_byte=3.0, bits_per_byte_interval=(2.9, 3.1), sources=sources, by_position=positions)
+    if arguments[0] == "scripts/recall.py":
+        lengths = option(arguments, "lengths").split(",")
+        return dict(parameters=7, accuracy=[dict(length=int(n), answers=1 / int(n)) for n in lengths])
+    (names,) = csv.reader([option(arguments, "contestants")])
+    if arguments[0] == "experiments/speed.py":
+        return {name: {n: 1e4 for n in option(arguments, "lengths").split(",")} for name in names}
+    assert arguments[0] == "experiments/decoding.py"
+    cost = dict(milliseconds=2.0, state_bytes=12_345)
+    return {name: dict.fromkeys(option(arguments, "contexts").split(","), cost) for name in names}
+
+
 @pytest.mark.parametrize(
-    ("experiment", "figures", "results"),
-    [
-        ("comparison_2m", ("costs", "curves", "positions", "recall"), ("bits_per_byte", "decoding", "positions")),
-        pytest.param(
-            *("forgetting", ("contexts", "state_size"), ("contests", "contexts", "speed")), marks=pytest.mark.long
-        ),
-        ("ladder", ("ladder",), ("laws", "next", "prediction", "runs")),
-    ],
+    "experiment",
+    ["comparison_2m", "ladder", "sigmoid_training", pytest.param("forgetting", marks=pytest.mark.long)],
 )
-def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, figures, results, corpus, tmp_path):
+def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corpus, tmp_path, monkeypatch):
     """All of it but what the programs do, which the long tests below run."""
-    command = [sys.executable, "-m", "tests.pretend", experiment, f"--corpus={corpus}", f"--out={tmp_path}"]
-    small = [
-        "--sizes=2x32,2x64",
-        "--tokens=1e6,2e6,4e6",
-        "--next=2x96",
-        "--tuned_sizes=2x32,2x64",
-        "--checked_size=2x64",
-    ]
-    command += small if experiment == "ladder" else ["--longest=300", "--documents=2"]
-    end = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert end.returncode == 0, end.stderr
-    report, found = (tmp_path / "report.md").read_text(), json.loads((tmp_path / "results.json").read_text())
-    assert report in end.stdout and set(results) <= set(found)
-    for figure in figures:
-        assert f"({figure}.png)" in report and (tmp_path / f"{figure}.png").stat().st_size > 10_000
-    assert " nan" not in report and "None" not in report
+    run = program(experiment)
+    monkeypatch.setattr(tools, "run_script", lambda *arguments: None)
+    monkeypatch.setattr(tools, "run_sweep", pretended_sweep)
+    monkeypatch.setattr(tools, "run_programs", pretended_programs)
+    plan = run.SMALL_PLAN._replace(**({} if experiment == "ladder" else dict(n_documents=2)))
+    if experiment in ("comparison_2m", "forgetting"):
+        plan = plan._replace(longest=300, rates=(1.5e-3, 3e-3, 6e-3), n_seeds=2)
+    if experiment == "sigmoid_training":
+        plan = plan._replace(read=37)
+        monkeypatch.setattr(run, "write_start", lambda *arguments: None)
+        monkeypatch.setattr(run, "measure_norms", lambda *arguments: {37: [1.0, 0.5]})
+    if experiment == "ladder":
+        plan = plan._replace(n_bootstrap=2)
+        monkeypatch.setattr(run.law, "fit", functools.partial(run.law.fit, n_starts=4))
+    results = write_whole(experiment, plan, tmp_path, corpus)
+    if experiment == "comparison_2m":
+        assert results["runs"] == len(results["logs"]) == 3 * (3 + 2) + 3, "the grid is extended once"
+        assert results["hours"] == pytest.approx(results["runs"] * 2200 / 3600)
+        assert results["sources"] == {"Code": dict.fromkeys(results["tuning"], 2.5)} | {
+            "Books": dict.fromkeys(results["tuning"], 3.1)
+        }
+        assert results["recall"]["paper's"] == {str(n): 1 / n for n in (4, 8, 16, 32)}
+        assert results["decoding"]["gate, parts"]["8192"]["state_bytes"] == 12_345
+    if experiment == "forgetting":
+        assert results["contexts"]["windows"].keys() == results["contexts"]["streams"].keys()
+        assert results["speed"].keys() == results["contests"]["combined"]["bits_per_byte"].keys()
+    if experiment == "ladder":
+        assert len(results["runs"]) == 18 and len(results["next"]) == 3 and len(results["logs"]) == 6 + 9
+        budgets = {(run["size"], run["budget"]): run["tokens"] for run in results["runs"] if run["kind"] == "paper's"}
+        assert budgets["4x64", 700_000] == 700_000 and budgets["2x32", 350_000] < 350_000
+    if experiment == "sigmoid_training":
+        assert results["beyond"]["best"]["rates"] == results["beyond"]["alike"]["rates"]
+        assert len(results["rates"]) == 6 and set(results["law"]["alpha 1"]) == {"37"}
 
 
-@pytest.mark.long
-def test_the_ladder_from_its_command_to_its_report(commands, corpus, tmp_path):
-    command = ["experiments/ladder/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--sizes=2x32,2x64,2x96"]
-    command += ["--next=4x64", "--tokens=300000,330000", "--learning_rates=3e-3", "--tuned_sizes=2x32,2x64"]
-    command += ["--checked_size=2x64"]
-    end = commands.run_experiment(*command, n_programs=3 * (2 + 3 + 3 * 2 + 1))
-    assert end.returncode == 0, end.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["runs"]) == 18 and len(results["next"]) == 3
-    assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())["predictions"]
-    report = (tmp_path / "report.md").read_text()
-    assert "a miss of" in report and report in end.stdout
-    assert (tmp_path / "ladder.png").stat().st_size > 10_000
-    before = (tmp_path / "prediction.json").stat().st_mtime_ns
-    assert commands.run(*command).returncode == 0
-    assert (tmp_path / "prediction.json").stat().st_mtime_ns == before, "what was predicted stays"
-
-
-@pytest.mark.long
-def test_the_comparison_from_its_command_to_its_report(commands, corpus, tmp_path):
-    command = ["experiments/comparison_2m/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--learning_rates=3e-3"]
-    command += ["--tuning_tokens=220000", "--tokens=220000", "--documents=2", "--longest=300", "--recall_steps=101"]
-    command += ["--speed_lengths=32,64", "--contexts=32,64"]
-    end = commands.run_experiment(*command, n_programs=7 * len(COMPARISON.contestants))
-    assert end.returncode == 0, end.stderr
-    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
-    assert report in end.stdout
-    for what in ("bits_per_byte", "positions", "recall", "decoding", "speed"):
-        assert set(results[what]) == set(COMPARISON.contestants)
-    for figure in ("curves", "costs", "positions", "recall"):
-        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
-def test_sigmoid_training_from_its_command_to_its_report(commands, corpus, tmp_path):
-    command = ["experiments/sigmoid_training/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--tokens=110000"]
-    command += ["--learning_rates=3e-3,6e-3", "--documents=2", "--read=40"]
-    end = commands.run_experiment(*command, n_programs=2 * (4 + 2) + 2 * 4)
-    assert end.returncode == 0, end.stderr
-    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
-    assert report in end.stdout
-    assert set(FORMS) < set(results["rates"])
-    for each in results["beyond"].values():
-        assert set(each["rates"]) == set(each["positions"]) == set(each["norms"]) == set(FORMS)
-    assert len(set(results["beyond"]["alike"]["rates"].values())) == 1
-    for figure in ("lengths", "rates"):
-        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
-def test_forgetting_from_its_command_to_its_report(commands, corpus, tmp_path):
-    command = ["experiments/forgetting/run.py", f"--corpus={corpus}", f"--out={tmp_path}", "--contests=combined"]
-    command += ["--seeds=2", "--learning_rates=3e-3", "--tuning_tokens=110000", "--tokens=110000"]
-    command += ["--documents=2", "--longest=300", "--speed_lengths=32,64"]
-    contestants = CONTESTS["combined"].contestants
-    end = commands.run_experiment(*command, n_programs=5 * len(contestants) + 8)
-    assert end.returncode == 0, end.stderr
-    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
-    assert report in end.stdout and set(results["contests"]) == {"combined"}
-    assert set(results["contests"]["combined"]["bits_per_byte"]) == set(contestants)
-    assert set(results["contexts"]["windows"]) == set(results["contexts"]["streams"]) == set(LONG["combined"])
-    for figure in ("state_size", "contexts"):
-        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("--kinds=softmax,hyena", "--kinds: 'hyena': choose softmax,softmax-rotary,softmax-learned,linear,heinsen"),
-        ("--widths=6", "--widths: 6 does not divide into 2 heads of even size"),
-        ("--tokens=1e5", "the warm-up alone takes 100"),
-    ],
-)
-def test_bad_grids_of_recall_are_named(commands, tmp_path, argument, message):
-    end = commands.run("experiments/associative_recall/run.py", f"--out={tmp_path / 'out'}", argument)
-    assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr
-
-
-def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
+def test_recall_from_its_plan_to_its_report(tmp_path):
     """The one that trains without a corpus; the others are long tests."""
-    command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--small", "--kinds=heinsen-gate"]
-    end = commands.run(*command, "--pairs=1", "--test_pairs=2,3", "--tokens=52000")
-    assert end.returncode == 0 and "1 of 1 programs done" in end.stderr, end.stderr
-    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
-    assert set(run["accuracy"]) == {"1", "2", "3"}
-    assert (tmp_path / "report.md").read_text() in end.stdout and (tmp_path / "recall.png").exists()
+    plan = program("associative_recall").Plan(("heinsen-gate",), (16,), (1e-2,), (1,), (1,), (2, 3), 2, 101)
+    results = write_whole("associative_recall", plan, tmp_path)
+    (run,), (model,) = results["runs"], results["models"]
+    assert set(run["accuracy"]) == {"1", "2", "3"} and run["steps"] == 101 and model["accuracy"] == run["accuracy"]
+
+
+def test_the_best_rate_of_recall_is_that_on_the_lengths_of_training(rng):
+    run = program("associative_recall")
+    plan = run.Plan(("heinsen", "softmax"), (32,), (1e-3, 1e-2), (1, 2), (4, 8), (32,))
+    facts = dict(parameters=7, tokens=9)
+    runs = [
+        dict(kind=kind, width=32, rate=rate, seed=seed, accuracy={n: float(rng.random()) for n in (4, 8, 32)}) | facts
+        for kind in plan.kinds
+        for rate in plan.rates
+        for seed in plan.seeds
+    ]
+    runs[2]["accuracy"] = None  # recalls nothing
+    of_rate = lambda rate: [each["accuracy"] or dict.fromkeys((4, 8), 0.0) for each in runs[:4] if each["rate"] == rate]
+    means = {rate: np.mean([[found[4], found[8]] for found in of_rate(rate)]) for rate in plan.rates}
+    model = run.summarize(plan, runs, "heinsen", 32)
+    assert model["rate"] == max(means, key=means.get) and len(model["scores"][1e-2]) == 2
+    done = [found for found in of_rate(model["rate"]) if 32 in found]
+    assert model["accuracy"][32] == pytest.approx(np.mean([found[32] for found in done]))
+    assert model["state"] == 2 * 2 * (16 + 1) * 16 + 32, "h_s and h_z of two layers of two heads, and e"
+    assert run.summarize(plan, runs, "softmax", 32)["state"] == (2 * 2 * 8 * 16 + 1) * 32, "keys, values, and e"
+    for each in runs:
+        each["accuracy"] = None
+    with pytest.raises(ExperimentError, match="heinsen of width 32 has failed at all learning rates"):
+        run.summarize(plan, runs, "heinsen", 32)
+
+
+@pytest.fixture
+def optimized(monkeypatch):
+    """The programs train for long: XLA's optimizations are on."""
+    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.long
-def test_recall_from_its_command_to_its_report(commands, tmp_path):
-    command = ["experiments/associative_recall/run.py", f"--out={tmp_path}", "--kinds=softmax,heinsen", "--widths=8"]
-    command += ["--learning_rates=1e-3,1e-2", "--pairs=1,2", "--test_pairs=3", "--tokens=78000"]
-    end = commands.run_experiment(*command, n_programs=4)
-    assert end.returncode == 0, end.stderr
-    assert "4 of 4 programs done" in end.stderr
-    results, report = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "report.md").read_text()
-    assert len(results["runs"]) == 4 and set(results["runs"][0]["accuracy"]) == {"1", "2", "3"}
-    assert report in end.stdout and (tmp_path / "recall.png").stat().st_size > 10_000
-    kept = sorted((tmp_path / "runs").glob("*.json"))
-    kept[0].unlink()
-    end = commands.run_experiment(*command, n_programs=1)
-    assert end.returncode == 0 and "1 of 1 programs done" in end.stderr, end.stderr
-    again = json.loads((tmp_path / "results.json").read_text())
-    for run in (*results["runs"], *again["runs"]):
-        run.pop("seconds")
-    assert again == results, "one run was repeated, and the others were kept"
+def test_the_ladder_from_its_plan_to_its_report(corpus, tmp_path, optimized):
+    sizes = Size(2, 32), Size(2, 64), Size(2, 96)
+    plan = program("ladder").Plan(sizes, (300_000, 330_000), Size(4, 64), (3e-3,), sizes[:2], sizes[1], 2)
+    results = write_whole("ladder", plan, tmp_path, corpus)
+    assert len(results["runs"]) == 18 and len(results["next"]) == 3 and len(results["logs"]) == 6 + 9
+    assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())["predictions"]
 
 
-@pytest.mark.parametrize(
-    "start, arguments, message",
-    [
-        ("run", ["ladder/run.py", "--corpus={}", "--sizes=4x100"], "a multiple of 32"),
-        (
-            "fork",
-            ["ladder/run.py", "--corpus={}", "--tuned_sizes=4x128,6x128"],
-            "expected two sizes of different width",
-        ),
-        ("run", ["forgetting/run.py", "--corpus={}/none"], "/none has no train-*.jsonl.zst: build it with"),
-        pytest.param("fork", ["forgetting/run.py", "--corpus={}"], "has failed", marks=pytest.mark.long),
-        (
-            "run",
-            ["comparison_2m/run.py", "--corpus={}", "--contestants=gate, parts"],
-            "'parts': choose paper's,gate,\"gate, par",
-        ),
-        ("fork", ["comparison_2m/run.py", "--corpus={}", "--contestants=gate"], 'is about "paper\'s", too: add it'),
-    ],
-)
-def test_bad_commands_are_named(commands, tmp_path, start, arguments, message):
-    """Each script once in a new process, then in forks, which start sooner."""
-    (tmp_path / "train-0.jsonl.zst").write_text("no text")
-    script, *rest = (argument.format(tmp_path) for argument in arguments)
-    end = getattr(commands, start)(f"experiments/{script}", f"--out={tmp_path / 'out'}", *rest)
-    assert end.returncode == 1 and message in end.stderr and "Traceback" not in end.stderr
+@pytest.mark.long
+def test_the_comparison_from_its_plan_to_its_report(corpus, tmp_path, optimized):
+    plan = program("comparison_2m").SMALL_PLAN._replace(
+        n_documents=2, longest=300, recall_steps=101, speed_lengths=(32, 64), contexts=(32, 64)
+    )
+    results = write_whole("comparison_2m", plan, tmp_path, corpus)
+    for what in ("bits_per_byte", "positions", "recall", "decoding", "speed"):
+        assert set(results[what]) == set(plan.contest.contestants)
+    assert results["runs"] == len(results["logs"]) == 6
+
+
+@pytest.mark.long
+def test_sigmoid_training_from_its_plan_to_its_report(corpus, tmp_path, optimized):
+    plan = program("sigmoid_training").Plan((3e-3, 6e-3), 110_000, 2, 40)
+    results = write_whole("sigmoid_training", plan, tmp_path, corpus)
+    assert len(results["rates"]) == 6
+    for each in results["beyond"].values():
+        assert set(each["rates"]) == set(each["positions"]) == set(each["norms"]) == set(SIGMOIDS.contestants)
+    assert len(set(results["beyond"]["alike"]["rates"].values())) == 1
+
+
+@pytest.mark.long
+def test_forgetting_from_its_plan_to_its_report(corpus, tmp_path, optimized):
+    plan = program("forgetting").Plan(("combined",), (3e-3,), 110_000, 110_000, 2, 2, 300, (32, 64))
+    results = write_whole("forgetting", plan, tmp_path, corpus)
+    assert set(results["contests"]["combined"]["bits_per_byte"]) == set(forgetting.COMBINED) == set(results["speed"])
+    assert (
+        set(results["contexts"]["windows"]) == set(results["contexts"]["streams"]) == set(forgetting.LONG["combined"])
+    )
+
+
+@pytest.mark.long
+def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
+    command = ["experiments/associative_recall/run.py", f"--out={tmp_path / 'out'}", "--small"]
+    end = commands.run_experiment(*command, n_programs=3)
+    assert end.returncode == 0 and "3 of 3 programs done" in end.stderr, end.stderr
+    assert (tmp_path / "out_small" / "report.md").read_text() in end.stdout
+    again = commands.run_experiment(*command, n_programs=3)
+    assert again.returncode == 0 and again.stdout == end.stdout and "programs done" not in again.stderr
+
+
+def test_bad_commands_are_named(commands, tmp_path):
+    command = ["experiments/ladder/run.py", f"--corpus={tmp_path / 'none'}", f"--out={tmp_path / 'out'}"]
+    end = commands.run(*command)
+    assert end.returncode == 1 and "Traceback" not in end.stderr
+    assert re.search("/none has no train-.*: build it with `python scripts/build_corpus.py", end.stderr)

@@ -140,7 +140,7 @@ def test_what_stdout_cannot_encode_is_escaped(program, end_of, monkeypatch):
     assert stream.buffer.getvalue() == rb"caf\xe9 \udc80" + b"\n"
 
 
-@pytest.mark.parametrize("name, program", [("workdir", "eval.py"), ("corpus", "experiments/ladder/run.py")])
+@pytest.mark.parametrize("name, program", [("workdir", "eval.py"), ("out", "scripts/prepare_data.py")])
 def test_a_missing_flag_is_named_with_its_meaning(program, name, end_of):
     told = end_of(program)
     assert re.match(rf"error: --{name} is missing: [A-Z].* \(--help lists the flags\)$", told), told

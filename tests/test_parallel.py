@@ -9,6 +9,7 @@ import pytest
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import MeshConfig, make_mesh
+from heinsen.training.folder import load_run
 from heinsen.training.loop import train
 from heinsen.weights import load_params
 from tests.runs import (

@@ -1,18 +1,17 @@
-r"""Multi-query associative recall as in Zoology, by every kind of attention: accuracy by width and by state size.
+"""Multi-query associative recall as in Zoology, by every kind of attention: accuracy by width and by state size.
 
     python experiments/associative_recall/run.py --out=runs/associative_recall [--parallel=2]
-    python experiments/associative_recall/run.py ... --widths=32,64,128,256,512 --learning_rates=3e-4,1e-3,3e-3,1e-2 \
-      --tokens=5e7 --seeds=3
+    python experiments/associative_recall/run.py --report --out=experiments/associative_recall
 
-Each run is one of scripts/recall.py --task=mqar: n key-value pairs in 16 n tokens, in turn for all --pairs, then tested
-on --test_pairs too, of which training sees none. A run ends at --tokens, or once 99% of its answers are right. Rerun
-the same command to resume: finished runs are kept, also if widths, learning rates, contestants or seeds are added.
-contestants.py lists who takes part. OUT receives runs/ and the report: report.md, results.json, recall.png.
+Each run is one of scripts/recall.py --task=mqar: n key-value pairs in 16 n tokens, in turn for all numbers of pairs,
+then tested on more of them, of which training sees none. A run ends at so many steps, or once 99% of its answers are
+right. Rerun the same command to resume: finished runs are kept. config.py lists who takes part. OUT receives runs/ and
+the report: report.md, results.json, recall.png. --report writes the report of a results.json again.
 """
 
-from collections.abc import Iterator
+import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
@@ -22,39 +21,42 @@ OUT = flags.DEFINE_string("out", "runs/associative_recall", "Folder of the exper
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-KINDS = flags.DEFINE_list("kinds", None, "Contestants, all of contestants.py by default.")
-WIDTHS = flags.DEFINE_list("widths", ["32", "64", "128"], "Widths of the models.")
-HEADS = flags.DEFINE_integer("heads", 2, "Heads of each layer, which share the width.", lower_bound=1)
-RATES = flags.DEFINE_list("learning_rates", ["1e-3", "3e-3", "1e-2"], "Learning rates, the same for every contestant.")
-PAIRS = flags.DEFINE_list("pairs", ["4", "8", "16"], "Numbers of key-value pairs in training, in turn.")
-TEST_PAIRS = flags.DEFINE_list("test_pairs", ["32", "64"], "Numbers of key-value pairs that are only tested.")
-TOKENS = flags.DEFINE_float("tokens", 20e6, "Tokens of a run, at most.", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 1, "Runs at each learning rate, with seeds 1, 2, ...", lower_bound=1)
 SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
+REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
 
 show_help(__name__)
 
 from experiments import tools
 from experiments.associative_recall import config, report
-from experiments.associative_recall.contestants import CONTESTANTS, model_config, model_fields
+from heinsen.config import from_mapping
 from heinsen.evaluation.probes import MQAR_SPREAD
-from heinsen.sweep.space import format_value
+from heinsen.models import ModelConfig, state_size
+from heinsen.sweep.space import Value, format_value
 
-CONFIG = "experiments/associative_recall/config.py"
 SOLVED = 0.99
 
 
-class Grid(NamedTuple):
+class Plan(NamedTuple):
     """What to run: every combination of the first four."""
 
-    kinds: list[str]
-    widths: list[int]
-    rates: list[float]
-    seeds: list[int]
-    pairs: list[int]
-    test_pairs: list[int]
-    n_heads: int
-    n_steps: int
+    kinds: tuple[str, ...] = tuple(config.CONTESTANTS)
+    widths: tuple[int, ...] = (32, 64, 128)
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
+    seeds: tuple[int, ...] = (1,)
+    pairs: tuple[int, ...] = (4, 8, 16)
+    test_pairs: tuple[int, ...] = (32, 64)
+    n_heads: int = 2
+    n_steps: int = 4185
+
+
+SMALL_PLAN = Plan(
+    kinds=("softmax", "heinsen", "heinsen-gate-convolution"),
+    widths=(16,),
+    rates=(1e-2,),
+    pairs=(2, 4),
+    test_pairs=(8,),
+    n_steps=651,
+)
 
 
 class Point(NamedTuple):
@@ -66,85 +68,86 @@ class Point(NamedTuple):
     seed: int
 
 
-SMALL_FLAGS = {
-    "kinds": "softmax,heinsen,heinsen-gate-convolution",
-    "widths": "16",
-    "learning_rates": "1e-2",
-    "pairs": "2,4",
-    "test_pairs": "8",
-    "tokens": "1e6",
-}
-
-
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
+    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
+    tools.execute(lambda out: measure(plan, out, parallel), report.write, OUT.value, SMALL.value, REPORT.value)
 
 
-def run(out: Path, parallel: int) -> str:
-    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    grid = read_grid()
-    tools.share_compilations(out)
-    files = {point: out / "runs" / f"{name_of(grid, point)}.json" for point in points_of(grid)}
-    commands = {file: arguments(out, grid, point) for point, file in files.items()}
+def measure(plan: Plan, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    points = [  # the widest first: then those that run at the same time end at nearly the same time
+        Point(kind, width, rate, seed)
+        for seed in plan.seeds
+        for width in sorted(plan.widths, reverse=True)
+        for kind in plan.kinds
+        for rate in plan.rates
+    ]
+    folders = {point: out / "runs" / f"{'_'.join(map(str, point))}" for point in points}
+    commands = {folder / "stdout.json": arguments(plan, point, folder) for point, folder in folders.items()}
     found = tools.run_programs(commands, parallel, may_fail=True)
-    rows = [row(grid, point, found[file]) for point, file in files.items()]
-    return report.write(out, grid._asdict() | {"spread": MQAR_SPREAD}, rows)
+    runs = [describe(point, found[folder / "stdout.json"]) for point, folder in folders.items()]
+    return dict(
+        settings=config.get_config().to_dict(),
+        grid=plan._asdict() | {"spread": MQAR_SPREAD},
+        runs=runs,
+        models=[summarize(plan, runs, kind, width) for kind in plan.kinds for width in plan.widths],
+    )
 
 
-def read_grid() -> Grid:
-    """Return the grid of the flags. Raises ExperimentError."""
-    widths, pairs = tools.parse_counts("widths", WIDTHS.value), tools.parse_counts("pairs", PAIRS.value)
-    test_pairs = tools.parse_counts("test_pairs", TEST_PAIRS.value)
-    kinds = tools.choose("kinds", KINDS.value, CONTESTANTS)
-    for kind in kinds:
-        for width in widths:
-            if width % (2 * HEADS.value):  # rotary positions rotate pairs of features
-                raise tools.ExperimentError(f"--widths: {width} does not divide into {HEADS.value} heads of even size")
-            model_config(kind, width, HEADS.value)
-    tokens_per_step = config.get_config().batch_size * MQAR_SPREAD * sum(pairs) / len(pairs)
-    n_steps, warmup = int(TOKENS.value / tokens_per_step), config.get_config().optimizer.warmup_steps
-    if n_steps <= warmup:
-        raise tools.ExperimentError(
-            f"--tokens={TOKENS.value:g} are {n_steps} steps of {tokens_per_step:,.0f} tokens: the warm-up alone takes "
-            f"{warmup}"
-        )
-    rates, seeds = tools.parse_numbers("learning_rates", RATES.value), list(range(1, SEEDS.value + 1))
-    return Grid(kinds, widths, rates, seeds, pairs, test_pairs, HEADS.value, n_steps)
+def model_fields(plan: Plan, kind: str, width: int) -> dict[str, Value]:
+    """Return the fields of a contestant's model. The heads share its width."""
+    features = width // plan.n_heads
+    return dict(d_model=width, n_heads=plan.n_heads, d_key=features, d_value=features) | config.CONTESTANTS[kind]
 
 
-def points_of(grid: Grid) -> Iterator[Point]:
-    """Yield the runs, the widest first: then those that run at the same time end at nearly the same time."""
-    for seed in grid.seeds:
-        for width in sorted(grid.widths, reverse=True):
-            for kind in grid.kinds:
-                for rate in grid.rates:
-                    yield Point(kind, width, rate, seed)
-
-
-def name_of(grid: Grid, point: Point) -> str:
-    return f"{point.kind}_width={point.width}_heads={grid.n_heads}_rate={format_value(point.rate)}_seed={point.seed}"
-
-
-def arguments(out: Path, grid: Grid, point: Point) -> list[str]:
+def arguments(plan: Plan, point: Point, folder: Path) -> list[str]:
     """Return the arguments of a run's program."""
     join = lambda numbers: ",".join(map(str, numbers))
-    fields = {f"model.{name}": value for name, value in model_fields(point.kind, point.width, grid.n_heads).items()}
+    fields = {f"model.{name}": value for name, value in model_fields(plan, point.kind, point.width).items()}
     fields |= {"optimizer.learning_rate": point.rate, "seed": point.seed}
     return [
-        "scripts/recall.py", f"--config={CONFIG}", "--task=mqar", f"--lengths={join(grid.pairs)}",
-        f"--test_lengths={join(sorted({*grid.pairs, *grid.test_pairs}))}", f"--steps={grid.n_steps}",
-        f"--stop_at={SOLVED}", f"--out={tools.from_root(out / 'runs' / name_of(grid, point))}",
+        "scripts/recall.py", "--config=experiments/associative_recall/config.py", "--task=mqar",
+        f"--lengths={join(plan.pairs)}", f"--test_lengths={join((*plan.pairs, *plan.test_pairs))}",
+        f"--steps={plan.n_steps}", f"--stop_at={SOLVED}", f"--out={tools.from_root(folder)}",
         *(f"--config.{name}={format_value(value)}" for name, value in fields.items()),
     ]  # fmt: skip
 
 
-def row(grid: Grid, point: Point, found: dict | None) -> dict:
+def describe(point: Point, found: dict[str, Any] | None) -> dict[str, Any]:
     """Return a run of results.json; without accuracy if it has failed."""
-    kept = point._asdict() | {"accuracy": None}
+    run: dict[str, Any] = point._asdict() | {"accuracy": None}
     if found is not None:
-        kept |= {name: found[name] for name in ("parameters", "steps", "tokens", "loss", "seconds")}
-        kept["accuracy"] = {n["length"]: n["answers"] for n in found["accuracy"]}
-    return kept
+        run |= {name: found[name] for name in ("parameters", "steps", "tokens", "loss", "seconds")}
+        run["accuracy"] = {each["length"]: each["answers"] for each in found["accuracy"]}
+    return run
+
+
+def summarize(plan: Plan, runs: list[dict[str, Any]], kind: str, width: int) -> dict[str, Any]:
+    """Return a model's size, its accuracy at each learning rate, and that of all lengths at the best one.
+
+    The best has the highest mean accuracy on the lengths of training, over seeds. A failed run recalls nothing. Raises
+    ExperimentError if all have failed.
+    """
+    own = [run for run in runs if (run["kind"], run["width"]) == (kind, width)]
+    done = [run for run in own if run["accuracy"] is not None]
+    if not done:
+        raise tools.ExperimentError(f"{kind} of width {width} has failed at all learning rates: see the logs in runs/")
+    score = lambda run: statistics.fmean(run["accuracy"][n] for n in plan.pairs) if run["accuracy"] else 0.0
+    scores = {rate: [score(run) for run in own if run["rate"] == rate] for rate in plan.rates}
+    best = max(scores, key=lambda rate: statistics.fmean(scores[rate]))
+    at_best = [run for run in done if run["rate"] == best]
+    model = config.get_config().model
+    model.update(model_fields(plan, kind, width))
+    return dict(
+        kind=kind,
+        width=width,
+        parameters=done[0]["parameters"],
+        state=state_size(from_mapping(ModelConfig, model.to_dict(), "model"), MQAR_SPREAD * max(plan.pairs)),
+        rate=best,
+        tokens=statistics.fmean(run["tokens"] for run in at_best),
+        accuracy={n: statistics.fmean(run["accuracy"][n] for run in at_best) for n in at_best[0]["accuracy"]},
+        scores=scores,
+    )
 
 
 if __name__ == "__main__":

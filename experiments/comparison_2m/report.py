@@ -1,67 +1,27 @@
-"""report.md, results.json and the figures, from the measurements."""
+"""report.md and the figures, from results.json."""
 
 import statistics
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
+import numpy as np
 
-from experiments import contest, contexts, recall, tools
-from experiments.comparison_2m.contestants import CONTEST
+from experiments import contexts, tools
+from experiments.comparison_2m import config
 from heinsen.figures import place_legend
-from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import SEED
 
+CONTEST = tools.Contest(config, config.CONTESTANTS)
 GATED, PAPER, SOFTMAX = "gate, parts", "paper's", "softmax, GPT-2's block, parts"
+PAIRS = 4, 8, 16, 32  # of the probe of recall
+LAYERS = 4  # of the models that it trains
 
 
-class Found(NamedTuple):
-    """The measurements: runs of the tuning, the final ones, and by contestant the rest.
-
-    tested: {run: summary of eval.py}; positions: those of long documents; decoding: {contestant: {context:
-    {milliseconds, state_bytes}}}; speed: {contestant: {T: tokens/s}}.
-    """
-
-    tuning: list[RunView]
-    trained: contest.Trained
-    tested: dict[str, dict]
-    positions: contexts.Positions
-    recall: recall.Recall
-    recall_steps: int
-    decoding: dict[str, dict[str, dict]]
-    speed: dict[str, dict[str, float]]
-
-
-def write(out: Path, found: Found) -> str:
+def write(out: Path, results: dict[str, Any]) -> str:
     """Write the report and its figures, and return it."""
-    final = [*chain(*found.trained.values())]
-    seed_1 = [run for run in final if run.run.point[SEED] == 1]
-    names = list(found.recall)
-    first = {name: CONTEST.runs_of(name, seed_1)[0] for name in names}
-    runs = [*found.tuning, *final]
-    results = dict(
-        machine=tools.describe_machine(),
-        jax=jax.__version__,
-        runs=len(runs),
-        hours=sum(run.tokens / run.tokens_per_second for run in runs if run.tokens_per_second) / 3600,
-        tokens=final[0].tokens,
-        bits_per_byte=CONTEST.bits(names, final, found.tested),
-        by_documents={name: found.tested[run.name]["bits_per_byte_interval"] for name, run in first.items()},
-        sources=CONTEST.by_source(names, final, found.tested),
-        tuning={name: CONTEST.losses(name, found.tuning) for name in names},
-        fields={name: dict(CONTEST.contestants[name]) for name in names},
-        parameters={name: CONTEST.parameters(name) for name in names},
-        positions=found.positions,
-        recall_steps=found.recall_steps,
-        recall=found.recall,
-        decoding=found.decoding,
-        speed=found.speed,
-    )
-    CONTEST.plot_curves(out / "curves.png", names, found.trained)
-    contexts.plot(out / "positions.png", contexts.Measured(found.positions, {}))
-    recall.plot(out / "recall.png", found.recall)
+    plot_curves(out / "curves.png", results)
+    contexts.plot(out / "positions.png", {"windows": results["positions"]})
+    plot_recall(out / "recall.png", results["recall"])
     plot_costs(out / "costs.png", results)
     text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, positions.png, recall.png, costs.png"
@@ -72,13 +32,11 @@ def write(out: Path, found: Found) -> str:
 
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of report.md."""
-    bits, length = results["bits_per_byte"], CONTEST.get_config().sequence_length
+    bits, length = results["bits_per_byte"], results["settings"]["sequence_length"]
     mean = lambda name: f"{statistics.fmean(bits[name].values()):.3f}"
-    versus = lambda name, other: contest.versus(bits, name, other)
+    versus = lambda name, other: tools.versus(bits, name, other)
     positions = results["positions"][GATED]["ranges"]
     last = positions[-1]
-    most = max(results["recall"][GATED])
-    recalled = lambda name: results["recall"][name][most]
     return [
         "# Two million parameters, eight million bytes",
         "",
@@ -87,8 +45,7 @@ def report(results: dict[str, Any]) -> list[str]:
         f"gated output and convolution) {mean(SOFTMAX)}: differences of {versus(GATED, PAPER)} and "
         f"{versus(GATED, SOFTMAX)}. From byte {last['first']:,} of long documents on, {last['first'] // length} times "
         f"the training length, it has {last['streaming']:.3f} nats per byte where windows of {length:,} have "
-        f"{last['windows']:.3f}. Of {most} pairs it recalls {recalled(GATED):.0%}, that softmax "
-        f"{recalled(SOFTMAX):.0%}.**",
+        f"{last['windows']:.3f}.**",
         "",
         f"`python experiments/comparison_2m/run.py`, {results['machine']}, jax {results['jax']}: {results['runs']} "
         f"runs, {results['hours']:.1f} hours of training in all at their last tokens/s. Every contestant was trained "
@@ -107,10 +64,10 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         "![Time and state of decoding](costs.png)",
         "",
-        *recall.section(results["recall"], results["recall_steps"]),
+        *recall_section(results),
         *positions_section(results["positions"]),
-        *contest.sources_section(results["sources"]),
-        *contest.tuning_section(results["tuning"]),
+        *tools.sources_section(results["sources"]),
+        *tools.tuning_section(results["tuning"]),
     ]
 
 
@@ -126,15 +83,15 @@ def main_table(results: dict[str, Any]) -> list[str]:
     rows = [
         [
             name,
-            contest.spread(bits[name]),
-            "" if name == GATED else contest.versus(bits, name, GATED),
+            tools.spread(bits[name]),
+            "" if name == GATED else tools.versus(bits, name, GATED),
             "[{:.3f}, {:.3f}]".format(*results["by_documents"][name]),
             f"{results['parameters'][name]:,}",
             " / ".join(f"{x:,.0f}" for x in results["speed"][name].values()),
             *(cost(name, context) for context in read),
-            f"{contest.best_rate(results['tuning'][name]):g}",
+            f"{tools.best_rate(results['tuning'][name]):g}",
         ]
-        for name in contest.ranked(bits)
+        for name in tools.ranked(bits)
     ]
     head = [
         "", "bits per byte", f"above {GATED}", "by documents", "parameters",
@@ -154,14 +111,61 @@ def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
         "where its 95% interval (over documents) excludes 0. Models whose cache grows are tested on the documents' "
         "first eighths. First seed.",
         "",
-        *contexts.table(positions),
+        *contexts.positions_table(positions),
         "",
         "![Loss by position](positions.png)",
         "",
     ]
 
 
+def recall_section(results: Mapping[str, Any]) -> list[str]:
+    rows = [[name, *(f"{x:.1%}" for x in answers.values())] for name, answers in results["recall"].items()]
+    parameters = [found["parameters"] for found in results["recall_runs"].values()]
+    return [
+        "## Recall",
+        "",
+        f"Associative recall by models of each kind with {LAYERS} layers, trained on it for "
+        f"{results['recall_steps']:,} steps (`scripts/recall.py`, one seed, one learning rate): right answers by the "
+        f"number of key-value pairs in the context. The models are not of equal size: from {min(parameters):,} to "
+        f"{max(parameters):,} parameters, GPT-2's blocks the largest. So few steps tell how soon a kind learns it. "
+        "What it can hold is measured by "
+        "experiments/associative_recall, with more steps and tuned learning rates.",
+        "",
+        *tools.table(["", *(f"{n} pairs" for n in PAIRS)], rows),
+        "",
+        "![Recall](recall.png)",
+        "",
+    ]
+
+
 # ---- figures --------------------------------------------------------------------------------------
+
+
+def plot_curves(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw validation by training bytes: the mean over seeds, in a band from the lowest to the highest."""
+    figure, axes = tools.make_figure(figsize=(8, 5))
+    for index, name in enumerate(results["bits_per_byte"]):
+        logs = [log for log in results["logs"] if (log["contestant"], log["stage"]) == (name, "final")]
+        _, tokens, _, bits = np.array([log["validation"] for log in logs]).transpose(2, 0, 1)
+        axes.plot(tokens[0] / 1e6, bits.mean(0), marker="o", ms=3, lw=1.2, label=name, color=f"C{index}")
+        axes.fill_between(tokens[0] / 1e6, bits.min(0), bits.max(0), color=f"C{index}", alpha=0.2, lw=0)
+    axes.set(xlabel="million bytes of training", ylabel="validation (bits per byte)", yscale="log")
+    axes.yaxis.set_major_formatter("{x:.1f}")
+    axes.yaxis.set_minor_formatter("{x:.1f}")
+    axes.grid(alpha=0.3, which="both")
+    place_legend(figure)
+    tools.save_figure(figure, path)
+
+
+def plot_recall(path: Path, recall: Mapping[str, Mapping[int, float]]) -> None:
+    figure, axes = tools.make_figure(figsize=(8, 5))
+    for name, answers in recall.items():
+        axes.plot(list(answers), list(answers.values()), "o-", ms=4, lw=1.2, label=name)
+    axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    place_legend(figure)
+    tools.save_figure(figure, path)
 
 
 def plot_costs(path: Path, results: Mapping[str, Any]) -> None:

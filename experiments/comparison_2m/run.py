@@ -1,138 +1,131 @@
-r"""The paper's attention, gated attention and softmax at 2M parameters and 8M bytes: loss, contexts, recall, cost.
+"""The paper's attention, gated attention and softmax at 2M parameters and 8M bytes: loss, contexts, recall, cost.
 
     python experiments/comparison_2m/run.py --corpus=corpus --out=runs/comparison_2m [--parallel=2]
-    python experiments/comparison_2m/run.py ... --contestants=$'paper\'s,"gate, parts","softmax, GPT-2\'s block, parts"'
+    python experiments/comparison_2m/run.py --report --out=experiments/comparison_2m
 
 CORPUS is what scripts/build_corpus.py builds; its last training file is kept for the test of long documents. Rerun the
-same command to resume. config.py is what all contestants share, and contestants.py lists them. OUT receives data/, the
-sweeps tuning*/ and final/NUMBER/ of each contestant, test/ and long/ (losses of the test split, and by position in long
-documents), recall/, costs, and the report: report.md, results.json, curves.png, costs.png, positions.png, recall.png.
-A contestant is tested before the next one is trained. Where the results of neighbors in the ranking touch, both get one
-more seed.
-
-All of it but data and weights is committed in this folder: --out=experiments/comparison_2m writes the report anew, and
-trains and tests only what is missing.
+same command to resume. config.py is what all contestants share, and lists them. OUT receives data/, the sweeps tuning*/
+and final/, test/ and long/ (losses of the test split, and by position in long documents), recall/, costs, and the
+report: report.md, results.json, curves.png, costs.png, positions.png, recall.png. --report writes the report of a
+results.json again.
 """
 
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
 from scripts.cli import parse_flags, show_help
 
-CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
 OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-WHICH = flags.DEFINE_list(
-    "contestants", None, "Contestants of contestants.py, all by default; names with commas in double quotes."
-)
-RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
-TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 2_000_000, "Tokens of each tuning run.", lower_bound=1)
-TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
-SEEDS = flags.DEFINE_integer(
-    "seeds", 2, "Final runs of each contestant, with seeds 1, 2, ...; one more where they touch.", lower_bound=1
-)
-DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at most.", lower_bound=1)
-LONGEST = flags.DEFINE_integer("longest", 65_536, "Bytes of each long document.", lower_bound=1)
-RECALL_STEPS = flags.DEFINE_integer("recall_steps", 2000, "Training steps on the probe of recall.", lower_bound=101)
-SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["1024", "8192"], "Tokens of a sequence where speed is measured.")
-CONTEXTS = flags.DEFINE_list("contexts", ["1024", "65536", "1048576"], "Tokens of context where decoding is measured.")
 SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
+REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
 
 show_help(__name__)
 
-from experiments import contexts, recall, tools
+from experiments import contexts, tools
 from experiments.comparison_2m import report
-from experiments.comparison_2m.contestants import CONTEST, CONTESTANTS
-from experiments.contest import Trained, close_together, test
-from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import SEED
+from experiments.comparison_2m.config import CONTESTANTS
+from heinsen.sweep.space import SEED, Value, format_value
 
-SMALL_FLAGS = {
-    "contestants": 'paper\'s,"gate, parts","softmax, GPT-2\'s block, parts"',
-    "learning_rates": "3e-3",
-    "tuning_tokens": "220000",
-    "tokens": "220000",
-    "seeds": "1",
-    "documents": "4",
-    "longest": "16384",
-    "recall_steps": "150",
-    "speed_lengths": "1024",
-    "contexts": "1024,8192",
-}
+CONTEST = report.CONTEST
+
+
+class Plan(NamedTuple):
+    """How much of everything.
+
+    speed_lengths: tokens of a sequence in training; contexts: tokens read before decoding.
+    """
+
+    contest: tools.Contest = CONTEST
+    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
+    tuning_tokens: int = 2_000_000
+    tokens: int = 8_000_000
+    n_seeds: int = 3
+    n_documents: int = 16
+    longest: int = 65_536
+    recall_steps: int = 2000
+    speed_lengths: tuple[int, ...] = (1024, 8192)
+    contexts: tuple[int, ...] = (1024, 65_536, 1_048_576)
+
+
+SMALL_PLAN = Plan(
+    CONTEST._replace(contestants={name: CONTESTANTS[name] for name in (report.PAPER, report.GATED, report.SOFTMAX)}),
+    rates=(3e-3,),
+    tuning_tokens=220_000,
+    tokens=220_000,
+    n_seeds=1,
+    n_documents=4,
+    longest=16_384,
+    recall_steps=150,
+    speed_lengths=(1024,),
+    contexts=(1024, 8192),
+)
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
+    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
+    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
+    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
-def run(out: Path, parallel: int) -> str:
-    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    names = tools.choose("contestants", WHICH.value, CONTESTANTS)
-    if missing := [name for name in (report.PAPER, report.GATED, report.SOFTMAX) if name not in names]:
-        raise tools.ExperimentError(f"--contestants: the report is about {missing[0]!r}, too: add it")
-    rates = tools.parse_numbers("learning_rates", RATES.value)
-    tools.check_tokens(CONTEST.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
-    tools.parse_counts("contexts", CONTEXTS.value)  # before the hours of training
-    tools.expect_training(
-        CONTEST.train_flops(names, TUNING_TOKENS.value) * len(rates)
-        + CONTEST.train_flops(names, TOKENS.value) * SEEDS.value
-    )
-    tools.share_compilations(out)
-    corpus = Path(CORPUS.value)
-    splits = contexts.prepare(corpus, out, DOCUMENTS.value, LONGEST.value)
-    tools.prepare_bytes({"test": [corpus / "test.jsonl.zst"]}, out / "data")
+def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    contest = plan.contest
+    documents = contexts.prepare(corpus, out, plan.n_documents, plan.longest)
     data = f"--config.data.path={tools.from_root(out / 'data')}"
-    tuning = CONTEST.tune(out, names, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}")
-    found = report.Found(
-        tuning,
-        *train_and_test(out, names, tuning, splits, parallel, data),
-        recall.measure(out / "recall", {name: CONTESTANTS[name] for name in names}, RECALL_STEPS.value, parallel),
-        RECALL_STEPS.value,
-        measure_decoding(out, names),
-        tools.measure_speed(out, "comparison_2m", names, SPEED_LENGTHS.value),
+    tuning = contest.tune(out, plan.rates, parallel, data, f"--config.total_tokens={plan.tuning_tokens}")
+    options = data, f"--config.total_tokens={plan.tokens}", "--config.seed=1", f"--seeds={plan.n_seeds}"
+    final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
+    first = {
+        name: run for name in contest.contestants for run in contest.runs_of(name, final) if run.run.point[SEED] == 1
+    }
+    tested = tools.test(out / "final", final, out / "test", parallel)
+    runs = [*tuning, *final]
+    recall = measure_recall(plan, out / "recall", parallel)
+    return contest.results(tuning, final, tested) | dict(
+        runs=len(runs),
+        hours=sum(run.tokens / run.tokens_per_second for run in runs if run.tokens_per_second) / 3600,
+        tokens=final[0].tokens,
+        by_documents={name: tested[run.name]["bits_per_byte_interval"] for name, run in first.items()},
+        positions=contexts.measure(contest, first, out / "final", documents, out / "long", parallel),
+        recall_steps=plan.recall_steps,
+        recall={name: {each["length"]: each["answers"] for each in recall[name]["accuracy"]} for name in recall},
+        recall_runs=recall,
+        decoding=measure_cost(out / "decoding.json", "decoding", f"--contexts={join(plan.contexts)}", plan),
+        speed=measure_cost(out / "speed.json", "speed", f"--lengths={join(plan.speed_lengths)}", plan),
     )
-    return report.write(out, found)
 
 
-def train_and_test(
-    out: Path,
-    names: Sequence[str],
-    tuning: list[RunView],
-    splits: tuple[contexts.Documents, contexts.Documents],
-    parallel: int,
-    *options: str,
-) -> tuple[Trained, dict[str, dict], contexts.Positions]:
-    """Return the final runs, {run: summary of eval.py}, and by contestant the loss by position of the first seed's."""
-    options += (f"--config.total_tokens={TOKENS.value}",) if TOKENS.value else ()
-    trained: dict[Path, list[RunView]] = {}
-    tested: dict[str, dict] = {}
-    positions = contexts.Positions()
-
-    def train(folder: Path, names: list[str], *seeds: str) -> None:
-        trained[folder] = CONTEST.train(folder, names, tuning, parallel, *options, *seeds)
-        tested.update(test(out / "test", {folder: trained[folder]}, parallel))
-
-    for number, name in enumerate(names):
-        folder = out / "final" / str(number)
-        train(folder, [name], "--config.seed=1", f"--seeds={SEEDS.value}")
-        first = [run for run in trained[folder] if run.run.point[SEED] == 1]
-        positions |= contexts.by_position(CONTEST, [name], folder, first, splits, out / "long", parallel)
-    close = close_together(CONTEST.bits(names, [*chain(*trained.values())], tested))
-    if close:
-        train(out / "final" / "one_more", close, f"--config.seed={SEEDS.value + 1}", "--seeds=1")
-    return trained, tested, positions
+def join(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
 
 
-def measure_decoding(out: Path, names: Sequence[str]) -> dict[str, dict]:
-    """Return {contestant: {context: time and state}} by experiments/decoding.py; kept in out/decoding.json."""
-    what = f"--contestants={tools.format_names(names)}", f"--contexts={','.join(CONTEXTS.value)}"
-    command = ["experiments/decoding.py", "--experiment=comparison_2m", *what]
-    return tools.run_programs({out / "decoding.json": command}, 1)[out / "decoding.json"]
+def measure_cost(file: Path, program: str, option: str, plan: Plan) -> dict[str, dict[int, Any]]:
+    """Return {contestant: {length: cost}} by experiments/PROGRAM.py."""
+    names = f"--contestants={tools.format_names(plan.contest.contestants)}"
+    command = [f"experiments/{program}.py", "--experiment=comparison_2m", names, option]
+    found = tools.run_programs({file: command}, 1)[file]
+    return {name: {int(length): cost for length, cost in costs.items()} for name, costs in found.items()}
+
+
+def measure_recall(plan: Plan, out: Path, parallel: int) -> dict[str, dict[str, Any]]:
+    """Train and test a model of each contestant's kind; return what scripts/recall.py says of it."""
+    commands = {}
+    for number, fields in enumerate(plan.contest.contestants.values()):
+        given: dict[str, Value] = {k: v for k, v in fields.items() if k != "d_model"} | {"n_layers": report.LAYERS}
+        folder = out / str(number)
+        commands[folder / "stdout.json"] = [
+            "scripts/recall.py", "--task=associative", f"--lengths={join(report.PAIRS)}",
+            f"--steps={plan.recall_steps}", f"--out={tools.from_root(folder)}",
+            *(f"--config.model.{field}={format_value(value)}" for field, value in given.items()),
+        ]  # fmt: skip
+    found = tools.run_programs(commands, parallel)
+    return dict(zip(plan.contest.contestants, map(found.__getitem__, commands), strict=True))
 
 
 if __name__ == "__main__":

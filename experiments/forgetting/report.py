@@ -1,27 +1,23 @@
-"""report.md, results.json and the figures, from the measurements."""
+"""report.md and the figures, from results.json."""
 
 import statistics
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from experiments import contest, contexts, tools
-from experiments.contest import Contest
-from experiments.forgetting import config
+from experiments import contexts, tools
 from heinsen.figures import place_legend
-from heinsen.sweep.runs import RunView
 
-WINDOW, ROWS = config.get_config().sequence_length, config.get_config().batch_size
 CONTEXTS = 512, 65536  # tokens after which the size of the state is counted
 QUESTIONS = {
     "parts": "What a gate is worth, and what helps beside it",
     "combined": "Parts together",
     "blocks": "The paper's block or GPT-2's, logarithms of values or values",
 }
+EARLIER = "signed_features=True", "qk_norm=True", "output=norm"  # settings that heinsen no longer has
 # The names in the figure of the sizes of states: the baselines, a gate, and the best parts beside it.
 NAMED = {
     "paper's",
@@ -37,48 +33,12 @@ NAMED = {
 }
 
 
-class Result(NamedTuple):
-    """A contest, and its runs: of the tuning, the final ones, and {run: summary of eval.py}."""
-
-    contest: Contest
-    tuning: list[RunView]
-    final: list[RunView]
-    tested: dict[str, dict]
-
-
-def write(
-    out: Path, found: Mapping[str, Result], by_position: contexts.Measured, speed: dict[str, dict[str, float]]
-) -> str:
-    """Write the report and its figures, and return it. speed: {contestant: {T: tokens/s}}."""
-    results = dict(
-        machine=tools.describe_machine(),
-        jax=jax.__version__,
-        tokens=next(iter(found.values())).final[0].tokens,
-        contests={name: results_of(each) for name, each in found.items()},
-        contexts=by_position._asdict(),
-        speed=speed,
-    )
-    figures = ["state_size.png"]
+def write(out: Path, results: dict[str, Any]) -> str:
+    """Write the report and its figures, and return it."""
     plot_sizes(out / "state_size.png", results["contests"])
-    if by_position.windows:
-        contexts.plot(out / "contexts.png", by_position)
-        figures.append("contexts.png")
+    contexts.plot(out / "contexts.png", results["contexts"])
     text = tools.write_report(out, results, report(results))
-    return f"{text}\nwritten: {out / 'report.md'}, results.json, {', '.join(figures)}"
-
-
-def results_of(result: Result) -> dict[str, Any]:
-    """Return the numbers of a contest."""
-    own, final, tested = result.contest, result.final, result.tested
-    names = list(own.contestants)
-    return dict(
-        tuning={name: own.losses(name, result.tuning) for name in names},
-        fields={name: dict(own.contestants[name]) for name in names},
-        bits_per_byte=own.bits(names, final, tested),
-        sources=own.by_source(names, final, tested),
-        parameters={name: own.parameters(name) for name in names},
-        state={name: [own.state_size(name, n) for n in CONTEXTS] for name in names},
-    )
+    return f"{text}\nwritten: {out / 'report.md'}, results.json, state_size.png, contexts.png"
 
 
 # ---- words ----------------------------------------------------------------------------------------
@@ -87,12 +47,13 @@ def results_of(result: Result) -> dict[str, Any]:
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of report.md."""
     contests, lengths = results["contests"], list(next(iter(results["speed"].values())))
+    window = results["settings"]["sequence_length"]
     references = contests["parts"]["bits_per_byte"] if "parts" in contests else {}
     return [
         "# Attention that forgets",
         "",
         f"`python experiments/forgetting/run.py`, {results['machine']}, jax {results['jax']}. Every contestant was "
-        f"trained on the same {results['tokens']:,} bytes of the same text in windows of {WINDOW}, with as many "
+        f"trained on the same {results['tokens']:,} bytes of the same text in windows of {window}, with as many "
         "parameters within 1%, the same optimizer and the best learning rate for it from one grid, which was extended "
         "if the best was at its end. Bits per byte are measured on the whole test split. +- is the standard deviation "
         "over seeds; in brackets are 95% intervals of the mean difference between runs with equal seeds (Student's t), "
@@ -100,7 +61,8 @@ def report(results: dict[str, Any]) -> list[str]:
         "state is how many numbers the layers keep of the text, after "
         f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Tokens/s are those of training steps of "
         f"{max(map(int, lengths)):,} tokens in sequences of {' and of '.join(f'{int(n):,}' for n in lengths)} on all "
-        "cores, one of each contestant of a table in turn.",
+        "cores, one of each contestant of a table in turn. Signed features, a norm of queries and keys and a norm of "
+        "the output did not help, and heinsen no longer has them: their rows were measured with an earlier version.",
         "",
         "![Bits per byte by the size of the state](state_size.png)",
         "",
@@ -111,18 +73,18 @@ def report(results: dict[str, Any]) -> list[str]:
             for name, found in contests.items()
             for line in contest_section(name, found, results["speed"], references)
         ),
-        *contexts_section(results["contexts"]),
+        *contexts_section(results),
         *(
             line
             for name, found in contests.items()
-            for line in contest.tuning_section(found["tuning"], f"Tuning: {QUESTIONS[name]}")
+            for line in tools.tuning_section(found["tuning"], f"Tuning: {QUESTIONS[name]}")
         ),
-        *contest.sources_section(next(iter(contests.values()))["sources"]),
+        *tools.sources_section(next(iter(contests.values()))["sources"]),
     ]
 
 
 def contest_section(
-    name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: contest.Bits
+    name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: tools.Bits
 ) -> list[str]:
     """Return the section of a contest, compared with the first of `references`, or of its own if there are none."""
     bits = found["bits_per_byte"]
@@ -132,36 +94,41 @@ def contest_section(
     rows = [
         [
             each,
-            contest.spread(bits[each]),
-            "" if each == first else contest.versus(everyone, each, first),
+            tools.spread(bits[each]),
+            "" if each == first else tools.versus(everyone, each, first),
             f"{found['parameters'][each]:,}",
             " / ".join(f"{n:,}" for n in found["state"][each]),
             rate(each),
-            f"{contest.best_rate(found['tuning'][each]):g}",
-            ", ".join(f"{field}={value}" for field, value in found["fields"][each].items()),
+            f"{tools.best_rate(found['tuning'][each]):g}",
+            describe(found["fields"][each]),
         ]
-        for each in contest.ranked(bits)
+        for each in tools.ranked(bits)
     ]
     head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate", "model"]
     return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), ""]
 
 
-def contexts_section(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def describe(fields: Mapping[str, Any]) -> str:
+    """Return the fields of a contestant's model in words."""
+    settings = [f"{field}={value}" for field, value in fields.items()]
+    return ", ".join(settings) + (" (earlier version)" if {*settings} & {*EARLIER} else "")
+
+
+def contexts_section(results: Mapping[str, Any]) -> list[str]:
+    measured, settings = results["contexts"], results["settings"]
+    window, n_streams = settings["sequence_length"], settings["batch_size"]
     positions = {f"{name}, {training}": found for training in measured for name, found in measured[training].items()}
-    if not positions:
-        return []
-    window = next(iter(measured["windows"].values()))["window"]
     return [
         "## Longer contexts",
         "",
         "Loss in nats per byte by position in long documents of the corpus's last file, which training did not read. "
         f"Each is read from its start to its end. In parentheses is the difference to windows of {window}; * where its "
         "95% interval (over documents) excludes 0. Trained on windows, or on streams: each step continues the state of "
-        f"the step before. Windows come from all of the text; streams read it in {ROWS} places, from each on: compare "
-        "their levels with each other only. Models whose cache grows are tested on the documents' first eighths. One "
-        "seed each, at the learning rates of the tables above, which were tuned with the last file.",
+        f"the step before. Windows come from all of the text; streams read it in {n_streams} places, from each on: "
+        "compare their levels with each other only. Models whose cache grows are tested on the documents' first "
+        "eighths. One seed each, at the learning rates of the tables above, which were tuned with the last file.",
         "",
-        *contexts.table(positions),
+        *contexts.positions_table(positions),
         "",
         "![Loss by position](contexts.png)",
         "",

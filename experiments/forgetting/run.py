@@ -1,111 +1,117 @@
 """What a forget gate is worth, and what helps beside it: parts, blocks and context lengths, tuned and trained alike.
 
-    python experiments/forgetting/run.py --corpus=CORPUS --out=runs/forgetting [--parallel=2] [--contests=parts,...]
+    python experiments/forgetting/run.py --corpus=corpus --out=runs/forgetting [--parallel=2]
+    python experiments/forgetting/run.py --report --out=experiments/forgetting
 
-CORPUS holds {train-*,validation,test}.jsonl.zst. Rerun the same command to resume. config.py is what all contestants
-share, and contestants.py lists them by the question that they answer. OUT receives data/, for each contest its sweeps
-CONTEST/tuning*/ and CONTEST/final/ and the test split's losses CONTEST/test/, contexts/ with the models that are tested
-on long documents (experiments/contexts.py), and the report: report.md, results.json and figures.
+CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. config.py is what they share,
+and lists them by the question that they answer. OUT receives data/, for each question its sweeps QUESTION/tuning*/ and
+QUESTION/final/ and the test split's losses QUESTION/test/, contexts/ with the models that are tested on long documents,
+and the report: report.md, results.json, state_size.png, contexts.png. --report writes the report of a results.json
+again. Rows of options that heinsen no longer has were measured with an earlier version.
 """
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
 from scripts.cli import parse_flags, show_help
 
-CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
 OUT = flags.DEFINE_string("out", "runs/forgetting", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-WHICH = flags.DEFINE_list("contests", None, "Contests of contestants.py, all by default.")
-RATES = flags.DEFINE_list("learning_rates", ["1.5e-3", "3e-3", "6e-3"], "Learning rates to tune over.")
-TUNING_TOKENS = flags.DEFINE_integer("tuning_tokens", 700_000, "Tokens of each tuning run.", lower_bound=1)
-TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each final run; default: config.py's.", lower_bound=1)
-SEEDS = flags.DEFINE_integer("seeds", 3, "Final runs of each contestant, with seeds 1, 2, ...", lower_bound=1)
-DOCUMENTS = flags.DEFINE_integer("documents", 16, "Long documents to test on, at most.", lower_bound=1)
-LONGEST = flags.DEFINE_integer("longest", 131_072, "Bytes of each long document.", lower_bound=1)
-SPEED_LENGTHS = flags.DEFINE_list("speed_lengths", ["512", "8192"], "Tokens of a sequence where speed is measured.")
 SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
+REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
 
 show_help(__name__)
 
-from experiments import contexts, tools
-from experiments.contest import Contest, test
-from experiments.forgetting import config, report
-from experiments.forgetting.contestants import CONTESTS, LONG
+import jax
 
-SMALL_FLAGS = {
-    "contests": "combined",
-    "learning_rates": "3e-3",
-    "tuning_tokens": "150000",
-    "tokens": "150000",
-    "seeds": "2",
-    "documents": "4",
-    "longest": "16384",
-    "speed_lengths": "512,1024",
-}
+from experiments import contexts, tools
+from experiments.forgetting import config, report
+from heinsen.models import init_model_state
+from heinsen.sweep.runs import RunView
+from heinsen.training.config import TrainConfig
+
+
+class Plan(NamedTuple):
+    """How much of everything. speed_lengths: tokens of a sequence."""
+
+    questions: tuple[str, ...] = tuple(config.CONTESTS)
+    rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
+    tuning_tokens: int = 700_000
+    tokens: int = 2_000_000
+    n_seeds: int = 3
+    n_documents: int = 16
+    longest: int = 131_072
+    speed_lengths: tuple[int, ...] = (512, 8192)
+
+
+SMALL_PLAN = Plan(
+    questions=("combined",),
+    rates=(3e-3,),
+    tuning_tokens=150_000,
+    tokens=150_000,
+    n_seeds=2,
+    n_documents=4,
+    longest=16_384,
+    speed_lengths=(512, 1024),
+)
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
+    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
+    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
+    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
-def run(out: Path, parallel: int) -> str:
-    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    which = tools.choose("contests", WHICH.value, CONTESTS)
-    rates = tools.parse_numbers("learning_rates", RATES.value)
-    tools.check_tokens(config.get_config(), tuning_tokens=TUNING_TOKENS.value, tokens=TOKENS.value)
-    tools.expect_training(sum(expected_flops(name, len(rates)) for name in which))
-    tools.share_compilations(out)
-    corpus = Path(CORPUS.value)
-    tools.prepare_bytes(tools.splits_of(corpus), out / "data")
-    splits = None
-    if any(name in LONG for name in which):
-        splits = contexts.prepare(corpus, out / "contexts", DOCUMENTS.value, LONGEST.value)
-    found = {name: run_contest(each, out / name, rates, parallel) for name, each in CONTESTS.items() if name in which}
-    by_position = [
-        contexts.measure(
-            *(each.contest, LONG[name], each.tuning, splits, out / "contexts" / name, parallel),
-            *("--config.seed=1", *length_options()),
-        )
-        for name, each in found.items()
-        if splits is not None and name in LONG
-    ]
-    speed: dict[str, dict[str, float]] = {}
-    for name, each in found.items():  # a process each: all together have more mappings than Linux grants a process
-        speed |= tools.measure_speed(out / name, "forgetting", each.contest.contestants, SPEED_LENGTHS.value)
-    return report.write(out, found, contexts.join(by_position), speed)
+def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    tools.prepare_bytes(corpus, out / "data")
+    documents = contexts.prepare(corpus, out / "contexts", plan.n_documents, plan.longest)
+    length = f"--config.total_tokens={plan.tokens}"
+    found: dict[str, Any] = {}
+    positions: dict[str, dict[str, Any]] = {"windows": {}, "streams": {}}
+    speed: dict[str, Any] = {}
+    for question in plan.questions:
+        contest, folder = tools.Contest(config, config.CONTESTS[question]), out / question
+        data = f"--config.data.path={tools.from_root(out / 'data')}"
+        tuning = contest.tune(folder, plan.rates, parallel, data, f"--config.total_tokens={plan.tuning_tokens}")
+        options = data, length, "--config.seed=1", f"--seeds={plan.n_seeds}"
+        final = contest.train(folder / "final", contest.contestants, tuning, parallel, *options)
+        tested = tools.test(folder / "final", final, folder / "test", parallel)
+        sizes = {
+            name: [state_size(contest.train_config(name), n) for n in report.CONTEXTS] for name in contest.contestants
+        }
+        found[question] = contest.results(tuning, final, tested) | dict(state=sizes)
+        for training, names in trainings(contest, config.LONG.get(question, [])).items():
+            own = out / "contexts" / question / training
+            options = f"--config.data.path={tools.from_root(out / 'contexts' / 'data')}", length, "--config.seed=1"
+            options += ("--config.carry_state=True",) if training == "streams" else ()
+            runs = contest.train(own, names, tuning, parallel, *options) if names else []
+            owners: dict[str, RunView] = {name: contest.runs_of(name, runs)[0] for name in names}
+            test_folder = own.with_name(f"test_{training}")
+            positions[training] |= contexts.measure(contest, owners, own, documents, test_folder, parallel)
+        names = tools.format_names(contest.contestants)  # a process each: all together have too many mappings
+        lengths = ",".join(map(str, plan.speed_lengths))
+        command = ["experiments/speed.py", "--experiment=forgetting", f"--contestants={names}", f"--lengths={lengths}"]
+        speed |= tools.run_programs({folder / "speed.json": command}, 1)[folder / "speed.json"]
+    tokens = found[plan.questions[0]]["logs"][-1]["tokens"]
+    settings = config.get_config().to_dict()
+    return dict(settings=settings, tokens=tokens, contests=found, contexts=positions, speed=speed)
 
 
-def expected_flops(name: str, n_rates: int) -> float:
-    """Return the FLOPs of training a contest's runs, and those that are tested on long documents."""
-    contest = CONTESTS[name]
-    names, long = contest.contestants, LONG.get(name, [])
-    streams = [each for each in long if not contest.train_config(each).model.has_cache]
-    tuning = contest.train_flops(names, TUNING_TOKENS.value) * n_rates
-    return (
-        tuning
-        + contest.train_flops(names, TOKENS.value) * SEEDS.value
-        + contest.train_flops([*long, *streams], TOKENS.value)
-    )
+def state_size(config: TrainConfig, n_tokens: int) -> int:
+    """Return how many numbers the states of all layers have after so many tokens."""
+    state = jax.eval_shape(lambda: init_model_state(config.model, 1, n_tokens))
+    return sum(leaf.size for leaf in jax.tree.leaves((state.attention, state.convolution)))
 
 
-def run_contest(contest: Contest, out: Path, rates: list[float], parallel: int) -> report.Result:
-    """Tune, train and test the contestants of a contest."""
-    data = f"--config.data.path={tools.from_root(out.parent / 'data')}"
-    tuning = contest.tune(
-        out, contest.contestants, rates, parallel, data, f"--config.total_tokens={TUNING_TOKENS.value}"
-    )
-    options = data, "--config.seed=1", f"--seeds={SEEDS.value}", *length_options()
-    final = contest.train(out / "final", contest.contestants, tuning, parallel, *options)
-    tested = test(out / "test", {out / "final": final}, parallel)
-    return report.Result(contest, tuning, final, tested)
-
-
-def length_options() -> list[str]:
-    return [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
+def trainings(contest: tools.Contest, names: list[str]) -> dict[str, list[str]]:
+    """Return who is trained on windows, all, and on streams: those whose state is of constant size."""
+    return {"windows": names, "streams": [name for name in names if not contest.train_config(name).model.has_cache]}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The config that all sizes and kinds share: that of experiments/forgetting; run.py sets sizes, rates and tokens.
+"""The config that all sizes and kinds share: that of experiments/forgetting, in windows of 512.
 
 python experiments/ladder/run.py --corpus=corpus --out=runs/ladder
 """

@@ -1,26 +1,21 @@
 """The kinds of models, at any size: their parameters are equal within 1% to those of the paper's model."""
 
 import functools
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from experiments import tools
-from experiments.contest import Contest
 from experiments.ladder import config
-from heinsen.config import from_mapping
+from experiments.tools import Contest
 from heinsen.sweep.space import Value
-from heinsen.training.config import TrainConfig
 
 HEAD = 32  # key and value features of a head
 
 # The parts that helped the gated model most in experiments/forgetting; softmax attention as it is used most.
 KINDS: dict[str, dict[str, Value]] = {
     "paper's": {},
-    "gate, parts": dict(gate="head", output="gate", convolution=4, position="none"),
+    "gate, parts": dict(gate="head", output_gate=True, convolution=4, position="none"),
     "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
 }
 
@@ -35,24 +30,14 @@ class Size(NamedTuple):
         return f"{self.n_layers}x{self.width}"
 
 
-def parse_size(text: str) -> Size:
-    """Return a size such as 4x128. Raises ExperimentError."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None or int(match[1]) % 2 or int(match[2]) % HEAD:
-        raise tools.ExperimentError(
-            f"size {text!r}: expected LAYERSxWIDTH, such as 4x128, with an even number of layers and a width that is a "
-            f"multiple of {HEAD}"
-        )
-    return Size(int(match[1]), int(match[2]))
-
-
 @functools.cache
 def contest_of(size: Size) -> Contest:
     """Return the contest of all kinds at a size."""
-    return Contest(Path(config.__file__), config.get_config, {kind: fields_of(kind, size) for kind in KINDS})
+    return Contest(config, {kind: fields_of(kind, size) for kind in KINDS})
 
 
-def n_params(size: Size) -> int:
+@functools.cache
+def paper_params(size: Size) -> int:
     """Return the number of parameters of the paper's model."""
     return contest_of(size).parameters("paper's")
 
@@ -75,6 +60,4 @@ def _width_for(n: int, fields: Mapping[str, Value], near: int) -> int:
 
 
 def _count(fields: Mapping[str, Value]) -> int:
-    mapping = config.get_config()
-    mapping.model.update(fields)
-    return tools.n_params(from_mapping(TrainConfig, mapping.to_dict()))
+    return Contest(config, {"": fields}).parameters("")

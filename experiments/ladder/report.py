@@ -1,84 +1,25 @@
-"""report.md, results.json and ladder.png, from the runs and the laws fitted to them."""
+"""report.md and ladder.png, from results.json."""
 
-import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
-from experiments import contest, tools
+from experiments import tools
 from experiments.ladder.law import Law
 from experiments.tools import table
 from heinsen.figures import place_legend
 
-Laws = Mapping[str, tuple[Law, list[Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
 SOFTMAX = "softmax"
 TOKENS_PER_BYTE = 0.29335  # GPT-2's tokens per byte of The Pile (Gao et al. 2020, section 3.1)
-# Beyond the runs: (parameters, bytes). The last two are what a softmax GPT (Poli et al. 2023, arXiv:2302.10866, 2.416
-# nats per GPT-2 token) and the paper's model (2.47) were trained on.
-FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 15e9 / TOKENS_PER_BYTE), (125e6, 300e9 / TOKENS_PER_BYTE)]
 
 
-class Found(NamedTuple):
-    """The measurements.
-
-    tuning: {size: {kind: {learning rate: loss}}}; powers: {kind: p} of learning rates as width^p; checked: as tuning,
-    of the size between; runs: one dict each; prediction: {kind: loss and interval} for the next size; next: its runs.
-    """
-
-    tuning: dict[str, dict[str, Mapping[float, float]]]
-    powers: dict[str, float]
-    checked: dict[str, dict[str, Mapping[float, float]]]
-    runs: list[dict]
-    laws: Laws
-    prediction: dict[str, dict]
-    next: list[dict]
-
-
-def write(out: Path, found: Found) -> str:
+def write(out: Path, results: dict[str, Any]) -> str:
     """Write the report and its figure, and return it."""
-    laws = found.laws
-    expected = lambda run: {"expected": float(laws[run["kind"]][0](run["n_params"], run["tokens"]))}
-    results = dict(
-        machine=tools.describe_machine(),
-        jax=jax.__version__,
-        runs=[run | expected(run) for run in found.runs],
-        laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
-        residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
-        prediction=found.prediction,
-        next=found.next,
-        tuning=found.tuning,
-        powers=found.powers,
-        checked=found.checked,
-        farther=[dict(n_params=n, tokens=d) | {"kinds": extrapolate(laws, n, d)} for n, d in FARTHER],
-    )
-    plot(out / "ladder.png", results, laws)
+    plot(out / "ladder.png", results)
     text = tools.write_report(out, results, report(results))
     return f"{text}\nwritten: {out / 'report.md'}, results.json, ladder.png"
-
-
-def extrapolate(laws: Laws, n_params: float, tokens: float) -> dict[str, dict[str, list[float]]]:
-    """Return {kind: its loss and the difference to softmax's, each with its 95% interval}."""
-    losses = {
-        kind: np.array([float(law(n_params, tokens)) for law in (best, *others)])
-        for kind, (best, others, _) in laws.items()
-    }
-    bounds = lambda x: [float(x[0]), *np.percentile(x[1:], [2.5, 97.5]).tolist()]
-    return {kind: dict(loss=bounds(x), above=bounds(x - losses[SOFTMAX])) for kind, x in losses.items()}
-
-
-def coefficients(best: Law, others: list[Law]) -> dict[str, list[float]]:
-    """Return {coefficient: [value, low, high]} with 95% intervals of the bootstrap."""
-    rows = np.array([dataclasses.astuple(law) for law in others])
-    low, high = np.percentile(rows, [2.5, 97.5], axis=0)
-    names = [field.name for field in dataclasses.fields(Law)]
-    values = zip(dataclasses.astuple(best), low.tolist(), high.tolist(), strict=True)
-    found = {name: list(each) for name, each in zip(names, values, strict=True)}
-    found["E"] = [math.exp(x) for x in found.pop("log_e")]
-    return found
 
 
 def report(results: dict) -> list[str]:
@@ -103,7 +44,8 @@ def report(results: dict) -> list[str]:
         "",
         f"`python experiments/ladder/run.py`, {results['machine']}, jax {results['jax']}. Models of equal size "
         f"(within 1%), up to {largest['n_params']:,} parameters, trained on equal numbers of bytes, which grow as the "
-        "root of the parameters, one seed of each; L(N, D) = E + A / N^alpha + B / D^beta in nats per token (a byte, "
+        f"root of the parameters, in windows of {results['settings']['sequence_length']}, one seed of each; "
+        "L(N, D) = E + A / N^alpha + B / D^beta in nats per token (a byte, "
         f"or a document's end), with 95% intervals of a residual bootstrap. Learning rates are tuned at {tuned}, and "
         "are a power of the width between and beyond them. Softmax attention with the gated model's parts (a gated "
         "output and a short convolution) is not among the kinds: its seeds differ by 0.3 bits per byte "
@@ -187,7 +129,7 @@ def rates_section(results: dict) -> list[str]:
     powers = "; ".join(f"{kind} {power:+.2f}" for kind, power in results["powers"].items())
     lines = []
     for size, tuning in results["tuning"].items():
-        lines += contest.tuning_section(tuning, f"Learning rates at {size}")
+        lines += tools.tuning_section(tuning, f"Learning rates at {size}")
     for size, checked in results["checked"].items():
         lines += [f"## The rule's learning rates at {size}", "", *checked_table(checked), ""]
     return [
@@ -200,11 +142,11 @@ def rates_section(results: dict) -> list[str]:
     ]
 
 
-def checked_table(checked: Mapping[str, Mapping[float, float]]) -> list[str]:
+def checked_table(checked: Mapping[str, tools.Losses]) -> list[str]:
     """Return the losses with a rule's learning rate, half of it and twice as much."""
     rows = []
     for kind, losses in checked.items():
-        best = contest.best_rate(losses)
+        best = tools.best_rate(losses)
         cells = (f"**{loss:.4f}**" if rate == best else f"{loss:.4f}" for rate, loss in sorted(losses.items()))
         rows.append([kind, f"{sorted(losses)[1]:g}", *cells])
     return table(["", "the rule's", "loss at half of it", "at the rule's", "at twice as much"], rows)
@@ -260,12 +202,13 @@ def cell(run: dict) -> str:
     return f"{run['loss']:.4f}, {100 * (run['loss'] / run['expected'] - 1):+.2f}%, {run['bits_per_byte']:.4f}"
 
 
-def plot(path: Path, results: dict, laws: Laws) -> None:
+def plot(path: Path, results: dict) -> None:
     """Draw losses by parameters with the bands of the law, one curve per budget; residuals."""
+    laws = {kind: [Law(*law) for law in laws] for kind, laws in results["bootstrap"].items()}
     figure, (axes, below) = tools.make_figure(2, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 1])
     marks = dict(zip(sorted({run["budget"] for run in results["runs"]}), "osD^v*", strict=False))
     n = np.geomspace(min(run["n_params"] for run in results["runs"]), results["next"][0]["n_params"])
-    for index, (kind, (best, others, _)) in enumerate(laws.items()):
+    for index, (kind, (best, *others)) in enumerate(laws.items()):
         color = f"C{index}"
         for budget, mark in marks.items():
             runs = [run for run in of_kind(results["runs"], kind) if run["budget"] == budget]

@@ -1,139 +1,82 @@
-r"""A scaling ladder of the paper's, gated and softmax attention: fit L(N, D), predict the next size, then train it.
+"""A scaling ladder of the paper's, gated and softmax attention: fit L(N, D), predict the next size, then train it.
 
     python experiments/ladder/run.py --corpus=corpus --out=runs/ladder [--parallel=2]
-    python experiments/ladder/run.py ... --sizes=6x256,6x384,8x512,12x512,12x768 --next=24x768 --tokens=5e8,5e9 \
-      --tuned_sizes=6x256,12x512 --checked_size=6x384
+    python experiments/ladder/run.py --report --out=experiments/ladder
 
 CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. contestants.py lists the kinds; sizes
-are layers x width of the paper's model, with heads of 32. --tokens are budgets, numbers of bytes for the largest size;
-smaller ones take less, as the root of their parameters, which tells the law more than equal numbers do. Learning rates
-are tuned at two sizes; those of the others lie on the power of the width between them, which is checked at a third
-size. The prediction for the next size is written before it is trained (prediction.json). OUT receives data/, the
-sweeps tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png.
+are layers x width of the paper's model, with heads of 32. Budgets are numbers of bytes for the largest size; smaller
+ones take less, as the root of their parameters, which tells the law more than equal numbers do. Learning rates are
+tuned at two sizes; those of the others lie on the power of the width between them, which is checked at a third size.
+The prediction for the next size is written before it is trained (prediction.json). OUT receives data/, the sweeps
+tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png. --report writes the
+report of a results.json again. Other sizes and budgets: the plan below.
 """
 
-import itertools
+import dataclasses
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
 from heinsen.files import write_atomically
 from scripts.cli import parse_flags, show_help
 
-CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
 OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-SIZES = flags.DEFINE_list(
-    "sizes", ["4x64", "4x96", "4x128", "6x128", "6x160", "8x192"], "Layers x width of the runs to fit."
-)
-TOKENS = flags.DEFINE_list("tokens", ["1.5e6", "6e6"], "Budgets: tokens of the largest of the sizes.")
-NEXT = flags.DEFINE_string("next", "12x224", "The size to predict, with the largest budget.")
-RATES = flags.DEFINE_list("learning_rates", ["3e-3", "6e-3", "1.2e-2"], "Learning rates to tune over.")
-TUNED = flags.DEFINE_list("tuned_sizes", ["4x64", "6x160"], "The two sizes to tune, with the smallest budget.")
-CHECKED = flags.DEFINE_string("checked_size", "4x128", "The size where the rule between the two is checked.")
 SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
+REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
 
 show_help(__name__)
 
 import numpy as np
 
 from experiments import tools
-from experiments.contest import RATE
 from experiments.ladder import config, law, report
-from experiments.ladder.contestants import KINDS, Size, contest_of, n_params, parse_size
+from experiments.ladder.contestants import KINDS, Size, contest_of, paper_params
+from experiments.tools import RATE, Losses
+from heinsen.sweep.runs import RunView
 
-N_BOOTSTRAP = 100
+# Beyond the runs: (parameters, bytes). The last two are what a softmax GPT (Poli et al. 2023, arXiv:2302.10866, 2.416
+# nats per GPT-2 token) and the paper's model (2.47) were trained on.
+_FROM_GPT2 = 1 / report.TOKENS_PER_BYTE
+FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 15e9 * _FROM_GPT2), (125e6, 300e9 * _FROM_GPT2)]
+
+Laws = Mapping[str, tuple[law.Law, list[law.Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
 
 
 class Plan(NamedTuple):
-    """What the flags ask for."""
+    """What to train: sizes of rising numbers of parameters at each budget, then the next size at the largest one.
 
-    sizes: list[Size]
-    budgets: list[int]
-    next: Size
-    rates: list[float]
-    tuned: list[Size]
-    checked: Size
+    tuned: the two sizes, of different width, where the rates are tried; checked: the one where the rule is checked.
+    """
+
+    sizes: tuple[Size, ...] = (Size(4, 64), Size(4, 96), Size(4, 128), Size(6, 128), Size(6, 160), Size(8, 192))
+    budgets: tuple[int, ...] = (1_500_000, 6_000_000)
+    next: Size = Size(12, 224)
+    rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+    tuned: tuple[Size, Size] = (Size(4, 64), Size(6, 160))
+    checked: Size = Size(4, 128)
+    n_bootstrap: int = 100
 
     def tokens_of(self, size: Size, budget: int) -> int:
         """Return the tokens of a size: the budget is that of the largest of `sizes`."""
-        return round(budget * math.sqrt(n_params(size) / max(map(n_params, self.sizes))))
-
-    def flops(self) -> float:
-        """Return the FLOPs of all runs, without those that extend the grid of learning rates."""
-        fewest, most = min(self.budgets), max(self.budgets)
-        runs = [(size, fewest) for size in self.tuned for _ in self.rates] + [(self.checked, fewest)] * 3
-        runs += [*itertools.product(self.sizes, self.budgets), (self.next, most)]
-        return sum(contest_of(size).train_flops(KINDS, self.tokens_of(size, budget)) for size, budget in runs)
+        return round(budget * math.sqrt(paper_params(size) / paper_params(self.sizes[-1])))
 
 
-SMALL_FLAGS = {
-    "sizes": "2x32,2x64,4x64",
-    "next": "4x96",
-    "tokens": "3.5e5,7e5",
-    "learning_rates": "3e-3",
-    "tuned_sizes": "2x32,4x64",
-    "checked_size": "2x64",
-}
-
-
-def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
-
-
-def run(out: Path, parallel: int) -> str:
-    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    plan = read_plan()
-    fewest = plan.tokens_of(min(plan.sizes, key=n_params), min(plan.budgets))
-    tools.check_tokens(config.get_config(), tokens=fewest)
-    tools.expect_training(plan.flops())
-    tools.share_compilations(out)
-    tools.prepare_bytes(tools.splits_of(Path(CORPUS.value)), out / "data")
-    rule = Rule(tune(out, plan, parallel))
-    checked = check(out, plan, rule, parallel)
-    runs = train(out / "ladder", plan, plan.sizes, plan.budgets, rule, parallel)
-    laws = {kind: fit([run for run in runs if run["kind"] == kind]) for kind in KINDS}
-    largest = max(plan.budgets)
-    prediction = predict(out / "prediction.json", laws, plan.next, plan.tokens_of(plan.next, largest))
-    found = train(out / "next", plan, [plan.next], [largest], rule, parallel)
-    tuning = {str(size): losses for size, losses in rule.tuning.items()}
-    return report.write(
-        out, report.Found(tuning, rule.powers(), {str(plan.checked): checked}, runs, laws, prediction, found)
-    )
-
-
-def read_plan() -> Plan:
-    """Return the plan of the flags. Raises ExperimentError."""
-    sizes, tuned = [[parse_size(text) for text in flag.value] for flag in (SIZES, TUNED)]
-    budgets = tools.parse_counts("tokens", TOKENS.value)
-    plan = Plan(
-        sizes,
-        budgets,
-        parse_size(NEXT.value),
-        tools.parse_numbers("learning_rates", RATES.value),
-        tuned,
-        parse_size(CHECKED.value),
-    )
-    if len(sizes) * len(budgets) <= law.N_COEFFICIENTS:
-        raise tools.ExperimentError(
-            f"{len(sizes) * len(budgets)} runs of each kind: a law with {law.N_COEFFICIENTS} coefficients needs more"
-        )
-    if plan.next in sizes:
-        raise tools.ExperimentError(f"--next={plan.next} is one of --sizes: there is nothing to predict")
-    if len({size.width for size in tuned}) != 2 or len(tuned) != 2:
-        raise tools.ExperimentError(f"--tuned_sizes={','.join(TUNED.value)}: expected two sizes of different width")
-    return plan
-
-
-# ---- learning rates -------------------------------------------------------------------------------
-
-Losses = Mapping[float, float]  # {learning rate: validation loss}; infinite: crashed
+SMALL_PLAN = Plan(
+    sizes=(Size(2, 32), Size(2, 64), Size(4, 64)),
+    budgets=(350_000, 700_000),
+    next=Size(4, 96),
+    rates=(3e-3,),
+    tuned=(Size(2, 32), Size(4, 64)),
+    checked=Size(2, 64),
+)
 
 
 class Rule(NamedTuple):
@@ -144,17 +87,14 @@ class Rule(NamedTuple):
 
     tuning: Mapping[Size, Mapping[str, Losses]]
 
-    def powers(self) -> dict[str, float]:
-        """Return {kind: p}, where the learning rate is proportional to width^p."""
-        return {kind: self._power(kind) for kind in KINDS}
-
     def rate(self, kind: str, size: Size) -> float:
         """Return a learning rate with three digits."""
         first = next(iter(self.tuning))
-        rate = best_between(self.tuning[first][kind]) * (size.width / first.width) ** self._power(kind)
+        rate = best_between(self.tuning[first][kind]) * (size.width / first.width) ** self.power(kind)
         return float(f"{rate:.3g}")
 
-    def _power(self, kind: str) -> float:
+    def power(self, kind: str) -> float:
+        """Return p, where the learning rate is proportional to width^p."""
         (narrow, low), (wide, high) = ((size.width, best_between(each[kind])) for size, each in self.tuning.items())
         return math.log(high / low) / math.log(wide / narrow)
 
@@ -164,80 +104,97 @@ def best_between(losses: Losses) -> float:
 
     At an end of the grid, and beside a crashed run, it is the best one itself.
     """
-    rates = sorted(losses)
-    best = min(rates, key=losses.__getitem__)
+    rates, best = sorted(losses), tools.best_rate(losses)
     around = rates[max(rates.index(best) - 1, 0) : rates.index(best) + 2]
-    if len(around) < 3 or not all(math.isfinite(losses[rate]) for rate in around):
+    if len(around) < 3 or any(losses[rate] is None for rate in around):
         return best
     a, b, _ = np.polyfit(np.log(around), [losses[rate] for rate in around], 2)
     return math.exp(-b / (2 * a)) if a > 0 else best
 
 
-def tune(out: Path, plan: Plan, parallel: int) -> dict[Size, dict[str, Losses]]:
-    """Return the losses by learning rate of all kinds at the sizes to tune."""
-    found = {}
-    for size in plan.tuned:
-        contest = contest_of(size)
-        runs = contest.tune(
-            out / "tuning" / str(size),
-            KINDS,
-            plan.rates,
-            parallel,
-            *options(out, plan.tokens_of(size, min(plan.budgets))),
-        )
-        found[size] = {kind: contest.losses(kind, runs) for kind in KINDS}
-    return found
+def main(argv: list[str]) -> None:
+    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
+    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
+    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
-def check(out: Path, plan: Plan, rule: Rule, parallel: int) -> dict[str, Losses]:
-    """Return the losses of all kinds at the size to check: with the rule's rate, half of it and twice as much."""
-    contest, folder = contest_of(plan.checked), out / "checked"
-    rates = {kind: rule.rate(kind, plan.checked) for kind in KINDS}
-    wanted = [contest.fields(kind) | {RATE: rate * x} for kind, rate in rates.items() for x in (0.5, 1, 2)]
-    given = options(out, plan.tokens_of(plan.checked, min(plan.budgets)))
-    runs = tools.run_sweep(contest.config, folder, wanted, parallel, *given, may_crash=True)
-    return {kind: contest.losses(kind, runs) for kind in KINDS}
+def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    tools.prepare_bytes(corpus, out / "data")
+    data = f"--config.data.path={tools.from_root(out / 'data')}"
+    tokens = lambda size: f"--config.total_tokens={plan.tokens_of(size, min(plan.budgets))}"
+    tuned = {
+        size: contest_of(size).tune(out / "tuning" / str(size), plan.rates, parallel, data, tokens(size))
+        for size in plan.tuned
+    }
+    rule = Rule({size: losses_of(size, views) for size, views in tuned.items()})
+
+    contest, rates = contest_of(plan.checked), {kind: rule.rate(kind, plan.checked) for kind in KINDS}
+    wanted = [contest.fields(kind) | {RATE: rate * factor} for kind, rate in rates.items() for factor in (0.5, 1, 2)]
+    options = data, tokens(plan.checked)
+    checked = tools.run_sweep(config.__file__, out / "checked", wanted, parallel, *options, may_crash=True)
+
+    runs = train(plan, rule, out / "ladder", plan.sizes, plan.budgets, parallel, data)
+    laws = {kind: fit([run for run in runs if run["kind"] == kind], plan.n_bootstrap) for kind in KINDS}
+    most = max(plan.budgets)
+    prediction = predict(out / "prediction.json", laws, plan.next, plan.tokens_of(plan.next, most))
+    last = train(plan, rule, out / "next", [plan.next], [most], parallel, data)
+    stages = [*(("tuning", size, views) for size, views in tuned.items()), ("checked", plan.checked, checked)]
+    return dict(
+        settings=config.get_config().to_dict(),
+        runs=[run | dict(expected=float(laws[run["kind"]][0](run["n_params"], run["tokens"]))) for run in runs],
+        laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
+        bootstrap={kind: [dataclasses.astuple(x) for x in (best, *others)] for kind, (best, others, _) in laws.items()},
+        residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
+        prediction=prediction,
+        next=last,
+        tuning={str(size): losses for size, losses in rule.tuning.items()},
+        powers={kind: rule.power(kind) for kind in KINDS},
+        checked={str(plan.checked): losses_of(plan.checked, checked)},
+        farther=[dict(n_params=n, tokens=d) | {"kinds": extrapolate(laws, n, d)} for n, d in FARTHER],
+        logs=[
+            dict(stage=stage, kind=kind, size=str(size)) | tools.describe_run(view)
+            for stage, size, views in stages
+            for kind in KINDS
+            for view in contest_of(size).runs_of(kind, views)
+        ],
+    )
 
 
-def options(out: Path, tokens: int) -> list[str]:
-    return [f"--config.data.path={tools.from_root(out / 'data')}", f"--config.total_tokens={tokens}"]
-
-
-# ---- the ladder -----------------------------------------------------------------------------------
+def losses_of(size: Size, views: Sequence[RunView]) -> dict[str, Losses]:
+    return {kind: contest_of(size).losses(kind, views) for kind in KINDS}
 
 
 def train(
-    out: Path, plan: Plan, sizes: Sequence[Size], budgets: Sequence[int], rule: Rule, parallel: int
-) -> list[dict]:
-    """Return the kind, size, parameters, budget, tokens, rate and validation loss of each run, the smallest first.
-
-    `out` is in the experiment's folder.
-    """
-    wanted, said = [], []
-    for budget in sorted(budgets):
-        for size in sorted(sizes, key=n_params):
-            for kind in KINDS:
-                rate, contest = rule.rate(kind, size), contest_of(size)
-                wanted.append(contest.fields(kind) | {"total_tokens": plan.tokens_of(size, budget), RATE: rate})
-                n = contest.parameters(kind)
-                said.append(dict(kind=kind, size=str(size), n_params=n, budget=budget, learning_rate=rate))
-    data = f"--config.data.path={tools.from_root(out.parent / 'data')}"
-    views = tools.run_sweep(contest_of(sizes[0]).config, out, wanted, parallel, data)
+    plan: Plan, rule: Rule, out: Path, sizes: Sequence[Size], budgets: Sequence[int], parallel: int, data: str
+) -> list[dict[str, Any]]:
+    """Return what results.json has of a run of each kind, size and budget, the smallest budget first."""
+    points = [(kind, size, budget) for budget in sorted(budgets) for size in sizes for kind in KINDS]
+    wanted = [
+        contest_of(size).fields(kind) | {"total_tokens": plan.tokens_of(size, budget), RATE: rule.rate(kind, size)}
+        for kind, size, budget in points
+    ]
+    views = tools.run_sweep(config.__file__, out, wanted, parallel, data)
     found = []
-    for settings, one in zip(wanted, said, strict=True):
-        (view,) = [view for view in views if settings.items() <= view.run.point.items()]
-        found.append(one | dict(tokens=view.tokens, loss=view.validation_loss, bits_per_byte=view.bits_per_byte))
+    for (kind, size, budget), fields in zip(points, wanted, strict=True):
+        (view,) = [view for view in views if fields.items() <= view.run.point.items()]
+        n_params = contest_of(size).parameters(kind)
+        run = dict(kind=kind, size=str(size), n_params=n_params, budget=budget) | tools.describe_run(view)
+        found.append(run | dict(loss=view.validation_loss, bits_per_byte=view.bits_per_byte))
     return found
 
 
-def fit(runs: Iterable[dict]) -> tuple[law.Law, list[law.Law], np.ndarray]:
+# ---- laws -----------------------------------------------------------------------------------------
+
+
+def fit(runs: Iterable[dict], n_bootstrap: int) -> tuple[law.Law, list[law.Law], np.ndarray]:
     """Return the law of the runs of one kind, the laws of the bootstrap, and the residuals that it drew from."""
     arrays = [np.array([run[name] for run in runs], float) for name in ("n_params", "tokens", "loss")]
     best = law.fit(*arrays)
-    return best, law.bootstrap(best, *arrays, N_BOOTSTRAP), law.residuals(best, *arrays)
+    return best, law.bootstrap(best, *arrays, n_bootstrap), law.residuals(best, *arrays)
 
 
-def predict(file: Path, laws: report.Laws, size: Size, tokens: int) -> dict[str, dict]:
+def predict(file: Path, laws: Laws, size: Size, tokens: int) -> dict[str, dict[str, float]]:
     """Return {kind: loss and 95% interval for new runs}, which is written to `file` before the size is trained.
 
     An existing file is kept. Raises ExperimentError if it is for another size.
@@ -255,6 +212,27 @@ def predict(file: Path, laws: report.Laws, size: Size, tokens: int) -> dict[str,
     if wrong := [f"{name} {kept[name]}" for name, value in what.items() if kept[name] != value]:
         raise tools.ExperimentError(f"{file} is for another size ({', '.join(wrong)}): give another --out")
     return kept["predictions"]
+
+
+def extrapolate(laws: Laws, n_params: float, tokens: float) -> dict[str, dict[str, list[float]]]:
+    """Return {kind: its loss and the difference to softmax's, each with its 95% interval}."""
+    losses = {
+        kind: np.array([float(law(n_params, tokens)) for law in (best, *others)])
+        for kind, (best, others, _) in laws.items()
+    }
+    bounds = lambda x: [float(x[0]), *np.percentile(x[1:], [2.5, 97.5]).tolist()]
+    return {kind: dict(loss=bounds(x), above=bounds(x - losses[report.SOFTMAX])) for kind, x in losses.items()}
+
+
+def coefficients(best: law.Law, others: list[law.Law]) -> dict[str, list[float]]:
+    """Return {coefficient: [value, low, high]} with 95% intervals of the bootstrap."""
+    rows = np.array([dataclasses.astuple(law) for law in others])
+    low, high = np.percentile(rows, [2.5, 97.5], axis=0)
+    names = [field.name for field in dataclasses.fields(law.Law)]
+    values = zip(dataclasses.astuple(best), low.tolist(), high.tolist(), strict=True)
+    found = {name: list(each) for name, each in zip(names, values, strict=True)}
+    found["E"] = [math.exp(x) for x in found.pop("log_e")]
+    return found
 
 
 if __name__ == "__main__":

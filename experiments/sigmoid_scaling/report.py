@@ -60,7 +60,7 @@ def table(found: Study) -> list[str]:
 
 
 def plot(studies: Sequence[Study], path: Path) -> None:
-    """Draw norms against n, convergence at alpha = 1, and doubling ratios against alpha: path.png and path.svg.
+    """Draw norms against n, convergence at alpha = 1, and doubling ratios against alpha.
 
     Lines are laws: for the norms sqrt(E |y|^2) of independent tokens, and dotted its limit n^(1 - alpha) |I|.
     """
@@ -74,7 +74,6 @@ def plot(studies: Sequence[Study], path: Path) -> None:
         "axes.spines.right": False,
         "legend.frameon": False,
         "legend.fontsize": 7,
-        "svg.fonttype": "none",
     }
     with plt.rc_context(style):
         figure, axes = plt.subplots(*shape, figsize=(3.6 * shape[1], 2.9 * shape[0]), squeeze=False)
@@ -87,8 +86,7 @@ def plot(studies: Sequence[Study], path: Path) -> None:
             axis.set_title(f"({letter}) {axis.get_title()}", loc="left", fontsize=8)
             axis.set_title("")
         figure.tight_layout()
-        write_figure(path.with_suffix(".png"), figure, dpi=200)
-        write_figure(path.with_suffix(".svg"), figure)
+        write_figure(path, figure, dpi=200)
         plt.close(figure)
 
 

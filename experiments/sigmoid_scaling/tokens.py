@@ -55,23 +55,16 @@ def random_tokens(rng: np.random.Generator, mean: float) -> Tokens:
     return Tokens("random tokens", *np.einsum("nw,phwd->phnd", x, draw_maps(rng, WIDTH), optimize=True), False)
 
 
-def text_tokens(
-    rng: np.random.Generator, workdir: Path, data: Path | None, at_most: int, at_least: int, say: Say
-) -> list[Tokens]:
+def text_tokens(rng: np.random.Generator, workdir: Path, at_most: int, at_least: int, say: Say) -> list[Tokens]:
     """Return the last hidden states (LayerNorm outputs) of a run's model on text: in order, and drawn independently.
 
-    The text is the split at `data`, or the run's validation split. Raises HeinsenError, for fewer than `at_least`
-    tokens InputError.
+    The text is the run's validation split. Raises HeinsenError, for fewer than `at_least` tokens InputError.
     """
     config = load_run(workdir)
-    split = config.data.validation_split
-    if data is not None:
-        split = data.name
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(data.parent)))
-    windows = _read_windows(config, split, at_most)
+    windows = _read_windows(config, at_most)
     if windows.size < at_least:
         raise InputError(
-            f"{config.data.path}, {split}: windows of {config.sequence_length} hold {windows.size:,} of at most "
+            f"{config.data.path}, validation: windows of {config.sequence_length} hold {windows.size:,} of at most "
             f"{at_most:,} tokens, a sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
         )
     _, params = load_params(workdir, config.model, make_mesh())
@@ -86,11 +79,11 @@ def text_tokens(
     return [Tokens("text, in order", q, k, v, True), Tokens("text, independent", q, k, v, False)]
 
 
-def _read_windows(config: TrainConfig, split: str, at_most: int) -> np.ndarray:
-    """Return the first tokens of each dataset of a split, in windows of the training length."""
+def _read_windows(config: TrainConfig, at_most: int) -> np.ndarray:
+    """Return the first tokens of each dataset of the validation split, in windows of the training length."""
     length = config.sequence_length
     windows = [np.zeros((0, length), np.uint16)]
-    for dataset, share in open_split(config, split):
+    for dataset, share in open_split(config, config.data.validation_split):
         n = min(int(at_most * share), dataset.num_tokens) // length
         windows.append(dataset.read(0, n * length).reshape(n, length))
     return np.concatenate(windows)

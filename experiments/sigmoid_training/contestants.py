@@ -1,14 +1,13 @@
 """The forms of sigmoid attention, the growth of each by its law, and the initial parameters of the controlled runs."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
 
-from experiments.contest import Contest
 from experiments.forgetting import config
 from experiments.sigmoid_scaling.forms import window_growth
+from experiments.tools import Contest
 from heinsen.export import save_folder
 from heinsen.models import Params, init_params
 from heinsen.sweep.space import Value
@@ -20,7 +19,7 @@ FORMS: dict[str, dict[str, Value]] = {
     STEEPER: dict(attention="sigmoid", sigmoid_alpha=1.5),
     "alpha 0, bias -log n": dict(attention="sigmoid", sigmoid_alpha=0.0, sigmoid_bias="-log_n"),
 }
-CONTEST = Contest(Path(config.__file__), config.get_config, FORMS)
+CONTEST = Contest(config, FORMS)
 
 
 def growth(form: str, n_tokens: int) -> float:
@@ -44,11 +43,11 @@ def write_start(folder: Path, form: str, scale: float) -> None:
     params = scale_outputs(init_params(run.model, jax.random.key(1)), scale)
     folder.parent.mkdir(parents=True, exist_ok=True)
     card = f"# Initial parameters\n\n{form}, W2 times {scale:g}, of experiments/sigmoid_training.\n"
-    save_folder(folder, run.model, run.data.tokenizer, params, step=0, run=dataclasses.asdict(run), card=card)
+    save_folder(folder, run.model, "bytes", params, step=0, run=dataclasses.asdict(run), card=card)
 
 
 def scale_outputs(params: Params, scale: float) -> Params:
     """Return the parameters with `scale` times the kernels of W2."""
-    layers: Mapping = params["layers"]
+    layers = params["layers"]
     w2 = layers["w2"] | {"kernel": layers["w2"]["kernel"] * scale}
     return params | {"layers": layers | {"w2": w2}}

@@ -1,16 +1,13 @@
-"""report.md, results.json and the figures, from the measurements."""
+"""report.md and the figures, from results.json."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
-from experiments import contest, contexts, tools
-from experiments.sigmoid_training.contestants import CONTEST, FORMS, ONE, STEEPER, exchanged_scale, growth
+from experiments import contexts, tools
+from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale
 from heinsen.figures import place_legend
-from heinsen.sweep.runs import RunView
 
 EXCHANGED = {
     ONE: f"{ONE}, initial outputs as with {STEEPER}",
@@ -20,32 +17,8 @@ EXCHANGED = {
 Norms = Mapping[str, Mapping[int, Sequence[float]]]  # {form: {n: RMS of each layer's attention over n tokens}}
 
 
-class Beyond(NamedTuple):
-    """One run of each form beyond the training length."""
-
-    rates: dict[str, float]  # {form: learning rate}
-    positions: contexts.Positions
-    norms: Norms
-
-
-class Found(NamedTuple):
-    """The runs with the lowest loss of each form, and those at the one learning rate that is best for all of them."""
-
-    best: Beyond
-    alike: Beyond
-
-
-def write(out: Path, grid: list[RunView], exchanged: list[RunView], found: Found) -> str:
+def write(out: Path, results: dict[str, Any]) -> str:
     """Write the report and its figures, and return it."""
-    results = dict(
-        machine=tools.describe_machine(),
-        jax=jax.__version__,
-        tokens=max(run.tokens for run in grid),
-        rates={form: CONTEST.losses(form, grid) for form in FORMS}
-        | {name: CONTEST.losses(form, exchanged) for form, name in EXCHANGED.items()},
-        beyond={name: each._asdict() for name, each in found._asdict().items()},
-        law={form: {n: growth(form, n) for n in norms} for form, norms in found.best.norms.items()},
-    )
     plot_lengths(out / "lengths.png", results)
     plot_rates(out / "rates.png", results["rates"])
     text = tools.write_report(out, results, report(results))
@@ -57,7 +30,7 @@ def write(out: Path, grid: list[RunView], exchanged: list[RunView], found: Found
 
 def report(results: dict[str, Any]) -> list[str]:
     """Return the lines of report.md."""
-    length = CONTEST.get_config().sequence_length
+    length = results["settings"]["sequence_length"]
     beyond, law = results["beyond"], results["law"]
     farthest = max(next(iter(law.values())))
     return [
@@ -78,7 +51,7 @@ def report(results: dict[str, Any]) -> list[str]:
         f"by a factor in W2's initial values, {exchanged_scale(ONE):.3f} or {exchanged_scale(STEEPER):.3g}, the ratio "
         "by the law over a window; all else is as in the runs with their own scale.",
         "",
-        *contest.tuning_section(results["rates"], "Learning rates", "all runs"),
+        *tools.tuning_section(results["rates"], "Learning rates", "all runs"),
         "![Validation loss by learning rate](rates.png)",
         "",
         "## Beyond the training length",
@@ -95,13 +68,13 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         "### The same learning rate for all",
         "",
-        *contexts.table(beyond["alike"]["positions"]),
+        *contexts.positions_table(beyond["alike"]["positions"]),
         "",
         *norms_table(beyond["alike"]["norms"], law),
         "",
         "### The best learning rate of each",
         "",
-        *contexts.table(beyond["best"]["positions"]),
+        *contexts.positions_table(beyond["best"]["positions"]),
         "",
         *norms_table(beyond["best"]["norms"], law),
     ]
@@ -129,8 +102,8 @@ def worse(beyond: Mapping[str, Any]) -> str:
     return ", ".join(f"{each['difference']:+.3f}{contexts.significance(each)}" for each in last)
 
 
-def best_of(name: str, losses: Mapping[float, float]) -> str:
-    rate = contest.best_rate(losses)
+def best_of(name: str, losses: tools.Losses) -> str:
+    rate = tools.best_rate(losses)
     return f"{losses[rate]:.3f} ({name}, at {rate:g})"
 
 
@@ -154,7 +127,7 @@ def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
     for (left, right), (which, title) in zip(rows, titles.items(), strict=True):
         beyond = results["beyond"][which]
         for index, (form, found) in enumerate(beyond["positions"].items()):
-            middles = [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
+            middles = contexts.middles(found)
             left.plot(middles, [each["streaming"] for each in found["ranges"]], color=f"C{index}", lw=1.4, label=form)
             left.plot(middles, [each["windows"] for each in found["ranges"]], ".", color=f"C{index}", ms=4)
             norms, law = beyond["norms"][form], results["law"][form]
@@ -177,10 +150,10 @@ def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
     tools.save_figure(figure, path)
 
 
-def plot_rates(path: Path, rates: Mapping[str, Mapping[float, float]]) -> None:
+def plot_rates(path: Path, rates: Mapping[str, tools.Losses]) -> None:
     figure, axes = tools.make_figure(figsize=(8, 6))
     for name, losses in rates.items():
-        finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+        finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         axes.plot(list(finite), list(finite.values()), "o--" if name in EXCHANGED.values() else "o-", ms=4, label=name)
     axes.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
     axes.grid(alpha=0.3, which="both")

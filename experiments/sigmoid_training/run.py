@@ -1,36 +1,33 @@
 """Sigmoid attention in trained models: what alpha does to the learning rate, and beyond the training length.
 
     python experiments/sigmoid_training/run.py --corpus=corpus --out=runs/sigmoid_training [--parallel=2]
+    python experiments/sigmoid_training/run.py --report --out=experiments/sigmoid_training
 
 CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. Every form of contestants.py is trained
 at each learning rate. Two controlled sets of runs separate the learning rate from the scale of the initial outputs:
 alpha = 1 with the initial scale of alpha = 1.5, and the reverse. The best run of each form then reads documents of 16
-times the training length (--read), and so does that at the learning rate that is best for all of them. OUT receives
-data/, starts/, the sweeps grid/ and exchanged/, long/, and the report: report.md, results.json, lengths.png, rates.png.
+times the training length, and so does that at the learning rate that is best for all of them. OUT receives data/,
+starts/, the sweeps grid/ and exchanged/, long/, and the report: report.md, results.json, lengths.png, rates.png.
+--report writes the report of a results.json again.
 """
 
 import json
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from absl import app, flags
 
 from scripts.cli import parse_flags, show_help
 
-CORPUS = flags.DEFINE_string("corpus", None, "Folder of {train-*,validation,test}.jsonl.zst.", required=True)
+CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
 OUT = flags.DEFINE_string("out", "runs/sigmoid_training", "Folder of the experiment.")
 PARALLEL = flags.DEFINE_integer(
     "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
 )
-RATES = flags.DEFINE_list(
-    "learning_rates",
-    ["7.5e-4", "1.5e-3", "3e-3", "6e-3", "1.2e-2", "2.4e-2", "4.8e-2", "9.6e-2"],
-    "Learning rates of each form.",
-)
-TOKENS = flags.DEFINE_integer("tokens", None, "Tokens of each run; default: the config's.", lower_bound=1)
-DOCUMENTS = flags.DEFINE_integer("documents", 32, "Long documents to test on, at most.", lower_bound=1)
-READ = flags.DEFINE_integer("read", 8192, "Bytes of each document that the models read.", lower_bound=1)
 SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
+REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
 
 show_help(__name__)
 
@@ -39,78 +36,100 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import contexts, tools
-from experiments.contest import RATE, common_rate
 from experiments.sigmoid_training import report
-from experiments.sigmoid_training.contestants import CONTEST, FORMS, ONE, STEEPER, exchanged_scale, write_start
+from experiments.sigmoid_training.contestants import (
+    CONTEST,
+    FORMS,
+    ONE,
+    STEEPER,
+    exchanged_scale,
+    growth,
+    write_start,
+)
+from experiments.tools import RATE, Losses
 from heinsen.models import activation_rms
-from heinsen.sweep.runs import RunView, best_of
+from heinsen.sweep.runs import RunView
 from heinsen.weights import load_params, mesh_for_reading
 
-SMALL_FLAGS = {
-    "learning_rates": "3e-3,1.2e-2",
-    "tokens": "150000",
-    "documents": "4",
-    "read": "2048",
-}
+
+class Plan(NamedTuple):
+    """How much of everything. read: bytes of each long document that the models read."""
+
+    rates: tuple[float, ...] = (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2, 9.6e-2)
+    tokens: int = 2_000_000
+    n_documents: int = 32
+    read: int = 8192
+
+
+SMALL_PLAN = Plan(rates=(3e-3, 1.2e-2), tokens=150_000, n_documents=4, read=2048)
 
 
 def main(argv: list[str]) -> None:
-    tools.execute(run, OUT.value, PARALLEL.value, SMALL_FLAGS if SMALL.value else None)
+    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
+    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
+    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
-def run(out: Path, parallel: int) -> str:
-    """Do what is left of the experiment, and return its report. Raises ExperimentError."""
-    rates = tools.parse_numbers("learning_rates", RATES.value)
-    tools.check_tokens(CONTEST.get_config(), tokens=TOKENS.value)
-    tools.expect_training(CONTEST.train_flops([*FORMS, ONE, STEEPER], TOKENS.value) * len(rates))
-    tools.share_compilations(out)
-    splits = contexts.prepare(Path(CORPUS.value), out, DOCUMENTS.value, 8 * READ.value)  # reads an eighth of each
-    grid = train(out, "grid", dict.fromkeys(FORMS, 1.0), rates, parallel)
-    exchanged = train(out, "exchanged", {form: exchanged_scale(form) for form in (ONE, STEEPER)}, rates, parallel)
-    length = CONTEST.get_config().sequence_length
-    lengths = [n for i in range(20) if (n := length * 2**i) <= READ.value] or [READ.value]
-    best = {form: best_run(form, grid) for form in FORMS}
-    rate = common_rate({form: CONTEST.losses(form, grid) for form in FORMS})
-    alike = {form: run for form in FORMS for run in CONTEST.runs_of(form, grid) if run.run.point[RATE] == rate}
-    own = {run.name: (form, run) for runs in (best, alike) for form, run in runs.items()}
-    norms = {name: measure_norms(out, *each, splits[0].split, lengths) for name, each in own.items()}
+def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    documents = contexts.prepare(corpus, out, plan.n_documents, 8 * plan.read)  # an eighth is read: there is a cache
 
-    def measure(runs: Mapping[str, RunView]) -> report.Beyond:
-        positions = contexts.by_position(CONTEST, FORMS, out / "grid", [*runs.values()], splits, out / "long", parallel)
-        rates = {form: run.run.point[RATE] for form, run in runs.items()}
-        return report.Beyond(rates, positions, {form: norms[run.name] for form, run in runs.items()})
+    def train(name: str, scales: Mapping[str, float]) -> list[RunView]:
+        """Return one run of some forms at each rate, started with `scales` times their initial outputs."""
+        runs = []
+        for form, scale in scales.items():
+            start = (out / "starts" / f"{list(FORMS).index(form)}_{scale:.4g}").absolute()
+            write_start(start, form, scale)
+            runs += [CONTEST.fields(form) | {RATE: rate, "init_from": str(start)} for rate in plan.rates]
+        options = f"--config.data.path={tools.from_root(out / 'data')}", f"--config.total_tokens={plan.tokens}"
+        return tools.run_sweep(CONTEST.config.__file__, out / name, runs, parallel, *options, may_crash=True)
 
-    return report.write(out, grid, exchanged, report.Found(measure(best), measure(alike)))
+    grid = train("grid", dict.fromkeys(FORMS, 1.0))
+    exchanged = train("exchanged", {form: exchanged_scale(form) for form in (ONE, STEEPER)})
+    length = CONTEST.config.get_config().sequence_length
+    lengths = [n for i in range(20) if (n := length * 2**i) <= plan.read] or [plan.read]
+    losses = {form: CONTEST.losses(form, grid) for form in FORMS}
+    rate = common_rate(losses)
+    chosen = dict(best={form: CONTEST.best_rate(form, grid) for form in FORMS}, alike=dict.fromkeys(FORMS, rate))
 
+    def read(rates: Mapping[str, float]) -> dict[str, Any]:
+        """Return the loss by position and the norms of the runs at a rate each."""
+        runs = {
+            form: run for form in FORMS for run in CONTEST.runs_of(form, grid) if run.run.point[RATE] == rates[form]
+        }
+        positions = contexts.measure(CONTEST, runs, out / "grid", documents, out / "long", parallel)
+        file = out / f"{documents.long}.jsonl"
+        norms = {form: measure_norms(out / "grid" / run.name, form, file, lengths) for form, run in runs.items()}
+        return dict(rates=dict(rates), positions=positions, norms=norms)
 
-def train(out: Path, name: str, scales: dict[str, float], rates: list[float], parallel: int) -> list[RunView]:
-    """Return one run of some forms at each rate, started with `scales` times their initial outputs."""
-    runs = []
-    for form, scale in scales.items():
-        start = (out / "starts" / f"{list(FORMS).index(form)}_{scale:.4g}").absolute()
-        write_start(start, form, scale)
-        runs += [CONTEST.fields(form) | {RATE: rate, "init_from": str(start)} for rate in rates]
-    options = [f"--config.data.path={tools.from_root(out / 'data')}"]
-    options += [f"--config.total_tokens={TOKENS.value}"] if TOKENS.value else []
-    return tools.run_sweep(CONTEST.config, out / name, runs, parallel, *options, may_crash=True)
-
-
-def best_run(form: str, runs: list[RunView]) -> RunView:
-    """Return a form's run with the lowest validation loss. Raises ExperimentError."""
-    best = best_of(CONTEST.runs_of(form, runs))
-    if best is None:
-        raise tools.ExperimentError(f"{form} has crashed at all --learning_rates: give lower ones, and another --out")
-    return best
+    return dict(
+        settings=CONTEST.config.get_config().to_dict(),
+        tokens=max(run.tokens for run in grid),
+        rates=losses | {name: CONTEST.losses(form, exchanged) for form, name in report.EXCHANGED.items()},
+        beyond={name: read(rates) for name, rates in chosen.items()},
+        law={form: {n: growth(form, n) for n in lengths} for form in FORMS},
+    )
 
 
-def measure_norms(out: Path, form: str, run: RunView, split: str, lengths: list[int]) -> dict[int, list[float]]:
-    """Return {n: RMS of each layer's attention over the first n tokens of the documents of a split}."""
+def common_rate(tuning: Mapping[str, Losses]) -> float:
+    """Return the learning rate with the lowest loss on average over the contestants. Raises ExperimentError."""
+    means = {
+        rate: statistics.fmean(losses[rate] for losses in tuning.values())
+        for rate in next(iter(tuning.values()))
+        if all(losses[rate] is not None for losses in tuning.values())
+    }
+    if not means:
+        raise tools.ExperimentError("one of the forms has crashed at each learning rate: lower them in run.py")
+    return tools.best_rate(means)
+
+
+def measure_norms(folder: Path, form: str, file: Path, lengths: list[int]) -> dict[int, list[float]]:
+    """Return {n: RMS of each layer's attention over the first n tokens of the documents in a file}."""
     config = CONTEST.train_config(form)
-    mesh = mesh_for_reading(config)
-    _, params = load_params(out / "grid" / run.name, config.model, mesh)
+    _, params = load_params(folder, config.model, mesh_for_reading(config))
     measure = jax.jit(lambda params, tokens: activation_rms(config.model, params, tokens)["attention"])
     squares: dict[int, list[jax.Array]] = {n: [] for n in lengths}
-    for line in (out / f"{split}.jsonl").read_text().splitlines():
+    for line in file.read_text().splitlines():
         tokens = np.frombuffer(json.loads(line)["text"].encode(), np.uint8).astype(np.int32)
         for n in lengths:
             squares[n].append(jnp.square(measure(params, tokens[None, :n])))

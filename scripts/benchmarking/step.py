@@ -13,6 +13,7 @@ from heinsen.contrib.hlo_cost import count_costs
 from heinsen.distributed import keep_host_memory
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
+from heinsen.training.config import TrainConfig
 from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
