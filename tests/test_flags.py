@@ -233,7 +233,6 @@ def test_a_file_is_loaded_once_and_takes_what_follows_the_colon(tmp_path):
         ("data.path", "a=b,None", "a=b,None"),
         ("keep_every", "7", 7),  # None in the config
         ("init_from", "7", "7"),
-        ("peak_flops", "1e12", 1e12),
     ],
 )
 def test_a_field_takes_a_value_of_its_type(field, text, value):

@@ -15,7 +15,6 @@ def get_config() -> ConfigDict:
     config.total_tokens = 2_000_000
     config.sequence_length = 512
     config.batch_size = 4
-    config.data.tokenizer = "bytes"
     config.model.update(vocab_size=257, padded_vocab_size=264)
     config.model.update(n_layers=4, d_model=128, n_heads=4, d_key=32, d_value=32)
     config.optimizer.update(final_learning_rate=1e-4, warmup_steps=50)

@@ -111,7 +111,7 @@ class _Step:
         self.optimizer = make_optimizer(config.optimizer, config.total_steps)
         self.state = abstract_train_state(config.model, self.optimizer, mesh, config.carry_rows)
         global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
-        batches = {name: jax.ShapeDtypeStruct(global_shape(x), x.dtype) for name, x in arrays.items()}
+        batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(global_shape(x), x.dtype), arrays)
         self.batches = with_shardings(batches, split_batch(mesh, axis=1))
 
     def compile(self) -> jax.stages.Compiled:

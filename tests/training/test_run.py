@@ -453,8 +453,8 @@ def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_resume
 def poisoned_after(steps: int):
     """Return a `make_train_step` whose parameters become NaN after so many steps."""
 
-    def make(*arguments):
-        step, done = make_train_step(*arguments), 0
+    def make(*arguments, **options):
+        step, done = make_train_step(*arguments, **options), 0
 
         def poisoned(state, tokens):
             nonlocal done
