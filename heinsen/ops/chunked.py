@@ -100,26 +100,28 @@ def _attend_both_ways(
     """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
     run = partial(attend_causally, kind, return_log_z=True, fused=fused)
     past = run(q, keys, state)
-    # From the end, each token takes the key of the token after it, unless that starts another document.
-    ends = document_ends(document_starts)
-    later_k = jnp.where(ends[..., None], NEG_INF, _shift_earlier(keys.k, NEG_INF))
-    later_values = jnp.where(ends[..., None], kind.zero, _shift_earlier(keys.values, kind.zero))
-    later_decay = None
+    # From the end, each token takes the key of the token after it. The last one of a document keeps its own, in a
+    # document by itself, and what it reads there is left out: a query without keys would look like lost terms.
+    ends = document_ends(document_starts)[..., None]
+    later_k = jnp.where(ends, keys.k, _shift_earlier(keys.k))
+    later_values = jnp.where(ends, keys.values, _shift_earlier(keys.values))
+    resets, later_decay = (ends | _shift_earlier(ends))[..., 0], None
     if log_decay_after is not None:
-        later_decay, ends = take_resets(_shift_earlier(log_decay_after[..., None], 0.0)[..., 0], ends)
-    later = _keys(later_k, later_values, ends, later_decay)
+        later_decay, resets = take_resets(_shift_earlier(log_decay_after[..., None])[..., 0], resets)
+    later = _keys(later_k, later_values, resets, later_decay)
     flipped_q, flipped_keys = jax.tree.map(lambda x: jnp.flip(x, axis=-2), (q, later))
     future = run(flipped_q, flipped_keys, state.empty())
 
     assert past.log_z is not None and future.log_z is not None
-    future_y, future_log_z = jnp.flip(future.y, axis=-2), jax.tree.map(lambda x: jnp.flip(x, axis=-1), future.log_z)
+    future_y = jnp.flip(future.y, axis=-2)
+    future_log_z = jax.tree.map(lambda x: jnp.where(ends[..., 0], NEG_INF, jnp.flip(x, axis=-1)), future.log_z)
     past_share, future_share = (share[..., None] for share in log_shares(past.log_z, future_log_z))
     return kind.combine(past.y, past_share, future_y, future_share), past.state
 
 
-def _shift_earlier(x: Array, fill: float) -> Array:
-    """Each token's successor in its place, and `fill` in the last one's, of x [*batch, T, F]."""
-    return following(x, jnp.full_like(x[..., -1, :], fill), x.ndim - 2)
+def _shift_earlier(x: Array) -> Array:
+    """Each token's successor in its place, and the last one twice, of x [*batch, T, F]."""
+    return following(x, x[..., -1, :], x.ndim - 2)
 
 
 # ---- causal attention -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, init_state, merge_states, update_state
+from heinsen.ops import exact
 from heinsen.ops.api import attend_both_ways
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.states import begin_steps, end_steps, take_step
@@ -93,6 +94,22 @@ def test_ordinary_inputs_never_reach_the_exact_form(rng, signed):
         decays[1], decays[2], decays[3] = -5, 0, -1e-3
         decays[4] = np.where(rng.random(704) < 0.5, -5, -1e-4)
         assert run(*arrays, log_decay=decays)[1] == (sigma == 64)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_both_directions_never_reach_the_exact_form(rng, monkeypatch, gated):
+    """Not even at the last token of a document, which sees none after it."""
+    q, k, log_v = (jnp.float32(rng.standard_normal((2, 12, 4))) for _ in range(3))
+    ids = jnp.asarray(np.cumsum(rng.random((2, 12)) < 0.3, axis=-1))
+    lost = []
+    monkeypatch.setattr(exact, "_where_lost", lambda x, exact, args, fast: (lost.append(bool(x)), fast)[1])
+    with jax.disable_jit():
+        if gated:
+            decays = {name: -jnp.float32(rng.random((2, 12))) for name in ("log_decay", "log_decay_after")}
+            attend_both_ways(q, k, log_v, **decays, segment_ids=ids, signed=False)
+        else:
+            heinsen.log_attention(q, k, log_v, causal=False, segment_ids=ids, implementation="chunked")
+    assert lost == [False, False]
 
 
 def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
