@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from absl import app, flags
 
+import experiments.tools  # noqa: F401  imported within a test, its libraries would keep the test's streams
 from configs import default
 from heinsen.config import ConfigError, from_mapping
 from heinsen.training.config import TrainConfig
