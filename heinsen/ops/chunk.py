@@ -17,7 +17,6 @@ Axes: C tokens of the chunk, K key features, V value features; `*batch` is any l
 `naive_chunk` has the same mathematics on one page.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,10 +26,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, ShiftedLog, associative_scan, centered_sum, finite
 from heinsen.ops.decay import ChunkDecay, chunk_decay, decay_grad, document_decay
-from heinsen.ops.values import Shifts, Sums, Values, safe_divide, safe_log, shift_decay
-
-# Without HIGHEST, TPUs and GPUs round float32 factors to bfloat16 or TF32.
-einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+from heinsen.ops.values import Shifts, Sums, Values, einsum, safe_divide, safe_log, shift_decay
 
 
 class Keys(NamedTuple):

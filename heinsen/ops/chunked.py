@@ -8,6 +8,7 @@ Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validate
 where a packed document starts (`documents.document_starts`). Axes as in `chunk`.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -151,16 +152,16 @@ def _causal_form(kind: Values[N], keys: Keys, return_log_z: bool, fused: bool) -
 # ---- summaries and what is read of them -----------------------------------------------------------
 
 
-class _Differentiated:
+class _Differentiated(abc.ABC):
     """A form of `exact.run` that JAX differentiates."""
 
+    @abc.abstractmethod
     def fast(self, *args: Any) -> tuple[Any, Array]:
         """(the output, whether terms were lost)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def slow(self, *args: Any) -> Any:
         """The output, exact."""
-        raise NotImplementedError
 
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array]:
         out, lost = self.fast(*args)

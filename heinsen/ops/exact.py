@@ -1,11 +1,12 @@
 """Exactness at every dynamic range: a fast form, the check of what it lost, and the exact form where it lost terms.
 
 `run` takes three steps: the fast form, whose sums say whether underflow took terms from them; where it did, the exact
-form from the start; and the same for the gradients. The exact form is differentiated by JAX. It stands in a loop of no
-iterations where nothing was lost: a branch of XLA's would hold the buffers of both its sides.
+form from the start; and the same for the gradients. The exact form stands in a loop of no iterations where
+nothing was lost: a branch of XLA's would hold the buffers of both its sides.
 
 The exact forms take a chunk of tokens at a time, with states between them that are normalized, and so exact. A chunk is
-tried by matmuls, relative to shifts of its own; one that loses terms even so is taken token by token.
+tried by matmuls, relative to shifts of its own; one that loses terms even so is taken token by token. JAX
+differentiates each chunk.
 
 Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
 """
@@ -179,18 +180,13 @@ def read(chunk_size: int, q: Array, state: N) -> Array:
     n_tokens = q.shape[-2]
     padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
     y = lax.map(jax.checkpoint(lambda q: read_all(state, q)[0]), _chunks_first(padded, chunk_size))
-    return _tokens_of(y, -2)[..., :n_tokens, :]
+    y = jnp.moveaxis(y, 0, -3)  # [*batch, n, C, V]
+    return y.reshape(*y.shape[:-3], -1, y.shape[-1])[..., :n_tokens, :]
 
 
 def _chunks_first(x: Array, size: int) -> Array:
     """[n, *batch, C, ...] of [*batch, T, ...]."""
     return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
-
-
-def _tokens_of(x: Array, axis: int) -> Array:
-    """[*batch, T, ...] of [n, *batch, C, ...], with C along `axis`."""
-    x = jnp.moveaxis(x, 0, axis - 1)
-    return x.reshape(*x.shape[: axis - 1], -1, *x.shape[x.ndim + axis + 1 :])
 
 
 def _attend_chunk(kind: Values[N], q: Array, keys: Keys, state: N) -> tuple[N, tuple[Array, ShiftedLog]]:

@@ -166,7 +166,7 @@ class Causal(Generic[N]):
     kind: Values[N]
     split: Split
     return_log_z: bool
-    device: str  # the platform
+    device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
     def exact(self, q: Array, keys: Keys, state: N, out: Output[N]) -> Output[N]:
         return exact.attend(self.kind, self.split.chunk_size, q, keys, state, out)

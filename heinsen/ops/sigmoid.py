@@ -221,8 +221,7 @@ def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Ar
         dq_i, dk, dv = lax.fori_loop(queries.first_block, queries.stop_block, key_block, (dq_i, dk, dv))
         return _add(dq, dq_i, queries.start), dk, dv
 
-    *zeros, _ = vary_together(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), q)
-    zeros = tuple(zeros)
+    zeros = vary_together(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), q)[:3]
     dq, dk, dv = lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, zeros)
     return dq, dk, dv, None, None
 

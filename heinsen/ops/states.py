@@ -65,7 +65,7 @@ class NormalizedState(NamedTuple):
         return self.of(log_mean, self.h_z.add(other.h_z), b)
 
     def decay(self, log_decay: Float[Array, "*batch"]) -> "NormalizedState":
-        """State of the same tokens, their weights multiplied by exp(log_decay) > 0."""
+        """State of the same tokens, their weights multiplied by exp(log_decay); -inf leaves means without weight."""
         return self._replace(h_z=self.h_z.scale(log_decay[..., None]))
 
     def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
@@ -95,7 +95,7 @@ class NormalizedMeanState(NamedTuple):
         return NormalizedMeanState(share * self.mean + other_share * other.mean, self.h_z.add(other.h_z))
 
     def decay(self, log_decay: Float[Array, "*batch"]) -> "NormalizedMeanState":
-        """State of the same tokens, their weights multiplied by exp(log_decay) > 0."""
+        """State of the same tokens, their weights multiplied by exp(log_decay); -inf leaves means without weight."""
         return self._replace(h_z=self.h_z.scale(log_decay[..., None]))
 
     def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:

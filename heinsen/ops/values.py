@@ -8,6 +8,7 @@ Axes: K key features, V value features, T tokens or queries; `*batch` is any lea
 """
 
 import abc
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -22,7 +23,8 @@ from heinsen.ops.states import MeanState, NormalizedMeanState, NormalizedState, 
 # state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
 SMALLEST_SUM = 1e-27
 
-HIGHEST = lax.Precision.HIGHEST  # without it, TPUs and GPUs round float32 factors to bfloat16 or TF32
+# Without HIGHEST, TPUs and GPUs round float32 factors to bfloat16 or TF32.
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 N = TypeVar("N", NormalizedState, NormalizedMeanState)
 
@@ -184,8 +186,8 @@ class LogValues(Values[NormalizedState]):
         largest = lax.stop_gradient(jnp.max(log_weights, axis=-1, keepdims=True))
         weights, values = jnp.exp(log_weights - finite(largest)), values + largest
         b = lax.stop_gradient(self.largest(values))
-        z = jnp.einsum("...sk,...s->...k", weights, jnp.exp(largest[..., 0]), precision=HIGHEST)
-        return Sums(jnp.einsum("...sk,...sv->...kv", weights, self.factor(values, b), precision=HIGHEST), z), b
+        z = einsum("...sk,...s->...k", weights, jnp.exp(largest[..., 0]))
+        return Sums(einsum("...sk,...sv->...kv", weights, self.factor(values, b)), z), b
 
     def state_shifts(self, state: NormalizedState) -> Shifts:
         return Shifts(state.h_z.shift, state.b)
@@ -249,7 +251,7 @@ class RealValues(Values[NormalizedMeanState]):
 
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, None]:
         weights = jnp.exp(log_weights)
-        s = jnp.einsum("...sk,...sv->...kv", weights, values, precision=HIGHEST)
+        s = einsum("...sk,...sv->...kv", weights, values)
         return Sums(s, jnp.sum(weights, axis=-2)), None
 
     def state_shifts(self, state: NormalizedMeanState) -> Shifts:

@@ -49,7 +49,10 @@ TESTS = {
     "decoding": ["tests/test_decoding.py", "tests/test_entry_points.py"],
     "export": ["tests/test_export.py", "tests/test_transformers.py"],
     "plan": ["tests/plan"],
-    "contrib": ["tests/plan/test_costs.py", "tests/plan/test_hlo.py"],
+    "contrib": [
+        *("tests/plan/test_costs.py", "tests/plan/test_hlo.py", "tests/test_remote.py"),
+        *("tests/ops/test_pallas_tpu.py", "tests/ops/test_mosaic_gpu.py"),
+    ],
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
@@ -156,19 +159,18 @@ class _Places(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_text = [isinstance(x, ast.JoinedStr) or getattr(x, "value", None).__class__ is str for x in self.sides(node)]
+        is_text = [
+            isinstance(x, ast.JoinedStr) or getattr(x, "value", None).__class__ is str for x in (node.left, node.right)
+        ]
         if type(node.op) in ARITHMETIC and not any(is_text) and not self.is_type(node):
             self.replace_between("arithmetic", node.left, node.right, *ARITHMETIC[type(node.op)])
         self.generic_visit(node)
-
-    def sides(self, node: ast.BinOp) -> tuple[ast.expr, ast.expr]:
-        return node.left, node.right
 
     def is_type(self, node: ast.BinOp) -> bool:
         """Whether this is a union of types, outside an annotation."""
         if not isinstance(node.op, ast.BitOr):
             return False
-        names = [ast.unparse(x) for x in self.sides(node)]
+        names = [ast.unparse(x) for x in (node.left, node.right)]
         return any(name == "None" or name[0].isupper() for name in names)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
