@@ -1,6 +1,5 @@
 """Silence what Orbax logs or complains of besides raising it, and find the cause in what it raises."""
 
-import contextlib
 import functools
 import logging
 import os
@@ -8,31 +7,30 @@ import re
 import sys
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 
-@contextlib.contextmanager
-def quiet_orbax(level: int) -> Iterator[None]:
-    """Drop Orbax's log records of at least `level`: each thread and task repeats what also comes as an exception.
+@functools.cache
+def quiet_orbax() -> None:
+    """Print nothing, from now on, of what Orbax also raises: its log records, and Python's complaints of its reads.
 
-    When one of several reads fails, Orbax never awaits the others: Python's warnings of that are dropped, too.
+    When one read fails, Orbax abandons the others. They end at any time later, in threads of TensorStore or when Python
+    collects them, and nothing can catch their errors: a damaged checkpoint of 120 arrays prints about as many
+    tracebacks.
     """
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio", None)]
+    is_unrelated = lambda text: not re.search("orbax|tensorstore|Event loop is closed", text)
+    for name in ("absl", "asyncio", None):
+        logging.getLogger(name).addFilter(lambda record: is_unrelated(record.pathname + record.getMessage()))
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    report = sys.unraisablehook
 
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return record.levelno < level or not (record.name == "asyncio" or "orbax" in record.pathname)
+    def report_unrelated(unraisable: Any) -> None:
+        if is_unrelated("".join(traceback.format_exception(unraisable.exc_value))):
+            report(unraisable)
 
-    for logger in loggers:
-        logger.addFilter(is_wanted)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_wanted)
+    sys.unraisablehook = report_unrelated
 
 
 def wait_for_threads(seconds: float = 60) -> None:
@@ -41,22 +39,6 @@ def wait_for_threads(seconds: float = 60) -> None:
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
             threading.Thread.join(thread, max(0.0, end - time.monotonic()))  # their own raises what they raised
-
-
-@functools.cache
-def ignore_abandoned_reads() -> None:
-    """Print no errors of reads that Orbax abandons when another read fails.
-
-    They end later, in threads of TensorStore, and find their event loop closed, which Python reports as errors that
-    nothing can catch: without this, a damaged checkpoint of 120 arrays prints about as many tracebacks.
-    """
-    report = sys.unraisablehook
-
-    def report_unrelated(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
-            report(unraisable)
-
-    sys.unraisablehook = report_unrelated
 
 
 def describe_cause(error: BaseException, otherwise: str = "Orbax failed") -> str:
