@@ -26,7 +26,7 @@ from heinsen.errors import HeinsenError, print_warning
 from heinsen.models import Params
 from heinsen.training.checksums import checksums
 from heinsen.training.device_errors import is_device_error
-from heinsen.training.quiet_orbax import describe_cause, quiet_orbax, wait_for_threads
+from heinsen.training.quiet_orbax import describe_cause, quiet_orbax
 
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged_checkpoints"
 
@@ -107,7 +107,6 @@ class Checkpoints:
         except Exception as error:  # Orbax raises many kinds
             with contextlib.suppress(Exception):
                 self._open().wait()  # Orbax raises it a second time
-            wait_for_threads()
             raise self._not_saved(step, error) from error
 
     def save(self, step: int, state: _NamedTuple, position: dict[str, Any], config_hash: str) -> None:

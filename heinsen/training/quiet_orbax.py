@@ -5,8 +5,6 @@ import logging
 import os
 import re
 import sys
-import threading
-import time
 import traceback
 import warnings
 from typing import Any
@@ -31,14 +29,6 @@ def quiet_orbax() -> None:
             report(unraisable)
 
     sys.unraisablehook = report_unrelated
-
-
-def wait_for_threads(seconds: float = 60) -> None:
-    """Wait for the threads that Orbax abandons when another thread of a save fails: they still write and log."""
-    end = time.monotonic() + seconds
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax."):
-            threading.Thread.join(thread, max(0.0, end - time.monotonic()))  # their own raises what they raised
 
 
 def describe_cause(error: BaseException, otherwise: str = "Orbax failed") -> str:
