@@ -193,11 +193,6 @@ class Checkpoints:
         )
 
 
-def has_checkpoints(workdir: Path) -> bool:
-    """Return whether a run has any checkpoints, whole or damaged. Raises CheckpointError."""
-    return bool(checkpoint_steps(workdir))
-
-
 def checkpoint_steps(workdir: Path) -> list[int]:
     """Return the steps of a run's checkpoints, whole or damaged, in order. Raises CheckpointError."""
     return _steps(workdir / CHECKPOINTS)

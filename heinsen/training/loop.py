@@ -16,7 +16,7 @@ from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
 from heinsen.remote import Mirror, RemoteError, open_mirror
-from heinsen.training.checkpoint import Checkpoints, has_checkpoints
+from heinsen.training.checkpoint import Checkpoints, checkpoint_steps
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
@@ -135,7 +135,7 @@ class _InitialParams(NamedTuple):
 
 def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh, tokenizer: str) -> _InitialParams | None:
     """Read `init_from`, before anything is written. A resumed run has parameters of its own."""
-    if config.init_from is None or has_checkpoints(workdir):
+    if config.init_from is None or checkpoint_steps(workdir):
         return None
     return _InitialParams(*load_initial_params(config, mesh, tokenizer))
 

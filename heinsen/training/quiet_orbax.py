@@ -12,13 +12,13 @@ from typing import Any
 
 @functools.cache
 def quiet_orbax() -> None:
-    """Print nothing, from now on, of what Orbax also raises: its log records, and Python's complaints of its reads.
+    """Print, from now on, no log records of Orbax, which repeat what it raises, nor Python's complaints of its reads.
 
     When one read fails, Orbax abandons the others. They end at any time later, in threads of TensorStore or when Python
     collects them, and nothing can catch their errors: a damaged checkpoint of 120 arrays prints about as many
     tracebacks.
     """
-    is_unrelated = lambda text: not re.search("orbax|tensorstore|Event loop is closed", text)
+    is_unrelated = lambda text: not re.search("orbax/checkpoint|tensorstore|Event loop is closed", text)
     for name in ("absl", "asyncio", None):
         logging.getLogger(name).addFilter(lambda record: is_unrelated(record.pathname + record.getMessage()))
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
