@@ -56,7 +56,7 @@ from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
 from heinsen.platform import keep_compilations
 from heinsen.training.config import TrainConfig
-from heinsen.training.console import Console
+from heinsen.training.log import Console
 from heinsen.training.loop import NonFiniteLossError
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
