@@ -44,9 +44,12 @@ def paper_params(size: Size) -> int:
 
 def fields_of(kind: str, size: Size) -> Mapping[str, Value]:
     """Return the fields of the model; two layers of the paper's block have as many parameters as one of GPT-2's."""
+    heads: dict[str, Value] = dict(n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD)
+    paper = heads | dict(n_layers=size.n_layers, d_model=size.width)
+    if kind == "paper's":
+        return paper
     n_layers = size.n_layers // 2 if KINDS[kind].get("block") == "gpt2" else size.n_layers
-    fields = KINDS[kind] | dict(n_layers=n_layers, n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD)
-    paper = dict(n_layers=size.n_layers, n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD, d_model=size.width)
+    fields = KINDS[kind] | heads | dict(n_layers=n_layers)
     return fields | dict(d_model=_width_for(_count(paper), fields, size.width))
 
 

@@ -19,27 +19,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
-
+from experiments.command import define_flags
 from heinsen.files import write_atomically
-from scripts.cli import parse_flags, show_help
 
-CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
-OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")
-PARALLEL = flags.DEFINE_integer(
-    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
-)
-SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
-REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
-
-show_help(__name__)
+define_flags(__name__, "ladder")
 
 import numpy as np
 
 from experiments import tools
 from experiments.ladder import config, law, report
 from experiments.ladder.contestants import KINDS, Size, contest_of, paper_params
-from experiments.tools import RATE, Losses
+from experiments.reports import Losses, best_rate
+from experiments.tools import RATE
 from heinsen.sweep.runs import RunView
 
 # Beyond the runs: (parameters, bytes). The last two are what a softmax GPT (Poli et al. 2023, arXiv:2302.10866, 2.416
@@ -104,18 +95,12 @@ def best_between(losses: Losses) -> float:
 
     At an end of the grid, and beside a crashed run, it is the best one itself.
     """
-    rates, best = sorted(losses), tools.best_rate(losses)
+    rates, best = sorted(losses), best_rate(losses)
     around = rates[max(rates.index(best) - 1, 0) : rates.index(best) + 2]
     if len(around) < 3 or any(losses[rate] is None for rate in around):
         return best
     a, b, _ = np.polyfit(np.log(around), [losses[rate] for rate in around], 2)
     return math.exp(-b / (2 * a)) if a > 0 else best
-
-
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
-    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
@@ -236,4 +221,4 @@ def coefficients(best: law.Law, others: list[law.Law]) -> dict[str, list[float]]
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)
