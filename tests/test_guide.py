@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import heinsen
+from heinsen.ops import api, reference
 from heinsen.training.folder import write_config
 from tests.documents import commands, errors_of
 from tests.runs import ROOT, run_config
@@ -116,7 +117,8 @@ def test_the_program_of_the_readme_runs(rng):
     assert y.shape == x.shape and np.isfinite(y).all()
 
 
-def test_the_program_of_the_library_page_runs(rng):
+def test_the_program_of_the_library_page_runs(rng, monkeypatch):
+    monkeypatch.setattr(api, "_choose", lambda *_: reference)  # compiles soonest
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     names = dict(q=draw(2, 3, 7, 3), k=draw(2, 3, 7, 3), v=draw(2, 3, 7, 4), log_v=draw(2, 3, 7, 4))
     names |= dict(g=-jnp.abs(draw(2, 3, 7)), ids=jnp.stack([jnp.arange(7) // 3, jnp.arange(7) // 4]))

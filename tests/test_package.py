@@ -130,9 +130,14 @@ def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
 
 
 @pytest.fixture
-def example(compile_cache, monkeypatch):
-    """example(name): the module of examples/name.py, with the form of the attention that compiles soonest."""
+def quick_attention(compile_cache, monkeypatch):
+    """The form of the attention that compiles soonest."""
     monkeypatch.setattr(api, "_choose", lambda *_: reference)
+
+
+@pytest.fixture
+def example(quick_attention):
+    """example(name): the module of examples/name.py."""
 
     def load(name):
         spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
@@ -148,7 +153,7 @@ def test_every_example_is_tested():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
 
 
-def test_every_cell_of_the_notebook_runs(compile_cache):
+def test_every_cell_of_the_notebook_runs(quick_attention):
     """Its cells compare what they compute by hand with the library."""
     cells = json.loads((ROOT / "examples" / "attention_by_hand.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import jax
 
 from heinsen.distributed import return_freed_memory
-from heinsen.errors import InputError
 from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
 
@@ -109,15 +108,7 @@ def describe_versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in versions().items())
 
 
-# ---- flags, progress, results, figures -----------------------------------------------------------
-
-
-def parse_numbers(flag: str, texts: list[str]) -> list[int]:
-    """Return the positive integers of a list flag in ascending order. Raises InputError."""
-    for text in texts:
-        if not text.strip().isdecimal() or int(text) < 1:
-            raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,64")
-    return sorted(map(int, texts))
+# ---- progress, results, figures -----------------------------------------------------------
 
 
 def tell(line: str) -> None:
@@ -125,12 +116,10 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def write_results(out: Path, results: dict[str, Any]) -> Path:
+def write_results(out: Path, results: dict[str, Any]) -> None:
     """Write OUT/results.json: after each part, so that a benchmark that is stopped leaves what it has found."""
     make_folder(out)
-    path = out / "results.json"
-    write_atomically(path, json.dumps(results, indent=1) + "\n")
-    return path
+    write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
 
 
 def plot(
