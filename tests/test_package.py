@@ -1,4 +1,4 @@
-"""What an installed heinsen is: typed, of one version, light to import; its citation; the examples."""
+"""What an installed heinsen is: typed, of one version, light to import; the examples."""
 
 import ast
 import importlib.metadata
@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import yaml
 
 import heinsen
 from heinsen.ops import api, reference
@@ -82,14 +81,6 @@ def test_the_version_stands_in_one_place():
     assert re.fullmatch(r"\d+\.\d+\.\d+", heinsen.__version__)
     (assignment,) = ast.parse((ROOT / "heinsen" / "version.py").read_text()).body[-1:]
     assert ast.literal_eval(assignment.value) == heinsen.__version__
-
-
-def test_the_citation_names_the_paper():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["license"] == PROJECT["license"] and "version" not in citation
-    paper = citation["preferred-citation"]
-    assert paper["title"] == "Softmax Attention with Constant Cost per Token" and paper["year"] == 2024
-    assert [author["family-names"] for author in paper["authors"]] == ["Heinsen"]
 
 
 def has_build_backend() -> bool:
