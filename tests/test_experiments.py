@@ -23,8 +23,8 @@ from experiments.forgetting import config as forgetting
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.run import state_size
 from experiments.ladder import run as ladder
-from experiments.ladder.contestants import KINDS, Size, contest_of
 from experiments.ladder.law import Law, bootstrap, fit
+from experiments.ladder.run import KINDS, Size, contest_of
 from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS
 from experiments.sigmoid_training.contestants import ONE, STEEPER, exchanged_scale, growth, write_start
 from experiments.sigmoid_training.run import common_rate

@@ -3,16 +3,17 @@
     python experiments/ladder/run.py --corpus=corpus --out=runs/ladder [--parallel=2]
     python experiments/ladder/run.py --report --out=experiments/ladder
 
-CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. contestants.py lists the kinds; sizes
-are layers x width of the paper's model, with heads of 32. Budgets are numbers of bytes for the largest size; smaller
-ones take less, as the root of their parameters, which tells the law more than equal numbers do. Learning rates are
-tuned at two sizes; those of the others lie on the power of the width between them, which is checked at a third size.
-The prediction for the next size is written before it is trained (prediction.json). OUT receives data/, the sweeps
-tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png. --report writes the
-report of a results.json again. Other sizes and budgets: the plan below.
+CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. Sizes are layers x width of the paper's
+model, with heads of 32. Budgets are numbers of bytes for the largest size; smaller ones take less, as the root of their
+parameters, which tells the law more than equal numbers do. Learning rates are tuned at two sizes; those of the others
+lie on the power of the width between them, which is checked at a third size. The prediction for the next size is
+written before it is trained (prediction.json). OUT receives data/, the sweeps tuning/SIZE/, checked/, ladder/ and
+next/, and the report: report.md, results.json, ladder.png. --report writes the report of a results.json again. Other
+sizes and budgets: the plan below.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +29,10 @@ import numpy as np
 
 from experiments import tools
 from experiments.ladder import config, law, report
-from experiments.ladder.contestants import KINDS, Size, contest_of, paper_params
 from experiments.reports import Losses, best_rate
-from experiments.tools import RATE
+from experiments.tools import RATE, Contest
 from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import Value
 
 # Beyond the runs: (parameters, bytes). The last two are what a softmax GPT (Poli et al. 2023, arXiv:2302.10866, 2.416
 # nats per GPT-2 token) and the paper's model (2.47) were trained on.
@@ -39,6 +40,66 @@ _FROM_GPT2 = 1 / report.TOKENS_PER_BYTE
 FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 15e9 * _FROM_GPT2), (125e6, 300e9 * _FROM_GPT2)]
 
 Laws = Mapping[str, tuple[law.Law, list[law.Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
+
+# ---- models: every kind at any size, with as many parameters as the paper's within 1% ---------------
+
+HEAD = 32  # key and value features of a head
+
+# The parts that helped the gated model most in experiments/forgetting; softmax attention as it is used most.
+KINDS: dict[str, dict[str, Value]] = {
+    "paper's": {},
+    "gate, parts": dict(gate="head", output_gate=True, convolution=4, position="none"),
+    "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
+}
+
+
+class Size(NamedTuple):
+    """Layers and width of the paper's model; the other kinds have as many parameters."""
+
+    n_layers: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.n_layers}x{self.width}"
+
+
+@functools.cache
+def contest_of(size: Size) -> Contest:
+    """Return the contest of all kinds at a size."""
+    return Contest(config, {kind: fields_of(kind, size) for kind in KINDS})
+
+
+@functools.cache
+def paper_params(size: Size) -> int:
+    """Return the number of parameters of the paper's model."""
+    return contest_of(size).parameters("paper's")
+
+
+def fields_of(kind: str, size: Size) -> Mapping[str, Value]:
+    """Return the fields of the model; two layers of the paper's block have as many parameters as one of GPT-2's."""
+    heads: dict[str, Value] = dict(n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD)
+    paper = dict(n_layers=size.n_layers) | heads | dict(d_model=size.width)
+    if kind == "paper's":
+        return paper
+    n_layers = size.n_layers // 2 if KINDS[kind].get("block") == "gpt2" else size.n_layers
+    fields = KINDS[kind] | dict(n_layers=n_layers) | heads
+    return fields | dict(d_model=_width_for(_count(paper), fields, size.width))
+
+
+def _width_for(n: int, fields: Mapping[str, Value], near: int) -> int:
+    """Return the width with which a model has closest to `n` parameters, up to twice a width that is `near`."""
+    tried = near // 2, near, 2 * near
+    counts = [_count({**fields, "d_model": width}) for width in tried]
+    widths = np.arange(1, 2 * near)
+    count = np.polynomial.Polynomial.fit(tried, counts, deg=2)  # the models' matrices are at most width x width
+    return int(widths[np.argmin(abs(count(widths) - n))])
+
+
+def _count(fields: Mapping[str, Value]) -> int:
+    return Contest(config, {"": fields}).parameters("")
+
+
+# ---- the plan ---------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
