@@ -152,15 +152,16 @@ def test_the_command_measures_a_run_and_writes_it_down(commands, run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "sigmoid_scaling.png"}
 
 
-def test_bad_input_is_named(commands, tmp_path):
-    first, *others = (
+@pytest.mark.parametrize(
+    "argument, message",
+    [
         ("--lengths=16,many,32", "--lengths: 'many' is not a number above 0"),
         ("--lengths=16,32", "--lengths=16,32: give three numbers"),
         ("--workdir=nowhere", "error: nowhere is not a run folder"),
-    )
-    for start, cases in ((commands.run, [first]), (commands.fork, others)):
-        for argument, message in cases:
-            result = start("scripts/sigmoid_scaling.py", f"--out={tmp_path}", argument)
-            assert result.returncode != 0
-            assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
-            assert not list(tmp_path.iterdir())
+    ],
+)
+def test_bad_input_is_named(commands, tmp_path, argument, message):
+    result = commands.fork("scripts/sigmoid_scaling.py", f"--out={tmp_path}", argument)
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
