@@ -16,7 +16,7 @@ from scripts.benchmarking.on_device import DONE, FAILED, STOPPED, OnDeviceError
 pytest_plugins = ["tests.run_fixtures"]
 
 ROOT = Path(__file__).parent.parent
-DEVICE = dict(platform="gpu", device="NVIDIA H200", count=2, memory=140 * 2**30)
+DEVICE = dict(platform="gpu", device="NVIDIA H200", versions={"jax": "1"}, count=2, memory=140 * 2**30)
 
 # A benchmark in the place of scripts/benchmark.py: it counts its calls, and does what its name says.
 PROGRAM = """
@@ -71,7 +71,7 @@ def test_failing_parts_are_shown_and_do_not_stop_the_others(fake, capfd):
     assert record["device"] == DEVICE and not record["small"] and record["parts"]["good"]["result"] == {"name": "good"}
     assert record["parts"]["fail"]["result"] is None
     report = (out / "report.md").read_text()
-    assert report.startswith("# 2 x NVIDIA H200\n") and "rehearsal" not in report
+    assert report.startswith("# 2 x NVIDIA H200\n\nNVIDIA H200; jax 1; written by") and "rehearsal" not in report
     assert "| [good](#good) | done | 0 |" in report and "| [fail](#fail) | failed | 0 |" in report
     assert "![picture](good/picture.png)\n\n```text\nreport of good\n```" in report
     assert "`fail/log.txt`:\n\n```text\non it\nerror: cannot do it\n```" in report

@@ -25,7 +25,7 @@ from heinsen.figures import place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
 from heinsen.training.config import TrainConfig
 from heinsen.training.loop import train
-from scripts.benchmarking.measure import describe_versions, device_name, versions, write_results
+from scripts.benchmarking.measure import describe_machine, machine, write_results
 
 REFERENCE = Path(__file__).with_name("cpu_losses.json")
 STEPS = 200
@@ -43,9 +43,7 @@ def compare_losses(out: Path) -> str:
     data = make_data(out)
     precisions = ("float32",) if jax.default_backend() == "cpu" else ("default", "float32")
     found = {precision: run(out / precision, data, "chunked", precision) for precision in precisions}
-    summary = dict(
-        device=device_name(),
-        versions=versions(),
+    summary = machine() | dict(
         steps=STEPS,
         losses=found,
         cpu=reference["losses"],
@@ -63,10 +61,10 @@ def compare_losses(out: Path) -> str:
 def write_reference(out: Path) -> str:
     """Train on a CPU by two implementations, in OUT, and write cpu_losses.json; return a line. Raises HeinsenError."""
     if jax.default_backend() != "cpu":
-        raise LossesError(f"--write_reference needs a CPU, here is {device_name()}: set JAX_PLATFORMS=cpu")
+        raise LossesError(f"--write_reference needs a CPU, here is {machine()['device']}: set JAX_PLATFORMS=cpu")
     data = make_data(out)
     losses = {form: run(out / form, data, form, "float32") for form in _FORMS}
-    record = dict(**identity(), device=device_name(), versions=versions(), losses=losses)
+    record = identity() | machine() | dict(losses=losses)
     write_atomically(REFERENCE, json.dumps(record) + "\n")
     return f"written: {REFERENCE}"
 
@@ -148,7 +146,7 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> dict
 def report(summary: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     lines = [
-        f"{summary['device']}; {describe_versions()}",
+        describe_machine(summary),
         f"{summary['steps']} training steps of configs/demo.py, beside {summary['cpu_device']}",
     ]
     cpu = summary["cpu"]["chunked"]

@@ -1,5 +1,6 @@
 """What the benchmarks share: timing, memory, the machine, and the results that they write."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -69,43 +70,25 @@ def free_memory() -> int | None:
 # ---- the machine ---------------------------------------------------------------------------------
 
 
-def device_name() -> str:
-    """Return the name of the device, for a CPU with the number of cores."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return device.device_kind
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}"
-
-
 def machine() -> dict[str, Any]:
-    """Return what results say of the machine."""
-    return dict(device=device_name(), versions=versions())
-
-
-def describe_device() -> dict[str, Any]:
-    """Return the platform, the devices' name and number, and the bytes that one of them has; None: it does not say."""
-    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    return dict(platform=jax.default_backend(), device=device_name(), count=jax.device_count(), memory=memory)
-
-
-def versions() -> dict[str, str]:
-    """Return {package: version} of the installed packages that matter here."""
-    found = {}
+    """Return the name of the device, for a CPU with the number of cores, and {package: version} of what matters."""
+    device, found = jax.devices()[0], {}
+    name = device.device_kind
+    if device.platform == "cpu":
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+        model = models[0] if models else platform.processor() or platform.machine()
+        name = f"{len(os.sched_getaffinity(0))} cores of {model}"
     for package in ("jax", "jaxlib", "torch"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return dict(device=name, versions=found)
 
 
-def describe_versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions().items())
+def describe_machine(results: Mapping[str, Any]) -> str:
+    """Return what results have of `machine`, in words."""
+    return "; ".join([results["device"], ", ".join(f"{name} {x}" for name, x in results["versions"].items())])
 
 
 # ---- progress, results, figures -----------------------------------------------------------
