@@ -1,7 +1,7 @@
 """Convert nested mappings (a config file, a run's config.json) to frozen dataclasses, with strict checks.
 
 Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type. A number with
-other limits than being positive is annotated with a `Setting`.
+other limits than being positive is annotated with a `Limits`.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ class ConfigError(HeinsenError, ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """Limits of a number, as in `seed: Annotated[int, Setting(at_least=0)]`.
+class Limits:
+    """Limits of a number, as in `seed: Annotated[int, Limits(at_least=0)]`.
 
     Attributes:
       at_least, below: without any the number must be positive.
@@ -46,8 +46,8 @@ def check_numbers(config: Any, path: str = "") -> None:
       path: what to put before the names of fields, such as "model.".
     """
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
-        annotations = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Setting)]
-        setting, value = annotations[0] if annotations else Setting(), getattr(config, name)
+        annotations = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Limits)]
+        setting, value = annotations[0] if annotations else Limits(), getattr(config, name)
         if setting.unlimited and value == math.inf:
             continue
         if type(value) in (int, float) and (problem := _find_problem(value, setting.at_least, setting.below)):

@@ -46,8 +46,8 @@ def difference(a: Array, b: Array) -> Array:
 class ShiftedLog(NamedTuple):
     """A logarithm in two parts, rest + shift, whose precision does not depend on its size.
 
-    float32 holds 100000.004 with an error of 0.004, which a difference of two such logarithms keeps. In two parts each
-    differs from the other by what the rests and the shifts do, both as good as exact. Zero has -inf in both parts.
+    float32 holds 100000.004 with an error of 0.004, which a difference of two such logarithms keeps. In two parts, the
+    difference is that of the shifts plus that of the rests, both nearly exact. Zero has -inf in both parts.
     """
 
     rest: Float[Array, "*shape"]
@@ -234,28 +234,18 @@ def gated_sum(
     return _by_method(method, associative, sequential)(gate, x)
 
 
-def cumulative_logsumexp(
-    x: Float[Array, "..."], axis: int, resets: Bool[Array, "..."] | None = None
-) -> Float[Array, "..."]:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def cumulative_logsumexp(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """The paper's LCSE: h[t] = log sum_{s <= t} exp(x[s]) along `axis`, by an associative scan over the monoid.
 
-    Where `resets` is true (same rank as x, broadcastable on all axes but `axis`) the sum restarts: h[t] = x[t]. The
-    gradient is the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t]; every
+    The gradient is the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t]; every
     weight is at most 1.
     """
-    axis %= x.ndim
-    if resets is None:
-        return _cumulative_logsumexp(x, axis)
-    return _segmented_cumulative_logsumexp(x, resets, axis)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _cumulative_logsumexp(x: Array, axis: int) -> Array:
     return associative_scan(logaddexp, x, axis=axis)
 
 
 def _lcse_fwd(x: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
-    h = _cumulative_logsumexp(x, axis)
+    h = cumulative_logsumexp(x, axis)
     return h, (x, h)
 
 
@@ -265,31 +255,7 @@ def _lcse_bwd(axis: int, residuals: tuple[Array, Array], g: Array) -> tuple[Arra
     return (posterior(x, h) * gated_sum(decay, g, axis, reverse=True),)
 
 
-_cumulative_logsumexp.defvjp(_lcse_fwd, _lcse_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _segmented_cumulative_logsumexp(x: Array, resets: Array, axis: int) -> Array:
-    def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
-        return jnp.where(later[1], later[0], logaddexp(earlier[0], later[0])), earlier[1] | later[1]
-
-    return associative_scan(combine, (x, resets), axis=axis)[0]
-
-
-def _segmented_lcse_fwd(x: Array, resets: Array, axis: int) -> tuple[Array, tuple[Array, Array, Array]]:
-    h = _segmented_cumulative_logsumexp(x, resets, axis)
-    return h, (x, resets, h)
-
-
-def _segmented_lcse_bwd(axis: int, residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, None]:
-    x, resets, h = residuals
-    # No gradient flows back across a reset. Without one, h does not decrease and the decay is at most 1.
-    followed_by_reset = _shift_earlier(resets, axis, True)
-    decay = posterior(jnp.where(followed_by_reset, NEG_INF, h), _shift_earlier(h, axis, jnp.inf))
-    return posterior(x, h) * gated_sum(decay, g, axis, reverse=True), None
-
-
-_segmented_cumulative_logsumexp.defvjp(_segmented_lcse_fwd, _segmented_lcse_bwd)
+cumulative_logsumexp.defvjp(_lcse_fwd, _lcse_bwd)
 
 
 def log_linear_recurrence(

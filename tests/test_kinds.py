@@ -1,7 +1,6 @@
 """Kinds of attention, blocks and positions in one frame: each against a float64 model of loops and quadratic forms."""
 
 import dataclasses
-import functools
 import importlib
 from unittest import mock
 
@@ -14,16 +13,15 @@ from heinsen.config import ConfigError, from_mapping
 from heinsen.decoding import Sampling, decode, read
 from heinsen.decoding.prompts import longest_document
 from heinsen.models import (
-    activation_rms,
     check_room,
     count_params,
     forward,
     init_model_state,
     init_params,
-    mean_decays,
+    layer_records,
     mean_loss,
 )
-from heinsen.models.mixers import Tokens
+from heinsen.models.mixers import TokenContext
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.ops.linear import LinearState
 from heinsen.ops.softmax import KVCache
@@ -92,15 +90,16 @@ def test_logits_activations_and_gradients_are_those_of_the_float64_model(rng, co
 
     def run(params, tokens):
         logits, _ = forward(config, params, tokens)
-        return logits, activation_rms(config, params, tokens), jax.grad(lambda p: mean_loss(config, p, tokens))(params)
+        grads = jax.grad(lambda params: mean_loss(config, params, tokens))(params)
+        return logits, layer_records(config, params, tokens), grads
 
     (logits, rms, grads), records = jax.jit(run)(params, tokens), []
     assert_close(logits, logits64(config, params, tokens, records), 2e-5)
     for index, name in enumerate(("attention", "residual")):
-        of_layers = [
-            np.concatenate([each[index] for each in records[i :: config.n_layers]]) for i in range(len(rms[name]))
-        ]
-        assert_close(rms[name], np.array([np.sqrt(np.mean(x**2)) for x in of_layers]), 2e-5)
+        assert list(rms[name]) == list(range(config.n_layers))
+        for i, got in rms[name].items():
+            layer = np.concatenate([each[index] for each in records[i :: config.n_layers]])
+            assert_close(got, np.sqrt(np.mean(layer**2)), 2e-5)
     loss = lambda params: losses64(logits64(config, params, tokens[:, :-1]), tokens[:, 1:]).mean()
     assert_gradients(rng, params, grads, loss)
 
@@ -116,7 +115,7 @@ def test_mean_decays_are_those_of_the_gates(rng):
     params = init_params(config, jax.random.key(0))
     gate = params["layers"]["layer_1"]["gate"]
     gate["kernel"] *= 0
-    measure = jax.jit(functools.partial(mean_decays, config))
+    measure = jax.jit(lambda params, tokens: layer_records(config, params, tokens)["decay"])
     decays = measure(params, draw_tokens(config, rng))
     assert list(decays) == [1, 3]
     for each in decays.values():
@@ -133,7 +132,7 @@ def test_mean_decays_average_what_tokens_leave(rng):
     x = np.float64(params["embedding"])[tokens]
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     kept = 1 / (1 + np.exp(-(x @ np.float64(gate["kernel"][0]) + np.float64(gate["bias"][0]))))
-    decays = jax.jit(mean_decays, static_argnums=0)(config, params, tokens)
+    decays = jax.jit(layer_records, static_argnums=0)(config, params, tokens)["decay"]
     np.testing.assert_allclose(decays[0], kept.mean((0, 1)), rtol=1e-5)
 
 
@@ -200,7 +199,7 @@ def run_config_of(name):
 def test_rotations_are_relative_however_long_the_text(rng, start):
     """A state of constant size goes on for millions of tokens: the places of neighbors must not run together."""
     q, k = (rng.standard_normal((1, 1, 9, 16)) for _ in range(2))
-    tokens = Tokens(jnp.arange(9, dtype=jnp.int32)[None] + start, jnp.zeros((1, 9), jnp.int32), None, None)
+    tokens = TokenContext(jnp.arange(9, dtype=jnp.int32)[None] + start, jnp.zeros((1, 9), jnp.int32), None, None)
     q32, k32 = POSITION_CLASSES["rotary"].rotate(jnp.float32(q), jnp.float32(k), tokens)
     scores = rotate64(q[0, 0], np.arange(9)) @ rotate64(k[0, 0], np.arange(9)).T
     np.testing.assert_allclose(q32[0, 0] @ k32[0, 0].T, scores, atol=0.02)

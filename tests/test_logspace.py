@@ -300,7 +300,10 @@ def segments(resets):
 
 @jax.jit
 def lcse(x, resets):
-    return cumulative_logsumexp(x, 0, resets)
+    """Along axis 0; where it restarts, as the recurrence whose gates are 1 and 0 there."""
+    if resets is None:
+        return cumulative_logsumexp(x, 0)
+    return log_linear_recurrence(jnp.where(resets, -INF, 0.0), x, 0, method="associative")
 
 
 def lcse64(x, resets):
@@ -351,7 +354,7 @@ def test_cumulative_logsumexp_of_nothing_is_nothing(reset):
 def test_cumulative_logsumexp_broadcasts_resets_off_its_axis(rng):
     x, resets, g = normal(rng, 2, 7, 3), rng.random((2, 7, 1)) < 0.4, normal(rng, 2, 7, 3)
     resets[0, 3], resets[1, 3] = True, False
-    function = jax.jit(lambda x: cumulative_logsumexp(x, -2, resets))
+    function = jax.jit(lambda x: log_linear_recurrence(jnp.where(resets, -INF, 0.0), x, -2, method="associative"))
     out, gradient = function(x), pull(function, (x,), g)[0]
     for row in range(2):
         assert_close(out[row], lcse64(x[row], resets[row, :, 0]))

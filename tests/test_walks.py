@@ -15,7 +15,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from heinsen.models import forward, init_params, unstack
-from heinsen.models.mixers import Tokens
+from heinsen.models.mixers import TokenContext
 from heinsen.training.loop import train
 from tests.models import model_config
 from tests.runs import BATCH, at_step, run_config
@@ -145,10 +145,10 @@ def test_a_flag():
 
 
 def is_batch(x: object) -> bool:
-    """Whether x has an array of integers, traced or not, of as many tokens as only the batches here; not `Tokens`."""
+    """Whether x has an array of integers, traced or not, with as many tokens as only the batches here."""
     if not isinstance(x, tuple | list | dict | jax.Array | np.ndarray):
         return False
-    leaves = jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, Tokens))
+    leaves = jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, TokenContext))
     arrays = (a for a in leaves if isinstance(a, jax.Array | np.ndarray) and a.ndim)
     return any(a.shape[-1] in (WINDOW - 1, WINDOW) and jnp.issubdtype(a.dtype, jnp.integer) for a in arrays)
 

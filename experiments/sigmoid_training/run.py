@@ -38,7 +38,7 @@ from experiments.sigmoid_training.contestants import (
     write_start,
 )
 from experiments.tools import RATE
-from heinsen.models import activation_rms
+from heinsen.models import layer_records
 from heinsen.sweep.runs import RunView
 from heinsen.weights import load_params, mesh_for_reading
 
@@ -112,7 +112,8 @@ def measure_norms(folder: Path, form: str, file: Path, lengths: list[int]) -> di
     """Return {n: RMS of each layer's attention over the first n tokens of the documents in a file}."""
     config = CONTEST.train_config(form)
     _, params = load_params(folder, config.model, mesh_for_reading(config))
-    measure = jax.jit(lambda params, tokens: activation_rms(config.model, params, tokens)["attention"])
+    attention = lambda params, tokens: layer_records(config.model, params, tokens)["attention"]
+    measure = jax.jit(lambda params, tokens: jnp.stack([*attention(params, tokens).values()]))
     squares: dict[int, list[jax.Array]] = {n: [] for n in lengths}
     for line in file.read_text().splitlines():
         tokens = np.frombuffer(json.loads(line)["text"].encode(), np.uint8).astype(np.int32)

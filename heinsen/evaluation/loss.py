@@ -20,7 +20,7 @@ from heinsen.models import (
     ModelState,
     Params,
     init_model_state,
-    mean_decays,
+    layer_records,
     next_token_losses_with_state,
     state_shardings,
 )
@@ -106,7 +106,7 @@ def make_time_constants_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params
     def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
         tokens = tokens[:, :-1] if model.causal else tokens[:, 1:]
         metrics: dict[str, jax.Array] = {}
-        for i, heads in mean_decays(model, params, tokens, mesh).items():
+        for i, heads in layer_records(model, params, tokens, mesh)["decay"].items():
             rates = jnp.maximum(-jnp.log(heads), 1e-7)
             metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
         return metrics

@@ -16,14 +16,12 @@ from heinsen.models.language_model import (
     Layer,
     Params,
     abstract_params,
-    activation_rms,
     count_params,
     forward,
     hidden_states,
     init_params,
     layer_records,
     logits_of,
-    mean_decays,
     unstack,
 )
 from heinsen.models.losses import (
@@ -36,7 +34,7 @@ from heinsen.models.losses import (
     next_token_losses,
     next_token_losses_with_state,
 )
-from heinsen.models.mixers import MIXERS, VALUE_DOMAINS, Mixer, Tokens
+from heinsen.models.mixers import MIXERS, VALUE_DOMAINS, Mixer, TokenContext
 from heinsen.models.positions import Position
 from heinsen.models.state import (
     ModelState,
@@ -68,10 +66,9 @@ __all__ = [
     "Params",
     "Position",
     "REMAT_POLICIES",
-    "Tokens",
+    "TokenContext",
     "VALUE_DOMAINS",
     "abstract_params",
-    "activation_rms",
     "begin_steps",
     "capacity",
     "check_halo",
@@ -90,7 +87,6 @@ __all__ = [
     "masked_logits",
     "masked_loss",
     "masked_losses",
-    "mean_decays",
     "mean_loss",
     "mean_loss_at",
     "mean_loss_with_state",

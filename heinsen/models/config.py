@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from heinsen.config import Setting, check_numbers
+from heinsen.config import Limits, check_numbers
 from heinsen.errors import InputError
 from heinsen.models.dense import PRODUCT
 from heinsen.models.mixers import MIXERS, Mixer
@@ -20,7 +20,7 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # also the products with its matrices
 }
 
-_SIZE = Setting(at_least=1, below=2**28)  # of an axis of an array
+_SIZE = Limits(at_least=1, below=2**28)  # of an axis of an array
 
 BLOCKS = ("heinsen", "gpt2")  # classes in heinsen.models.language_model
 POSITIONS = ("recurrent", "learned", "rotary", "none")  # classes in heinsen.models.positions
@@ -59,17 +59,17 @@ class ModelConfig:
 
     vocab_size: Annotated[int, _SIZE]
     padded_vocab_size: Annotated[int, _SIZE]
-    n_layers: Annotated[int, Setting(at_least=1, below=10_000)]
+    n_layers: Annotated[int, Limits(at_least=1, below=10_000)]
     d_model: Annotated[int, _SIZE]
     n_heads: Annotated[int, _SIZE]
     d_key: Annotated[int, _SIZE]
     d_value: Annotated[int, _SIZE]
     attention: str
-    sigmoid_alpha: Annotated[float, Setting(at_least=-math.inf)]
+    sigmoid_alpha: Annotated[float, Limits(at_least=-math.inf)]
     sigmoid_bias: str
-    window: Annotated[int | None, Setting(at_least=1, below=2**28)]
+    window: Annotated[int | None, Limits(at_least=1, below=2**28)]
     value_domain: str
-    convolution: Annotated[int, Setting(at_least=0, below=65)]
+    convolution: Annotated[int, Limits(at_least=0, below=65)]
     gate: str
     gate_shortest: float
     gate_longest: float
@@ -81,7 +81,7 @@ class ModelConfig:
     dtype: str
     remat: str
     implementation: str | None
-    document_token: Annotated[int | None, Setting(at_least=0)]
+    document_token: Annotated[int | None, Limits(at_least=0)]
 
     def __post_init__(self) -> None:
         self._check_sizes()

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen.models.mixers import Tokens
+from heinsen.models.mixers import TokenContext
 from heinsen.parallel import BATCH, MeshError, on_each_device
 
 
@@ -31,7 +31,7 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxHxTxF: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, tokens: Tokens
+        self, x_BxHxTxF: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, tokens: TokenContext
     ) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
         """Return (y, the last inputs), where `before` are the inputs before the first token (None: there are none)."""
         taps = self.param("taps", random_taps, (x_BxHxTxF.shape[1], self.n_taps, x_BxHxTxF.shape[-1]))

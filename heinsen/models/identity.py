@@ -1,7 +1,6 @@
 """Optional parts of a model, and the parameters with which they do nothing.
 
-A model with such a part, these parameters of it and the other parameters of a model that lacks it has the outputs of
-that one: a checkpoint without the part can start a model with it.
+Added to a trained model with these parameters, a part leaves its outputs unchanged.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
 from heinsen.models.dense import Dense, matmul, weight_init
 from heinsen.models.gate import ForgetGate
-from heinsen.models.mixers import Mixer, Tokens
+from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
         return x_BxTxD, after
 
     def _scan_layers(
-        self, x_BxTxD: Array, states: tuple[LayerState, ...], tokens: Tokens, keep_state: bool
+        self, x_BxTxD: Array, states: tuple[LayerState, ...], tokens: TokenContext, keep_state: bool
     ) -> tuple[Array, tuple[LayerState, ...]]:
         """Scan over repetitions of the pattern, with the states of each of its places stacked."""
         c, period = self.config, len(self.config.mixers)
@@ -134,7 +134,7 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], states: tuple[LayerState, ...], tokens: Tokens, keep_state: bool
+        self, x_BxTxD: Float[Array, "B T D"], states: tuple[LayerState, ...], tokens: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
         c = self.config
         return run_layers(c, c.mixers, self.mesh, x_BxTxD, states, tokens, keep_state)
@@ -146,7 +146,7 @@ def run_layers(
     mesh: Mesh | None,
     x_BxTxD: Float[Array, "B T D"],
     states: tuple[LayerState, ...],
-    tokens: Tokens,
+    tokens: TokenContext,
     keep_state: bool,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
     """Run one layer for each mixer, in order, as submodules layer_0, layer_1, ... of the module that calls this."""
@@ -177,12 +177,12 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], state: LayerState, tokens: Tokens, keep_state: bool
+        self, x_BxTxD: Float[Array, "B T D"], state: LayerState, tokens: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
         normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         q, k, values, inputs = self.project(normed_BxTxD, state.convolution, tokens)
-        tokens = self.forget(normed_BxTxD, tokens)
+        tokens = self.add_log_decays(normed_BxTxD, tokens)
         if self.mixer.takes_log_decay and self.config.causal:
             k, tokens = hide_padding(k, tokens)
         is_step = state.attention is not None and tokens.slot.shape[1] == 1
@@ -196,7 +196,7 @@ class Layer(nn.Module):
         return constrain_stream(self.mesh, x_BxTxD), after
 
     def project(
-        self, normed_BxTxD: Array, inputs: Array | None, tokens: Tokens
+        self, normed_BxTxD: Array, inputs: Array | None, tokens: TokenContext
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
@@ -210,7 +210,7 @@ class Layer(nn.Module):
             q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
         return q, k, values, inputs
 
-    def forget(self, normed_BxTxD: Array, tokens: Tokens) -> Tokens:
+    def add_log_decays(self, normed_BxTxD: Array, tokens: TokenContext) -> TokenContext:
         """The tokens with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
         c = self.config
         if c.gate == "none" or not self.mixer.takes_log_decay:
@@ -378,8 +378,10 @@ def layer_records(
 ) -> dict[str, dict[int, Array]]:
     """Return {name: {number of a layer: its value}}, in the order of the layers, from one forward pass.
 
-    "attention" and "residual" are as in `activation_rms`; "decay", of the layers with a forget gate, as in
-    `mean_decays`. `params` are stacked, as from `init_params`.
+    "attention" and "residual" are root mean squares: of the attention's output as W2 reads it, and of the stream after
+    the layer. "decay" [n_gates], of layers with a forget gate, is what a token leaves of the weights before it, the
+    mean of each head. After n tokens with independent gates decay^n is expected to be left. Masked models have 2H: the
+    gates for earlier tokens, then those for later ones. `params` are stacked, as from `init_params`.
     """
     model = LanguageModel(config, mesh)
     found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
@@ -390,26 +392,3 @@ def layer_records(
         for name, stack in places[layer % period].items():
             records[name][layer] = stack[layer // period]
     return records
-
-
-def activation_rms(
-    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
-) -> dict[str, Float[Array, " L"]]:
-    """Return root mean squares of every layer: "attention", its output as W2 reads it; "residual", the stream after it.
-
-    `params` are stacked, as from `init_params`.
-    """
-    records = layer_records(config, params, tokens, mesh)
-    return {name: jnp.stack([*records[name].values()]) for name in ("attention", "residual")}
-
-
-def mean_decays(
-    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
-) -> dict[int, Float[Array, " n_gates"]]:
-    """Return what a token leaves of the weights before it: each head's mean, by the number of a layer with a gate.
-
-    For masked models 2H: the gates of the H heads for earlier tokens, then those for later tokens.
-    After n tokens with independent gates mean_decay^n is expected to be left. `params` are stacked, as from
-    `init_params`.
-    """
-    return layer_records(config, params, tokens, mesh)["decay"]

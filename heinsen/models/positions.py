@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float
 from heinsen.logspace import NEG_INF, logaddexp
 from heinsen.models.config import ModelConfig, check_room
 from heinsen.models.dense import Dense, weight_init
-from heinsen.models.mixers import Tokens
+from heinsen.models.mixers import TokenContext
 from heinsen.ops import sharded
 
 
@@ -36,7 +36,7 @@ class Position(nn.Module):
         self,
         x_BxTxD: Float[Array, "B T D"],
         before_BxD: Float[Array, "B D"],
-        tokens: Tokens,
+        tokens: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         """Add positions to the embedding x: (x, e after the last token).
@@ -47,7 +47,7 @@ class Position(nn.Module):
 
     @staticmethod
     def rotate(
-        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: Tokens
+        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: TokenContext
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
         """Rotate queries and keys."""
         return q, k
@@ -64,7 +64,7 @@ class RecurrentPosition(Position):
         self,
         x_BxTxD: Float[Array, "B T D"],
         before_BxD: Float[Array, "B D"],
-        tokens: Tokens,
+        tokens: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         n_maps = 2 if self.config.causal else 4
@@ -102,7 +102,7 @@ class LearnedPosition(Position):
         self,
         x_BxTxD: Float[Array, "B T D"],
         before_BxD: Float[Array, "B D"],
-        tokens: Tokens,
+        tokens: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         c, places_BxT = self.config, tokens.slot - tokens.first
@@ -119,7 +119,7 @@ class RotaryPosition(Position):
 
     @staticmethod
     def rotate(
-        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: Tokens
+        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: TokenContext
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
         """Rotate features i and i + K/2 by the token's place in its document times 10000^(-2i/K)."""
         places_BxT = tokens.slot - tokens.first

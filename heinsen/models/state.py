@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
-from heinsen.models.mixers import Tokens
+from heinsen.models.mixers import TokenContext
 from heinsen.models.mixers.base import select_rows
 from heinsen.parallel import BATCH, split_batch
 
@@ -129,7 +129,7 @@ def locate_tokens(
     valid: Bool[Array, "B T"] | None,
     begins: Bool[Array, "B T"] | None,
     causal: bool = True,
-) -> Tokens:
+) -> TokenContext:
     """Return where the tokens stand after `before`, with `valid` from `find_padding`, `begins` from `find_documents`.
 
     No token sees the padding after it if the model is causal; else padding is a document of its own.
@@ -142,12 +142,12 @@ def locate_tokens(
         segment_ids = jnp.cumsum(begins, axis=-1)[:, None]
     if valid is not None and not causal:
         segment_ids = jnp.where(valid[:, None], 0 if segment_ids is None else segment_ids, -1)
-    return Tokens(slot, first, valid, segment_ids)
+    return TokenContext(slot, first, valid, segment_ids)
 
 
 def state_after(
     before: ModelState,
-    tokens: Tokens,
+    tokens: TokenContext,
     lengths: Int[Array, " B"] | None,
     position: Float[Array, "B D"],
     layers: tuple[LayerState, ...],

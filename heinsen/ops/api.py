@@ -9,7 +9,7 @@ Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 in
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,39 +18,20 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from heinsen.logspace import NEG_INF
 from heinsen.ops import chunked, reference, scan
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
-from heinsen.ops.nonfinite import isolate_non_finite
+from heinsen.ops.nonfinite import Attend, isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
 from heinsen.ops.values import LOG_VALUES, REAL_VALUES
 
-# (q, k, values, causal, state, starts, log_decay) -> (output, the state after all tokens)
-LogAttention = Callable[
-    [Array, Array, Array, bool, LogState | None, Array | None, Array | None], tuple[Array, LogState]
-]
-RealAttention = Callable[
-    [Array, Array, Array, bool, MeanState | None, Array | None, Array | None], tuple[Array, MeanState]
-]
-
-
-class Implementation(NamedTuple):
-    """One way to compute both functions. Inputs are validated, of one floating-point dtype, float32 or wider."""
-
-    log_attention: LogAttention
-    attention: RealAttention
-
-
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "reference": Implementation(
-        isolate_non_finite(reference.log_attention, NEG_INF), isolate_non_finite(reference.attention, 0.0)
-    ),
-    "scan": Implementation(isolate_non_finite(scan.log_attention, NEG_INF), isolate_non_finite(scan.attention, 0.0)),
-    "chunked": Implementation(partial(chunked.attend, LOG_VALUES), partial(chunked.attend, REAL_VALUES)),
-    "pallas": Implementation(
-        partial(chunked.attend, LOG_VALUES, fused=True), partial(chunked.attend, REAL_VALUES, fused=True)
-    ),
+# Ways to compute both functions: (kind of values, q, k, values, causal, state, resets, log_decay) -> (output, the state
+# after all tokens). Inputs are validated, of one floating-point dtype, float32 or wider.
+IMPLEMENTATIONS: dict[str, Attend] = {
+    "reference": isolate_non_finite(reference.attend),
+    "scan": isolate_non_finite(scan.attend),
+    "chunked": chunked.attend,
+    "pallas": partial(chunked.attend, fused=True),
 }
 
 
@@ -118,12 +99,14 @@ def log_attention(
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or what "pallas" does
     not take.
     """
-    arrays, starts, log_decay = prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
+    arrays, resets, log_decay = prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
-    run = _choose(implementation, q.shape[-2], k.shape[-2]).log_attention
-    attend = lambda q, k, log_v, state, starts, log_decay: run(q, k, log_v, causal, state, starts, log_decay)
+    run = _choose(implementation, q.shape[-2], k.shape[-2])
+    attend = lambda q, k, log_v, state, resets, log_decay: run(
+        LOG_VALUES, q, k, log_v, causal, state, resets, log_decay
+    )
     with _explain_forward_mode():
-        log_y, end = on_automatic_axes(attend, *arrays, state, starts, log_decay)
+        log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
 
 
@@ -171,12 +154,12 @@ def attention(
     errors as in `log_attention`, with a `MeanState`. Returns y in v's dtype (the state in at least float32); a query
     that sees nothing gets 0.
     """
-    arrays, starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
+    arrays, resets, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
-    run = _choose(implementation, q.shape[-2], k.shape[-2]).attention
-    attend = lambda q, k, v, state, starts, log_decay: run(q, k, v, causal, state, starts, log_decay)
+    run = _choose(implementation, q.shape[-2], k.shape[-2])
+    attend = lambda q, k, v, state, *decay: run(REAL_VALUES, q, k, v, causal, state, *decay)
     with _explain_forward_mode():
-        y, end = on_automatic_axes(attend, *arrays, state, starts, log_decay)
+        y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
@@ -208,7 +191,7 @@ def attend_both_ways(
     return chunked.attend_both_ways(kind, q, k, values, starts, *decays).astype(dtype if signed else q.dtype)
 
 
-def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Implementation:
+def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Attend:
     if implementation is None:
         implementation = "scan" if n_queries == n_keys == 1 else "chunked"
     if implementation not in IMPLEMENTATIONS:
@@ -257,7 +240,7 @@ def prepare(
     segment_ids: Array | None,
     values_name: str,
 ) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
-    """(q, k and values in the dtype of the arithmetic, where documents start [*batch, T], log_decay)."""
+    """(q, k and values in the dtype of the arithmetic, where nothing is left of earlier tokens, log_decay)."""
     check_inputs(q, k, values, causal, segment_ids, values_name)
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
     starts = None

@@ -30,19 +30,19 @@ from heinsen.ops.values import Shifts, Sums, Values, einsum, safe_divide, safe_l
 
 
 class Keys(NamedTuple):
-    """Keys with their values, where documents start among them, and what each leaves of the weights before it."""
+    """Keys with their values, and what each leaves of the weights before it. All are sliced along axis -2."""
 
     k: Array  # [*batch, C, K]
     values: Array  # [*batch, C, V]
-    starts: Array | None = None  # [*batch, C, 1] bool; None: one document
-    log_decay: Array | None = None  # [*batch, C, 1], 0 where a document starts; None: all of it
+    resets: Array | None = None  # [*batch, C, 1] bool: nothing, as where a document starts; None: nowhere
+    log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
 
     def decay(self) -> ChunkDecay | None:
         """What is left of the keys of a chunk, and of the sums before it; None: all."""
-        starts = None if self.starts is None else self.starts[..., 0]
+        resets = None if self.resets is None else self.resets[..., 0]
         if self.log_decay is not None:
-            return chunk_decay(self.log_decay[..., 0], starts)
-        return None if starts is None else document_decay(starts, self.k.dtype)
+            return chunk_decay(self.log_decay[..., 0], resets)
+        return None if resets is None else document_decay(resets, self.k.dtype)
 
 
 def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
@@ -54,8 +54,8 @@ def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
         widths = [(0, 0)] * (keys.k.ndim - 2) + [(0, n_missing), (0, 0)]
         return None if x is None else jnp.pad(x, widths, constant_values=value)
 
-    k, values, starts, log_decay = keys
-    return Keys(pad(k, NEG_INF), pad(values, kind.zero), pad(starts, False), pad(log_decay, 0.0))
+    k, values, resets, log_decay = keys
+    return Keys(pad(k, NEG_INF), pad(values, kind.zero), pad(resets, False), pad(log_decay, 0.0))
 
 
 # ---- shifts ---------------------------------------------------------------------------------------
@@ -134,9 +134,9 @@ def log_shares_kept(c: Array, log_kept: Array, after_c: Array) -> Array:
 
 
 def largest_share(c: Array, log_kept: Array, after_c: Array) -> Array:
-    """Log [*batch, 1] of the largest of these factors: so far falls the share of older values in any mean.
+    """Log [*batch, 1] of the largest of these factors.
 
-    And so far may their shift.
+    No mean keeps a larger share of its older values, so their shift b may fall by as much.
     """
     return lax.stop_gradient(jnp.max(log_shares_kept(c, log_kept, after_c), axis=-1, keepdims=True))
 
@@ -332,7 +332,7 @@ class KeyGrads(NamedTuple):
 
     k: Array
     values: Array
-    end: Array | None  # [*batch]: the share of the sums after the chunk in the sum of dk over keys and features
+    end: Array | None  # [*batch]: sum over keys and features of that part of dk which the sums after the chunk make
 
 
 def key_grads(

@@ -4,8 +4,8 @@ Three things happen, each a form of `exact.run`: causal attention (`schedule.Cau
 state that keys leave behind (`Summarize`), and what queries read of one state (`Read`). Attention that is not causal is
 a summary and a read; within packed documents, and with a forget gate for each direction, two causal attentions.
 
-Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `starts` [*batch, T] is true
-where a packed document starts (`documents.document_starts`). Axes as in `chunk`.
+Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets` [*batch, T] is true
+where nothing is left of the tokens before, as where a packed document starts. Axes as in `chunk`.
 """
 
 import abc
@@ -28,7 +28,7 @@ from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Causal, chunk_size, split_tokens
 from heinsen.ops.states import LogState
-from heinsen.ops.values import LOG_VALUES, N, Shifts, Sums, Values
+from heinsen.ops.values import LOG_VALUES, Shifts, StateT, Sums, Values
 
 
 def attend(
@@ -38,32 +38,32 @@ def attend(
     values: Array,
     causal: bool,
     state: Any,
-    starts: Array | None,
+    resets: Array | None,
     log_decay: Array | None = None,
     *,
     fused: bool = False,
 ) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens). `fused`: by one kernel per pass."""
-    keys = _keys(k, values, starts, log_decay)
+    keys = _keys(k, values, resets, log_decay)
     if state is None:
         first = _empty_state(kind, k, values)
     else:
         first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
     if causal:
         y, _, end = attend_causally(kind, q, keys, first, fused=fused)
-    elif starts is None:
+    elif resets is None:
         end = summarize(kind, keys, first)
         y = read(kind, q, end)
     else:
-        y, end = _attend_both_ways(kind, q, keys, starts, first, fused)
+        y, end = _attend_both_ways(kind, q, keys, resets, first, fused)
     return y, end.denormalize()
 
 
 def state_after(
-    k: Array, log_v: Array, state: LogState, starts: Array | None, log_decay: Array | None = None
+    k: Array, log_v: Array, state: LogState, resets: Array | None, log_decay: Array | None = None
 ) -> LogState:
     """The `LogState` after all tokens, without outputs."""
-    return summarize(LOG_VALUES, _keys(k, log_v, starts, log_decay), state.normalize()).denormalize()
+    return summarize(LOG_VALUES, _keys(k, log_v, resets, log_decay), state.normalize()).denormalize()
 
 
 def attend_both_ways(
@@ -79,30 +79,30 @@ def attend_both_ways(
     return _attend_both_ways(kind, q, keys, starts, _empty_state(kind, k, values), False, log_decay_after)[0]
 
 
-def _empty_state(kind: Values[N], k: Array, values: Array) -> N:
+def _empty_state(kind: Values[StateT], k: Array, values: Array) -> StateT:
     # XLA would spend seconds folding what follows from so large a constant.
     return lax.optimization_barrier(kind.empty_state(k, values))
 
 
-def _keys(k: Array, values: Array, starts: Array | None, log_decay: Array | None) -> Keys:
+def _keys(k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> Keys:
     column = lambda x: None if x is None else x[..., None]
-    return Keys(k, values, column(starts), column(log_decay))
+    return Keys(k, values, column(resets), column(log_decay))
 
 
 def _attend_both_ways(
-    kind: Values[N],
+    kind: Values[StateT],
     q: Array,
     keys: Keys,
     document_starts: Array,
-    state: N,
+    state: StateT,
     fused: bool,
     log_decay_after: Array | None = None,
-) -> tuple[Array, N]:
+) -> tuple[Array, StateT]:
     """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
     run = partial(attend_causally, kind, return_log_z=True, fused=fused)
     past = run(q, keys, state)
-    # From the end, each token takes the key of the token after it. The last one of a document keeps its own, in a
-    # document by itself, and what it reads there is left out: a query without keys would look like lost terms.
+    # From the end, each token takes the key of the token after it. A document's last token has none: it keeps its own
+    # key, in a document by itself, as a query without keys would count as lost terms. Its result is dropped below.
     ends = document_ends(document_starts)[..., None]
     later_k = jnp.where(ends, keys.k, _shift_earlier(keys.k))
     later_values = jnp.where(ends, keys.values, _shift_earlier(keys.values))
@@ -129,8 +129,8 @@ def _shift_earlier(x: Array) -> Array:
 
 
 def attend_causally(
-    kind: Values[N], q: Array, keys: Keys, state: N, *, return_log_z: bool = False, fused: bool = False
-) -> Output[N]:
+    kind: Values[StateT], q: Array, keys: Keys, state: StateT, *, return_log_z: bool = False, fused: bool = False
+) -> Output[StateT]:
     """Each query reads the keys up to its own, and the state before the first one; any number of tokens."""
     n_tokens, form = q.shape[-2], _causal_form(kind, keys, return_log_z, fused)
     if n_missing := form.split.n_tokens - n_tokens:
@@ -141,7 +141,7 @@ def attend_causally(
     return Output(cut(y, -2), jax.tree.map(lambda x: cut(x, -1), log_z), end)
 
 
-def _causal_form(kind: Values[N], keys: Keys, return_log_z: bool, fused: bool) -> Causal[N]:
+def _causal_form(kind: Values[StateT], keys: Keys, return_log_z: bool, fused: bool) -> Causal[StateT]:
     if fused:
         from heinsen.contrib import kernels  # slow to import
 
@@ -183,24 +183,24 @@ def _gradients(function: Callable[..., Any], args: Any, grads: Any, scale: Array
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * scale, found)
 
 
-def summarize(kind: Values[N], keys: Keys, state: N) -> N:
+def summarize(kind: Values[StateT], keys: Keys, state: StateT) -> StateT:
     """Normalized state after all keys, from that before them."""
     return exact.run(Summarize(kind, chunk_size(keys.k.shape[-1])), keys, state)
 
 
 @dataclasses.dataclass(frozen=True)
-class Summarize(_Differentiated, Generic[N]):
+class Summarize(_Differentiated, Generic[StateT]):
     """Sum over all tokens at once, each weighted by what is left of it at the end."""
 
-    kind: Values[N]
+    kind: Values[StateT]
     chunk_size: int
 
-    def slow(self, keys: Keys, state: N) -> N:
+    def slow(self, keys: Keys, state: StateT) -> StateT:
         return exact.summarize(self.kind, self.chunk_size, keys, state)
 
-    def fast(self, keys: Keys, state: N) -> tuple[N, Array]:
+    def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array]:
         kind, before = self.kind, jax.tree.map(lax.stop_gradient, self.kind.state_shifts(state))
-        until_end, log_kept = log_kept_until_end(keys.starts, keys.log_decay)
+        until_end, log_kept = log_kept_until_end(keys.resets, keys.log_decay)
         c = lax.stop_gradient(jnp.maximum(jnp.max(keys.k + until_end, axis=-2), before.c + log_kept))
         own, own_b = kind.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
         # The state as the sums before a chunk that holds all tokens.
@@ -208,29 +208,29 @@ class Summarize(_Differentiated, Generic[N]):
         after = Shifts(c, jax.tree.map(lambda b, own_b: jnp.maximum(b + largest, own_b), before.b, own_b))
         kept = chunk.scale(kind.state_to_sums(state, before), chunk.kept_scales(log_kept, before, after))
         m = chunk.add_sums(kept, Sums(chunk.move_b(own.s, own_b, after.b), own.z))
-        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, after)) | kind.spreads(keys.values)
-        return kind.sums_to_state(m, after), lost | kind.spreads(m.s)
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, after)) | kind.has_non_finite(keys.values)
+        return kind.sums_to_state(m, after), lost | kind.has_non_finite(m.s)
 
 
-def read(kind: Values[N], q: Array, state: N) -> Array:
+def read(kind: Values[StateT], q: Array, state: StateT) -> Array:
     """y or log y [*batch, T, V] of queries that all read one normalized state."""
     return exact.run(Read(kind, chunk_size(q.shape[-1])), q, state)
 
 
 @dataclasses.dataclass(frozen=True)
-class Read(_Differentiated, Generic[N]):
+class Read(_Differentiated, Generic[StateT]):
     """One product of all queries with the state."""
 
-    kind: Values[N]
+    kind: Values[StateT]
     chunk_size: int
 
-    def slow(self, q: Array, state: N) -> Array:
+    def slow(self, q: Array, state: StateT) -> Array:
         return exact.read(self.chunk_size, q, state)
 
-    def fast(self, q: Array, state: N) -> tuple[Array, Array]:
+    def fast(self, q: Array, state: StateT) -> tuple[Array, Array]:
         shifts = jax.tree.map(lax.stop_gradient, self.kind.state_shifts(state))
         m = self.kind.state_to_sums(state, shifts)
         exponents, r = centered_sum(q, shifts.c[..., None, :])
         sums = chunk.read_sums(jnp.exp(exponents), m)
         filled = self.kind.fill_empty(sums, r != NEG_INF, shifts.b)
-        return self.kind.mean(sums, shifts.b), self.kind.has_lost_terms(filled) | self.kind.spreads(m.s)
+        return self.kind.mean(sums, shifts.b), self.kind.has_lost_terms(filled) | self.kind.has_non_finite(m.s)

@@ -73,10 +73,10 @@ def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
 
 
 def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
-    """What is left at the end of each token [*batch, T, 1], and of the state before all [*batch, 1], in logarithms.
+    """Logs of what is left at the end of each token [*batch, T, 1], and of the state before them [*batch, 1].
 
-    Of log_decay [*batch, T, 1], all finite, and `starts` [*batch, T, 1], either None for none. Where much is left the
-    sums are of few large numbers, and hardly rounded.
+    log_decay (finite) and starts are [*batch, T, 1], or None. Where much is left the sums have few large terms, and are
+    hardly rounded.
     """
     until_end = total = jnp.zeros(())
     if log_decay is not None:

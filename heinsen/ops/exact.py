@@ -1,8 +1,8 @@
 """Exactness at every dynamic range: a fast form, the check of what it lost, and the exact form where it lost terms.
 
 `run` takes three steps: the fast form, whose sums say whether underflow took terms from them; where it did, the exact
-form from the start; and the same for the gradients. The exact form stands in a loop of no iterations where
-nothing was lost: a branch of XLA's would hold the buffers of both its sides.
+form from the start; and the same for the gradients. The exact form runs in a loop of 0 or 1 iterations: `lax.cond`
+would allocate the buffers of both branches.
 
 The exact forms take a chunk of tokens at a time, with states between them that are normalized, and so exact. A chunk is
 tried by matmuls, relative to shifts of its own; one that loses terms even so is taken token by token. JAX
@@ -24,7 +24,7 @@ from heinsen.logspace import ShiftedLog, zero_grad_where_unread
 from heinsen.ops import chunk
 from heinsen.ops.chunk import ChunkShifts, Keys
 from heinsen.ops.states import read_all
-from heinsen.ops.values import N, Values
+from heinsen.ops.values import StateT, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
@@ -32,12 +32,12 @@ LARGE_COTANGENT = 1e6
 X = TypeVar("X")
 
 
-class Output(NamedTuple, Generic[N]):
+class Output(NamedTuple, Generic[StateT]):
     """y or log y, log Z if asked for, and the state after all tokens."""
 
     y: Array  # [*batch, T, V]
     log_z: ShiftedLog | None  # of arrays [*batch, T]
-    state: N  # normalized
+    state: StateT  # normalized
 
 
 class Form(Protocol):
@@ -59,30 +59,26 @@ class Form(Protocol):
 @partial(jax.jit, static_argnums=0)
 def run(form: Form, *args: Any) -> Any:
     """The output of a form, exact, with gradients. Jitted, so that a second call outside jit compiles nothing."""
-    return _run(form, *vary_together(*args))
 
+    @jax.custom_vjp
+    def compute(*args: Any) -> Any:
+        out, _, lost = form.forward(*args, save_residuals=False)
+        return _where_lost(lost, form.exact, args, out)
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(form: Form, *args: Any) -> Any:
-    out, _, lost = form.forward(*args, save_residuals=False)
-    return _where_lost(lost, form.exact, args, out)
+    def forward(*args: Any) -> tuple[Any, Any]:
+        out, residuals, lost = form.forward(*args, save_residuals=True)
+        return _where_lost(lost, form.exact, args, out), (args, residuals, lost)
 
+    def backward(saved: Any, grads: Any) -> tuple[Any, ...]:
+        args, residuals, lost = saved
+        grads = lax.optimization_barrier(grads)  # XLA would reduce a constant when compiling, which takes it seconds
+        scale = cotangent_scale(grads)
+        fast = form.backward(*args, residuals=residuals, grads=grads, scale=scale)
+        exact = lambda *args, out: form.exact_backward(*args[:-2], grads=args[-2], scale=args[-1], out=out)
+        return _where_lost(lost, exact, (*args, grads, scale), fast)
 
-def _forward(form: Form, *args: Any) -> tuple[Any, Any]:
-    out, residuals, lost = form.forward(*args, save_residuals=True)
-    return _where_lost(lost, form.exact, args, out), (args, residuals, lost)
-
-
-def _backward(form: Form, saved: Any, grads: Any) -> tuple[Any, ...]:
-    args, residuals, lost = saved
-    grads = lax.optimization_barrier(grads)  # XLA would fold the reduction of a constant at compile time, for seconds
-    scale = cotangent_scale(grads)
-    fast = form.backward(*args, residuals=residuals, grads=grads, scale=scale)
-    exact = lambda *args, out: form.exact_backward(*args[:-2], grads=args[-2], scale=args[-1], out=out)
-    return _where_lost(lost, exact, (*args, grads, scale), fast)
-
-
-_run.defvjp(_forward, _backward)
+    compute.defvjp(forward, backward)
+    return compute(*vary_together(*args))
 
 
 def _where_lost(lost: Array, exact: Callable[..., X], args: Any, fast: X) -> X:
@@ -145,10 +141,12 @@ def vary_together(*trees: Any) -> Any:
 # ---- the exact forms ------------------------------------------------------------------------------
 
 
-def attend(kind: Values[N], chunk_size: int, q: Array, keys: Keys, state: N, out: Output[N]) -> Output[N]:
+def attend(
+    kind: Values[StateT], chunk_size: int, q: Array, keys: Keys, state: StateT, out: Output[StateT]
+) -> Output[StateT]:
     """Causal attention of a whole number of chunks after a normalized state, written over `out`."""
 
-    def step(i: Array, carry: tuple[N, Array, ShiftedLog | None]) -> Any:
+    def step(i: Array, carry: tuple[StateT, Array, ShiftedLog | None]) -> Any:
         state, y, log_z = carry
         state, (chunk_y, chunk_log_z) = _attend_chunk(kind, *slice_tokens((q, keys), i, chunk_size), state)
         y = write(y, chunk_y, i)
@@ -159,27 +157,27 @@ def attend(kind: Values[N], chunk_size: int, q: Array, keys: Keys, state: N, out
 
 
 def attend_backward(
-    kind: Values[N],
+    kind: Values[StateT],
     chunk_size: int,
     q: Array,
     keys: Keys,
-    state: N,
-    grads: Output[N],
+    state: StateT,
+    grads: Output[StateT],
     scale: Array,
-    out: tuple[Array, Keys, N],
-) -> tuple[Array, Keys, N]:
+    out: tuple[Array, Keys, StateT],
+) -> tuple[Array, Keys, StateT]:
     """Gradients of `attend`, written over `out`; cotangents are divided by `scale` meanwhile."""
     n_chunks = q.shape[-2] // chunk_size
     tokens_of = lambda i: slice_tokens((q, keys), i, chunk_size)
 
-    def next_state(state: N, i: Array) -> tuple[N, N]:
+    def next_state(state: StateT, i: Array) -> tuple[StateT, StateT]:
         return _attend_chunk(kind, *tokens_of(i), state)[0], state
 
-    def step(carry: Any, xs: tuple[Array, N]) -> Any:
+    def step(carry: Any, xs: tuple[Array, StateT]) -> Any:
         (dstate, dq, dkeys), (i, before) = carry, xs
         chunk_q, chunk_keys = tokens_of(i)
         run = lambda q, k, values, log_decay, state: _attend_chunk(
-            kind, q, Keys(k, values, chunk_keys.starts, log_decay), state
+            kind, q, Keys(k, values, chunk_keys.resets, log_decay), state
         )
         k, values, _, log_decay = chunk_keys
         (_, (_, log_z)), pull = jax.vjp(run, chunk_q, k, values, log_decay, before)
@@ -197,10 +195,10 @@ def attend_backward(
     return dq, dkeys, multiply(dstate, scale)
 
 
-def summarize(kind: Values[N], chunk_size: int, keys: Keys, state: N) -> N:
+def summarize(kind: Values[StateT], chunk_size: int, keys: Keys, state: StateT) -> StateT:
     """Normalized state after any number of keys."""
 
-    def step(state: N, keys: Keys) -> tuple[N, None]:
+    def step(state: StateT, keys: Keys) -> tuple[StateT, None]:
         decay = keys.decay()
         own = kind.state_of_tokens(keys.k, keys.values, None if decay is None else decay.log_until_end)
         return (state if decay is None else state.decay(decay.log_total)).merge(own), None
@@ -210,7 +208,7 @@ def summarize(kind: Values[N], chunk_size: int, keys: Keys, state: N) -> N:
     return lax.scan(jax.checkpoint(step), state, in_chunks)[0]
 
 
-def read(chunk_size: int, q: Array, state: N) -> Array:
+def read(chunk_size: int, q: Array, state: StateT) -> Array:
     """y or log y of any number of queries that read one normalized state."""
     n_tokens = q.shape[-2]
     padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
@@ -224,20 +222,20 @@ def _chunks_first(x: Array, size: int) -> Array:
     return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
 
 
-def _attend_chunk(kind: Values[N], q: Array, keys: Keys, state: N) -> tuple[N, tuple[Array, ShiftedLog]]:
+def _attend_chunk(kind: Values[StateT], q: Array, keys: Keys, state: StateT) -> tuple[StateT, tuple[Array, ShiftedLog]]:
     """The state after a chunk, and (y, log Z): by matmuls if they lose nothing."""
     own = chunk.own_shifts(kind, lax.stop_gradient(keys))
     shifts = chunk.move_shifts_once(lax.stop_gradient(kind.state_shifts(state)), own)
 
-    def sum_chunk(q: Array, keys: Keys, state: N, shifts: ChunkShifts) -> Any:
+    def sum_chunk(q: Array, keys: Keys, state: StateT, shifts: ChunkShifts) -> Any:
         queries, key_factors = chunk.query_factors(q, shifts), chunk.key_factors(kind, keys, shifts)
         m = kind.state_to_sums(state, shifts.reading)
         return queries, chunk.query_sums(queries, key_factors, m, shifts), chunk.next_sums(key_factors, m, shifts)
 
     # Not read where it is lost: its derivatives may be NaN there.
     queries, sums, end = zero_grad_where_unread(sum_chunk)(q, keys, state, shifts)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts.after)) | kind.spreads(end.s)
-    lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts)) | kind.spreads(sums.s)
+    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts.after)) | kind.has_non_finite(end.s)
+    lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts)) | kind.has_non_finite(sums.s)
 
     def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
         y, log_z = kind.mean(sums, shifts.reading.b), chunk.log_z(queries, sums)
@@ -246,21 +244,23 @@ def _attend_chunk(kind: Values[N], q: Array, keys: Keys, state: N) -> tuple[N, t
     return lax.cond(lost, lambda: _token_by_token(kind, q, keys, state), by_matmuls)
 
 
-def _token_by_token(kind: Values[N], q: Array, keys: Keys, state: N) -> tuple[N, tuple[Array, ShiftedLog]]:
+def _token_by_token(
+    kind: Values[StateT], q: Array, keys: Keys, state: StateT
+) -> tuple[StateT, tuple[Array, ShiftedLog]]:
     """As `_attend_chunk`."""
 
-    def take(state: N, token: tuple[Array, Keys]) -> tuple[N, tuple[Array, ShiftedLog]]:
-        q, (k, values, starts, log_decay) = token
+    def take(state: StateT, token: tuple[Array, Keys]) -> tuple[StateT, tuple[Array, ShiftedLog]]:
+        q, (k, values, resets, log_decay) = token
         if log_decay is not None:
             state = state.decay(log_decay[..., 0])
-        if starts is not None:
-            state = jax.tree.map(lambda old, new: jnp.where(starts[..., 0], new, old), state, state.empty())
+        if resets is not None:
+            state = jax.tree.map(lambda old, new: jnp.where(resets[..., 0], new, old), state, state.empty())
         state = state.merge(kind.normalized_token(k, values))
         return state, state.read(q)
 
     # Checkpointed: else the gradient has room for all tokens' states, and compilers reserve it whether it runs or not.
     step = jax.checkpoint(zero_grad_where_unread(take))
-    for _ in range(state.h_z.shift.ndim - 1):  # every sequence by itself: others may be read here
+    for _ in range(state.h_z.shift.ndim - 1):  # per sequence: `zero_grad_where_unread` must not look at the others
         step = jax.vmap(step)
     state, (y, log_z) = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), (q, keys)))
     return state, (jnp.moveaxis(y, 0, -2), jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), log_z))

@@ -1,10 +1,11 @@
 """Causality for inputs that are not finite, in forms whose products of 0 and NaN would spread them to all tokens.
 
-Such a form computes without them, and what sees them becomes NaN afterwards. The chunked form needs none of this: it
-takes the tokens of such a chunk in turn (`exact`).
+They are replaced by neutral ones, and every output that sees one is set to NaN afterwards. The chunked form needs none
+of this: it takes the tokens of such a chunk in turn (`exact`).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +13,29 @@ from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF
 from heinsen.ops.documents import document_ranges
-from heinsen.ops.states import S
+from heinsen.ops.values import Values
 
-Attend = Callable[[Array, Array, Array, bool, S | None, Array | None, Array | None], tuple[Array, S]]
+Attend = Callable[[Values[Any], Array, Array, Array, bool, Any, Array | None, Array | None], tuple[Array, Any]]
 
 
-def isolate_non_finite(attend: Attend[S], zero: float) -> Attend[S]:
+def isolate_non_finite(attend: Attend) -> Attend:
     """`attend` with outputs of NaN where a query is not finite, or sees a key, value or log decay that is not.
 
     Nowhere else. Outputs of NaN have gradients of 0. -inf counts as finite where it stands for zero: in queries
-    and keys, and in values if `zero`, the number that stands for a value of zero, is -inf.
+    and keys, and in logarithms of values.
     """
 
     def isolated(
+        kind: Values[Any],
         q: Array,
         k: Array,
         values: Array,
         causal: bool,
-        state: S | None,
+        state: Any,
         starts: Array | None,
         log_decay: Array | None,
-    ) -> tuple[Array, S]:
-        values_finite = (values < jnp.inf) & ((values > -jnp.inf) | (zero == NEG_INF))
+    ) -> tuple[Array, Any]:
+        values_finite = (values < jnp.inf) & ((values > -jnp.inf) | (kind.zero == NEG_INF))
         bad_query = ~jnp.all(q < jnp.inf, axis=-1)
         bad_key = ~(jnp.all(k < jnp.inf, axis=-1) & jnp.all(values_finite, axis=-1))
         if log_decay is not None:
@@ -41,8 +43,8 @@ def isolate_non_finite(attend: Attend[S], zero: float) -> Attend[S]:
             bad_key |= bad_decay
             log_decay = jnp.where(bad_decay, 0.0, log_decay)
         leave_out = lambda bad, fill, x: jnp.where(bad[..., None], fill, x)
-        clean = leave_out(bad_query, 0.0, q), leave_out(bad_key, NEG_INF, k), leave_out(bad_key, zero, values)
-        y, end = attend(*clean, causal, state, starts, log_decay)
+        clean = leave_out(bad_query, 0.0, q), leave_out(bad_key, NEG_INF, k), leave_out(bad_key, kind.zero, values)
+        y, end = attend(kind, *clean, causal, state, starts, log_decay)
         seen, seen_by_last = _sees(bad_key, causal, starts)
         at_end = lambda x: jnp.expand_dims(seen_by_last, range(bad_key.ndim - 1, x.ndim))
         end = jax.tree.map(lambda x: jnp.where(at_end(x), jnp.nan, x), end)

@@ -1,14 +1,14 @@
 """The paper's equations, literally: slow, short, and the yardstick for every other implementation.
 
 `equation_1` to `equation_4` take values as the paper writes them (complex logarithms for values of either sign) and no
-state. `log_attention` and `attention` are eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
+state. `attend` is eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
 at every dynamic range by `log_matmul`, in T*S*K memory.
 
 Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `starts` is true at a document's first
 token, except the first document's, which continues the state.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from heinsen.logspace import (
 )
 from heinsen.ops.documents import document_numbers, mask_cross_document
 from heinsen.ops.states import LogState, MeanState, merge_states
+from heinsen.ops.values import LOG_VALUES, Values
 
 State = TypeVar("State", LogState, MeanState)
 
@@ -74,7 +75,23 @@ def _lse(x: Array, axis: int) -> Array:
     return complex_logsumexp(x, axis) if jnp.iscomplexobj(x) else logsumexp(x, axis)
 
 
-def log_attention(
+def attend(
+    kind: Values[Any],
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    values: Float[Array, "*batch S V"],
+    causal: bool,
+    state: Any,
+    starts: Bool[Array, "*batch T"] | None,
+    log_decay: Float[Array, "*batch T"] | None = None,
+) -> tuple[Float[Array, "*batch T V"], Any]:
+    """Eq. (1): log y or y, and the `LogState` or `MeanState` after all tokens."""
+    by_kind: Any = _attend_log_values if kind is LOG_VALUES else _attend_real_values
+    result: tuple[Array, Any] = by_kind(q, k, values, causal, state, starts, log_decay)
+    return result
+
+
+def _attend_log_values(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
     log_v: Float[Array, "*batch S V"],
@@ -95,7 +112,7 @@ def log_attention(
     return log_divide(log_s, log_z[..., None]), _continue(state, end, starts, log_decay)
 
 
-def attention(
+def _attend_real_values(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],

@@ -9,8 +9,8 @@ its size. It materializes T*K*V states, forward and backward; between the two pa
 Axes: T queries, S keys, K key and V value features; `*batch` is any leading axes.
 """
 
-from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,71 +27,33 @@ from heinsen.logspace import (
     logaddexp,
 )
 from heinsen.ops.documents import last_tokens, mask_starts
-from heinsen.ops.states import (
-    LogState,
-    MeanState,
-    NormalizedMeanState,
-    NormalizedState,
-    init_state,
-    read_all,
-    whole_shift,
-)
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES, N, Values
+from heinsen.ops.states import NormalizedMeanState, NormalizedState, read_all, whole_shift
+from heinsen.ops.values import LOG_VALUES, StateT, Values
 
 
-@partial(jax.checkpoint, static_argnums=(3,))
-def log_attention(
-    q: Array,
-    k: Array,
-    log_v: Array,
-    causal: bool,
-    state: LogState | None,
-    starts: Array | None,
-    log_decay: Array | None = None,
-) -> tuple[Array, LogState]:
-    """(log y [*batch, T, V], the `LogState` after all tokens)."""
-    state = init_state(k.shape[:-2], k.shape[-1], log_v.shape[-1], dtype=k.dtype) if state is None else state
-    y, end = _attend(q, k, log_v, causal, state.normalize(), starts, log_decay, LOG_VALUES, _accumulate_log_values)
-    return y, end.denormalize()
-
-
-@partial(jax.checkpoint, static_argnums=(3,))
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    state: MeanState | None,
-    starts: Array | None,
-    log_decay: Array | None = None,
-) -> tuple[Array, MeanState]:
-    """(y [*batch, T, V], the `MeanState` after all tokens); v of either sign."""
-    state = init_state(k.shape[:-2], k.shape[-1], v.shape[-1], signed=True, dtype=k.dtype) if state is None else state
-    y, end = _attend(q, k, v, causal, state.normalize(), starts, log_decay, REAL_VALUES, _accumulate_real_values)
-    return y, end.denormalize()
-
-
-def _attend(
+@partial(jax.checkpoint, static_argnums=(0, 4))
+def attend(
+    kind: Values[StateT],
     q: Array,
     k: Array,
     values: Array,
     causal: bool,
-    past: N,
+    state: Any,
     starts: Array | None,
-    log_decay: Array | None,
-    kind: Values[N],
-    accumulate: Callable[[Array, Array, Array, Array, N], tuple[N, N]],
-) -> tuple[Array, N]:
-    """(what the queries read, the normalized state after all tokens), by a function of the kind of values."""
+    log_decay: Array | None = None,
+) -> tuple[Array, Any]:
+    """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens)."""
+    past = kind.empty_state(k, values) if state is None else state.normalize()
     if not causal and starts is None:
         end = past.merge(kind.state_of_tokens(k, values))
-        return read_all(end, q)[0], end
+        return read_all(end, q)[0], end.denormalize()
+    accumulate: Any = _accumulate_log_values if kind is LOG_VALUES else _accumulate_real_values
     states, end = accumulate(*_scan_weights(k, past.h_z.value(), starts, log_decay), values, past)
     if not causal and starts is not None:
         at, axis = last_tokens(starts), q.ndim - 2
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
         states = jax.tree.map(lambda x: x if x.shape[axis] == 1 else at_end(x), states)  # the shift b has one for all
-    return states.read(q)[0], end
+    return states.read(q)[0], end.denormalize()
 
 
 def _scan_weights(
@@ -99,17 +61,15 @@ def _scan_weights(
 ) -> tuple[Array, Array, Array]:
     """h_z [*batch, T, K] after each token, and the log shares [*batch, T, K, 1] of its past and of the token in it."""
     past, axis = past_h_z[..., None, :], k.ndim - 2
-    if log_decay is not None:
+    if log_decay is not None or starts is not None:
         # What a token leaves of the sums before it.
-        gate = log_decay[..., None] if starts is None else mask_starts(starts, log_decay[..., None])
+        gate = jnp.zeros_like(k[..., :1]) if log_decay is None else log_decay[..., None]
+        gate = gate if starts is None else mask_starts(starts, gate)
         h_z = log_linear_recurrence(gate, k, axis, initial=past_h_z, method="associative")
         before = ShiftedLog.of(jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)).scale(gate)
     else:
-        past = past if starts is None else mask_starts(starts[..., :1], past)
-        x = jnp.concatenate([logaddexp(past, k[..., :1, :]), k[..., 1:, :]], axis=-2)
-        h_z = cumulative_logsumexp(x, axis=axis, resets=None if starts is None else starts[..., None])
-        past = jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)
-        before = ShiftedLog.of(past if starts is None else mask_starts(starts, past))
+        h_z = cumulative_logsumexp(jnp.concatenate([logaddexp(past, k[..., :1, :]), k[..., 1:, :]], axis=-2), axis)
+        before = ShiftedLog.of(jnp.concatenate([past, h_z[..., :-1, :]], axis=-2))
     past_share, own_share = log_shares(before, ShiftedLog.of(k))
     if starts is not None:  # also where both are empty
         past_share = mask_starts(starts, past_share)

@@ -33,7 +33,7 @@ from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk, exact
 from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors
 from heinsen.ops.exact import Output, multiply, vary_together, write
-from heinsen.ops.values import N, Shifts, Sums, Values
+from heinsen.ops.values import Shifts, StateT, Sums, Values
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
@@ -160,50 +160,59 @@ class _Buffers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(Generic[N]):
+class Causal(Generic[StateT]):
     """Causal attention over a whole number of groups, as `exact.run` takes it: what is known when it is compiled."""
 
-    kind: Values[N]
+    kind: Values[StateT]
     split: Split
     return_log_z: bool
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
-    def exact(self, q: Array, keys: Keys, state: N, out: Output[N]) -> Output[N]:
+    def exact(self, q: Array, keys: Keys, state: StateT, out: Output[StateT]) -> Output[StateT]:
         return exact.attend(self.kind, self.split.chunk_size, q, keys, state, out)
 
     def exact_backward(
-        self, q: Array, keys: Keys, state: N, grads: Output[N], scale: Array, out: tuple[Array, Keys, N]
-    ) -> tuple[Array, Keys, N]:
+        self,
+        q: Array,
+        keys: Keys,
+        state: StateT,
+        grads: Output[StateT],
+        scale: Array,
+        out: tuple[Array, Keys, StateT],
+    ) -> tuple[Array, Keys, StateT]:
         return exact.attend_backward(self.kind, self.split.chunk_size, q, keys, state, grads, scale, out)
 
-    def forward(self, q: Array, keys: Keys, state: N, save_residuals: bool) -> tuple[Output[N], Any, Array]:
+    def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
         """(the output, what the backward pass needs if it is saved, whether terms were lost)."""
         kind, split = self.kind, self.split
 
         def step(carry: Any, i: Array) -> Any:
-            m, shifts, buffers, spreads = carry
+            m, shifts, buffers, has_non_finite = carry
             group_q, group_keys = take_group((q, keys), i, split)
             own = move_in_turn(kind, shifts, group_keys)
             queries, key_factors = chunk.query_factors(group_q, own), chunk.key_factors(kind, group_keys, own)
             before, m, shifts = _sums_between(key_factors, m, shifts, own)
             buffers = self._write_queries(queries, key_factors, before, own, buffers, i, save_residuals)
-            spreads |= kind.spreads(group_keys.values)
-            return (m, shifts, buffers, spreads), (before, own) if save_residuals else None
+            has_non_finite |= kind.has_non_finite(group_keys.values)
+            return (m, shifts, buffers, has_non_finite), (before, own) if save_residuals else None
 
         shifts = kind.state_shifts(state)
         m = kind.state_to_sums(state, shifts)
-        carry = m, shifts, self._make_buffers(m, save_residuals), kind.spreads(m.s)
+        carry = m, shifts, self._make_buffers(m, save_residuals), kind.has_non_finite(m.s)
         carry = vary_together(carry, (q, keys))[0]
-        (m, shifts, buffers, spreads), before = lax.scan(step, carry, jnp.arange(split.n_groups))
+        (m, shifts, buffers, has_non_finite), before = lax.scan(step, carry, jnp.arange(split.n_groups))
         y, sums, log_z = buffers
-        # Sums between chunks need no check: what they lost is as little to the queries that read them, and to the end.
-        lost = spreads | kind.has_lost_terms(sums) | kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts))
+        # Sums between chunks need no check of their own: what underflows there is negligible in every query's sum, too,
+        # and in the sums at the end.
+        lost = (
+            has_non_finite | kind.has_lost_terms(sums) | kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts))
+        )
         residuals = Residuals(sums, *before) if save_residuals else None
         return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
 
     def backward(
-        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
-    ) -> tuple[Array, Keys, N]:
+        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
+    ) -> tuple[Array, Keys, StateT]:
         """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
         kind, split = self.kind, self.split
 
@@ -275,7 +284,7 @@ class Causal(Generic[N]):
         return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, dlog_decay)
 
     def _query_sums_grad(
-        self, sums: Sums, grads: Output[N], i: Array, factor: Array
+        self, sums: Sums, grads: Output[StateT], i: Array, factor: Array
     ) -> tuple[Array, Array | None, Sums]:
         """Group i's gradients of y, of log Z and of S and Z, as chunks, times `factor`."""
         split = self.split

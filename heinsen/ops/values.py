@@ -26,7 +26,7 @@ SMALLEST_SUM = 1e-27
 # Without HIGHEST, TPUs and GPUs round float32 factors to bfloat16 or TF32.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
-N = TypeVar("N", NormalizedState, NormalizedMeanState)
+StateT = TypeVar("StateT", NormalizedState, NormalizedMeanState)
 
 
 class Shifts(NamedTuple):
@@ -43,14 +43,14 @@ class Sums(NamedTuple):
     z: Array  # [*batch, K or T]
 
 
-class Values(abc.ABC, Generic[N]):
+class Values(abc.ABC, Generic[StateT]):
     """How one kind of values enters sums and is read from them. Instances have no data: compare them by identity."""
 
     zero: float  # the number that stands for a value of 0
     grad_overwrites_sums: bool  # whether XLA writes the gradient of the values over the buffer of S without a copy
 
     @abc.abstractmethod
-    def empty_state(self, k: Array, values: Array) -> N:
+    def empty_state(self, k: Array, values: Array) -> StateT:
         """Normalized state before any of the tokens k [*batch, T, K], values [*batch, T, V]."""
 
     @abc.abstractmethod
@@ -86,10 +86,10 @@ class Values(abc.ABC, Generic[N]):
         """Whether some sum, after `fill_empty`, is NaN or so small that underflow may have taken terms from it."""
 
     @abc.abstractmethod
-    def spreads(self, values: Array) -> Array:
-        """Whether values, or sums of them, are not finite, so that products with weights of 0 are NaN.
+    def has_non_finite(self, values: Array) -> Array:
+        """Whether some value, or sum of values, is NaN or infinite and `has_lost_terms` cannot see it.
 
-        Only where `has_lost_terms` would not see it.
+        Times a weight of 0 it would be NaN for tokens that do not see it.
         """
 
     @abc.abstractmethod
@@ -97,15 +97,15 @@ class Values(abc.ABC, Generic[N]):
         """What queries read of two sets of tokens, from what they read of each and its log share of the weights."""
 
     @abc.abstractmethod
-    def normalized_token(self, k: Array, values: Array) -> N:
+    def normalized_token(self, k: Array, values: Array) -> StateT:
         """Normalized state of one token k [*batch, K], values [*batch, V], which are the means of all features."""
 
     @abc.abstractmethod
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> N:
+    def sums_to_state(self, m: Sums, shifts: Shifts) -> StateT:
         """Normalized state of sums relative to shifts."""
 
     @abc.abstractmethod
-    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> N:
+    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> StateT:
         """Normalized state of all tokens k [*batch, T, K], values [*batch, T, V], with log_kept [*batch, T] of each."""
 
     @abc.abstractmethod
@@ -113,11 +113,11 @@ class Values(abc.ABC, Generic[N]):
         """Sums over T tokens with log_weights [*batch, T, K] <= 0, and the shift b of the sums."""
 
     @abc.abstractmethod
-    def state_shifts(self, state: N) -> Shifts:
+    def state_shifts(self, state: StateT) -> Shifts:
         """Shifts that cover a normalized state: those of its log weights, and the largest average."""
 
     @abc.abstractmethod
-    def state_to_sums(self, state: N, shifts: Shifts) -> Sums:
+    def state_to_sums(self, state: StateT, shifts: Shifts) -> Sums:
         """Sums of a normalized state, relative to shifts that cover it."""
 
 
@@ -172,7 +172,7 @@ class LogValues(Values[NormalizedState]):
         log_mean = safe_log(safe_divide(m.s, m.z[..., None]))
         return NormalizedState.of(log_mean, _log_weight(m, shifts), shifts.b)
 
-    def spreads(self, values: Array) -> Array:
+    def has_non_finite(self, values: Array) -> Array:
         return jnp.zeros((), bool)  # relative to a shift, what is not finite makes its sums NaN
 
     def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedState:
@@ -242,7 +242,7 @@ class RealValues(Values[NormalizedMeanState]):
     def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
         return NormalizedMeanState(self.mean(m, None), _log_weight(m, shifts))
 
-    def spreads(self, values: Array) -> Array:
+    def has_non_finite(self, values: Array) -> Array:
         return ~jnp.all(jnp.isfinite(values))
 
     def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedMeanState:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from jax.sharding import Mesh
 
-from heinsen.config import Setting, check_numbers
+from heinsen.config import Limits, check_numbers
 from heinsen.models import ModelConfig, check_halo
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
@@ -36,11 +36,11 @@ class DataConfig:
 class TrainConfig:
     """The config of a run; `configs/default.py` documents the fields and holds the defaults."""
 
-    seed: Annotated[int, Setting(at_least=0)]
+    seed: Annotated[int, Limits(at_least=0)]
     init_from: str | None
     total_tokens: int
-    sequence_length: Annotated[int, Setting(below=2**31)]
-    batch_size: Annotated[int, Setting(below=2**31)]
+    sequence_length: Annotated[int, Limits(below=2**31)]
+    batch_size: Annotated[int, Limits(below=2**31)]
     accumulation_steps: int
     carry_state: bool
     mesh: MeshConfig
@@ -50,7 +50,7 @@ class TrainConfig:
     log_every: int
     validate_every: int
     validation_tokens: int
-    sample_tokens: Annotated[int, Setting(at_least=0)]
+    sample_tokens: Annotated[int, Limits(at_least=0)]
     checkpoint_every: int
     keep_checkpoints: int
     keep_every: int | None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import jax
 import optax
 
-from heinsen.config import Setting, check_numbers
+from heinsen.config import Limits, check_numbers
 from heinsen.models import Params
 
 
@@ -15,13 +15,13 @@ class OptimizerConfig:
     """Settings of AdamW and its schedule; `configs/default.py` documents them and holds the paper's values."""
 
     learning_rate: float
-    final_learning_rate: Annotated[float, Setting(at_least=0)]
-    warmup_steps: Annotated[int, Setting(at_least=0)]
-    b1: Annotated[float, Setting(at_least=0, below=1)]
-    b2: Annotated[float, Setting(at_least=0, below=1)]
+    final_learning_rate: Annotated[float, Limits(at_least=0)]
+    warmup_steps: Annotated[int, Limits(at_least=0)]
+    b1: Annotated[float, Limits(at_least=0, below=1)]
+    b2: Annotated[float, Limits(at_least=0, below=1)]
     eps: float
-    weight_decay: Annotated[float, Setting(at_least=0)]
-    clip_norm: Annotated[float, Setting(unlimited=True)]
+    weight_decay: Annotated[float, Limits(at_least=0)]
+    clip_norm: Annotated[float, Limits(unlimited=True)]
 
     def __post_init__(self) -> None:
         check_numbers(self, "optimizer.")

@@ -95,8 +95,8 @@ def make_train_step(
     """Return the jitted step (state, batches [A, B, ...]) -> (state, metrics).
 
     The batches are of `make_passes`. The loss is the mean over A accumulated passes of B rows. The given state is
-    donated. A step whose loss or gradient is not finite changes nothing but the count of such steps, and what it
-    carries: all rows then begin anew, as the state that they came with may be the cause.
+    donated. A step whose loss or gradient is not finite only counts itself as skipped, and empties the carried
+    state of all rows, which may be the cause.
 
     Args:
       loss: (model, params, batch, mesh) -> scalar, or with carry_rows (model, params, batch, mesh, state) -> (scalar,

@@ -8,10 +8,10 @@ from typing import Any
 from heinsen import platform
 from heinsen.ops.chunk import Keys
 from heinsen.ops.schedule import Causal
-from heinsen.ops.values import N, Values
+from heinsen.ops.values import StateT, Values
 
 
-def causal_form(kind: Values[N], keys: Keys, return_log_z: bool) -> Causal[N]:
+def causal_form(kind: Values[StateT], keys: Keys, return_log_z: bool) -> Causal[StateT]:
     """The form for the platform that is compiled for. Raises InputError for what its kernels do not take."""
     form: type[Any]
     if platform.target() == "tpu":  # each is slow to import

@@ -52,7 +52,7 @@ from heinsen.ops.chunk import ChunkShifts, Keys
 from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Causal, Residuals, Split
-from heinsen.ops.values import LOG_VALUES, N, Sums, Values, safe_log, shift_decay
+from heinsen.ops.values import LOG_VALUES, StateT, Sums, Values, safe_log, shift_decay
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 Held = Any
@@ -608,20 +608,20 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(Causal[N]):
+class Fused(Causal[StateT]):
     """`Causal` by one kernel for each pass."""
 
     interpret: Any  # InterpretGPUParams, or None: compiled
 
     @classmethod
-    def of(cls, kind: Values[N], keys: Keys, return_log_z: bool) -> "Fused[N]":
+    def of(cls, kind: Values[StateT], keys: Keys, return_log_z: bool) -> "Fused[StateT]":
         """All chunks are in one group. Raises InputError for what the kernels do not take."""
         _check(keys)
         return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
 
     def forward(
-        self, q: Array, keys: Keys, state: N, save_residuals: bool
-    ) -> tuple[Output[N], Residuals | None, Array]:
+        self, q: Array, keys: Keys, state: StateT, save_residuals: bool
+    ) -> tuple[Output[StateT], Residuals | None, Array]:
         kind, keys = self.kind, with_decay(keys)
         shifts = kind.state_shifts(state)
         m = kind.state_to_sums(state, shifts)
@@ -633,8 +633,8 @@ class Fused(Causal[N]):
         written = _run_forward(layout.sizes, inputs, layout.state(m))
 
         end, after = layout.sums(written.end), jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, False), own.after)
-        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.spreads(m.s)
-        lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.spreads(keys.values)
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.has_non_finite(m.s)
+        lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.has_non_finite(keys.values)
         unflatten = lambda x, *last: layout.unflatten(x)[(..., *map(slice, last))]
         z, r = unflatten(written.z), unflatten(written.r)
         log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if self.return_log_z else None
@@ -647,8 +647,8 @@ class Fused(Causal[N]):
         return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
 
     def backward(
-        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
-    ) -> tuple[Array, Keys, N]:
+        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
+    ) -> tuple[Array, Keys, StateT]:
         kind, is_gated = self.kind, keys.log_decay is not None
         keys = with_decay(keys)
         before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))

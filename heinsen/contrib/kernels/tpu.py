@@ -32,7 +32,7 @@ from heinsen.ops import chunk
 from heinsen.ops.chunk import ChunkShifts, DecayShifts, Keys
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Causal, Split
-from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, N, Shifts, Sums, Values, safe_log
+from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, Shifts, StateT, Sums, Values, safe_log
 
 LANES = 128
 CHUNK = LANES  # tokens
@@ -139,7 +139,7 @@ def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Writte
 
 
 def _are_fine(kind: Values[Any], sums: Sums, values: Array) -> Array:
-    """[P, C]: 0 where sums may have lost terms (`Values.has_lost_terms`) or values spread (`spreads`), else 1."""
+    """[P, C]: 0 where sums may have lost terms (`Values.has_lost_terms`) or values are not finite, else 1."""
     other = jnp.abs(values) < jnp.inf if kind is REAL_VALUES else sums.s >= SMALLEST_SUM
     return jnp.where(sums.z >= SMALLEST_SUM, jnp.min(jnp.where(other, 1.0, 0.0), axis=-1), 0.0)
 
@@ -222,7 +222,7 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, kind: Values[Any], split: Split, keys: Keys) -> "_Layout":
         sizes = keys.k.shape[-1], keys.values.shape[-1]
-        return cls(kind, split, keys.k.shape[:-2], *sizes, keys.starts is not None, keys.log_decay is not None)
+        return cls(kind, split, keys.k.shape[:-2], *sizes, keys.resets is not None, keys.log_decay is not None)
 
     @property
     def n_heads(self) -> int:
@@ -391,13 +391,13 @@ class _Residuals(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(Causal[N]):
+class Fused(Causal[StateT]):
     """`Causal` by one kernel for each pass."""
 
     interpret: Any  # InterpretParams, or None: compiled
 
     @classmethod
-    def of(cls, kind: Values[N], keys: Keys, return_log_z: bool) -> "Fused[N]":
+    def of(cls, kind: Values[StateT], keys: Keys, return_log_z: bool) -> "Fused[StateT]":
         """All chunks are in one group. Raises InputError for what the kernels do not take."""
         if keys.k.dtype != jnp.float32:
             raise InputError(
@@ -406,8 +406,8 @@ class Fused(Causal[N]):
         return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "tpu", interpret.params())
 
     def forward(
-        self, q: Array, keys: Keys, state: N, save_residuals: bool
-    ) -> tuple[Output[N], _Residuals | None, Array]:
+        self, q: Array, keys: Keys, state: StateT, save_residuals: bool
+    ) -> tuple[Output[StateT], _Residuals | None, Array]:
         kind, keys = self.kind, with_decay(keys)
         layout = _Layout.of(kind, self.split, keys)
         shifts = kind.state_shifts(state)
@@ -428,7 +428,7 @@ class Fused(Causal[N]):
         )
 
         m_end, after = layout.sums(end)
-        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.spreads(m.s)
+        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.has_non_finite(m.s)
         log_z = None
         if r is not None:
             r = layout.cut(r[:, 0])
@@ -438,8 +438,8 @@ class Fused(Causal[N]):
         return output, residuals, lost | ~jnp.all(fine == 1)
 
     def backward(
-        self, q: Array, keys: Keys, state: N, residuals: Any, grads: Output[N], scale: Array
-    ) -> tuple[Array, Keys, N]:
+        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
+    ) -> tuple[Array, Keys, StateT]:
         kind, is_gated = self.kind, keys.log_decay is not None
         keys = with_decay(keys)
         layout = _Layout.of(kind, self.split, keys)

@@ -6,7 +6,7 @@ To add a kind, write one class of `Mixer` in a file of its own and register it h
 from collections.abc import Callable
 from typing import Any
 
-from heinsen.models.mixers.base import Mixer, Tokens
+from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.models.mixers.heinsen import VALUE_DOMAINS, Heinsen
 from heinsen.models.mixers.linear import Linear
 from heinsen.models.mixers.sigmoid import Sigmoid
@@ -22,4 +22,4 @@ MIXERS: dict[str, Callable[[Any], Mixer[Any]]] = {
     "window": Window.from_config,
 }
 
-__all__ = ["MIXERS", "Mixer", "Tokens", "VALUE_DOMAINS"]
+__all__ = ["MIXERS", "Mixer", "TokenContext", "VALUE_DOMAINS"]

@@ -23,8 +23,8 @@ State = TypeVar("State")
 AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
 
 
-class Tokens(NamedTuple):
-    """Where the tokens of one call stand in their texts, and what each leaves of those before it."""
+class TokenContext(NamedTuple):
+    """What a layer knows of each token but its id: cache slot, document, padding, log decays."""
 
     slot: Int[Array, "B T"]  # number of tokens before each, since the state was empty
     first: Int[Array, "B T"]  # slot of the first token that each one sees
@@ -47,7 +47,7 @@ class Mixer(abc.ABC, Generic[State]):
     dtype: str
     causal: bool
 
-    # Whether the state is a cache: arrays [B, H, slots, ...] with a slot for every token (`Tokens.slot`).
+    # Whether the state is a cache: arrays [B, H, slots, ...] with a slot for every token (`TokenContext.slot`).
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
@@ -71,9 +71,9 @@ class Mixer(abc.ABC, Generic[State]):
 
     @property
     def takes_log_decay(self) -> bool:
-        """Whether it forgets by `Tokens.log_decay`, and by `log_decay_after` if it is not causal.
+        """Whether it forgets by `TokenContext.log_decay`, and by `log_decay_after` if it is not causal.
 
-        Then a key of -inf has no weight: so the layer hides padding from a causal state.
+        Such mixers give a key of -inf no weight, by which the layer hides padding.
         """
         return False
 
@@ -100,7 +100,7 @@ class Mixer(abc.ABC, Generic[State]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: State | None,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], State]:
         """Mix T tokens at once, to train and to read prompts: (output, state after them).
@@ -115,7 +115,7 @@ class Mixer(abc.ABC, Generic[State]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: State,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], State]:
         """Mix one more token: (output, state after it)."""
@@ -139,7 +139,7 @@ class Mixer(abc.ABC, Generic[State]):
         return select_rows(rows, self.init_state(rows.shape[0], 0), state)
 
 
-def hide_padding(k: Float[Array, "B H T K"], tokens: Tokens) -> tuple[Float[Array, "B H T K"], Tokens]:
+def hide_padding(k: Float[Array, "B H T K"], tokens: TokenContext) -> tuple[Float[Array, "B H T K"], TokenContext]:
     """Keys without weight and log decays of 0 where a row has padding: a causal state passes it unchanged."""
     valid = tokens.valid
     if valid is None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from heinsen.models.mixers.base import Mixer, Tokens
+from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.ops import softmax
 from heinsen.ops.sharded import over_heads
 from heinsen.ops.softmax import KVCache
@@ -32,12 +32,14 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: KVCache | None,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], KVCache]:
         return over_heads(mesh, self._attend)(q, k, values, state, tokens)
 
-    def _attend(self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: Tokens) -> tuple[Array, KVCache]:
+    def _attend(
+        self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: TokenContext
+    ) -> tuple[Array, KVCache]:
         q, k, v = self._cast(q, k, v)
         if state is None:
             return self.attend(q, k, v, tokens), KVCache(k, v)
@@ -49,14 +51,16 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: Tokens
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: TokenContext
     ) -> Float[Array, "B H T V"]:
         """Return the attention of tokens with nothing before them."""
 
     @abc.abstractmethod
-    def attend_cached(self, q: Float[Array, "B H T K"], cache: KVCache, tokens: Tokens) -> Float[Array, "B H T V"]:
+    def attend_cached(
+        self, q: Float[Array, "B H T K"], cache: KVCache, tokens: TokenContext
+    ) -> Float[Array, "B H T V"]:
         """Return what queries read from a cache that holds their own tokens already."""
 
     def forget(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
-        """The cache as it is: `Tokens.first` says what is seen, and its slots are free again."""
+        """The cache as it is: `TokenContext.first` says what is seen, and its slots are free again."""
         return state

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from heinsen.models.mixers.base import Mixer, State, Tokens, read_fields, select_rows
+from heinsen.models.mixers.base import Mixer, State, TokenContext, read_fields, select_rows
 from heinsen.ops import sharded, states
 from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention, log_attention
 from heinsen.ops.sharded import over_heads
@@ -60,46 +60,39 @@ class Heinsen(Mixer[State], Generic[State]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: State | None,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], State]:
-        function: Any = attention if self.signed else log_attention
-        given: Any = state
-
-        def attend(q: Array, k: Array, values: Array, state: Any, tokens: Tokens) -> tuple[Array, Any]:
-            y, after = function(
-                q,
-                k,
-                values,
-                log_decay=tokens.log_decay,
-                causal=self.causal,
-                state=state,
-                segment_ids=tokens.segment_ids,
-                implementation=self.implementation,
-                return_state=True,
-            )
-            return y, after
-
         if mesh is not None and mesh.shape["sequence"] > 1 and self.splits_sequences:
-            implementation, ids, log_decay = self.implementation, tokens.segment_ids, tokens.log_decay
-            divided: Any = sharded.log_attention(mesh, q, k, values, given, ids, implementation, log_decay)
-            return divided
-        chosen = attend if tokens.log_decay_after is None else self._attend_both_ways
-        return over_heads(mesh, chosen)(q, k, values, given, tokens)
+            return self._split_sequences(mesh, q, k, values, state, tokens)
+        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
 
-    def _attend_both_ways(self, q: Array, k: Array, values: Array, state: None, tokens: Tokens) -> tuple[Array, Any]:
-        """The output of a model that is not causal; it keeps no state."""
-        assert tokens.log_decay is not None and tokens.log_decay_after is not None
-        y = attend_both_ways(
+    def _attend(self, q: Array, k: Array, values: Array, state: Any, tokens: TokenContext) -> tuple[Array, Any]:
+        log_decay, segment_ids = tokens.log_decay, tokens.segment_ids
+        if tokens.log_decay_after is not None:  # a model that is not causal, and keeps no state
+            assert log_decay is not None
+            decays = {"log_decay": log_decay, "log_decay_after": tokens.log_decay_after}
+            y = attend_both_ways(q, k, values, **decays, segment_ids=segment_ids, signed=self.signed)
+            return y, self._empty(*q.shape[:2])
+        function: Any = attention if self.signed else log_attention
+        y, after = function(
             q,
             k,
             values,
-            log_decay=tokens.log_decay,
-            log_decay_after=tokens.log_decay_after,
-            segment_ids=tokens.segment_ids,
-            signed=self.signed,
+            log_decay=log_decay,
+            causal=self.causal,
+            state=state,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+            return_state=True,
         )
-        return y, self._empty(*q.shape[:2])
+        return y, after
+
+    def _split_sequences(
+        self, mesh: Mesh, q: Array, k: Array, values: Array, state: Any, tokens: TokenContext
+    ) -> tuple[Array, Any]:
+        given: dict[str, Any] = {"log_decay": tokens.log_decay, "implementation": self.implementation}
+        return sharded.log_attention(mesh, q, k, values, state, tokens.segment_ids, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +113,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: LogState | RunningState,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], LogState | RunningState]:
         if isinstance(state, LogState):
@@ -165,18 +158,18 @@ class RealHeinsen(Heinsen[MeanState]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: MeanState,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], MeanState]:
         """Equations (6) and (5): update the state, then read it."""
         return over_heads(mesh, self._step)(q, k, values, state, tokens)
 
-    def _step(self, q: Array, k: Array, v: Array, state: MeanState, tokens: Tokens) -> tuple[Array, MeanState]:
+    def _step(self, q: Array, k: Array, v: Array, state: MeanState, tokens: TokenContext) -> tuple[Array, MeanState]:
         state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_of_token(tokens))
         return states.query_state(state, q), state
 
 
-def _of_token(tokens: Tokens) -> Float[Array, "B H"] | None:
+def _of_token(tokens: TokenContext) -> Float[Array, "B H"] | None:
     """log_decay of a single token."""
     return None if tokens.log_decay is None else tokens.log_decay[:, :, 0]
 

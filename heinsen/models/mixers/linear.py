@@ -10,7 +10,7 @@ import dataclasses
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from heinsen.models.mixers.base import Mixer, Tokens
+from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.ops.linear import LinearState, init_linear_state, linear_attention
 from heinsen.ops.sharded import over_heads
 
@@ -32,13 +32,13 @@ class Linear(Mixer[LinearState]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: LinearState | None,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], LinearState]:
         return over_heads(mesh, self._attend)(q, k, values, state, tokens)
 
     def _attend(
-        self, q: Array, k: Array, v: Array, state: LinearState | None, tokens: Tokens
+        self, q: Array, k: Array, v: Array, state: LinearState | None, tokens: TokenContext
     ) -> tuple[Array, LinearState]:
         return linear_attention(
             q,

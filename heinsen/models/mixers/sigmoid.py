@@ -11,7 +11,7 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
-from heinsen.models.mixers.base import Tokens
+from heinsen.models.mixers.base import TokenContext
 from heinsen.models.mixers.cached import CachedMixer
 from heinsen.ops.sigmoid import sigmoid_attention, sigmoid_attention_cached
 from heinsen.ops.softmax import KVCache
@@ -40,7 +40,7 @@ class Sigmoid(CachedMixer):
         return "-log_n" if self.sigmoid_bias == "-log_n" else float(self.sigmoid_bias)
 
     def attend(
-        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: Tokens
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: TokenContext
     ) -> Float[Array, "B H T V"]:
         return sigmoid_attention(
             q,
@@ -52,7 +52,9 @@ class Sigmoid(CachedMixer):
             segment_ids=tokens.segment_ids,
         )
 
-    def attend_cached(self, q: Float[Array, "B H T K"], cache: KVCache, tokens: Tokens) -> Float[Array, "B H T V"]:
+    def attend_cached(
+        self, q: Float[Array, "B H T K"], cache: KVCache, tokens: TokenContext
+    ) -> Float[Array, "B H T V"]:
         return sigmoid_attention_cached(
             q,
             cache.k,

@@ -10,7 +10,7 @@ import dataclasses
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from heinsen.models.mixers.base import Tokens
+from heinsen.models.mixers.base import TokenContext
 from heinsen.models.mixers.cached import CachedMixer
 from heinsen.ops import softmax
 from heinsen.ops.sharded import over_heads
@@ -28,11 +28,13 @@ class Softmax(CachedMixer):
             )
 
     def attend(
-        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], tokens: Tokens
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], tokens: TokenContext
     ) -> Float[Array, "B H T K"]:
         return softmax.softmax_attention(q, k, v, tokens.segment_ids, self.causal)
 
-    def attend_cached(self, q: Float[Array, "B H T K"], cache: KVCache, tokens: Tokens) -> Float[Array, "B H T K"]:
+    def attend_cached(
+        self, q: Float[Array, "B H T K"], cache: KVCache, tokens: TokenContext
+    ) -> Float[Array, "B H T K"]:
         return softmax.attend_cached(q, cache, tokens.slot, tokens.first)
 
     def step(
@@ -41,7 +43,7 @@ class Softmax(CachedMixer):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 K"],
         state: KVCache,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 K"], KVCache]:
         """Mix one more token without a copy of the cache, where all rows have one."""
@@ -49,6 +51,6 @@ class Softmax(CachedMixer):
             return self.parallel(q, k, values, state, tokens, mesh)
         return over_heads(mesh, self._step)(q, k, values, state, tokens)
 
-    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: Tokens) -> tuple[Array, KVCache]:
+    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: TokenContext) -> tuple[Array, KVCache]:
         q, k, v = self._cast(q, k, v)
         return softmax.step_cached(q, k, v, state, tokens.slot, tokens.first)

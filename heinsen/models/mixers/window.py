@@ -13,7 +13,7 @@ from typing import ClassVar
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from heinsen.models.mixers.base import Mixer, Tokens
+from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.ops import window
 from heinsen.ops.sharded import over_heads
 from heinsen.ops.softmax import KVCache
@@ -49,12 +49,14 @@ class Window(Mixer[KVCache]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: KVCache | None,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], KVCache]:
         return over_heads(mesh, self._attend)(q, k, values, state, tokens)
 
-    def _attend(self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: Tokens) -> tuple[Array, KVCache]:
+    def _attend(
+        self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: TokenContext
+    ) -> tuple[Array, KVCache]:
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
         if self.causal:
             y = window.window_attention(q, k, v, self.size, state, tokens.slot, tokens.first)
@@ -70,7 +72,7 @@ class Window(Mixer[KVCache]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: KVCache,
-        tokens: Tokens,
+        tokens: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
         """Mix one more token without a copy of the ring, where all rows have one."""
@@ -78,10 +80,10 @@ class Window(Mixer[KVCache]):
             return self.parallel(q, k, values, state, tokens, mesh)
         return over_heads(mesh, self._step)(q, k, values, state, tokens)
 
-    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: Tokens) -> tuple[Array, KVCache]:
+    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: TokenContext) -> tuple[Array, KVCache]:
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
         return window.step_window(q, k, v, state, tokens.slot, tokens.first)
 
     def forget(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
-        """The ring as it is: `Tokens.first` says what is seen."""
+        """The ring as it is: `TokenContext.first` says what is seen."""
         return state
