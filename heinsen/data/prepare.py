@@ -22,6 +22,7 @@ from typing import IO
 import numpy as np
 
 from heinsen.data.dataset import METADATA_FILE, TOKEN_DTYPE, ShardRecord, TokenDataset, find_parts, read_metadata
+from heinsen.data.readers import PreparationError, Settings
 from heinsen.data.shards import (
     LOCK_FILE,
     PROGRESS_FILE,
@@ -34,8 +35,6 @@ from heinsen.data.shards import (
 from heinsen.data.sources import (
     Document,
     Input,
-    PreparationError,
-    Settings,
     describe_inputs,
     find_inputs,
     hash_contents,
@@ -246,7 +245,13 @@ class _Preparation:
                         flush=True,
                     )
         if writer.num_bytes == 0 and not self.may_be_empty:
-            raise _no_text_error(self.settings, writer.num_documents, writer.num_skipped)
+            n = writer.num_documents
+            found = f"no text in any of the {n:,} documents" if n else "no documents"
+            skipped = f" ({writer.num_skipped} bad ones skipped)" if writer.num_skipped else ""
+            raise PreparationError(
+                f"{found} for split {self.settings.split!r} in {', '.join(self.settings.sources)}{skipped}: give other "
+                "sources"
+            )
         writer.close_shard()
         seconds = time.monotonic() - start
         skipped = f", {writer.num_skipped:,} bad documents skipped" if writer.num_skipped else ""
@@ -278,15 +283,6 @@ class _Preparation:
         writer.position = document.position
         if writer.pending_tokens >= self.settings.shard_tokens:
             writer.close_shard()
-
-
-def _no_text_error(settings: Settings, num_documents: int, num_skipped: int) -> PreparationError:
-    """Return the error of a split without documents, or with empty ones alone."""
-    found = f"no text in any of the {num_documents:,} documents" if num_documents else "no documents"
-    skipped = f" ({num_skipped} bad ones skipped)" if num_skipped else ""
-    return PreparationError(
-        f"{found} for split {settings.split!r} in {', '.join(settings.sources)}{skipped}: give other sources"
-    )
 
 
 # Comparing preparations.
@@ -349,9 +345,12 @@ def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Prove
     num_skipped = sum(part["num_skipped_documents"] for part in parts)
     if not any(part["num_bytes"] for part in parts):
         raise PreparationError(f"no text in any of the {count} parts of {split}: give other sources")
+    is_joined = False
     try:
         with hold_lock(split / LOCK_FILE, _PATIENCE):
-            if not _lists(split / METADATA_FILE, shards):
+            with contextlib.suppress(OSError, ValueError):  # not there, or damaged
+                is_joined = read_metadata(split / METADATA_FILE)["shards"] == shards
+            if not is_joined:
                 write_metadata(split, tokenizer, shards, num_skipped, provenance)
             (split / LOCK_FILE).unlink()
     except LockedError as error:
@@ -372,10 +371,3 @@ def _locate(shard: ShardRecord, part: str) -> ShardRecord:
     if "sources" in shard:
         located["sources"] = {**shard["sources"], "file": f"{part}/{shard['sources']['file']}"}
     return located
-
-
-def _lists(path: Path, shards: Sequence[ShardRecord]) -> bool:
-    try:
-        return read_metadata(path)["shards"] == shards
-    except (OSError, ValueError):
-        return False

@@ -23,8 +23,7 @@ from heinsen.sweep.definition import Definition
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import read_status, write_status
-from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher
-from heinsen.sweep.machine import divide, visible_gpus
+from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher, divide, visible_gpus
 from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError
