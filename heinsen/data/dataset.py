@@ -253,17 +253,6 @@ class TokenDataset:
         return TokenDataset, (self.path,)
 
 
-def unigram_entropy(dataset: TokenDataset) -> float:
-    """Return the entropy of token frequencies in nats per token: the loss of the best context-free model."""
-    counts = np.zeros(dataset.vocab_size, np.int64)
-    block = 1 << 22  # bincount converts its input to int64: eight bytes per token
-    for start in range(0, dataset.num_tokens, block):
-        tokens = dataset.read(start, min(start + block, dataset.num_tokens))
-        counts += np.bincount(tokens, minlength=dataset.vocab_size)
-    p = counts[counts > 0] / dataset.num_tokens
-    return float(-np.sum(p * np.log(p)))
-
-
 def _read_metadata(path: Path) -> Metadata:
     command = f"python scripts/prepare_data.py --source=SOURCE --out={path.parent} --split={path.name}"
     metadata_path = path / METADATA_FILE

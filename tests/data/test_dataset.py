@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import math
 import os
 import pickle
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heinsen.data.dataset import DatasetError, TokenDataset, unigram_entropy
+from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
@@ -199,8 +198,6 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_data
         with pytest.raises(DatasetError, match=message):
             dataset.read(begin, end)
     with pytest.raises(DatasetError, match=message):
-        unigram_entropy(dataset)
-    with pytest.raises(DatasetError, match=message):
         find_documents(dataset, get_tokenizer("bytes"))
     with pytest.raises(DatasetError, match=message):
         list(evaluation_batches(dataset, 7, 2))
@@ -244,12 +241,3 @@ def test_verify_names_every_damaged_shard_even_a_missing_one(make_dataset, shard
     with pytest.raises(DatasetError, match="SHA-256 differs") as error:
         dataset.verify()
     assert set(re.findall(r"shard-\d+\.npy", str(error.value))) == {flipped.name, missing.name}
-
-
-def test_unigram_entropy(make_dataset, rng):
-    uniform = rng.permutation(np.repeat(np.arange(257), 3))
-    dataset = TokenDataset(make_dataset([uniform[:100], uniform[100:]]))
-    assert unigram_entropy(dataset) == pytest.approx(math.log(257), rel=1e-12)
-    p = np.array([1, 2, 5]) / 8
-    dataset = TokenDataset(make_dataset([np.repeat([7, 256, 9], [1, 2, 5])], name="skewed"))
-    assert unigram_entropy(dataset) == pytest.approx(-(p @ np.log(p)), rel=1e-12)

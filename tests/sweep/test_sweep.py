@@ -13,13 +13,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 
 from heinsen.files import hold_lock, is_held
-from heinsen.sweep.definition import Definition
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import read_status, write_status
@@ -29,13 +27,9 @@ from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError
 from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
 from tests.sweep import fake
+from tests.sweep.fake import definition, wait_until
 
 pytest_plugins = ["tests.run_fixtures"]
-
-
-def definition(space, **changes):
-    fields = dict(config="c.py", overrides={}, base={"seed": 0}, seeds=None, search="grid", trials=None, search_seed=0)
-    return Definition(**(fields | {"space": space} | changes))
 
 
 def starts(folder, run):
@@ -180,13 +174,6 @@ def test_two_commands_do_not_run_one_sweep(ended, monkeypatch):
 # ---- stopped and resumed -------------------------------------------------------------------------
 
 
-def wait_until(condition, what):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A sweep killed by -9 in its first run, then by SIGTERM, then left to its end: the states after each."""
@@ -195,11 +182,11 @@ def killed(tmp_path_factory):
 
     def note():
         folder = SweepFolder.load(path)
-        wait_until(lambda: all(view.state != "running" for view in folder.views()), "a run outlives its sweep")
+        wait_until(lambda: all(view.state != "running" for view in folder.views()), "a run outlives its sweep", TIMEOUT)
         states.append({view.name: (view.state, view.step) for view in folder.views()})
 
     def wait_for_step(step):
-        wait_until(lambda: first.exists() and len(read_log(first)) >= step, "the first run makes no steps")
+        wait_until(lambda: first.exists() and len(read_log(first)) >= step, "the first run makes no steps", TIMEOUT)
 
     command = [sys.executable, "-m", "tests.sweep.fake", str(path)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)

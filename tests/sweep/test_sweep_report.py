@@ -11,17 +11,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import write_status
 from heinsen.sweep.report import Result, find_effects, find_results, mean_loss, seed_spread, write_report
 from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.space import Range
-
-
-def definition(space, **changes):
-    fields = dict(config="c.py", overrides={}, base={}, seeds=None, search="grid", trials=None, search_seed=0)
-    return Definition(**(fields | {"space": space} | changes))
+from tests.sweep.fake import definition
 
 
 @pytest.fixture
