@@ -17,6 +17,7 @@ import threading
 import numpy as np
 import pytest
 
+from heinsen.errors import HeinsenError
 from heinsen.files import hold_lock, is_held
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
@@ -24,7 +25,8 @@ from heinsen.sweep.job import read_status, write_status
 from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher, divide, visible_gpus
 from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
-from heinsen.sweep.space import Range, SweepError
+from heinsen.sweep.space import Range, SweepError, parse_space
+from scripts.sweep_runs import RunFactory
 from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
 from tests.sweep import fake
 from tests.sweep.fake import definition, wait_until
@@ -394,10 +396,6 @@ BAD_COMMANDS = {
         [*GOOD, "--sweep.optimizer.learning_rat=1"],
         ["--sweep.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
-    "a group": ([*GOOD, "--sweep.model=1"], ["--sweep.model=1: model is a group", "n_layers"]),
-    "ill-typed": ([*GOOD, "--sweep.batch_size=4,many"], ["--sweep.batch_size", "many"]),
-    "None for a number": ([*GOOD, "--sweep.batch_size=4,None"], ["batch_size"]),
-    "impossible value": ([*GOOD, "--sweep.seed=0,-1"], ["seed=-1", "it must not be negative"]),
     "twice": ([*GOOD, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
     "no value": ([*GOOD, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
     "an impossible end": (
@@ -408,10 +406,6 @@ BAD_COMMANDS = {
     "bad time": ([*GOOD, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
     "no config": (["--workdir={new}", "--sweep.seed=1"], ["--config=configs/NAME.py is missing"]),
     "missing config": (["--workdir={new}", "--config=configs/no.py", "--sweep.seed=1"], ["configs/no.py"]),
-    "no data": (
-        [*GOOD, "--config.data.path={new}/data", "--sweep.seed=1,2"],
-        ["no token dataset at {new}/data/train"],
-    ),
     "status of nothing": (["--workdir={new}", "--status"], ["holds no sweep"]),
     "report of nothing": (["--workdir={new}", "--report"], ["holds no sweep"]),
 }
@@ -433,6 +427,24 @@ def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
     assert ends[name].returncode == 1 and ends[name].stderr.startswith("error: "), ends[name]
     for text in BAD_COMMANDS[name][1]:
         assert fill(text) in ends[name].stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "message"),
+    [
+        ("model", "1", "--sweep.model=1: model is a group"),
+        ("batch_size", "4,many", "--sweep.batch_size=many"),
+        ("batch_size", "4,None", "batch_size=None: config.batch_size = None: expected int"),
+        ("seed", "0,-1", "seed=-1: config: seed = -1: it must not be negative"),
+        ("data.path", "nowhere", "no token dataset at nowhere/train"),
+    ],
+)
+def test_values_that_no_run_can_have_are_named(data, field, text, message):
+    overrides = {name: str(value) for name, value in (OVERRIDES | {"data.path": data}).items() if name != field}
+    factory = RunFactory("configs/default.py", overrides, check_data=True)
+    with pytest.raises(HeinsenError, match=re.escape(message)):
+        for value in parse_space({field: text}, factory.convert)[field]:
+            factory.make({field: value})
 
 
 @pytest.mark.long
