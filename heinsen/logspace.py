@@ -77,16 +77,11 @@ class ShiftedLog(NamedTuple):
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """(a + b rounded, what the rounding took); the second is a constant, and 0 at -inf."""
+    """(a + b rounded, what the rounding took), by Knuth's two-sum; the second has no derivative, and is 0 at -inf."""
     total = a + b
-    return total, jax.lax.stop_gradient(sum_error(a, b, total))
-
-
-def sum_error(a: Array, b: Array, total: Array) -> Array:
-    """What rounding took from total = a + b, by Knuth's two-sum; 0 at -inf."""
     a_part = finite(total) - finite(b)
     error = (finite(a) - a_part) + (finite(b) - (finite(total) - a_part))
-    return jnp.where(total == NEG_INF, 0.0, error)
+    return total, jnp.where(total == NEG_INF, 0.0, error)
 
 
 def log_shares(a: ShiftedLog, b: ShiftedLog) -> tuple[Array, Array]:
@@ -101,7 +96,7 @@ def centered_sum(q: Array, h: Array) -> tuple[Array, Array]:
     """(q + h - top, top), with top the largest q + h along the last axis (-inf: all are), as if no sum were rounded."""
     total, error = two_sum(q, h)
     top = jax.lax.stop_gradient(jnp.max(total, axis=-1))
-    return (total - finite(top)[..., None]) + error, top
+    return (total - finite(top)[..., None]) + jax.lax.stop_gradient(error), top
 
 
 @jax.custom_jvp

@@ -31,7 +31,7 @@ from heinsen.decoding import (
     step_params,
 )
 from heinsen.decoding.sampling import keep_likeliest
-from heinsen.models import forward, init_model_state, init_params, trim_caches, with_capacity
+from heinsen.models import forward, init_model_state, init_params, resize_caches
 from heinsen.ops import states
 from heinsen.ops.states import LogState
 from tests.models import model_config
@@ -145,9 +145,9 @@ def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp
             want = log_p[row, np.arange(n - 1, 7), text[row, n:8]]
             np.testing.assert_allclose(got[row], np.pad(want, (0, n - 3)), atol=1e-4)
         np.testing.assert_allclose(after.logits, logits[:, 7], atol=1e-4)
-        last, state = decode_step(config, params, text[:, 8], with_capacity(config, after.state, 16))
+        last, state = decode_step(config, params, text[:, 8], resize_caches(config, after.state, 16))
         np.testing.assert_allclose(last, logits[:, 8], atol=1e-4)
-        state = trim_caches(config, state, 9)
+        state = resize_caches(config, state, 9)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, end)
 
 

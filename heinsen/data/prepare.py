@@ -245,13 +245,11 @@ class _Preparation:
                         flush=True,
                     )
         if writer.num_bytes == 0 and not self.may_be_empty:
-            n = writer.num_documents
-            found = f"no text in any of the {n:,} documents" if n else "no documents"
-            skipped = f" ({writer.num_skipped} bad ones skipped)" if writer.num_skipped else ""
-            raise PreparationError(
-                f"{found} for split {self.settings.split!r} in {', '.join(self.settings.sources)}{skipped}: give other "
-                "sources"
-            )
+            n_documents, n_bad = writer.num_documents, writer.num_skipped
+            found = f"no text in any of the {n_documents:,} documents" if n_documents else "no documents"
+            bad = f" ({n_bad} bad ones skipped)" if n_bad else ""
+            sources = ", ".join(self.settings.sources)
+            raise PreparationError(f"{found} for split {self.settings.split!r} in {sources}{bad}: give other sources")
         writer.close_shard()
         seconds = time.monotonic() - start
         skipped = f", {writer.num_skipped:,} bad documents skipped" if writer.num_skipped else ""

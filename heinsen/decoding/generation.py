@@ -118,7 +118,7 @@ def _decode(
     seen: Array | None,
 ) -> tuple[Array, Prefix, Array | None, Array]:
     """Draw tokens by steps in their fast form, or in the `exact` one: (tokens, prefix, seen, whether it was exact)."""
-    state = join_caches(config, caches, prefix.state)
+    state = join_caches(caches, prefix.state)
     if not exact:
         state = begin_steps(config, state)
     n_rows = prefix.logits.shape[0]

@@ -23,7 +23,7 @@ from heinsen.models import (
     hidden_states,
     init_model_state,
     logits_of,
-    with_capacity,
+    resize_caches,
 )
 
 TokenIds = Sequence[int] | np.ndarray | Array  # of one text
@@ -161,7 +161,7 @@ def with_room(config: ModelConfig, state: ModelState, n_more: Int[np.ndarray, " 
     if room is None:
         return state
     n_tokens = int(np.max(state.n_tokens + n_more))
-    return state if room >= n_tokens else with_capacity(config, state, max(128, 1 << (n_tokens - 1).bit_length()))
+    return state if room >= n_tokens else resize_caches(config, state, max(128, 1 << (n_tokens - 1).bit_length()))
 
 
 # ---- texts ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import numpy as np
 from heinsen.decoding.prompts import Prefix
 from heinsen.errors import HeinsenError
 from heinsen.files import atomic_writer
-from heinsen.models import ModelConfig, Params, init_model_state, trim_caches
+from heinsen.models import ModelConfig, Params, init_model_state, resize_caches
 
 STATE_VERSION = 2
 
@@ -33,10 +33,9 @@ def save_prefix(path: Path, config: ModelConfig, params: Params | str, prefix: P
     The file holds the logits, the state with caches trimmed to what is used, and the model they belong to: all fields
     of its config that change what a state means, and a digest of `params` (from `init_params`, or their `digest`).
     """
-    logits, state = jax.tree.map(np.asarray, prefix)
-    prefix = Prefix(logits, trim_caches(config, state, int(state.n_tokens.max())))
-    # As integers, since .npz files do not know bfloat16.
-    arrays = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in jax.tree.leaves(prefix)]
+    used = resize_caches(config, prefix.state, int(np.max(prefix.state.n_tokens)))
+    arrays = [np.asarray(x) for x in jax.tree.leaves(Prefix(prefix.logits, used))]
+    arrays = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in arrays]  # .npz files do not know bfloat16
     header = {
         "version": STATE_VERSION,
         "model": _identity(config),

@@ -46,11 +46,10 @@ from heinsen.models.state import (
     forget,
     init_model_state,
     join_caches,
+    resize_caches,
     split_caches,
     state_shardings,
     state_size,
-    trim_caches,
-    with_capacity,
 )
 
 __all__ = [
@@ -97,10 +96,9 @@ __all__ = [
     "mean_loss_with_state",
     "next_token_losses",
     "next_token_losses_with_state",
+    "resize_caches",
     "split_caches",
     "state_shardings",
     "state_size",
-    "trim_caches",
     "unstack",
-    "with_capacity",
 ]

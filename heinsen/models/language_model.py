@@ -34,6 +34,7 @@ from heinsen.models.cross_entropy import token_logits
 from heinsen.models.dense import Dense, matmul, weight_init
 from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, Tokens
+from heinsen.models.mixers.base import hide_padding
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
     LayerState,
@@ -182,7 +183,11 @@ class Layer(nn.Module):
         normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         q, k, values, inputs = self.project(normed_BxTxD, state.convolution, tokens)
         tokens = self.forget(normed_BxTxD, tokens)
-        y_BxHxTxV, attention = self.mixer.mix(q, k, values, state.attention, tokens, self.mesh)
+        if self.mixer.takes_log_decay and self.config.causal:
+            k, tokens = hide_padding(k, tokens)
+        is_step = state.attention is not None and tokens.slot.shape[1] == 1
+        mix = self.mixer.step if is_step else self.mixer.parallel
+        y_BxHxTxV, attention = mix(q, k, values, state.attention, tokens, self.mesh)
         y = self.output(y_BxHxTxV, normed_BxTxD)
         self.record("attention", lambda: self.rms(y))
         x_BxTxD = self.feed(x_BxTxD, y)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
-from heinsen.models.mixers import Mixer, Tokens
+from heinsen.models.mixers import Tokens
 from heinsen.models.mixers.base import select_rows
 from heinsen.parallel import BATCH, split_batch
 
@@ -39,7 +39,7 @@ class ModelState(NamedTuple):
 def init_model_state(config: ModelConfig, batch_size: int, capacity: int = 0) -> ModelState:
     """Return the state before any token: e = 0 in the position recurrence, empty states in the layers.
 
-    Caches have room for `capacity` tokens (`with_capacity` adds more). Raises ValueError for masked models.
+    Caches have room for `capacity` tokens (`resize_caches` adds more). Raises ValueError for masked models.
     """
     check_causal(config)
     attention = tuple(mixer.init_state(batch_size, capacity) for mixer in config.layer_mixers)
@@ -177,31 +177,38 @@ def end_steps(config: ModelConfig, state: ModelState) -> tuple[ModelState, Bool[
     return state._replace(attention=tuple(layer for layer, _ in ended)), is_exact
 
 
+# ---- caches --------------------------------------------------------------------------------------
+
+
 def capacity(config: ModelConfig, state: ModelState) -> int | None:
     """Number of tokens for which the caches have room; None without caches."""
-    sizes = _map_layers(lambda mixer, layer: mixer.capacity(layer), config, state.attention)
-    return next((size for size in sizes if size is not None), None)
+    caches = jax.tree.leaves(split_caches(config, state)[0])
+    return caches[0].shape[-2] if caches else None
 
 
-def with_capacity(config: ModelConfig, state: ModelState, capacity: int) -> ModelState:
-    """Return the state with room for at least `capacity` tokens in its caches."""
-    grow: Callable[[Mixer[Any], Any], Any] = lambda mixer, layer: mixer.with_capacity(layer, capacity)
-    return state._replace(attention=_map_layers(grow, config, state.attention))
+def resize_caches(config: ModelConfig, state: ModelState, n_slots: int) -> ModelState:
+    """Return the state with caches of n_slots slots: the first of those that there are, or more, which are free."""
 
+    def resize(cache: Array) -> Array:
+        free = max(n_slots - cache.shape[-2], 0)
+        return jnp.pad(cache, [(0, 0)] * (cache.ndim - 2) + [(0, free), (0, 0)])[..., :n_slots, :]
 
-def trim_caches(config: ModelConfig, state: ModelState, n_tokens: int) -> ModelState:
-    """Return the state without the room of its caches beyond their first n_tokens slots."""
-    trim: Callable[[Mixer[Any], Any], Any] = lambda mixer, layer: mixer.trim(layer, n_tokens)
-    return state._replace(attention=_map_layers(trim, config, state.attention))
+    caches, rest = split_caches(config, state)
+    return join_caches(jax.tree.map(resize, caches), rest)
 
 
 def split_caches(config: ModelConfig, state: ModelState) -> tuple[tuple[Any, ...], ModelState]:
-    """Split into (each layer's cache, the state without them): see `Mixer.split_cache`."""
-    split = _map_layers(lambda mixer, layer: mixer.split_cache(layer), config, state.attention)
-    return tuple(cache for cache, _ in split), state._replace(attention=tuple(rest for _, rest in split))
+    """Split into (each layer's cache, the state without them), with None where there is nothing of the kind.
+
+    Steps only write to free slots of the caches: they can be repeated on the caches that they have written to, and need
+    the rest as it was. So the caches can be donated, and the rest must be kept until the steps are known to be exact.
+    """
+    layers = list(zip(config.layer_mixers, state.attention, strict=True))
+    rest = tuple(None if mixer.has_cache else layer for mixer, layer in layers)
+    return tuple(layer if mixer.has_cache else None for mixer, layer in layers), state._replace(attention=rest)
 
 
-def join_caches(config: ModelConfig, caches: tuple[Any, ...], state: ModelState) -> ModelState:
+def join_caches(caches: tuple[Any, ...], state: ModelState) -> ModelState:
     """Invert `split_caches`."""
-    join: Callable[[Mixer[Any], Any, Any], Any] = lambda mixer, cache, rest: mixer.join_cache(cache, rest)
-    return state._replace(attention=_map_layers(join, config, caches, state.attention))
+    layers = zip(caches, state.attention, strict=True)
+    return state._replace(attention=tuple(rest if cache is None else cache for cache, rest in layers))

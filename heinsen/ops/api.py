@@ -9,19 +9,21 @@ Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 in
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunked, reference, scan
-from heinsen.ops.checks import check_inputs, check_known_tokens, check_log_decay
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.nonfinite import isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
-from heinsen.ops.transforms import on_automatic_axes
 from heinsen.ops.values import LOG_VALUES, REAL_VALUES
 
 # (q, k, values, causal, state, starts, log_decay) -> (output, the state after all tokens)
@@ -116,7 +118,7 @@ def log_attention(
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or what "pallas" does
     not take.
     """
-    arrays, starts, log_decay = _prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
+    arrays, starts, log_decay = prepare(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
     run = _choose(implementation, q.shape[-2], k.shape[-2]).log_attention
     attend = lambda q, k, log_v, state, starts, log_decay: run(q, k, log_v, causal, state, starts, log_decay)
@@ -169,7 +171,7 @@ def attention(
     errors as in `log_attention`, with a `MeanState`. Returns y in v's dtype (the state in at least float32); a query
     that sees nothing gets 0.
     """
-    arrays, starts, log_decay = _prepare(q, k, v, log_decay, causal, segment_ids, "v")
+    arrays, starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
     run = _choose(implementation, q.shape[-2], k.shape[-2]).attention
     attend = lambda q, k, v, state, starts, log_decay: run(q, k, v, causal, state, starts, log_decay)
@@ -197,34 +199,13 @@ def attend_both_ways(
     `log_attention` and `attention`; there is no forward-mode derivative.
     """
     dtype = values.dtype
-    (q, k, values), starts, _ = _prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
+    (q, k, values), starts, _ = prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
     decays = []
     for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
         check_log_decay(each, k, causal=True, name=name)
         decays.append(each.astype(k.dtype))
     kind = REAL_VALUES if signed else LOG_VALUES
     return chunked.attend_both_ways(kind, q, k, values, starts, *decays).astype(dtype if signed else q.dtype)
-
-
-def _prepare(
-    q: Array,
-    k: Array,
-    values: Array,
-    log_decay: Array | None,
-    causal: bool,
-    segment_ids: Array | None,
-    values_name: str,
-) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
-    """(q, k and values in the dtype of the arithmetic, where documents start [*batch, T], log_decay)."""
-    check_inputs(q, k, values, causal, segment_ids, values_name)
-    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
-    starts = None
-    if segment_ids is not None:
-        starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
-    if log_decay is not None:
-        check_log_decay(log_decay, k, causal)
-        log_decay, starts = take_resets(log_decay.astype(dtype), starts)
-    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts, log_decay
 
 
 def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Implementation:
@@ -262,3 +243,114 @@ def _check_state(state: State | None, k: Array, values: Array, kind: type[State]
             f"state with shapes {tuple(part.shape for part in state)} does not fit k {k.shape} and values "
             f"{values.shape}: expected {expected}"
         )
+
+
+# ---- for every attention function ----------------------------------------------------------------
+
+
+def prepare(
+    q: Array,
+    k: Array,
+    values: Array,
+    log_decay: Array | None,
+    causal: bool,
+    segment_ids: Array | None,
+    values_name: str,
+) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
+    """(q, k and values in the dtype of the arithmetic, where documents start [*batch, T], log_decay)."""
+    check_inputs(q, k, values, causal, segment_ids, values_name)
+    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
+    starts = None
+    if segment_ids is not None:
+        starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
+    if log_decay is not None:
+        check_log_decay(log_decay, k, causal)
+        log_decay, starts = take_resets(log_decay.astype(dtype), starts)
+    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts, log_decay
+
+
+def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str) -> None:
+    """q [*batch, T, K], k [*batch, S, K] and values [*batch, S, V], which the caller calls `values_name`.
+
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
+    """
+    for name, x in (("q", q), ("k", k), (values_name, values)):
+        if not isinstance(x, jax.Array | np.ndarray):
+            raise TypeError(f"{name} is a {type(x).__name__}: expected an array, such as jnp.asarray({name})")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32"
+            )
+        if x.ndim < 2 or 0 in x.shape:
+            raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
+    shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k differ in their last axis, the number of key features: {shapes}")
+    if k.shape[-2] != values.shape[-2]:
+        raise ValueError(f"k and {values_name} differ in their number of tokens (axis -2): {shapes}")
+    if not q.shape[:-2] == k.shape[:-2] == values.shape[:-2]:
+        raise ValueError(f"q, k and {values_name} differ in their leading axes: {shapes}")
+    if q.shape[-2] != k.shape[-2]:
+        if causal:
+            raise ValueError(f"causal attention needs as many queries as keys: {shapes}; pass causal=False")
+        if segment_ids is not None:
+            raise ValueError(f"segment_ids need as many queries as keys: {shapes}")
+    if segment_ids is not None:
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise TypeError(f"segment_ids have dtype {segment_ids.dtype}: expected integers")
+        if 1 < segment_ids.ndim < k.ndim - 1:  # [B, T] would be taken for heads where there are as many as B
+            axes = ", ".join([":", *["None"] * (k.ndim - 1 - segment_ids.ndim), ":"])
+            raise ValueError(
+                f"segment_ids {segment_ids.shape} for k {k.shape}: expected [T], or an axis for each of [*batch, T]; "
+                f"where all heads have the same documents, [B, 1, T]: pass segment_ids[{axes}]"
+            )
+        try:
+            fits = jnp.broadcast_shapes(segment_ids.shape, k.shape[:-1]) == k.shape[:-1]
+            fits = fits and segment_ids.shape[-1:] == k.shape[-2:-1]
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
+
+
+def check_known_tokens(*numbers: int) -> None:
+    """Raise ValueError where a number of tokens is symbolic (`jax.export`)."""
+    for n_tokens in numbers:
+        if not isinstance(n_tokens, int):
+            raise ValueError(
+                f"a symbolic number of tokens, {n_tokens}, where this attention needs a known one: export a function "
+                "for each length (the batch may be symbolic), or pass implementation='reference' where there is one"
+            )
+
+
+def check_log_decay(log_decay: Array, k: Array, causal: bool, name: str = "log_decay") -> None:
+    """log_decay [*batch, T] for keys k [*batch, T, K]; the caller calls it `name`.
+
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or without causality.
+    """
+    if not jnp.issubdtype(log_decay.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {log_decay.dtype}: expected a real floating-point dtype")
+    if not causal:
+        raise ValueError(
+            "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none is "
+            "before another; leave out log_decay, or attend in both directions by two causal calls"
+        )
+    if log_decay.shape != k.shape[:-1]:
+        raise ValueError(
+            f"{name} {log_decay.shape} does not fit k {k.shape}: expected one number for each head and token, "
+            f"[*batch, T] = {k.shape[:-1]}"
+        )
+
+
+def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *args: Any) -> tuple[Array, Any]:
+    """function(q, *args), whose outputs are y [*batch, T, V] and a tree of arrays [*batch, ...], on any mesh.
+
+    Where q [*batch, T, K] lies on a mesh with explicit axes, the compiler divides the work within, and the outputs are
+    divided as q is.
+    """
+    sharding = jax.typeof(q).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return function(q, *args)
+    axes: list[Any] = [*sharding.spec] + [None] * (q.ndim - len(sharding.spec))
+    *batch, tokens, _ = axes
+    return jax.sharding.auto_axes(function, out_sharding=(P(*batch, tokens), P(*batch)))(q, *args)

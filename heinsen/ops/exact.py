@@ -24,7 +24,6 @@ from heinsen.logspace import ShiftedLog, zero_grad_where_unread
 from heinsen.ops import chunk
 from heinsen.ops.chunk import ChunkShifts, Keys
 from heinsen.ops.states import read_all
-from heinsen.ops.transforms import slice_tokens, vary_together, write
 from heinsen.ops.values import N, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
@@ -102,9 +101,45 @@ def cotangent_scale(grads: Any) -> Array:
     return jnp.where(jnp.isfinite(largest) & (largest > LARGE_COTANGENT), largest, 1.0)
 
 
+# ---- trees of arrays ------------------------------------------------------------------------------
+
+
 def multiply(arrays: X, factor: Array) -> X:
     """Every array times a factor."""
     return jax.tree.map(lambda x: x * factor, arrays)
+
+
+def slice_tokens(arrays: X, i: Array, size: int, axis: int = -2) -> X:
+    """The i-th `size` tokens of every array."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, x.ndim + axis), arrays)
+
+
+def write(arrays: X, parts: X, i: Array, axis: int = -2) -> X:
+    """Arrays with their i-th part, of the parts' size, overwritten."""
+
+    def write_one(x: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], x.ndim + axis)
+
+    return jax.tree.map(write_one, arrays, parts)
+
+
+def vary_together(*trees: Any) -> Any:
+    """The trees of arrays, each array varying over all mesh axes over which any of them does.
+
+    Inside `jax.shard_map` an array varies over some axes of the mesh, or is the same on all devices. What a loop
+    carries must vary over as many axes at its beginning as at its end, but an array made from a shape varies over none.
+    """
+
+    def axes_of(x: Array) -> frozenset[Any]:
+        kind: Any = jax.typeof(x)
+        return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # depends on JAX's version
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(axes - axes_of(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    axes = frozenset[Any]().union(*map(axes_of, jax.tree.leaves(trees)))
+    return jax.tree.map(vary, trees) if axes else trees
 
 
 # ---- the exact forms ------------------------------------------------------------------------------

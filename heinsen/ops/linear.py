@@ -21,10 +21,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.checks import check_inputs, check_known_tokens, check_log_decay
-from heinsen.ops.decay import chunk_decay, take_resets
-from heinsen.ops.documents import document_ends, document_numbers, document_starts
-from heinsen.ops.transforms import on_automatic_axes, vary_together
+from heinsen.ops.api import check_known_tokens, on_automatic_axes, prepare
+from heinsen.ops.decay import chunk_decay
+from heinsen.ops.documents import document_ends, document_numbers
+from heinsen.ops.exact import vary_together
 
 _CHUNK = 64  # tokens
 
@@ -95,22 +95,16 @@ def linear_attention(
     Computes in float32, or float64 for float64 inputs; y has v's dtype. A query that sees nothing gets 0.
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    check_inputs(q, k, v, causal, segment_ids, "v")
+    out_dtype = v.dtype
+    (q, k, v), starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
     check_known_tokens(q.shape[-2], k.shape[-2])
-    dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    fq, fk = _features(q.astype(dtype)), _features(k.astype(dtype))
     if state is None:
-        state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], dtype)
-    starts = None
-    if segment_ids is not None:
-        starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
-    if log_decay is not None:
-        check_log_decay(log_decay, k, causal)
-        log_decay, starts = take_resets(log_decay.astype(dtype), starts)
+        state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], v.dtype)
     attend = partial(_attend, causal=causal)
-    numerators, final = on_automatic_axes(attend, fq, fk, v.astype(dtype), state.sums.astype(dtype), starts, log_decay)
+    initial = state.sums.astype(v.dtype)
+    numerators, final = on_automatic_axes(attend, _features(q), _features(k), v, initial, starts, log_decay)
     z = numerators[..., -1:]
-    y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(v.dtype)
+    y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(out_dtype)
     return (y, LinearState(final)) if return_state else y
 
 

@@ -32,8 +32,7 @@ from heinsen import platform
 from heinsen.logspace import ShiftedLog
 from heinsen.ops import chunk, exact
 from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors
-from heinsen.ops.exact import Output, multiply
-from heinsen.ops.transforms import slice_tokens, vary_together, write
+from heinsen.ops.exact import Output, multiply, vary_together, write
 from heinsen.ops.values import N, Shifts, Sums, Values
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
@@ -100,14 +99,15 @@ def split_tokens(shape: tuple[int, ...]) -> Split:
 # ---- slices of arrays -----------------------------------------------------------------------------
 
 
-def to_chunks(arrays: X, split: Split, axis: int = -2) -> X:
-    """A group's tokens [*batch, N C, ...] as its chunks [*batch, N, C, ...]; `axis` is that of the tokens."""
+def take_group(arrays: X, i: Array | int, split: Split, axis: int = -2) -> X:
+    """Group i of arrays [*batch, T, ...], as chunks [*batch, N, C, ...]; `axis` is that of the tokens."""
 
-    def reshape(x: Array) -> Array:
+    def take(x: Array) -> Array:
         at = x.ndim + axis
-        return x.reshape(*x.shape[:at], split.n_chunks, split.chunk_size, *x.shape[at + 1 :])
+        group = lax.dynamic_slice_in_dim(x, i * split.group_size, split.group_size, at)
+        return group.reshape(*x.shape[:at], split.n_chunks, split.chunk_size, *x.shape[at + 1 :])
 
-    return jax.tree.map(reshape, arrays)
+    return jax.tree.map(take, arrays)
 
 
 def to_tokens(chunks: X, axis: int = -2) -> X:
@@ -182,7 +182,7 @@ class Causal(Generic[N]):
 
         def step(carry: Any, i: Array) -> Any:
             m, shifts, buffers, spreads = carry
-            group_q, group_keys = to_chunks(slice_tokens((q, keys), i, split.group_size), split)
+            group_q, group_keys = take_group((q, keys), i, split)
             own = move_in_turn(kind, shifts, group_keys)
             queries, key_factors = chunk.query_factors(group_q, own), chunk.key_factors(kind, group_keys, own)
             before, m, shifts = _sums_between(key_factors, m, shifts, own)
@@ -210,7 +210,7 @@ class Causal(Generic[N]):
         def step(carry: Any, xs: Any) -> Any:
             dm, after, dq, dkeys = carry
             i, (before, own) = xs
-            group_q, group_keys = to_chunks(slice_tokens((q, keys), i, split.group_size), split)
+            group_q, group_keys = take_group((q, keys), i, split)
             queries, key_factors = chunk.query_factors(group_q, own), chunk.key_factors(kind, group_keys, own)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
             dy, dlog_z, dsums = self._query_sums_grad(Sums(s, residuals.sums.z), grads, i, 1 / scale)
@@ -279,9 +279,9 @@ class Causal(Generic[N]):
     ) -> tuple[Array, Array | None, Sums]:
         """Group i's gradients of y, of log Z and of S and Z, as chunks, times `factor`."""
         split = self.split
-        s, dy = to_chunks(slice_tokens((sums.s, grads.y), i, split.group_size), split)
+        s, dy = take_group((sums.s, grads.y), i, split)
         of_queries = sums.z, None if grads.log_z is None else grads.log_z.rest
-        z, dlog_z = to_chunks(slice_tokens(of_queries, i, split.group_size, axis=-1), split, axis=-1)
+        z, dlog_z = take_group(of_queries, i, split, axis=-1)
         dy, dlog_z = multiply((dy, dlog_z), factor)
         return dy, dlog_z, self.kind.mean_grad(Sums(s, z), dy, dlog_z)
 

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.checks import check_inputs, check_known_tokens
+from heinsen.ops.api import check_inputs, check_known_tokens, on_automatic_axes
 from heinsen.ops.documents import document_ranges, document_starts
-from heinsen.ops.transforms import on_automatic_axes, vary_together
+from heinsen.ops.exact import vary_together
 
 Bias = float | Literal["-log_n"]
 

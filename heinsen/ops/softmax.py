@@ -40,12 +40,6 @@ def init_cache(batch_size: int, n_heads: int, capacity: int, d_key: int, d_value
     )
 
 
-def with_capacity(cache: KVCache, capacity: int) -> KVCache:
-    """Grow the cache to `capacity` tokens; a cache that is larger already is returned as it is."""
-    room = max(capacity - cache.k.shape[-2], 0)
-    return jax.tree.map(lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, room), (0, 0)]), cache)
-
-
 def append(
     cache: KVCache,
     k: Float[Array, "B H T K"],

@@ -68,7 +68,7 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
     dataset = check_split(tmp_path / "out" / "train", documents)
     shards = dataset.metadata["shards"]
     assert len(shards) > 1 and all(shard["num_tokens"] >= 1500 for shard in shards[:-1])
-    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50)
     monkeypatch.setattr(readers_module, "READ_BYTES", 17)
     tokenize, sizes = tokenize_module._tokenize_batch, []
     record = lambda settings, batch: (sizes.append(len(batch)), tokenize(settings, batch))[1]

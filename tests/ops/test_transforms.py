@@ -26,14 +26,17 @@ FUNCTIONS = {
 }
 OPTIONS = {
     "causal": dict(),
+    "all options": dict(log_decay=True, segment_ids=True, state=True),
     "all keys": dict(causal=False),
-    "decays": dict(log_decay=True),
-    "documents": dict(segment_ids=True),
     "all keys of documents": dict(causal=False, segment_ids=True),
-    "state": dict(state=True),
 }
-CASES = [(name, option) for name in FUNCTIONS for option in OPTIONS]
-CASES = [x for x in CASES if not (x[0] == "sigmoid" and x[1] in ("decays", "state"))]
+# Both kinds of values run the same loops: the second one takes the options together.
+CASES = [(name, option) for name in ("log_attention", "linear") for option in OPTIONS]
+CASES += [("attention", "all options"), ("attention", "all keys"), ("sigmoid", "causal"), ("sigmoid", "all keys")]
+CASES += [("sigmoid", "all keys of documents")]
+# Those that have every loop between them: others on meshes are among the long tests.
+LOOPS = [("log_attention", "all options"), ("log_attention", "all keys of documents"), ("attention", "all keys")]
+LOOPS += [("linear", "all options"), ("sigmoid", "causal")]
 
 
 def draw(rng, name, option):
@@ -65,10 +68,11 @@ def assert_same(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
 
 
+@pytest.mark.wrong_types  # the checks of shapes know no symbols
 @pytest.mark.parametrize("name, option", CASES)
-def test_a_second_call_outside_jit_compiles_nothing(rng, name, option, caplog):
+def test_a_second_call_outside_jit_compiles_nothing_and_a_symbolic_batch_is_exported(rng, name, option, caplog):
     loss, arrays = draw(rng, name, option)
-    of_all(loss)(*arrays)
+    want = of_all(loss)(*arrays)
     jax.config.update("jax_log_compiles", True)
     try:
         with caplog.at_level(logging.WARNING):
@@ -78,10 +82,12 @@ def test_a_second_call_outside_jit_compiles_nothing(rng, name, option, caplog):
             assert [x for x in caplog.messages if "Compiling" in x]
     finally:
         jax.config.update("jax_log_compiles", False)
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), arrays)
+    assert_same(jax.export.export(jax.jit(of_all(loss)))(*shapes).call(*arrays), want)
 
 
-@pytest.mark.parametrize("name", ["log_attention", "attention"])
-@pytest.mark.parametrize("option", ["causal", "all keys"])
+@pytest.mark.parametrize("name, option", [("log_attention", "causal"), ("attention", "all keys")])
 def test_a_constant_cotangent_is_not_folded_when_compiling(rng, name, option):
     """A reduction of a million constants takes XLA seconds, with an alarm."""
     loss = lambda w, *arrays: jnp.sum(FUNCTIONS[name](*arrays, **OPTIONS[option]) * w)
@@ -94,11 +100,11 @@ def test_a_constant_cotangent_is_not_folded_when_compiling(rng, name, option):
     assert not [line for line in reductions if any(f"{name} " in f"{line} " for name in constants)]
 
 
-def check_meshes(seed):
+def check_meshes(seed, cases):
     """On 4 devices, within shard_map and on a mesh with explicit axes: values and gradients of one device."""
     rng = np.random.default_rng(seed)
     mesh, explicit = (jax.make_mesh((4,), ("batch",), axis_types=(x,)) for x in (AxisType.Auto, AxisType.Explicit))
-    for name, option in CASES:
+    for name, option in cases:
         loss, arrays = draw(rng, name, option)
         want = jax.jit(of_all(loss))(*arrays)
         mean = lambda *arrays, loss=loss: jax.lax.pmean(loss(*arrays), "batch")
@@ -109,21 +115,13 @@ def check_meshes(seed):
             assert_same(jax.jit(of_all(loss))(*divided), want)
 
 
-def test_shard_map_and_explicit_axes_change_nothing(request):
+@pytest.mark.parametrize("cases", ["LOOPS", pytest.param("CASES", marks=pytest.mark.long)])
+def test_shard_map_and_explicit_axes_change_nothing(request, cases):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    code = f"from tests.ops import test_transforms; test_transforms.check_meshes({request.config.option.seed})"
+    seed = request.config.option.seed
+    code = f"from tests.ops import test_transforms as test; test.check_meshes({seed}, test.{cases})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"--seed={request.config.option.seed}: {done.stderr}"
-
-
-@pytest.mark.wrong_types  # the checks of shapes know no symbols
-@pytest.mark.parametrize("name, option", [x for x in CASES if x[1] != "state"])
-def test_a_symbolic_batch_is_exported(rng, name, option):
-    loss, arrays = draw(rng, name, option)
-    (batch,) = jax.export.symbolic_shape("batch")
-    shapes = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in arrays]
-    exported = jax.export.export(jax.jit(of_all(loss)))(*shapes)
-    assert_same(exported.call(*arrays), jax.jit(of_all(loss))(*arrays))
+    assert done.returncode == 0, f"--seed={seed}: {done.stderr}"
 
 
 @pytest.mark.wrong_types

@@ -46,7 +46,7 @@ from heinsen.contrib.kernels.wgmma import (
     smem_pieces,
 )
 from heinsen.errors import InputError
-from heinsen.logspace import NEG_INF, ShiftedLog, finite, sum_error
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, two_sum
 from heinsen.ops import chunk, schedule
 from heinsen.ops.chunk import ChunkShifts, Keys
 from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
@@ -175,9 +175,9 @@ class _Chunk(NamedTuple):
     def query_factors(self, q: Array) -> tuple[Array, Array]:
         """(qf [C, K], r [C])."""
         c = columns(self.keys_vector(self.vectors.c), CHUNK)
-        total = q + c
+        total, error = two_sum(q, c)
         r = jnp.max(total, axis=1)
-        return jnp.exp((total - rows(finite(r), q.shape[1])) + sum_error(q, c, total)), r
+        return jnp.exp((total - rows(finite(r), q.shape[1])) + error), r
 
     def key_factors(self, k: Array) -> Array:
         """kf [C, K], as queries see the keys."""
@@ -626,7 +626,7 @@ class Fused(Causal[N]):
         shifts = kind.state_shifts(state)
         m = kind.state_to_sums(state, shifts)
         axis = shifts.c.ndim - 1
-        own = schedule.move_in_turn(kind, shifts, schedule.to_chunks(keys, self.split))
+        own = schedule.move_in_turn(kind, shifts, schedule.take_group(keys, 0, self.split))
         earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
         layout = _Layout.of(kind, self.split, keys)
         inputs = layout.inputs(q, keys, own, chunk.shift_scales(earlier, own.reading))

@@ -47,7 +47,7 @@ class Mixer(abc.ABC, Generic[State]):
     dtype: str
     causal: bool
 
-    # Whether the state holds a slot for every token.
+    # Whether the state is a cache: arrays [B, H, slots, ...] with a slot for every token (`Tokens.slot`).
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
@@ -55,8 +55,6 @@ class Mixer(abc.ABC, Generic[State]):
     in_transformers: ClassVar[bool] = False
     # Whether the published module has this attention.
     is_published: ClassVar[bool] = False
-    # Whether a key of -inf has no weight, and hides padding from a causal state so.
-    masks_padding_by_key: ClassVar[bool] = False
 
     # ---- configuration ----
 
@@ -73,7 +71,10 @@ class Mixer(abc.ABC, Generic[State]):
 
     @property
     def takes_log_decay(self) -> bool:
-        """Whether it forgets by `Tokens.log_decay`, and by `log_decay_after` if it is not causal."""
+        """Whether it forgets by `Tokens.log_decay`, and by `log_decay_after` if it is not causal.
+
+        Then a key of -inf has no weight: so the layer hides padding from a causal state.
+        """
         return False
 
     @property
@@ -120,24 +121,6 @@ class Mixer(abc.ABC, Generic[State]):
         """Mix one more token: (output, state after it)."""
         return self.parallel(q, k, values, state, tokens, mesh)
 
-    def mix(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: State | None,
-        tokens: Tokens,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], State]:
-        """Mix tokens by `step` where one token continues a state, and else by `parallel`."""
-        if self.masks_padding_by_key and self.causal and tokens.valid is not None:
-            k = jnp.where(tokens.valid[:, None, :, None], k, NEG_INF)
-            if tokens.log_decay is not None:
-                tokens = tokens._replace(log_decay=jnp.where(tokens.valid[:, None], tokens.log_decay, 0.0))
-        if state is not None and q.shape[-2] == 1:
-            return self.step(q, k, values, state, tokens, mesh)
-        return self.parallel(q, k, values, state, tokens, mesh)
-
     # ---- decoding ----
 
     def begin_steps(self, state: State) -> State:
@@ -155,32 +138,15 @@ class Mixer(abc.ABC, Generic[State]):
         """Return the state with those rows as before any token."""
         return select_rows(rows, self.init_state(rows.shape[0], 0), state)
 
-    # ---- caches ----
 
-    def capacity(self, state: State) -> int | None:
-        """Number of tokens for which the cache has room; None without a cache."""
-        return None
-
-    def with_capacity(self, state: State, capacity: int) -> State:
-        """Return the state with room for at least `capacity` tokens."""
-        return state
-
-    def trim(self, state: State, n_tokens: int) -> State:
-        """Return the state without the room beyond its first `n_tokens` slots."""
-        return state
-
-    def split_cache(self, state: State) -> tuple[Any, Any]:
-        """Split a state into (cache, rest).
-
-        Steps only write to free slots of the cache: they can be repeated on the cache that they have written to, and
-        need the rest as it was. So the cache can be donated, and the rest must be kept until the steps are known to be
-        exact. Either is None where there is nothing of the kind.
-        """
-        return None, state
-
-    def join_cache(self, cache: Any, rest: Any) -> State:
-        """Invert `split_cache`."""
-        return rest
+def hide_padding(k: Float[Array, "B H T K"], tokens: Tokens) -> tuple[Float[Array, "B H T K"], Tokens]:
+    """Keys without weight and log decays of 0 where a row has padding: a causal state passes it unchanged."""
+    valid = tokens.valid
+    if valid is None:
+        return k, tokens
+    if tokens.log_decay is not None:
+        tokens = tokens._replace(log_decay=jnp.where(valid[:, None], tokens.log_decay, 0.0))
+    return jnp.where(valid[:, None, :, None], k, NEG_INF), tokens
 
 
 def read_fields(mixer: type[AnyMixer], config: Any) -> AnyMixer:

@@ -5,7 +5,7 @@ Axes: B batch, H heads, T tokens, K key features, V value features.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
@@ -60,18 +60,3 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
     def forget(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
         """The cache as it is: `Tokens.first` says what is seen, and its slots are free again."""
         return state
-
-    def capacity(self, state: KVCache) -> int:
-        return state.k.shape[-2]
-
-    def with_capacity(self, state: KVCache, capacity: int) -> KVCache:
-        return softmax.with_capacity(state, capacity)
-
-    def trim(self, state: KVCache, n_tokens: int) -> KVCache:
-        return KVCache(state.k[..., :n_tokens, :], state.v[..., :n_tokens, :])
-
-    def split_cache(self, state: KVCache) -> tuple[KVCache, None]:
-        return state, None
-
-    def join_cache(self, cache: KVCache, rest: Any) -> KVCache:
-        return cache

@@ -29,7 +29,6 @@ class Heinsen(Mixer[State], Generic[State]):
 
     signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
     in_transformers: ClassVar[bool] = True
-    masks_padding_by_key: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: Any) -> Mixer[Any]:
@@ -64,22 +63,29 @@ class Heinsen(Mixer[State], Generic[State]):
         tokens: Tokens,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], State]:
-        attend: Any = self._attend if tokens.log_decay_after is None else self._attend_both_ways
-        return over_heads(mesh, attend)(q, k, values, state, tokens)
-
-    def _attend(self, q: Array, k: Array, values: Array, state: Any, tokens: Tokens) -> tuple[Array, Any]:
         function: Any = attention if self.signed else log_attention
-        return function(
-            q,
-            k,
-            values,
-            log_decay=tokens.log_decay,
-            causal=self.causal,
-            state=state,
-            segment_ids=tokens.segment_ids,
-            implementation=self.implementation,
-            return_state=True,
-        )
+        given: Any = state
+
+        def attend(q: Array, k: Array, values: Array, state: Any, tokens: Tokens) -> tuple[Array, Any]:
+            y, after = function(
+                q,
+                k,
+                values,
+                log_decay=tokens.log_decay,
+                causal=self.causal,
+                state=state,
+                segment_ids=tokens.segment_ids,
+                implementation=self.implementation,
+                return_state=True,
+            )
+            return y, after
+
+        if mesh is not None and mesh.shape["sequence"] > 1 and self.splits_sequences:
+            implementation, ids, log_decay = self.implementation, tokens.segment_ids, tokens.log_decay
+            divided: Any = sharded.log_attention(mesh, q, k, values, given, ids, implementation, log_decay)
+            return divided
+        chosen = attend if tokens.log_decay_after is None else self._attend_both_ways
+        return over_heads(mesh, chosen)(q, k, values, given, tokens)
 
     def _attend_both_ways(self, q: Array, k: Array, values: Array, state: None, tokens: Tokens) -> tuple[Array, Any]:
         """The output of a model that is not causal; it keeps no state."""
@@ -107,23 +113,6 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     @property
     def splits_sequences(self) -> bool:
         return self.causal
-
-    def parallel(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: LogState | RunningState | None,
-        tokens: Tokens,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], LogState | RunningState]:
-        """log y[t] = log sum_s w[t, s] exp(log v[s]) - log sum_s w[t, s]. A mesh may divide the tokens."""
-        assert not isinstance(state, RunningState)
-        if mesh is None or mesh.shape["sequence"] == 1 or not self.causal:
-            return super().parallel(q, k, values, state, tokens, mesh)
-        return sharded.log_attention(
-            mesh, q, k, values, state, tokens.segment_ids, self.implementation, log_decay=tokens.log_decay
-        )
 
     def step(
         self,

@@ -6,7 +6,6 @@ Axes: B batch, H heads, T tokens, K key features, V value features.
 """
 
 import dataclasses
-from typing import ClassVar
 
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -19,8 +18,6 @@ from heinsen.ops.sharded import over_heads
 @dataclasses.dataclass(frozen=True)
 class Linear(Mixer[LinearState]):
     """Linear attention (`heinsen.linear_attention`)."""
-
-    masks_padding_by_key: ClassVar[bool] = True
 
     @property
     def takes_log_decay(self) -> bool:
