@@ -25,7 +25,7 @@ from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import write_atomically
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.folder import SweepFolder
-from heinsen.sweep.machine import divide, usable_cores, visible_gpus
+from heinsen.sweep.launch import divide, usable_cores, visible_gpus
 from heinsen.sweep.runs import RunView, best_of, is_finite
 from heinsen.sweep.space import SEED, Value, format_value
 from heinsen.training.config import TrainConfig

@@ -9,7 +9,8 @@ Reading, in the order of the data:
 
 Preparing, in the order of the data:
 
-    sources     settings -> files and hub datasets -> raw documents -> their texts
+    readers     settings; raw documents of each kind of input -> their texts
+    sources     settings -> files and hub datasets -> raw documents
     tokenize    texts -> tokens, in worker processes
     tokenizer   text <-> token ids
     shards      tokens -> shards, their metadata, and the progress file

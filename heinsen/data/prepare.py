@@ -22,6 +22,7 @@ from typing import IO
 import numpy as np
 
 from heinsen.data.dataset import METADATA_FILE, TOKEN_DTYPE, ShardRecord, TokenDataset, find_parts, read_metadata
+from heinsen.data.readers import PreparationError, Settings
 from heinsen.data.shards import (
     LOCK_FILE,
     PROGRESS_FILE,
@@ -34,8 +35,6 @@ from heinsen.data.shards import (
 from heinsen.data.sources import (
     Document,
     Input,
-    PreparationError,
-    Settings,
     describe_inputs,
     find_inputs,
     hash_contents,
@@ -344,9 +343,12 @@ def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Prove
     num_skipped = sum(part["num_skipped_documents"] for part in parts)
     if not any(part["num_bytes"] for part in parts):
         raise PreparationError(f"no text in any of the {count} parts of {split}: give other sources")
+    is_joined = False
     try:
         with hold_lock(split / LOCK_FILE, _PATIENCE):
-            if not _lists(split / METADATA_FILE, shards):
+            with contextlib.suppress(OSError, ValueError):  # not there, or damaged
+                is_joined = read_metadata(split / METADATA_FILE)["shards"] == shards
+            if not is_joined:
                 write_metadata(split, tokenizer, shards, num_skipped, provenance)
             (split / LOCK_FILE).unlink()
     except LockedError as error:
@@ -367,10 +369,3 @@ def _locate(shard: ShardRecord, part: str) -> ShardRecord:
     if "sources" in shard:
         located["sources"] = {**shard["sources"], "file": f"{part}/{shard['sources']['file']}"}
     return located
-
-
-def _lists(path: Path, shards: Sequence[ShardRecord]) -> bool:
-    try:
-        return read_metadata(path)["shards"] == shards
-    except (OSError, ValueError):
-        return False

@@ -1,8 +1,8 @@
 """Shards on disk: their writer, the record of its progress, and metadata.json.
 
 `progress.jsonl` exists while a preparation is unfinished. Its first line is the provenance (settings and inputs); each
-further line is a `_ProgressRecord`. All carry digests (`heinsen.files.seal`). A preparation that was killed resumes
-from it.
+further line is a finished shard's record, the position after it, and how many documents were skipped before. All carry
+digests (`heinsen.files.seal`). A preparation that was killed resumes from it.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypedDict
+from typing import IO, Any
 
 import numpy as np
 
@@ -22,12 +22,12 @@ from heinsen.data.dataset import (
     TOKEN_DTYPE,
     Metadata,
     ShardRecord,
-    check_record,
     check_shard,
     check_sources,
     sum_shards,
 )
-from heinsen.data.sources import Position, PreparationError
+from heinsen.data.readers import PreparationError
+from heinsen.data.sources import Position
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import Tokenizer
 from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
@@ -82,14 +82,6 @@ def remove_progress(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-class _ProgressRecord(TypedDict):
-    """A finished shard, the position after it, and how many documents were skipped before."""
-
-    shard: ShardRecord
-    position: list[int]
-    num_skipped_documents: int
-
-
 class ShardWriter:
     """Collects documents into shards and records the finished ones, so that a later process can resume after them.
 
@@ -128,8 +120,6 @@ class ShardWriter:
         """Set the state that the lines of the progress file record."""
         try:
             self.provenance, *records = (unseal(json.loads(line)) for line in lines)
-            for record in records:
-                check_record(record, _ProgressRecord, "a finished shard's record")
             self.shards = [record["shard"] for record in records]
             self.position = Position(*records[-1]["position"])
             self.num_skipped = records[-1]["num_skipped_documents"]

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from heinsen.data.dataset import TOKEN_DTYPE
-from heinsen.data.sources import READERS, BadDocumentError, Document, PreparationError, Row, Settings
+from heinsen.data.readers import READERS, BadDocumentError, PreparationError, Row, Settings
+from heinsen.data.sources import Document
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 
 BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time

@@ -5,8 +5,7 @@ definition  the definition of a sweep, and the strategies that choose its points
 runs        one run, its state and latest values; the table of all runs
 folder      sweep.json, the runs' folders, sweep.csv
 job         one run as a process, on this machine or on a node of a cluster
-machine     the cores and GPUs of this machine
-launch      launchers: this machine or SLURM
+launch      launchers: this machine, whose cores and GPUs the runs share, or SLURM
 search      which run comes next
 drive       the loop that starts the runs and watches them
 curves      the logs of runs as curves and final figures

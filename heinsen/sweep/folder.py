@@ -167,7 +167,21 @@ class SweepFolder:
         version = file.stat().st_mtime_ns, file.stat().st_size
         if run.name not in self._logs or self._logs[run.name][0] != version:
             # The report warns of damaged lines; here each look at a run in progress would.
-            self._logs[run.name] = version, _latest(read_metrics(file.parent, warn=lambda _: None))
+            entries = read_metrics(file.parent, warn=lambda _: None)
+            last = {name: value for entry in entries for name, value in entry.items() if value is not None}
+            validations = [(e["step"], e["validation_loss"]) for e in entries if e.get("validation_loss") is not None]
+            self._logs[run.name] = (
+                version,
+                dict(
+                    step=last.get("step", 0),
+                    tokens=last.get("tokens", 0),
+                    loss=last.get("loss"),
+                    validation_loss=last.get("validation_loss"),
+                    bits_per_byte=last.get("validation_bits_per_byte"),
+                    tokens_per_second=last.get("tokens_per_second"),
+                    validations=tuple(validations),
+                ),
+            )
         return self._logs[run.name][1]
 
     def write_csv(self, views: Sequence[RunView]) -> Path:
@@ -183,18 +197,3 @@ class SweepFolder:
         path = self.path / CSV_FILE
         write_atomically(path, text.getvalue())
         return path
-
-
-def _latest(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the fields of a RunView that a log tells."""
-    last = lambda name: next((e[name] for e in reversed(entries) if e.get(name) is not None), None)
-    validations = [(e["step"], e["validation_loss"]) for e in entries if e.get("validation_loss") is not None]
-    return dict(
-        step=last("step") or 0,
-        tokens=last("tokens") or 0,
-        loss=last("loss"),
-        validation_loss=last("validation_loss"),
-        bits_per_byte=last("validation_bits_per_byte"),
-        tokens_per_second=last("tokens_per_second"),
-        validations=tuple(validations),
-    )

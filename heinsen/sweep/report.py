@@ -17,7 +17,7 @@ from heinsen.sweep.curves import smooth
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import REPORT_FILE, SweepFolder
 from heinsen.sweep.runs import RunView, best_of, format_number, is_finite, summary
-from heinsen.sweep.space import SEED, Point, Range, Value, all_numbers, format_value, is_number
+from heinsen.sweep.space import SEED, Point, Range, all_numbers, format_value, is_number
 from heinsen.training.metrics import metric_points, read_metrics
 
 _BINS = 4  # of the values drawn from a range
@@ -45,29 +45,12 @@ class Result(NamedTuple):
     loss: float
 
 
-class Group(NamedTuple):
-    """The runs with one value of a field, or with values from one part of its range."""
-
-    label: str
-    values: tuple[Value, ...]
-    losses: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.losses)
+# {field: {one of its values, or a part of its range: the results with it}}
+Effects = dict[str, dict[str, list[Result]]]
 
 
-class Effect(NamedTuple):
-    """The marginal effect of a field: losses by its value, whatever the values of the other fields."""
-
-    field: str
-    groups: tuple[Group, ...]
-
-    @property
-    def size(self) -> float:
-        """The difference between the best and the worst mean."""
-        means = [group.mean for group in self.groups]
-        return max(means) - min(means)
+def mean_loss(results: Sequence[Result]) -> float:
+    return statistics.fmean(result.loss for result in results)
 
 
 def find_results(views: Sequence[RunView]) -> list[Result]:
@@ -79,22 +62,24 @@ def find_results(views: Sequence[RunView]) -> list[Result]:
     ]
 
 
-def find_effects(definition: Definition, results: Sequence[Result]) -> list[Effect]:
-    """Return the effects of the fields, the largest first and that of the seed last.
+def find_effects(definition: Definition, results: Sequence[Result]) -> Effects:
+    """Return the results by the value of each field, whatever the values of the others: its marginal effect.
 
-    In a zip all fields vary together, and none has an effect of its own.
+    The field whose means differ most comes first, and the seed last. In a zip all fields vary together, and none has an
+    effect of its own.
     """
     if definition.strategy.paired:
-        return []
-    fields = dict.fromkeys(field for result in results for field in result.point)
-    effects = [
-        Effect(field, _group(field, isinstance(definition.space.get(field), Range), results)) for field in fields
-    ]
-    effects = [effect for effect in effects if len(effect.groups) > 1]
-    return sorted(effects, key=lambda effect: (effect.field == SEED, -effect.size))
+        return {}
+    sizes, effects = {}, {}
+    for field in dict.fromkeys(field for result in results for field in result.point):
+        groups = _group(field, isinstance(definition.space.get(field), Range), results)
+        means = [mean_loss(group) for group in groups.values()]
+        if len(groups) > 1:
+            effects[field], sizes[field] = groups, max(means) - min(means)
+    return {field: effects[field] for field in sorted(effects, key=lambda field: (field == SEED, -sizes[field]))}
 
 
-def _group(field: str, in_range: bool, results: Sequence[Result]) -> tuple[Group, ...]:
+def _group(field: str, in_range: bool, results: Sequence[Result]) -> dict[str, list[Result]]:
     """Return the results by the value of a field; those from a range in parts with equal numbers of runs."""
     by_size = lambda value: (0, value, "") if is_number(value) else (1, 0, format_value(value))
     ordered = sorted(results, key=lambda result: by_size(result.point[field]))
@@ -106,10 +91,7 @@ def _group(field: str, in_range: bool, results: Sequence[Result]) -> tuple[Group
     else:
         for result in ordered:
             groups.setdefault(format_value(result.point[field]), []).append(result)
-    return tuple(
-        Group(label, tuple(result.point[field] for result in group), tuple(result.loss for result in group))
-        for label, group in groups.items()
-    )
+    return groups
 
 
 def seed_spread(results: Sequence[Result]) -> tuple[float, int] | None:
@@ -129,26 +111,26 @@ def seed_spread(results: Sequence[Result]) -> tuple[float, int] | None:
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def _draw_effects(effects: Sequence[Effect]) -> Any:
+def _draw_effects(effects: Effects) -> Any:
     """Draw the losses by the value of each field, one panel for each, and the mean of each group."""
     n_columns = min(3, len(effects))
     n_rows = -(-len(effects) // n_columns)
     size = (3.6 * n_columns, 3.0 * n_rows)
     figure, grid = pyplot().subplots(n_rows, n_columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axes, effect in zip(grid.flat, effects, strict=False):
-        values = all_numbers([value for group in effect.groups for value in group.values])
-        values = None if effect.field == SEED else values  # a name, not a quantity
+    for axes, (field, groups) in zip(grid.flat, effects.items(), strict=False):
+        values = all_numbers([result.point[field] for group in groups.values() for result in group])
+        values = None if field == SEED else values  # a name, not a quantity
         middles = []
-        for i, group in enumerate(effect.groups):
-            x = all_numbers(group.values) if values is not None else [i] * len(group.losses)
-            axes.plot(x, group.losses, "o", ms=4, alpha=0.5, color=_BLUE)
-            middles.append(statistics.median(x or []))
-        axes.plot(middles, [group.mean for group in effect.groups], "D-", ms=5, color=_ORANGE)
+        for i, group in enumerate(groups.values()):
+            x = all_numbers([i if values is None else result.point[field] for result in group]) or []
+            axes.plot(x, [result.loss for result in group], "o", ms=4, alpha=0.5, color=_BLUE)
+            middles.append(statistics.median(x))
+        axes.plot(middles, [mean_loss(group) for group in groups.values()], "D-", ms=5, color=_ORANGE)
         if values is None:
-            axes.set_xticks(middles, [group.label for group in effect.groups])
+            axes.set_xticks(middles, list(groups))
         elif min(values) > 0 and max(values) / min(values) >= 8:
             axes.set_xscale("log")
-        axes.set(xlabel=effect.field)
+        axes.set(xlabel=field)
         axes.margins(x=0.15)
         axes.grid(alpha=0.3)
     for axes in grid.flat[len(effects) :]:
@@ -226,17 +208,18 @@ def _best(folder: SweepFolder, views: Sequence[RunView], results: Sequence[Resul
     )
 
 
-def _effects(effects: Sequence[Effect]) -> str:
+def _effects(effects: Effects) -> str:
     if not effects:
         return ""
     rows: list[list[str]] = []
     best: set[int] = set()
-    for effect in effects:
-        if effect.field != SEED:
-            best.add(len(rows) + min(range(len(effect.groups)), key=lambda i: effect.groups[i].mean))
-        for group in effect.groups:
-            losses = (f"{x:.4f}" for x in (group.mean, min(group.losses), max(group.losses)))
-            rows.append([effect.field, group.label, str(len(group.losses)), *losses])
+    for field, groups in effects.items():
+        means = [mean_loss(group) for group in groups.values()]
+        if field != SEED:
+            best.add(len(rows) + means.index(min(means)))
+        for mean, (label, group) in zip(means, groups.items(), strict=True):
+            losses = [result.loss for result in group]
+            rows.append([field, label, str(len(group)), *(f"{x:.4f}" for x in (mean, min(losses), max(losses)))])
     return (
         "<h2>Effect of each field</h2><p class=note>Validation loss of the finished runs by one field, whatever the "
         "others were, the field with the largest effect first; orange: the means. The value with the lowest mean is "

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import math
 import os
 import pickle
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heinsen.data.dataset import DatasetError, TokenDataset, unigram_entropy
+from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
@@ -32,7 +31,7 @@ def test_read_equals_slice_of_the_concatenation(make_dataset, shards, rng):
     assert (dataset.tokenizer_name, dataset.vocab_size, dataset.eot_id) == ("bytes", 257, 256)
     assert (dataset.num_documents, dataset.num_bytes) == (9, len(stream) - 9)
     boundaries = np.cumsum([0, *map(len, shards)]).tolist()
-    points = boundaries + rng.integers(0, len(stream) + 1, 40).tolist()
+    points = boundaries + rng.integers(0, len(stream) + 1, 20).tolist()
     for start in points:
         for stop in points:
             if start <= stop:
@@ -42,20 +41,11 @@ def test_read_equals_slice_of_the_concatenation(make_dataset, shards, rng):
     for start, stop in [(-1, 2), (3, 2), (0, len(stream) + 1)]:
         with pytest.raises(IndexError):
             dataset.read(start, stop)
-
-
-def test_read_returns_a_copy(make_dataset, shards):
-    dataset = TokenDataset(make_dataset(shards))
-    dataset.read(0, dataset.num_tokens)[:] = 0
-    np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), np.concatenate(shards))
-
-
-def test_pickled_reader_opens_the_dataset_again(make_dataset, shards):
-    dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
-    np.testing.assert_array_equal(dataset.read(0, 5), stream[:5])
-    again = pickle.loads(pickle.dumps(dataset))
-    assert len(pickle.dumps(dataset)) < 1000
-    np.testing.assert_array_equal(again.read(0, len(stream)), stream)
+    dataset.read(0, dataset.num_tokens)[:] = 0  # a copy
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    for each in (dataset, pickle.loads(pickled)):
+        np.testing.assert_array_equal(each.read(0, len(stream)), stream)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
@@ -128,17 +118,13 @@ def test_shard_that_changes_is_an_error_and_no_crash(make_dataset, rng, name, is
         np.testing.assert_array_equal(dataset.read(0, len(stream)), stream)
 
 
-def test_missing_folder_names_path_and_command(tmp_path):
-    with pytest.raises(
-        DatasetError, match=rf"{tmp_path}/d/train; .*prepare_data.py .*--out={tmp_path}/d --split=train"
-    ):
-        TokenDataset(tmp_path / "d" / "train")
-
-
-def test_incomplete_folder(make_dataset, shards):
+def test_missing_and_incomplete_folders_are_named_with_the_command(make_dataset, shards):
     folder = make_dataset(shards)
+    command = f"prepare_data.py .*--out={folder.parent} --split="
+    with pytest.raises(DatasetError, match=rf"{folder.parent}/test .{folder.parent} has train.; .*{command}test"):
+        TokenDataset(folder.parent / "test")
     (folder / "metadata.json").unlink()
-    with pytest.raises(DatasetError, match="not a complete token dataset"):
+    with pytest.raises(DatasetError, match=f"not a complete token dataset.*{command}train"):
         TokenDataset(folder)
 
 
@@ -147,28 +133,24 @@ def test_incomplete_folder(make_dataset, shards):
     [
         ({"format_version": 99}, "format version 99"),
         ({"dtype": "uint32"}, "dtype is 'uint32', not uint16"),
-        ({"num_tokens": 3}, r"num_tokens is 3, the shards' sum is \d+"),
-        ({"num_bytes": 10**6}, r"num_bytes is 1000000, the shards' sum is \d+"),
-        ({"num_bytes": -3}, "num_bytes is -3: it must not be negative"),
-        ({"num_documents": True}, "num_documents is True, not int"),
-        ({"num_bytes": 3.0}, "num_bytes is 3.0, not int"),
-        ({"vocab_size": -1}, "vocab_size is -1: it must not be negative"),
+        ({"num_tokens": 3}, r"its totals are Totals\(num_tokens=3, .* those of its shards Totals\(num_tokens=\d\d"),
+        ({"num_bytes": 10**6}, r"its totals are .*num_bytes=1000000\), those of its shards"),
         ({"vocab_size": 200}, "vocab_size is 200 and eot_id 256"),
+        ({"tokenizer": "x", "eot_id": -1}, "vocab_size is 257 and eot_id -1"),
         ({"tokenizer": "x", "vocab_size": 65537}, "vocab_size is 65537 and eot_id 256"),
-        ({"eot_id": "a"}, "eot_id is 'a', not int"),
+        ({"eot_id": "a"}, "TypeError"),
         ({"eot_id": 255}, "eot_id 255, but those of tokenizer 'bytes' are 257 and 256"),
         ({"tokenizer": "gpt2"}, "but those of tokenizer 'gpt2' are 50257 and 50256"),
-        ({"shards": [{}]}, r"shards\[0\] lacks file"),
-        ({"shards": [7]}, r"shards\[0\] is 7, not an object"),
-        ({"shards": None}, "shards is None, not list"),
+        ({"shards": [{}]}, "KeyError.'num_tokens'"),
         ({"shards": [], "num_tokens": 0, "num_documents": 0, "num_bytes": 0}, "no text in 0 documents"),
+        *((text, "metadata.json is damaged") for text in ("", "{", "[]", "{}", "[" * 100_000)),
     ],
 )
 def test_unusable_metadata(make_dataset, shards, change, message):
     folder = make_dataset(shards)
-    TokenDataset(folder)
-    metadata = json.loads((folder / "metadata.json").read_text())
-    (folder / "metadata.json").write_text(json.dumps({**metadata, **change}))
+    if isinstance(change, dict):
+        change = json.dumps(json.loads((folder / "metadata.json").read_text()) | change)
+    (folder / "metadata.json").write_text(change)
     with pytest.raises(DatasetError, match=f"^{folder}.*{message}"):
         TokenDataset(folder)
 
@@ -216,8 +198,6 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_data
         with pytest.raises(DatasetError, match=message):
             dataset.read(begin, end)
     with pytest.raises(DatasetError, match=message):
-        unigram_entropy(dataset)
-    with pytest.raises(DatasetError, match=message):
         find_documents(dataset, get_tokenizer("bytes"))
     with pytest.raises(DatasetError, match=message):
         list(evaluation_batches(dataset, 7, 2))
@@ -229,78 +209,35 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_data
                 next(batches)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}"])
-def test_damaged_metadata(make_dataset, shards, text):
-    folder = make_dataset(shards)
-    (folder / "metadata.json").write_text(text)
-    with pytest.raises(DatasetError, match="metadata.json is damaged"):
-        TokenDataset(folder)
+DAMAGES = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "header cut": lambda path: path.write_bytes(path.read_bytes()[:50]),
+    "empty": lambda path: path.write_bytes(b""),
+    "lengthened": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a token less": lambda path: np.save(path, np.load(path)[:-1]),
+    "wider numbers": lambda path: np.save(path, np.load(path).astype(np.int32)),
+    "two axes": lambda path: np.save(path, np.load(path)[None]),
+    "missing": Path.unlink,
+}
 
 
-def _cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _cut_header(path):
-    path.write_bytes(path.read_bytes()[:50])
-
-
-def _empty(path):
-    path.write_bytes(b"")
-
-
-def _lengthen(path):
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def _drop_token(path):
-    np.save(path, np.load(path)[:-1])
-
-
-def _widen(path):
-    np.save(path, np.load(path).astype(np.int32))
-
-
-def _fold(path):
-    np.save(path, np.load(path)[None])
-
-
-@pytest.mark.parametrize(
-    "damage", [_cut, _cut_header, _empty, _lengthen, _drop_token, _widen, _fold, lambda p: p.unlink()]
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_shard_is_found_at_opening(make_dataset, shards, rng, damage):
     folder = make_dataset(shards)
     name = f"shard-{rng.integers(len(shards)):05d}.npy"
-    damage(folder / name)
+    DAMAGES[damage](folder / name)
     with pytest.raises(DatasetError, match=f"{name}.*delete the folder .* and rerun the command that prepared it"):
         TokenDataset(folder)
 
 
-def test_verify_finds_a_flipped_bit(make_dataset, shards, rng):
-    folder = make_dataset(shards)
-    TokenDataset(folder).verify()
-    path = folder / f"shard-{rng.integers(len(shards)):05d}.npy"
-    content = bytearray(path.read_bytes())
-    content[rng.integers(128, len(content))] ^= 1 << rng.integers(8)
-    path.write_bytes(content)
-    with pytest.raises(DatasetError, match=rf"SHA-256 differs from metadata.json for {path.name};"):
-        TokenDataset(folder).verify()
-
-
 def test_verify_names_every_damaged_shard_even_a_missing_one(make_dataset, shards, rng):
     dataset = TokenDataset(make_dataset(shards))
+    dataset.verify()
     flipped, missing = (dataset.path / f"shard-{i:05d}.npy" for i in rng.choice(len(shards), 2, replace=False))
-    flipped.write_bytes(flipped.read_bytes()[:-1] + b"\xff")
+    content = bytearray(flipped.read_bytes())
+    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+    flipped.write_bytes(content)
     missing.unlink()
     with pytest.raises(DatasetError, match="SHA-256 differs") as error:
         dataset.verify()
     assert set(re.findall(r"shard-\d+\.npy", str(error.value))) == {flipped.name, missing.name}
-
-
-def test_unigram_entropy(make_dataset, rng):
-    uniform = rng.permutation(np.repeat(np.arange(257), 3))
-    dataset = TokenDataset(make_dataset([uniform[:100], uniform[100:]]))
-    assert unigram_entropy(dataset) == pytest.approx(math.log(257), rel=1e-12)
-    p = np.array([1, 2, 5]) / 8
-    dataset = TokenDataset(make_dataset([np.repeat([7, 256, 9], [1, 2, 5])], name="skewed"))
-    assert unigram_entropy(dataset) == pytest.approx(-(p @ np.log(p)), rel=1e-12)

@@ -58,30 +58,18 @@ def _join_rows(per_process, rows):
         yield whole
 
 
-def _order(stream, batches):
-    """Return the indices of the windows in `batches`; KeyError for a row that is not a window."""
-    windows = _windows(stream)
-    return [windows[tuple(row.tolist())] for batch in batches for row in batch]
-
-
-def test_windows_are_slices_of_the_stream(dataset, stream):
-    iterator = train_iterator(dataset, LENGTH, 4, seed=0)
-    batch = next(iterator)
-    assert batch.keys() == {"tokens"}
-    assert batch["tokens"].shape == (4, LENGTH + 1) and batch["tokens"].dtype == np.int32
-    _order(stream, [batch["tokens"]])
-    assert num_windows(dataset, LENGTH) == len(_windows(stream))
-
-
 @pytest.mark.parametrize("process_count", [1, 2, 3])
 def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rng, process_count):
     """No batch size or process count here divides the number of windows in general."""
     batch_size, seed, epochs = 7 * process_count, int(rng.integers(2**31)), 3
+    index_of = _windows(stream)
     windows = num_windows(dataset, LENGTH)
+    assert windows == len(index_of)
     steps = -(-epochs * windows // batch_size)
     rows = _random_rows(batch_size, process_count, rng)
     per_process = [_take(train_iterator(dataset, LENGTH, batch_size, seed, own), steps) for own in rows]
-    order = _order(stream, _join_rows(per_process, rows))
+    assert all(tokens.dtype == np.int32 for tokens in per_process[0])
+    order = [index_of[tuple(row)] for batch in _join_rows(per_process, rows) for row in batch.tolist()]
     orders = [order[e * windows : (e + 1) * windows] for e in range(epochs)]
     for epoch in orders:
         assert sorted(epoch) == list(range(windows))
@@ -91,17 +79,17 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
 
 def test_order_is_as_good_as_random(make_dataset, rng):
     """Grain's single shuffle fails this: it places neighbors side by side four times too rarely."""
-    windows, rows = 65_000, 20_000
+    windows, rows = 65_000, 10_000
     # With T = 1 a row's first token is its window.
     sizes = {"tokenizer": "numbers", "vocab_size": windows + 1, "eot_id": windows}
     dataset = TokenDataset(make_dataset([np.arange(windows + 1)], **sizes))
-    order = _take(train_iterator(dataset, 1, rows, int(rng.integers(2**31))), 1)[0][:, 0]
-    assert np.mean(np.abs(np.diff(order)) <= windows // 100) == pytest.approx(0.02, abs=0.006)  # 6 sigma
-    assert np.count_nonzero(order == np.arange(rows)) < 12  # Poisson(0.3)
+    order = next(train_iterator(dataset, 1, rows, int(rng.integers(2**31))))["tokens"][:, 0]
+    assert np.mean(np.abs(np.diff(order)) <= windows // 100) == pytest.approx(0.02, abs=0.0085)  # 6 sigma
+    assert np.count_nonzero(order == np.arange(rows)) < 12  # Poisson(0.15)
 
 
 def test_each_batch_is_the_rows_asked_for(dataset, rng):
-    seed, steps, batch_size = int(rng.integers(2**31)), 40, 8
+    seed, steps, batch_size = int(rng.integers(2**31)), 20, 8
     whole = _take(train_iterator(dataset, LENGTH, batch_size, seed), steps)
     for rows in ([5], [0, 3, 4], [2, 7], range(batch_size)):
         rows = np.array(rows, rng.choice([np.int32, np.uint8, np.int64]))
@@ -118,12 +106,6 @@ def test_order_is_that_of_grains_own_batches(dataset, rng):
     steps = 3 * windows // 7
     expected = [[dataset.read(w * LENGTH, w * LENGTH + LENGTH + 1) for w in order[i].tolist()] for i in range(steps)]
     np.testing.assert_array_equal(_take(train_iterator(dataset, LENGTH, 7, seed), steps), expected)
-
-
-def test_order_is_a_function_of_the_seed(dataset):
-    first, again, other = (_take(train_iterator(dataset, LENGTH, 8, seed), 10) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
 
 
 @pytest.mark.parametrize("stop", ["start", "middle", "before the seam", "after the seam"])
@@ -193,9 +175,7 @@ def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, proc
 
 
 def test_evaluation_of_a_split_that_fills_its_batches(make_dataset, rng):
-    stream = rng.integers(0, 257, 4 * LENGTH)
-    dataset = TokenDataset(make_dataset([stream]))
-    batches = evaluation_batches(dataset, LENGTH, 2)
+    batches = evaluation_batches(TokenDataset(make_dataset([rng.integers(0, 257, 4 * LENGTH)])), LENGTH, 2)
     assert len(batches) == 2 and all(batch["mask"].all() for batch in batches)
 
 
@@ -221,13 +201,16 @@ def test_arguments_out_of_range(dataset, arguments):
         train_iterator(dataset, seed=0, **arguments)
     with pytest.raises(ValueError, match="must be"):
         evaluation_batches(dataset, **arguments)
+
+
+def test_seed_and_limit_out_of_range(dataset):
     with pytest.raises(ValueError, match="seed"):
         train_iterator(dataset, LENGTH, 2, seed=-1)
     with pytest.raises(ValueError, match="max_tokens"):
         evaluation_batches(dataset, LENGTH, 2, max_tokens=0)
 
 
-# Mixtures.
+# ---- mixtures ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -238,22 +221,15 @@ def sources(make_dataset, rng):
     return list(zip(datasets, rng.uniform(0.5, 5, 3).tolist(), strict=True)), streams
 
 
-def _deal(streams, batches):
-    """Return (dataset, window) for each row of `batches`."""
-    order = []
-    for row in (row for batch in batches for row in batch):
-        which = row[0] // 85
-        order.append((int(which), *_order(streams[which], [row[None]])))
-    return order
-
-
 def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
     """Holds after any number of windows; a dataset's epoch is complete whatever the others do."""
     mixture, streams = sources
     steps, batch_size, seed = 150, 11, int(rng.integers(2**31))
     rows = _random_rows(batch_size, 2, rng)
     iterators = [train_iterator(mixture, LENGTH, batch_size, seed, own) for own in rows]
-    dealt = _deal(streams, _join_rows([_take(iterator, steps) for iterator in iterators], rows))
+    batches = _join_rows([_take(iterator, steps) for iterator in iterators], rows)
+    index_of = [_windows(stream) for stream in streams]
+    dealt = [(row[0] // 85, index_of[row[0] // 85][tuple(row)]) for batch in batches for row in batch.tolist()]
     total, seen = sum(weight for _, weight in mixture), []
     for which, (dataset, weight) in enumerate(mixture):
         given = np.cumsum([source == which for source, _ in dealt])
@@ -273,17 +249,17 @@ def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
 def test_mixture_resumes_from_a_number(sources):
     mixture, _ = sources
     iterator = train_iterator(mixture, LENGTH, 6, 1)
-    _take(iterator, 60)
+    _take(iterator, 40)
     state = iterator.get_state()
-    assert state == {"next_index": 60}
-    expected = _take(iterator, 60)
+    assert state == {"next_index": 40}
+    expected = _take(iterator, 40)
     resumed = train_iterator(mixture, LENGTH, 6, 1, np.array([1, 4]))
     resumed.set_state(state)
-    np.testing.assert_array_equal(_take(resumed, 60), [batch[[1, 4]] for batch in expected])
+    np.testing.assert_array_equal(_take(resumed, 40), [batch[[1, 4]] for batch in expected])
 
 
 def test_mixture_of_one_is_that_dataset(dataset):
-    alone, mixed = (_take(train_iterator(data, LENGTH, 8, 3), 60) for data in (dataset, [(dataset, 0.3)]))
+    alone, mixed = (_take(train_iterator(data, LENGTH, 8, 3), 30) for data in (dataset, [(dataset, 0.3)]))
     np.testing.assert_array_equal(alone, mixed)
 
 
@@ -301,7 +277,7 @@ def test_mixture_with_too_small_a_dataset(make_dataset, rng):
         train_iterator([(large, 0.7), (small, 0.3)], LENGTH, 10, 0)
 
 
-# Size.
+# ---- size ----------------------------------------------------------------------------------------
 
 
 def _write_sparse(folder, num_shards, shard_tokens):
@@ -351,7 +327,7 @@ print(json.dumps({"opening": opening, "seeking": seeking, "megabytes": megabytes
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_300_billion_tokens_need_no_memory(tmp_path):
-    folder, num_shards, shard_tokens = tmp_path / "train", 3000, 100_000_000
+    folder, num_shards, shard_tokens = tmp_path / "train", 1000, 300_000_000
     _write_sparse(folder, num_shards, shard_tokens)
     try:
         run = subprocess.run(

@@ -244,7 +244,7 @@ def _without_digests(text):
     [
         (lambda text: re.sub(r'"num_bytes": (\d+)', r'"num_bytes": \g<1>0', text, count=1), "its digest does not fit"),
         (lambda text: text.replace('"position": [0, 7]', '"position": [0, 3]'), "its digest does not fit"),
-        (lambda text: _without_digests(text).replace('"position"', '"place"'), "record lacks position"),
+        (lambda text: _without_digests(text).replace('"position"', '"place"'), "'position'"),
         (lambda text: text.replace("\n", "\n5\n", 1), "int in place of a record"),
         (None, "shard-00001.npy has .* bytes instead of"),
     ],
@@ -287,22 +287,17 @@ def test_other_settings_are_refused_and_nothing_is_touched(interrupted, tmp_path
     assert files_of(folder) == before
 
 
-def test_finished_split_is_left_alone(interrupted, tmp_path, capsys):
-    settings, folder, _ = interrupted
-    prepare(settings, tmp_path / "out")
-    before = times_of(folder)
-    (folder / "progress.jsonl").write_text("")  # as a kill after the last rename leaves it
-    assert prepare(settings, tmp_path / "out").num_documents == len(interrupted[2])
-    assert "already prepared with these settings" in capsys.readouterr().err
-    assert before == times_of(folder)
-
-
-def test_two_preparations_at_once_are_refused(interrupted, tmp_path):
+def test_a_preparation_at_work_or_finished_is_left_alone(interrupted, tmp_path, capsys):
     settings, folder, documents = interrupted
     with hold_lock(folder / "prepare.lock"), pytest.raises(PreparationError, match="another process is preparing"):
         prepare(settings, tmp_path / "out")
     prepare(settings, tmp_path / "out")
     check_split(folder, documents)
+    before = times_of(folder)
+    (folder / "progress.jsonl").write_text("")  # as a kill after the last rename leaves it
+    assert prepare(settings, tmp_path / "out").num_documents == len(documents)
+    assert "already prepared with these settings" in capsys.readouterr().err
+    assert before == times_of(folder)
 
 
 def test_another_process_that_has_just_finished_is_noticed(interrupted, tmp_path, monkeypatch):
@@ -350,7 +345,7 @@ def _prepare_parts(settings, out, count):
     return dataset
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("count", [1, 3])
 def test_parts_make_one_dataset(tmp_path, corpus, rng, count, capsys):
     source, texts = corpus
     settings, folder = settings_of(source, shard_tokens=300), tmp_path / "out" / "train"
@@ -476,17 +471,14 @@ def test_parts_with_other_settings_are_refused_and_nothing_is_touched(tmp_path, 
         prepare_part(settings, out, 0, 3)
 
 
-@pytest.mark.parametrize("finished", [False, True])
-def test_parts_of_a_split_prepared_whole_are_refused(tmp_path, corpus, finished):
-    settings, out = settings_of(corpus[0], shard_tokens=300), tmp_path / "out"
-    if finished:
-        prepare(settings, out)
-    else:
-        interrupt(settings, out, 2)
-    before = files_of(out)
-    with pytest.raises(PreparationError, match=f"{out}/train .* with other settings: shard_count: None before, 2 now"):
-        prepare_part(settings, out, 0, 2)
-    assert files_of(out) == before
+def test_parts_of_a_split_prepared_whole_are_refused(interrupted, tmp_path):
+    settings, folder, _ = interrupted
+    (tmp_path / "b.jsonl").write_bytes(jsonl(["b"]))
+    settings = dataclasses.replace(settings, sources=(*settings.sources, str(tmp_path / "b.jsonl")))
+    before = files_of(folder)
+    with pytest.raises(PreparationError, match=f"{folder} .* with other settings: .*shard_count: None before, 2 now"):
+        prepare_part(settings, tmp_path / "out", 0, 2)
+    assert files_of(folder) == before
 
 
 def test_parts_that_differ_are_not_joined(tmp_path, corpus, monkeypatch):
@@ -632,24 +624,15 @@ def test_sources_do_not_depend_on_interruptions_or_parts(tmp_path, named):
     assert _sources(dataset.path) == [name for own in names[::2] + names[1::2] for name in own]
 
 
-def test_damaged_sources_are_found(tmp_path, named):
-    settings = settings_of(named[0])
-    dataset = prepare(settings, tmp_path / "out")
-    path = dataset.path / "shard-00000.sources.npy"
-    content = path.read_bytes()
-    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(DatasetError, match=r"SHA-256 differs .* for shard-00000.sources.npy; delete the folder"):
-        TokenDataset(dataset.path).verify()
-    path.write_bytes(content[:-2])
-    with pytest.raises(DatasetError, match="shard-00000.sources.npy has .* bytes instead of"):
-        prepare(settings, tmp_path / "out")
-
-
-def test_skipped_documents_have_no_source(tmp_path):
+def test_skipped_documents_have_no_source_and_damaged_ones_are_found(tmp_path):
     lines = [{"text": text, "meta": {"pile_set_name": name}} for text, name in ("ax", (3, "y"), "bz")]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     dataset = prepare(settings_of(tmp_path / "a.jsonl"), tmp_path / "out", skip_bad_documents=True)
     assert _sources(dataset.path) == ["x", "z"]
+    path = dataset.path / "shard-00000.sources.npy"
+    path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    with pytest.raises(DatasetError, match=r"SHA-256 differs .* for shard-00000.sources.npy; delete the folder"):
+        TokenDataset(dataset.path).verify()
 
 
 def test_a_field_with_ever_new_names_is_no_source(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from heinsen.data import sources as sources_module
+from heinsen.data import readers as readers_module
 from heinsen.data import tokenize as tokenize_module
 from heinsen.data.prepare import PreparationError, prepare
 from heinsen.data.sources import check_disjoint, find_inputs
@@ -62,15 +62,14 @@ def write_files(folder, form, texts, rng):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.zst", "jsonl.gz", "parquet", "txt"])
-@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
-def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, form, tokenizer, monkeypatch):
+def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, form, monkeypatch):
     folder = write_files(tmp_path / "in", form, documents, rng)
-    prepare(settings_of(folder, tokenizer=tokenizer, shard_tokens=1500), tmp_path / "out", workers=1)
-    dataset = check_split(tmp_path / "out" / "train", documents, tokenizer)
+    prepare(settings_of(folder, shard_tokens=1500), tmp_path / "out", workers=1)
+    dataset = check_split(tmp_path / "out" / "train", documents)
     shards = dataset.metadata["shards"]
     assert len(shards) > 1 and all(shard["num_tokens"] >= 1500 for shard in shards[:-1])
-    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)
-    monkeypatch.setattr(sources_module, "READ_BYTES", 17)
+    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50)
+    monkeypatch.setattr(readers_module, "READ_BYTES", 17)
     tokenize, sizes = tokenize_module._tokenize_batch, []
     record = lambda settings, batch: (sizes.append(len(batch)), tokenize(settings, batch))[1]
     monkeypatch.setattr(tokenize_module, "_tokenize_batch", record)
@@ -94,13 +93,16 @@ def test_sources_are_read_in_the_order_given(tmp_path):
     check_split(tmp_path / "out" / "train", ["b", "a"])
 
 
-def test_stdlib_splits_are_disjoint_and_source_only():
+def test_stdlib_splits_are_disjoint_and_source_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", {"stdlib": str(tmp_path)}.get)
+    wanted = {f"asyncio/m{i}.py" for i in range(500)}
+    for name in wanted | {"test/a.py", "json/tests/a.py", "site-packages/a.py", "idlelib/a.py", "a.txt"}:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "latin.py").write_bytes(b"\xe9")
     train, validation = ([i.name for i in find_inputs(settings_of("stdlib", split=s))] for s in ("train", "validation"))
-    assert not set(train) & set(validation)
-    assert {"stdlib/argparse.py", "stdlib/asyncio/tasks.py"} <= set(train) | set(validation)
-    assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.1
-    for name in train + validation:
-        assert name.endswith(".py") and not {"test", "tests", "site-packages"} & set(name.split("/"))
+    assert not set(train) & set(validation) and set(train) | set(validation) == {f"stdlib/{name}" for name in wanted}
+    assert train == sorted(train) and 0.02 < len(validation) / len(wanted) < 0.1
     with pytest.raises(PreparationError, match="splits train and validation, not 'test'"):
         find_inputs(settings_of("stdlib", split="test"))
 
@@ -224,31 +226,21 @@ def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
     check_split(tmp_path / "out" / "train", ["one"])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        b"9" * 5000,
-        b"-1." + b"9" * 5000,
-        b"[" * 5000 + b"1, 2" + b"]" * 5000,
-        b'{"a": "]", "b":' * 5000 + b"1" + b"}" * 5000,
-    ],
-    ids=["integer", "fraction", "lists", "objects"],
-)
-def test_fields_that_are_not_read_may_be_too_large_for_python(tmp_path, other):
-    digits = '9 \\" [' * 1000 + "9" * 5000
-    line = b'{"other": %s, "text": %s, "meta": {"pile_set_name": "s"}}' % (other, json.dumps(digits).encode())
+def test_numbers_that_are_not_read_may_be_too_large_for_python(tmp_path):
+    digits = b"9" * 5000
+    line = b'{"other": [%s, -1.%s], "text": "%s", "meta": {"pile_set_name": "s"}}' % (digits, digits, digits)
     (tmp_path / "a.jsonl").write_bytes(line)
     dataset = prepare(settings_of(tmp_path / "a.jsonl"), tmp_path / "out")
-    assert bytes(dataset.read(0, len(dataset) - 1).astype(np.uint8)).decode() == digits
+    assert dataset.read(0, len(dataset) - 1).astype(np.uint8).tobytes() == digits
     assert dataset.read_sources()[0] == ["s"]
 
 
 def test_a_long_line_is_read_in_linear_time(tmp_path, monkeypatch):
     """Of 16,384 blocks: to copy what came before with each takes tens of seconds."""
-    monkeypatch.setattr(sources_module, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(readers_module, "READ_BYTES", 1 << 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * (1 << 24) + b"\ny")
     start = time.process_time()
-    lines = [line for _, line in sources_module.read_jsonl(str(tmp_path / "a.jsonl"), settings_of("a"))]
+    lines = [line for _, line in readers_module.read_jsonl(str(tmp_path / "a.jsonl"), settings_of("a"))]
     assert time.process_time() - start < 2
     assert lines == [b"x" * (1 << 24), b"y"]
 
@@ -262,7 +254,7 @@ BAD_LINES = {
     "number": (b'{"text": 3}', "not a string but int"),
     "null": (b'{"text": null}', "not a string but NoneType"),
     "surrogate": (b'{"text": "\\ud800"}', "lone surrogate"),
-    "too deep": (b'{"text":' + b"[" * 100_000 + b"}", "invalid JSON"),
+    "too deep": (b'{"text":' + b"[" * 10_000 + b"}", "invalid JSON"),
 }
 
 

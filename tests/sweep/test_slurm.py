@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import submitit
 
-from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import slurm_job
 from heinsen.sweep.launch import LaunchOptions, SlurmLauncher
 from heinsen.sweep.space import SweepError
 from tests.runs import BATCH, LENGTH, OVERRIDES, ROOT, TIMEOUT, finish, read_log
 from tests.sweep import fake
+from tests.sweep.fake import wait_until
 
 pytest_plugins = ["tests.run_fixtures"]
 
@@ -49,8 +49,8 @@ def stand_ins(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     behaviours = ("slow", "crash", "finish")
-    definition = Definition("fake", {}, {}, {"behaviour": behaviours}, None, "grid", None, 0)
-    return SweepFolder.open_or_create(tmp_path / "sweep", definition, fake.runs(*behaviours))
+    whole = fake.definition({"behaviour": behaviours})
+    return SweepFolder.open_or_create(tmp_path / "sweep", whole, fake.runs(*behaviours))
 
 
 def start_task(folder, index):
@@ -152,13 +152,6 @@ def slurm():
         subprocess.run([script, "stop"], check=True, capture_output=True)
 
 
-def wait_until(condition, what, patience=PATIENCE):
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 def train_process(folder):
     """The process id of the train.py of a run."""
     for entry in os.listdir("/proc"):
@@ -184,10 +177,10 @@ def swept(slurm, data, commands, tmp_path_factory):
     command += ["--sweep.optimizer.learning_rate=1e-3,2e-3", "--seeds=2", "--launcher=slurm", "--time=0:30:00"]
     process = commands.start(*command)
     try:
-        wait_until((path / "sweep.json").exists, "the sweep does not begin")
+        wait_until((path / "sweep.json").exists, "the sweep does not begin", PATIENCE)
         runs = [path / run.name for run in SweepFolder.load(path).runs]
         stop_each(dict(zip(runs, (requeue, end_time, kill), strict=False)))
-        wait_until(lambda: process.poll() is not None, "the sweep does not end")
+        wait_until(lambda: process.poll() is not None, "the sweep does not end", PATIENCE)
     finally:
         if process.poll() is None:
             process.kill()

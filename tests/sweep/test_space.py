@@ -10,6 +10,7 @@ import pytest
 
 from heinsen.sweep.definition import Definition, changes, find_strategy
 from heinsen.sweep.space import LONGEST_NAME, Range, SweepError, folder_name, parse_space
+from tests.sweep.fake import definition
 
 KINDS = {"a.rate": float, "a.size": int, "b.name": str, "b.rate": float}
 
@@ -27,11 +28,6 @@ def convert(field, text):
 def parse(search="grid", **texts):
     texts = {name.replace("__", "."): text for name, text in texts.items()}
     return parse_space(texts, convert, find_strategy(search).paired)
-
-
-def definition(space, **changes):
-    fields = dict(config="c.py", overrides={}, base={"seed": 0}, seeds=None, search="grid", trials=None, search_seed=0)
-    return Definition(**(fields | {"space": space} | changes))
 
 
 def test_lists_become_values_of_the_field_and_numbers_are_sorted():

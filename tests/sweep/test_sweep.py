@@ -13,39 +13,30 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 
+from heinsen.errors import HeinsenError
 from heinsen.files import hold_lock, is_held
-from heinsen.sweep.definition import Definition
 from heinsen.sweep.drive import SweepInterrupted, drive
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import read_status, write_status
-from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher
-from heinsen.sweep.machine import divide, visible_gpus
+from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher, divide, visible_gpus
 from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
-from heinsen.sweep.space import Range, SweepError
+from heinsen.sweep.space import Range, SweepError, parse_space
+from scripts.sweep_runs import RunFactory
 from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
 from tests.sweep import fake
+from tests.sweep.fake import definition, wait_until
 
 pytest_plugins = ["tests.run_fixtures"]
 
 
-def definition(space, **changes):
-    fields = dict(config="c.py", overrides={}, base={"seed": 0}, seeds=None, search="grid", trials=None, search_seed=0)
-    return Definition(**(fields | {"space": space} | changes))
-
-
 def starts(folder, run):
     """The cores that a fake run could use each time it was started."""
-    return read_lines(folder.folder(run) / "starts")
-
-
-def read_lines(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in (folder.folder(run) / "starts").read_text().splitlines()]
 
 
 def drive_here(folder, **options):
@@ -77,10 +68,6 @@ def test_a_crashed_run_is_reported_and_the_rest_are_run(ended):
     assert len(table(folder.views())) == 5 and "2 finished" in table(folder.views())[-1]
     assert best_of(list(views.values())) == views["finish"]
     assert table(folder.views())[1].split() == ["behaviour=finish", "finished", "4/4", "1.2500", "1.5000", "100"]
-
-
-def test_each_run_at_a_time_gets_its_share_of_the_cores(ended):
-    folder, _, _ = ended
     shares = divide(sorted(os.sched_getaffinity(0)), 2)
     assert all(starts(folder, run)[0] in shares for run in folder.runs)
     assert read_status(folder.folder(folder.runs[0]))["ended"] is not None
@@ -189,13 +176,6 @@ def test_two_commands_do_not_run_one_sweep(ended, monkeypatch):
 # ---- stopped and resumed -------------------------------------------------------------------------
 
 
-def wait_until(condition, what):
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A sweep killed by -9 in its first run, then by SIGTERM, then left to its end: the states after each."""
@@ -204,11 +184,11 @@ def killed(tmp_path_factory):
 
     def note():
         folder = SweepFolder.load(path)
-        wait_until(lambda: all(view.state != "running" for view in folder.views()), "a run outlives its sweep")
+        wait_until(lambda: all(view.state != "running" for view in folder.views()), "a run outlives its sweep", TIMEOUT)
         states.append({view.name: (view.state, view.step) for view in folder.views()})
 
     def wait_for_step(step):
-        wait_until(lambda: first.exists() and len(read_log(first)) >= step, "the first run makes no steps")
+        wait_until(lambda: first.exists() and len(read_log(first)) >= step, "the first run makes no steps", TIMEOUT)
 
     command = [sys.executable, "-m", "tests.sweep.fake", str(path)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -416,15 +396,8 @@ BAD_COMMANDS = {
         [*GOOD, "--sweep.optimizer.learning_rat=1"],
         ["--sweep.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
-    "a group": ([*GOOD, "--sweep.model=1"], ["--sweep.model=1: model is a group", "n_layers"]),
-    "ill-typed": ([*GOOD, "--sweep.batch_size=4,many"], ["--sweep.batch_size", "many"]),
-    "None for a number": ([*GOOD, "--sweep.batch_size=4,None"], ["batch_size"]),
-    "impossible value": ([*GOOD, "--sweep.seed=0,-1"], ["seed=-1", "it must not be negative"]),
-    "empty": ([*GOOD, "--sweep.batch_size="], ["--sweep.batch_size=: an empty value"]),
     "twice": ([*GOOD, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
     "no value": ([*GOOD, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
-    "nothing swept": (GOOD, ["nothing to sweep"]),
-    "a range in a grid": ([*GOOD, "--sweep.optimizer.learning_rate=1e-4..1e-2:log"], ["--search=random"]),
     "an impossible end": (
         [*GOOD, "--sweep.optimizer.b1=0.5..1.5", "--search=optuna", "--trials=2"],
         ["b1=1.5", "it must lie in [0, 1)"],
@@ -433,11 +406,6 @@ BAD_COMMANDS = {
     "bad time": ([*GOOD, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
     "no config": (["--workdir={new}", "--sweep.seed=1"], ["--config=configs/NAME.py is missing"]),
     "missing config": (["--workdir={new}", "--config=configs/no.py", "--sweep.seed=1"], ["configs/no.py"]),
-    "no data": (
-        [*GOOD, "--config.data.path={new}/data", "--sweep.seed=1,2"],
-        ["no token dataset at {new}/data/train"],
-    ),
-    "no trials": ([*GOOD, "--sweep.seed=1,2", "--search=random"], ["--search=random needs --trials=N"]),
     "status of nothing": (["--workdir={new}", "--status"], ["holds no sweep"]),
     "report of nothing": (["--workdir={new}", "--report"], ["holds no sweep"]),
 }
@@ -459,6 +427,24 @@ def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
     assert ends[name].returncode == 1 and ends[name].stderr.startswith("error: "), ends[name]
     for text in BAD_COMMANDS[name][1]:
         assert fill(text) in ends[name].stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "message"),
+    [
+        ("model", "1", "--sweep.model=1: model is a group"),
+        ("batch_size", "4,many", "--sweep.batch_size=many"),
+        ("batch_size", "4,None", "batch_size=None: config.batch_size = None: expected int"),
+        ("seed", "0,-1", "seed=-1: config: seed = -1: it must not be negative"),
+        ("data.path", "nowhere", "no token dataset at nowhere/train"),
+    ],
+)
+def test_values_that_no_run_can_have_are_named(data, field, text, message):
+    overrides = {name: str(value) for name, value in (OVERRIDES | {"data.path": data}).items() if name != field}
+    factory = RunFactory("configs/default.py", overrides, check_data=True)
+    with pytest.raises(HeinsenError, match=re.escape(message)):
+        for value in parse_space({field: text}, factory.convert)[field]:
+            factory.make({field: value})
 
 
 @pytest.mark.long
