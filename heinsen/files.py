@@ -125,19 +125,17 @@ def _sync_folder(folder: Path) -> None:
 
 def seal(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON record with a digest of all its fields, which `unseal` checks."""
-    return {**record, _DIGEST: _digest(record)}
+    fields = {name: value for name, value in record.items() if name != _DIGEST}
+    return {**fields, _DIGEST: _digest(fields)}
 
 
 def unseal(record: Any) -> dict[str, Any]:
-    """Return a JSON record without its digest. Raises ValueError if it is no record, or its digest does not fit.
-
-    Records of versions that wrote no digest have none.
-    """
+    """Return a JSON record without its digest. Raises ValueError if it is no record, or its digest does not fit."""
     if not isinstance(record, dict):
         raise ValueError(f"{type(record).__name__} in place of a record")
     fields = {name: value for name, value in record.items() if name != _DIGEST}
-    if _DIGEST in record and record[_DIGEST] != _digest(fields):
-        raise ValueError("its digest does not fit its contents")
+    if record.get(_DIGEST) != _digest(fields):
+        raise ValueError("its digest does not fit its contents" if _DIGEST in record else "it has no digest")
     return fields
 
 

@@ -25,6 +25,7 @@ import pytest
 
 from configs import default
 from heinsen.config import from_mapping
+from heinsen.files import seal
 from heinsen.training import metrics
 from heinsen.training.config import TrainConfig
 
@@ -81,7 +82,7 @@ def write_split(folder: Path, tokens: np.ndarray, **changes: Any) -> None:
         "source": {},
         **changes,
     }
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
 
 
 def draw_text(rng: np.random.Generator, n_tokens: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from heinsen.evaluation import by_document
 from heinsen.evaluation.bootstrap import estimate, estimate_sources
 from heinsen.evaluation.by_document import N_RANGES, DocumentLosses, measure_streaming, measure_windows
 from heinsen.evaluation.positions import Comparison, compare_positions, plot_positions
+from heinsen.files import seal
 from heinsen.models import abstract_params, forward, init_params
 from heinsen.parallel import make_mesh
 from tests.models import model_config
@@ -36,7 +37,7 @@ def draw_documents(rng, folder, lengths, sources=None):
         np.save(folder / "shard-00000.sources.npy", np.array([names.index(name) for name in sources], np.uint16))
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["shards"][0]["sources"] = {"file": "shard-00000.sources.npy", "names": names, "sha256": ""}
-        (folder / "metadata.json").write_text(json.dumps(metadata))
+        (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
     return find_documents(TokenDataset(folder, may_be_empty=True), get_tokenizer("bytes"))
 
 

@@ -11,6 +11,7 @@ import pytest
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import evaluation_batches
 from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step
+from heinsen.files import seal
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
 from heinsen.weights import load_params
@@ -128,7 +129,7 @@ def other_data(tmp_path_factory) -> Path:
     np.save(folder / "test" / "sources.npy", np.arange(np.sum(text == EOT), dtype=np.uint16) % 3)
     metadata = json.loads((folder / "test" / "metadata.json").read_text())
     metadata["shards"][0]["sources"] = {"file": "sources.npy", "names": names, "sha256": ""}
-    (folder / "test" / "metadata.json").write_text(json.dumps(metadata))
+    (folder / "test" / "metadata.json").write_text(json.dumps(seal(metadata)))
     return folder
 
 

@@ -310,7 +310,7 @@ def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
         sealed.replace('"step": 3', '"step": 8'): "config.json is damaged .its digest does not fit its contents.: copy",
         sealed.replace('"bytes"', '"gpt2"', 1): "its digest does not fit",
         sealed.replace('"format"', '"formau"'): "its digest does not fit",
-        json.dumps(whole): "config.json is damaged .its digest is missing",
+        json.dumps(whole): "config.json is damaged .it has no digest",
         "5": "config.json is damaged .int in place of a record.",
         '{"format": "heinsen ex': "config.json is damaged",
         "{}": "its config.json belongs to something else",

@@ -44,11 +44,13 @@ def test_an_error_without_a_name_gets_the_files(tmp_path):
 def test_a_sealed_record_is_checked():
     record = {"b": [1, 2.5, None, "é\ud800"], "a": {"y": float("inf"), "x": -0.0}}
     sealed = json.loads(json.dumps(seal(record)))
-    assert list(sealed) == ["b", "a", "digest"] and unseal(sealed) == record == unseal(record)
+    assert list(sealed) == ["b", "a", "digest"] and unseal(sealed) == record and seal(sealed) == sealed
     assert unseal(dict(reversed(sealed.items()))) == record, "the order of fields does not matter"
     for change in ({"b": []}, {"c": 1}, {"digest": "0"}, {"digest": None}, {"a": {"y": float("inf"), "x": 0.0}}):
         with pytest.raises(ValueError, match="digest does not fit"):
             unseal(sealed | change)
+    with pytest.raises(ValueError, match="it has no digest"):
+        unseal(record)
     with pytest.raises(ValueError, match="list in place of a record"):
         unseal([record])
 

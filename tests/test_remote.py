@@ -19,6 +19,7 @@ from heinsen.contrib.remote.files import Remote
 from heinsen.contrib.remote.runs import RunMirror
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.mixture import open_mixture
+from heinsen.files import seal
 from heinsen.remote import RemoteError, local_run
 from heinsen.training.folder import RunError, load_run
 from heinsen.training.loop import RunInterrupted, train
@@ -94,7 +95,7 @@ def test_a_dataset_that_was_prepared_anew_is_another_one(data, address, download
     put(data, address)
     open_mixture(address, "train")
     metadata = json.loads((data / "train" / "metadata.json").read_text()) | {"source": {"anew": True}}
-    fsspec.core.url_to_fs(address)[0].pipe_file(f"{address}/train/metadata.json", json.dumps(metadata).encode())
+    fsspec.core.url_to_fs(address)[0].pipe_file(f"{address}/train/metadata.json", json.dumps(seal(metadata)).encode())
     ((found, _),) = open_mixture(address, "train")
     assert found.metadata["source"] == {"anew": True} and len(downloads) == 2
 

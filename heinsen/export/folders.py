@@ -123,9 +123,8 @@ def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
     path = folder / CONFIG_FILE
     try:
         record, is_rewritten = _read_json(folder)
-        mapping = unseal(record)
-        if _is_manifest(mapping) and mapping == record:
-            raise ValueError("its digest is missing")
+        is_other = isinstance(record, dict) and not (_is_manifest(record) or "digest" in record)
+        mapping = record if is_other else unseal(record)
     except FileNotFoundError as error:
         raise ExportError(f"{folder} holds no exported weights: it has no {CONFIG_FILE}; {_HOW}") from error
     except (OSError, ValueError, RecursionError) as error:

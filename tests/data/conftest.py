@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from heinsen.files import seal
+
 MakeDataset = Callable[..., Path]
 
 
@@ -57,7 +59,7 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
             "source": {},
             **changes,
         }
-        (folder / "metadata.json").write_text(json.dumps(metadata))
+        (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
         return folder
 
     return make

@@ -149,24 +149,25 @@ def test_missing_and_incomplete_folders_are_named_with_the_command(make_dataset,
 def test_unusable_metadata(make_dataset, shards, change, message):
     folder = make_dataset(shards)
     if isinstance(change, dict):
-        change = json.dumps(json.loads((folder / "metadata.json").read_text()) | change)
+        change = json.dumps(seal(json.loads((folder / "metadata.json").read_text()) | change))
     (folder / "metadata.json").write_text(change)
     with pytest.raises(DatasetError, match=f"^{folder}.*{message}"):
         TokenDataset(folder)
 
 
 def test_damage_that_agrees_with_itself_is_found_by_the_digest(make_dataset, shards, rng):
-    """Tenfold bytes in the total and in every shard: bits per byte would be a tenth. A file without digest is old."""
+    """Tenfold bytes in the total and in every shard: bits per byte would be a tenth."""
     folder = make_dataset(shards)
     path = folder / "metadata.json"
     metadata = json.loads(path.read_text())
     tenfold = metadata | {"num_bytes": 10 * metadata["num_bytes"]}
     tenfold["shards"] = [shard | {"num_bytes": 10 * shard["num_bytes"]} for shard in metadata["shards"]]
-    path.write_text(json.dumps(tenfold))
-    assert TokenDataset(folder).num_bytes == tenfold["num_bytes"], "no digest, as earlier versions wrote it"
+    path.write_text(json.dumps({name: tenfold[name] for name in tenfold if name != "digest"}))
+    with pytest.raises(DatasetError, match=f"{path} is damaged .it has no digest"):
+        TokenDataset(folder)
     path.write_text(json.dumps(seal(metadata)))
-    assert TokenDataset(folder).metadata == metadata
-    path.write_text(json.dumps(seal(metadata) | tenfold))
+    assert TokenDataset(folder).num_bytes == metadata["num_bytes"]
+    path.write_text(json.dumps(tenfold))
     with pytest.raises(
         DatasetError, match=f"{path} is damaged .its digest does not fit its contents.; restore it, or delete"
     ):

@@ -9,6 +9,7 @@ from heinsen.data import documents as documents_module
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.documents import DocumentBatches, find_documents
 from heinsen.data.tokenizer import get_tokenizer
+from heinsen.files import seal
 
 EOT = 256
 
@@ -122,7 +123,7 @@ def with_sources(make_dataset, rng):
             file = f"shard-{index:05d}.sources.npy"
             np.save(folder / file, np.array(own, np.uint16))
             record["sources"] = {"file": file, "names": own_names, "sha256": "0"}
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
     return folder
 
 
@@ -159,6 +160,6 @@ def test_sources_of_another_number_of_documents_are_an_error(with_sources):
     metadata = json.loads((with_sources / "metadata.json").read_text())
     metadata["shards"][1]["num_documents"] += 1
     metadata["num_documents"] += 1
-    (with_sources / "metadata.json").write_text(json.dumps(metadata))
+    (with_sources / "metadata.json").write_text(json.dumps(seal(metadata)))
     with pytest.raises(DatasetError, match="has 9 documents but the sources of 10"):
         find_documents(TokenDataset(with_sources), get_tokenizer("bytes"))

@@ -15,6 +15,7 @@ import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.loader import evaluation_batches, num_windows, train_iterator
+from heinsen.files import seal
 
 LENGTH = 5
 
@@ -293,7 +294,7 @@ def _write_sparse(folder, num_shards, shard_tokens):
     metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16"}
     metadata |= {"shards": [{"file": name, **counts} for name in names], "num_skipped_documents": 0, "source": {}}
     metadata |= {key: num_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
 
 
 _AT_SCALE = """
