@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import zstandard
+from matplotlib.figure import Figure
 
-from experiments.tools import Contest, ExperimentError, make_figure, prepare_bytes, save_figure, table, test
-from heinsen.figures import place_legend
+from experiments.reports import make_figure, table
+from experiments.tools import Contest, ExperimentError, prepare_bytes, test_runs
 from heinsen.files import write_atomically
 from heinsen.sweep.runs import RunView
 
@@ -75,7 +76,7 @@ def measure(
     """
     has_cache = {name: contest.train_config(name).model.has_cache for name in owners}
     splits = {run.name: documents.shorter if has_cache[name] else documents.long for name, run in owners.items()}
-    tested = test(folder, [*owners.values()], out, parallel, splits)
+    tested = test_runs(folder, [*owners.values()], out, parallel, splits)
     positions = {}
     for name, run in owners.items():
         found, last = tested[run.name]["by_position"], documents.n_bytes // (8 if has_cache[name] else 1)
@@ -112,7 +113,7 @@ def middles(found: Mapping[str, Any]) -> list[float]:
     return [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
 
 
-def plot(path: Path, positions: Mapping[str, Positions]) -> None:
+def draw(positions: Mapping[str, Positions]) -> Figure:
     """Draw the loss by position of {"windows": ..., "streams": ...}, the ways of training, in nats.
 
     Lines: read from the documents' start. Dots: in windows, which only models trained on windows have.
@@ -133,5 +134,4 @@ def plot(path: Path, positions: Mapping[str, Positions]) -> None:
     axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    place_legend(figure)
-    save_figure(figure, path)
+    return figure

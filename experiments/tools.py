@@ -1,15 +1,13 @@
-"""What the experiments share: programs and sweeps in parallel, contestants that are tuned alike, tables, figures."""
+"""What the experiments share: programs and sweeps in parallel, and contestants that are tuned alike."""
 
 import importlib
 import json
 import math
 import os
-import re
 import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -18,22 +16,20 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
+from absl import app, flags
 from tqdm import tqdm
 
+from experiments.reports import Results, read_results, write_report
 from heinsen.config import from_mapping
 from heinsen.errors import HeinsenError, exit_on_error
-from heinsen.files import write_atomically, write_figure
+from heinsen.files import write_atomically
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.machine import divide, usable_cores, visible_gpus
-from heinsen.sweep.runs import RunView, best_of
+from heinsen.sweep.runs import RunView, best_of, is_finite
 from heinsen.sweep.space import SEED, Value, format_value
 from heinsen.training.config import TrainConfig
+from scripts.cli import parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
@@ -41,62 +37,45 @@ RUNS_CRASHED = 3  # exit status of scripts/sweep.py
 MOST_EXTENSIONS = 2  # of the grid of learning rates
 
 Settings = Mapping[str, Value]  # {field of the config: value}
-Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None: crashed
-Bits = Mapping[str, Mapping[int, float]]  # {contestant: {seed: bits per byte}}
 
 
 class ExperimentError(HeinsenError, RuntimeError):
     """A flag that cannot be used, or a step that has failed: rerun the same command to resume there."""
 
 
-def execute(
-    measure: Callable[[Path], dict[str, Any]],
-    write: Callable[[Path, dict[str, Any]], str],
-    out: str,
-    small: bool,
-    report_only: bool,
-) -> None:
-    """Measure what is missing in a folder, write the report of all, and end as commands do on errors."""
-    folder = Path(f"{out}_small" if small else out)
+def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, report: ModuleType) -> None:
+    """Run an experiment as its flags say (experiments/command.py).
+
+    measure: (plan, the corpus if it reads one, folder, runs at a time) -> results; does what is left of the plan.
+    """
+
+    def main(argv: list[str]) -> None:
+        given = flags.FLAGS
+        out = Path(f"{given.out}_small" if given.small else given.out)
+        parallel = given.parallel or len(visible_gpus()) or len(usable_cores())
+        corpus = [Path(given.corpus)] if "corpus" in given else []
+        measure_all = lambda: measure(small_plan if given.small else plan, *corpus, out, parallel)
+        execute(out, report, None if given.report else measure_all)
+
+    app.run(main, flags_parser=parse_flags)
+
+
+def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None) -> None:
+    """Measure, or read results.json if there is nothing to measure; write and print the report.
+
+    Ends the program with one line on errors.
+    """
     with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
-        if report_only:
-            if not (folder / "results.json").exists():
-                raise ExperimentError(f"{folder} has no results.json: run the experiment without --report")
-            results = json.loads((folder / "results.json").read_text(), object_hook=_restore_numbers)
+        if measure is not None:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
+            cores, kind = f"{len(usable_cores())} CPU cores", jax.devices()[0].device_kind
+            machine = cores if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores}"
+            results: Results = {"machine": machine, "jax": jax.__version__, **measure()}
+        elif (out / "results.json").exists():
+            results = read_results(out)
         else:
-            os.environ["JAX_COMPILATION_CACHE_DIR"] = str((folder / "compiled").absolute())
-            results = dict(machine=describe_machine(), jax=jax.__version__) | measure(folder)
-        print(write(folder, results))
-
-
-def _restore_numbers(mapping: dict[str, Any]) -> dict[Any, Any]:
-    """Return a mapping of JSON with numbers as keys where their texts are those of numbers."""
-
-    def restore(key: str) -> int | float | str:
-        try:
-            return int(key) if key.isdecimal() else float(key)
-        except ValueError:
-            return key
-
-    return {restore(key): value for key, value in mapping.items()}
-
-
-def default_parallel() -> int:
-    """Return how many runs to execute at a time: one for each GPU, or one for each core."""
-    return len(visible_gpus()) or len(usable_cores())
-
-
-def describe_machine() -> str:
-    cores, kind = len(usable_cores()), jax.devices()[0].device_kind
-    return f"{cores} CPU cores" if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores} CPU cores"
-
-
-def parse_counts(flag: str, texts: Sequence[str]) -> list[int]:
-    """Return the positive integers of a list flag, at least one. Raises ExperimentError, which names the flag."""
-    for text in texts or [""]:
-        if not text.isdecimal() or int(text) == 0:
-            raise ExperimentError(f"--{flag}: {text!r} is not a positive integer")
-    return [int(text) for text in texts]
+            raise ExperimentError(f"{out} has no results.json: run the experiment without --report")
+        print(write_report(out, results, report))
 
 
 # ---- programs -------------------------------------------------------------------------------------
@@ -144,10 +123,10 @@ def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int, may_fail
                 end = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log)
         finally:
             slots.put(slot)
-        if end.returncode and not may_fail:
-            raise ExperimentError(f"python {shlex.join(arguments)} has failed, see {file}.log")
-        if end.returncode:
+        if end.returncode and may_fail:
             return None
+        if end.returncode:
+            raise ExperimentError(f"python {shlex.join(arguments)} has failed, see {file}.log")
         result = json.loads(end.stdout.splitlines()[-1])
         write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
         return result
@@ -156,23 +135,14 @@ def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int, may_fail
     for file, arguments in commands.items():
         if file.exists() and (kept := json.loads(file.read_text()))["arguments"] == list(arguments):
             found[file] = kept["result"]
-    left = [file for file in commands if file not in found]
-    start, pool = time.monotonic(), ThreadPoolExecutor(parallel)
+    pool = ThreadPoolExecutor(parallel)
     try:
-        futures = {pool.submit(run, file, commands[file]): file for file in left}
-        for done, future in enumerate(as_completed(futures), 1):
+        futures = {pool.submit(run, file, commands[file]): file for file in commands if file not in found}
+        for future in tqdm(as_completed(futures), "programs", len(futures), disable=not futures):
             found[futures[future]] = future.result()
-            eta = tqdm.format_interval((time.monotonic() - start) / done * (len(left) - done))
-            print(f"{done} of {len(left)} programs done, ETA {eta}", file=sys.stderr, flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
     return found
-
-
-def splits_of(corpus: Path) -> dict[str, Sequence[Path]]:
-    """Return the files of each split of a folder of {train-*,validation,test}.jsonl.zst."""
-    names = {"train": "train-*", "validation": "validation", "test": "test"}
-    return {split: [corpus / f"{name}.jsonl.zst"] for split, name in names.items()}
 
 
 def prepare_bytes(corpus: Path, data: Path, **splits: Sequence[Path]) -> None:
@@ -181,7 +151,9 @@ def prepare_bytes(corpus: Path, data: Path, **splits: Sequence[Path]) -> None:
         raise ExperimentError(
             f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
         )
-    for split, sources in (splits_of(corpus) | splits).items():
+    names = {"train": "train-*", "validation": "validation", "test": "test"}
+    own = {split: [corpus / f"{name}.jsonl.zst"] for split, name in names.items()}
+    for split, sources in (own | splits).items():
         where = [f"--source={source.absolute()}" for source in sources]
         where += ["--tokenizer=bytes", f"--split={split}", f"--out={from_root(data)}"]
         run_script("scripts/prepare_data.py", *where)
@@ -200,6 +172,28 @@ def run_sweep(
     options, allowed = ([], (0, RUNS_CRASHED)) if may_crash else (["--retry"], (0,))
     run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
     return SweepFolder.load(out).views()
+
+
+def test_runs(
+    folder: Path, runs: Sequence[RunView], out: Path, parallel: int, splits: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return {run: summary of eval.py}, on the test split or by position on a split each; kept in out/RUN.json."""
+    commands = {}
+    for run in runs:
+        split = ["--split=test"]
+        if splits is not None:
+            split = [f"--split={splits[run.name]}", f"--by_position={from_root(out / run.name)}.png"]
+        workdir = f"--workdir={from_root(folder / run.name)}"
+        commands[out / f"{run.name}.json"] = ["eval.py", workdir, *split]
+    found = run_programs(commands, parallel)
+    return {run.name: found[out / f"{run.name}.json"] for run in runs}
+
+
+def measure_costs(file: Path, experiment: str, contest: str, **numbers: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Return what experiments/costs.py finds for a contest; numbers: its flags lengths and contexts."""
+    options = [f"--{name}={','.join(map(str, values))}" for name, values in numbers.items()]
+    command = ["experiments/costs.py", f"--experiment={experiment}", f"--contest={contest}", *options]
+    return run_programs({file: command}, 1)[file]
 
 
 # ---- contestants ----------------------------------------------------------------------------------
@@ -236,8 +230,9 @@ class Contest(NamedTuple):
 
     def losses(self, name: str, tuning: Sequence[RunView]) -> dict[float, float | None]:
         """Return a contestant's last validation loss by learning rate, None for crashed runs."""
-        loss = lambda run: run.validation_loss if run.state == "finished" else None
-        return dict(sorted((run.run.point[RATE], loss(run)) for run in self.runs_of(name, tuning)))
+        done = lambda run: run.state == "finished" and is_finite(run.validation_loss)
+        own = self.runs_of(name, tuning)
+        return dict(sorted((run.run.point[RATE], run.validation_loss if done(run) else None) for run in own))
 
     def best_rate(self, name: str, tuning: Sequence[RunView]) -> float:
         """Return the learning rate with the lowest validation loss. Raises ExperimentError."""
@@ -296,19 +291,12 @@ class Contest(NamedTuple):
         )
 
 
-def contestants_of(experiment: str, names: Sequence[str] | None) -> dict[str, TrainConfig]:
-    """Return contestants of experiments/EXPERIMENT/config.py, all or those of a list flag. Raises ExperimentError."""
+def find_contest(experiment: str, contest: str) -> Contest:
+    """Return a contest of experiments/EXPERIMENT/config.py. Raises ExperimentError."""
     config = importlib.import_module(f"experiments.{experiment}.config")
-    contests = [Contest(config, contestants) for contestants in config.CONTESTS.values()]
-    known = {name: contest.train_config(name) for contest in contests for name in contest.contestants}
-    if wrong := [name for name in names or () if name not in known]:
-        raise ExperimentError(f"--contestants: {wrong[0]!r}: choose {format_names(known)}")
-    return {name: known[name] for name in names or known}
-
-
-def format_names(names: Iterable[str]) -> str:
-    """Return the value of a list flag; names with commas are quoted."""
-    return ",".join(f'"{name}"' if "," in name else name for name in names)
+    if contest not in config.CONTESTS:
+        raise ExperimentError(f"--contest={contest}: choose {', '.join(config.CONTESTS)}")
+    return Contest(config, config.CONTESTS[contest])
 
 
 def describe_run(run: RunView) -> dict[str, Any]:
@@ -320,7 +308,7 @@ def describe_run(run: RunView) -> dict[str, Any]:
         state=run.state,
         tokens=run.tokens,
         tokens_per_second=run.tokens_per_second,
-        training_loss=run.loss,
+        training_loss=run.loss if is_finite(run.loss) else None,
         validation=[
             [step, step * run.run.tokens_per_step, loss, loss * per_nat]
             for step, loss in run.validations
@@ -338,124 +326,3 @@ def by_source(tests: Mapping[str, Mapping[int, dict[str, Any]]]) -> dict[str, di
         source: {name: mean(source, seeds) for name, seeds in tests.items()}
         for source in sorted(sizes, key=sizes.__getitem__, reverse=True)
     }
-
-
-def test(
-    folder: Path, runs: Sequence[RunView], out: Path, parallel: int, splits: Mapping[str, str] | None = None
-) -> dict[str, dict[str, Any]]:
-    """Return {run: summary of eval.py}, on the test split or by position on a split each; kept in out/RUN.json."""
-    commands = {}
-    for run in runs:
-        split = ["--split=test"]
-        if splits is not None:
-            split = [f"--split={splits[run.name]}", f"--by_position={from_root(out / run.name)}.png"]
-        workdir = f"--workdir={from_root(folder / run.name)}"
-        commands[out / f"{run.name}.json"] = ["eval.py", workdir, *split]
-    found = run_programs(commands, parallel)
-    return {run.name: found[out / f"{run.name}.json"] for run in runs}
-
-
-# ---- reports --------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    line = lambda cells: "| " + " | ".join(cells) + " |"
-    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
-
-
-def write_report(out: Path, results: Mapping[str, Any], lines: Sequence[str]) -> str:
-    """Write results.json, with None for infinite numbers, and report.md; return the report."""
-    text = json.dumps(_without_infinity(results), indent=1)
-    one_line = lambda match: "[" + re.sub(r"\n\s*", " ", match[1]) + "]"
-    text = re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", one_line, text)
-    write_atomically(out / "results.json", text + "\n")
-    report = "\n".join(lines) + "\n"
-    write_atomically(out / "report.md", report)
-    return report
-
-
-def _without_infinity(x: Any) -> Any:
-    """Return results with None in place of infinity, which JSON lacks."""
-    if isinstance(x, Mapping):
-        return {name: _without_infinity(each) for name, each in x.items()}
-    if isinstance(x, list | tuple):
-        return [_without_infinity(each) for each in x]
-    return None if x == math.inf else x
-
-
-def make_figure(*arguments: Any, **options: Any) -> tuple[Figure, Any]:
-    """Return (figure, axes) as plt.subplots does."""
-    return plt.subplots(*arguments, layout="constrained", **options)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)
-
-
-def versus(bits: Bits, name: str, first: str) -> str:
-    """Return how far one is above another, by the differences between runs with the same seed (Student's t)."""
-    from scipy.stats import t
-
-    differences = [bits[name][seed] - bits[first][seed] for seed in bits[name].keys() & bits[first].keys()]
-    mean = statistics.fmean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.4f}"
-    half = t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
-
-
-def spread(seeds: Mapping[int, float]) -> str:
-    """Return the mean over seeds, and their standard deviation."""
-    deviation = f" +- {statistics.stdev(seeds.values()):.4f}" if len(seeds) > 1 else ""
-    return f"{statistics.fmean(seeds.values()):.4f}{deviation}"
-
-
-def ranked(bits: Bits) -> list[str]:
-    """Return the contestants, that with the lowest mean first."""
-    return sorted(bits, key=lambda name: statistics.fmean(bits[name].values()))
-
-
-def best_rate(losses: Losses) -> float:
-    """Return the learning rate with the lowest loss."""
-    return min((loss, rate) for rate, loss in losses.items() if loss is not None)[1]
-
-
-def tuning_section(tuning: Mapping[str, Losses], title: str = "Tuning", runs: str = "shorter runs") -> list[str]:
-    """Return the section of a report on the tuning by such runs."""
-    at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
-    note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
-    rates = sorted({rate for losses in tuning.values() for rate in losses})
-
-    def cell(losses: Losses, rate: float) -> str:
-        if (loss := losses.get(rate)) is None:
-            return "crashed" if rate in losses else ""
-        return f"**{loss:.4f}**" if rate == best_rate(losses) else f"{loss:.4f}"
-
-    rows = [[name, *(cell(losses, rate) for rate in rates)] for name, losses in tuning.items()]
-    return [
-        f"## {title}",
-        "",
-        f"Validation loss in nats per token of {runs} with one seed, by learning rate.{note}",
-        "",
-        *table(["", *(f"{rate:g}" for rate in rates)], rows),
-        "",
-    ]
-
-
-def sources_section(sources: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the section of a report on the sources of the text."""
-    names = list(next(iter(sources.values()), {}))
-    rows = [
-        [source, *(f"**{x:.3f}**" if x == min(bits.values()) else f"{x:.3f}" for x in bits.values())]
-        for source, bits in sources.items()
-    ]
-    return [
-        "## Sources",
-        "",
-        "Bits per byte by source, mean over seeds; the lowest of each in bold.",
-        "",
-        *table(["", *names], rows),
-        "",
-    ]

@@ -43,7 +43,7 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from heinsen.errors import exit_on_error
-from scripts.cli import parse_flags, read_config, refuse
+from scripts.cli import parse_counts, parse_flags, read_config, refuse
 
 OUT = flags.DEFINE_string(
     "out", None, "Folder for results.json and plots; default: runs/benchmarks/attention, .../step."
@@ -77,19 +77,17 @@ WRITE_REFERENCE = flags.DEFINE_bool("write_reference", False, "losses: write the
 
 def accuracy(out: Path) -> str:
     from scripts.benchmarking.accuracy import benchmark_accuracy
-    from scripts.benchmarking.measure import parse_numbers
 
-    lengths = parse_numbers("lengths", LENGTHS.value or ["250", "1000"])
+    lengths = sorted(parse_counts("lengths", LENGTHS.value or ["250", "1000"]))
     return benchmark_accuracy(lengths, HEADS.value or 2, FEATURES.value, out)
 
 
 def attention(out: Path) -> str:
     from scripts.benchmarking import comparisons
     from scripts.benchmarking.attention import Settings, benchmark_attention
-    from scripts.benchmarking.measure import parse_numbers
 
     settings = Settings(
-        lengths=parse_numbers("lengths", LENGTHS.value or ["256", "1024", "4096", "16384", "65536"]),
+        lengths=sorted(parse_counts("lengths", LENGTHS.value or ["256", "1024", "4096", "16384", "65536"])),
         dtypes=DTYPES.value,
         only=ONLY.value,
         skip=SKIP.value,
@@ -116,9 +114,9 @@ def step(out: Path) -> str:
 
 def decode(out: Path) -> str:
     from scripts.benchmarking.decode import Settings, benchmark_decode
-    from scripts.benchmarking.measure import parse_numbers
 
-    contexts, batches = parse_numbers("contexts", CONTEXTS.value), parse_numbers("batches", BATCHES.value)
+    contexts = sorted(parse_counts("contexts", CONTEXTS.value))
+    batches = sorted(parse_counts("batches", BATCHES.value))
     return benchmark_decode(read_config(CONFIG), Settings(contexts, batches, REPEATS.value), out)
 
 

@@ -4,12 +4,13 @@ import io
 import itertools
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 from absl import app, flags
 
+from heinsen.errors import InputError
 from scripts.config_files import as_integer, ask_for_similar, load_config, override
 
 
@@ -77,6 +78,14 @@ def refuse_address(flag: str, remedy: str = "give a folder, and copy it there") 
     """End the program if the flag's value is an address such as s3://bucket/name, where no folder can be written."""
     if "://" in (value := flags.FLAGS[flag].value or ""):
         refuse(f"--{flag}={value} is an address, and files are written to folders: {remedy}")
+
+
+def parse_counts(flag: str, texts: Sequence[str]) -> list[int]:
+    """Return the numbers of a list flag. Raises InputError unless all are positive integers."""
+    for text in texts:
+        if not text.strip().isdecimal() or int(text) < 1:
+            raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,64")
+    return [int(text) for text in texts]
 
 
 def show_help(name: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from heinsen.errors import exit_on_error
-from heinsen.figures import count_tokens, place_legend
+from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import write_figure
 from scripts.cli import parse_flags, refuse, show_help
 
@@ -30,11 +30,8 @@ AGAINST = flags.DEFINE_string(
 
 show_help(__name__)
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import ScalarFormatter
 
 from heinsen.sweep.curves import (
     AXES,
@@ -90,6 +87,7 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
 
 def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     """Draw the curves. Raises CurveError if there is none, OSError if `out` cannot be written."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     if anchors:
         draw_bands(axes, anchors, Path(AGAINST.value).name)
@@ -108,8 +106,8 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     axes.set_xscale("log" if LOG_X.value else "linear")
     if LOG_Y.value:
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
-        axes.yaxis.set_minor_formatter(matplotlib.ticker.ScalarFormatter())
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(ScalarFormatter())
     smoothed = f", running means of weight {SMOOTH.value:g}" if SMOOTH.value else ""
     axes.set(xlabel=AXES[X.value].label, ylabel=metric.label + smoothed)
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")

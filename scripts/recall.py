@@ -24,7 +24,7 @@ from heinsen.config import from_mapping
 from heinsen.errors import InputError, exit_on_error
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
-from scripts.cli import parse_flags, read_config, show_help
+from scripts.cli import parse_counts, parse_flags, read_config, show_help
 
 CONFIG = flags.DEFINE_string(
     "config",
@@ -56,7 +56,7 @@ from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
 from heinsen.platform import keep_compilations
 from heinsen.training.config import TrainConfig
-from heinsen.training.console import Console
+from heinsen.training.log import Console
 from heinsen.training.loop import NonFiniteLossError
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
@@ -74,8 +74,8 @@ def main(argv: list[str]) -> None:
         out = Path(OUT.value or f"runs/recall/{TASK.value}")
         try:
             config = read_train_config()
-            lengths = parse_numbers("lengths", LENGTHS.value)
-            test_lengths = parse_numbers("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
+            lengths = parse_counts("lengths", LENGTHS.value)
+            test_lengths = parse_counts("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
             task = Task(TASK.value, config.model.vocab_size)
             for length in {*lengths, *test_lengths}:
                 task.check(length)
@@ -101,14 +101,6 @@ def read_train_config() -> TrainConfig:
     # As many tokens as the steps take, for the config's own checks; the probe determines the length of a sequence.
     mapping |= {"total_tokens": STEPS.value * mapping["batch_size"], "sequence_length": 1}
     return from_mapping(TrainConfig, mapping)
-
-
-def parse_numbers(name: str, texts: Sequence[str]) -> list[int]:
-    """Return the positive integers of a list flag. Raises InputError."""
-    for text in texts:
-        if not text.strip().isdecimal() or int(text) < 1:
-            raise InputError(f"--{name}: {text!r} is not a number of items; expected e.g. --{name}=4,8,16")
-    return [int(text) for text in texts]
 
 
 def choose_mesh(config: TrainConfig) -> Mesh:

@@ -22,15 +22,15 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 MODELS = {
     "paper's": "Paper's attention",
     "gate": "+ forget gate",
-    "gate, parts": "+ forget gate, additions",
+    "gate, parts": "+ forget gate, gated output, convolution",
     "(gate, parts)*3, softmax": "the same, every 4th layer softmax",
     "linear": "Linear attention",
     "linear, gate": "Linear attention + forget gate",
-    "softmax, GPT-2's block": "Softmax in GPT-2's block",
-    "softmax": "Softmax in the paper's block",
-    "softmax, GPT-2's block, parts": "Softmax in GPT-2's block + additions",
+    "softmax, GPT-2's block": "Softmax, GPT-2's block",
+    "softmax": "Softmax, the paper's block",
+    "softmax, GPT-2's block, parts": "Softmax, GPT-2's block + gated output, convolution",
 }
-IN_README = [name for name in MODELS if name not in ("linear", "softmax")]
+NOT_IN_README = ("(gate, parts)*3, softmax", "linear", "softmax")
 PARTS = {
     "paper's": "Paper's attention",
     "gate": "+ gate",
@@ -74,13 +74,12 @@ def spread(losses: dict[str, float], digits: int) -> str:
 def models() -> str:
     r = results("comparison_2m")
     rows = []
-    for kind in IN_README:
-        decoding = r["decoding"][kind]["65536"]
-        loss = spread(r["bits_per_byte"][kind], 2)
-        rows.append([MODELS[kind], loss, f"{decoding['milliseconds']:.2g}", f"{decoding['state_bytes'] / 1e6:.2g} MB"])
-        if decoding["state_bytes"] > 1e8:
-            rows[-1][-1] = f"{decoding['state_bytes'] / 1e6:.0f} MB"
-    return table(["model", "bits per byte", "ms per token after 65,536", "state then"], rows)
+    for kind in (kind for kind in MODELS if kind not in NOT_IN_README):
+        decoding, losses = r["decoding"][kind]["65536"], r["bits_per_byte"][kind]
+        megabytes = decoding["state_bytes"] / 1e6
+        state = f"{megabytes:.0f} MB" if megabytes > 10 else f"{megabytes:.2f} MB"
+        rows.append([MODELS[kind], spread(losses, 2), f"{decoding['milliseconds']:.2g} ms", state])
+    return table(["model", "loss", "time per token", "memory of the context"], rows)
 
 
 def models_in_full() -> str:

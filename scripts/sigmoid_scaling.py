@@ -10,15 +10,13 @@ Prints a table, and writes results.json and sigmoid_scaling.png. Takes a few min
 """
 
 import json
-import sys
-import time
 from pathlib import Path
 
 from absl import app, flags, logging
 
 from heinsen.errors import InputError, exit_on_error
 from heinsen.files import make_folder, write_atomically
-from scripts.cli import parse_flags, show_help
+from scripts.cli import parse_counts, parse_flags, show_help
 
 OUT = flags.DEFINE_string("out", "runs/sigmoid_scaling", "Folder for results.json and the figure.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, for hidden states of text; default: none.")
@@ -31,18 +29,20 @@ show_help(__name__)
 import numpy as np
 
 from experiments.sigmoid_scaling import report
-from experiments.sigmoid_scaling.forms import compile_together, make_forms
+from experiments.sigmoid_scaling.forms import FORMS, compile_together
 from experiments.sigmoid_scaling.measure import QUERIES, study
 from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, random_tokens, text_tokens
 
 MEAN = 1.0  # length of the random tokens' mean relative to their spread
-START = time.monotonic()
 
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
-        print(run(parse_lengths(LENGTHS.value), Path(OUT.value)))
+        lengths = sorted(set(parse_counts("lengths", LENGTHS.value)))
+        if len(lengths) < 3:
+            raise InputError(f"--lengths={','.join(LENGTHS.value)}: give three numbers or more, e.g. 16,256,4096")
+        print(run(lengths, Path(OUT.value)))
 
 
 def run(lengths: list[int], out: Path) -> str:
@@ -51,10 +51,9 @@ def run(lengths: list[int], out: Path) -> str:
     rng = np.random.default_rng(0)
     kinds = [random_tokens(rng, MEAN)]
     if WORKDIR.value is not None:
-        kinds += text_tokens(rng, Path(WORKDIR.value), TOKENS.value, max(lengths[-1], QUERIES), say)
-    forms = make_forms()
-    compiled = compile_together(forms)
-    studies = [study(forms, compiled, tokens, lengths, SEQUENCES.value, rng, say) for tokens in kinds]
+        kinds += text_tokens(rng, Path(WORKDIR.value), TOKENS.value, max(lengths[-1], QUERIES))
+    run_all = compile_together(FORMS)
+    studies = [study(FORMS, run_all, tokens, lengths, SEQUENCES.value, rng) for tokens in kinds]
     settings = dict(workdir=WORKDIR.value, mean=MEAN)
     write_atomically(out / "results.json", json.dumps(dict(settings=settings, studies=studies), indent=1) + "\n")
     report.plot(studies, out / "sigmoid_scaling.png")
@@ -63,18 +62,6 @@ def run(lengths: list[int], out: Path) -> str:
     for found in studies:
         lines += ["", *report.table(found)]
     return "\n".join([*lines, "", f"written: {out / 'results.json'}, sigmoid_scaling.png"])
-
-
-def parse_lengths(texts: list[str]) -> list[int]:
-    """Return the sorted lengths. Raises InputError."""
-    lengths = sorted({int(text) if text.isdecimal() else 0 for text in texts})
-    if len(lengths) < 3 or lengths[0] < 1:
-        raise InputError(f"--lengths={','.join(texts)}: expected three numbers of keys or more, e.g. 16,256,4096")
-    return lengths
-
-
-def say(text: str) -> None:
-    print(f"{text}, {time.monotonic() - START:.0f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,15 @@ import contextlib, io, json, runpy, sys
 import absl.app, absl.logging
 from absl import flags
 
+absl.app.run = lambda main, flags_parser: flags_parser(sys.argv)
+
 def parse(program, arguments):
     before, argv = set(flags.FLAGS), [program, *arguments]
     try:
+        if program.startswith("experiments/"):  # whose flags are defined where they run
+            sys.argv = argv
+            runpy.run_path(program, run_name="__main__")
+            return None
         module = runpy.run_path(program)
         takes_arguments = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
         module["parse_flags"](argv, **({"takes_arguments": True} if takes_arguments else {}))

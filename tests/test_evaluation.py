@@ -60,21 +60,23 @@ def nats(model, params, dataset) -> np.ndarray:
     return nats
 
 
-def measure(model, params, dataset, batch_size=BATCH, max_tokens=None):
+@pytest.fixture(scope="module")
+def measure(model, params, dataset):
+    """measure(batch_size, max_tokens) -> the number of batches, and the result."""
     mesh = make_mesh()
-    batches = evaluation_batches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
     step = make_eval_step(model, mesh)
-    return len(batches), evaluate(step, params, batches, mesh, dataset.num_bytes / dataset.num_tokens)
+
+    def measure(batch_size=BATCH, max_tokens=None):
+        batches = evaluation_batches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
+        return len(batches), evaluate(step, params, batches, mesh, dataset.num_bytes / dataset.num_tokens)
+
+    return measure
 
 
-def test_loss_is_the_mean_over_every_token_of_the_split(model, params, dataset, nats):
-    _, result = measure(model, params, dataset)
+def test_loss_is_the_mean_over_every_token_of_the_split_and_bytes_are_of_its_text(measure, dataset, nats):
+    _, result = measure()
     assert result.tokens == dataset.num_tokens
     assert result.loss == pytest.approx(nats.mean(), rel=1e-6)
-
-
-def test_perplexity_and_bits_per_byte_are_of_the_documents_text(model, params, dataset, nats):
-    _, result = measure(model, params, dataset)
     text_bytes = int(np.sum(dataset.read(0, dataset.num_tokens) != EOT))
     assert text_bytes < dataset.num_tokens
     assert result.perplexity == pytest.approx(math.exp(nats.mean()), rel=1e-5)
@@ -82,18 +84,18 @@ def test_perplexity_and_bits_per_byte_are_of_the_documents_text(model, params, d
     assert bits_per_byte(2.47, 4.0) == pytest.approx(2.47 * math.log2(math.e) / 4, rel=1e-12)
 
 
-def test_batch_size_does_not_change_the_result(model, params, dataset):
-    n_batches, result = measure(model, params, dataset)
-    other_n_batches, other = measure(model, params, dataset, batch_size=7)
+def test_batch_size_does_not_change_the_result(measure):
+    n_batches, result = measure()
+    other_n_batches, other = measure(batch_size=7)
     assert n_batches != other_n_batches
     assert other.tokens == result.tokens
     assert other.loss == pytest.approx(result.loss, rel=1e-6)
 
 
-def test_max_tokens_takes_the_first_ones_in_the_middle_of_a_window_too(model, params, dataset, nats):
+def test_max_tokens_takes_the_first_ones_in_the_middle_of_a_window_too(measure, nats):
     for max_tokens in (100, 5):
         assert max_tokens % LENGTH
-        _, result = measure(model, params, dataset, max_tokens=max_tokens)
+        _, result = measure(max_tokens=max_tokens)
         assert result.tokens == max_tokens
         assert result.loss == pytest.approx(nats[:max_tokens].mean(), rel=1e-6)
 
@@ -152,11 +154,11 @@ def reports(run, other_data, plot, commands):
     return {name: process.stdout.splitlines() for name, process in done.items()}
 
 
-def test_last_line_of_eval_is_the_result_in_json(reports, run, model, params, dataset):
+def test_last_line_of_eval_is_the_result_in_json(reports, run, measure, dataset):
     assert BATCH % 3
     keys = {"workdir", "step", "split", "mode", "documents", "tokens"}
     keys |= {"loss", "loss_interval", "perplexity", "bits_per_byte", "bits_per_byte_interval"}
-    _, expected = measure(model, params, dataset)
+    _, expected = measure()
     for name in ("own", "three devices"):
         result = json.loads(reports[name][-1])
         assert result.keys() == keys | ({"by_position"} if name == "three devices" else set())

@@ -20,7 +20,7 @@ LENGTH = 24  # of the texts that `direct` sees, padded
 
 @pytest.fixture
 def answers(rng):
-    return Answers(MODEL, draw_params(rng, MODEL), get_tokenizer("bytes"), batch_size=3)
+    return Answers(MODEL, draw_params(rng, MODEL), get_tokenizer("bytes"), batch_size=2)
 
 
 def direct(answers: Answers, text: str, n_last: int) -> tuple[float, bool]:
@@ -41,6 +41,12 @@ def direct_of_ids(answers: Answers, ids: list[int], n_last: int) -> tuple[float,
 
 def test_likelihoods_are_those_of_the_forward_pass_and_contexts_are_read_once(rng, answers, monkeypatch):
     requests = [("ab", "c"), ("hello", " world"), ("ab", "def"), ("", "xy"), ("hello", "!"), ("ab", "c"), ("x ", "y z")]
+    for letter in "hijklmnop":  # one that greedy decoding writes, too
+        logits = full_forward(MODEL, answers.params, np.array([[256, ord(letter)] + (LENGTH - 2) * [0]], np.int32))[0]
+        likeliest = chr(np.argmax(logits[0, 1, :257]))
+        if likeliest.isascii() and likeliest.isprintable():
+            requests.append((letter, likeliest))
+            break
     read, contexts = harness.read, []
     monkeypatch.setattr(harness, "read", lambda *args: (contexts.extend(map(tuple, args[2])), read(*args))[1])
     got = answers.loglikelihood(requests)
@@ -49,10 +55,7 @@ def test_likelihoods_are_those_of_the_forward_pass_and_contexts_are_read_once(rn
         n = len((context + continuation).encode()) - len(context.rstrip().encode())
         expected, best = direct(answers, context + continuation, n)
         assert log_p == pytest.approx(expected, abs=1e-3) and greedy == best
-    assert len(contexts) == len(set(contexts)) == 4
-    likeliest = "".join(map(chr, generate(MODEL, answers.params, [256, 97], Sampling(0.0), 0, max_tokens=1)))
-    if likeliest.isascii() and likeliest:
-        assert answers.loglikelihood([("a", likeliest)])[0][1]
+    assert len(contexts) == len(set(contexts)) == len({context.rstrip() for context, _ in requests})
 
 
 def test_whole_texts_are_scored_from_their_first_token_without_a_limit(rng, answers, monkeypatch):
@@ -94,7 +97,7 @@ ROOM = 16
 def short_answers(rng):
     """Of a model with few learned positions."""
     config = dataclasses.replace(MODEL, position="learned", n_positions=ROOM, document_token=256, attention="softmax")
-    return Answers(config, draw_params(rng, config), get_tokenizer("bytes"), batch_size=3)
+    return Answers(config, draw_params(rng, config), get_tokenizer("bytes"), batch_size=2)
 
 
 def draw_text(rng, n: int) -> str:

@@ -65,7 +65,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(MIXERS, "moving_average", MovingAverage.from_config)
 
 
-@pytest.fixture(params=[pytest.param("moving_average", marks=pytest.mark.long), "heinsen,moving_average"])
+@pytest.fixture(params=["moving_average", pytest.param("heinsen,moving_average", marks=pytest.mark.long)])
 def config(request, registered):
     n_layers = 1 + request.param.count(",")
     return model_config(attention=request.param, n_layers=n_layers, document_token=5, implementation="scan")

@@ -16,7 +16,7 @@ from scripts.benchmarking.on_device import DONE, FAILED, STOPPED, OnDeviceError
 pytest_plugins = ["tests.run_fixtures"]
 
 ROOT = Path(__file__).parent.parent
-DEVICE = dict(platform="gpu", device="NVIDIA H200", count=2, memory=140 * 2**30)
+DEVICE = dict(platform="gpu", device="NVIDIA H200", versions={"jax": "1"}, count=2, memory=140 * 2**30)
 
 # A benchmark in the place of scripts/benchmark.py: it counts its calls, and does what its name says.
 PROGRAM = """
@@ -71,7 +71,7 @@ def test_failing_parts_are_shown_and_do_not_stop_the_others(fake, capfd):
     assert record["device"] == DEVICE and not record["small"] and record["parts"]["good"]["result"] == {"name": "good"}
     assert record["parts"]["fail"]["result"] is None
     report = (out / "report.md").read_text()
-    assert report.startswith("# 2 x NVIDIA H200\n") and "rehearsal" not in report
+    assert report.startswith("# 2 x NVIDIA H200\n\nNVIDIA H200; jax 1; written by") and "rehearsal" not in report
     assert "| [good](#good) | done | 0 |" in report and "| [fail](#fail) | failed | 0 |" in report
     assert "![picture](good/picture.png)\n\n```text\nreport of good\n```" in report
     assert "`fail/log.txt`:\n\n```text\non it\nerror: cannot do it\n```" in report
@@ -96,9 +96,9 @@ def test_only_parts_that_are_not_done_with_the_same_flags_run_again(fake):
 def test_a_part_is_stopped_when_the_time_is_over(fake):
     out, _ = fake
     with pytest.raises(OnDeviceError, match="not done: "):
-        run(out, "hang", seconds=3)
+        run(out, "hang", seconds=2)
     part = json.loads((out / "results.json").read_text())["parts"]["hang"]
-    assert part["state"] == STOPPED and part["result"] == {"name": "hang"} and 2 < part["seconds"] < 10
+    assert part["state"] == STOPPED and part["result"] == {"name": "hang"} and 1 < part["seconds"] < 10
     report = (out / "report.md").read_text()
     assert "report of hang" in report and "picture" not in report, "what it had found so far"
     with pytest.raises(OnDeviceError, match="not done: good, other; "):

@@ -1,4 +1,4 @@
-"""What an installed heinsen is: typed, of one version, light to import; its citation; the examples."""
+"""What an installed heinsen is: typed, of one version, light to import; the examples."""
 
 import ast
 import importlib.metadata
@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import yaml
 
 import heinsen
 from heinsen.ops import api, reference
@@ -84,14 +83,6 @@ def test_the_version_stands_in_one_place():
     assert ast.literal_eval(assignment.value) == heinsen.__version__
 
 
-def test_the_citation_names_the_paper():
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["license"] == PROJECT["license"] and "version" not in citation
-    paper = citation["preferred-citation"]
-    assert paper["title"] == "Softmax Attention with Constant Cost per Token" and paper["year"] == 2024
-    assert [author["family-names"] for author in paper["authors"]] == ["Heinsen"]
-
-
 def has_build_backend() -> bool:
     """Whether the setuptools that pyproject.toml asks for is installed; else the wheel needs the package index."""
     try:
@@ -130,9 +121,14 @@ def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
 
 
 @pytest.fixture
-def example(compile_cache, monkeypatch):
-    """example(name): the module of examples/name.py, with the form of the attention that compiles soonest."""
+def quick_attention(compile_cache, monkeypatch):
+    """The form of the attention that compiles soonest."""
     monkeypatch.setattr(api, "_choose", lambda *_: reference)
+
+
+@pytest.fixture
+def example(quick_attention):
+    """example(name): the module of examples/name.py."""
 
     def load(name):
         spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
@@ -148,7 +144,7 @@ def test_every_example_is_tested():
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
 
 
-def test_every_cell_of_the_notebook_runs(compile_cache):
+def test_every_cell_of_the_notebook_runs(quick_attention):
     """Its cells compare what they compute by hand with the library."""
     cells = json.loads((ROOT / "examples" / "attention_by_hand.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

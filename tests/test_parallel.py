@@ -155,12 +155,22 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
 # ---- sharding ------------------------------------------------------------------------------------
 
 
-PLACEMENT = """
+ON_FOUR_DEVICES = """
+import sys
+from pathlib import Path
 import jax, numpy as np
 from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch, process_rows, replicated, split_batch
+from heinsen.training.loop import train
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state
 from tests.runs import run_config
+
+# Meshes that do not fit.
+for changes in eval(sys.argv[3]):
+    try:
+        train(run_config(Path(sys.argv[1]), **changes), Path(sys.argv[2]))
+    except ValueError as error:
+        print(error)
 
 mesh = make_mesh()
 assert mesh.axis_names == AXES and mesh.shape["data"] == 4
@@ -205,11 +215,6 @@ assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * size(state)
 """
 
 
-def test_batches_and_parameters_lie_where_the_mesh_says(commands):
-    done = commands.run("-W", "error", "-c", PLACEMENT, devices=4)
-    assert done.returncode == 0, done.stderr
-
-
 COMMUNICATION = """
 import jax, numpy as np
 from heinsen.models import mean_loss
@@ -245,22 +250,7 @@ def test_communication_does_not_grow_with_the_tokens(commands):
     assert done.returncode == 0, done.stderr
 
 
-REFUSED = """
-import sys
-from pathlib import Path
-from heinsen.training.loop import train
-from heinsen.training.folder import load_run
-from tests.runs import run_config
-
-for changes in eval(sys.argv[3]):
-    try:
-        train(run_config(Path(sys.argv[1]), **changes), Path(sys.argv[2]))
-    except ValueError as error:
-        print(error)
-"""
-
-
-def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_touched(data, run, commands, tmp_path):
+def test_arrays_lie_where_the_mesh_says_and_a_mesh_that_does_not_fit_is_refused(data, run, commands, tmp_path):
     cases = [
         ({"batch_size": 6}, "6 sequences per pass (batch_size 6 / accumulation_steps 1) do not divide over 4"),
         ({"mesh__data": 3}, "axes data 3 x fsdp 1 x tensor 1 x sequence 1 need 3 devices: there are 4"),
@@ -273,9 +263,10 @@ def test_a_mesh_that_does_not_fit_is_refused_and_nothing_is_touched(data, run, c
         ),
     ]
     changes = repr([changes for changes, _ in cases])
-    refused = commands.run("-W", "error", "-c", REFUSED, data, tmp_path / "new", changes, devices=4)
-    messages = refused.stdout.splitlines()
-    assert len(messages) == len(cases), refused.stderr
+    done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, data, tmp_path / "new", changes, devices=4)
+    assert done.returncode == 0, done.stderr
+    messages = done.stdout.splitlines()
+    assert len(messages) == len(cases), done.stderr
     for message, (_, expected) in zip(messages, cases, strict=True):
         assert expected in message
     assert not (tmp_path / "new").exists()

@@ -5,13 +5,10 @@ import json
 import math
 import re
 
-import pytest
-
 from configs import pile_125m
 from heinsen.config import from_mapping
 from heinsen.training.config import TrainConfig
-from heinsen.training.folder import write_config
-from tests.documents import commands, errors_of
+from tests.documents import commands
 from tests.runs import ROOT
 
 TEXT = (ROOT / "docs" / "replication.md").read_text()
@@ -20,33 +17,13 @@ N_PARAMS = 124_879_872
 TOKENS_PER_BYTE = 0.29335
 
 
-@pytest.fixture
-def runs(tmp_path):
-    """Folder with the config of the run described in the text."""
-    write_config(CONFIG, tmp_path / "pile_125m", "gpt2")
-    return tmp_path
-
-
-def test_every_command_is_one_that_its_program_takes(runs):
-    found = commands(TEXT)
+def test_its_commands_are_of_every_program_on_the_way():
+    found = commands(TEXT)  # test_guide.py parses them
     assert len(found) >= 20
     assert {program for program, _ in found} == {
         *("train.py", "eval.py"),
         *(f"scripts/{name}.py" for name in ("prepare_data", "plot_runs", "export", "generate", "sweep")),
     }
-    broken = [
-        ("train.py", ["--config=configs/pile_125m.py", "--config.optimizer.learning_rat=1"]),
-        ("train.py", ["--config=configs/pile_125m.py", "--config.model.remat=half"]),
-        ("train.py", ["--config=configs/pile_125m.py", "--plam"]),
-        ("eval.py", [f"--workdir={runs}/none"]),
-        ("scripts/prepare_data.py", ["--tokenizer=gpt3", "--split=train", "--out=x"]),
-        ("scripts/sweep.py", ["--config=configs/pile_125m.py", "--workdir=x", "--sweep.model.n_layer=1"]),
-        ("scripts/export.py", ["--workdir=x", "--out=y", "word"]),
-    ]
-    errors = errors_of([*found, *broken], runs)
-    rejected = [(command, error) for command, error in zip(found, errors, strict=False) if error]
-    assert not rejected, rejected
-    assert all(errors[len(found) :]), errors[len(found) :]
 
 
 def test_links_lead_somewhere():

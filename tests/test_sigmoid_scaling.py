@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.sigmoid_scaling.forms import ALPHAS, Form, compile_together, make_forms
+from experiments.sigmoid_scaling.forms import FORMS, Form, compile_together
 from experiments.sigmoid_scaling.measure import QUERIES, fit_exponent, measure_doubling, moments, study
 from experiments.sigmoid_scaling.report import plot, table
 from experiments.sigmoid_scaling.tokens import FEATURES, HEADS, Tokens, draw_maps, random_tokens, text_tokens
@@ -26,15 +26,11 @@ def tokens(rng):
 
 
 def some(*names):
-    forms = make_forms()
-    assert set(names) <= set(forms)
-    return {name: forms[name] for name in names}
+    return {name: FORMS[name] for name in names}
 
 
 def test_forms_and_their_laws():
-    forms = make_forms()
-    assert len(forms) == len(ALPHAS) + 3
-    growth = {name: (form.growth, form.doubling) for name, form in forms.items()}
+    growth = {name: (form.growth, form.doubling) for name, form in FORMS.items()}
     assert growth["sigmoid, alpha = 0"] == (1.0, 2.0) and growth["sigmoid, alpha = 1"] == (0.0, 1.0)
     assert growth["sigmoid, alpha = 1.5"] == (-0.5, 2**-0.5)
     assert growth["softmax"] == growth["heinsen"] == (0.0, 1.0)
@@ -75,7 +71,7 @@ def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path
     """Norms and errors of independent draws are those of their closed form; all tokens together are the limit."""
     forms = some("sigmoid, alpha = 0.5", "sigmoid, alpha = 1", "softmax")
     forms["heinsen"] = forms["softmax"]  # which the figure asks for: compiling it would take longest
-    found = json.loads(json.dumps(study(forms, compile_together(forms), tokens, [8, 32, 128], 16, rng, print)))
+    found = json.loads(json.dumps(study(forms, compile_together(forms), tokens, [8, 32, 128], 16, rng)))
     rows = {row["form"]: row for row in found["results"]}
     square, n = found["norm_of_integral"] ** 2, np.array(found["lengths"], float)
     assert found["crossover"] == pytest.approx(found["variance_of_one"] / square)
@@ -117,7 +113,7 @@ def test_random_tokens_lie_around_a_mean_as_long_as_asked(rng):
 def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
     """Maps of the hidden states that the model's logits are made of: seen from outside, logits are linear in them."""
     at_most, state = 100, rng.bit_generator.state
-    in_order, free = text_tokens(rng, run.workdir, at_most, QUERIES, print)
+    in_order, free = text_tokens(rng, run.workdir, at_most, QUERIES)
     config = load_run(run.workdir)
     length = config.sequence_length
     n = at_most // length * length
@@ -131,7 +127,7 @@ def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
     for got, expected in zip((in_order.q, in_order.k, in_order.v), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-2)
     with pytest.raises(ValueError, match="windows of 16 hold 96 of at most 100 tokens, a sequence 97:"):
-        text_tokens(rng, run.workdir, at_most, 97, print)
+        text_tokens(rng, run.workdir, at_most, 97)
 
 
 # ---- the command -------------------------------------------------------------------------------------
@@ -146,7 +142,7 @@ def test_the_command_measures_a_run_and_writes_it_down(commands, run, tmp_path):
     ]
     result = commands.run(*where, "--lengths=8,16,32", "--sequences=4", "--tokens=320")
     assert result.returncode == 0, result.stderr
-    assert "random tokens: n = 32" in result.stderr
+    assert "random tokens: 100%" in result.stderr
     for name in ("random tokens", "text, in order", "text, independent"):
         assert f"\n{name}: " in result.stdout
     studies = json.loads((tmp_path / "results.json").read_text())["studies"]
@@ -156,15 +152,16 @@ def test_the_command_measures_a_run_and_writes_it_down(commands, run, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "sigmoid_scaling.png"}
 
 
-def test_bad_input_is_named(commands, tmp_path):
-    first, *others = (
-        ("--lengths=16,many,32", "--lengths=16,many,32: expected three numbers of keys or more"),
-        ("--lengths=16,32", "--lengths=16,32: expected three numbers"),
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("--lengths=16,many,32", "--lengths: 'many' is not a number above 0"),
+        ("--lengths=16,32", "--lengths=16,32: give three numbers"),
         ("--workdir=nowhere", "error: nowhere is not a run folder"),
-    )
-    for start, cases in ((commands.run, [first]), (commands.fork, others)):
-        for argument, message in cases:
-            result = start("scripts/sigmoid_scaling.py", f"--out={tmp_path}", argument)
-            assert result.returncode != 0
-            assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
-            assert not list(tmp_path.iterdir())
+    ],
+)
+def test_bad_input_is_named(commands, tmp_path, argument, message):
+    result = commands.fork("scripts/sigmoid_scaling.py", f"--out={tmp_path}", argument)
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())

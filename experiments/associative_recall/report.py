@@ -2,24 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments import tools
-from experiments.tools import table
-from heinsen.figures import place_legend
+from matplotlib.figure import Figure
+
+from experiments.reports import Results, make_figure, table
 
 Runs = Sequence[dict[str, Any]]  # of results.json
 
 
-def write(out: Path, results: dict[str, Any]) -> str:
-    """Write the report and its figure, and return it."""
-    plot(out / "recall.png", results)
-    text = tools.write_report(out, results, report(results))
-    return f"{text}\nwritten: {out / 'report.md'}, results.json, recall.png"
-
-
-def report(results: dict[str, Any]) -> list[str]:
+def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     grid, models, runs = results["grid"], results["models"], results["runs"]
     hours = sum(run.get("seconds", 0) for run in runs) / 3600
@@ -78,13 +70,13 @@ def rate_table(rates: Sequence[float], models: Runs) -> list[str]:
     return table(["", "width", *(f"{rate:g}" for rate in rates)], rows)
 
 
-def plot(path: Path, results: dict[str, Any]) -> None:
+def draw(results: Results) -> Figure:
     """Draw the accuracy by the size of the state, one line per contestant and one panel per number of pairs."""
     grid, models = results["grid"], results["models"]
     lengths = list(models[0]["accuracy"])
     columns = min(3, len(lengths))
     n_rows = math.ceil(len(lengths) / columns)
-    figure, panels = tools.make_figure(
+    figure, panels = make_figure(
         n_rows, columns, figsize=(4 * columns, 3.5 * n_rows), squeeze=False, sharex=True, sharey=True
     )
     for axes in panels.flat[len(lengths) :]:
@@ -97,5 +89,7 @@ def plot(path: Path, results: dict[str, Any]) -> None:
         axes.set(title=f"{n} pairs in {grid['spread'] * n} tokens{seen}", ylim=(-0.02, 1.02), xscale="log")
         axes.set(xlabel="numbers in the state", ylabel="right answers")
         axes.grid(alpha=0.3)
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
+
+
+FIGURES = {"recall.png": draw}

@@ -13,18 +13,9 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from experiments.command import define_flags
 
-from scripts.cli import parse_flags, show_help
-
-OUT = flags.DEFINE_string("out", "runs/associative_recall", "Folder of the experiment.")
-PARALLEL = flags.DEFINE_integer(
-    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
-)
-SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
-REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
-
-show_help(__name__)
+define_flags(__name__, "associative_recall", reads_corpus=False)
 
 from experiments import tools
 from experiments.associative_recall import config, report
@@ -66,11 +57,6 @@ class Point(NamedTuple):
     width: int
     rate: float
     seed: int
-
-
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    tools.execute(lambda out: measure(plan, out, parallel), report.write, OUT.value, SMALL.value, REPORT.value)
 
 
 def measure(plan: Plan, out: Path, parallel: int) -> dict[str, Any]:
@@ -151,4 +137,4 @@ def summarize(plan: Plan, runs: list[dict[str, Any]], kind: str, width: int) -> 
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)

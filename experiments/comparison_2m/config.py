@@ -31,4 +31,7 @@ CONTESTANTS = {
     "softmax, GPT-2's block": dict(**GPT2, d_model=202),
     "softmax, GPT-2's block, parts": dict(**GPT2, output_gate=True, convolution=4, d_model=192),
 }
-CONTESTS = {"all": CONTESTANTS}
+CONTESTS = {
+    "all": CONTESTANTS,
+    "small": {name: CONTESTANTS[name] for name in ("paper's", "gate, parts", "softmax, GPT-2's block, parts")},
+}

@@ -2,39 +2,27 @@
 
 import statistics
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from experiments import contexts, tools
-from experiments.comparison_2m import config
-from heinsen.figures import place_legend
+from experiments import contexts, reports
+from experiments.reports import Results
 
-CONTEST = tools.Contest(config, config.CONTESTANTS)
 GATED, PAPER, SOFTMAX = "gate, parts", "paper's", "softmax, GPT-2's block, parts"
 PAIRS = 4, 8, 16, 32  # of the probe of recall
 LAYERS = 4  # of the models that it trains
 
 
-def write(out: Path, results: dict[str, Any]) -> str:
-    """Write the report and its figures, and return it."""
-    plot_curves(out / "curves.png", results)
-    contexts.plot(out / "positions.png", {"windows": results["positions"]})
-    plot_recall(out / "recall.png", results["recall"])
-    plot_costs(out / "costs.png", results)
-    text = tools.write_report(out, results, report(results))
-    return f"{text}\nwritten: {out / 'report.md'}, results.json, curves.png, positions.png, recall.png, costs.png"
-
-
 # ---- words ----------------------------------------------------------------------------------------
 
 
-def report(results: dict[str, Any]) -> list[str]:
+def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     bits, length = results["bits_per_byte"], results["settings"]["sequence_length"]
     mean = lambda name: f"{statistics.fmean(bits[name].values()):.3f}"
-    versus = lambda name, other: tools.versus(bits, name, other)
+    versus = lambda name, other: reports.versus(bits, name, other)
     positions = results["positions"][GATED]["ranges"]
     last = positions[-1]
     return [
@@ -66,12 +54,12 @@ def report(results: dict[str, Any]) -> list[str]:
         "",
         *recall_section(results),
         *positions_section(results["positions"]),
-        *tools.sources_section(results["sources"]),
-        *tools.tuning_section(results["tuning"]),
+        *reports.sources_section(results["sources"]),
+        *reports.tuning_section(results["tuning"]),
     ]
 
 
-def main_table(results: dict[str, Any]) -> list[str]:
+def main_table(results: Results) -> list[str]:
     bits = results["bits_per_byte"]
     read = list(next(iter(results["decoding"].values())))
     lengths = list(next(iter(results["speed"].values())))
@@ -83,22 +71,22 @@ def main_table(results: dict[str, Any]) -> list[str]:
     rows = [
         [
             name,
-            tools.spread(bits[name]),
-            "" if name == GATED else tools.versus(bits, name, GATED),
+            reports.spread(bits[name]),
+            "" if name == GATED else reports.versus(bits, name, GATED),
             "[{:.3f}, {:.3f}]".format(*results["by_documents"][name]),
             f"{results['parameters'][name]:,}",
             " / ".join(f"{x:,.0f}" for x in results["speed"][name].values()),
             *(cost(name, context) for context in read),
-            f"{tools.best_rate(results['tuning'][name]):g}",
+            f"{reports.best_rate(results['tuning'][name]):g}",
         ]
-        for name in tools.ranked(bits)
+        for name in reports.ranked(bits)
     ]
     head = [
         "", "bits per byte", f"above {GATED}", "by documents", "parameters",
         f"tokens/s, T = {' and '.join(f'{int(n):,}' for n in lengths)}",
         *(f"after {int(context):,}" for context in read), "learning rate",
     ]  # fmt: skip
-    return tools.table(head, rows)
+    return reports.table(head, rows)
 
 
 def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -118,7 +106,7 @@ def positions_section(positions: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def recall_section(results: Mapping[str, Any]) -> list[str]:
+def recall_section(results: Results) -> list[str]:
     rows = [[name, *(f"{x:.1%}" for x in answers.values())] for name, answers in results["recall"].items()]
     parameters = [found["parameters"] for found in results["recall_runs"].values()]
     return [
@@ -131,7 +119,7 @@ def recall_section(results: Mapping[str, Any]) -> list[str]:
         "What it can hold is measured by "
         "experiments/associative_recall, with more steps and tuned learning rates.",
         "",
-        *tools.table(["", *(f"{n} pairs" for n in PAIRS)], rows),
+        *reports.table(["", *(f"{n} pairs" for n in PAIRS)], rows),
         "",
         "![Recall](recall.png)",
         "",
@@ -141,9 +129,9 @@ def recall_section(results: Mapping[str, Any]) -> list[str]:
 # ---- figures --------------------------------------------------------------------------------------
 
 
-def plot_curves(path: Path, results: Mapping[str, Any]) -> None:
+def draw_curves(results: Results) -> Figure:
     """Draw validation by training bytes: the mean over seeds, in a band from the lowest to the highest."""
-    figure, axes = tools.make_figure(figsize=(8, 5))
+    figure, axes = reports.make_figure(figsize=(8, 5))
     for index, name in enumerate(results["bits_per_byte"]):
         logs = [log for log in results["logs"] if (log["contestant"], log["stage"]) == (name, "final")]
         _, tokens, _, bits = np.array([log["validation"] for log in logs]).transpose(2, 0, 1)
@@ -153,24 +141,23 @@ def plot_curves(path: Path, results: Mapping[str, Any]) -> None:
     axes.yaxis.set_major_formatter("{x:.1f}")
     axes.yaxis.set_minor_formatter("{x:.1f}")
     axes.grid(alpha=0.3, which="both")
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
 
 
-def plot_recall(path: Path, recall: Mapping[str, Mapping[int, float]]) -> None:
-    figure, axes = tools.make_figure(figsize=(8, 5))
-    for name, answers in recall.items():
+def draw_recall(results: Results) -> Figure:
+    """Draw the right answers by the number of pairs."""
+    figure, axes = reports.make_figure(figsize=(8, 5))
+    for name, answers in results["recall"].items():
         axes.plot(list(answers), list(answers.values()), "o-", ms=4, lw=1.2, label=name)
     axes.set(xlabel="key-value pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
 
 
-def plot_costs(path: Path, results: Mapping[str, Any]) -> None:
+def draw_costs(results: Results) -> Figure:
     """Draw the time of decoding and the state by the tokens of context."""
-    figure, axes = tools.make_figure(1, 2, figsize=(10, 5))
+    figure, axes = reports.make_figure(1, 2, figsize=(10, 5))
     for index, (name, found) in enumerate(results["decoding"].items()):
         contexts = [int(n) for n in found]
         style = dict(marker="o", ms=4, lw=1.2, color=f"C{index % 10}")
@@ -179,5 +166,12 @@ def plot_costs(path: Path, results: Mapping[str, Any]) -> None:
     for one, label in zip(axes, ("decoding, ms per token", "state (MB)"), strict=True):
         one.set(xlabel="tokens of context", ylabel=label, xscale="log", yscale="log")
         one.grid(alpha=0.3)
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
+
+
+FIGURES = {
+    "curves.png": draw_curves,
+    "positions.png": lambda results: contexts.draw({"windows": results["positions"]}),
+    "recall.png": draw_recall,
+    "costs.png": draw_costs,
+}

@@ -13,26 +13,13 @@ results.json again.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from experiments.command import define_flags
 
-from scripts.cli import parse_flags, show_help
-
-CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
-OUT = flags.DEFINE_string("out", "runs/comparison_2m", "Folder of the experiment.")
-PARALLEL = flags.DEFINE_integer(
-    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
-)
-SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
-REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
-
-show_help(__name__)
+define_flags(__name__, "comparison_2m")
 
 from experiments import contexts, tools
 from experiments.comparison_2m import report
-from experiments.comparison_2m.config import CONTESTANTS
 from heinsen.sweep.space import SEED, Value, format_value
-
-CONTEST = report.CONTEST
 
 
 class Plan(NamedTuple):
@@ -41,7 +28,7 @@ class Plan(NamedTuple):
     speed_lengths: tokens of a sequence in training; contexts: tokens read before decoding.
     """
 
-    contest: tools.Contest = CONTEST
+    contest: str = "all"  # of config.py
     rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     tuning_tokens: int = 2_000_000
     tokens: int = 8_000_000
@@ -54,7 +41,7 @@ class Plan(NamedTuple):
 
 
 SMALL_PLAN = Plan(
-    CONTEST._replace(contestants={name: CONTESTANTS[name] for name in (report.PAPER, report.GATED, report.SOFTMAX)}),
+    contest="small",
     rates=(3e-3,),
     tuning_tokens=220_000,
     tokens=220_000,
@@ -67,15 +54,9 @@ SMALL_PLAN = Plan(
 )
 
 
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
-    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
-
-
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    contest = plan.contest
+    contest = tools.find_contest("comparison_2m", plan.contest)
     documents = contexts.prepare(corpus, out, plan.n_documents, plan.longest)
     data = f"--config.data.path={tools.from_root(out / 'data')}"
     tuning = contest.tune(out, plan.rates, parallel, data, f"--config.total_tokens={plan.tuning_tokens}")
@@ -84,9 +65,9 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
     first = {
         name: run for name in contest.contestants for run in contest.runs_of(name, final) if run.run.point[SEED] == 1
     }
-    tested = tools.test(out / "final", final, out / "test", parallel)
+    tested = tools.test_runs(out / "final", final, out / "test", parallel)
     runs = [*tuning, *final]
-    recall = measure_recall(plan, out / "recall", parallel)
+    recall = measure_recall(contest, plan.recall_steps, out / "recall", parallel)
     return contest.results(tuning, final, tested) | dict(
         runs=len(runs),
         hours=sum(run.tokens / run.tokens_per_second for run in runs if run.tokens_per_second) / 3600,
@@ -96,37 +77,26 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
         recall_steps=plan.recall_steps,
         recall={name: {each["length"]: each["answers"] for each in recall[name]["accuracy"]} for name in recall},
         recall_runs=recall,
-        decoding=measure_cost(out / "decoding.json", "decoding", f"--contexts={join(plan.contexts)}", plan),
-        speed=measure_cost(out / "speed.json", "speed", f"--lengths={join(plan.speed_lengths)}", plan),
+        **tools.measure_costs(
+            out / "costs.json", "comparison_2m", plan.contest, lengths=plan.speed_lengths, contexts=plan.contexts
+        ),
     )
 
 
-def join(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
-
-
-def measure_cost(file: Path, program: str, option: str, plan: Plan) -> dict[str, dict[int, Any]]:
-    """Return {contestant: {length: cost}} by experiments/PROGRAM.py."""
-    names = f"--contestants={tools.format_names(plan.contest.contestants)}"
-    command = [f"experiments/{program}.py", "--experiment=comparison_2m", names, option]
-    found = tools.run_programs({file: command}, 1)[file]
-    return {name: {int(length): cost for length, cost in costs.items()} for name, costs in found.items()}
-
-
-def measure_recall(plan: Plan, out: Path, parallel: int) -> dict[str, dict[str, Any]]:
+def measure_recall(contest: tools.Contest, n_steps: int, out: Path, parallel: int) -> dict[str, dict[str, Any]]:
     """Train and test a model of each contestant's kind; return what scripts/recall.py says of it."""
-    commands = {}
-    for number, fields in enumerate(plan.contest.contestants.values()):
+    commands, pairs = {}, ",".join(map(str, report.PAIRS))
+    for number, fields in enumerate(contest.contestants.values()):
         given: dict[str, Value] = {k: v for k, v in fields.items() if k != "d_model"} | {"n_layers": report.LAYERS}
         folder = out / str(number)
         commands[folder / "stdout.json"] = [
-            "scripts/recall.py", "--task=associative", f"--lengths={join(report.PAIRS)}",
-            f"--steps={plan.recall_steps}", f"--out={tools.from_root(folder)}",
+            "scripts/recall.py", "--task=associative", f"--lengths={pairs}",
+            f"--steps={n_steps}", f"--out={tools.from_root(folder)}",
             *(f"--config.model.{field}={format_value(value)}" for field, value in given.items()),
         ]  # fmt: skip
     found = tools.run_programs(commands, parallel)
-    return dict(zip(plan.contest.contestants, map(found.__getitem__, commands), strict=True))
+    return dict(zip(contest.contestants, map(found.__getitem__, commands), strict=True))
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)

@@ -2,13 +2,14 @@
 
 import statistics
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from experiments import contexts, tools
+from experiments import contexts, reports
+from experiments.reports import Results
 from heinsen.figures import place_legend
 
 CONTEXTS = 512, 65536  # tokens after which the size of the state is counted
@@ -33,18 +34,10 @@ NAMED = {
 }
 
 
-def write(out: Path, results: dict[str, Any]) -> str:
-    """Write the report and its figures, and return it."""
-    plot_sizes(out / "state_size.png", results["contests"])
-    contexts.plot(out / "contexts.png", results["contexts"])
-    text = tools.write_report(out, results, report(results))
-    return f"{text}\nwritten: {out / 'report.md'}, results.json, state_size.png, contexts.png"
-
-
 # ---- words ----------------------------------------------------------------------------------------
 
 
-def report(results: dict[str, Any]) -> list[str]:
+def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     contests, lengths = results["contests"], list(next(iter(results["speed"].values())))
     window = results["settings"]["sequence_length"]
@@ -77,14 +70,14 @@ def report(results: dict[str, Any]) -> list[str]:
         *(
             line
             for name, found in contests.items()
-            for line in tools.tuning_section(found["tuning"], f"Tuning: {QUESTIONS[name]}")
+            for line in reports.tuning_section(found["tuning"], f"Tuning: {QUESTIONS[name]}")
         ),
-        *tools.sources_section(next(iter(contests.values()))["sources"]),
+        *reports.sources_section(next(iter(contests.values()))["sources"]),
     ]
 
 
 def contest_section(
-    name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: tools.Bits
+    name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: reports.Bits
 ) -> list[str]:
     """Return the section of a contest, compared with the first of `references`, or of its own if there are none."""
     bits = found["bits_per_byte"]
@@ -94,18 +87,18 @@ def contest_section(
     rows = [
         [
             each,
-            tools.spread(bits[each]),
-            "" if each == first else tools.versus(everyone, each, first),
+            reports.spread(bits[each]),
+            "" if each == first else reports.versus(everyone, each, first),
             f"{found['parameters'][each]:,}",
             " / ".join(f"{n:,}" for n in found["state"][each]),
             rate(each),
-            f"{tools.best_rate(found['tuning'][each]):g}",
+            f"{reports.best_rate(found['tuning'][each]):g}",
             describe(found["fields"][each]),
         ]
-        for each in tools.ranked(bits)
+        for each in reports.ranked(bits)
     ]
     head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate", "model"]
-    return [f"## {QUESTIONS[name]}", "", *tools.table(head, rows), ""]
+    return [f"## {QUESTIONS[name]}", "", *reports.table(head, rows), ""]
 
 
 def describe(fields: Mapping[str, Any]) -> str:
@@ -114,7 +107,7 @@ def describe(fields: Mapping[str, Any]) -> str:
     return ", ".join(settings) + (" (earlier version)" if {*settings} & {*EARLIER} else "")
 
 
-def contexts_section(results: Mapping[str, Any]) -> list[str]:
+def contexts_section(results: Results) -> list[str]:
     measured, settings = results["contexts"], results["settings"]
     window, n_streams = settings["sequence_length"], settings["batch_size"]
     positions = {f"{name}, {training}": found for training in measured for name, found in measured[training].items()}
@@ -138,11 +131,11 @@ def contexts_section(results: Mapping[str, Any]) -> list[str]:
 # ---- figures --------------------------------------------------------------------------------------
 
 
-def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
+def draw_sizes(results: Results) -> Figure:
     """Draw the bits per byte by the size of the state, after as many tokens as are counted first; name `NAMED`."""
-    figure, axes = tools.make_figure(figsize=(9, 6))
+    figure, axes = reports.make_figure(figsize=(9, 6))
     points: dict[str, tuple[float, float]] = {}
-    for index, (question, found) in enumerate(contests.items()):
+    for index, (question, found) in enumerate(results["contests"].items()):
         means = {name: statistics.fmean(seeds.values()) for name, seeds in found["bits_per_byte"].items()}
         sizes = [found["state"][name][0] for name in means]
         axes.plot(sizes, list(means.values()), "o", color=f"C{index}", ms=5, label=QUESTIONS[question])
@@ -154,7 +147,7 @@ def plot_sizes(path: Path, contests: Mapping[str, Mapping[str, Any]]) -> None:
     place_legend(figure)
     figure.canvas.draw()
     name_points(axes, points, NAMED & points.keys())
-    tools.save_figure(figure, path)
+    return figure
 
 
 def name_points(axes: Any, points: Mapping[str, tuple[float, float]], names: Collection[str]) -> None:
@@ -172,3 +165,6 @@ def name_points(axes: Any, points: Mapping[str, tuple[float, float]], names: Col
         while any(extent(label).overlaps(other) for other in taken):
             label.set_position((9, label.get_position()[1] + 1))
         taken.append(extent(label))
+
+
+FIGURES = {"state_size.png": draw_sizes, "contexts.png": lambda results: contexts.draw(results["contexts"])}

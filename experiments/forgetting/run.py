@@ -13,19 +13,9 @@ again. Rows of options that heinsen no longer has were measured with an earlier 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from experiments.command import define_flags
 
-from scripts.cli import parse_flags, show_help
-
-CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
-OUT = flags.DEFINE_string("out", "runs/forgetting", "Folder of the experiment.")
-PARALLEL = flags.DEFINE_integer(
-    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
-)
-SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
-REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
-
-show_help(__name__)
+define_flags(__name__, "forgetting")
 
 import jax
 
@@ -61,12 +51,6 @@ SMALL_PLAN = Plan(
 )
 
 
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
-    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
-
-
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
     tools.prepare_bytes(corpus, out / "data")
@@ -76,12 +60,12 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
     positions: dict[str, dict[str, Any]] = {"windows": {}, "streams": {}}
     speed: dict[str, Any] = {}
     for question in plan.questions:
-        contest, folder = tools.Contest(config, config.CONTESTS[question]), out / question
+        contest, folder = tools.find_contest("forgetting", question), out / question
         data = f"--config.data.path={tools.from_root(out / 'data')}"
         tuning = contest.tune(folder, plan.rates, parallel, data, f"--config.total_tokens={plan.tuning_tokens}")
         options = data, length, "--config.seed=1", f"--seeds={plan.n_seeds}"
         final = contest.train(folder / "final", contest.contestants, tuning, parallel, *options)
-        tested = tools.test(folder / "final", final, folder / "test", parallel)
+        tested = tools.test_runs(folder / "final", final, folder / "test", parallel)
         sizes = {
             name: [state_size(contest.train_config(name), n) for n in report.CONTEXTS] for name in contest.contestants
         }
@@ -94,10 +78,7 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
             owners: dict[str, RunView] = {name: contest.runs_of(name, runs)[0] for name in names}
             test_folder = own.with_name(f"test_{training}")
             positions[training] |= contexts.measure(contest, owners, own, documents, test_folder, parallel)
-        names = tools.format_names(contest.contestants)  # a process each: all together have too many mappings
-        lengths = ",".join(map(str, plan.speed_lengths))
-        command = ["experiments/speed.py", "--experiment=forgetting", f"--contestants={names}", f"--lengths={lengths}"]
-        speed |= tools.run_programs({folder / "speed.json": command}, 1)[folder / "speed.json"]
+        speed |= tools.measure_costs(folder / "costs.json", "forgetting", question, lengths=plan.speed_lengths)["speed"]
     tokens = found[plan.questions[0]]["logs"][-1]["tokens"]
     settings = config.get_config().to_dict()
     return dict(settings=settings, tokens=tokens, contests=found, contexts=positions, speed=speed)
@@ -115,4 +96,4 @@ def trainings(contest: tools.Contest, names: list[str]) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)

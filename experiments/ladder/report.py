@@ -1,28 +1,19 @@
 """report.md and ladder.png, from results.json."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
-from experiments import tools
+from experiments import reports
 from experiments.ladder.law import Law
-from experiments.tools import table
-from heinsen.figures import place_legend
+from experiments.reports import Losses, Results, table
 
 SOFTMAX = "softmax"
 TOKENS_PER_BYTE = 0.29335  # GPT-2's tokens per byte of The Pile (Gao et al. 2020, section 3.1)
 
 
-def write(out: Path, results: dict[str, Any]) -> str:
-    """Write the report and its figure, and return it."""
-    plot(out / "ladder.png", results)
-    text = tools.write_report(out, results, report(results))
-    return f"{text}\nwritten: {out / 'report.md'}, results.json, ladder.png"
-
-
-def report(results: dict) -> list[str]:
+def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     size, largest = results["next"][0], max(results["runs"], key=lambda run: (run["n_params"], run["tokens"]))
     compare = {run["kind"]: run["loss"] for run in results["next"]}
@@ -71,7 +62,7 @@ def report(results: dict) -> list[str]:
     ]
 
 
-def heading(results: dict) -> str:
+def heading(results: Results) -> str:
     """Return the sentence on where the curves of the kinds are heading."""
     near, far = results["farther"][0], results["farther"][-1]
     others = [kind for kind in results["laws"] if kind != SOFTMAX]
@@ -83,7 +74,7 @@ def heading(results: dict) -> str:
     )
 
 
-def farther_section(results: dict) -> list[str]:
+def farther_section(results: Results) -> list[str]:
     rows = []
     for point in results["farther"]:
         cells = [
@@ -124,12 +115,12 @@ def interval(values: Iterable[float], form: str = ".3f") -> str:
     return f"{value} [{low}, {high}]"
 
 
-def rates_section(results: dict) -> list[str]:
+def rates_section(results: Results) -> list[str]:
     """Return the tables of tuning, at the tuned sizes and at the one between them."""
     powers = "; ".join(f"{kind} {power:+.2f}" for kind, power in results["powers"].items())
     lines = []
     for size, tuning in results["tuning"].items():
-        lines += tools.tuning_section(tuning, f"Learning rates at {size}")
+        lines += reports.tuning_section(tuning, f"Learning rates at {size}")
     for size, checked in results["checked"].items():
         lines += [f"## The rule's learning rates at {size}", "", *checked_table(checked), ""]
     return [
@@ -142,17 +133,17 @@ def rates_section(results: dict) -> list[str]:
     ]
 
 
-def checked_table(checked: Mapping[str, tools.Losses]) -> list[str]:
+def checked_table(checked: Mapping[str, Losses]) -> list[str]:
     """Return the losses with a rule's learning rate, half of it and twice as much."""
     rows = []
     for kind, losses in checked.items():
-        best = tools.best_rate(losses)
+        best = reports.best_rate(losses)
         cells = (f"**{loss:.4f}**" if rate == best else f"{loss:.4f}" for rate, loss in sorted(losses.items()))
         rows.append([kind, f"{sorted(losses)[1]:g}", *cells])
     return table(["", "the rule's", "loss at half of it", "at the rule's", "at twice as much"], rows)
 
 
-def law_table(results: dict) -> list[str]:
+def law_table(results: Results) -> list[str]:
     names = ("E", "alpha", "beta", "log_a", "log_b")
     rows = [
         [kind, *(interval(law[name]) for name in names), f"{100 * results['residuals'][kind]:.2f}%"]
@@ -161,7 +152,7 @@ def law_table(results: dict) -> list[str]:
     return table(["", "E", "alpha", "beta", "log A", "log B", "residuals (standard deviation)"], rows)
 
 
-def run_table(results: dict) -> list[str]:
+def run_table(results: Results) -> list[str]:
     """Return the table of all runs, of increasing size, the next size last."""
     kinds = list(results["laws"])
     next_runs = [run | {"expected": results["prediction"][run["kind"]]["loss"]} for run in results["next"]]
@@ -202,10 +193,10 @@ def cell(run: dict) -> str:
     return f"{run['loss']:.4f}, {100 * (run['loss'] / run['expected'] - 1):+.2f}%, {run['bits_per_byte']:.4f}"
 
 
-def plot(path: Path, results: dict) -> None:
+def draw(results: Results) -> Figure:
     """Draw losses by parameters with the bands of the law, one curve per budget; residuals."""
     laws = {kind: [Law(*law) for law in laws] for kind, laws in results["bootstrap"].items()}
-    figure, (axes, below) = tools.make_figure(2, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 1])
+    figure, (axes, below) = reports.make_figure(2, 1, figsize=(8, 8), sharex=True, height_ratios=[3, 1])
     marks = dict(zip(sorted({run["budget"] for run in results["runs"]}), "osD^v*", strict=False))
     n = np.geomspace(min(run["n_params"] for run in results["runs"]), results["next"][0]["n_params"])
     for index, (kind, (best, *others)) in enumerate(laws.items()):
@@ -237,5 +228,7 @@ def plot(path: Path, results: dict) -> None:
     below.set(xlabel="parameters", ylabel="loss above the law (%)")
     for each in (axes, below):
         each.grid(alpha=0.3, which="both")
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
+
+
+FIGURES = {"ladder.png": draw}

@@ -3,44 +3,36 @@
     python experiments/ladder/run.py --corpus=corpus --out=runs/ladder [--parallel=2]
     python experiments/ladder/run.py --report --out=experiments/ladder
 
-CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. contestants.py lists the kinds; sizes
-are layers x width of the paper's model, with heads of 32. Budgets are numbers of bytes for the largest size; smaller
-ones take less, as the root of their parameters, which tells the law more than equal numbers do. Learning rates are
-tuned at two sizes; those of the others lie on the power of the width between them, which is checked at a third size.
-The prediction for the next size is written before it is trained (prediction.json). OUT receives data/, the sweeps
-tuning/SIZE/, checked/, ladder/ and next/, and the report: report.md, results.json, ladder.png. --report writes the
-report of a results.json again. Other sizes and budgets: the plan below.
+CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. Sizes are layers x width of the paper's
+model, with heads of 32. Budgets are numbers of bytes for the largest size; smaller ones take less, as the root of their
+parameters, which tells the law more than equal numbers do. Learning rates are tuned at two sizes; those of the others
+lie on the power of the width between them, which is checked at a third size. The prediction for the next size is
+written before it is trained (prediction.json). OUT receives data/, the sweeps tuning/SIZE/, checked/, ladder/ and
+next/, and the report: report.md, results.json, ladder.png. --report writes the report of a results.json again. Other
+sizes and budgets: the plan below.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
-
+from experiments.command import define_flags
 from heinsen.files import write_atomically
-from scripts.cli import parse_flags, show_help
 
-CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
-OUT = flags.DEFINE_string("out", "runs/ladder", "Folder of the experiment.")
-PARALLEL = flags.DEFINE_integer(
-    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
-)
-SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
-REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
-
-show_help(__name__)
+define_flags(__name__, "ladder")
 
 import numpy as np
 
 from experiments import tools
 from experiments.ladder import config, law, report
-from experiments.ladder.contestants import KINDS, Size, contest_of, paper_params
-from experiments.tools import RATE, Losses
+from experiments.reports import Losses, best_rate
+from experiments.tools import RATE, Contest
 from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import Value
 
 # Beyond the runs: (parameters, bytes). The last two are what a softmax GPT (Poli et al. 2023, arXiv:2302.10866, 2.416
 # nats per GPT-2 token) and the paper's model (2.47) were trained on.
@@ -48,6 +40,66 @@ _FROM_GPT2 = 1 / report.TOKENS_PER_BYTE
 FARTHER = [(2e6, 8e6), (16e6, 64e6), (125e6, 5e8), (125e6, 15e9 * _FROM_GPT2), (125e6, 300e9 * _FROM_GPT2)]
 
 Laws = Mapping[str, tuple[law.Law, list[law.Law], np.ndarray]]  # {kind: (law, laws of the bootstrap, residuals)}
+
+# ---- models: every kind at any size, with as many parameters as the paper's within 1% ---------------
+
+HEAD = 32  # key and value features of a head
+
+# The parts that helped the gated model most in experiments/forgetting; softmax attention as it is used most.
+KINDS: dict[str, dict[str, Value]] = {
+    "paper's": {},
+    "gate, parts": dict(gate="head", output_gate=True, convolution=4, position="none"),
+    "softmax": dict(attention="softmax", block="gpt2", position="rotary"),
+}
+
+
+class Size(NamedTuple):
+    """Layers and width of the paper's model; the other kinds have as many parameters."""
+
+    n_layers: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.n_layers}x{self.width}"
+
+
+@functools.cache
+def contest_of(size: Size) -> Contest:
+    """Return the contest of all kinds at a size."""
+    return Contest(config, {kind: fields_of(kind, size) for kind in KINDS})
+
+
+@functools.cache
+def paper_params(size: Size) -> int:
+    """Return the number of parameters of the paper's model."""
+    return contest_of(size).parameters("paper's")
+
+
+def fields_of(kind: str, size: Size) -> Mapping[str, Value]:
+    """Return the fields of the model; two layers of the paper's block have as many parameters as one of GPT-2's."""
+    heads: dict[str, Value] = dict(n_heads=size.width // HEAD, d_key=HEAD, d_value=HEAD)
+    paper = dict(n_layers=size.n_layers) | heads | dict(d_model=size.width)
+    if kind == "paper's":
+        return paper
+    n_layers = size.n_layers // 2 if KINDS[kind].get("block") == "gpt2" else size.n_layers
+    fields = KINDS[kind] | dict(n_layers=n_layers) | heads
+    return fields | dict(d_model=_width_for(_count(paper), fields, size.width))
+
+
+def _width_for(n: int, fields: Mapping[str, Value], near: int) -> int:
+    """Return the width with which a model has closest to `n` parameters, up to twice a width that is `near`."""
+    tried = near // 2, near, 2 * near
+    counts = [_count({**fields, "d_model": width}) for width in tried]
+    widths = np.arange(1, 2 * near)
+    count = np.polynomial.Polynomial.fit(tried, counts, deg=2)  # the models' matrices are at most width x width
+    return int(widths[np.argmin(abs(count(widths) - n))])
+
+
+def _count(fields: Mapping[str, Value]) -> int:
+    return Contest(config, {"": fields}).parameters("")
+
+
+# ---- the plan ---------------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
@@ -104,18 +156,12 @@ def best_between(losses: Losses) -> float:
 
     At an end of the grid, and beside a crashed run, it is the best one itself.
     """
-    rates, best = sorted(losses), tools.best_rate(losses)
+    rates, best = sorted(losses), best_rate(losses)
     around = rates[max(rates.index(best) - 1, 0) : rates.index(best) + 2]
     if len(around) < 3 or any(losses[rate] is None for rate in around):
         return best
     a, b, _ = np.polyfit(np.log(around), [losses[rate] for rate in around], 2)
     return math.exp(-b / (2 * a)) if a > 0 else best
-
-
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
-    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
@@ -236,4 +282,4 @@ def coefficients(best: law.Law, others: list[law.Law]) -> dict[str, list[float]]
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)

@@ -15,7 +15,7 @@ from pathlib import Path
 from absl import app, flags
 
 from heinsen.errors import exit_on_error
-from scripts.cli import parse_flags, show_help
+from scripts.cli import parse_counts, parse_flags, show_help
 
 FEATURES = flags.DEFINE_list("features", ["16", "32", "64"], "Features of keys and of values.")
 
@@ -25,14 +25,13 @@ import jax
 import jax.numpy as jnp
 
 import heinsen
-from experiments import tools
 from heinsen.plan.targets import find_target
 
 
 def main(argv: list[str]) -> None:
     with exit_on_error(), tempfile.TemporaryDirectory() as reports:
         os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": reports}
-        compile_all(tools.parse_counts("features", FEATURES.value), Path(reports))
+        compile_all(parse_counts("features", FEATURES.value), Path(reports))
 
 
 def compile_all(sizes: list[int], reports: Path) -> None:

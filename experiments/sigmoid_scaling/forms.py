@@ -14,7 +14,7 @@ tend to a limit, and doubling every token does not change them.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,9 +23,7 @@ import numpy as np
 
 import heinsen
 
-ALPHAS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
-
-Outputs = dict[str, np.ndarray]  # {form: y}
+Run = Callable[[np.ndarray, np.ndarray, np.ndarray], dict[str, np.ndarray]]  # (q, k, v) -> {form: y}
 
 
 @dataclass(frozen=True)
@@ -47,26 +45,25 @@ def softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.softmax(jnp.einsum("...qd,...nd->...qn", q, k) * q.shape[-1] ** -0.5, axis=-1) @ v
 
 
-def make_forms(alphas: Sequence[float] = ALPHAS) -> dict[str, Form]:
-    """Return {name: Form}: sigmoid attention for each alpha and with the bias -log n, and the controls."""
-    sigmoid = functools.partial(heinsen.sigmoid_attention, causal=False)
-    forms = {
+_SIGMOID = functools.partial(heinsen.sigmoid_attention, causal=False)
+FORMS: dict[str, Form] = {
+    **{
         f"sigmoid, alpha = {alpha:g}": Form(
-            functools.partial(sigmoid, alpha=alpha), alpha, 1 - alpha, 2 ** (1 - alpha), alpha == 1
+            functools.partial(_SIGMOID, alpha=alpha), alpha, 1 - alpha, 2 ** (1 - alpha), alpha == 1
         )
-        for alpha in alphas
-    }
-    forms["sigmoid, bias = -log n"] = Form(functools.partial(sigmoid, alpha=0.0, bias="-log_n"), None, 0.0, None, False)
-    forms["softmax"] = Form(softmax_attention, None, 0.0, 1.0, True)
-    forms["heinsen"] = Form(functools.partial(heinsen.attention, causal=False), None, 0.0, 1.0, True)
-    return forms
+        for alpha in (0.0, 0.5, 0.75, 1.0, 1.25, 1.5)
+    },
+    "sigmoid, bias = -log n": Form(functools.partial(_SIGMOID, alpha=0.0, bias="-log_n"), None, 0.0, None, False),
+    "softmax": Form(softmax_attention, None, 0.0, 1.0, True),
+    "heinsen": Form(functools.partial(heinsen.attention, causal=False), None, 0.0, 1.0, True),
+}
 
 
-def compile_together(forms: dict[str, Form]) -> Callable[[np.ndarray, np.ndarray, np.ndarray], Outputs]:
+def compile_together(forms: Mapping[str, Form]) -> Run:
     """Return all forms as one compiled function (q, k, v) -> {form: y} in float64."""
     compiled = jax.jit(lambda q, k, v: {name: form.attend(q, k, v) for name, form in forms.items()})
 
-    def run(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Outputs:
+    def run(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> dict[str, np.ndarray]:
         with jax.enable_x64(True):
             return jax.device_get(compiled(*(x.astype(np.float64) for x in (q, k, v))))
 

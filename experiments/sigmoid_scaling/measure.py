@@ -1,18 +1,17 @@
 """Measurements of output norms, convergence and doubling, and the exponents fitted to them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
-from experiments.sigmoid_scaling.forms import Form, Outputs, norms_by_law
-from experiments.sigmoid_scaling.tokens import FEATURES, Say, Tokens
+from experiments.sigmoid_scaling.forms import Form, Run, norms_by_law
+from experiments.sigmoid_scaling.tokens import FEATURES, Tokens
 
 QUERIES = 16
 _DOUBLED = 1024  # tokens that are doubled, at most
 _KEYS_PER_CALL = 2**19  # over all sequences
-
-Run = Callable[[np.ndarray, np.ndarray, np.ndarray], Outputs]  # from `compile_together`
 
 
 def moments(tokens: Tokens, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -28,14 +27,13 @@ def moments(tokens: Tokens, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def measure_outputs(
-    forms: dict[str, Form],
+    forms: Mapping[str, Form],
     run: Run,
     tokens: Tokens,
     queries: np.ndarray,
     lengths: Sequence[int],
     n_sequences: int,
     rng: np.random.Generator,
-    say: Say,
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return {form: {"norm": |y|, "error": |y - limit|}}, each [lengths, sequences], root mean squares over queries.
 
@@ -46,7 +44,7 @@ def measure_outputs(
     q = tokens.q[:, queries]
     limits = {name: y if forms[name].converges else np.nan for name, y in run(q, tokens.k, tokens.v).items()}
     found: dict[str, dict[str, list[np.ndarray]]] = {name: {"norm": [], "error": []} for name in forms}
-    for n in lengths:
+    for n in tqdm(lengths, tokens.name):
         most = min(n_sequences, max(1, _KEYS_PER_CALL // n))
         per_call = next(m for m in range(most, 0, -1) if n_sequences % m == 0)
         parts = []
@@ -58,12 +56,11 @@ def measure_outputs(
             y = np.concatenate([part[name] for part in parts])
             row["norm"].append(rms(y))
             row["error"].append(rms(y - limits[name]))
-        say(f"{tokens.name}: n = {n}")
     return {name: {quantity: np.array(rows) for quantity, rows in row.items()} for name, row in found.items()}
 
 
 def measure_doubling(
-    forms: dict[str, Form], run: Run, tokens: Tokens, n: int, rng: np.random.Generator
+    forms: Mapping[str, Form], run: Run, tokens: Tokens, n: int, rng: np.random.Generator
 ) -> dict[str, dict[str, float]]:
     """Compare (x_1, x_1, ..., x_n, x_n) with (x_1, ..., x_n), with every token as a query.
 
@@ -96,22 +93,39 @@ def fit_exponent(lengths: Sequence[int], values: np.ndarray) -> tuple[float, flo
 
 
 def study(
-    forms: dict[str, Form],
+    forms: Mapping[str, Form],
     run: Run,
     tokens: Tokens,
     lengths: Sequence[int],
     n_sequences: int,
     rng: np.random.Generator,
-    say: Say,
 ) -> dict[str, Any]:
     """Return all measurements with one kind of tokens, ready for JSON; `run` is `compile_together(forms)`."""
     queries = rng.choice(tokens.k.shape[1], QUERIES, replace=False)
     integral, variances = moments(tokens, queries)
     square, variance = float(np.mean(np.sum(integral**2, axis=-1))), float(np.mean(variances))
-    outputs = measure_outputs(forms, run, tokens, queries, lengths, n_sequences, rng, say)
+    outputs = measure_outputs(forms, run, tokens, queries, lengths, n_sequences, rng)
     doubling = measure_doubling(forms, run, tokens, min(_DOUBLED, tokens.k.shape[1]), rng)
     long = lengths[(len(lengths) - 1) // 2 :]
     fluctuation = lambda lengths: fit_exponent(lengths, norms_by_law(lengths, 1.0, square, variance)[:, None])[0]
+    rows = []
+    for name, form in forms.items():
+        norms, errors = outputs[name]["norm"], outputs[name]["error"]
+        rows.append(
+            dict(
+                form=name,
+                alpha=form.alpha,
+                growth_predicted=form.growth,
+                growth=fit_exponent(lengths, norms),
+                growth_of_long=fit_exponent(long, norms[-len(long) :]),
+                doubling_predicted=form.doubling,
+                doubling=doubling[name]["ratio"],
+                doubling_departure=None if form.doubling is None else doubling[name]["departure"],
+                convergence=fit_exponent(lengths, errors) if form.converges else None,
+                norms=np.mean(norms, axis=1).tolist(),
+                errors=np.mean(errors, axis=1).tolist() if form.converges else None,
+            )
+        )
     return dict(
         tokens=tokens.name,
         population=tokens.k.shape[1],
@@ -122,31 +136,5 @@ def study(
         variance_of_one=variance,
         crossover=variance / square,
         growth_of_fluctuation=[fluctuation(lengths), fluctuation(long)],
-        results=[
-            _result(name, form, lengths, len(long), outputs[name], doubling[name]) for name, form in forms.items()
-        ],
-    )
-
-
-def _result(
-    name: str,
-    form: Form,
-    lengths: Sequence[int],
-    n_long: int,
-    outputs: dict[str, np.ndarray],
-    doubling: dict[str, float],
-) -> dict[str, Any]:
-    norms, errors = outputs["norm"], outputs["error"]
-    return dict(
-        form=name,
-        alpha=form.alpha,
-        growth_predicted=form.growth,
-        growth=fit_exponent(lengths, norms),
-        growth_of_long=fit_exponent(lengths[-n_long:], norms[-n_long:]),
-        doubling_predicted=form.doubling,
-        doubling=doubling["ratio"],
-        doubling_departure=None if form.doubling is None else doubling["departure"],
-        convergence=fit_exponent(lengths, errors) if form.converges else None,
-        norms=np.mean(norms, axis=1).tolist(),
-        errors=np.mean(errors, axis=1).tolist() if form.converges else None,
+        results=rows,
     )

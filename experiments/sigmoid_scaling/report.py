@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.sigmoid_scaling.forms import norms_by_law
+from heinsen.figures import pyplot
 from heinsen.files import write_figure
 
 Study = Mapping[str, Any]  # from `measure.study`
@@ -31,22 +28,16 @@ def format_concisely(fit: Sequence[float]) -> str:
 def table(found: Study) -> list[str]:
     """Return the lines of the table of one study."""
     long = found["fitted_long"]
-    header = [
-        f"{'':<22}",
-        f"{'growth, all n':>20}",
-        f"{f'growth, n >= {long[0]}':>21}",
-        f"{'law':>8}",
-        f"{'doubling':>11}",
-        f"{'law':>9}",
-        f"{'departure':>11}",
-        f"{'convergence':>20}",
-    ]
+    header = (
+        f"{'':<22}{'growth, all n':>20}{f'growth, n >= {long[0]}':>21}{'law':>8}{'doubling':>11}{'law':>9}"
+        f"{'departure':>11}{'convergence':>20}"
+    )
     off_all, off_long = found["growth_of_fluctuation"]
     lines = [
         f"{found['tokens']}: {found['population']:,} to draw from; |I| = {found['norm_of_integral']:.3f}, n* = "
         f"{found['crossover']:.1f}: expected growth of independent tokens {off_all:+.4f} off its law, {off_long:+.4f} "
         f"for n >= {long[0]}",
-        "".join(header),
+        header,
     ]
     for row in found["results"]:
         law = "-" if row["doubling_predicted"] is None else f"{row['doubling_predicted']:.6f}"
@@ -64,6 +55,7 @@ def plot(studies: Sequence[Study], path: Path) -> None:
 
     Lines are laws: for the norms sqrt(E |y|^2) of independent tokens, and dotted its limit n^(1 - alpha) |I|.
     """
+    plt = pyplot()
     by_tokens = {found["tokens"]: found for found in studies}
     shown = [by_tokens[name] for name in ("random tokens", "text, in order") if name in by_tokens]
     n_panels = len(shown) + 2
@@ -93,7 +85,7 @@ def plot(studies: Sequence[Study], path: Path) -> None:
 def plot_growth(axis: Axes, found: Study) -> None:
     lengths, square = found["lengths"], found["norm_of_integral"] ** 2
     n, sigmoids = np.array(lengths, float), [row for row in found["results"] if row["alpha"] is not None]
-    colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(sigmoids)))
+    colors = pyplot().get_cmap("viridis")(np.linspace(0, 0.9, len(sigmoids)))
     for row, color in zip(sigmoids, colors, strict=True):
         law = norms_by_law(lengths, row["alpha"], square, found["variance_of_one"])
         axis.loglog(n, law, color=color, linewidth=1)

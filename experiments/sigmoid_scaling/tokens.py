@@ -4,25 +4,22 @@ Queries, keys and values are random maps of them. Axes: H heads, N tokens, d fea
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from heinsen.errors import InputError
 from heinsen.models import hidden_states
 from heinsen.parallel import make_mesh
-from heinsen.training.config import TrainConfig
 from heinsen.training.data import open_split
 from heinsen.training.folder import load_run
 from heinsen.weights import load_params
 
 HEADS, FEATURES = 2, 32
 WIDTH, VOCABULARY = 256, 4096  # of the random tokens
-
-Say = Callable[[str], None]  # reports progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +52,23 @@ def random_tokens(rng: np.random.Generator, mean: float) -> Tokens:
     return Tokens("random tokens", *np.einsum("nw,phwd->phnd", x, draw_maps(rng, WIDTH), optimize=True), False)
 
 
-def text_tokens(rng: np.random.Generator, workdir: Path, at_most: int, at_least: int, say: Say) -> list[Tokens]:
+def text_tokens(rng: np.random.Generator, workdir: Path, at_most: int, at_least: int) -> list[Tokens]:
     """Return the last hidden states (LayerNorm outputs) of a run's model on text: in order, and drawn independently.
 
-    The text is the run's validation split. Raises HeinsenError, for fewer than `at_least` tokens InputError.
+    The text is the run's validation split, the first tokens of each dataset in windows of the training length. Raises
+    HeinsenError, for fewer than `at_least` tokens InputError.
     """
     config = load_run(workdir)
-    windows = _read_windows(config, at_most)
+    length = config.sequence_length
+    parts = [np.zeros((0, length), np.int32)]
+    for dataset, share in open_split(config, config.data.validation_split):
+        n = min(int(at_most * share), dataset.num_tokens) // length
+        parts.append(dataset.read(0, n * length).reshape(n, length).astype(np.int32))
+    windows = np.concatenate(parts)
     if windows.size < at_least:
         raise InputError(
-            f"{config.data.path}, validation: windows of {config.sequence_length} hold {windows.size:,} of at most "
-            f"{at_most:,} tokens, a sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
+            f"{config.data.path}, validation: windows of {length} hold {windows.size:,} of at most {at_most:,} tokens, "
+            f"a sequence {at_least:,}: give smaller --lengths, more --tokens or a larger split"
         )
     _, params = load_params(workdir, config.model, make_mesh())
     maps = draw_maps(rng, config.model.d_model).astype(np.float32)
@@ -75,29 +78,8 @@ def text_tokens(rng: np.random.Generator, workdir: Path, at_most: int, at_least:
         x, _ = hidden_states(config.model, params, tokens)
         return jnp.einsum("btw,phwd->phbtd", x, maps)
 
-    q, k, v = _apply(lambda tokens: map_hidden_states(params, tokens, maps), windows, say)
+    size = max(1, 2**15 // length)  # windows at a time
+    batches = [windows[begin : begin + size] for begin in range(0, len(windows), size)]
+    mapped = [np.asarray(map_hidden_states(params, batch, maps)) for batch in tqdm(batches, "hidden states of text")]
+    q, k, v = np.concatenate(mapped, axis=2).reshape(3, HEADS, -1, FEATURES)
     return [Tokens("text, in order", q, k, v, True), Tokens("text, independent", q, k, v, False)]
-
-
-def _read_windows(config: TrainConfig, at_most: int) -> np.ndarray:
-    """Return the first tokens of each dataset of the validation split, in windows of the training length."""
-    length = config.sequence_length
-    windows = [np.zeros((0, length), np.uint16)]
-    for dataset, share in open_split(config, config.data.validation_split):
-        n = min(int(at_most * share), dataset.num_tokens) // length
-        windows.append(dataset.read(0, n * length).reshape(n, length))
-    return np.concatenate(windows)
-
-
-def _apply(function: Callable[[np.ndarray], jax.Array], windows: np.ndarray, say: Say) -> np.ndarray:
-    """Return q, k and v of all windows, [3, H, N, d], some windows at a time."""
-    n, length = windows.shape
-    size = min(n, max(1, 2**15 // length))
-    parts = []
-    for begin in range(0, n, size):
-        begin = min(begin, n - size)  # all calls have one shape; the overlap is cut off below
-        parts.append(np.asarray(function(windows[begin : begin + size].astype(np.int32))))
-        say(f"text: hidden states of {(begin + size) * length:,} of {windows.size:,} tokens")
-    if surplus := len(parts) * size - n:
-        parts[-1] = parts[-1][:, :, surplus:]
-    return np.concatenate(parts, axis=2).reshape(3, HEADS, -1, FEATURES)

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments import contexts, tools
+from matplotlib.figure import Figure
+
+from experiments import contexts, reports
+from experiments.reports import Losses, Results
 from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale
-from heinsen.figures import place_legend
 
 EXCHANGED = {
     ONE: f"{ONE}, initial outputs as with {STEEPER}",
@@ -17,18 +18,10 @@ EXCHANGED = {
 Norms = Mapping[str, Mapping[int, Sequence[float]]]  # {form: {n: RMS of each layer's attention over n tokens}}
 
 
-def write(out: Path, results: dict[str, Any]) -> str:
-    """Write the report and its figures, and return it."""
-    plot_lengths(out / "lengths.png", results)
-    plot_rates(out / "rates.png", results["rates"])
-    text = tools.write_report(out, results, report(results))
-    return f"{text}\nwritten: {out / 'report.md'}, results.json, lengths.png, rates.png"
-
-
 # ---- words ----------------------------------------------------------------------------------------
 
 
-def report(results: dict[str, Any]) -> list[str]:
+def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     length = results["settings"]["sequence_length"]
     beyond, law = results["beyond"], results["law"]
@@ -51,7 +44,7 @@ def report(results: dict[str, Any]) -> list[str]:
         f"by a factor in W2's initial values, {exchanged_scale(ONE):.3f} or {exchanged_scale(STEEPER):.3g}, the ratio "
         "by the law over a window; all else is as in the runs with their own scale.",
         "",
-        *tools.tuning_section(results["rates"], "Learning rates", "all runs"),
+        *reports.tuning_section(results["rates"], "Learning rates", "all runs"),
         "![Validation loss by learning rate](rates.png)",
         "",
         "## Beyond the training length",
@@ -102,8 +95,8 @@ def worse(beyond: Mapping[str, Any]) -> str:
     return ", ".join(f"{each['difference']:+.3f}{contexts.significance(each)}" for each in last)
 
 
-def best_of(name: str, losses: tools.Losses) -> str:
-    rate = tools.best_rate(losses)
+def best_of(name: str, losses: Losses) -> str:
+    rate = reports.best_rate(losses)
     return f"{losses[rate]:.3f} ({name}, at {rate:g})"
 
 
@@ -114,15 +107,15 @@ def norms_table(measured: Norms, law: Mapping[str, Mapping[int, float]]) -> list
         first, expected = mean_norm(norms[lengths[0]]), law[form]
         cells = [f"{mean_norm(norms[n]) / first:.3f} ({expected[n] / expected[lengths[0]]:.3f})" for n in lengths[1:]]
         rows.append([form, ", ".join(f"{layer:.2g}" for layer in norms[lengths[0]]), *cells])
-    return tools.table(["", f"RMS of each layer, n = {lengths[0]:,}", *(f"n = {n:,}" for n in lengths[1:])], rows)
+    return reports.table(["", f"RMS of each layer, n = {lengths[0]:,}", *(f"n = {n:,}" for n in lengths[1:])], rows)
 
 
 # ---- figures --------------------------------------------------------------------------------------
 
 
-def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
+def draw_lengths(results: Results) -> Figure:
     """Draw the loss by position, streaming and in windows, and the growth of the attention beside its law."""
-    figure, rows = tools.make_figure(2, 2, figsize=(11, 9))
+    figure, rows = reports.make_figure(2, 2, figsize=(11, 9))
     titles = dict(alike="the same learning rate for all", best="the best learning rate of each")
     for (left, right), (which, title) in zip(rows, titles.items(), strict=True):
         beyond = results["beyond"][which]
@@ -146,16 +139,18 @@ def plot_lengths(path: Path, results: Mapping[str, Any]) -> None:
             axes.grid(alpha=0.3, which="both")
         right.yaxis.set_major_formatter("{x:g}")
         right.yaxis.set_minor_formatter("{x:g}")
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
 
 
-def plot_rates(path: Path, rates: Mapping[str, tools.Losses]) -> None:
-    figure, axes = tools.make_figure(figsize=(8, 6))
-    for name, losses in rates.items():
+def draw_rates(results: Results) -> Figure:
+    """Draw the validation loss by learning rate."""
+    figure, axes = reports.make_figure(figsize=(8, 6))
+    for name, losses in results["rates"].items():
         finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         axes.plot(list(finite), list(finite.values()), "o--" if name in EXCHANGED.values() else "o-", ms=4, label=name)
     axes.set(xlabel="learning rate", ylabel="validation loss (nats per byte)", xscale="log")
     axes.grid(alpha=0.3, which="both")
-    place_legend(figure)
-    tools.save_figure(figure, path)
+    return figure
+
+
+FIGURES = {"lengths.png": draw_lengths, "rates.png": draw_rates}

@@ -17,25 +17,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from experiments.command import define_flags
 
-from scripts.cli import parse_flags, show_help
-
-CORPUS = flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
-OUT = flags.DEFINE_string("out", "runs/sigmoid_training", "Folder of the experiment.")
-PARALLEL = flags.DEFINE_integer(
-    "parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1
-)
-SMALL = flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
-REPORT = flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
-
-show_help(__name__)
+define_flags(__name__, "sigmoid_training")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments import contexts, tools
+from experiments.reports import Losses, best_rate
 from experiments.sigmoid_training import report
 from experiments.sigmoid_training.contestants import (
     CONTEST,
@@ -46,7 +37,7 @@ from experiments.sigmoid_training.contestants import (
     growth,
     write_start,
 )
-from experiments.tools import RATE, Losses
+from experiments.tools import RATE
 from heinsen.models import activation_rms
 from heinsen.sweep.runs import RunView
 from heinsen.weights import load_params, mesh_for_reading
@@ -62,12 +53,6 @@ class Plan(NamedTuple):
 
 
 SMALL_PLAN = Plan(rates=(3e-3, 1.2e-2), tokens=150_000, n_documents=4, read=2048)
-
-
-def main(argv: list[str]) -> None:
-    parallel, plan = PARALLEL.value or tools.default_parallel(), SMALL_PLAN if SMALL.value else Plan()
-    measure_all = lambda out: measure(plan, Path(CORPUS.value), out, parallel)
-    tools.execute(measure_all, report.write, OUT.value, SMALL.value, REPORT.value)
 
 
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
@@ -120,7 +105,7 @@ def common_rate(tuning: Mapping[str, Losses]) -> float:
     }
     if not means:
         raise tools.ExperimentError("one of the forms has crashed at each learning rate: lower them in run.py")
-    return tools.best_rate(means)
+    return best_rate(means)
 
 
 def measure_norms(folder: Path, form: str, file: Path, lengths: list[int]) -> dict[int, list[float]]:
@@ -137,4 +122,4 @@ def measure_norms(folder: Path, form: str, file: Path, lengths: list[int]) -> di
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)

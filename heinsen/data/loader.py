@@ -114,16 +114,12 @@ def stream_iterator(
         which, place = owners[row]
         dataset, n_rows = shares[which]
         start = first[which] + place * dataset.num_tokens // n_rows + step * sequence_length
-        return _read_circle(dataset, start % dataset.num_tokens, sequence_length + 1)
+        start %= dataset.num_tokens
+        past_end = max(start + sequence_length + 1 - dataset.num_tokens, 0)  # tokens after the seam of the circle
+        window = dataset.read(start, start + sequence_length + 1 - past_end)
+        return np.concatenate([window, dataset.read(0, past_end)]) if past_end else window
 
     return _iterate(read_row, sequence_length, batch_size, rows)
-
-
-def _read_circle(dataset: TokenDataset, start: int, n_tokens: int) -> np.ndarray:
-    """Return tokens of a split from `start` on; its first token follows its last."""
-    until_end = min(n_tokens, dataset.num_tokens - start)
-    tokens = dataset.read(start, start + until_end)
-    return tokens if until_end == n_tokens else np.concatenate([tokens, dataset.read(0, n_tokens - until_end)])
 
 
 def _check_training(data: TokenDataset | Mixture, seed: int) -> tuple[list[tuple[TokenDataset, float]], list[int]]:

@@ -246,7 +246,11 @@ class _Preparation:
                         flush=True,
                     )
         if writer.num_bytes == 0 and not self.may_be_empty:
-            raise _no_text_error(self.settings, writer.num_documents, writer.num_skipped)
+            n_documents, n_bad = writer.num_documents, writer.num_skipped
+            found = f"no text in any of the {n_documents:,} documents" if n_documents else "no documents"
+            bad = f" ({n_bad} bad ones skipped)" if n_bad else ""
+            sources = ", ".join(self.settings.sources)
+            raise PreparationError(f"{found} for split {self.settings.split!r} in {sources}{bad}: give other sources")
         writer.close_shard()
         seconds = time.monotonic() - start
         skipped = f", {writer.num_skipped:,} bad documents skipped" if writer.num_skipped else ""
@@ -278,15 +282,6 @@ class _Preparation:
         writer.position = document.position
         if writer.pending_tokens >= self.settings.shard_tokens:
             writer.close_shard()
-
-
-def _no_text_error(settings: Settings, num_documents: int, num_skipped: int) -> PreparationError:
-    """Return the error of a split without documents, or with empty ones alone."""
-    found = f"no text in any of the {num_documents:,} documents" if num_documents else "no documents"
-    skipped = f" ({num_skipped} bad ones skipped)" if num_skipped else ""
-    return PreparationError(
-        f"{found} for split {settings.split!r} in {', '.join(settings.sources)}{skipped}: give other sources"
-    )
 
 
 # Comparing preparations.

@@ -127,14 +127,11 @@ class Strategy(NamedTuple):
     adaptive: bool = False
 
 
-def _grid(definition: Definition) -> list[Point]:
+def _combine(definition: Definition) -> list[Point]:
     lists = _lists(definition)
-    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-
-
-def _zip(definition: Definition) -> list[Point]:
-    lists = _lists(definition)
-    return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)] if lists else [{}]
+    paired = definition.strategy.paired and lists  # without fields, one empty point remains
+    rows = zip(*lists.values(), strict=True) if paired else itertools.product(*lists.values())
+    return [dict(zip(lists, values, strict=True)) for values in rows]
 
 
 def _random(definition: Definition) -> list[Point]:
@@ -156,8 +153,8 @@ def _lists(definition: Definition) -> dict[str, tuple[Value, ...]]:
 
 
 STRATEGIES = {
-    "grid": Strategy(_grid),
-    "zip": Strategy(_zip, paired=True),
+    "grid": Strategy(_combine),
+    "zip": Strategy(_combine, paired=True),
     "random": Strategy(_random, draws=True),
     "optuna": Strategy(lambda definition: [], draws=True, adaptive=True),
 }

@@ -57,7 +57,13 @@ class SweepFolder:
         """Resume the sweep in the folder, or create it. Raises SweepError if the folder holds something else."""
         if (path / SWEEP_FILE).exists():
             old = cls.load(path)
-            _check_same_sweep(path, old.definition, definition)
+            base = differences(old.definition.base, definition.base)
+            lines = changes(old.definition, definition) + [x.replace("in the run", "in the folder") for x in base]
+            if lines:
+                raise SweepError(
+                    f"{path} holds another sweep:\n  " + "\n  ".join(lines) + "\nGive another --workdir, or rerun the "
+                    "command of that sweep to resume it."
+                )
             runs = runs or old.runs
         elif path.exists() and (not path.is_dir() or any(each.name != LOCK_FILE for each in path.iterdir())):
             raise SweepError(f"{path} exists and holds no sweep: give another --workdir")
@@ -177,15 +183,6 @@ class SweepFolder:
         path = self.path / CSV_FILE
         write_atomically(path, text.getvalue())
         return path
-
-
-def _check_same_sweep(path: Path, old: Definition, new: Definition) -> None:
-    in_base = [line.replace("in the run", "in the folder") for line in differences(old.base, new.base)]
-    if lines := [*changes(old, new), *in_base]:
-        raise SweepError(
-            f"{path} holds another sweep:\n  " + "\n  ".join(lines) + "\nGive another --workdir, or rerun the command "
-            "of that sweep to resume it."
-        )
 
 
 def _latest(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:

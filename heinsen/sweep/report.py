@@ -16,7 +16,7 @@ from heinsen.files import write_atomically
 from heinsen.sweep.curves import smooth
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import REPORT_FILE, SweepFolder
-from heinsen.sweep.runs import RunView, best_of, is_finite, summary
+from heinsen.sweep.runs import RunView, best_of, format_number, is_finite, summary
 from heinsen.sweep.space import SEED, Point, Range, Value, all_numbers, format_value, is_number
 from heinsen.training.metrics import metric_points, read_metrics
 
@@ -257,14 +257,14 @@ def _curves(folder: SweepFolder, views: Sequence[RunView]) -> str:
 def _runs(views: Sequence[RunView]) -> str:
     """Return the table of the runs, given the best first."""
     fields = list(dict.fromkeys(field for view in views for field in view.run.point))
-    number = lambda x, form=".4f": "" if x is None else format(x, form)
     head = [*fields, "state", "validation loss", "bits per byte", "loss", "step", "tokens/s", "seconds"]
     rows = [
         [
             *(format_value(view.run.point[field]) if field in view.run.point else "" for field in fields),
-            *(view.state, number(view.validation_loss), number(view.bits_per_byte), number(view.loss)),
-            *(f"{view.step:,}/{view.run.total_steps:,}", number(view.tokens_per_second, ",.0f")),
-            number(view.seconds, ",.0f"),
+            view.state,
+            *(format_number(x) for x in (view.validation_loss, view.bits_per_byte, view.loss)),
+            f"{view.step:,}/{view.run.total_steps:,}",
+            *(format_number(x, ",.0f") for x in (view.tokens_per_second, view.seconds)),
         ]
         for view in views
     ]

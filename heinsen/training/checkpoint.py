@@ -10,10 +10,8 @@ damaged, and the one before it is used.
 
 import contextlib
 import functools
-import gc
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from heinsen.errors import HeinsenError, print_warning
 from heinsen.models import Params
 from heinsen.training.checksums import checksums
 from heinsen.training.device_errors import is_device_error
-from heinsen.training.quiet_orbax import describe_cause, ignore_abandoned_reads, quiet_orbax, wait_for_threads
+from heinsen.training.quiet_orbax import describe_cause, quiet_orbax
 
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged_checkpoints"
 
@@ -76,10 +74,9 @@ class Checkpoints:
         self._warn = warn
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._saving: tuple[int, Any] | None = None  # step, and Orbax's handle
-        self._quiet = quiet_orbax(logging.ERROR)
+        quiet_orbax()
 
     def __enter__(self) -> "Checkpoints":
-        self._quiet.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
@@ -90,8 +87,6 @@ class Checkpoints:
             if error is None:
                 raise
             self._warn(str(failed))  # `error` ends the run
-        finally:
-            self._quiet.__exit__(None, None, None)
 
     @property
     def latest(self) -> int | None:
@@ -112,7 +107,6 @@ class Checkpoints:
         except Exception as error:  # Orbax raises many kinds
             with contextlib.suppress(Exception):
                 self._open().wait()  # Orbax raises it a second time
-            wait_for_threads()
             raise self._not_saved(step, error) from error
 
     def save(self, step: int, state: _NamedTuple, position: dict[str, Any], config_hash: str) -> None:
@@ -197,11 +191,6 @@ class Checkpoints:
             f"step {step} could not be saved to {self.path(step)}: {describe_cause(error)}. Fix this, then rerun the "
             f"same command to {then}"
         )
-
-
-def has_checkpoints(workdir: Path) -> bool:
-    """Return whether a run has any checkpoints, whole or damaged. Raises CheckpointError."""
-    return bool(checkpoint_steps(workdir))
 
 
 def checkpoint_steps(workdir: Path) -> list[int]:
@@ -365,16 +354,13 @@ def _attempt(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None,
     """Return (result, None), or (None, reason) if `read` failed in any process."""
     result: dict[str, Any] | None = None
     reason: str | None = None
-    ignore_abandoned_reads()
-    with quiet_orbax(logging.DEBUG):
-        try:
-            result = read()
-        except _DamagedError as error:
-            reason = str(error)
-        except Exception as error:  # Orbax raises many kinds
-            reason = describe_cause(error, otherwise="its metadata cannot be read")
-        if reason is not None:
-            gc.collect()
+    quiet_orbax()
+    try:
+        result = read()
+    except _DamagedError as error:
+        reason = str(error)
+    except Exception as error:  # Orbax raises many kinds
+        reason = describe_cause(error, otherwise="its metadata cannot be read")
     reason = first_reason(reason)
     return (result, None) if reason is None else (None, reason)
 

@@ -1,8 +1,9 @@
 """A run from its config to its last checkpoint: data, steps, validation, interruption, resumption."""
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,14 @@ from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
 from heinsen.remote import Mirror, RemoteError, open_mirror
-from heinsen.training.checkpoint import Checkpoints, has_checkpoints
+from heinsen.training.checkpoint import Checkpoints, checkpoint_steps
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData
 from heinsen.training.device_errors import check_memory, explain_device_errors
 from heinsen.training.folder import RunError, claim_folder, write_config
+from heinsen.training.log import LossMean, Reporter
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.passes import make_passes
-from heinsen.training.report import LossMean, Reporter
 from heinsen.training.signals import StopSignals
 from heinsen.training.step import (
     Metrics,
@@ -75,34 +76,42 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
         Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
         StopSignals() as signals,
     ):
-        restored = checkpoints.restore_newest(abstract, config.fingerprint)
-        if restored is not None:
+        if (restored := checkpoints.restore_newest(abstract, config.fingerprint)) is not None:
             start_step, state, position = restored
             losses = LossMean(position.pop("losses", (0.0, 0)))  # earlier versions did not save them
             data.batches.set_state(position)
         else:
-            losses = LossMean()
-            start_step, state = 0, init_train_state(config.model, optimizer, config.seed, mesh, config.carry_rows)
+            start_step, losses = 0, LossMean()
+            state = init_train_state(config.model, optimizer, config.seed, mesh, config.carry_rows)
             if initial is not None:
                 state = state._replace(params=initial.params)
         if changes and is_main:
             write_config(config, workdir, data.tokenizer)
         n_params = count_params(state.params)
-        try:
-            with Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter:
-                reporter.message(_describe_start(config, workdir, start_step, n_params))
-                if initial is not None:
-                    reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
-                for change in changes:
-                    reporter.message(f"{change}: continuing with the command's")
-                step = make_train_step(config.model, optimizer, mesh, carry_rows=config.carry_rows)
-                run = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
-                return run.run(state, start_step)
-        except OSError as error:
-            raise RunError(
-                f"{workdir} cannot be written: {error}. Free some space, then rerun the same command to resume from "
-                f"{_newest(checkpoints)}"
-            ) from error
+        with (
+            _explain_full_disk(workdir, checkpoints),
+            Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter,
+        ):
+            reporter.message(_describe_start(config, workdir, start_step, n_params))
+            if initial is not None:
+                reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
+            for change in changes:
+                reporter.message(f"{change}: continuing with the command's")
+            step = make_train_step(config.model, optimizer, mesh, carry_rows=config.carry_rows)
+            loop = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
+            return loop.run(state, start_step)
+
+
+@contextlib.contextmanager
+def _explain_full_disk(workdir: Path, checkpoints: Checkpoints) -> Iterator[None]:
+    """Raise RunError with a remedy where the block cannot write to the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{workdir} cannot be written: {error}. Free some space, then rerun the same command to resume from "
+            f"{_newest(checkpoints)}"
+        ) from error
 
 
 def _open_mirror(config: TrainConfig, workdir: Path, address: str | None) -> Mirror | None:
@@ -126,7 +135,7 @@ class _InitialParams(NamedTuple):
 
 def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh, tokenizer: str) -> _InitialParams | None:
     """Read `init_from`, before anything is written. A resumed run has parameters of its own."""
-    if config.init_from is None or has_checkpoints(workdir):
+    if config.init_from is None or checkpoint_steps(workdir):
         return None
     return _InitialParams(*load_initial_params(config, mesh, tokenizer))
 
@@ -144,6 +153,7 @@ def _newest(checkpoints: Checkpoints) -> str:
     return "the beginning, as there is no checkpoint yet" if newest is None else str(checkpoints.path(newest))
 
 
+@dataclasses.dataclass(frozen=True)
 class _Loop:
     """The steps of a run.
 
@@ -151,26 +161,20 @@ class _Loop:
     not wait for Python. The loop waits for a step itself only to save, to validate or to end a trace.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        mesh: Mesh,
-        data: RunData,
-        train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]],
-        validator: Validator,
-        checkpoints: Checkpoints,
-        mirror: Mirror | None,
-        signals: StopSignals,
-        reporter: Reporter,
-    ) -> None:
-        self.config, self.mesh, self.data = config, mesh, data
-        self.train_step, self.validator = train_step, validator
-        self.checkpoints, self.mirror, self.signals, self.reporter = checkpoints, mirror, signals, reporter
-        # Simulated devices that share a few cores deadlock in collectives when steps queue up.
-        self.always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
+    config: TrainConfig
+    mesh: Mesh
+    data: RunData
+    train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    validator: Validator
+    checkpoints: Checkpoints
+    mirror: Mirror | None
+    signals: StopSignals
+    reporter: Reporter
 
     def run(self, state: TrainState, start_step: int) -> Evaluation:
         c, result, pending = self.config, None, None
+        # Simulated devices that share a few cores deadlock in collectives when steps queue up.
+        always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
         for step in range(start_step + 1, c.total_steps + 1):
             self.reporter.start_step(step)
             batches = self.next_batches(step)
@@ -182,7 +186,7 @@ class _Loop:
             saves = step % c.checkpoint_every == 0 or is_last or stopping is not None
             validates = step % c.validate_every == 0 or is_last
             pending, result = (step, metrics), None
-            if saves or validates or self.always_waits or self.reporter.ends_trace(step):
+            if saves or validates or always_waits or self.reporter.ends_trace(step):
                 self.check_and_report(*pending)
                 pending = None
             if validates:

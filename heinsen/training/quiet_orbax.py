@@ -1,59 +1,31 @@
 """Silence what Orbax logs or complains of besides raising it, and find the cause in what it raises."""
 
-import contextlib
 import functools
 import logging
 import os
 import re
 import sys
-import threading
-import time
+import traceback
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 
-@contextlib.contextmanager
-def quiet_orbax(level: int) -> Iterator[None]:
-    """Drop Orbax's log records of at least `level`: each thread and task repeats what also comes as an exception.
-
-    When one of several reads fails, Orbax never awaits the others: Python's warnings of that are dropped, too.
-    """
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio", None)]
-
-    def is_wanted(record: logging.LogRecord) -> bool:
-        return record.levelno < level or not (record.name == "asyncio" or "orbax" in record.pathname)
-
-    for logger in loggers:
-        logger.addFilter(is_wanted)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(is_wanted)
-
-
-def wait_for_threads(seconds: float = 60) -> None:
-    """Wait for the threads that Orbax abandons when another thread of a save fails: they still write and log."""
-    end = time.monotonic() + seconds
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax."):
-            threading.Thread.join(thread, max(0.0, end - time.monotonic()))  # their own raises what they raised
-
-
 @functools.cache
-def ignore_abandoned_reads() -> None:
-    """Print no errors of reads that Orbax abandons when another read fails.
+def quiet_orbax() -> None:
+    """Print, from now on, no log records of Orbax, which repeat what it raises, nor Python's complaints of its reads.
 
-    They end later, in threads of TensorStore, and find their event loop closed, which Python reports as errors that
-    nothing can catch: without this, a damaged checkpoint of 120 arrays prints about as many tracebacks.
+    When one read fails, Orbax abandons the others. They end at any time later, in threads of TensorStore or when Python
+    collects them, and nothing can catch their errors: a damaged checkpoint of 120 arrays prints about as many
+    tracebacks.
     """
+    is_unrelated = lambda text: not re.search("orbax/checkpoint|tensorstore|Event loop is closed", text)
+    for name in ("absl", "asyncio", None):
+        logging.getLogger(name).addFilter(lambda record: is_unrelated(record.pathname + record.getMessage()))
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     report = sys.unraisablehook
 
     def report_unrelated(unraisable: Any) -> None:
-        if "Event loop is closed" not in str(unraisable.exc_value):
+        if is_unrelated("".join(traceback.format_exception(unraisable.exc_value))):
             report(unraisable)
 
     sys.unraisablehook = report_unrelated

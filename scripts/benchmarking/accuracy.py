@@ -179,7 +179,7 @@ def compute_head(
 def report(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines of the report: a row per implementation and case, and a verdict."""
     lines = [
-        f"causal, H={summary['heads']} K=V={summary['features']}; {summary['device']}; {measure.describe_versions()}",
+        f"causal, H={summary['heads']} K=V={summary['features']}; {measure.describe_machine(summary)}",
         "errors against float64: log y absolute; y and gradients relative to the largest",
         f"{'implementation':<14} {'values':<24} {'sigma':>5} {'T':>6} {'output':>8} {'allowed':>8} "
         f"{'gradient':>8} {'allowed':>8} {'worst by':<10}",

@@ -148,7 +148,7 @@ class Race:
 
 def report(summary: Summary) -> list[str]:
     """Return the lines of the report."""
-    lines = [f"{summary['shape']}; {summary['device']}; {measure.describe_versions()}"]
+    lines = [f"{summary['shape']}; {measure.describe_machine(summary)}"]
     groups = dict.fromkeys((r["direction"], r["dtype"]) for r in summary["results"])
     for direction, dtype in groups:
         chosen = [r for r in summary["results"] if (r["direction"], r["dtype"]) == (direction, dtype)]

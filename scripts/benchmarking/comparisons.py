@@ -85,7 +85,7 @@ def find_bounds(settings: Settings, machine: str, out: Path) -> str:
         f"{r['kernels']:,} kernels, {format_gigabytes(r['bytes'])} GB moved, {r['bytes'] / r['least_bytes']:.1f} times "
         f"the least; bound {1e3 * r['bound_seconds']:.3g} ms, of the least {1e3 * r['least_seconds']:.3g} ms"
     )
-    return _compare(settings, bound, describe, dict(device=machine, versions=measure.versions()), out)
+    return _compare(settings, bound, describe, measure.machine() | dict(device=machine), out)
 
 
 def _compare(
@@ -97,7 +97,7 @@ def _compare(
 ) -> str:
     """Compare every contestant at every shape, write OUT/results.json, and return a line for each result."""
     results: list[Result] = []
-    lines = [f"{settings.describe()}, forward and backward; {machine['device']}; {measure.describe_versions()}"]
+    lines = [f"{settings.describe()}, forward and backward; {measure.describe_machine(machine)}"]
     shapes = [
         settings.shape(n_tokens, dtype) for dtype in settings.dtypes or ("float32",) for n_tokens in settings.lengths
     ]

@@ -170,7 +170,7 @@ def report(summary: Result) -> list[str]:
     """Return the lines of the report."""
     reading = f"{summary['parameter_bytes'] / 2**20:.0f} MiB once takes {summary['read_milliseconds']:.1f} ms"
     lines = [
-        f"{summary['device']}; {measure.describe_versions()}",
+        measure.describe_machine(summary),
         f"{summary['parameters']:,} parameters, {summary['dtype']}; reading their {reading}",
         f"{'attention':<20} {'batch':>5} {'context':>9} {'ms per step':>11} {'tokens/s':>9} {'state, MiB':>11}",
     ]

@@ -16,20 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 from configs import demo
 from heinsen.config import from_mapping
 from heinsen.data.prepare import Settings, prepare
 from heinsen.errors import HeinsenError
-from heinsen.figures import place_legend
+from heinsen.figures import place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
 from heinsen.training.config import TrainConfig
 from heinsen.training.loop import train
-from scripts.benchmarking.measure import describe_versions, device_name, versions, write_results
+from scripts.benchmarking.measure import describe_machine, machine, write_results
 
 REFERENCE = Path(__file__).with_name("cpu_losses.json")
 STEPS = 200
@@ -47,9 +43,7 @@ def compare_losses(out: Path) -> str:
     data = make_data(out)
     precisions = ("float32",) if jax.default_backend() == "cpu" else ("default", "float32")
     found = {precision: run(out / precision, data, "chunked", precision) for precision in precisions}
-    summary = dict(
-        device=device_name(),
-        versions=versions(),
+    summary = machine() | dict(
         steps=STEPS,
         losses=found,
         cpu=reference["losses"],
@@ -59,17 +53,18 @@ def compare_losses(out: Path) -> str:
         },
         cpu_difference=largest_difference(*(reference["losses"][form] for form in _FORMS)),
     )
-    paths = write_results(out, summary), plot(summary, out / "losses.png")
-    return "\n".join([*report(summary), f"written: {', '.join(map(str, paths))}"])
+    write_results(out, summary)
+    plot(summary, out / "losses.png")
+    return "\n".join(report(summary))
 
 
 def write_reference(out: Path) -> str:
     """Train on a CPU by two implementations, in OUT, and write cpu_losses.json; return a line. Raises HeinsenError."""
     if jax.default_backend() != "cpu":
-        raise LossesError(f"--write_reference needs a CPU, here is {device_name()}: set JAX_PLATFORMS=cpu")
+        raise LossesError(f"--write_reference needs a CPU, here is {machine()['device']}: set JAX_PLATFORMS=cpu")
     data = make_data(out)
     losses = {form: run(out / form, data, form, "float32") for form in _FORMS}
-    record = dict(**identity(), device=device_name(), versions=versions(), losses=losses)
+    record = identity() | machine() | dict(losses=losses)
     write_atomically(REFERENCE, json.dumps(record) + "\n")
     return f"written: {REFERENCE}"
 
@@ -151,31 +146,31 @@ def largest_difference(losses: Sequence[float], others: Sequence[float]) -> dict
 def report(summary: dict[str, Any]) -> list[str]:
     """Return the lines of the report."""
     lines = [
-        f"{summary['device']}; {describe_versions()}",
+        describe_machine(summary),
         f"{summary['steps']} training steps of configs/demo.py, beside {summary['cpu_device']}",
     ]
     cpu = summary["cpu"]["chunked"]
     for precision, losses in summary["losses"].items():
         ends = f"loss {losses[0]:.4f} to {losses[-1]:.4f} (CPU: {cpu[0]:.4f} to {cpu[-1]:.4f})"
-        lines.append(f"{precision} matrix products: {ends}; {_differences(summary['differences'][precision])}")
-    return [*lines, f"the CPU's chunked and scan forms: {_differences(summary['cpu_difference'])}"]
+        lines.append(f"{precision} matrix products: {ends}; {describe(summary['differences'][precision])}")
+    return [*lines, f"the CPU's chunked and scan forms: {describe(summary['cpu_difference'])}"]
 
 
-def _differences(found: dict[str, float]) -> str:
+def describe(found: dict[str, float]) -> str:
     return "largest difference " + ", ".join(f"{x:.2g} over {where}" for where, x in found.items())
 
 
-def plot(summary: dict[str, Any], path: Path) -> Path:
+def plot(summary: dict[str, Any], path: Path) -> None:
     """Draw the losses, and their differences from the CPU's."""
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     cpu, steps = summary["cpu"]["chunked"], range(1, summary["steps"] + 1)
     left.plot(steps, cpu, color="black", linewidth=3, alpha=0.4, label="CPU")
-    others = summary["losses"] | {"CPU, scan": summary["cpu"]["scan"]}
-    for name, losses in others.items():
-        label = name if name.startswith("CPU") else f"here, {name} matrix products"
-        if not name.startswith("CPU"):
-            left.plot(steps, losses, linewidth=1, label=label)
-        color = "grey" if name.startswith("CPU") else None
+    own = {f"here, {precision} matrix products": losses for precision, losses in summary["losses"].items()}
+    for label, losses in own.items():
+        left.plot(steps, losses, linewidth=1, label=label)
+    for label, losses in {**own, "CPU, scan": summary["cpu"]["scan"]}.items():
+        color = None if label in own else "grey"
         right.plot(steps, [abs(a - b) for a, b in zip(losses, cpu, strict=True)], color=color, label=label)
     left.set(xlabel="step", ylabel="loss, nats per byte")
     right.set(xlabel="step", ylabel="difference from the CPU's chunked form", yscale="log")
@@ -185,4 +180,3 @@ def plot(summary: dict[str, Any], path: Path) -> Path:
     place_legend(figure)
     write_figure(path, figure, dpi=120)
     plt.close(figure)
-    return path

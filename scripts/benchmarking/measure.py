@@ -1,5 +1,6 @@
 """What the benchmarks share: timing, memory, the machine, and the results that they write."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 import jax
 
 from heinsen.distributed import return_freed_memory
-from heinsen.errors import InputError
 from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
 
@@ -70,54 +70,28 @@ def free_memory() -> int | None:
 # ---- the machine ---------------------------------------------------------------------------------
 
 
-def device_name() -> str:
-    """Return the name of the device, for a CPU with the number of cores."""
-    device = jax.devices()[0]
-    if device.platform != "cpu":
-        return device.device_kind
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}"
-
-
 def machine() -> dict[str, Any]:
-    """Return what results say of the machine."""
-    return dict(device=device_name(), versions=versions())
-
-
-def describe_device() -> dict[str, Any]:
-    """Return the platform, the devices' name and number, and the bytes that one of them has; None: it does not say."""
-    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    return dict(platform=jax.default_backend(), device=device_name(), count=jax.device_count(), memory=memory)
-
-
-def versions() -> dict[str, str]:
-    """Return {package: version} of the installed packages that matter here."""
-    found = {}
+    """Return the name of the device, for a CPU with the number of cores, and {package: version} of what matters."""
+    device, found = jax.devices()[0], {}
+    name = device.device_kind
+    if device.platform == "cpu":
+        cpuinfo = Path("/proc/cpuinfo")
+        lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+        models = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+        model = models[0] if models else platform.processor() or platform.machine()
+        name = f"{len(os.sched_getaffinity(0))} cores of {model}"
     for package in ("jax", "jaxlib", "torch"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return dict(device=name, versions=found)
 
 
-def describe_versions() -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions().items())
+def describe_machine(results: Mapping[str, Any]) -> str:
+    """Return what results have of `machine`, in words."""
+    return "; ".join([results["device"], ", ".join(f"{name} {x}" for name, x in results["versions"].items())])
 
 
-# ---- flags, progress, results, figures -----------------------------------------------------------
-
-
-def parse_numbers(flag: str, texts: list[str]) -> list[int]:
-    """Return the positive integers of a list flag in ascending order. Raises InputError."""
-    for text in texts:
-        if not text.strip().isdecimal() or int(text) < 1:
-            raise InputError(f"--{flag}: {text!r} is not a number above 0; expected e.g. --{flag}=16,64")
-    return sorted(map(int, texts))
+# ---- progress, results, figures -----------------------------------------------------------
 
 
 def tell(line: str) -> None:
@@ -125,12 +99,10 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def write_results(out: Path, results: dict[str, Any]) -> Path:
+def write_results(out: Path, results: dict[str, Any]) -> None:
     """Write OUT/results.json: after each part, so that a benchmark that is stopped leaves what it has found."""
     make_folder(out)
-    path = out / "results.json"
-    write_atomically(path, json.dumps(results, indent=1) + "\n")
-    return path
+    write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
 
 
 def plot(

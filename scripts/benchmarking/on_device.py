@@ -14,7 +14,7 @@ from typing import Any
 from heinsen.errors import HeinsenError, InputError
 from heinsen.files import make_folder, write_atomically
 from scripts.benchmarking import accuracy, attention, decode, losses, step
-from scripts.benchmarking.measure import describe_versions, tell
+from scripts.benchmarking.measure import describe_machine, tell
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = "scripts/benchmark.py"
@@ -119,8 +119,16 @@ def run(out: Path, minutes: float, names: Sequence[str], small: bool) -> str:
 
 
 def find_device() -> dict[str, Any]:
-    """Return the device, as another process sees it: here it stays free. Raises OnDeviceError."""
-    code = "import json; from scripts.benchmarking.measure import describe_device as f; print(json.dumps(f()))"
+    """Return the device, as another process sees it: here it stays free. Raises OnDeviceError.
+
+    Its fields are those of `machine`, the platform, how many devices there are, and the bytes that one of them has.
+    """
+    code = (
+        "import json, jax; from scripts.benchmarking.measure import machine\n"
+        "memory = (jax.devices()[0].memory_stats() or {}).get('bytes_limit')\n"  # None: it does not say
+        "found = dict(platform=jax.default_backend(), count=jax.device_count(), memory=memory)\n"
+        "print(json.dumps(machine() | found))"
+    )
     end = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     if end.returncode:
         said = end.stderr.strip().splitlines() or [f"status {end.returncode}"]
@@ -136,7 +144,7 @@ def read_record(out: Path, device: Mapping[str, Any]) -> dict[str, Any]:
         raise OnDeviceError(
             f"{out} has results of {name_of(record['device'])}, here is {name_of(device)}: change --out"
         )
-    return record
+    return record | {"device": device}
 
 
 def run_part(arguments: Arguments, folder: Path, limit: float) -> dict[str, Any]:
@@ -169,7 +177,8 @@ def name_of(device: Mapping[str, Any]) -> str:
 
 def write_record(out: Path, record: dict[str, Any]) -> str:
     """Write OUT/results.json and OUT/report.md, and return the report."""
-    lines = [f"# {name_of(record['device'])}", "", f"{describe_versions()}; written by `python scripts/on_device.py`."]
+    device = record["device"]
+    lines = [f"# {name_of(device)}", "", f"{describe_machine(device)}; written by `python scripts/on_device.py`."]
     if record["small"]:
         lines += ["", "Sizes are small: a rehearsal, whose figures say nothing about an accelerator."]
     lines += ["", "| part | state | seconds |", "|---|---|---|"]

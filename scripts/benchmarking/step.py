@@ -93,7 +93,7 @@ def report(summary: dict[str, Any]) -> list[str]:
     config, rate, product_rate = summary["config"], summary["flops_per_second"], summary["product_flops_per_second"]
     per_step, bound = summary["seconds_per_step"], summary["bound_seconds_per_step"]
     return [
-        f"{summary['devices']} x {summary['device']}; {measure.describe_versions()}",
+        f"{summary['devices']} x {measure.describe_machine(summary)}",
         f"{summary['parameters']:,} parameters, {config['batch_size']} x {config['sequence_length']} tokens per step",
         f"{per_step:.4g} s per step, {summary['tokens_per_second']:,.0f} tokens/s",
         f"{rate / 1e9:,.0f} GFLOP/s by 6 N T: {rate / product_rate:.1%} of the {product_rate / 1e9:,.0f} that a "

@@ -95,14 +95,13 @@ def test_order_is_as_good_as_random(make_dataset, rng):
     # With T = 1 a row's first token is its window.
     sizes = {"tokenizer": "numbers", "vocab_size": windows + 1, "eot_id": windows}
     dataset = TokenDataset(make_dataset([np.arange(windows + 1)], **sizes))
-    for seed in rng.integers(0, 2**31, 3).tolist():
-        order = _take(train_iterator(dataset, 1, rows, seed), 1)[0][:, 0]
-        assert np.mean(np.abs(np.diff(order)) <= windows // 100) == pytest.approx(0.02, abs=0.006)  # 6 sigma
-        assert np.count_nonzero(order == np.arange(rows)) < 12  # Poisson(0.3)
+    order = _take(train_iterator(dataset, 1, rows, int(rng.integers(2**31))), 1)[0][:, 0]
+    assert np.mean(np.abs(np.diff(order)) <= windows // 100) == pytest.approx(0.02, abs=0.006)  # 6 sigma
+    assert np.count_nonzero(order == np.arange(rows)) < 12  # Poisson(0.3)
 
 
 def test_each_batch_is_the_rows_asked_for(dataset, rng):
-    seed, steps, batch_size = int(rng.integers(2**31)), 60, 8
+    seed, steps, batch_size = int(rng.integers(2**31)), 40, 8
     whole = _take(train_iterator(dataset, LENGTH, batch_size, seed), steps)
     for rows in ([5], [0, 3, 4], [2, 7], range(batch_size)):
         rows = np.array(rows, rng.choice([np.int32, np.uint8, np.int64]))
@@ -274,17 +273,17 @@ def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
 def test_mixture_resumes_from_a_number(sources):
     mixture, _ = sources
     iterator = train_iterator(mixture, LENGTH, 6, 1)
-    _take(iterator, 100)
+    _take(iterator, 60)
     state = iterator.get_state()
-    assert state == {"next_index": 100}
-    expected = _take(iterator, 100)
+    assert state == {"next_index": 60}
+    expected = _take(iterator, 60)
     resumed = train_iterator(mixture, LENGTH, 6, 1, np.array([1, 4]))
     resumed.set_state(state)
-    np.testing.assert_array_equal(_take(resumed, 100), [batch[[1, 4]] for batch in expected])
+    np.testing.assert_array_equal(_take(resumed, 60), [batch[[1, 4]] for batch in expected])
 
 
 def test_mixture_of_one_is_that_dataset(dataset):
-    alone, mixed = (_take(train_iterator(data, LENGTH, 8, 3), 100) for data in (dataset, [(dataset, 0.3)]))
+    alone, mixed = (_take(train_iterator(data, LENGTH, 8, 3), 60) for data in (dataset, [(dataset, 0.3)]))
     np.testing.assert_array_equal(alone, mixed)
 
 

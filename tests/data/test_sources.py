@@ -82,7 +82,7 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
 def test_worker_processes_keep_the_order(tmp_path, documents, rng, monkeypatch):
     folder = write_files(tmp_path / "in", "jsonl", documents, rng)
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)  # many batches under way at once
-    prepare(settings_of(folder, tokenizer="gpt2"), tmp_path / "out", workers=3)
+    prepare(settings_of(folder, tokenizer="gpt2"), tmp_path / "out", workers=2)
     check_split(tmp_path / "out" / "train", documents, "gpt2")
 
 

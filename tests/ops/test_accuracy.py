@@ -68,16 +68,17 @@ def check_grid(rng, n_tokens, sigmas_k, sigmas_v):
         for sigma_v in sigmas_v:
             bar = 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4
             # A single token's query and key change nothing.
-            arrays = draw(rng, n_tokens, sigma_k, sigma_v, batch=() if n_tokens == LONG else (6,))
-            check(arrays, bar, floor=0.1 if n_tokens == 1 else 0.0)
+            check(draw(rng, n_tokens, sigma_k, sigma_v), bar, floor=0.1 if n_tokens == 1 else 0.0)
 
 
 def test_dynamic_ranges(rng):
-    check_grid(rng, LONG, SIGMAS[::2], SIGMAS[::2])
+    for sigma_k, sigma_v in [(0.1, 64), (1, 1), (8, 8), (32, 4), (64, 64)]:
+        bar = 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4
+        check(draw(rng, LONG, sigma_k, sigma_v, batch=()), bar)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("n_tokens", [1, 63, 256, LONG])
+@pytest.mark.parametrize("n_tokens", [1, 63, 256])
 def test_every_dynamic_range(rng, n_tokens):
     check_grid(rng, n_tokens, SIGMAS, SIGMAS)
 

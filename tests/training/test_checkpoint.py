@@ -501,11 +501,11 @@ def test_what_one_of_two_processes_cannot_read_is_damaged_for_both(commands, tmp
 # ---- saves that fail -------------------------------------------------------------------------
 
 NO_ROOM = """
-import resource, sys
+import gc, resource, sys, time
 from pathlib import Path
 import jax, numpy as np
 from heinsen.training.checkpoint import CheckpointError, Checkpoints
-from tests.training.test_checkpoint import HASH, KEEP, bits, draw_state, placed
+from tests.training.test_checkpoint import HASH, KEEP, State, bits, draw_state, placed
 
 jax.config.update("jax_enable_compilation_cache", False)  # the limit is for checkpoints
 
@@ -557,9 +557,22 @@ with Checkpoints(workdir, KEEP) as checkpoints:
     assert restored.step == 30 and bits(restored.state) == bits(state)
     checkpoints.save(40, state, {}, HASH)
 assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["30", "40"], "remains of the failed saves"
+
+# Nor does a checkpoint whose reads fail print more than its warning, also when Python collects them later.
+many, warnings = State(dict.fromkeys(map(str, range(60)), state.params["layers"]["w"]), state.opt_state), []
+with Checkpoints(workdir / "many", KEEP, warn=warnings.append) as checkpoints:
+    for step in (10, 20):
+        checkpoints.save(step, many, {}, HASH)
+    checkpoints.wait()
+    for path in (workdir / "many/checkpoints/20/params/d").iterdir():
+        path.write_bytes(path.read_bytes()[:100])
+    assert checkpoints.restore_newest(placed(many), HASH).step == 10 and len(warnings) == 1
+for _ in range(4):
+    time.sleep(0.1)
+    gc.collect()
 """
 
 
-def test_a_save_that_fails_says_so_and_leaves_the_older_ones(commands, rng, tmp_path):
+def test_a_save_or_read_that_fails_says_so_once_and_leaves_the_older_ones(commands, rng, tmp_path):
     done = commands.run("-W", "error", "-c", NO_ROOM, tmp_path / "run", int(rng.integers(2**31)))
     assert done.returncode == 0 and done.stderr == "", done.stderr

@@ -1,0 +1,22 @@
+"""The flags that the experiments share."""
+
+from absl import flags
+
+from scripts.cli import show_help
+
+
+def define_flags(name: str, experiment: str, reads_corpus: bool = True) -> None:
+    """Define the flags of an experiment's run.py, whose __name__ is `name`, unless it is imported.
+
+    Call it before the imports that take seconds: it ends the program if --help is given.
+    """
+    if name != "__main__":
+        return
+    flags.disclaim_key_flags()  # they are those of run.py
+    if reads_corpus:
+        flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
+    flags.DEFINE_string("out", f"runs/{experiment}", "Folder of the experiment.")
+    flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
+    flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
+    flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
+    show_help(name)

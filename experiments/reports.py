@@ -1,0 +1,130 @@
+"""What reports are made of: results.json and its figures, tables, intervals over seeds."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from matplotlib.figure import Figure
+from scipy.stats import t
+
+from heinsen.figures import place_legend, pyplot
+from heinsen.files import write_atomically, write_figure
+
+Results = Mapping[str, Any]  # the contents of results.json
+Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None: crashed
+Bits = Mapping[str, Mapping[int, float]]  # {contestant: {seed: bits per byte}}
+
+
+def read_results(folder: Path) -> Results:
+    """Return the contents of results.json, with numbers as keys where their texts are those of numbers."""
+
+    def restore(key: str) -> int | float | str:
+        try:
+            return int(key) if key.isdecimal() else float(key)
+        except ValueError:
+            return key
+
+    restore_keys = lambda mapping: {restore(key): value for key, value in mapping.items()}
+    return json.loads((folder / "results.json").read_text(), object_hook=restore_keys)
+
+
+def write_report(out: Path, results: Results, module: ModuleType) -> str:
+    """Write results.json, report.md and its figures, and return the report.
+
+    module: the experiment's report.py, with `report`, which returns the lines of report.md, and FIGURES, {name of the
+    file: function that draws it}.
+    """
+    text = json.dumps(results, indent=1)
+    one_line = lambda match: "[" + re.sub(r"\n\s*", " ", match[1]) + "]"
+    text = re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", one_line, text)
+    write_atomically(out / "results.json", text + "\n")
+    for name, draw in module.FIGURES.items():
+        figure = draw(results)
+        if not figure.legends:
+            place_legend(figure)
+        write_figure(out / name, figure, dpi=120)
+        pyplot().close(figure)
+    report = "\n".join(module.report(results)) + "\n"
+    write_atomically(out / "report.md", report)
+    return f"{report}\nwritten: {', '.join([str(out / 'report.md'), 'results.json', *module.FIGURES])}"
+
+
+def make_figure(*arguments: Any, **options: Any) -> tuple[Figure, Any]:
+    """Return (figure, axes) as plt.subplots does."""
+    return pyplot().subplots(*arguments, layout="constrained", **options)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    line = lambda cells: "| " + " | ".join(cells) + " |"
+    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+
+
+def versus(bits: Bits, name: str, first: str) -> str:
+    """Return how far one is above another, by the differences between runs with the same seed (Student's t)."""
+    differences = [bits[name][seed] - bits[first][seed] for seed in bits[name].keys() & bits[first].keys()]
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return f"{mean:+.4f}"
+    half = t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+
+
+def spread(seeds: Mapping[int, float]) -> str:
+    """Return the mean over seeds, and their standard deviation."""
+    deviation = f" +- {statistics.stdev(seeds.values()):.4f}" if len(seeds) > 1 else ""
+    return f"{statistics.fmean(seeds.values()):.4f}{deviation}"
+
+
+def ranked(bits: Bits) -> list[str]:
+    """Return the contestants, that with the lowest mean first."""
+    return sorted(bits, key=lambda name: statistics.fmean(bits[name].values()))
+
+
+def best_rate(losses: Losses) -> float:
+    """Return the learning rate with the lowest loss."""
+    return min((loss, rate) for rate, loss in losses.items() if loss is not None)[1]
+
+
+def tuning_section(tuning: Mapping[str, Losses], title: str = "Tuning", runs: str = "shorter runs") -> list[str]:
+    """Return the section of a report on the tuning by such runs."""
+    at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
+    note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
+    rates = sorted({rate for losses in tuning.values() for rate in losses})
+
+    def cell(losses: Losses, rate: float) -> str:
+        if (loss := losses.get(rate)) is None:
+            return "crashed" if rate in losses else ""
+        return f"**{loss:.4f}**" if rate == best_rate(losses) else f"{loss:.4f}"
+
+    rows = [[name, *(cell(losses, rate) for rate in rates)] for name, losses in tuning.items()]
+    return [
+        f"## {title}",
+        "",
+        f"Validation loss in nats per token of {runs} with one seed, by learning rate.{note}",
+        "",
+        *table(["", *(f"{rate:g}" for rate in rates)], rows),
+        "",
+    ]
+
+
+def sources_section(sources: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the section of a report on the sources of the text."""
+    names = list(next(iter(sources.values()), {}))
+    rows = [
+        [source, *(f"**{x:.3f}**" if x == min(bits.values()) else f"{x:.3f}" for x in bits.values())]
+        for source, bits in sources.items()
+    ]
+    return [
+        "## Sources",
+        "",
+        "Bits per byte by source, mean over seeds; the lowest of each in bold.",
+        "",
+        *table(["", *names], rows),
+        "",
+    ]
