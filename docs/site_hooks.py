@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,8 +22,16 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def typeset(equation: re.Match[str]) -> str:
+    """MathML, which browsers draw without a script or a font from elsewhere."""
+    return f'<div class="equation">{convert(equation[1], display="block")}</div>'
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links follow the pages: ](docs/x) and ](../x) of pages at the root become ](x)."""
+    """Typeset equations, and let links follow the pages: ](docs/x) and ](../x) of pages at the root become ](x)."""
+    markdown = re.sub(r"^\$\$\n(.*?)\n\$\$$", typeset, markdown, flags=re.DOTALL | re.MULTILINE)
+    if page.file.src_uri.startswith("log/"):
+        return markdown.replace("](../../", "](../")
     if "/" in page.file.src_uri:
         return markdown
     return re.sub(r"\]\((?:docs/|\.\./)", "](", markdown).replace("](README.md", "](index.md")

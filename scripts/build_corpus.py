@@ -12,7 +12,7 @@ document per line,
 
 corpus.json, which lists sources, licenses and packages, and licenses.txt, which has the licenses of the packages.
 Versions and SHA-256 of all packages are fixed, and so are the documents and their SHA-256 on every machine. The texts
-are other people's work (docs/CORPUS.md): train on them, and heed their licenses if you pass them on.
+are other people's work (docs/data.md): train on them, and heed their licenses if you pass them on.
 
 Downloaded packages are kept in a folder beside --out. If the program is interrupted, rerun the same command to resume.
 """

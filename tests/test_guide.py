@@ -25,7 +25,7 @@ from tests.runs import ROOT, run_config
 pytest_plugins = ["tests.run_fixtures"]
 
 # In the order in which their commands work one after the other.
-NAMES = ("getting-started", "library", "data", "training", "evaluation", "generation", "sweeps", "experiments")
+NAMES = ("quickstart", "library", "data", "training", "usage", "results")
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # What the reader fills in, left out, or left to choose.
 PLACEHOLDERS = {f"[--config.{any}]": "" for any in ("any.field=value ...", "any.field=value", "model.any=value ...")}
@@ -95,10 +95,10 @@ def test_every_command_is_one_that_its_program_takes(tmp_path):
     pile = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
     write_config(pile, tmp_path / "pile_125m", "gpt2")
     tables = in_tables(ROOT / "README.md", ROOT / "docs" / "results.md")
-    assert len(tables) >= 15
-    shown = [*lines(*PAGES, *(ROOT / "docs" / f"{name}.md" for name in ("performance", "CORPUS"))), *tables]
+    assert len(tables) >= 7
+    shown = [*lines(*PAGES, ROOT / "docs" / "planning.md"), *tables]
     text = "\n".join("    " + line.replace("configs/small.py", "configs/demo.py") for line in shown)
-    for name, at_least in (("CONTRIBUTING.md", 4), ("docs/SCALING.md", 6), ("docs/REPLICATION.md", 20)):
+    for name, at_least in (("CONTRIBUTING.md", 4), ("docs/scaling.md", 5), ("docs/replication.md", 20)):
         page = re.sub(r"(?:\w+=\S+ )?(?:\.venv/bin/)?python ", "python ", (ROOT / name).read_text())
         page = re.sub(r"^.*=\.\.\. .*$", "", page, flags=re.MULTILINE)  # a command with something left to fill in
         assert len([program for program, _ in commands(page) if program.endswith(".py")]) >= at_least
@@ -188,7 +188,7 @@ def test_the_commands_work_one_after_the_other(run_all, tmp_path):
 @pytest.mark.long
 def test_the_road_to_the_papers_number_works_in_small(run_all, tmp_path):
     """The validation split of The Pile itself, which is a download, is that of the corpus."""
-    found = lines(ROOT / "docs" / "REPLICATION.md")
+    found = lines(ROOT / "docs" / "replication.md")
     run_all(["python scripts/prepare_data.py --source=pile/val.jsonl.zst --tokenizer=gpt2 --split=validation "
              "--out=data/pile_original"])  # fmt: skip
     assert len(run_all(found)) >= 18

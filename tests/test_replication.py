@@ -1,4 +1,4 @@
-"""docs/REPLICATION.md: the programs accept its commands, and its figures follow from their sources."""
+"""docs/replication.md: the programs accept its commands, and its figures follow from their sources."""
 
 import csv
 import json
@@ -6,13 +6,12 @@ import math
 import re
 
 from configs import pile_125m
-from experiments.ladder.report import interval
 from heinsen.config import from_mapping
 from heinsen.training.config import TrainConfig
 from tests.documents import commands
 from tests.runs import ROOT
 
-TEXT = (ROOT / "docs" / "REPLICATION.md").read_text()
+TEXT = (ROOT / "docs" / "replication.md").read_text()
 CONFIG = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
 N_PARAMS = 124_879_872
 TOKENS_PER_BYTE = 0.29335
@@ -30,11 +29,11 @@ def test_its_commands_are_of_every_program_on_the_way():
 def test_links_lead_somewhere():
     titles = {
         re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-        for line in (ROOT / "docs" / "SCALING.md").read_text().splitlines()
+        for line in (ROOT / "docs" / "scaling.md").read_text().splitlines()
         if line.startswith("#")
     }
-    wanted = re.findall(r"\(SCALING\.md#([\w-]+)\)", TEXT)
-    assert len(wanted) >= 3 and set(wanted) <= titles
+    wanted = re.findall(r"\(scaling\.md#([\w-]+)\)", TEXT)
+    assert len(wanted) >= 1 and set(wanted) <= titles
     for name in set(re.findall(r"`((?:configs|docs|scripts|tests)/[\w./]+)`", TEXT)):
         assert (ROOT / name).exists(), name
 
@@ -69,23 +68,13 @@ def test_the_table_on_the_way_is_that_of_the_anchors():
         assert abs(float(low) - anchor[1]) < 0.0051 and abs(float(high) - anchor[2]) < 0.0051
 
 
-def test_where_the_models_would_land_is_what_the_ladder_says():
+def test_the_trend_of_the_ladder_is_that_of_its_results():
     results = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
-    per_token = lambda values: [x / TOKENS_PER_BYTE for x in values]
-    per_byte, *_ = (point for point in results["farther"] if point["n_params"] == 16e6)
-    expected = [interval(per_byte["kinds"]["gate, parts"]["above"], "+.3f")]
-    for tokens, point in zip((15, 300), results["farther"][-2:], strict=True):
-        assert math.isclose(point["tokens"], tokens * 1e9 / TOKENS_PER_BYTE) and point["n_params"] == 125e6
-        kinds = (point["kinds"][kind]["loss"] for kind in ("paper's", "gate, parts", "softmax"))
-        expected.append(f"| {tokens}e9 | {' | '.join(interval(per_token(loss), '.2f') for loss in kinds)} |")
-    expected.append(interval(per_token(results["farther"][-1]["kinds"]["gate, parts"]["above"]), "+.2f"))
     losses = {(run["size"], run["budget"], run["kind"]): run["loss"] for run in results["runs"]}
+    expected = []
     for size, budget in (("4x64", 1.5e6), ("8x192", 6e6)):
         expected.append(f"by {losses[size, budget, 'softmax'] - losses[size, budget, 'gate, parts']:.3f}")
     found = {run["kind"]: run["loss"] for run in results["next"]}
     leads = found["softmax"] - found["gate, parts"], found["paper's"] - found["softmax"]
-    expected += [f"by {leads[0]:.3f}", f"to {leads[1]:.3f}"]
-    error = found["softmax"] / results["prediction"]["softmax"]["loss"] - 1
-    expected.append(f"softmax's was {-100 * error:.1f}% lower than predicted")
     flowing = " ".join(TEXT.split())
-    assert [words for words in expected if words not in flowing] == []
+    assert [words for words in [*expected, *(f"by {lead:.3f}" for lead in leads)] if words not in flowing] == []

@@ -13,7 +13,8 @@ def get_config() -> ConfigDict:
     return config
 
 
-# With recurrent positions softmax learned the task in the fewest tokens, at the one learning rate tried (docs/LOG.md).
+# With recurrent positions softmax learned the task in the fewest tokens, at the one learning rate that was tried
+# (docs/log/2026-11.md).
 CONTESTANTS = {
     "softmax": dict(attention="softmax", block="gpt2", position="recurrent"),
     "linear": dict(attention="linear", block="gpt2", position="recurrent"),

@@ -4,7 +4,7 @@
 
 It is depthwise: every feature has N taps of its own. Its state is the last N - 1 inputs. The taps start random, so that
 y has the variance of x: where they start as the identity, a model learns far later to bring a value together with the
-key before it (docs/LOG.md, "taps that start random").
+key before it (docs/log/2026-11.md, "taps that start random").
 
 Axes: B batch, H heads, T tokens, F features, N taps (`ModelConfig.convolution`), I = N - 1 last inputs.
 """

@@ -107,7 +107,7 @@ def find_target(name: str) -> Target:
 def _describe_names() -> str:
     gpus = ", ".join(chip.name for chip in CHIPS.values() if chip.platform == "gpu")
     tpus = ", ".join(f"{name}-N" for name in _SLICES)
-    return f"{gpus} (one GPU), the same with -N (N GPUs), and {tpus} (docs/performance.md)"
+    return f"{gpus} (one GPU), the same with -N (N GPUs), and {tpus} (docs/planning.md)"
 
 
 def _describe_slices(name: str) -> str:

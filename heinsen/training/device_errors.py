@@ -71,5 +71,5 @@ def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
         raise DeviceError(
             f"out of memory: a step needs more than {format_bytes(n_step)} per device, {format_bytes(n_state)} of it "
             f"for parameters and optimizer, and there are {format_bytes(available)}. Make the model or the batch "
-            "smaller, raise --config.accumulation_steps, or split it over more devices (docs/SCALING.md)"
+            "smaller, raise --config.accumulation_steps, or split it over more devices (docs/scaling.md)"
         )

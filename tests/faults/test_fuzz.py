@@ -103,7 +103,7 @@ COMMANDS = {
     ),
 }
 
-# Damage that shows in no check: (command, path, damage) as patterns, and the reason. docs/SCALING.md lists the same.
+# Damage that shows in no check: (command, path, damage) as patterns, and the reason. docs/training.md lists the same.
 UNTOLD = {
     ("*", "*/metrics.jsonl", "*"): "the log of a run has no digest: it grows by lines",
     ("[!p]*", f"{DATA}/*.npy", "*"): "in-range ids are compared with their digest by --verify alone",

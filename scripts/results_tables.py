@@ -1,0 +1,165 @@
+"""Write the tables of README.md and docs/results.md from experiments/*/results.json.
+
+    python scripts/results_tables.py
+
+A table follows its mark, such as <!-- table: models -->, and ends at an empty line. Text is not touched.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+
+# Names in the results -> names in the tables.
+MODELS = {
+    "paper's": "Paper's attention",
+    "gate": "+ forget gate",
+    "gate, parts": "+ forget gate, gated output, convolution",
+    "(gate, parts)*3, softmax": "the same, every 4th layer softmax",
+    "linear": "Linear attention",
+    "linear, gate": "Linear attention + forget gate",
+    "softmax, GPT-2's block": "Softmax, GPT-2's block",
+    "softmax": "Softmax, the paper's block",
+    "softmax, GPT-2's block, parts": "Softmax, GPT-2's block + gated output, convolution",
+}
+NOT_IN_README = ("(gate, parts)*3, softmax", "linear", "softmax")
+PARTS = {
+    "paper's": "Paper's attention",
+    "gate": "+ gate",
+    "gate, output gate": "+ gate, gated output",
+    "gate, convolution": "+ gate, convolution",
+    "gate, output gate, convolution": "+ gate, gated output, convolution",
+    "gate, output gate, convolution, no positions": "the same without positions",
+    "linear": "Linear attention",
+    "linear, gate": "+ gate",
+    "linear, gate, output gate, convolution": "+ gate, gated output, convolution",
+    "paper's, GPT-2's block": "Paper's attention, GPT-2's block",
+    "gate, GPT-2's block": "+ gate",
+    "gate, output gate, convolution, GPT-2's block": "+ gate, gated output, convolution",
+    "softmax, GPT-2's block": "Softmax, GPT-2's block",
+    "softmax, GPT-2's block, output gate, convolution": "+ gated output, convolution",
+}
+RECALL = {
+    "softmax": "Softmax",
+    "heinsen": "Paper's attention",
+    "heinsen-convolution": "+ convolution",
+    "heinsen-gate-convolution": "+ gate, convolution",
+    "linear": "Linear attention",
+}
+
+
+@cache
+def results(experiment: str) -> Any:
+    return json.loads((ROOT / "experiments" / experiment / "results.json").read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def spread(losses: dict[str, float], digits: int) -> str:
+    """Mean and standard deviation over seeds."""
+    values = list(losses.values())
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def models() -> str:
+    r = results("comparison_2m")
+    rows = []
+    for kind in (kind for kind in MODELS if kind not in NOT_IN_README):
+        decoding, losses = r["decoding"][kind]["65536"], r["bits_per_byte"][kind]
+        megabytes = decoding["state_bytes"] / 1e6
+        state = f"{megabytes:.0f} MB" if megabytes > 10 else f"{megabytes:.2f} MB"
+        rows.append([MODELS[kind], spread(losses, 2), f"{decoding['milliseconds']:.2g} ms", state])
+    return table(["model", "loss", "time per token", "memory of the context"], rows)
+
+
+def models_in_full() -> str:
+    r = results("comparison_2m")
+    rows = []
+    for kind, name in MODELS.items():
+        seeds = ", ".join(f"{loss:.3f}" for loss in r["bits_per_byte"][kind].values())
+        speed = [f"{r['speed'][kind][length]:,.0f}" for length in ("1024", "8192")]
+        rows.append([name, spread(r["bits_per_byte"][kind], 3), seeds, *speed])
+    return table(["model", "bits per byte", "by seed", "tokens/s, T = 1,024", "T = 8,192"], rows)
+
+
+def parts() -> str:
+    losses = {
+        k: v for contest in results("forgetting")["contests"].values() for k, v in contest["bits_per_byte"].items()
+    }
+    return table(["model", "bits per byte"], [[name, spread(losses[kind], 3)] for kind, name in PARTS.items()])
+
+
+def positions() -> str:
+    kinds = ["paper's", "gate", "gate, parts", "softmax, GPT-2's block", "softmax, GPT-2's block, parts"]
+    firsts = [1025, 2049, 4097, 8193, 32769]
+    rows = []
+    for kind in kinds:
+        of = {x["first"]: x for x in results("comparison_2m")["positions"][kind]["ranges"]}
+        cells = [f"{of[n]['streaming']:.3f} ({of[n]['windows']:.3f})" if n in of else "" for n in firsts]
+        rows.append([MODELS[kind], *cells])
+    return table(["model", *(f"from {n:,}" for n in firsts)], rows)
+
+
+def _gaps() -> Iterator[tuple[float, float, float]]:
+    """(parameters, bytes, how far the gated model is ahead of softmax, in nats per byte) of each run of the ladder."""
+    r = results("ladder")
+    losses = {(x["size"], x["budget"], x["kind"]): x for x in [*r["runs"], *({**x, "budget": 0} for x in r["next"])]}
+    for (size, budget, kind), run in losses.items():
+        if kind == "gate, parts":
+            yield run["n_params"], run["tokens"], losses[size, budget, "softmax"]["loss"] - run["loss"]
+
+
+def ladder() -> str:
+    rows = [[f"{n / 1e6:.2f}M", f"{tokens / 1e6:.1f} MB", f"{gap:.3f}"] for n, tokens, gap in sorted(_gaps())]
+    return table(["parameters", "text", "gated ahead of softmax, nats per byte"], rows)
+
+
+def ladder_trend() -> dict[str, tuple[float, float]]:
+    """Change of that lead (slope, standard error) per doubling of parameters and of text, by least squares on both."""
+    n, tokens, gap = np.array(sorted(_gaps())).T
+    x = np.stack([np.ones_like(n), np.log2(n), np.log2(tokens)], axis=1)
+    slope, residual, _, _ = np.linalg.lstsq(x, gap, rcond=None)
+    error = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * residual[0] / (len(n) - 3))
+    return {"parameters": (slope[1], error[1]), "text": (slope[2], error[2])}
+
+
+def recall() -> str:
+    rows = []
+    for kind, name in RECALL.items():
+        (model,) = (x for x in results("associative_recall")["models"] if x["kind"] == kind and x["width"] == 128)
+        cells = [f"{model['accuracy'][n]:.0%}" for n in ("16", "32", "64")]
+        rows.append([name, f"{model['state']:,}", *cells])
+    return table(["model", "numbers in the state", "16 pairs", "32", "64"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "models": models,
+    "models in full": models_in_full,
+    "parts": parts,
+    "positions": positions,
+    "ladder": ladder,
+    "recall": recall,
+}
+
+
+def fill(text: str) -> str:
+    """A page with every table after its mark made anew."""
+    replace = lambda found: f"<!-- table: {found[1]} -->\n\n{TABLES[found[1]]()}\n\n"
+    return re.sub(r"<!-- table: ([\w ]+) -->\n\n(?:\|.*\n)*\n*", replace, text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
+        print(page.relative_to(ROOT))
+    print("Lead of the gated model per doubling:", {k: f"{a:.3f} ± {b:.3f}" for k, (a, b) in ladder_trend().items()})
