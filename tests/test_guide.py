@@ -135,7 +135,7 @@ def test_the_program_of_the_readme_runs(rng):
 
 
 def test_the_program_of_the_library_page_runs(rng, monkeypatch):
-    monkeypatch.setattr(api, "_choose", lambda *_: reference)  # compiles soonest
+    monkeypatch.setattr(api, "_choose", lambda *_: reference.attend)  # compiles soonest
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     names = dict(q=draw(2, 3, 7, 3), k=draw(2, 3, 7, 3), v=draw(2, 3, 7, 4), log_v=draw(2, 3, 7, 4))
     names |= dict(g=-jnp.abs(draw(2, 3, 7)), ids=jnp.stack([jnp.arange(7) // 3, jnp.arange(7) // 4]))
