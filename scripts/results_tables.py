@@ -26,9 +26,9 @@ MODELS = {
     "(gate, parts)*3, softmax": "the same, every 4th layer softmax",
     "linear": "Linear attention",
     "linear, gate": "Linear attention + forget gate",
-    "softmax, GPT-2's block": "Softmax, GPT-2's block",
-    "softmax": "Softmax, the paper's block",
-    "softmax, GPT-2's block, parts": "Softmax, GPT-2's block + gated output, convolution",
+    "softmax": "Softmax with rotary positions, the paper's block",
+    "softmax, GPT-2's block": "Softmax with rotary positions, GPT-2's block",
+    "softmax, GPT-2's block, parts": "+ gated output, convolution",
 }
 NOT_IN_README = ("(gate, parts)*3, softmax", "linear", "softmax")
 PARTS = {
@@ -44,7 +44,7 @@ PARTS = {
     "paper's, GPT-2's block": "Paper's attention, GPT-2's block",
     "gate, GPT-2's block": "+ gate",
     "gate, output gate, convolution, GPT-2's block": "+ gate, gated output, convolution",
-    "softmax, GPT-2's block": "Softmax, GPT-2's block",
+    "softmax, GPT-2's block": "Softmax with rotary positions, GPT-2's block",
     "softmax, GPT-2's block, output gate, convolution": "+ gated output, convolution",
 }
 RECALL = {
