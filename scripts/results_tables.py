@@ -1,12 +1,13 @@
 """Write the tables of README.md and docs/results.md from experiments/*/results.json.
 
-    python scripts/results_tables.py
+    python scripts/results_tables.py [--check]
 
 A table follows its mark, such as <!-- table: models -->, and ends at an empty line. Text is not touched.
 """
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,12 @@ from statistics import mean, stdev
 from typing import Any
 
 import numpy as np
+from absl import app, flags
+
+from scripts.cli import parse_flags, show_help
+
+CHECK = flags.DEFINE_bool("check", False, "Write nothing; exit with status 1 if a table is not that of the results.")
+show_help(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -158,8 +165,16 @@ def fill(text: str) -> str:
     return re.sub(r"<!-- table: ([\w ]+) -->\n\n(?:\|.*\n)*\n*", replace, text)
 
 
+def main(argv: list[str]) -> None:
+    changed = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
+    for page in changed:
+        print(f"{page.relative_to(ROOT)}: " + ("tables differ from the results" if CHECK.value else "tables written"))
+        if not CHECK.value:
+            page.write_text(fill(page.read_text()))
+    for what, (slope, error) in ladder_trend().items():
+        print(f"lead of the gated model per doubling of {what}: {slope:.3f} ± {error:.3f} nats per byte")
+    sys.exit(1 if changed and CHECK.value else 0)
+
+
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(fill(page.read_text()))
-        print(page.relative_to(ROOT))
-    print("Lead of the gated model per doubling:", {k: f"{a:.3f} ± {b:.3f}" for k, (a, b) in ladder_trend().items()})
+    app.run(main, flags_parser=parse_flags)
