@@ -75,10 +75,10 @@ def versus(bits: Bits, name: str, first: str) -> str:
     return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
 
 
-def spread(seeds: Mapping[int, float]) -> str:
+def spread(seeds: Mapping[int, float], digits: int = 4) -> str:
     """Return the mean over seeds, and their standard deviation."""
-    deviation = f" +- {statistics.stdev(seeds.values()):.4f}" if len(seeds) > 1 else ""
-    return f"{statistics.fmean(seeds.values()):.4f}{deviation}"
+    deviation = f" +- {statistics.stdev(seeds.values()):.{digits}f}" if len(seeds) > 1 else ""
+    return f"{statistics.fmean(seeds.values()):.{digits}f}{deviation}"
 
 
 def ranked(bits: Bits) -> list[str]:

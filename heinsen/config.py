@@ -1,7 +1,7 @@
 """Convert nested mappings (a config file, a run's config.json) to frozen dataclasses, with strict checks.
 
 Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type. A number with
-other limits than being positive is annotated with a `Limits`.
+other limits than being positive is annotated with `Limits`.
 """
 
 import ctypes
@@ -47,10 +47,10 @@ def check_numbers(config: Any, path: str = "") -> None:
     """
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         annotations = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Limits)]
-        setting, value = annotations[0] if annotations else Limits(), getattr(config, name)
-        if setting.unlimited and value == math.inf:
+        limits, value = annotations[0] if annotations else Limits(), getattr(config, name)
+        if limits.unlimited and value == math.inf:
             continue
-        if type(value) in (int, float) and (problem := _find_problem(value, setting.at_least, setting.below)):
+        if type(value) in (int, float) and (problem := _find_problem(value, limits.at_least, limits.below)):
             raise ValueError(f"{path}{name} = {value}: {problem}")
 
 

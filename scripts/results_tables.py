@@ -5,22 +5,22 @@
 A table follows its mark, such as <!-- table: models -->, and ends at an empty line. Text is not touched.
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Any
 
-import numpy as np
 from absl import app, flags
 
 from scripts.cli import parse_flags, show_help
 
 CHECK = flags.DEFINE_bool("check", False, "Write nothing; exit with status 1 if a table is not that of the results.")
 show_help(__name__)
+
+import numpy as np
+
+from experiments import reports
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -64,25 +64,23 @@ RECALL = {
 
 
 @cache
-def results(experiment: str) -> Any:
-    return json.loads((ROOT / "experiments" / experiment / "results.json").read_text())
+def results(experiment: str) -> reports.Results:
+    return reports.read_results(ROOT / "experiments" / experiment)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+    return "\n".join(reports.table(head, rows))
 
 
-def spread(losses: dict[str, float], digits: int) -> str:
-    """Mean and standard deviation over seeds."""
-    values = list(losses.values())
-    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+def spread(losses: dict[int, float], digits: int) -> str:
+    return reports.spread(losses, digits).replace("+-", "±")
 
 
 def models() -> str:
     r = results("comparison_2m")
     rows = []
     for kind in (kind for kind in MODELS if kind not in NOT_IN_README):
-        decoding, losses = r["decoding"][kind]["65536"], r["bits_per_byte"][kind]
+        decoding, losses = r["decoding"][kind][65536], r["bits_per_byte"][kind]
         megabytes = decoding["state_bytes"] / 1e6
         state = f"{megabytes:.0f} MB" if megabytes > 10 else f"{megabytes:.2f} MB"
         rows.append([MODELS[kind], spread(losses, 2), f"{decoding['milliseconds']:.2g} ms", state])
@@ -94,7 +92,7 @@ def models_in_full() -> str:
     rows = []
     for kind, name in MODELS.items():
         seeds = ", ".join(f"{loss:.3f}" for loss in r["bits_per_byte"][kind].values())
-        speed = [f"{r['speed'][kind][length]:,.0f}" for length in ("1024", "8192")]
+        speed = [f"{r['speed'][kind][length]:,.0f}" for length in (1024, 8192)]
         rows.append([name, spread(r["bits_per_byte"][kind], 3), seeds, *speed])
     return table(["model", "bits per byte", "by seed", "tokens/s, T = 1,024", "T = 8,192"], rows)
 
@@ -144,7 +142,7 @@ def recall() -> str:
     rows = []
     for kind, name in RECALL.items():
         (model,) = (x for x in results("associative_recall")["models"] if x["kind"] == kind and x["width"] == 128)
-        cells = [f"{model['accuracy'][n]:.0%}" for n in ("16", "32", "64")]
+        cells = [f"{model['accuracy'][n]:.0%}" for n in (16, 32, 64)]
         rows.append([name, f"{model['state']:,}", *cells])
     return table(["model", "numbers in the state", "16 pairs", "32", "64"], rows)
 
