@@ -10,7 +10,6 @@ where nothing is left of the tokens before, as where a packed document starts. A
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic
 
@@ -22,13 +21,13 @@ from jaxtyping import Array
 from heinsen import platform
 from heinsen.logspace import NEG_INF, centered_sum, finite, log_shares
 from heinsen.ops import chunk, exact
-from heinsen.ops.chunk import Keys, following
+from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.documents import document_ends
-from heinsen.ops.exact import Output, multiply
+from heinsen.ops.exact import Output
 from heinsen.ops.schedule import Causal, chunk_size, split_tokens
 from heinsen.ops.states import LogState
-from heinsen.ops.values import LOG_VALUES, Shifts, StateT, Sums, Values
+from heinsen.ops.values import LOG_VALUES, Shifts, StateT, Summary, Values
 
 
 def attend(
@@ -122,7 +121,7 @@ def _attend_both_ways(
 
 def _shift_earlier(x: Array) -> Array:
     """Each token's successor in its place, and the last one twice, of x [*batch, T, F]."""
-    return following(x, x[..., -1, :], x.ndim - 2)
+    return jnp.concatenate([x[..., 1:, :], x[..., -1:, :]], axis=-2)
 
 
 # ---- causal attention -----------------------------------------------------------------------------
@@ -152,40 +151,29 @@ def _causal_form(kind: Values[StateT], keys: Keys, return_log_z: bool, fused: bo
 # ---- summaries and what is read of them -----------------------------------------------------------
 
 
+def summarize(kind: Values[StateT], keys: Keys, state: StateT) -> StateT:
+    """Normalized state after all keys, from that before them."""
+    return exact.run(Summarize(kind, chunk_size(keys.k.shape[-1])), keys, state)
+
+
+def read(kind: Values[StateT], q: Array, state: StateT) -> Array:
+    """y or log y [*batch, T, V] of queries that all read one normalized state."""
+    return exact.run(Read(kind, chunk_size(q.shape[-1])), q, state)
+
+
 class _Differentiated(abc.ABC):
     """A form of `exact.run` that JAX differentiates."""
 
     @abc.abstractmethod
-    def fast(self, *args: Any) -> tuple[Any, Array]:
-        """(the output, whether terms were lost)."""
+    def fast(self, *args: Any) -> tuple[Any, Array | None]:
+        """(the output, the rows that lost terms)."""
 
-    @abc.abstractmethod
-    def slow(self, *args: Any) -> Any:
-        """The output, exact."""
-
-    def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array]:
+    def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:
         out, lost = self.fast(*args)
         return out, None, lost
 
     def backward(self, *args: Any, residuals: None, grads: Any, scale: Array) -> tuple[Any, ...]:
-        return _gradients(lambda *args: self.fast(*args)[0], args, grads, scale)
-
-    def exact(self, *args: Any, out: Any) -> Any:
-        return self.slow(*args)
-
-    def exact_backward(self, *args: Any, grads: Any, scale: Array, out: Any) -> tuple[Any, ...]:
-        return _gradients(self.slow, args, grads, scale)
-
-
-def _gradients(function: Callable[..., Any], args: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
-    """Gradients of the arguments; those of the output are divided by `scale` meanwhile, and booleans have None."""
-    found = jax.vjp(function, *args)[1](multiply(grads, 1 / scale))
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * scale, found)
-
-
-def summarize(kind: Values[StateT], keys: Keys, state: StateT) -> StateT:
-    """Normalized state after all keys, from that before them."""
-    return exact.run(Summarize(kind, chunk_size(keys.k.shape[-1])), keys, state)
+        return exact.gradients(lambda *args: self.fast(*args)[0], args, grads, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,26 +183,17 @@ class Summarize(_Differentiated, Generic[StateT]):
     kind: Values[StateT]
     chunk_size: int
 
-    def slow(self, keys: Keys, state: StateT) -> StateT:
+    def exact(self, keys: Keys, state: StateT) -> StateT:
         return exact.summarize(self.kind, self.chunk_size, keys, state)
 
-    def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array]:
-        kind, before = self.kind, jax.tree.map(lax.stop_gradient, self.kind.state_shifts(state))
+    def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
+        kind, before = self.kind, self.kind.to_summary(state)
         until_end, log_kept = log_kept_until_end(keys.resets, keys.log_decay)
-        c = lax.stop_gradient(jnp.maximum(jnp.max(keys.k + until_end, axis=-2), before.c + log_kept))
+        c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2))
         own, own_b = kind.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
-        # The state as the sums before a chunk that holds all tokens.
-        largest = chunk.largest_share(before.c, log_kept, c)
-        after = Shifts(c, jax.tree.map(lambda b, own_b: jnp.maximum(b + largest, own_b), before.b, own_b))
-        kept = chunk.scale(kind.state_to_sums(state, before), chunk.kept_scales(log_kept, before, after))
-        m = chunk.add_sums(kept, Sums(chunk.move_b(own.s, own_b, after.b), own.z))
-        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m, after)) | kind.has_non_finite(keys.values)
-        return kind.sums_to_state(m, after), lost | kind.has_non_finite(m.s)
-
-
-def read(kind: Values[StateT], q: Array, state: StateT) -> Array:
-    """y or log y [*batch, T, V] of queries that all read one normalized state."""
-    return exact.run(Read(kind, chunk_size(q.shape[-1])), q, state)
+        shifts, older, newer = chunk.merge(before.shifts, log_kept, Shifts(c, own_b))
+        sums = chunk.add(chunk.scale(before.sums, older), chunk.scale(own, newer))
+        return kind.to_state(Summary(sums, shifts)), ~kind.is_exact(sums, shifts.b) if kind.can_lose_terms else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,13 +203,12 @@ class Read(_Differentiated, Generic[StateT]):
     kind: Values[StateT]
     chunk_size: int
 
-    def slow(self, q: Array, state: StateT) -> Array:
+    def exact(self, q: Array, state: StateT) -> Array:
         return exact.read(self.chunk_size, q, state)
 
-    def fast(self, q: Array, state: StateT) -> tuple[Array, Array]:
-        shifts = jax.tree.map(lax.stop_gradient, self.kind.state_shifts(state))
-        m = self.kind.state_to_sums(state, shifts)
-        exponents, r = centered_sum(q, shifts.c[..., None, :])
+    def fast(self, q: Array, state: StateT) -> tuple[Array, Array | None]:
+        m, shifts = self.kind.to_summary(state)
+        exponents, _ = centered_sum(q, shifts.c[..., None, :])
         sums = chunk.read_sums(jnp.exp(exponents), m)
-        filled = self.kind.fill_empty(sums, r != NEG_INF, shifts.b)
-        return self.kind.mean(sums, shifts.b), self.kind.has_lost_terms(filled) | self.kind.has_non_finite(m.s)
+        lost = ~self.kind.is_exact(sums, shifts.b) if self.kind.can_lose_terms else None
+        return self.kind.mean(sums, shifts.b), lost

@@ -9,6 +9,7 @@ Here G is a pair: multiples of a common unit, whose sums are exact, and the smal
 Axes: `*batch` is any leading axes; C tokens of a chunk.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -37,43 +38,67 @@ class DecaySums(NamedTuple):
     units: Array  # [*batch, C], whole numbers
     unit: Array  # [*batch, 1]
     rest: Array  # [*batch, C]
-    document: Array | None  # [*batch, C]: numbers of documents; None: one document
 
 
-def decay_sums(log_decay: Array, starts: Array | None) -> DecaySums:
-    """Sums of log_decay [*batch, C], all finite, up to each token; `starts` [*batch, C] or None for one document."""
+def decay_sums(log_decay: Array) -> DecaySums:
+    """Sums of log_decay [*batch, C], all finite, up to each token."""
     unit = lax.stop_gradient(jnp.max(jnp.abs(log_decay), axis=-1, keepdims=True)) * (log_decay.shape[-1] / _MOST_UNITS)
     units = jnp.round(lax.stop_gradient(log_decay) / jnp.where(unit > 0, unit, 1.0))
-    document = None if starts is None else prefix_sums(starts.astype(log_decay.dtype))
-    return DecaySums(prefix_sums(units), unit, prefix_sums(log_decay - units * unit), document)
+    return DecaySums(prefix_sums(units), unit, prefix_sums(log_decay - units * unit))
 
 
 class ChunkDecay(NamedTuple):
-    """What is left of weights: as factors, and as logarithms (-inf: nothing)."""
+    """What tokens of a chunk leave of the weights before them. Where all is left, axes are missing."""
 
-    of_keys: Array  # [*batch, C, C]: factor of key s at query t >= s; 0 for t < s
-    of_state: Array  # [*batch, C]: factor of the state before the chunk, at query t
-    log_until_end: Array  # [*batch, C]: of key s after the chunk
-    log_total: Array  # [*batch]: of the state before the chunk, after it
+    sums: DecaySums
+    document: Array  # [*batch, C], numbers of documents; 0 is that of what is before the chunk
+    position: Array  # [C]
+
+    def tokens(self, cut: Callable[[Array], Array]) -> "ChunkDecay":
+        """Some of the tokens, or all in another shape: `cut` acts on their axis, the last one."""
+        (units, unit, rest), document, position = self
+        unit = jnp.broadcast_to(unit, units.shape)  # one for each token
+        return ChunkDecay(DecaySums(*map(cut, (units, unit, rest))), cut(document), cut(position))
+
+    def left_of(self, earlier: "ChunkDecay") -> Array:
+        """Log of what is left at these tokens of the keys of others, whose shape broadcasts; -inf for later ones."""
+        (units, unit, rest), document, position = self
+        left = (units - earlier.sums.units) * unit + (rest - earlier.sums.rest)
+        seen = (position >= earlier.position) & (document == earlier.document)
+        return jnp.where(seen, left, NEG_INF)
+
+    @property
+    def of_keys(self) -> Array:
+        """Of each key at each query, [*batch, C, C]."""
+        return self.tokens(lambda x: x[..., :, None]).left_of(self.tokens(lambda x: x[..., None, :]))
+
+    @property
+    def of_before(self) -> Array:
+        """Of all before the chunk at each token, [*batch, C]."""
+        (units, unit, rest), document, _ = self
+        return jnp.where(document == 0, units * unit + rest, NEG_INF)
+
+    @property
+    def until_end(self) -> Array:
+        """Of each key after the chunk, [*batch, C]."""
+        return self.tokens(lambda x: x[..., -1:]).left_of(self)
+
+    @property
+    def kept(self) -> Array:
+        """Of all before the chunk, after it, [*batch]."""
+        return self.of_before[..., -1]
 
 
-def chunk_decay(log_decay: Array, starts: Array | None) -> ChunkDecay:
-    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C] or None for one document."""
-    n_tokens = log_decay.shape[-1]
-    n, unit, rest, document = decay_sums(log_decay, starts)
-    of_keys = (n[..., :, None] - n[..., None, :]) * unit[..., None] + (rest[..., :, None] - rest[..., None, :])
-    of_state = n * unit + rest
-    until_end = (n[..., -1:] - n) * unit + (rest[..., -1:] - rest)
-    visible = lax.broadcasted_iota(int, (n_tokens,) * 2, 0) >= lax.broadcasted_iota(int, (n_tokens,) * 2, 1)
-    if document is not None:
-        visible = visible & (document[..., :, None] == document[..., None, :])
-        of_state = jnp.where(document == 0, of_state, NEG_INF)
-        until_end = jnp.where(document == document[..., -1:], until_end, NEG_INF)
-    return ChunkDecay(jnp.exp(jnp.where(visible, of_keys, NEG_INF)), jnp.exp(of_state), until_end, of_state[..., -1])
+def chunk_decay(log_decay: Array | None, starts: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
+    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C]; None: all is left."""
+    none = jnp.zeros(n_tokens, dtype)
+    sums = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
+    document = none if starts is None else prefix_sums(starts.astype(dtype))
+    return ChunkDecay(sums, document, jnp.arange(n_tokens))
 
 
 def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
-    """Logs of what is left at the end of each token [*batch, T, 1], and of the state before them [*batch, 1].
+    """Logs of what is left at the end of each token [*batch, T, 1], and of the state before them [*batch].
 
     log_decay (finite) and starts are [*batch, T, 1], or None. Where much is left the sums have few large terms, and are
     hardly rounded.
@@ -82,21 +107,12 @@ def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[A
     if log_decay is not None:
         later = lax.cumsum(log_decay, axis=log_decay.ndim - 2, reverse=True)
         until_end = jnp.concatenate([later[..., 1:, :], jnp.zeros_like(later[..., :1, :])], axis=-2)
-        total = later[..., 0, :]
+        total = later[..., 0, 0]
     if starts is not None:
         later = lax.cumsum(starts.astype(jnp.int32), axis=starts.ndim - 2, reverse=True)
         until_end = jnp.where(later > starts, NEG_INF, until_end)
-        total = jnp.where(later[..., 0, :] > 0, NEG_INF, total)
+        total = jnp.where(later[..., 0, 0] > 0, NEG_INF, total)
     return until_end, total
-
-
-def document_decay(starts: Array, dtype: jnp.dtype) -> ChunkDecay:
-    """`chunk_decay` where nothing is forgotten but at the start of a document."""
-    document = prefix_sums(starts.astype(dtype))
-    same = (document[..., :, None] == document[..., None, :]).astype(dtype)
-    until_end = jnp.where(document == document[..., -1:], 0.0, NEG_INF).astype(dtype)
-    total = jnp.where(document[..., -1] == 0, 0.0, NEG_INF).astype(dtype)
-    return ChunkDecay(jnp.tril(same), (document == 0).astype(dtype), until_end, total)
 
 
 def prefix_sums(x: Array, reverse: bool = False) -> Array:

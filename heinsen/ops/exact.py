@@ -1,14 +1,13 @@
-"""Exactness at every dynamic range: a fast form, the check of what it lost, and the exact form where it lost terms.
+"""Exactness at every dynamic range: what a fast form may have lost is found, and computed exactly where it was lost.
 
-`run` takes three steps: the fast form, whose sums say whether underflow took terms from them; where it did, the exact
-form from the start; and the same for the gradients. The exact form runs in a loop of 0 or 1 iterations: `lax.cond`
-would allocate the buffers of both branches.
+`run` takes two steps: the fast form, whose sums say for each sequence and head, a row here, whether underflow took
+terms from them; and the exact form for a few such rows at a time (`for_rows`). The same for the gradients, where JAX
+differentiates the exact form.
 
-The exact forms take a chunk of tokens at a time, with states between them that are normalized, and so exact. A chunk is
-tried by matmuls, relative to shifts of its own; one that loses terms even so is taken token by token. JAX
-differentiates each chunk.
+What queries weigh is exact before that (`chunk.exact_weights`). What is left are log values, where all that a query or
+a key feature sees is far below their column's largest. The exact forms here are for them, all in logarithms.
 
-Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
+Axes: `*batch` any leading axes, the rows; T tokens; C tokens of a chunk; K key and V value features.
 """
 
 from collections.abc import Callable
@@ -20,14 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import ShiftedLog, zero_grad_where_unread
+from heinsen import platform
+from heinsen.logspace import ShiftedLog, difference, finite, log_divide, log_matmul, logsumexp
 from heinsen.ops import chunk
-from heinsen.ops.chunk import ChunkShifts, Keys
-from heinsen.ops.states import read_all
+from heinsen.ops.chunk import Keys
+from heinsen.ops.states import NormalizedState, read_all, whole_shift
 from heinsen.ops.values import StateT, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
+
+# Rows that are computed exactly at a time, on CPUs: with few, loops over chunks take time for their steps alone; with
+# many, others pay for one.
+MOST_ROWS = 4
 
 X = TypeVar("X")
 
@@ -43,52 +47,97 @@ class Output(NamedTuple, Generic[StateT]):
 class Form(Protocol):
     """One way to compute a function of arrays fast, and one that is exact. Hashable: it is a constant when compiled."""
 
-    def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, Any, Array]:
-        """(the output, what `backward` needs if it is saved, whether terms were lost: a scalar)."""
+    def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, Any, Array | None]:
+        """(the output, what `backward` needs if it is saved, the rows [*batch] that lost terms; None: none can)."""
 
     def backward(self, *args: Any, residuals: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
         """Gradients of the arguments, from those of the output, divided by `scale` meanwhile."""
 
-    def exact(self, *args: Any, out: Any) -> Any:
-        """The output; `out` are arrays of its shapes that may be overwritten."""
-
-    def exact_backward(self, *args: Any, grads: Any, scale: Array, out: Any) -> tuple[Any, ...]:
-        """Gradients of the arguments; `out` are arrays of their shapes that may be overwritten."""
+    def exact(self, *args: Any) -> Any:
+        """The output, of any rows."""
 
 
 @partial(jax.jit, static_argnums=0)
 def run(form: Form, *args: Any) -> Any:
     """The output of a form, exact, with gradients. Jitted, so that a second call outside jit compiles nothing."""
 
+    def replace(lost: Array | None, compute: Callable[..., X], args: Any, out: X) -> X:
+        if lost is None:
+            return out
+        args = vary_together(lost, args, out)[1]
+        return for_rows(lost, lambda rows, out: rows.write(out, compute(*rows.take(args))), out)
+
     @jax.custom_vjp
     def compute(*args: Any) -> Any:
         out, _, lost = form.forward(*args, save_residuals=False)
-        return _where_lost(lost, form.exact, args, out)
+        return replace(lost, form.exact, args, out)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         out, residuals, lost = form.forward(*args, save_residuals=True)
-        return _where_lost(lost, form.exact, args, out), (args, residuals, lost)
+        return replace(lost, form.exact, args, out), (args, residuals, lost)
 
     def backward(saved: Any, grads: Any) -> tuple[Any, ...]:
         args, residuals, lost = saved
         grads = lax.optimization_barrier(grads)  # XLA would reduce a constant when compiling, which takes it seconds
         scale = cotangent_scale(grads)
         fast = form.backward(*args, residuals=residuals, grads=grads, scale=scale)
-        exact = lambda *args, out: form.exact_backward(*args[:-2], grads=args[-2], scale=args[-1], out=out)
-        return _where_lost(lost, exact, (*args, grads, scale), fast)
+        return replace(lost, lambda args, grads: gradients(form.exact, args, grads, scale), (args, grads), fast)
 
     compute.defvjp(forward, backward)
     return compute(*vary_together(*args))
 
 
-def _where_lost(lost: Array, exact: Callable[..., X], args: Any, fast: X) -> X:
-    """exact(*args, out=fast) if terms were lost, else `fast`."""
+class Rows(NamedTuple):
+    """The place of some rows in arrays [*batch, ...]: n neighbors along the last of the batch axes."""
 
-    def body(i: Array, out: X) -> X:
-        # What depends on the iteration stays in the loop.
-        return exact(*lax.optimization_barrier((args, i))[0], out=out)
+    at: tuple[Array, ...]
+    n: int
 
-    return lax.fori_loop(0, lost.astype(jnp.int32), body, fast)
+    @classmethod
+    def first(cls, rows: Array, n: int) -> "Rows":
+        """Those, of `rows` [*batch] cut into n, of which the first is true that is."""
+        flat, at = jnp.argmax(rows), []
+        for size in reversed(rows.shape[1:]):
+            at.append(flat % size)
+            flat = flat // size
+        at = [flat, *reversed(at)][: rows.ndim]
+        return cls((*at[:-1], *(x // n * n for x in at[-1:])), n)
+
+    def take(self, arrays: X) -> X:
+        """The rows, [1, ..., n, ...]."""
+        n_axes = len(self.at)
+        sizes = [1] * (n_axes - 1) + [self.n] * min(n_axes, 1)
+        take = lambda x: lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
+        return jax.tree.map(take, arrays)
+
+    def write(self, arrays: X, parts: X, axis: int = -1, start: Array | int = 0) -> X:
+        """Arrays with parts [1, ..., n, ...] of the rows overwritten, from a place along an axis on."""
+
+        def write_one(x: Array, part: Array) -> Array:
+            starts: list[Any] = [*self.at, *(0,) * (x.ndim - len(self.at))]
+            if x.ndim > len(self.at):
+                starts[axis] = start
+            return lax.dynamic_update_slice(x, part, starts)
+
+        return jax.tree.map(write_one, arrays, parts)
+
+
+def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X) -> X:
+    """out = update(some rows, out) in turn, until all are done where `rows` [*batch] is true.
+
+    A loop, as it takes no time without such rows, and writes in place where `lax.cond` would have buffers for both.
+    """
+    rows, out = vary_together(rows, out)
+    n_rows = rows.shape[-1] if rows.ndim else 1
+    most = MOST_ROWS if platform.target() == "cpu" and isinstance(n_rows, int) else 1
+    n = next(n for n in range(most, 0, -1) if n_rows % n == 0) if isinstance(n_rows, int) else 1
+
+    def body(carry: tuple[Array, X]) -> tuple[Array, X]:
+        left, out = carry
+        some = Rows.first(left, n)
+        return some.write(left, jnp.zeros_like(some.take(left))), update(some, out)
+
+    return lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, out))[1]
 
 
 def cotangent_scale(grads: Any) -> Array:
@@ -97,26 +146,18 @@ def cotangent_scale(grads: Any) -> Array:
     return jnp.where(jnp.isfinite(largest) & (largest > LARGE_COTANGENT), largest, 1.0)
 
 
+def gradients(function: Callable[..., Any], args: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
+    """Gradients of the arguments; those of the output are divided by `scale` meanwhile, and booleans have None."""
+    found = jax.vjp(function, *args)[1](multiply(grads, 1 / scale))
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * scale, found)
+
+
 # ---- trees of arrays ------------------------------------------------------------------------------
 
 
 def multiply(arrays: X, factor: Array) -> X:
     """Every array times a factor."""
     return jax.tree.map(lambda x: x * factor, arrays)
-
-
-def slice_tokens(arrays: X, i: Array, size: int, axis: int = -2) -> X:
-    """The i-th `size` tokens of every array."""
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, x.ndim + axis), arrays)
-
-
-def write(arrays: X, parts: X, i: Array, axis: int = -2) -> X:
-    """Arrays with their i-th part, of the parts' size, overwritten."""
-
-    def write_one(x: Array, part: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], x.ndim + axis)
-
-    return jax.tree.map(write_one, arrays, parts)
 
 
 def vary_together(*trees: Any) -> Any:
@@ -141,58 +182,48 @@ def vary_together(*trees: Any) -> Any:
 # ---- the exact forms ------------------------------------------------------------------------------
 
 
-def attend(
-    kind: Values[StateT], chunk_size: int, q: Array, keys: Keys, state: StateT, out: Output[StateT]
-) -> Output[StateT]:
-    """Causal attention of a whole number of chunks after a normalized state, written over `out`."""
-
-    def step(i: Array, carry: tuple[StateT, Array, ShiftedLog | None]) -> Any:
-        state, y, log_z = carry
-        state, (chunk_y, chunk_log_z) = _attend_chunk(kind, *slice_tokens((q, keys), i, chunk_size), state)
-        y = write(y, chunk_y, i)
-        return state, y, None if log_z is None else write(log_z, chunk_log_z, i, axis=-1)
-
-    end, y, log_z = lax.fori_loop(0, q.shape[-2] // chunk_size, step, (state, out.y, out.log_z))
-    return Output(y, log_z, end)
+def attend(chunk_size: int, q: Array, keys: Keys, state: Any) -> Output[Any]:
+    """Causal attention of log values, of a whole number of chunks after a `NormalizedState`, all in logarithms."""
+    b = jnp.maximum(state.b, whole_shift(jnp.max(keys.values, axis=-2)))
+    state = NormalizedState(state.log_mean + difference(state.b, b)[..., None, :], state.h_z, b)
+    keys = keys._replace(values=keys.values - finite(b)[..., None, :])
+    # A chunk at a time: the gradient has all exponents of one chunk, and the states between chunks.
+    take_chunk: Any = jax.checkpoint(_attend_chunk)
+    end, (log_y, log_z) = lax.scan(take_chunk, state, jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys)))
+    log_y = jnp.moveaxis(log_y, 0, -3)  # [*batch, n, C, V]
+    log_z = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*q.shape[:-1]), log_z)
+    return Output(log_y.reshape(*q.shape[:-1], -1) + finite(b)[..., None, :], log_z, end)
 
 
-def attend_backward(
-    kind: Values[StateT],
-    chunk_size: int,
-    q: Array,
-    keys: Keys,
-    state: StateT,
-    grads: Output[StateT],
-    scale: Array,
-    out: tuple[Array, Keys, StateT],
-) -> tuple[Array, Keys, StateT]:
-    """Gradients of `attend`, written over `out`; cotangents are divided by `scale` meanwhile."""
-    n_chunks = q.shape[-2] // chunk_size
-    tokens_of = lambda i: slice_tokens((q, keys), i, chunk_size)
+def _attend_chunk(
+    state: NormalizedState, tokens: tuple[Array, Keys]
+) -> tuple[NormalizedState, tuple[Array, ShiftedLog]]:
+    """The state after a chunk, and (log y, log Z); log values and the state's means are relative to the same shift."""
+    q, keys = tokens
+    (k, log_v, _, _), decay = keys, keys.decay()
+    log_mean, (rest, c), b = state
+    of_keys, of_before = decay.of_keys[..., None], decay.of_before[..., None]
+    pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
+    tops = jnp.max(pairs(q) + of_keys, axis=(-2, -1)), jnp.max((q + c[..., None, :]) + of_before, axis=-1)
+    r = lax.stop_gradient(jnp.maximum(*tops))
+    relative, error = chunk.center_queries(q, r)
+    log_weights = [
+        logsumexp((pairs(relative) + error[..., :, None, :]) + of_keys, axis=-1),
+        ((relative + c[..., None, :]) + error) + (of_before + rest[..., None, :]),
+    ]
+    weights = jnp.concatenate(log_weights, axis=-1)  # [*batch, C, C + K]
+    log_z = logsumexp(weights, axis=-1)
+    log_y = log_divide(log_matmul(weights, jnp.concatenate([log_v, log_mean], axis=-2)), log_z[..., None])
 
-    def next_state(state: StateT, i: Array) -> tuple[StateT, StateT]:
-        return _attend_chunk(kind, *tokens_of(i), state)[0], state
-
-    def step(carry: Any, xs: tuple[Array, StateT]) -> Any:
-        (dstate, dq, dkeys), (i, before) = carry, xs
-        chunk_q, chunk_keys = tokens_of(i)
-        run = lambda q, k, values, log_decay, state: _attend_chunk(
-            kind, q, Keys(k, values, chunk_keys.resets, log_decay), state
-        )
-        k, values, _, log_decay = chunk_keys
-        (_, (_, log_z)), pull = jax.vjp(run, chunk_q, k, values, log_decay, before)
-        dlog_z = jax.tree.map(jnp.zeros_like, log_z)
-        if grads.log_z is not None:
-            dlog_z = slice_tokens(grads.log_z, i, chunk_size, axis=-1)
-        dy = slice_tokens(grads.y, i, chunk_size)
-        *found, dstate = pull((dstate, multiply((dy, dlog_z), 1 / scale)))
-        dq, dkeys = write((dq, dkeys), multiply((found[0], Keys(found[1], found[2], None, found[3])), scale), i)
-        return (dstate, dq, dkeys), None
-
-    befores = lax.scan(next_state, state, jnp.arange(n_chunks))[1]
-    carry = multiply(grads.state, 1 / scale), *out[:2]
-    (dstate, dq, dkeys), _ = lax.scan(step, carry, (jnp.arange(n_chunks), befores), reverse=True)
-    return dq, dkeys, multiply(dstate, scale)
+    until_end, kept = decay.until_end[..., None], decay.kept[..., None]
+    c_end = lax.stop_gradient(jnp.maximum(c + kept, jnp.max(k + until_end, axis=-2)))
+    of_state = chunk.log_share(c, kept, c_end) + rest
+    shares = jnp.concatenate([(k - finite(c_end)[..., None, :]) + until_end, of_state[..., None, :]], axis=-2)
+    means = jnp.broadcast_to(log_v[..., :, None, :], (*k.shape, log_v.shape[-1]))
+    means = jnp.concatenate([means, log_mean[..., None, :, :]], axis=-3)  # [*batch, C + 1, K, V]
+    rest = logsumexp(shares, axis=-2)
+    log_mean = log_divide(logsumexp(shares[..., None] + means, axis=-3), rest[..., None])
+    return NormalizedState(log_mean, ShiftedLog(rest, c_end), b), (log_y, ShiftedLog(log_z, r))
 
 
 def summarize(kind: Values[StateT], chunk_size: int, keys: Keys, state: StateT) -> StateT:
@@ -200,8 +231,9 @@ def summarize(kind: Values[StateT], chunk_size: int, keys: Keys, state: StateT) 
 
     def step(state: StateT, keys: Keys) -> tuple[StateT, None]:
         decay = keys.decay()
-        own = kind.state_of_tokens(keys.k, keys.values, None if decay is None else decay.log_until_end)
-        return (state if decay is None else state.decay(decay.log_total)).merge(own), None
+        own = kind.state_of_tokens(keys.k, keys.values, decay.until_end)
+        kept = jnp.broadcast_to(decay.kept, keys.k.shape[:-2])
+        return state.decay(kept).merge(own), None
 
     padded = chunk.pad_keys(kind, keys, -keys.k.shape[-2] % chunk_size)
     in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), padded)
@@ -220,47 +252,3 @@ def read(chunk_size: int, q: Array, state: StateT) -> Array:
 def _chunks_first(x: Array, size: int) -> Array:
     """[n, *batch, C, ...] of [*batch, T, ...]."""
     return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
-
-
-def _attend_chunk(kind: Values[StateT], q: Array, keys: Keys, state: StateT) -> tuple[StateT, tuple[Array, ShiftedLog]]:
-    """The state after a chunk, and (y, log Z): by matmuls if they lose nothing."""
-    own = chunk.own_shifts(kind, lax.stop_gradient(keys))
-    shifts = chunk.move_shifts_once(lax.stop_gradient(kind.state_shifts(state)), own)
-
-    def sum_chunk(q: Array, keys: Keys, state: StateT, shifts: ChunkShifts) -> Any:
-        queries, key_factors = chunk.query_factors(q, shifts), chunk.key_factors(kind, keys, shifts)
-        m = kind.state_to_sums(state, shifts.reading)
-        return queries, chunk.query_sums(queries, key_factors, m, shifts), chunk.next_sums(key_factors, m, shifts)
-
-    # Not read where it is lost: its derivatives may be NaN there.
-    queries, sums, end = zero_grad_where_unread(sum_chunk)(q, keys, state, shifts)
-    lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, shifts.after)) | kind.has_non_finite(end.s)
-    lost |= kind.has_lost_terms(chunk.fill_empty_queries(kind, queries, sums, shifts)) | kind.has_non_finite(sums.s)
-
-    def by_matmuls() -> Any:  # logarithms and quotients only here: of lost sums their gradients could be NaN
-        y, log_z = kind.mean(sums, shifts.reading.b), chunk.log_z(queries, sums)
-        return kind.sums_to_state(end, shifts.after), (y, log_z)
-
-    return lax.cond(lost, lambda: _token_by_token(kind, q, keys, state), by_matmuls)
-
-
-def _token_by_token(
-    kind: Values[StateT], q: Array, keys: Keys, state: StateT
-) -> tuple[StateT, tuple[Array, ShiftedLog]]:
-    """As `_attend_chunk`."""
-
-    def take(state: StateT, token: tuple[Array, Keys]) -> tuple[StateT, tuple[Array, ShiftedLog]]:
-        q, (k, values, resets, log_decay) = token
-        if log_decay is not None:
-            state = state.decay(log_decay[..., 0])
-        if resets is not None:
-            state = jax.tree.map(lambda old, new: jnp.where(resets[..., 0], new, old), state, state.empty())
-        state = state.merge(kind.normalized_token(k, values))
-        return state, state.read(q)
-
-    # Checkpointed: else the gradient has room for all tokens' states, and compilers reserve it whether it runs or not.
-    step = jax.checkpoint(zero_grad_where_unread(take))
-    for _ in range(state.h_z.shift.ndim - 1):  # per sequence: `zero_grad_where_unread` must not look at the others
-        step = jax.vmap(step)
-    state, (y, log_z) = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, -2, 0), (q, keys)))
-    return state, (jnp.moveaxis(y, 0, -2), jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), log_z))

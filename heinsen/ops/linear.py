@@ -162,10 +162,10 @@ def _causal(
         carries = jnp.moveaxis(document_before == document[..., -1], -1, 0)
     left = None  # of the weight of each key at each query of its chunk
     if log_decay is not None:
-        decay = chunk_decay(_split(log_decay, size, -1), None)
-        left, kept = decay.of_keys, jnp.moveaxis(jnp.exp(decay.log_total), -1, 0)
-        fq_carried = fq_carried * decay.of_state[..., None]
-        fk_carried = fk_carried * jnp.exp(decay.log_until_end)[..., None]
+        decay = chunk_decay(_split(log_decay, size, -1), None, size, log_decay.dtype)
+        left, kept = jnp.exp(decay.of_keys), jnp.moveaxis(jnp.exp(decay.kept), -1, 0)
+        fq_carried = fq_carried * jnp.exp(decay.of_before)[..., None]
+        fk_carried = fk_carried * jnp.exp(decay.until_end)[..., None]
         carries = kept if carries is None else kept * carries
 
     def step(sums: Array, chunk: tuple[Array, Array | None]) -> tuple[Array, Array]:

@@ -21,6 +21,7 @@ Axes: `*batch` any leading axes; T tokens; N chunks of a group; C tokens of a ch
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -29,11 +30,16 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import ShiftedLog
+from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops import chunk, exact
-from heinsen.ops.chunk import ChunkShifts, KeyFactors, Keys, QueryFactors
-from heinsen.ops.exact import Output, multiply, vary_together, write
-from heinsen.ops.values import Shifts, StateT, Sums, Values
+from heinsen.ops.chunk import KeyFactors, Keys, Weights
+from heinsen.ops.decay import ChunkDecay
+from heinsen.ops.exact import Output, Rows, for_rows, multiply, vary_together
+from heinsen.ops.nonfinite import is_bad_state, leave_out, leave_out_state, mark
+from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
+
+# chunk.fast_weights or chunk.exact_weights
+Weigh = Callable[[Array, Array, ChunkDecay, Array, Array], tuple[Weights, tuple[Array, Array]]]
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
@@ -62,8 +68,10 @@ class Residuals(NamedTuple):
     """What the forward pass saves for the backward pass."""
 
     sums: Sums  # S [*batch, T, V] and Z [*batch, T] of all queries
-    before: Sums  # sums before each chunk, [n_groups, *batch, N, K, V] and [n_groups, *batch, N, K]
-    shifts: ChunkShifts  # those of each chunk, [n_groups, *batch, N, ...]
+    before: Summary  # of all before each chunk, [n_groups, *batch, N, ...]
+    seen: Array  # [n_groups, *batch]: whether what is not finite is seen at the beginning of a group
+    inexact: Array  # [n_groups, *batch]: rows that took `chunk.exact_weights`
+    end: Summary
 
 
 # ---- splitting ------------------------------------------------------------------------------------
@@ -110,6 +118,15 @@ def take_group(arrays: X, i: Array | int, split: Split, axis: int = -2) -> X:
     return jax.tree.map(take, arrays)
 
 
+def write(arrays: X, parts: X, i: Array, axis: int = -2) -> X:
+    """Arrays with their i-th part, of the parts' size, overwritten."""
+
+    def write_one(x: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], x.ndim + axis)
+
+    return jax.tree.map(write_one, arrays, parts)
+
+
 def to_tokens(chunks: X, axis: int = -2) -> X:
     """A group's chunks as its tokens; `axis` is that of the tokens of a chunk."""
     reshape = lambda x: x.reshape(*x.shape[: axis - 1], -1, *x.shape[x.ndim + axis + 1 :])
@@ -117,26 +134,26 @@ def to_tokens(chunks: X, axis: int = -2) -> X:
 
 
 def scan_chunks(
-    step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, chunks: X, axis: int, reverse: bool = False
-) -> tuple[Carry, Y]:
-    """`lax.scan` over the chunks of a group, which stay along `axis`."""
+    step: Callable[[Carry, X], Carry], carry: Carry, chunks: X, axis: int, reverse: bool = False
+) -> tuple[Carry, Carry]:
+    """(the carry after all chunks of a group, which stay along `axis`, and that before each step)."""
     n = jax.tree.leaves(chunks)[0].shape[axis]
     size = _steps_together(n)
     n_blocks = n // size
     block_of = lambda i: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis), chunks)
     take = lambda block, i: jax.tree.map(lambda x: lax.index_in_dim(x, i, axis, keepdims=False), block)
 
-    def body(j: Array, carry_and_out: tuple[Carry, Y]) -> tuple[Carry, Y]:
+    def body(j: Array, carry_and_out: tuple[Carry, Carry]) -> tuple[Carry, Carry]:
         carry, out = carry_and_out
         i = n_blocks - 1 - j if reverse else j
-        block, ys = block_of(i), cast(list[Y], [None] * size)
+        block, before = block_of(i), cast(list[Carry], [None] * size)
         for at in reversed(range(size)) if reverse else range(size):
-            carry, ys[at] = step(carry, take(block, at))
+            before[at] = carry
+            carry = step(carry, take(block, at))
         write = lambda x, *parts: lax.dynamic_update_slice_in_dim(x, jnp.stack(parts, axis), i * size, axis)
-        return carry, jax.tree.map(write, out, *ys)
+        return carry, jax.tree.map(write, out, *before)
 
-    ys = jax.eval_shape(lambda: step(carry, take(block_of(0), 0))[1])
-    out = jax.tree.map(lambda y: jnp.zeros((*y.shape[:axis], n, *y.shape[axis:]), y.dtype), ys)
+    out = jax.tree.map(lambda x: jnp.zeros((*x.shape[:axis], n, *x.shape[axis:]), x.dtype), carry)
     out, carry, _ = vary_together(out, carry, chunks)
     return lax.fori_loop(0, n_blocks, body, (carry, out))
 
@@ -148,15 +165,124 @@ def _steps_together(n: int) -> int:
     return next(size for size in range(min(n, _MOST_STEPS), 0, -1) if n % size == 0)
 
 
+# ---- one group of chunks --------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """What a group of chunks [*batch, N, C, ...] computes forward."""
+
+    y: Array
+    sums: Sums  # S and Z of its queries
+    log_z: ShiftedLog
+    before: Summary  # of all before each chunk, [*batch, N, ...]
+    after: Summary  # of all before and in the group
+    is_exact: Array  # [*batch]: whether no terms were lost, and all is finite
+
+
+def read_group(kind: Values[Any], weigh: Weigh, q: Array, keys: Keys, summary: Summary) -> Group:
+    """What the queries of a group read, of the group itself and of a summary of all before it."""
+    decay, own = keys.decay(), chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decay, own)
+    before, after = _summarize_in_turn(factors, decay, summary)
+    weights, (r, _) = weigh(q, keys.k, decay, own.c, before.shifts.c)
+    scales = chunk.value_scales(before.shifts.b, own.b)
+    sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
+    is_exact = jnp.all((sums.z >= SMALLEST_SUM) | (r == NEG_INF), axis=(-2, -1))
+    is_exact &= jnp.all(kind.is_exact(sums, scales.b), axis=-1) & jnp.all(jnp.isfinite(after.sums.s), axis=(-2, -1))
+    return Group(kind.mean(sums, scales.b), sums, chunk.log_z(sums.z, r), before, after, is_exact)
+
+
+def group_grad(
+    kind: Values[Any],
+    weigh: Weigh,
+    q: Array,
+    keys: Keys,
+    before: Summary,
+    sums: Sums | None,
+    dy: Array,
+    dlog_z: Array | None,
+    dend: Sums,
+) -> tuple[Array, Keys, Sums]:
+    """Gradients of queries, of keys, and of the sums before the group, from those of the sums after it, `dend`.
+
+    `sums` are S and Z of the queries; None: they are computed again.
+    """
+    decay, own = keys.decay(), chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decay, own)
+    scales = chunk.value_scales(before.shifts.b, own.b)
+    weights, pull, (_, feature_weights) = jax.vjp(
+        lambda q, k: weigh(q, k, decay, own.c, before.shifts.c), q, keys.k, has_aux=True
+    )
+    if sums is None:
+        sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
+    dsums = kind.mean_grad(sums, dy, dlog_z)
+    dq, dk = pull(chunk.weights_grad(dsums, factors.vf, before.sums, scales))
+    dq_total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
+    dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
+    dread, dvf = chunk.before_grad(weights, dsums, scales), chunk.values_grad(weights, dsums, scales)
+    down, dfirst, dkept = _summarize_in_turn_grad(before, decay, factors.shifts, dread, dend)
+    more = chunk.summary_grad(factors, down)
+    dk, dvf = dk + more.k, dvf + more.values
+    dlog_decay = None
+    if keys.log_decay is not None:
+        dlog_decay = chunk.log_decay_grad(dq_total, dk, more.k, dkept)
+    return dq, Keys(dk, kind.factor_grad(factors.vf, dvf), None, dlog_decay), dfirst
+
+
+def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
+    """The summaries before each chunk of a group, [*batch, N, ...], and after the last."""
+    axis = summary.shifts.c.ndim - 1
+    own = chunk.summarize(factors)
+    log_kept = jnp.broadcast_to(decay.kept, own.z.shape[:-1])
+    merge = lambda shifts, xs: chunk.merge(shifts, *xs).shifts
+    end, before = scan_chunks(merge, summary.shifts, (log_kept, factors.shifts), axis)
+    _, older, newer = chunk.merge(before, log_kept, factors.shifts)
+
+    def add(sums: Sums, xs: Any) -> Sums:
+        older, newer, own = xs
+        return chunk.add(chunk.scale(sums, older), chunk.scale(own, newer))
+
+    end_sums, sums = scan_chunks(add, summary.sums, (older, newer, own), axis)
+    return Summary(sums, before), Summary(end_sums, end)
+
+
+def _summarize_in_turn_grad(
+    before: Summary, decay: ChunkDecay, own: Shifts, dread: Sums, dend: Sums
+) -> tuple[Sums, Sums, Array]:
+    """Gradients of the chunks' own sums, and of those before the first chunk.
+
+    `dread` is what each chunk's queries add to the gradient of the sums before it. Last, for each chunk, the product of
+    what it keeps of these sums with their gradient.
+    """
+    axis = dend.z.ndim - 1
+    _, older, newer = chunk.merge(before.shifts, decay.kept, own)
+
+    def step(dend: Sums, xs: Any) -> Sums:
+        older, dread = xs
+        return chunk.add(chunk.scale(dend, older), dread)
+
+    dfirst, dends = scan_chunks(step, dend, (older, dread), axis, reverse=True)
+    return chunk.scale(dends, newer), dfirst, chunk.kept_product(older, before.sums, dends)
+
+
 # ---- both passes ----------------------------------------------------------------------------------
 
 
 class _Buffers(NamedTuple):
-    """What the groups write: y, S and Z (or their smallest so far), and log Z if asked for."""
+    """What the groups write: y, S and Z if they are saved, and log Z if asked for."""
 
     y: Array
-    sums: Sums
+    sums: Sums | None
     log_z: ShiftedLog | None
+
+
+class _Carry(NamedTuple):
+    """What goes from one group to the next."""
+
+    summary: Summary
+    seen: Array  # [*batch]: whether something that is not finite is seen from there on
+    lost: Array  # [*batch]: whether terms were lost
+    buffers: _Buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,183 +294,116 @@ class Causal(Generic[StateT]):
     return_log_z: bool
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
-    def exact(self, q: Array, keys: Keys, state: StateT, out: Output[StateT]) -> Output[StateT]:
-        return exact.attend(self.kind, self.split.chunk_size, q, keys, state, out)
+    def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
+        bad_state = is_bad_state(self.kind, state)
+        q, keys, seen, seen_by_last = leave_out(self.kind, q, keys, bad_state)
+        y, log_z, end = exact.attend(self.split.chunk_size, q, keys, leave_out_state(state, bad_state))
+        return Output(mark(seen, y), mark(seen, log_z) if self.return_log_z else None, mark(seen_by_last, end))
 
-    def exact_backward(
-        self,
-        q: Array,
-        keys: Keys,
-        state: StateT,
-        grads: Output[StateT],
-        scale: Array,
-        out: tuple[Array, Keys, StateT],
-    ) -> tuple[Array, Keys, StateT]:
-        return exact.attend_backward(self.kind, self.split.chunk_size, q, keys, state, grads, scale, out)
-
-    def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
-        """(the output, what the backward pass needs if it is saved, whether terms were lost)."""
+    def forward(
+        self, q: Array, keys: Keys, state: StateT, save_residuals: bool
+    ) -> tuple[Output[StateT], Residuals | None, Array | None]:
+        """(the output, what the backward pass needs if it is saved, the rows that lost terms)."""
         kind, split = self.kind, self.split
 
-        def step(carry: Any, i: Array) -> Any:
-            m, shifts, buffers, has_non_finite = carry
-            group_q, group_keys = take_group((q, keys), i, split)
-            own = move_in_turn(kind, shifts, group_keys)
-            queries, key_factors = chunk.query_factors(group_q, own), chunk.key_factors(kind, group_keys, own)
-            before, m, shifts = _sums_between(key_factors, m, shifts, own)
-            buffers = self._write_queries(queries, key_factors, before, own, buffers, i, save_residuals)
-            has_non_finite |= kind.has_non_finite(group_keys.values)
-            return (m, shifts, buffers, has_non_finite), (before, own) if save_residuals else None
+        def step(carry: _Carry, i: Array) -> Any:
+            group = read_group(kind, chunk.fast_weights, *take_group((q, keys), i, split), carry.summary)
+            after = _Carry(group.after, carry.seen, carry.lost, self._write(carry.buffers, group, partial(write, i=i)))
 
-        shifts = kind.state_shifts(state)
-        m = kind.state_to_sums(state, shifts)
-        carry = m, shifts, self._make_buffers(m, save_residuals), kind.has_non_finite(m.s)
+            def read_exactly(rows: Rows, out: tuple[Summary, _Carry]) -> tuple[Summary, _Carry]:
+                before, after = out
+                row_q, row_keys, summary, seen, lost = rows.take((q, keys, *carry[:3]))
+                clean = leave_out(kind, *take_group((row_q, row_keys), i, split), seen)
+                group = read_group(kind, chunk.exact_weights, clean.q, clean.keys, summary)
+                y, log_z = mark(clean.seen, (group.y, group.log_z))
+                write = lambda x, part, axis=-2: rows.write(x, part, axis, i * split.group_size)
+                buffers = self._write(after.buffers, group._replace(y=y, log_z=log_z), write)
+                more = rows.write(after[:3], (group.after, clean.seen_by_last, lost | ~group.is_exact))
+                return rows.write(before, group.before), _Carry(*more, buffers)
+
+            inexact = ~group.is_exact | carry.seen
+            before, after = for_rows(inexact, read_exactly, (group.before, after))
+            return after, (before, carry.seen, inexact) if save_residuals else None
+
+        bad_state = is_bad_state(kind, state)
+        summary = kind.to_summary(leave_out_state(state, bad_state))
+        lost = ~kind.is_exact(summary.sums, summary.shifts.b)
+        carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
-        (m, shifts, buffers, has_non_finite), before = lax.scan(step, carry, jnp.arange(split.n_groups))
-        y, sums, log_z = buffers
-        # Sums between chunks need no check of their own: what underflows there is negligible in every query's sum, too,
-        # and in the sums at the end.
-        lost = (
-            has_non_finite | kind.has_lost_terms(sums) | kind.has_lost_terms(chunk.fill_empty_features(kind, m, shifts))
-        )
-        residuals = Residuals(sums, *before) if save_residuals else None
-        return Output(y, log_z, kind.sums_to_state(m, shifts)), residuals, lost
+        (end, seen, lost, (y, sums, log_z)), saved = lax.scan(step, carry, jnp.arange(split.n_groups))
+        lost |= ~kind.is_exact(end.sums, end.shifts.b)
+        residuals = None
+        if sums is not None:
+            before, seen_before, inexact = saved
+            residuals = Residuals(sums, before, seen_before, inexact, end)
+        return Output(y, log_z, mark(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
 
     def backward(
-        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
+        self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], scale: Array
     ) -> tuple[Array, Keys, StateT]:
         """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
         kind, split = self.kind, self.split
+        of_outputs = grads.y, None if grads.log_z is None else grads.log_z.rest
+
+        def take(arrays: tuple[Any, Any], i: Array) -> tuple[Any, Any]:
+            return take_group(arrays[0], i, split), take_group(arrays[1], i, split, axis=-1)
 
         def step(carry: Any, xs: Any) -> Any:
-            dm, after, dq, dkeys = carry
-            i, (before, own) = xs
-            group_q, group_keys = take_group((q, keys), i, split)
-            queries, key_factors = chunk.query_factors(group_q, own), chunk.key_factors(kind, group_keys, own)
-            s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
-            dy, dlog_z, dsums = self._query_sums_grad(Sums(s, residuals.sums.z), grads, i, 1 / scale)
-            more = chunk.before_grad(queries, key_factors, dsums)
-            dpairs = chunk.pair_grad(key_factors, dsums, own)
-            group_dq = chunk.query_grad(queries, key_factors, before, dsums, dpairs)
-            dq_total = chunk.query_grad_total(kind, dy, dlog_z, own)
-            group_dq = chunk.correct_query_grad(group_dq, queries, key_factors, before, dq_total)
-            dends, dkept, dm, after = _sums_between_grad(key_factors, before, more, dm, own, after)
-            dkey = chunk.key_grads(kind, queries, key_factors, dsums, dpairs, dends, own)
-            dlog_decay = None if keys.log_decay is None else chunk.log_decay_grad(dq_total, dkey, dkept)
-            group = group_dq, Keys(dkey.k, dkey.values, None, dlog_decay)
-            dq, dkeys = write((dq, dkeys), multiply(to_tokens(group), scale), i)
-            return (dm, after, dq, dkeys), None
+            dend, dq, dkeys = carry
+            i, before, seen_before, inexact = xs
+            group_s, group_z = take(
+                (dkeys.values if kind.grad_overwrites_sums else residuals.sums.s, residuals.sums.z), i
+            )
+            dread = multiply(take(of_outputs, i), 1 / scale)
+            tokens = take_group((q, keys), i, split)
+            found = group_grad(kind, chunk.fast_weights, *tokens, before, Sums(group_s, group_z), *dread, dend)
+            given: tuple[Array, Keys] = write((dq, dkeys), to_tokens(multiply(found[:2], scale)), i)
 
-        m, shifts = end_sums(kind, keys, residuals)
-        (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
-        carry = dm, shifts, *self._make_grad_buffers(q, keys, residuals.sums)
+            def find_exactly(rows: Rows, out: tuple[Sums, Any]) -> tuple[Sums, Any]:
+                dfirst, buffers = out
+                of_rows = rows.take((q, keys, of_outputs, seen_before, before, dend))
+                row_q, row_keys, row_outputs, seen, row_before, row_dend = of_rows
+                clean = leave_out(kind, *take_group((row_q, row_keys), i, split), seen)
+                dread = mark(clean.seen, multiply(take(row_outputs, i), 1 / scale), 0.0)
+                tokens = clean.q, clean.keys
+                found = group_grad(kind, chunk.exact_weights, *tokens, row_before, None, *dread, row_dend)
+                parts = to_tokens(multiply(found[:2], scale))
+                return rows.write(dfirst, found[2]), rows.write(buffers, parts, -2, i * split.group_size)
+
+            dfirst, (dq, dkeys) = for_rows(inexact, find_exactly, (found[2], given))
+            return (dfirst, dq, dkeys), None
+
+        to_end = lambda m: kind.to_state(Summary(m, residuals.end.shifts))
+        (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
+        carry = dend, *self._make_grad_buffers(q, keys, residuals.sums)
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
-        xs = jnp.arange(split.n_groups), (residuals.before, residuals.shifts)
-        (dm, shifts, dq, dkeys), _ = lax.scan(step, carry, xs, reverse=True)
-        first = kind.state_shifts(state)
-        to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
-        return dq, dkeys, multiply(to_state(chunk.scale(dm, chunk.shift_scales(first, shifts)))[0], scale)
+        xs = jnp.arange(split.n_groups), residuals.before, residuals.seen, residuals.inexact
+        (dfirst, dq, dkeys), _ = lax.scan(step, carry, xs, reverse=True)
+        to_sums = lambda state: kind.to_summary(leave_out_state(state, is_bad_state(kind, state))).sums
+        (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
+        return dq, dkeys, multiply(dstate, scale)
 
     def _make_buffers(self, m: Sums, save_residuals: bool) -> _Buffers:
         """Buffers for the groups to overwrite, filled differently: see the module's top."""
         n_tokens, (*batch, _, d_value) = self.split.n_tokens, m.s.shape
-        n_sums = n_tokens if save_residuals else self.split.group_size
         make = lambda fill, *last: jnp.full((*batch, *last), fill, m.s.dtype)
+        sums = Sums(make(1, n_tokens, d_value), make(1, n_tokens)) if save_residuals else None
         log_z = ShiftedLog(make(2, n_tokens), make(3, n_tokens)) if self.return_log_z else None
-        return _Buffers(make(0, n_tokens, d_value), Sums(make(1, n_sums, d_value), make(1, n_sums)), log_z)
+        return _Buffers(make(0, n_tokens, d_value), sums, log_z)
 
-    def _write_queries(
-        self,
-        queries: QueryFactors,
-        keys: KeyFactors,
-        before: Sums,
-        shifts: ChunkShifts,
-        buffers: _Buffers,
-        i: Array,
-        save_residuals: bool,
-    ) -> _Buffers:
-        """The buffers with what group i's queries read."""
-        y, (s, z), log_z = buffers
-        sums = chunk.query_sums(queries, keys, before, shifts)
-        filled = chunk.fill_empty_queries(self.kind, queries, sums, shifts)
-        group_s, group_z = to_tokens(filled.s), to_tokens(filled.z, axis=-1)
-        y = write(y, to_tokens(self.kind.mean(sums, shifts.reading.b)), i)
-        if save_residuals:
-            s, z = write(s, group_s, i), write(z, group_z, i, axis=-1)
-        else:
-            s, z = jnp.minimum(s, group_s), jnp.minimum(z, group_z)
+    def _write(self, buffers: _Buffers, group: Group, write: Callable[..., Any]) -> _Buffers:
+        """The buffers with what a group's queries read, which `write` puts into its place."""
+        y, sums, log_z = buffers
+        y = write(y, to_tokens(group.y))
+        if sums is not None:
+            s, z = to_tokens(group.sums.s), to_tokens(group.sums.z, axis=-1)
+            sums = Sums(write(sums.s, s), write(sums.z, z, axis=-1))
         if log_z is not None:
-            log_z = write(log_z, to_tokens(chunk.log_z(queries, sums), axis=-1), i, axis=-1)
-        return _Buffers(y, Sums(s, z), log_z)
+            log_z = write(log_z, to_tokens(group.log_z, axis=-1), axis=-1)
+        return _Buffers(y, sums, log_z)
 
     def _make_grad_buffers(self, q: Array, keys: Keys, sums: Sums) -> tuple[Array, Keys]:
         """Buffers for the groups to overwrite, filled differently; for the gradient of the values that of S, or not."""
         dvalues = sums.s if self.kind.grad_overwrites_sums else jnp.full_like(keys.values, 2)
         dlog_decay = None if keys.log_decay is None else jnp.full_like(keys.log_decay, 3)
         return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, dlog_decay)
-
-    def _query_sums_grad(
-        self, sums: Sums, grads: Output[StateT], i: Array, factor: Array
-    ) -> tuple[Array, Array | None, Sums]:
-        """Group i's gradients of y, of log Z and of S and Z, as chunks, times `factor`."""
-        split = self.split
-        s, dy = take_group((sums.s, grads.y), i, split)
-        of_queries = sums.z, None if grads.log_z is None else grads.log_z.rest
-        z, dlog_z = take_group(of_queries, i, split, axis=-1)
-        dy, dlog_z = multiply((dy, dlog_z), factor)
-        return dy, dlog_z, self.kind.mean_grad(Sums(s, z), dy, dlog_z)
-
-
-def move_in_turn(kind: Values[Any], shifts: Shifts, keys: Keys) -> ChunkShifts:
-    """Shifts of each chunk of a group, [*batch, N, ...], after sums relative to `shifts`."""
-    return chunk.move_shifts(shifts, chunk.own_shifts(kind, keys), shifts.c.ndim - 1)
-
-
-def _sums_between(keys: KeyFactors, m: Sums, shifts: Shifts, own: ChunkShifts) -> tuple[Sums, Sums, Shifts]:
-    """The sums before each chunk of a group, relative to `own.reading`; the sums and shifts after the last."""
-    axis = shifts.c.ndim - 1
-
-    def step(m: Sums, xs: Any) -> tuple[Sums, Sums]:
-        moved, kept, more = xs
-        before = chunk.scale(m, moved)
-        return chunk.add_sums(chunk.scale(before, kept), more), before
-
-    earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
-    moved = chunk.shift_scales(earlier, own.reading)
-    xs = moved, chunk.kept_scales(keys.log_kept, own.reading, own.after), chunk.chunk_sums(keys, own)
-    m, before = scan_chunks(step, m, xs, axis)
-    return before, m, jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, keepdims=False), own.after)
-
-
-def _sums_between_grad(
-    keys: KeyFactors, before: Sums, more: Sums, dm: Sums, own: ChunkShifts, later: Shifts
-) -> tuple[Sums, Array | None, Sums, Shifts]:
-    """The gradients of the sums after each chunk of a group, and their products with the sums `before` that are kept.
-
-    Last come the gradients of the sums before the first chunk, and their shifts. `more` is what each chunk's queries
-    add to the gradient of the sums before it; `dm` is relative to `later`.
-    """
-    axis = later.c.ndim - 1
-
-    def step(dm: Sums, xs: Any) -> tuple[Sums, Sums]:
-        moved, kept, more = xs
-        dend = chunk.scale(dm, moved)
-        return chunk.add_sums(chunk.scale(dend, kept), more), dend
-
-    next_reading = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, later)
-    kept = chunk.kept_scales(keys.log_kept, own.reading, own.after)
-    xs = chunk.shift_scales(own.after, next_reading), kept, more
-    dm, dends = scan_chunks(step, dm, xs, axis, reverse=True)
-    dkept = None if kept is None else chunk.kept_product(kept, before, dends)
-    return dends, dkept, dm, jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, keepdims=False), own.reading)
-
-
-def end_sums(kind: Values[Any], keys: Keys, residuals: Residuals) -> tuple[Sums, Shifts]:
-    """The sums after the last chunk, and their shifts."""
-    axis = residuals.before.z.ndim - 3
-    n_chunks = residuals.before.z.shape[-2]
-    last = lambda x: lax.index_in_dim(lax.index_in_dim(x, -1, 0, keepdims=False), -1, axis, keepdims=False)
-    m, own = jax.tree.map(last, (residuals.before, residuals.shifts))
-    size = keys.k.shape[-2] // (residuals.before.z.shape[0] * n_chunks)
-    last_keys = jax.tree.map(lambda x: lax.slice_in_dim(x, x.shape[-2] - size, None, axis=x.ndim - 2), keys)
-    return chunk.next_sums(chunk.key_factors(kind, last_keys, own), m, own), own.after

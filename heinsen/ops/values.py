@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, logaddexp, logsumexp
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, log_divide, logaddexp, logsumexp
 from heinsen.ops.states import MeanState, NormalizedMeanState, NormalizedState, init_state, whole_shift
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
@@ -43,10 +43,18 @@ class Sums(NamedTuple):
     z: Array  # [*batch, K or T]
 
 
+class Summary(NamedTuple):
+    """What tokens leave behind: sums over them, relative to shifts. The largest weight of each key feature is 1."""
+
+    sums: Sums
+    shifts: Shifts
+
+
 class Values(abc.ABC, Generic[StateT]):
     """How one kind of values enters sums and is read from them. Instances have no data: compare them by identity."""
 
     zero: float  # the number that stands for a value of 0
+    can_lose_terms: bool  # whether underflow of a value matters
     grad_overwrites_sums: bool  # whether XLA writes the gradient of the values over the buffer of S without a copy
 
     @abc.abstractmethod
@@ -78,19 +86,12 @@ class Values(abc.ABC, Generic[StateT]):
         """Sum [*batch, T] of dy over the columns whose values were all zero, whose y changes by its log Z alone."""
 
     @abc.abstractmethod
-    def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
-        """Sums with 1 in place of those that are rightly 0: no weights (of a query or key feature), or no values."""
+    def is_exact(self, sums: Sums, b: Array | None) -> Array:
+        """Whether underflow cannot have taken terms that matter from any s [*batch, T or K, V], nor is one NaN."""
 
     @abc.abstractmethod
-    def has_lost_terms(self, sums: Sums) -> Array:
-        """Whether some sum, after `fill_empty`, is NaN or so small that underflow may have taken terms from it."""
-
-    @abc.abstractmethod
-    def has_non_finite(self, values: Array) -> Array:
-        """Whether some value, or sum of values, is NaN or infinite and `has_lost_terms` cannot see it.
-
-        Times a weight of 0 it would be NaN for tokens that do not see it.
-        """
+    def is_value(self, values: Array) -> Array:
+        """Whether numbers are values, neither NaN nor infinite."""
 
     @abc.abstractmethod
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
@@ -101,8 +102,12 @@ class Values(abc.ABC, Generic[StateT]):
         """Normalized state of one token k [*batch, K], values [*batch, V], which are the means of all features."""
 
     @abc.abstractmethod
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> StateT:
-        """Normalized state of sums relative to shifts."""
+    def to_state(self, summary: Summary) -> StateT:
+        """Normalized state of a summary."""
+
+    @abc.abstractmethod
+    def to_summary(self, state: StateT) -> Summary:
+        """Summary of a normalized state, relative to its log weights and its largest mean, which are constants."""
 
     @abc.abstractmethod
     def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> StateT:
@@ -112,19 +117,11 @@ class Values(abc.ABC, Generic[StateT]):
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, Array | None]:
         """Sums over T tokens with log_weights [*batch, T, K] <= 0, and the shift b of the sums."""
 
-    @abc.abstractmethod
-    def state_shifts(self, state: StateT) -> Shifts:
-        """Shifts that cover a normalized state: those of its log weights, and the largest average."""
-
-    @abc.abstractmethod
-    def state_to_sums(self, state: StateT, shifts: Shifts) -> Sums:
-        """Sums of a normalized state, relative to shifts that cover it."""
-
 
 class LogValues(Values[NormalizedState]):
     """Non-negative values, given by their logarithms."""
 
-    zero, grad_overwrites_sums = NEG_INF, True
+    zero, can_lose_terms, grad_overwrites_sums = NEG_INF, True, True
 
     def empty_state(self, k: Array, values: Array) -> NormalizedState:
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], dtype=k.dtype).normalize()
@@ -151,13 +148,14 @@ class LogValues(Values[NormalizedState]):
         assert b is not None
         return jnp.sum(jnp.where((b == NEG_INF)[..., None, :], dy, 0.0), axis=-1)
 
-    def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
+    def is_exact(self, sums: Sums, b: Array | None) -> Array:
         assert b is not None
-        has_value = has_weight[..., None] & (b != NEG_INF)[..., None, :]
-        return Sums(jnp.where(has_value, sums.s, 1.0), jnp.where(has_weight, sums.z, 1.0))
+        can_be_zero = (sums.z == 0)[..., None] | (b == NEG_INF)[..., None, :]
+        # Over tokens first: XLA's CPU compiler vectorizes only that.
+        return jnp.all(jnp.min(jnp.where(can_be_zero, 1.0, sums.s), axis=-2) >= SMALLEST_SUM, axis=-1)
 
-    def has_lost_terms(self, sums: Sums) -> Array:
-        return ~(jnp.minimum(jnp.min(sums.z), jnp.min(sums.s)) >= SMALLEST_SUM)
+    def is_value(self, values: Array) -> Array:
+        return values < jnp.inf
 
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return logaddexp(y + share, other_y + other_share)
@@ -167,13 +165,14 @@ class LogValues(Values[NormalizedState]):
         log_mean = jnp.broadcast_to((values - finite(b))[..., None, :], (*k.shape, values.shape[-1]))
         return NormalizedState(log_mean, ShiftedLog.of(k), b)
 
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedState:
+    def to_state(self, summary: Summary) -> NormalizedState:
+        (s, z), shifts = summary
         assert shifts.b is not None
-        log_mean = safe_log(safe_divide(m.s, m.z[..., None]))
-        return NormalizedState.of(log_mean, _log_weight(m, shifts), shifts.b)
+        return NormalizedState.of(safe_log(safe_divide(s, z[..., None])), _log_weight(z, shifts.c), shifts.b)
 
-    def has_non_finite(self, values: Array) -> Array:
-        return jnp.zeros((), bool)  # relative to a shift, what is not finite makes its sums NaN
+    def to_summary(self, state: NormalizedState) -> Summary:
+        z = jnp.exp(state.h_z.rest)
+        return Summary(Sums(jnp.exp(state.log_mean) * z[..., None], z), Shifts(state.h_z.shift, state.b))
 
     def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedState:
         log_shares, h_z = _log_shares_in_sum(k, log_kept)
@@ -189,20 +188,11 @@ class LogValues(Values[NormalizedState]):
         z = einsum("...sk,...s->...k", weights, jnp.exp(largest[..., 0]))
         return Sums(einsum("...sk,...sv->...kv", weights, self.factor(values, b)), z), b
 
-    def state_shifts(self, state: NormalizedState) -> Shifts:
-        return Shifts(state.h_z.shift, state.b)
-
-    def state_to_sums(self, state: NormalizedState, shifts: Shifts) -> Sums:
-        assert shifts.b is not None
-        z = jnp.exp(state.h_z.rest + difference(state.h_z.shift, shifts.c))
-        mean = jnp.exp(state.log_mean + difference(state.b, shifts.b)[..., None, :])
-        return Sums(mean * z[..., None], z)
-
 
 class RealValues(Values[NormalizedMeanState]):
     """Values of either sign. Their means are divided by their weights, so only those can be too small."""
 
-    zero, grad_overwrites_sums = 0.0, False
+    zero, can_lose_terms, grad_overwrites_sums = 0.0, False, False
 
     def empty_state(self, k: Array, values: Array) -> NormalizedMeanState:
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype).normalize()
@@ -227,11 +217,11 @@ class RealValues(Values[NormalizedMeanState]):
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
         return 0.0
 
-    def fill_empty(self, sums: Sums, has_weight: Array, b: Array | None) -> Sums:
-        return Sums(sums.s, jnp.where(has_weight, sums.z, 1.0))
+    def is_exact(self, sums: Sums, b: Array | None) -> Array:
+        return jnp.ones(sums.s.shape[:-2], bool)
 
-    def has_lost_terms(self, sums: Sums) -> Array:
-        return ~(jnp.min(sums.z) >= SMALLEST_SUM)
+    def is_value(self, values: Array) -> Array:
+        return jnp.isfinite(values)
 
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return jnp.exp(share) * y + jnp.exp(other_share) * other_y
@@ -239,11 +229,13 @@ class RealValues(Values[NormalizedMeanState]):
     def normalized_token(self, k: Array, values: Array) -> NormalizedMeanState:
         return MeanState.of_token(k, values).normalize()
 
-    def sums_to_state(self, m: Sums, shifts: Shifts) -> NormalizedMeanState:
-        return NormalizedMeanState(self.mean(m, None), _log_weight(m, shifts))
+    def to_state(self, summary: Summary) -> NormalizedMeanState:
+        (s, z), shifts = summary
+        return NormalizedMeanState(safe_divide(s, z[..., None]), _log_weight(z, shifts.c))
 
-    def has_non_finite(self, values: Array) -> Array:
-        return ~jnp.all(jnp.isfinite(values))
+    def to_summary(self, state: NormalizedMeanState) -> Summary:
+        z = jnp.exp(state.h_z.rest)
+        return Summary(Sums(state.mean * z[..., None], z), Shifts(state.h_z.shift, None))
 
     def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedMeanState:
         log_shares, h_z = _log_shares_in_sum(k, log_kept)
@@ -253,13 +245,6 @@ class RealValues(Values[NormalizedMeanState]):
         weights = jnp.exp(log_weights)
         s = einsum("...sk,...sv->...kv", weights, values)
         return Sums(s, jnp.sum(weights, axis=-2)), None
-
-    def state_shifts(self, state: NormalizedMeanState) -> Shifts:
-        return Shifts(state.h_z.shift, None)
-
-    def state_to_sums(self, state: NormalizedMeanState, shifts: Shifts) -> Sums:
-        z = jnp.exp(state.h_z.rest + difference(state.h_z.shift, shifts.c))
-        return Sums(state.mean * z[..., None], z)
 
 
 LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
@@ -274,17 +259,12 @@ def _log_shares_in_sum(k: Array, log_kept: Array | None) -> tuple[Array, Shifted
     return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
 
-def _log_weight(m: Sums, shifts: Shifts) -> ShiftedLog:
-    """h_z of sums relative to shifts."""
-    return ShiftedLog(safe_log(m.z), jnp.where(m.z == 0, NEG_INF, shifts.c))
+def _log_weight(z: Array, c: Array) -> ShiftedLog:
+    """h_z of sums of weights relative to a shift."""
+    return ShiftedLog(safe_log(z), jnp.where(z == 0, NEG_INF, c))
 
 
 # ---- arithmetic at zero ---------------------------------------------------------------------------
-
-
-def shift_decay(old: Array, new: Array) -> Array:
-    """exp(old - new) <= 1 for shifts old <= new; 1 where both are -inf."""
-    return jnp.exp(difference(old, new))
 
 
 @jax.custom_jvp

@@ -1,6 +1,6 @@
 """Causal attention by one fused kernel for each pass: implementation="pallas" on TPUs and Hopper GPUs.
 
-The forms here take the place of `heinsen.ops.schedule.Causal`; what they lose is found, and computed exactly, as there.
+The forms here take the place of `heinsen.ops.schedule.Causal`, which computes the rows where they lose terms.
 """
 
 from typing import Any

@@ -6,8 +6,9 @@ chunk's while this one's products run; factors and pairwise weights never leave 
 the outputs and what the backward pass needs: S and Z of every query, and M before every chunk.
 
 XLA computes what is small, before the kernels: the shifts of every chunk (it reads the keys and values once more), the
-factors between them, and the sums of log decays. The mathematics is that of `chunk`, with the same names; the functions
-here take the place of those of `schedule`, and what they return goes through the same check (`exact`).
+factors between them (`chunk` in this folder), and the sums of log decays. The mathematics is that of
+`heinsen.ops.chunk.fast_weights`, with these shifts; the functions here take the place of those of `schedule`, which
+computes the rows that lose terms here (`form`).
 
 A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
 
@@ -19,7 +20,6 @@ Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key a
 key features, filled up to the 64 rows that the matrix units need.
 """
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -32,7 +32,16 @@ from jaxtyping import Array
 
 from heinsen import platform
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.keys import with_decay
+from heinsen.contrib.kernels.chunk import (
+    ChunkShifts,
+    chunk_shifts,
+    following,
+    kept_scales,
+    preceding,
+    shift_scale,
+    shift_scales,
+)
+from heinsen.contrib.kernels.form import Kernels
 from heinsen.contrib.kernels.wgmma import (
     COLUMNS,
     MATRIX,
@@ -47,12 +56,12 @@ from heinsen.contrib.kernels.wgmma import (
 )
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, ShiftedLog, finite, two_sum
-from heinsen.ops import chunk, schedule
-from heinsen.ops.chunk import ChunkShifts, Keys
-from heinsen.ops.decay import chunk_decay, decay_grad, decay_sums
+from heinsen.ops import chunk
+from heinsen.ops.chunk import Keys
+from heinsen.ops.decay import decay_grad
 from heinsen.ops.exact import Output, multiply
-from heinsen.ops.schedule import Causal, Residuals, Split
-from heinsen.ops.values import LOG_VALUES, StateT, Sums, Values, safe_log, shift_decay
+from heinsen.ops.schedule import Split, take_group
+from heinsen.ops.values import LOG_VALUES, SMALLEST_SUM, StateT, Summary, Sums, Values, safe_log
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 Held = Any
@@ -607,68 +616,62 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
 # ---- in the place of `schedule` -----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Fused(Causal[StateT]):
-    """`Causal` by one kernel for each pass."""
+class _Residuals(NamedTuple):
+    """What the forward pass saves for the backward pass; tokens are as the kernels have them."""
 
-    interpret: Any  # InterpretGPUParams, or None: compiled
+    s: Array  # [G, T, V]
+    z: Array  # [G, T]
+    before_s: Array  # [G, N, K, V]
+    before_z: Array  # [G, N, K]
+    shifts: ChunkShifts
+    end: Summary
+
+
+class Fused(Kernels[StateT]):
+    """The form for Hopper GPUs."""
 
     @classmethod
     def of(cls, kind: Values[StateT], keys: Keys, return_log_z: bool) -> "Fused[StateT]":
-        """All chunks are in one group. Raises InputError for what the kernels do not take."""
+        """Raises InputError for what the kernels do not take."""
         _check(keys)
         return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
 
-    def forward(
-        self, q: Array, keys: Keys, state: StateT, save_residuals: bool
-    ) -> tuple[Output[StateT], Residuals | None, Array]:
-        kind, keys = self.kind, with_decay(keys)
-        shifts = kind.state_shifts(state)
-        m = kind.state_to_sums(state, shifts)
-        axis = shifts.c.ndim - 1
-        own = schedule.move_in_turn(kind, shifts, schedule.take_group(keys, 0, self.split))
-        earlier = jax.tree.map(lambda x, first: chunk.preceding(x, first, axis), own.after, shifts)
+    def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
+        kind, keys, first = self.kind, _with_decay(keys), self.kind.to_summary(state)
+        shifts = chunk_shifts(kind, first.shifts, take_group(keys, 0, self.split))
+        earlier = jax.tree.map(preceding, shifts.after, first.shifts)
         layout = _Layout.of(kind, self.split, keys)
-        inputs = layout.inputs(q, keys, own, chunk.shift_scales(earlier, own.reading))
-        written = _run_forward(layout.sizes, inputs, layout.state(m))
+        inputs = layout.inputs(q, keys, shifts, shift_scales(earlier, shifts.reading))
+        written = _run_forward(layout.sizes, inputs, layout.state(first.sums))
 
-        end, after = layout.sums(written.end), jax.tree.map(lambda x: lax.index_in_dim(x, -1, axis, False), own.after)
-        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, end, after)) | kind.has_non_finite(m.s)
-        lost |= kind.has_lost_terms(Sums(written.least, written.least)) | kind.has_non_finite(keys.values)
-        unflatten = lambda x, *last: layout.unflatten(x)[(..., *map(slice, last))]
-        z, r = unflatten(written.z), unflatten(written.r)
+        end = Summary(layout.sums(written.end), jax.tree.map(lambda x: x[..., -1, :], shifts.after))
+        lost = self.lost_between(state, first, end)
+        lost |= ~jnp.all(layout.unflatten(written.least) >= SMALLEST_SUM, axis=-1)
+        z, r = layout.unflatten(written.z), layout.unflatten(written.r)
         log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if self.return_log_z else None
-        out = Output(unflatten(written.y, layout.d_value), log_z, kind.sums_to_state(end, after))
-        if not save_residuals:
-            return out, None, lost
-        before_s, before_z = unflatten(written.before_s, layout.d_key, layout.d_value), written.before_z
-        before = Sums(before_s, unflatten(before_z, layout.d_key))
-        sums = Sums(unflatten(written.s, layout.d_value), z)
-        return out, Residuals(sums, *jax.tree.map(lambda x: x[None], (before, own))), lost
+        out = Output(layout.unflatten(written.y)[..., : layout.d_value], log_z, kind.to_state(end))
+        saved = _Residuals(written.s, written.z, written.before_s, written.before_z, shifts, end)
+        return out, saved if save_residuals else None, lost
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
     ) -> tuple[Array, Keys, StateT]:
-        kind, is_gated = self.kind, keys.log_decay is not None
-        keys = with_decay(keys)
-        before, own = jax.tree.map(lambda x: x[0], (residuals.before, residuals.shifts))
-        axis = before.z.ndim - 2
-        m, shifts = schedule.end_sums(kind, keys, residuals)
-        (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
-        following = jax.tree.map(lambda x, last: chunk.following(x, last, axis), own.reading, shifts)
+        kind, is_gated, keys = self.kind, keys.log_decay is not None, _with_decay(keys)
+        shifts, (end, end_shifts) = residuals.shifts, residuals.end
+        (dend,) = jax.vjp(lambda end: kind.to_state(Summary(end, end_shifts)), end)[1](multiply(grads.state, 1 / scale))
+        later = jax.tree.map(following, shifts.reading, end_shifts)
         layout = _Layout.of(kind, self.split, keys)
-        inputs = layout.inputs(q, keys, own, chunk.shift_scales(own.after, following))
-        dlog_z = jnp.zeros_like(residuals.sums.z) if grads.log_z is None else grads.log_z.rest
+        inputs = layout.inputs(q, keys, shifts, shift_scales(shifts.after, later))
         given = Cotangents(
             dy=layout.fill(grads.y, layout.sizes.d_value),
-            dlog_z=layout.flatten(dlog_z),
-            s=layout.fill(residuals.sums.s, layout.sizes.d_value, with_=1.0),
-            z=layout.flatten(residuals.sums.z),
-            before_s=layout.fill(layout.fill(before.s, layout.sizes.d_key, axis=-2), layout.sizes.d_value),
-            before_z=layout.fill(before.z, layout.sizes.d_key),
+            dlog_z=jnp.zeros_like(residuals.z) if grads.log_z is None else layout.flatten(grads.log_z.rest),
+            s=residuals.s,
+            z=residuals.z,
+            before_s=residuals.before_s,
+            before_z=residuals.before_z,
             factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
         )
-        written = _run_backward(layout.sizes, inputs, given, layout.state(dm))
+        written = _run_backward(layout.sizes, inputs, given, layout.state(dend))
 
         dlog_decay = None
         if written.decay is not None and is_gated:
@@ -678,11 +681,18 @@ class Fused(Causal[StateT]):
             dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
         cut = lambda x, size: layout.unflatten(x)[..., :size]
         dkeys = Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
-        first = kind.state_shifts(state)
-        reading = jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, False), own.reading)
-        to_state = jax.vjp(lambda state: kind.state_to_sums(state, first), state)[1]
-        dfirst = chunk.scale(layout.sums(written.first), chunk.shift_scales(first, reading))
-        return cut(written.q, layout.d_key), dkeys, multiply(to_state(dfirst)[0], scale)
+        (_, first), to_state = jax.vjp(kind.to_summary, state)
+        reading = jax.tree.map(lambda x: x[..., 0, :], shifts.reading)
+        dfirst = chunk.scale(layout.sums(written.first), shift_scales(first, reading))
+        (dstate,) = to_state(Summary(dfirst, jax.tree.map(jnp.zeros_like, first)))
+        return cut(written.q, layout.d_key), dkeys, multiply(dstate, scale)
+
+
+def _with_decay(keys: Keys) -> Keys:
+    """Keys with log decays of 0 if documents start without a forget gate: the kernels know one way to forget."""
+    if keys.resets is None or keys.log_decay is not None:
+        return keys
+    return keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1]))
 
 
 def _check(keys: Keys) -> None:
@@ -747,13 +757,13 @@ class _Layout(NamedTuple):
         return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
 
     def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
-        k, values, starts, log_decay = keys
+        k, values, _, log_decay = keys
         zero = NEG_INF if self.sizes.log_values else 0.0
         c = self.fill(self.fill(own.reading.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
         moved_v = self.values_vectors(moved.v)
         decay = None
         if log_decay is not None:
-            decay = self._decay_vectors(log_decay[..., 0], None if starts is None else starts[..., 0], own)
+            decay = self._decay_vectors(keys, own)
         b, moved_k = self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s)
         positions = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.float32), (self.sizes.n_chunks, CHUNK))
         vectors = ChunkVectors(c, b, moved_k, moved_v, positions, decay)
@@ -764,17 +774,16 @@ class _Layout(NamedTuple):
             vectors,
         )
 
-    def _decay_vectors(self, log_decay: Array, starts: Array | None, own: ChunkShifts) -> DecayVectors:
-        in_chunks = lambda x: x.reshape(*self.batch, self.sizes.n_chunks, CHUNK)
-        in_tokens = lambda x: self.flatten(x.reshape(*self.batch, -1))
-        log_decay, starts = in_chunks(log_decay), None if starts is None else in_chunks(starts)
-        sums, left = decay_sums(log_decay, starts), chunk_decay(log_decay, starts)
-        kept = chunk.kept_scales(left.log_total[..., None], own.reading, own.after)
-        assert kept is not None
-        first = jnp.zeros(log_decay.shape)
-        if starts is not None:
-            first = lax.cummax(jnp.where(starts, jnp.arange(CHUNK, dtype=jnp.float32), 0.0), axis=starts.ndim - 1)
-        to = lambda b: None if own.own_b is None or b is None else shift_decay(own.own_b, b)
+    def _decay_vectors(self, keys: Keys, own: ChunkShifts) -> DecayVectors:
+        keys = take_group(keys, 0, Split(1, self.sizes.n_chunks, CHUNK))
+        left = keys.decay()
+        (units, unit, rest), first = left.sums, jnp.zeros(left.sums.units.shape)
+        if keys.resets is not None:
+            starts = jnp.where(keys.resets[..., 0], jnp.arange(CHUNK, dtype=jnp.float32), 0.0)
+            first = lax.cummax(starts, axis=starts.ndim - 1)
+        kept = kept_scales(left.kept[..., None], own.reading, own.after)
+        to = lambda b: None if own.own_b is None else shift_scale(own.own_b, b)
+        in_tokens = lambda x: self.flatten(jnp.broadcast_to(x, units.shape).reshape(*self.batch, -1))
         return DecayVectors(
             kept_k=self.keys_vectors(kept.s),
             kept_v=self.values_vectors(kept.v),
@@ -783,10 +792,10 @@ class _Layout(NamedTuple):
             own_b=self.values_vectors(own.own_b, NEG_INF),
             to_reading=self.values_vectors(to(own.reading.b)),
             to_after=self.values_vectors(to(own.after.b)),
-            units=in_tokens(sums.units),
-            unit=in_tokens(jnp.broadcast_to(sums.unit, sums.units.shape)),
-            rest=in_tokens(sums.rest),
+            units=in_tokens(units),
+            unit=in_tokens(unit),
+            rest=in_tokens(rest),
             first=in_tokens(first),
-            of_state=in_tokens(left.of_state),
-            until_end=in_tokens(left.log_until_end),
+            of_state=in_tokens(jnp.exp(left.of_before)),
+            until_end=in_tokens(left.until_end),
         )

@@ -1,9 +1,9 @@
 """The forward and the backward pass of the chunked form as one kernel each, for TPUs (Pallas).
 
 A step of a kernel takes one chunk of a few heads; the chunks of a head follow one another, backwards in the backward
-pass, with the sums M between them (or their gradient) and their shifts on chip. Factors and pairwise weights never
-leave the chip. The mathematics is that of `chunk`, whose functions the kernels call; the functions here take the place
-of those of `schedule`, and what they return goes through the same check (`exact`).
+pass, with their summary between them (or the gradient of its sums) on chip. Factors and pairwise weights never leave
+the chip. The mathematics is that of `chunk`, whose functions the kernels call; the functions here take the place of
+those of `schedule`, which computes the rows that lose terms here (`form`).
 
 A TPU tiles the last axis of an array to 128 lanes, so that [..., T, 32] would take four times its bytes. The kernels
 have arrays [..., K, T], with tokens in the lanes, and transpose each chunk on chip.
@@ -12,7 +12,6 @@ Axes: G heads of all sequences, P of them in a step; T tokens; N chunks; C token
 features, filled up to whole sublanes.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,18 +20,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.keys import with_decay
+from heinsen.contrib.kernels.form import Kernels
 from heinsen.errors import InputError
-from heinsen.logspace import NEG_INF, ShiftedLog
+from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk
-from heinsen.ops.chunk import ChunkShifts, DecayShifts, Keys
+from heinsen.ops.chunk import Keys
+from heinsen.ops.chunked import attend_causally
 from heinsen.ops.exact import Output, multiply
-from heinsen.ops.schedule import Causal, Split
-from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, Shifts, StateT, Sums, Values, safe_log
+from heinsen.ops.schedule import Split
+from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
 
 LANES = 128
 CHUNK = LANES  # tokens
@@ -59,40 +60,47 @@ class Inputs(NamedTuple):
 
 
 class State(NamedTuple):
-    """Sums between chunks, or their gradients, and their shifts."""
+    """A summary between chunks, or gradients of its sums."""
 
     s: Held  # [G, K, V]
     z: Held  # [G, 1, K]
-    c: Held  # [G, 1, K]
-    b: Held  # [G, 1, V]; None for real values
+    c: Held = None  # [G, 1, K]; None for gradients
+    b: Held = None  # [G, 1, V]; None for gradients and real values
 
-    def read(self) -> tuple[Sums, Shifts]:
-        return Sums(self.s[...], self.z[:, 0]), Shifts(self.c[:, 0], None if self.b is None else self.b[:, 0])
+    def read_sums(self) -> Sums:
+        return Sums(self.s[...], self.z[:, 0])
 
-    def write(self, m: Sums, shifts: Shifts) -> None:
-        self.s[...], self.z[:, 0], self.c[:, 0] = m.s, m.z, shifts.c
+    def read(self) -> Summary:
+        return Summary(self.read_sums(), Shifts(self.c[:, 0], None if self.b is None else self.b[:, 0]))
+
+    def write_sums(self, sums: Sums) -> None:
+        self.s[...], self.z[:, 0] = sums
+
+    def write(self, summary: Summary) -> None:
+        self.write_sums(summary.sums)
+        self.c[:, 0] = summary.shifts.c
         if self.b is not None:
-            self.b[:, 0] = shifts.b
+            self.b[:, 0] = summary.shifts.b
 
 
 class Before(NamedTuple):
-    """Sums before each chunk, and the shifts around them. The P heads of a block share the lanes of M_s."""
+    """Summaries before each chunk. The P heads of a block share the lanes of M_s."""
 
     s: Held  # [G / P, N, K, P V]
     z: Held  # [G, N, 1, K]
-    shifts: Any  # `ChunkShifts` of [G, N, 1, ...]
+    shifts: Any  # `Shifts` of [G, N, 1, ...]
 
-    def read(self) -> tuple[Sums, ChunkShifts]:
+    def read(self) -> Summary:
         z, shifts = jax.tree.map(lambda ref: ref[:, 0, 0], (self.z, self.shifts))
         s, d_value = self.s[0, 0], self.s.shape[-1] // len(z)
-        return Sums(jnp.stack([s[:, i : i + d_value] for i in range(0, s.shape[1], d_value)]), z), shifts
+        return Summary(Sums(jnp.stack([s[:, i : i + d_value] for i in range(0, s.shape[1], d_value)]), z), shifts)
 
-    def write(self, m: Sums, shifts: ChunkShifts) -> None:
+    def write(self, summary: Summary) -> None:
         def write_one(ref: Held, x: Array) -> None:
             ref[:, 0, 0] = x
 
-        self.s[0, 0] = jnp.concatenate(list(m.s), axis=-1)
-        jax.tree.map(write_one, (self.z, self.shifts), (m.z, shifts))
+        self.s[0, 0] = jnp.concatenate(list(summary.sums.s), axis=-1)
+        jax.tree.map(write_one, (self.z, self.shifts), (summary.sums.z, summary.shifts))
 
 
 # ---- forward ------------------------------------------------------------------------------------------
@@ -101,7 +109,7 @@ class Before(NamedTuple):
 class Saved(NamedTuple):
     """What the forward kernel writes for the backward kernel."""
 
-    s: Held  # [G, V, T]: S of each query, with 1 where it is rightly 0
+    s: Held  # [G, V, T]: S of each query
     before: Before
 
 
@@ -109,7 +117,7 @@ class Written(NamedTuple):
     """What the forward kernel writes."""
 
     y: Held  # [G, V, T]
-    z: Held  # [G, 1, T]: Z of each query, with 1 where it is rightly 0
+    z: Held  # [G, 1, T]: Z of each query
     r: Held  # [G, 1, T]; None unless log Z is asked for
     fine: Held  # [G, 1, C]: 0 where a sum may have lost terms, in any chunk, else 1
     end: State
@@ -118,30 +126,35 @@ class Written(NamedTuple):
 
 def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Written) -> None:
     @pl.when(pl.program_id(1) == 0)
-    def _() -> None:
-        out.end.write(*first.read())
+    def start() -> None:
+        out.end.write(first.read())
         out.fine[...] = jnp.ones_like(out.fine)
 
-    (q, keys), (m, before) = inputs.read(), out.end.read()
-    shifts = chunk.move_shifts_once(before, chunk.own_shifts(kind, keys))
-    queries, factors = chunk.query_factors(q, shifts), chunk.key_factors(kind, keys, shifts)
-    m = chunk.scale(m, chunk.shift_scales(before, shifts.reading))
-    sums = chunk.query_sums(queries, factors, m, shifts)
-    filled = chunk.fill_empty_queries(kind, queries, sums, shifts)
-    out.y[...], out.z[:, 0] = kind.mean(sums, shifts.reading.b).mT, filled.z
+    (q, keys), before = inputs.read(), out.end.read()
+    decay, own = keys.decay(), chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decay, own)
+    weights, (r, _) = chunk.fast_weights(q, keys.k, decay, own.c, before.shifts.c)
+    scales = chunk.value_scales(before.shifts.b, own.b)
+    sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
+    out.y[...], out.z[:, 0] = kind.mean(sums, scales.b).mT, sums.z
     if out.r is not None:
-        out.r[:, 0] = queries.r
+        out.r[:, 0] = chunk.log_z(sums.z, r).shift
     if out.saved is not None:
-        out.saved.s[...] = filled.s.mT
-        out.saved.before.write(m, shifts)
-    out.fine[:, 0] = out.fine[:, 0] * _are_fine(kind, filled, keys.values)
-    out.end.write(chunk.next_sums(factors, m, shifts), shifts.after)
+        out.saved.s[...] = sums.s.mT
+        out.saved.before.write(before)
+    out.fine[:, 0] = out.fine[:, 0] * _are_fine(sums, r, scales.b)
+    shifts, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
+    own_sums = chunk.scale(chunk.summarize(factors), newer)
+    out.end.write(Summary(chunk.add(chunk.scale(before.sums, older), own_sums), shifts))
 
 
-def _are_fine(kind: Values[Any], sums: Sums, values: Array) -> Array:
-    """[P, C]: 0 where sums may have lost terms (`Values.has_lost_terms`) or values are not finite, else 1."""
-    other = jnp.abs(values) < jnp.inf if kind is REAL_VALUES else sums.s >= SMALLEST_SUM
-    return jnp.where(sums.z >= SMALLEST_SUM, jnp.min(jnp.where(other, 1.0, 0.0), axis=-1), 0.0)
+def _are_fine(sums: Sums, r: Array, b: Array | None) -> Array:
+    """[P, C]: 0 where sums may have lost terms, or are not finite, else 1."""
+    fine = jnp.where((sums.z >= SMALLEST_SUM) | (r == NEG_INF), 1.0, 0.0)
+    if b is None:
+        return fine
+    can_be_zero = (sums.z == 0)[..., None] | (b == NEG_INF)[..., None, :]
+    return fine * jnp.min(jnp.where(can_be_zero | (sums.s >= SMALLEST_SUM), 1.0, 0.0), axis=-1)
 
 
 # ---- backward -----------------------------------------------------------------------------------------
@@ -164,37 +177,37 @@ class Gradients(NamedTuple):
     k: Held  # [G, K, T]
     values: Held  # [G, V, T]
     log_decay: Held  # [G, 1, T]; None without log decays
-    first: State  # of the sums that the first chunk's queries read
+    first: State  # of the sums before the first chunk
 
 
 def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: State, out: Gradients) -> None:
     @pl.when(pl.program_id(1) == 0)
-    def _() -> None:
-        out.first.write(*end.read())
+    def start() -> None:
+        out.first.write_sums(end.read_sums())
 
-    (q, keys), (m, shifts) = inputs.read(), given.saved.before.read()
-    dm, later = out.first.read()
-    queries, factors = chunk.query_factors(q, shifts), chunk.key_factors(kind, keys, shifts)
+    (q, keys), before, dend = inputs.read(), given.saved.before.read(), out.first.read_sums()
+    decay, own = keys.decay(), chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decay, own)
+    scales = chunk.value_scales(before.shifts.b, own.b)
+    weigh = lambda q, k: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
+    weights, pull, (_, feature_weights) = jax.vjp(weigh, q, keys.k, has_aux=True)
+
     dy = given.dy[...].mT * given.factors[0]
     dlog_z = None if given.dlog_z is None else given.dlog_z[:, 0] * given.factors[0]
     dsums = kind.mean_grad(Sums(given.saved.s[...].mT, given.z[:, 0]), dy, dlog_z)
+    dq, dk = pull(chunk.weights_grad(dsums, factors.vf, before.sums, scales))
+    dq_total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
+    dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
 
-    dend = chunk.scale(dm, chunk.shift_scales(shifts.after, later))
-    kept = chunk.kept_scales(factors.log_kept, shifts.reading, shifts.after)
-    dpairs = chunk.pair_grad(factors, dsums, shifts)
-    dq = chunk.query_grad(queries, factors, m, dsums, dpairs)
-    dq_total = chunk.query_grad_total(kind, dy, dlog_z, shifts)
-    dq = chunk.correct_query_grad(dq, queries, factors, m, dq_total)
-    dkey = chunk.key_grads(kind, queries, factors, dsums, dpairs, dend, shifts)
-    dkept = None if kept is None else chunk.kept_product(kept, m, dend)
-    dlog_decay = chunk.log_decay_grad(dq_total, dkey, dkept)
-
-    for ref, x in ((out.q, dq), (out.k, dkey.k), (out.values, dkey.values)):
+    _, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
+    more = chunk.summary_grad(factors, chunk.scale(dend, newer))
+    dk, dvf = dk + more.k, chunk.values_grad(weights, dsums, scales) + more.values
+    for ref, x in ((out.q, dq), (out.k, dk), (out.values, kind.factor_grad(factors.vf, dvf))):
         ref[...] = x.mT * given.factors[1]
-    if out.log_decay is not None and dlog_decay is not None:
-        out.log_decay[:, 0] = dlog_decay[..., 0] * given.factors[1]
-    dm = chunk.add_sums(chunk.scale(dend, kept), chunk.before_grad(queries, factors, dsums))
-    out.first.write(dm, shifts.reading)
+    if out.log_decay is not None:
+        dkept = chunk.kept_product(older, before.sums, dend)
+        out.log_decay[:, 0] = chunk.log_decay_grad(dq_total, dk, more.k, dkept)[..., 0] * given.factors[1]
+    out.first.write_sums(chunk.add(chunk.scale(dend, older), chunk.before_grad(weights, dsums, scales)))
 
 
 # ---- running a kernel ---------------------------------------------------------------------------------
@@ -274,15 +287,19 @@ class _Layout(NamedTuple):
             None if log_decay is None else self.row(log_decay),
         )
 
-    def state(self, m: Sums, shifts: Shifts) -> State:
+    def state(self, m: Sums, shifts: Shifts | None = None) -> State:
         s = _fill(self.features(m.s, self.value_features), self.key_features, -2, 0.0)
         row = lambda x, size, fill: None if x is None else self.features(x, size, fill)[:, None]
-        c, b = row(shifts.c, self.key_features, NEG_INF), row(shifts.b, self.value_features, NEG_INF)
+        c, b = (None, None) if shifts is None else shifts
+        c, b = row(c, self.key_features, NEG_INF), row(b, self.value_features, NEG_INF)
         return State(s, row(m.z, self.key_features, 0.0), c, b)
 
-    def sums(self, state: State) -> tuple[Sums, Shifts]:
-        c, b = self.cut(state.c[:, 0], self.d_key), None if state.b is None else self.cut(state.b[:, 0], self.d_value)
-        return Sums(self.cut(state.s, self.d_key, self.d_value), self.cut(state.z[:, 0], self.d_key)), Shifts(c, b)
+    def sums(self, state: State) -> Sums:
+        return Sums(self.cut(state.s, self.d_key, self.d_value), self.cut(state.z[:, 0], self.d_key))
+
+    def summary(self, state: State) -> Summary:
+        b = None if state.b is None else self.cut(state.b[:, 0], self.d_value)
+        return Summary(self.sums(state), Shifts(self.cut(state.c[:, 0], self.d_key), b))
 
     # ---- blocks ----
 
@@ -310,19 +327,22 @@ class _Layout(NamedTuple):
             tokens(self.key_features), tokens(self.key_features), tokens(self.value_features), starts, log_decay
         )
 
+    def blocks_of_sums(self) -> State:
+        key_features = self.key_features
+        return State(self.blocks_of_heads(key_features, self.value_features), self.blocks_of_heads(1, key_features))
+
     def blocks_of_state(self) -> State:
-        key_features, value_features = self.key_features, self.value_features
-        row = partial(self.blocks_of_heads, 1)
-        b = None if self.kind is REAL_VALUES else row(value_features)
-        return State(self.blocks_of_heads(key_features, value_features), row(key_features), row(key_features), b)
+        sums, b = self.blocks_of_sums(), None
+        if self.kind is not REAL_VALUES:
+            b = self.blocks_of_heads(1, self.value_features)
+        return sums._replace(c=sums.z, b=b)
 
     def blocks_of_saved(self, backwards: bool = False) -> Saved:
         key_features, value_features, heads = self.key_features, self.value_features, self.heads_per_block
         chunks = partial(self.blocks_of_chunks, backwards=backwards)
         c: Any = chunks(1, key_features)
         b: Any = None if self.kind is REAL_VALUES else chunks(1, value_features)
-        shifts = ChunkShifts(Shifts(c, b), DecayShifts(Shifts(c, b), b) if self.log_decay else None)
-        before = Before(chunks(key_features, heads * value_features, heads=heads), c, shifts)
+        before = Before(chunks(key_features, heads * value_features, heads=heads), c, Shifts(c, b))
         return Saved(self.blocks_of_tokens(value_features, backwards), before)
 
     def _chunk(self, backwards: bool) -> Callable[[Any], Any]:
@@ -390,29 +410,30 @@ class _Residuals(NamedTuple):
     end: State
 
 
-@dataclasses.dataclass(frozen=True)
-class Fused(Causal[StateT]):
-    """`Causal` by one kernel for each pass."""
-
-    interpret: Any  # InterpretParams, or None: compiled
+class Fused(Kernels[StateT]):
+    """The form for TPUs."""
 
     @classmethod
     def of(cls, kind: Values[StateT], keys: Keys, return_log_z: bool) -> "Fused[StateT]":
-        """All chunks are in one group. Raises InputError for what the kernels do not take."""
+        """Raises InputError for what the kernels do not take."""
         if keys.k.dtype != jnp.float32:
             raise InputError(
                 f'implementation="pallas" computes in float32, not {keys.k.dtype}: pass implementation="chunked"'
             )
         return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "tpu", interpret.params())
 
-    def forward(
-        self, q: Array, keys: Keys, state: StateT, save_residuals: bool
-    ) -> tuple[Output[StateT], _Residuals | None, Array]:
-        kind, keys = self.kind, with_decay(keys)
+    def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
+        # Else XLA may copy y, and gradients, of all rows into the layout that they have here, and out of it.
+        tokens_last = Layout((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
+        q, k, values = (with_layout_constraint(x, tokens_last) for x in (q, keys.k, keys.values))
+        keys = keys._replace(k=k, values=values)
+        out = attend_causally(self.kind, q, keys, state, return_log_z=self.return_log_z)
+        return out._replace(y=with_layout_constraint(out.y, tokens_last))
+
+    def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
+        kind, first = self.kind, self.kind.to_summary(state)
         layout = _Layout.of(kind, self.split, keys)
-        shifts = kind.state_shifts(state)
-        m = kind.state_to_sums(state, shifts)
-        inputs = layout.inputs(q, keys), layout.state(m, shifts)
+        inputs = layout.inputs(q, keys), layout.state(*first)
         blocks = layout.blocks_of_inputs(), layout.blocks_of_state()
         row = layout.blocks_of_tokens(1)
         out = Written(
@@ -427,24 +448,18 @@ class Fused(Causal[StateT]):
             _forward_kernel, layout, inputs, blocks, out, pair_products=2, sum_products=2
         )
 
-        m_end, after = layout.sums(end)
-        lost = kind.has_lost_terms(chunk.fill_empty_features(kind, m_end, after)) | kind.has_non_finite(m.s)
-        log_z = None
-        if r is not None:
-            r = layout.cut(r[:, 0])
-            log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(layout.cut(z[:, 0]))), r)
+        last = layout.summary(end)
+        lost = self.lost_between(state, first, last) | ~jnp.all(layout.cut(fine) == 1, axis=(-2, -1))
+        log_z = None if r is None else chunk.log_z(layout.cut(z[:, 0]), layout.cut(r[:, 0]))
         residuals = _Residuals(saved, z, end) if save_residuals else None
-        output = Output(layout.of_tokens(y, layout.d_value), log_z, kind.sums_to_state(m_end, after))
-        return output, residuals, lost | ~jnp.all(fine == 1)
+        return Output(layout.of_tokens(y, layout.d_value), log_z, kind.to_state(last)), residuals, lost
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
     ) -> tuple[Array, Keys, StateT]:
-        kind, is_gated = self.kind, keys.log_decay is not None
-        keys = with_decay(keys)
-        layout = _Layout.of(kind, self.split, keys)
-        m, shifts = layout.sums(residuals.end)
-        (dm,) = jax.vjp(lambda m: kind.sums_to_state(m, shifts), m)[1](multiply(grads.state, 1 / scale))
+        kind, layout = self.kind, _Layout.of(self.kind, self.split, keys)
+        end, shifts = layout.summary(residuals.end)
+        (dend,) = jax.vjp(lambda end: kind.to_state(Summary(end, shifts)), end)[1](multiply(grads.state, 1 / scale))
         given = Cotangents(
             dy=layout.tokens(grads.y, layout.value_features),
             dlog_z=None if grads.log_z is None else layout.row(grads.log_z.rest),
@@ -452,23 +467,19 @@ class Fused(Causal[StateT]):
             saved=residuals.saved,
             factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
         )
-        inputs = layout.inputs(q, keys), given, layout.state(dm, shifts)
+        inputs = layout.inputs(q, keys), given, layout.state(dend)
 
         of_tokens = partial(layout.blocks_of_tokens, backwards=True)
         of_keys, of_values, row = of_tokens(layout.key_features), of_tokens(layout.value_features), of_tokens(1)
         saved, in_smem = layout.blocks_of_saved(backwards=True), pl.BlockSpec(memory_space=pltpu.SMEM)
         cotangents = Cotangents(of_values, None if given.dlog_z is None else row, row, saved, in_smem)
-        blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_state()
-        out = Gradients(of_keys, of_keys, of_values, row if layout.log_decay else None, layout.blocks_of_state())
+        blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_sums()
+        out = Gradients(of_keys, of_keys, of_values, row if layout.log_decay else None, layout.blocks_of_sums())
         dq, dk, dvalues, dlog_decay, first = _run_kernel(
             _backward_kernel, layout, inputs, blocks, out, pair_products=5, sum_products=4
         )
 
-        dlog_decay = layout.cut(dlog_decay[:, 0])[..., None] if is_gated else None
+        dlog_decay = None if dlog_decay is None else layout.cut(dlog_decay[:, 0])[..., None]
         dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
-        before = kind.state_shifts(state)
-        dm, reading = layout.sums(first)
-        dstate = jax.vjp(lambda state: kind.state_to_sums(state, before), state)[1](
-            chunk.scale(dm, chunk.shift_scales(before, reading))
-        )[0]
+        (dstate,) = jax.vjp(lambda state: kind.to_summary(state).sums, state)[1](layout.sums(first))
         return layout.of_tokens(dq, layout.d_key), dkeys, multiply(dstate, scale)

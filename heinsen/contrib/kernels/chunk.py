@@ -1,0 +1,94 @@
+"""Shifts of all chunks, before the kernel for Hopper GPUs sums any of them.
+
+The kernel keeps the sums M between chunks relative to shifts that XLA computes beforehand, in parallel over the chunks:
+those that cover what a chunk's queries read (`ChunkShifts.reading`), and those of the sums after the chunk (`after`),
+which are lower where much is forgotten. In `heinsen.ops.chunk` each chunk has shifts of its own instead.
+
+Axes: `*batch` any leading axes; N chunks; C tokens of a chunk; K key and V value features.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from heinsen.logspace import associative_scan, finite
+from heinsen.ops.chunk import Keys, Scales, largest, log_share
+from heinsen.ops.values import Shifts, Values
+
+
+class ChunkShifts(NamedTuple):
+    """Shifts of each chunk [*batch, N, ...]. Where nothing is forgotten all are the same."""
+
+    reading: Shifts  # of what queries read: of the sums before the chunk, and of its own keys and values
+    after: Shifts  # of the sums after the chunk
+    own_b: Array | None  # [*batch, N, V]: of the chunk's own values
+
+
+def chunk_shifts(kind: Values[Any], first: Shifts, keys: Keys) -> ChunkShifts:
+    """Shifts of chunks [*batch, N, C, ...] that follow, in turn, sums relative to `first` [*batch, ...]."""
+    own = largest(kind, keys)
+    if not keys.forget:
+        reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
+        return ChunkShifts(reading, reading, reading.b)
+    decay = keys.decay()
+    log_kept, c_end = decay.kept[..., None], jnp.max(keys.k + decay.until_end[..., None], axis=-2)
+    cover = lambda first, after, own: jnp.maximum(preceding(after, first), own)
+    after_c = running_max(first.c, log_kept, c_end)
+    reading_c = cover(first.c, after_c, own.c)
+    share = largest_share(reading_c, log_kept, after_c)
+    after_b = jax.tree.map(lambda b, own: running_max(b, share, own), first.b, own.b)
+    reading_b = jax.tree.map(cover, first.b, after_b, own.b)
+    return ChunkShifts(Shifts(reading_c, reading_b), Shifts(after_c, after_b), own.b)
+
+
+def running_max(first: Array, fall: Array | None, x: Array) -> Array:
+    """m[n] = max(m[n-1] + fall[n], x[n]) over chunks [*batch, N, ...], from m[-1] = first (fall None: 0)."""
+
+    def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
+
+    axis, first = x.ndim - 2, first[..., None, :]
+    if fall is None:
+        return lax.cummax(jnp.maximum(first, x), axis=axis)
+    total, top = associative_scan(combine, (fall, x), axis=axis)
+    return jnp.maximum(first + total, top)
+
+
+def preceding(x: Array, first: Array) -> Array:
+    """The entry of the chunk before each, of x [*batch, N, ...], and `first` before the first one."""
+    return jnp.concatenate([first[..., None, :], x[..., :-1, :]], axis=-2)
+
+
+def following(x: Array, last: Array) -> Array:
+    """The entry of the chunk after each, of x [*batch, N, ...], and `last` after the last one."""
+    return jnp.concatenate([x[..., 1:, :], last[..., None, :]], axis=-2)
+
+
+def largest_share(c: Array, log_kept: Array, after_c: Array) -> Array:
+    """Log [*batch, 1] of the largest share of older weights in the sums after a chunk.
+
+    No mean keeps a larger share of its older values, so their shift b may fall by as much.
+    """
+    return jnp.max(log_share(c, log_kept, after_c), axis=-1, keepdims=True)
+
+
+def shift_scale(old: Array, new: Array) -> Array:
+    """exp(old - new): the factor that takes what is relative to the shift `old` to `new` >= `old`."""
+    return jnp.exp(log_share(old, jnp.zeros((), old.dtype), new))
+
+
+def shift_scales(old: Shifts, new: Shifts) -> Scales:
+    """Factors that make sums relative to the shifts `old` relative to `new` >= `old`; or gradients the other way."""
+    c = shift_scale(old.c, new.c)
+    return Scales(c, jax.tree.map(shift_scale, old.b, new.b), c)
+
+
+def kept_scales(log_kept: Array, old: Shifts, new: Shifts) -> Scales:
+    """Factors of what is kept, with logarithm log_kept [*batch, 1], of sums relative to `old`, relative to `new`."""
+    share, top = log_share(old.c, log_kept, new.c), largest_share(old.c, log_kept, new.c)
+    # The shifts of weights and values move together: each factor is at most 1.
+    v = jax.tree.map(lambda old, new: jnp.exp(log_share(old, top, new)), old.b, new.b)
+    return Scales(jnp.exp(share if v is None else share - finite(top)), v, jnp.exp(share))

@@ -1,0 +1,31 @@
+"""What the forms of both kernels share: the rows that lost terms, which the chunked form computes."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from heinsen.ops.chunk import Keys
+from heinsen.ops.chunked import attend_causally
+from heinsen.ops.exact import Output
+from heinsen.ops.nonfinite import is_bad_state
+from heinsen.ops.schedule import Causal
+from heinsen.ops.values import StateT, Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels(Causal[StateT]):
+    """`Causal` by one kernel for each pass. All chunks are in one group."""
+
+    interpret: Any  # parameters of JAX's interpret mode, or None: compiled
+
+    def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
+        return attend_causally(self.kind, q, keys, state, return_log_z=self.return_log_z)
+
+    def lost_between(self, state: StateT, first: Summary, end: Summary) -> Array:
+        """Rows [*batch] whose summaries of all tokens may have lost terms, or where something is not finite."""
+        kind = self.kind
+        is_exact = kind.is_exact(first.sums, first.shifts.b) & kind.is_exact(end.sums, end.shifts.b)
+        # What is not finite in keys and values is so in the sums at the end, too: no factor makes it a number again.
+        return is_bad_state(kind, state) | ~is_exact | ~jnp.all(jnp.isfinite(end.sums.s), axis=(-2, -1))

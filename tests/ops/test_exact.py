@@ -1,0 +1,77 @@
+"""The exact weights of a chunk, and heads that take them beside heads that do not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import heinsen
+from heinsen.ops import chunk, decay, exact
+from tests.ops.common import run_fast_form
+
+FEATURES = 5
+
+
+@pytest.mark.parametrize("sigma, offset", [(1, 0), (64, 0), (2, 1e4)])
+@pytest.mark.parametrize("n_tokens, forgets", [(1, False), (7, True), (12, True), (32, False), (64, True)])
+def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, forgets, sigma, offset):
+    draw = lambda *shape: np.float32(sigma * rng.standard_normal(shape))
+    q, k, c = draw(n_tokens, FEATURES), draw(n_tokens, FEATURES), draw(FEATURES)
+    k = k + np.float32(offset * rng.standard_normal((n_tokens, 1)))
+    log_decay = -jnp.float32(5 * rng.random(n_tokens)) if forgets else None
+    resets = jnp.asarray(rng.random(n_tokens) < 0.1) if forgets else None
+    left = decay.chunk_decay(log_decay, resets, n_tokens, q.dtype)
+    weigh = lambda q, k: chunk.exact_weights(q, k, left, jnp.max(k, axis=-2), jnp.asarray(c))
+    weights, pull, (r, _) = jax.vjp(weigh, *map(jnp.asarray, (q, k)), has_aux=True)
+    cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), weights)
+
+    q, k, of_keys, c, before, r = (np.float64(x) for x in (q, k, left.of_keys, c, left.of_before, r))
+    rounding = 3e-7 * max(10, np.abs(q).max())  # of exponents of that size
+    of_before = np.exp(q + c + before[:, None] - r[:, None])
+    of_features = np.exp(q[:, None, :] + k[None, :, :] + of_keys[..., None] - r[:, None, None])
+    posterior = of_features * np.float64(cotangents.of_keys)[..., None]
+    dq = posterior.sum(axis=1) + of_before * np.float64(cotangents.of_before)
+    want = of_before, of_features.sum(axis=-1), dq, posterior.sum(axis=0)
+    for got, wanted in zip((*weights, *pull(cotangents)), want, strict=True):
+        np.testing.assert_allclose(got, wanted, atol=rounding * max(1, np.abs(wanted).max()))
+    assert np.all(weights.of_keys.sum(axis=-1) + weights.of_before.sum(axis=-1) >= 0.9), "the largest is 1"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixtures_of_heads_that_spread_and_heads_that_do_not(seed, rng):
+    """Every head has its own range of queries, keys and values, its own decays, and documents."""
+    batch, n_tokens = (2, 6), 300
+    scale = lambda *choices: rng.choice(choices, (*batch, 1, 1))
+    normal = lambda n: rng.standard_normal((*batch, n_tokens, n))
+    q, k = scale(0.3, 1, 8, 64) * normal(FEATURES), scale(0.3, 1, 8, 64) * normal(FEATURES)
+    k += scale(0, 0, 20, 1e3) * normal(1)
+    log_v, g = scale(0.3, 1, 1, 64) * normal(3), normal(3)
+    decays = -np.exp(rng.uniform(np.log(1e-6), np.log(50), (*batch, n_tokens)))
+    ids = jnp.asarray(np.cumsum(rng.random((2, 1, n_tokens)) < 0.01, axis=-1), jnp.int32)
+    arrays = [np.float32(x) for x in (q, k, log_v, decays)]
+
+    def run(implementation, dtype):
+        def attend(q, k, log_v, decays):
+            return heinsen.log_attention(q, k, log_v, log_decay=decays, segment_ids=ids, implementation=implementation)
+
+        with jax.enable_x64(dtype == np.float64):
+            y, pull = jax.jit(lambda *x: jax.vjp(attend, *x))(*(x.astype(dtype) for x in arrays))
+            return [np.asarray(x) for x in (y, *pull(g.astype(dtype)))]
+
+    got, want = run("chunked", np.float32), run("reference", np.float64)
+    np.testing.assert_allclose(got[0], want[0], atol=2e-4)
+    for x, wanted in zip(got[1:], want[1:], strict=True):
+        assert np.abs(x - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+def test_a_head_that_spreads_leaves_the_others_to_the_fast_form(rng):
+    heads = 3 * exact.MOST_ROWS
+    q, k, v = (np.float32(rng.standard_normal((heads, 64, FEATURES))) for _ in range(3))
+    wide = k.copy()
+    wide[0] *= 1000
+    run = jax.jit(functools.partial(heinsen.attention, implementation="chunked"))
+    np.testing.assert_array_equal(run(q, wide, v)[exact.MOST_ROWS :], run(q, k, v)[exact.MOST_ROWS :])
+    fast, lost = jax.jit(functools.partial(run_fast_form, signed=True))(q, wide, v)
+    assert lost and not np.allclose(fast[0], run(q, wide, v)[0], atol=0.1)
