@@ -15,7 +15,7 @@ Weights are computed as exp(term - sum) <= 1, so nothing here overflows at any d
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -168,29 +168,6 @@ def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array
     top = jnp.max(z.real, axis=axis, keepdims=True)
     shift = finite(top)
     return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(z - shift), axis=axis))
-
-
-# ---- what is not finite -----------------------------------------------------------------------
-
-
-def zero_grad_where_unread(f: Callable[..., Out]) -> Callable[..., Out]:
-    """f with gradients of 0 where its cotangents are all 0, though its derivatives be NaN or infinite.
-
-    Keeps what is not finite from leaking backwards: a token that no loss reads adds nothing to any gradient.
-    """
-
-    @jax.custom_vjp
-    def gated(*args: Any) -> Out:
-        return f(*args)
-
-    def backward(vjp: Callable[[Out], tuple[Any, ...]], grads: Out) -> tuple[Any, ...]:
-        read = [jnp.any(g != 0) for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
-        is_read = jnp.any(jnp.stack(read))
-        gate = lambda g: g if g.dtype == jax.dtypes.float0 else jnp.where(is_read, g, 0.0)
-        return jax.tree.map(gate, vjp(grads))
-
-    gated.defvjp(lambda *args: jax.vjp(f, *args), backward)
-    return gated
 
 
 # ---- scans -----------------------------------------------------------------------------------

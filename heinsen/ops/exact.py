@@ -182,24 +182,23 @@ def vary_together(*trees: Any) -> Any:
 # ---- the exact forms ------------------------------------------------------------------------------
 
 
-def attend(chunk_size: int, q: Array, keys: Keys, state: Any) -> Output[Any]:
-    """Causal attention of log values, of a whole number of chunks after a `NormalizedState`, all in logarithms."""
-    b = jnp.maximum(state.b, whole_shift(jnp.max(keys.values, axis=-2)))
-    state = NormalizedState(state.log_mean + difference(state.b, b)[..., None, :], state.h_z, b)
-    keys = keys._replace(values=keys.values - finite(b)[..., None, :])
+def attend(
+    kind: Values[StateT], chunk_size: int, q: Array, keys: Keys, state: StateT
+) -> tuple[Array, ShiftedLog, StateT]:
+    """(log y, log Z, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
+
+    def step(state: Any, tokens: tuple[Array, Keys]) -> Any:
+        return _next_state(kind, state, tokens[1]), _read_chunk(*tokens, state)
+
     # A chunk at a time: the gradient has all exponents of one chunk, and the states between chunks.
-    take_chunk: Any = jax.checkpoint(_attend_chunk)
-    end, (log_y, log_z) = lax.scan(take_chunk, state, jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys)))
-    log_y = jnp.moveaxis(log_y, 0, -3)  # [*batch, n, C, V]
+    in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
+    end, (log_y, log_z) = lax.scan(jax.checkpoint(step), state, in_chunks)
     log_z = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*q.shape[:-1]), log_z)
-    return Output(log_y.reshape(*q.shape[:-1], -1) + finite(b)[..., None, :], log_z, end)
+    return _tokens(log_y), log_z, end
 
 
-def _attend_chunk(
-    state: NormalizedState, tokens: tuple[Array, Keys]
-) -> tuple[NormalizedState, tuple[Array, ShiftedLog]]:
-    """The state after a chunk, and (log y, log Z); log values and the state's means are relative to the same shift."""
-    q, keys = tokens
+def _read_chunk(q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, ShiftedLog]:
+    """(log y, log Z) of a chunk's queries, which read its keys up to their own and the state before it."""
     (k, log_v, _, _), decay = keys, keys.decay()
     log_mean, (rest, c), b = state
     of_keys, of_before = decay.of_keys[..., None], decay.of_before[..., None]
@@ -212,31 +211,24 @@ def _attend_chunk(
         ((relative + c[..., None, :]) + error) + (of_before + rest[..., None, :]),
     ]
     weights = jnp.concatenate(log_weights, axis=-1)  # [*batch, C, C + K]
-    log_z = logsumexp(weights, axis=-1)
-    log_y = log_divide(log_matmul(weights, jnp.concatenate([log_v, log_mean], axis=-2)), log_z[..., None])
+    shift = jnp.maximum(b, whole_shift(jnp.max(log_v, axis=-2)))
+    of_tokens, of_state = log_v - finite(shift)[..., None, :], log_mean + difference(b, shift)[..., None, :]
+    log_s, log_z = log_matmul(weights, jnp.concatenate([of_tokens, of_state], axis=-2)), logsumexp(weights, axis=-1)
+    return log_divide(log_s, log_z[..., None]) + finite(shift)[..., None, :], ShiftedLog(log_z, r)
 
-    until_end, kept = decay.until_end[..., None], decay.kept[..., None]
-    c_end = lax.stop_gradient(jnp.maximum(c + kept, jnp.max(k + until_end, axis=-2)))
-    of_state = chunk.log_share(c, kept, c_end) + rest
-    shares = jnp.concatenate([(k - finite(c_end)[..., None, :]) + until_end, of_state[..., None, :]], axis=-2)
-    means = jnp.broadcast_to(log_v[..., :, None, :], (*k.shape, log_v.shape[-1]))
-    means = jnp.concatenate([means, log_mean[..., None, :, :]], axis=-3)  # [*batch, C + 1, K, V]
-    rest = logsumexp(shares, axis=-2)
-    log_mean = log_divide(logsumexp(shares[..., None] + means, axis=-3), rest[..., None])
-    return NormalizedState(log_mean, ShiftedLog(rest, c_end), b), (log_y, ShiftedLog(log_z, r))
+
+def _next_state(kind: Values[StateT], state: StateT, keys: Keys) -> StateT:
+    """Normalized state after a chunk."""
+    decay = keys.decay()
+    own = kind.state_of_tokens(keys.k, keys.values, decay.until_end)
+    return state.decay(jnp.broadcast_to(decay.kept, keys.k.shape[:-2])).merge(own)
 
 
 def summarize(kind: Values[StateT], chunk_size: int, keys: Keys, state: StateT) -> StateT:
     """Normalized state after any number of keys."""
-
-    def step(state: StateT, keys: Keys) -> tuple[StateT, None]:
-        decay = keys.decay()
-        own = kind.state_of_tokens(keys.k, keys.values, decay.until_end)
-        kept = jnp.broadcast_to(decay.kept, keys.k.shape[:-2])
-        return state.decay(kept).merge(own), None
-
     padded = chunk.pad_keys(kind, keys, -keys.k.shape[-2] % chunk_size)
     in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), padded)
+    step = lambda state, keys: (_next_state(kind, state, keys), None)
     return lax.scan(jax.checkpoint(step), state, in_chunks)[0]
 
 
@@ -245,10 +237,15 @@ def read(chunk_size: int, q: Array, state: StateT) -> Array:
     n_tokens = q.shape[-2]
     padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
     y = lax.map(jax.checkpoint(lambda q: read_all(state, q)[0]), _chunks_first(padded, chunk_size))
-    y = jnp.moveaxis(y, 0, -3)  # [*batch, n, C, V]
-    return y.reshape(*y.shape[:-3], -1, y.shape[-1])[..., :n_tokens, :]
+    return _tokens(y)[..., :n_tokens, :]
 
 
 def _chunks_first(x: Array, size: int) -> Array:
     """[n, *batch, C, ...] of [*batch, T, ...]."""
     return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
+
+
+def _tokens(x: Array) -> Array:
+    """[*batch, T, ...] of [n, *batch, C, ...]."""
+    x = jnp.moveaxis(x, 0, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])

@@ -1,7 +1,7 @@
-"""Causality for inputs that are not finite, in forms whose products of 0 and NaN would spread them to all tokens.
+"""Causality for inputs that are not finite, where products of 0 and NaN would spread them to all tokens.
 
-They are replaced by neutral ones, and every output that sees one is set to NaN afterwards. The chunked form needs none
-of this: it takes the tokens of such a chunk in turn (`exact`).
+They are replaced by neutral ones, and every output that sees one is set to NaN afterwards: in the scan and reference
+forms for each call (`isolate_non_finite`), in the chunked form where a group's sums are not finite (`leave_out`).
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from jaxtyping import Array
 from heinsen.logspace import NEG_INF
 from heinsen.ops.chunk import Keys
 from heinsen.ops.documents import document_ranges
+from heinsen.ops.exact import vary_together
 from heinsen.ops.values import StateT, Values
 
 X = TypeVar("X")
@@ -39,22 +40,29 @@ def isolate_non_finite(attend: Attend) -> Attend:
         starts: Array | None,
         log_decay: Array | None,
     ) -> tuple[Array, Any]:
-        values_finite = (values < jnp.inf) & ((values > -jnp.inf) | (kind.zero == NEG_INF))
-        bad_query = ~jnp.all(q < jnp.inf, axis=-1)
-        bad_key = ~(jnp.all(k < jnp.inf, axis=-1) & jnp.all(values_finite, axis=-1))
-        if log_decay is not None:
-            bad_decay = ~jnp.isfinite(log_decay)
-            bad_key |= bad_decay
-            log_decay = jnp.where(bad_decay, 0.0, log_decay)
-        leave_out = lambda bad, fill, x: jnp.where(bad[..., None], fill, x)
-        clean = leave_out(bad_query, 0.0, q), leave_out(bad_key, NEG_INF, k), leave_out(bad_key, kind.zero, values)
-        y, end = attend(kind, *clean, causal, state, starts, log_decay)
+        keys = Keys(k, values, None, None if log_decay is None else log_decay[..., None])
+        bad_query, bad_key = _find_bad(kind, q, keys)
+        q, (k, values, _, column) = _drop(kind, q, keys, bad_query, bad_key)
+        y, end = attend(kind, q, k, values, causal, state, starts, None if column is None else column[..., 0])
         seen, seen_by_last = _sees(bad_key, causal, starts)
-        at_end = lambda x: jnp.expand_dims(seen_by_last, range(bad_key.ndim - 1, x.ndim))
-        end = jax.tree.map(lambda x: jnp.where(at_end(x), jnp.nan, x), end)
-        return jnp.where((bad_query | seen)[..., None], jnp.nan, y), end
+        return mark(bad_query | seen, y), mark(seen_by_last, end)
 
     return isolated
+
+
+def _find_bad(kind: Values[Any], q: Array, keys: Keys) -> tuple[Array, Array]:
+    """Which queries are not finite, and which tokens' key, value or log decay is not, [*batch, ...] each."""
+    bad_key = ~(jnp.all(keys.k < jnp.inf, axis=-1) & jnp.all(kind.is_value(keys.values), axis=-1))
+    if keys.log_decay is not None:
+        bad_key |= ~jnp.isfinite(keys.log_decay[..., 0])
+    return ~jnp.all(q < jnp.inf, axis=-1), bad_key
+
+
+def _drop(kind: Values[Any], q: Array, keys: Keys, bad_query: Array, bad_key: Array) -> tuple[Array, Keys]:
+    """Queries and keys with neutral ones in place of bad ones."""
+    k, values, resets, log_decay = keys
+    clean = mark(bad_key, k, NEG_INF), mark(bad_key, values, kind.zero), resets, mark(bad_key, log_decay, 0.0)
+    return mark(bad_query, q, 0.0), Keys(*clean)
 
 
 def _sees(bad: Array, causal: bool, starts: Array | None) -> tuple[Array, Array]:
@@ -86,10 +94,7 @@ def leave_out(kind: Values[Any], q: Array, keys: Keys, seen: Array) -> Clean:
 
     `seen` [*batch] is whether something before them is not, which they see up to the next reset.
     """
-    bad_query = ~jnp.all(q < jnp.inf, axis=-1)
-    bad_key = ~(jnp.all(keys.k < jnp.inf, axis=-1) & jnp.all(kind.is_value(keys.values), axis=-1))
-    if keys.log_decay is not None:
-        bad_key |= ~jnp.isfinite(keys.log_decay[..., 0])
+    bad_query, bad_key = _find_bad(kind, q, keys)
 
     def step(seen: Array, token: tuple[Array, Array | None]) -> tuple[Array, Array]:
         bad_key, reset = token
@@ -97,12 +102,13 @@ def leave_out(kind: Values[Any], q: Array, keys: Keys, seen: Array) -> Clean:
         return seen, seen
 
     tokens_first = lambda x: jnp.moveaxis(x.reshape(*seen.shape, -1), -1, 0)
-    last, seen_by = lax.scan(step, seen, jax.tree.map(tokens_first, (bad_key, keys.resets)))
+    follow = lambda _, found: lax.scan(step, seen, jax.tree.map(tokens_first, (bad_key, keys.resets)))
+    # Token by token, in a loop of one iteration where anything is bad, and of none otherwise.
+    is_any = jnp.any(bad_key) | jnp.any(seen)
+    none = vary_together(seen, tokens_first(bad_key), keys.resets)[:2]
+    last, seen_by = lax.fori_loop(0, is_any.astype(jnp.int32), follow, none)
     seen_by = jnp.moveaxis(seen_by, 0, -1).reshape(bad_key.shape) | bad_query
-    drop: Callable[..., Any] = lambda bad, fill, x: None if x is None else jnp.where(bad[..., None], fill, x)
-    k, values, resets, log_decay = keys
-    clean = Keys(drop(bad_key, NEG_INF, k), drop(bad_key, kind.zero, values), resets, drop(bad_key, 0.0, log_decay))
-    return Clean(drop(bad_query, 0.0, q), clean, seen_by, last)
+    return Clean(*_drop(kind, q, keys, bad_query, bad_key), seen_by, last)
 
 
 def is_bad_state(kind: Values[StateT], state: StateT) -> Array:

@@ -32,11 +32,11 @@ from jaxtyping import Array
 from heinsen import platform
 from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops import chunk, exact
-from heinsen.ops.chunk import KeyFactors, Keys, Weights
+from heinsen.ops.chunk import KeyFactors, Keys, Scales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import Output, Rows, for_rows, multiply, vary_together
 from heinsen.ops.nonfinite import is_bad_state, leave_out, leave_out_state, mark
-from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
+from heinsen.ops.values import SMALLEST_SUM, StateT, Summary, Sums, Values
 
 # chunk.fast_weights or chunk.exact_weights
 Weigh = Callable[[Array, Array, ChunkDecay, Array, Array], tuple[Weights, tuple[Array, Array]]]
@@ -44,7 +44,6 @@ Weigh = Callable[[Array, Array, ChunkDecay, Array, Array], tuple[Weights, tuple[
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
 X = TypeVar("X")
-Y = TypeVar("Y")
 Carry = TypeVar("Carry")
 
 
@@ -201,11 +200,14 @@ def group_grad(
     sums: Sums | None,
     dy: Array,
     dlog_z: Array | None,
-    dend: Sums,
+    pass_back: Callable[[Scales, Sums], tuple[Sums, Sums]],
 ) -> tuple[Array, Keys, Sums]:
-    """Gradients of queries, of keys, and of the sums before the group, from those of the sums after it, `dend`.
+    """Gradients of queries, of keys, and of the sums before the group.
 
-    `sums` are S and Z of the queries; None: they are computed again.
+    Args:
+      sums: S and Z of the queries; None: they are computed again.
+      pass_back: of what each chunk keeps of the sums before it, and what its queries add to their gradient, to the
+        gradients of the sums after each chunk, and of those before the first.
     """
     decay, own = keys.decay(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decay, own)
@@ -220,12 +222,13 @@ def group_grad(
     dq_total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
     dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
     dread, dvf = chunk.before_grad(weights, dsums, scales), chunk.values_grad(weights, dsums, scales)
-    down, dfirst, dkept = _summarize_in_turn_grad(before, decay, factors.shifts, dread, dend)
-    more = chunk.summary_grad(factors, down)
+    _, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
+    dends, dfirst = pass_back(older, dread)
+    more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dk, dvf = dk + more.k, dvf + more.values
     dlog_decay = None
     if keys.log_decay is not None:
-        dlog_decay = chunk.log_decay_grad(dq_total, dk, more.k, dkept)
+        dlog_decay = chunk.log_decay_grad(dq_total, dk, more.k, chunk.kept_product(older, before.sums, dends))
     return dq, Keys(dk, kind.factor_grad(factors.vf, dvf), None, dlog_decay), dfirst
 
 
@@ -246,23 +249,15 @@ def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary)
     return Summary(sums, before), Summary(end_sums, end)
 
 
-def _summarize_in_turn_grad(
-    before: Summary, decay: ChunkDecay, own: Shifts, dread: Sums, dend: Sums
-) -> tuple[Sums, Sums, Array]:
-    """Gradients of the chunks' own sums, and of those before the first chunk.
-
-    `dread` is what each chunk's queries add to the gradient of the sums before it. Last, for each chunk, the product of
-    what it keeps of these sums with their gradient.
-    """
-    axis = dend.z.ndim - 1
-    _, older, newer = chunk.merge(before.shifts, decay.kept, own)
+def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums) -> tuple[Sums, Sums]:
+    """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk."""
 
     def step(dend: Sums, xs: Any) -> Sums:
         older, dread = xs
         return chunk.add(chunk.scale(dend, older), dread)
 
-    dfirst, dends = scan_chunks(step, dend, (older, dread), axis, reverse=True)
-    return chunk.scale(dends, newer), dfirst, chunk.kept_product(older, before.sums, dends)
+    dfirst, dends = scan_chunks(step, dend, (older, dread), dend.z.ndim - 1, reverse=True)
+    return dends, dfirst
 
 
 # ---- both passes ----------------------------------------------------------------------------------
@@ -297,7 +292,8 @@ class Causal(Generic[StateT]):
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         bad_state = is_bad_state(self.kind, state)
         q, keys, seen, seen_by_last = leave_out(self.kind, q, keys, bad_state)
-        y, log_z, end = exact.attend(self.split.chunk_size, q, keys, leave_out_state(state, bad_state))
+        state = leave_out_state(state, bad_state)
+        y, log_z, end = exact.attend(self.kind, self.split.chunk_size, q, keys, state)
         return Output(mark(seen, y), mark(seen, log_z) if self.return_log_z else None, mark(seen_by_last, end))
 
     def forward(
@@ -351,12 +347,11 @@ class Causal(Generic[StateT]):
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys = carry
             i, before, seen_before, inexact = xs
-            group_s, group_z = take(
-                (dkeys.values if kind.grad_overwrites_sums else residuals.sums.s, residuals.sums.z), i
-            )
+            s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
+            sums = Sums(*take((s, residuals.sums.z), i))
             dread = multiply(take(of_outputs, i), 1 / scale)
-            tokens = take_group((q, keys), i, split)
-            found = group_grad(kind, chunk.fast_weights, *tokens, before, Sums(group_s, group_z), *dread, dend)
+            tokens, pass_back = take_group((q, keys), i, split), partial(_pass_back_in_turn, dend)
+            found = group_grad(kind, chunk.fast_weights, *tokens, before, sums, *dread, pass_back)
             given: tuple[Array, Keys] = write((dq, dkeys), to_tokens(multiply(found[:2], scale)), i)
 
             def find_exactly(rows: Rows, out: tuple[Sums, Any]) -> tuple[Sums, Any]:
@@ -366,7 +361,8 @@ class Causal(Generic[StateT]):
                 clean = leave_out(kind, *take_group((row_q, row_keys), i, split), seen)
                 dread = mark(clean.seen, multiply(take(row_outputs, i), 1 / scale), 0.0)
                 tokens = clean.q, clean.keys
-                found = group_grad(kind, chunk.exact_weights, *tokens, row_before, None, *dread, row_dend)
+                pass_back = partial(_pass_back_in_turn, row_dend)
+                found = group_grad(kind, chunk.exact_weights, *tokens, row_before, None, *dread, pass_back)
                 parts = to_tokens(multiply(found[:2], scale))
                 return rows.write(dfirst, found[2]), rows.write(buffers, parts, -2, i * split.group_size)
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, ShiftedLog, finite, log_divide, logaddexp, logsumexp
-from heinsen.ops.states import MeanState, NormalizedMeanState, NormalizedState, init_state, whole_shift
+from heinsen.ops.states import NormalizedMeanState, NormalizedState, init_state, whole_shift
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
 # state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
@@ -98,10 +98,6 @@ class Values(abc.ABC, Generic[StateT]):
         """What queries read of two sets of tokens, from what they read of each and its log share of the weights."""
 
     @abc.abstractmethod
-    def normalized_token(self, k: Array, values: Array) -> StateT:
-        """Normalized state of one token k [*batch, K], values [*batch, V], which are the means of all features."""
-
-    @abc.abstractmethod
     def to_state(self, summary: Summary) -> StateT:
         """Normalized state of a summary."""
 
@@ -159,11 +155,6 @@ class LogValues(Values[NormalizedState]):
 
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return logaddexp(y + share, other_y + other_share)
-
-    def normalized_token(self, k: Array, values: Array) -> NormalizedState:
-        b = whole_shift(values)
-        log_mean = jnp.broadcast_to((values - finite(b))[..., None, :], (*k.shape, values.shape[-1]))
-        return NormalizedState(log_mean, ShiftedLog.of(k), b)
 
     def to_state(self, summary: Summary) -> NormalizedState:
         (s, z), shifts = summary
@@ -225,9 +216,6 @@ class RealValues(Values[NormalizedMeanState]):
 
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
         return jnp.exp(share) * y + jnp.exp(other_share) * other_y
-
-    def normalized_token(self, k: Array, values: Array) -> NormalizedMeanState:
-        return MeanState.of_token(k, values).normalize()
 
     def to_state(self, summary: Summary) -> NormalizedMeanState:
         (s, z), shifts = summary

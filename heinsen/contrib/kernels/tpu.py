@@ -32,7 +32,7 @@ from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_causally
 from heinsen.ops.exact import Output, multiply
-from heinsen.ops.schedule import Split
+from heinsen.ops.schedule import Split, group_grad
 from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
 
 LANES = 128
@@ -186,28 +186,17 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
         out.first.write_sums(end.read_sums())
 
     (q, keys), before, dend = inputs.read(), given.saved.before.read(), out.first.read_sums()
-    decay, own = keys.decay(), chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decay, own)
-    scales = chunk.value_scales(before.shifts.b, own.b)
-    weigh = lambda q, k: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
-    weights, pull, (_, feature_weights) = jax.vjp(weigh, q, keys.k, has_aux=True)
-
     dy = given.dy[...].mT * given.factors[0]
     dlog_z = None if given.dlog_z is None else given.dlog_z[:, 0] * given.factors[0]
-    dsums = kind.mean_grad(Sums(given.saved.s[...].mT, given.z[:, 0]), dy, dlog_z)
-    dq, dk = pull(chunk.weights_grad(dsums, factors.vf, before.sums, scales))
-    dq_total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
-    dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
+    sums = Sums(given.saved.s[...].mT, given.z[:, 0])
+    pass_back = lambda older, dread: (dend, chunk.add(chunk.scale(dend, older), dread))
+    dq, dkeys, dfirst = group_grad(kind, chunk.fast_weights, q, keys, before, sums, dy, dlog_z, pass_back)
 
-    _, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
-    more = chunk.summary_grad(factors, chunk.scale(dend, newer))
-    dk, dvf = dk + more.k, chunk.values_grad(weights, dsums, scales) + more.values
-    for ref, x in ((out.q, dq), (out.k, dk), (out.values, kind.factor_grad(factors.vf, dvf))):
+    for ref, x in ((out.q, dq), (out.k, dkeys.k), (out.values, dkeys.values)):
         ref[...] = x.mT * given.factors[1]
-    if out.log_decay is not None:
-        dkept = chunk.kept_product(older, before.sums, dend)
-        out.log_decay[:, 0] = chunk.log_decay_grad(dq_total, dk, more.k, dkept)[..., 0] * given.factors[1]
-    out.first.write_sums(chunk.add(chunk.scale(dend, older), chunk.before_grad(weights, dsums, scales)))
+    if dkeys.log_decay is not None:
+        out.log_decay[:, 0] = dkeys.log_decay[..., 0] * given.factors[1]
+    out.first.write_sums(dfirst)
 
 
 # ---- running a kernel ---------------------------------------------------------------------------------
