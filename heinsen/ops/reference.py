@@ -8,10 +8,12 @@ Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. 
 token, except the first document's, which continues the state.
 """
 
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Inexact
 
 from heinsen.logspace import (
@@ -29,6 +31,8 @@ from heinsen.ops.values import LOG_VALUES, Values
 
 State = TypeVar("State", LogState, MeanState)
 
+_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `values.einsum`
+
 
 def equation_1(
     q: Float[Array, "*batch T K"],
@@ -42,7 +46,7 @@ def equation_1(
     logits = log_matmul(q, jnp.swapaxes(k, -1, -2)) - c
     if mask is not None:
         logits = jnp.where(mask, logits, NEG_INF)
-    return jax.nn.softmax(logits, axis=-1) @ v
+    return _matmul(jax.nn.softmax(logits, axis=-1), v)
 
 
 def equation_2(log_s: Inexact[Array, "*batch T V"], log_z: Float[Array, "*batch T"]) -> Float[Array, "*batch T V"]:
@@ -127,12 +131,12 @@ def _attend_real_values(
     if state is not None:
         log_a0 = _state_queries(q, starts, log_decay) + state.h_z[..., None, :]
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
-    y = posterior(log_a, log_z[..., None]) @ v
+    y = _matmul(posterior(log_a, log_z[..., None]), v)
     if state is not None:
-        y = y + posterior(log_a0, log_z[..., None]) @ state.mean
+        y = y + _matmul(posterior(log_a0, log_z[..., None]), state.mean)
     k = _keys_at_end(k, starts, log_decay)
     h_z = logsumexp(k, axis=-2)
-    end = MeanState(jnp.swapaxes(posterior(k, h_z[..., None, :]), -1, -2) @ v, h_z)
+    end = MeanState(_matmul(jnp.swapaxes(posterior(k, h_z[..., None, :]), -1, -2), v), h_z)
     return y, _continue(state, end, starts, log_decay)
 
 

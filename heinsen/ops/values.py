@@ -227,7 +227,7 @@ class RealValues(Values[NormalizedMeanState]):
 
     def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedMeanState:
         log_shares, h_z = _log_shares_in_sum(k, log_kept)
-        return NormalizedMeanState(jnp.einsum("...sk,...sv->...kv", jnp.exp(log_shares), values), h_z)
+        return NormalizedMeanState(einsum("...sk,...sv->...kv", jnp.exp(log_shares), values), h_z)
 
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, None]:
         weights = jnp.exp(log_weights)
