@@ -55,6 +55,8 @@ def get_config() -> ConfigDict:
                 document_token=placeholder(int),  # resets the state at this id (gpt2: 50256, bytes: 256); None: never
             ),
             optimizer=dict(
+                name="adamw",  # or muon: orthogonalized momentum for the layers' matrices, AdamW for everything else
+                muon_multiple=3.0,  # muon: the rate of those matrices as a multiple of learning_rate
                 learning_rate=6e-4,  # after warm-up
                 final_learning_rate=6e-5,  # at the end of the cosine
                 warmup_steps=2000,

@@ -13,7 +13,7 @@ from heinsen.models import init_params
 from heinsen.training.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
 from tests.models import model_config
 
-PAPER = OptimizerConfig(6e-4, 6e-5, 2000, 0.9, 0.95, 1e-8, 0.1, 1.0)
+PAPER = OptimizerConfig("adamw", 3.0, 6e-4, 6e-5, 2000, 0.9, 0.95, 1e-8, 0.1, 1.0)
 SMALL = dataclasses.replace(PAPER, warmup_steps=20)
 MODEL = model_config(d_model=8)
 
@@ -136,7 +136,7 @@ def test_a_step_without_gradient_shrinks_matrices_and_leaves_biases_and_norms(pa
 
 
 def test_steps_equal_adamw_with_clipping_in_float64(rng):
-    config = OptimizerConfig(0.02, 0.002, 2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    config = OptimizerConfig("adamw", 3.0, 0.02, 0.002, 2, 0.9, 0.95, 1e-8, 0.1, 1.0)
     total_steps = 6
     shapes = {"kernel": (3, 4), "bias": (4,), "embedding": (5, 3), "scale": (3,)}
     params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}

@@ -133,7 +133,8 @@ def test_reported_norm_is_the_gradients_before_clipping(rng, one_step):
 @pytest.fixture(scope="module")
 def adamw():
     """(the state before the first step, the step, which consumes a state)"""
-    mesh, optimizer = make_mesh(), make_optimizer(OptimizerConfig(3e-2, 3e-3, 2, 0.9, 0.95, 1e-8, 0.1, 1.0), 40)
+    config = OptimizerConfig("adamw", 3.0, 3e-2, 3e-3, 2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    mesh, optimizer = make_mesh(), make_optimizer(config, 40)
     return init_train_state(MODEL, optimizer, 0, mesh), make_train_step(MODEL, optimizer, mesh)
 
 
