@@ -90,15 +90,18 @@ from tests.runs import run_config
 
 for i, sizes in enumerate([(1, 4, 1, 1), (2, 1, 2, 1), (1, 1, 1, 4)]):
     mesh = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor", "mesh__sequence"), sizes))
-    train(run_config(Path(sys.argv[1]), **mesh), Path(sys.argv[2]) / str(i))
+    train(run_config(Path(sys.argv[1]), optimizer__name=sys.argv[3], **mesh), Path(sys.argv[2]) / str(i))
 """
 
 
 @pytest.mark.long
-def test_every_axis_of_the_mesh_gives_the_losses_of_one_device(run, commands, tmp_path):
-    done = commands.run("-W", "error", "-c", EVERY_MESH, run.data, tmp_path, devices=4)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_axis_of_the_mesh_gives_the_losses_of_one_device(optimizer, run, commands, tmp_path):
+    done = commands.run("-W", "error", "-c", EVERY_MESH, run.data, tmp_path, optimizer, devices=4)
     assert done.returncode == 0, done.stderr
-    expected = losses(run.log)
+    train(run_config(run.data, optimizer__name=optimizer), tmp_path / "one")
+    expected = losses(read_log(tmp_path / "one"))
+    assert (expected == losses(run.log)) == (optimizer == "adamw")
     for i in range(3):
         actual = losses(read_log(tmp_path / str(i)))
         assert actual == pytest.approx(expected, rel=1e-4) and actual != expected
@@ -197,8 +200,9 @@ np.testing.assert_array_equal(placed, passes)
 placed = place_batch(make_mesh(MeshConfig(1, 2, 1, 2)), {"tokens": batch})["tokens"]
 assert rows_by_device(placed, 0) == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
 
-# Parameters and both moments are split; initialization never holds them whole.
-config = run_config("unused", model__d_model=64, model__n_heads=8, model__implementation=None)
+# Parameters and moments are split; initialization never holds them whole.
+sizes = dict(model__d_model=64, model__n_heads=8, model__implementation=None)
+config = run_config("unused", optimizer__name=sys.argv[4], **sizes)
 optimizer = make_optimizer(config.optimizer, 100)
 size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
 held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
@@ -263,7 +267,7 @@ def test_arrays_lie_where_the_mesh_says_and_a_mesh_that_does_not_fit_is_refused(
         ),
     ]
     changes = repr([changes for changes, _ in cases])
-    done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, data, tmp_path / "new", changes, devices=4)
+    done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, data, tmp_path / "new", changes, "muon", devices=4)
     assert done.returncode == 0, done.stderr
     messages = done.stdout.splitlines()
     assert len(messages) == len(cases), done.stderr

@@ -266,7 +266,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(run, mixture, t
     """One that starts from the parameters of a run which carried nothing, and reads a mixture in two passes."""
     sizes = dict(total_tokens=12 * BATCH * LENGTH, sequence_length=LENGTH, batch_size=BATCH, accumulation_steps=2)
     every = dict(checkpoint_every=5, validate_every=6, init_from=str(run.workdir))
-    config = run_config(mixture, carry_state=True, model__document_token=EOT, **sizes, **every)
+    options = dict(carry_state=True, model__document_token=EOT, optimizer__name="muon")
+    config = run_config(mixture, **options, **sizes, **every)
     train(config, tmp_path / "whole")
     whole, log = last_state(tmp_path / "whole", config), read_log(tmp_path / "whole")
     assert whole.step == 12 and whole.state.carry.n_tokens.max() > 8 * LENGTH

@@ -78,6 +78,7 @@ def test_a_warmup_that_does_not_fit_the_run_is_an_error_with_both_numbers(total_
         ("weight_decay", math.nan),
         ("clip_norm", 0.0),
         ("clip_norm", math.nan),
+        ("muon_multiple", 0.0),
     ],
 )
 def test_bad_values_name_their_field(field, value):
@@ -87,6 +88,7 @@ def test_bad_values_name_their_field(field, value):
 
 # ---- decay -----------------------------------------------------------------------------------
 
+KERNELS = {"layers/w1/kernel", "layers/gate/kernel"}
 DECAYED = {"embedding", "position/dense/kernel", "layers/w1/kernel", "layers/w2/kernel", "layers/w3/kernel"}
 UNDECAYED = {
     "position/dense/bias",
@@ -132,7 +134,7 @@ def test_a_step_without_gradient_shrinks_matrices_and_leaves_biases_and_norms(pa
         np.testing.assert_array_equal(after[name], before[name], err_msg=name)
 
 
-# ---- AdamW -----------------------------------------------------------------------------------
+# ---- AdamW and Muon --------------------------------------------------------------------------------
 
 
 def test_steps_equal_adamw_with_clipping_in_float64(rng):
@@ -165,6 +167,46 @@ def test_steps_equal_adamw_with_clipping_in_float64(rng):
             params[name] = params[name] - rate * (update + decay * params[name])
             np.testing.assert_allclose(tree[name], params[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}")
     assert set(clipped) == {True, False}
+
+
+def orthogonalized(m):
+    """Singular values pulled towards 1 by five steps of the quintic iteration."""
+    x = m / (np.linalg.norm(m) + 1e-8)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def test_muon_orthogonalizes_the_momentum_of_each_layers_matrices_and_of_nothing_else(rng):
+    """In float64; all else takes the steps of AdamW. Both decay as before."""
+    config = OptimizerConfig("muon", 3.0, 0.02, 0.002, 2, 0.9, 0.95, 1e-8, 0.1, math.inf)
+    adam, steps, b = dataclasses.replace(config, name="adamw"), 4, 0.95
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    matrices = lambda: {"w1": {"kernel": draw(2, 3, 4), "bias": draw(2, 4)}, "gate": {"kernel": draw(2, 6, 2)}}
+    draw_tree = lambda: {"embedding": draw(5, 3), "position": {"kernel": draw(3, 3)}, "layers": matrices()}
+    muon_tree = adam_tree = draw_tree()
+    optimizers = [make_optimizer(x, steps) for x in (config, adam)]
+    muon_state, adam_state = (x.init(muon_tree) for x in optimizers)
+    exact = {name: np.float64(x) for name, x in leaves(muon_tree).items() if name in KERNELS}
+    momentum = {name: np.zeros(x.shape) for name, x in exact.items()}
+    for step in range(1, steps + 1):
+        grads = draw_tree()
+        updates, muon_state = optimizers[0].update(grads, muon_state, muon_tree)
+        muon_tree = optax.apply_updates(muon_tree, updates)
+        updates, adam_state = optimizers[1].update(grads, adam_state, adam_tree)
+        adam_tree = optax.apply_updates(adam_tree, updates)
+        for name, x in exact.items():
+            grad = np.float64(leaves(grads)[name])
+            momentum[name] = b * momentum[name] + (1 - b) * grad
+            nesterov = b * momentum[name] / (1 - b ** (step + 1)) + (1 - b) * grad / (1 - b**step)
+            direction = np.stack([orthogonalized(m) for m in nesterov]) * 0.2 * 3.0 * math.sqrt(max(x.shape[1:]))
+            exact[name] = x - exact_rate(config, steps, step - 1) * (direction + 0.1 * x)
+    found, of_adam = leaves(muon_tree), leaves(adam_tree)
+    for name, x in found.items():
+        expected = exact[name] if name in KERNELS else of_adam[name]
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert not np.allclose(found["layers/w1/kernel"], of_adam["layers/w1/kernel"], atol=1e-2)
 
 
 def test_clipping_bounds_the_global_norm_and_leaves_smaller_gradients(rng):
