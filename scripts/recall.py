@@ -7,11 +7,16 @@ One model is trained from scratch on all --lengths in turn; heinsen/evaluation/p
 config, model, optimizer, batch_size, log_every and seed are used. --stop_at=0.99 ends the training once 99% of the
 answers are right, tested where the loss is logged. Prints a table, and one JSON object on the last line
 of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
+
+--seeds=3 trains three models, with the config's seed and the next ones; the object then has each of them in "runs".
+Models are saved every --config.checkpoint_every steps: rerun the same command to resume.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +47,7 @@ STOP_AT = flags.DEFINE_float(
     lower_bound=0.0,
     upper_bound=1.0,
 )
+SEEDS = flags.DEFINE_integer("seeds", 1, "Number of models, which differ in their seed.", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: runs/recall/TASK.")
 
 show_help(__name__)
@@ -55,11 +61,12 @@ from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_lo
 from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
 from heinsen.platform import keep_compilations
+from heinsen.training.checkpoint import Checkpoints, Restored
 from heinsen.training.config import TrainConfig
 from heinsen.training.log import Console
 from heinsen.training.loop import NonFiniteLossError
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.step import init_train_state, make_train_step
+from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 
 TEST_SEQUENCES = 256  # of each length
 _TRAIN, _TEST, _STOP = 0, 1, 2  # parts of seeds: the three draw different sequences
@@ -70,7 +77,7 @@ Tester = Callable[[Params, int, Sequence[int]], Accuracy]
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
-    with exit_on_error(on_interrupt="interrupted; nothing was written"):
+    with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
         out = Path(OUT.value or f"runs/recall/{TASK.value}")
         try:
             config = read_train_config()
@@ -83,10 +90,14 @@ def main(argv: list[str]) -> None:
         except ValueError as error:  # a flag's value that the library rejects
             raise InputError(str(error)) from error
         make_folder(out)
-        results = run(config, task, lengths, test_lengths, mesh, out.name)
-        print("\n".join([*format_results(results), json.dumps(results)]))  # even if the files below cannot be written
+        configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(SEEDS.value)]
+        runs = [run(each, task, lengths, test_lengths, mesh, out) for each in configs]
+        results = runs[0] if len(runs) == 1 else {"runs": runs}
+        # Even if the files below cannot be written.
+        print("\n".join([*(line for each in runs for line in format_results(each)), json.dumps(results)]))
         write_atomically(out / "results.json", json.dumps(results) + "\n")
-        plot(results, out / "accuracy.png")
+        plot(runs, out / "accuracy.png")
+        shutil.rmtree(checkpoints_of(out))
         print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
 
 
@@ -119,63 +130,84 @@ def choose_mesh(config: TrainConfig) -> Mesh:
 
 
 def run(
-    config: TrainConfig, task: Task, lengths: list[int], test_lengths: list[int], mesh: Mesh, name: str
+    config: TrainConfig, task: Task, lengths: list[int], test_lengths: list[int], mesh: Mesh, out: Path
 ) -> dict[str, Any]:
-    """Train and test; return what results.json holds. Raises NonFiniteLossError."""
-    start, tester = time.monotonic(), make_tester(config, task, mesh)
-    params, trained = train(config, task, lengths, name, mesh, tester)
-    seconds = time.monotonic() - start
+    """Train and test; return what results.json holds. Raises NonFiniteLossError, CheckpointError."""
+    tester = make_tester(config, task, mesh)
+    params, trained = train(config, task, lengths, out, mesh, tester)
     return dict(
         task=task.name,
-        label=name,
+        label=out.name,
+        seed=config.seed,
         **trained,
         batch_size=config.batch_size,
         trained_lengths=lengths,
         chance=task.chance,
         parameters=count_params(params),
         state_numbers=state_size(config.model, 0),
-        seconds=seconds,
         accuracy=[dict(length=n, **tester(params, n, [config.seed, _TEST, n])._asdict()) for n in test_lengths],
         model=dataclasses.asdict(config.model),
     )
 
 
 def train(
-    config: TrainConfig, task: Task, lengths: Sequence[int], name: str, mesh: Mesh, tester: Tester
+    config: TrainConfig, task: Task, lengths: Sequence[int], out: Path, mesh: Mesh, tester: Tester
 ) -> tuple[Params, dict[str, Any]]:
-    """Train until the accuracy is --stop_at for each length, or for all steps.
+    """Train until the accuracy is --stop_at for each length, or for all steps, from where an earlier call stopped.
 
-    Returns the parameters, and the mean loss over the last step of each length, the number of steps and of tokens.
+    Returns the parameters, and the numbers of steps, tokens and seconds, and the mean loss over the last step of each
+    length.
     """
     optimizer = make_optimizer(config.optimizer, STEPS.value)
-    state = init_train_state(config.model, optimizer, config.seed, mesh)
     step = make_train_step(config.model, optimizer, mesh, answer_loss)
-    console, since, n_tokens, n_before, losses = Console(name, 0, STEPS.value, True), time.monotonic(), 0, 0, []
-    try:
-        for number in range(1, STEPS.value + 1):
-            rng = np.random.default_rng([config.seed, _TRAIN, number])
-            probe = task.draw(rng, config.batch_size, lengths[number % len(lengths)])
-            batch = {name: x[None] for name, x in probe.batch.items()}
-            state, metrics = step(state, place_batch(mesh, batch, axis=1))
-            losses = [*losses, float(metrics["loss"])][-len(lengths) :]
-            n_tokens += probe.tokens.size
-            console.update(number)
-            if not math.isfinite(losses[-1]):
-                remedy = "lower --config.optimizer.learning_rate"
-                raise NonFiniteLossError(f"the loss is {losses[-1]} at step {number}: {remedy}")
-            if number % config.log_every == 0:
-                now, rate = time.monotonic(), (n_tokens - n_before) / max(time.monotonic() - since, 1e-9)
-                measured = {"loss": float(np.mean(losses)), "grad_norm": float(metrics["grad_norm"])}
-                console.report(number, measured | {"tokens_per_second": rate})
-                since, n_before = now, n_tokens
-                if STOP_AT.value is not None and all(
-                    tester(state.params, n, [config.seed, _STOP, number, n]).answers >= STOP_AT.value
-                    for n in sorted(set(lengths))
-                ):
-                    break
-    finally:
-        console.close()
-    return state.params, dict(steps=number, tokens=n_tokens, loss=float(np.mean(losses)))
+    abstract, identity = abstract_train_state(config.model, optimizer, mesh), identify(config, task, lengths)
+    with Checkpoints(checkpoints_of(out) / identity, keep=1) as checkpoints:
+        restored = checkpoints.restore_newest(abstract, identity)
+        if restored is None:
+            state = init_train_state(config.model, optimizer, config.seed, mesh)
+            restored = Restored(0, state, {"tokens": 0, "seconds": 0.0, "losses": [], "stop": False})
+        number, state, at = restored
+        console = Console(f"{out.name} seed {config.seed}", number, STEPS.value, True)
+        start, since, n_before = time.monotonic() - at["seconds"], time.monotonic(), at["tokens"]
+        try:
+            while not at["stop"]:
+                number += 1
+                rng = np.random.default_rng([config.seed, _TRAIN, number])
+                probe = task.draw(rng, config.batch_size, lengths[number % len(lengths)])
+                batch = {name: x[None] for name, x in probe.batch.items()}
+                state, metrics = step(state, place_batch(mesh, batch, axis=1))
+                losses = [*at["losses"], float(metrics["loss"])][-len(lengths) :]
+                n_tokens, seconds = at["tokens"] + probe.tokens.size, time.monotonic() - start
+                at = {"tokens": n_tokens, "seconds": seconds, "losses": losses, "stop": number == STEPS.value}
+                console.update(number)
+                if not math.isfinite(losses[-1]):
+                    remedy = "lower --config.optimizer.learning_rate"
+                    raise NonFiniteLossError(f"the loss is {losses[-1]} at step {number}: {remedy}")
+                if number % config.log_every == 0:
+                    now, rate = time.monotonic(), (n_tokens - n_before) / max(time.monotonic() - since, 1e-9)
+                    measured = {"loss": float(np.mean(losses)), "grad_norm": float(metrics["grad_norm"])}
+                    console.report(number, measured | {"tokens_per_second": rate})
+                    since, n_before = now, n_tokens
+                    at["stop"] |= STOP_AT.value is not None and all(
+                        tester(state.params, n, [config.seed, _STOP, number, n]).answers >= STOP_AT.value
+                        for n in sorted(set(lengths))
+                    )
+                if at["stop"] or number % config.checkpoint_every == 0:
+                    checkpoints.save(number, state, at, identity)
+        finally:
+            console.close()
+    loss = float(np.mean(at["losses"]))
+    return state.params, dict(steps=number, tokens=at["tokens"], seconds=at["seconds"], loss=loss)
+
+
+def identify(config: TrainConfig, task: Task, lengths: Sequence[int]) -> str:
+    """A digest of all that a checkpoint depends on."""
+    return hashlib.sha256(f"{config.fingerprint} {task} {lengths} {STOP_AT.value}".encode()).hexdigest()[:16]
+
+
+def checkpoints_of(out: Path) -> Path:
+    """Where models that are not all trained yet are kept."""
+    return out / "unfinished"
 
 
 def make_tester(config: TrainConfig, task: Task, mesh: Mesh) -> Tester:
@@ -204,9 +236,9 @@ def format_results(results: dict[str, Any]) -> list[str]:
     """Return the lines of the table."""
     lengths = ", ".join(map(str, results["trained_lengths"]))
     lines = [
-        f"{results['task']}: {results['parameters']:,} parameters, a state of {results['state_numbers']:,} numbers, "
-        f"{results['steps']:,} steps of {results['batch_size']} sequences with {lengths} items; "
-        f"last loss {results['loss']:.4f} nats; guessing is right {results['chance']:.2%} of the time",
+        f"{results['task']}, seed {results['seed']}: {results['parameters']:,} parameters, a state of "
+        f"{results['state_numbers']:,} numbers, {results['steps']:,} steps of {results['batch_size']} sequences with "
+        f"{lengths} items; last loss {results['loss']:.4f} nats; guessing is right {results['chance']:.2%} of the time",
         f"{'items':>8} {'trained':>8} {'right tokens':>13} {'right answers':>14} {'answers':>8}",
     ]
     for point in results["accuracy"]:
@@ -218,17 +250,19 @@ def format_results(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw the accuracy by the number of items."""
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the accuracy of each run by the number of items."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    lengths, tokens, answers = (
-        [point[name] for point in results["accuracy"]] for name in ("length", "tokens", "answers")
-    )
-    label = f"{results['label']}, state of {results['state_numbers']:,} numbers"
-    axes.plot(lengths, answers, "o-", ms=4, lw=1.2, label=label)
-    if tokens != answers:
-        axes.plot(lengths, tokens, "C0--", lw=1, label="the same, single tokens")
+    for i, results in enumerate(runs):
+        lengths, tokens, answers = (
+            [point[name] for point in results["accuracy"]] for name in ("length", "tokens", "answers")
+        )
+        label = f"{results['label']}, seed {results['seed']}, state of {results['state_numbers']:,} numbers"
+        axes.plot(lengths, answers, f"C{i}o-", ms=4, lw=1.2, label=label)
+        if tokens != answers:
+            axes.plot(lengths, tokens, f"C{i}--", lw=1, label="the same, single tokens")
+    results = runs[0]
     axes.axhline(results["chance"], color="0.5", lw=0.8, ls=":", label="guessing one token")
     axes.axvline(max(results["trained_lengths"]), color="0.7", lw=0.8, label="longest in training")
     axes.set(title=results["task"], xlabel="items in the context", ylabel="right answers", ylim=(-0.02, 1.02))

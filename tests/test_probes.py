@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import abstract_params, forward
+from tests.runs import stop_when
 from tests.test_model import SMALL
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -153,7 +155,7 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     arguments += ["--config.optimizer.warmup_steps=5", "--config.optimizer.learning_rate=3e-2"]
     end = commands.run(*arguments, f"--out={tmp_path}/new/probe")
     assert end.returncode == 0, end.stderr
-    assert "probe step 40/40" in end.stderr and "ETA" in end.stderr
+    assert "probe seed 0 step 40/40" in end.stderr and "ETA" in end.stderr
     result = json.loads(end.stdout.splitlines()[-1])
     assert result == json.loads((tmp_path / "new/probe/results.json").read_text())
     assert (tmp_path / "new/probe/accuracy.png").read_bytes().startswith(b"\x89PNG")
@@ -163,4 +165,16 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     assert f"{result['accuracy'][0]['tokens']:.1%}" in end.stdout and result["model"]["d_model"] == 16
 
     end = commands.run(*arguments, f"--out={tmp_path}/soon", "--stop_at=0.5")
-    assert end.returncode == 0 and "soon step 20/40" in end.stderr and "step 40/40" not in end.stderr, end.stderr
+    assert end.returncode == 0 and "soon seed 0 step 20/40" in end.stderr and "step 40/40" not in end.stderr, end.stderr
+
+    # Killed after a checkpoint of the second seed, and resumed.
+    arguments = [*arguments, f"--out={tmp_path}/killed", "--seeds=2", "--config.checkpoint_every=30"]
+    step_of = lambda folder: sorted(path.name for path in folder.glob("checkpoints/*"))
+    saved = lambda: sorted(map(step_of, tmp_path.glob("killed/unfinished/*"))) == [["30"], ["40"]]
+    stop_when(commands.start(*arguments), saved, signal.SIGKILL)
+    end = commands.run(*arguments)
+    assert end.returncode == 0 and "seed 0 step" not in end.stderr and "seed 1 step 20/40" not in end.stderr, end.stderr
+    runs = json.loads(end.stdout.splitlines()[-1])["runs"]
+    assert [run["seed"] for run in runs] == [0, 1] and not (tmp_path / "killed/unfinished").exists()
+    assert runs[0]["accuracy"] == result["accuracy"] != runs[1]["accuracy"]
+    assert runs[0]["loss"] == result["loss"] and runs[0]["tokens"] == result["tokens"]
