@@ -21,11 +21,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Complex, Float
 
+from heinsen import platform
+
 NEG_INF = -jnp.inf
 
 Out = TypeVar("Out")
 
 Method = Literal["associative", "sequential"]  # the two ways to compute a recurrence
+
+_BLOCK = 16  # tokens of a block of `associative_scan`, at most
 
 
 def finite(shift: Array) -> Array:
@@ -173,13 +177,6 @@ def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array
 # ---- scans -----------------------------------------------------------------------------------
 
 
-def _shift_earlier(x: Array, axis: int, fill: float | bool) -> Array:
-    """The next token's value at each token along `axis`; `fill` at the last token."""
-    pad = [(0, 0, 0)] * x.ndim
-    pad[axis] = (-1, 1, 0)
-    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), pad)
-
-
 def gated_sum(
     gate: Float[Array, "..."],
     x: Float[Array, "..."],
@@ -192,7 +189,11 @@ def gated_sum(
     `gate` and `x` broadcast against each other on all axes but `axis`. `method` as in `log_linear_recurrence`, except
     that the default is "associative".
     """
+    return _gated_sum(gate, x, axis, reverse, method)
 
+
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _gated_sum(gate: Array, x: Array, axis: int, reverse: bool, method: Method | None) -> Array:
     def associative(gate: Array, x: Array) -> Array:
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] * later[0], earlier[1] * later[0] + later[1]
@@ -211,28 +212,38 @@ def gated_sum(
     return _by_method(method, associative, sequential)(gate, x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@_gated_sum.defjvp
+def _gated_sum_jvp(
+    axis: int, reverse: bool, method: Method | None, primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (gate, x), (dgate, dx) = primals, tangents
+    y = _gated_sum(gate, x, axis, reverse, method)
+    before = _shift(y, axis, -1 if reverse else 1, 0.0)
+    return y, _gated_sum(gate, dgate * before + dx, axis, reverse, method)
+
+
+def _shift(x: Array, axis: int, steps: int, fill: float) -> Array:
+    """x [..., T, ...] moved by one token to the end (1) or to the beginning (-1); `fill` where none is left."""
+    pad = [(0, 0, 0)] * x.ndim
+    pad[axis] = (steps, -steps, 0)
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), pad)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def cumulative_logsumexp(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """The paper's LCSE: h[t] = log sum_{s <= t} exp(x[s]) along `axis`, by an associative scan over the monoid.
 
-    The gradient is the reverse recurrence r[t] = g[t] + exp(h[t] - h[t+1]) r[t+1], dx[t] = exp(x[t] - h[t]) r[t]; every
-    weight is at most 1.
+    The derivative is the recurrence dh[t] = exp(h[t-1] - h[t]) dh[t-1] + exp(x[t] - h[t]) dx[t]; every weight is at
+    most 1.
     """
     return associative_scan(logaddexp, x, axis=axis)
 
 
-def _lcse_fwd(x: Array, axis: int) -> tuple[Array, tuple[Array, Array]]:
+@cumulative_logsumexp.defjvp
+def _lcse_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
     h = cumulative_logsumexp(x, axis)
-    return h, (x, h)
-
-
-def _lcse_bwd(axis: int, residuals: tuple[Array, Array], g: Array) -> tuple[Array]:
-    x, h = residuals
-    decay = posterior(h, _shift_earlier(h, axis, jnp.inf))
-    return (posterior(x, h) * gated_sum(decay, g, axis, reverse=True),)
-
-
-cumulative_logsumexp.defvjp(_lcse_fwd, _lcse_bwd)
+    return h, gated_sum(posterior(_shift(h, axis, 1, NEG_INF), h), posterior(x, h) * dx, axis)
 
 
 def log_linear_recurrence(
@@ -251,8 +262,8 @@ def log_linear_recurrence(
       method: "associative", a scan over affine maps (log_a, log_b) composed as (A1 + A2, logaddexp(b1 + A2, b2));
         "sequential", token by token; None: sequential on CPUs, where it is faster, otherwise associative.
 
-    The gradient is the reverse recurrence r[t] = g[t] + exp(log_a[t+1] + e[t] - e[t+1]) r[t+1]; every weight is at
-    most 1. Raises ValueError for an unknown method.
+    The derivative is the recurrence de[t] = w[t] (dlog_a[t] + de[t-1]) + exp(log_b[t] - e[t]) dlog_b[t] with
+    w[t] = exp(log_a[t] + e[t-1] - e[t]); every weight is at most 1. Raises ValueError for an unknown method.
     """
     axis %= log_b.ndim
     if initial is None:
@@ -260,7 +271,7 @@ def log_linear_recurrence(
     return _log_linear_recurrence(log_a, log_b, initial, axis, method)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
 def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int, method: Method | None) -> Array:
     def associative(log_a: Array, log_b: Array, initial: Array) -> Array:
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -280,43 +291,55 @@ def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int
     return _by_method(method, associative, sequential)(log_a, log_b, initial)
 
 
-_RecurrenceResiduals = tuple[Array, Array, Array, Array]  # log_a, log_b, initial, e
-
-
-def _recurrence_fwd(
-    log_a: Array, log_b: Array, initial: Array, axis: int, method: Method | None
-) -> tuple[Array, _RecurrenceResiduals]:
+@_log_linear_recurrence.defjvp
+def _recurrence_jvp(
+    axis: int, method: Method | None, primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
+) -> tuple[Array, Array]:
+    (log_a, log_b, initial), (dlog_a, dlog_b, dinitial) = primals, tangents
     e = _log_linear_recurrence(log_a, log_b, initial, axis, method)
-    return e, (log_a, log_b, initial, e)
-
-
-def _recurrence_bwd(
-    axis: int, method: Method | None, residuals: _RecurrenceResiduals, g: Array
-) -> tuple[Array, Array, Array]:
-    log_a, log_b, initial, e = residuals
     previous = jnp.concatenate([jnp.expand_dims(initial, axis), jax.lax.slice_in_dim(e, 0, -1, axis=axis)], axis=axis)
     # The share of e[t] that comes from e[t-1]; the difference first, which is hardly rounded.
     carried = jnp.exp(jnp.where(previous == NEG_INF, NEG_INF, finite(previous) - finite(e)) + log_a)
-    r = gated_sum(_shift_earlier(carried, axis, 0.0), g, axis, reverse=True, method=method)
-    dprevious = carried * r
-    broadcast_axes = tuple(i for i, size in enumerate(log_a.shape) if size != log_b.shape[i])
-    dlog_a = jnp.sum(dprevious, axis=broadcast_axes, keepdims=True)
-    return dlog_a, posterior(log_b, e) * r, jax.lax.index_in_dim(dprevious, 0, axis, keepdims=False)
-
-
-_log_linear_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
+    own = carried * dlog_a + posterior(log_b, e) * dlog_b
+    first = jax.lax.slice_in_dim(carried, 0, 1, axis=axis) * jnp.expand_dims(dinitial, axis)
+    own = jnp.concatenate(
+        [jax.lax.slice_in_dim(own, 0, 1, axis=axis) + first, jax.lax.slice_in_dim(own, 1, None, axis=axis)], axis
+    )
+    return e, gated_sum(carried, own, axis, method=method)
 
 
 def associative_scan(combine: Callable[[Out, Out], Out], x: Out, axis: int, reverse: bool = False) -> Out:
-    """`jax.lax.associative_scan`, except that no empty slices are combined, which it does where two elements are left.
+    """`jax.lax.associative_scan` within blocks of tokens, whose totals are combined one after the other.
 
-    Their residuals would be empty, too. As inputs of a `jax.shard_map` these crash XLA of jaxlib 0.11.2.
+    Its program grows with the logarithm of the number of tokens, that of a block does not; T with no divisor between 8
+    and 32 is one block.
     """
+    if reverse:
+        flip = partial(jax.tree.map, lambda x: jnp.flip(x, axis))
+        return flip(associative_scan(combine, flip(x), axis))
 
     def combine_some(earlier: Out, later: Out) -> Out:
+        # jax.lax.associative_scan combines empty slices where two elements are left. Their residuals would be empty,
+        # too: as inputs of a `jax.shard_map` these crash XLA of jaxlib 0.11.2.
         return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
 
-    return jax.lax.associative_scan(combine_some, x, axis=axis, reverse=reverse)
+    leaf = jax.tree.leaves(x)[0]
+    axis %= leaf.ndim
+    n_tokens = leaf.shape[axis]
+    size = next((n for n in range(_BLOCK, 7, -1) if n_tokens % n == 0), n_tokens)
+    blocks = jax.tree.map(lambda x: x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), x)
+    within = jax.lax.associative_scan(combine_some, blocks, axis=axis + 1)
+    if size == n_tokens:
+        return jax.tree.map(lambda x: jnp.squeeze(x, axis), within)
+    totals = jax.tree.map(lambda x: jnp.moveaxis(jax.lax.index_in_dim(x, -1, axis + 1, False), axis, 0), within)
+    step = lambda before, total: (combine(before, total), before)
+    first, others = (jax.tree.map(lambda x, i=i: x[i], totals) for i in (0, slice(1, None)))
+    before = jax.tree.map(
+        lambda x: jnp.expand_dims(jnp.moveaxis(x, 0, axis), axis + 1), jax.lax.scan(step, first, others)[1]
+    )
+    part = lambda start, stop: jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), within)
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis), part(0, 1), combine(before, part(1, None)))
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), joined)
 
 
 def _by_method(
@@ -324,7 +347,7 @@ def _by_method(
 ) -> Callable[..., Array]:
     """Return the form named by `method`; for None, the faster one on the platform compiled for. Raises ValueError."""
     if method is None:
-        return lambda *arrays: jax.lax.platform_dependent(*arrays, cpu=sequential, default=associative)
+        method = "sequential" if platform.target() == "cpu" else "associative"
     forms = {"associative": associative, "sequential": sequential}
     if method not in forms:
         raise ValueError(f"method {method!r} is not one of {sorted(forms)} or None")

@@ -40,11 +40,13 @@ def test_links_lead_somewhere():
 
 def test_figures_follow_from_what_they_are_computed_from():
     steps, flops = CONFIG.total_steps, 6 * N_PARAMS * 300e9
-    hours = [flops / (share * 989e12) / 3600 for share in (0.4, 0.2)]
+    rate = lambda name: json.loads((ROOT / "bench" / f"h200_{name}.json").read_text())["tokens_per_second"]
+    hours = [300e9 / rate(name) / 3600 for name in ("step_pallas", "step")]
     expected = [
         f"{steps:,} steps of {CONFIG.batch_size} x {CONFIG.sequence_length}",
         f"= {flops:.3g} FLOPs".replace("e+", "e"),
-        f"{hours[0]:.0f} to {hours[1]:.0f} hours of one H100",
+        f"{hours[0]:.0f} hours of one H200 at the {rate('step_pallas'):,.0f}"[:-2],
+        f"fused kernels, {hours[1]:.0f} without",
         f"**{2.47 * TOKENS_PER_BYTE / math.log(2):.3f}**",
         f"{1254.20 * 2**30 * TOKENS_PER_BYTE / 1e9:.0f}e9, 824.5e9",
         f"0.29335 = {824.5 * TOKENS_PER_BYTE:.0f}e9",

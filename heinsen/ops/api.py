@@ -6,8 +6,7 @@ Axes: `*batch` any leading axes (a model has [B, H]); T queries, S keys (S = T i
 Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 inputs are taken up to float32.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -89,10 +88,10 @@ def log_attention(
         returned is the last run's. Needs S = T.
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
         "pallas" (the same as one kernel for each pass: on TPUs, and for heads of at most 64 features on Hopper GPUs; in
-        float32; not yet measured on a device, and so never chosen by itself),
+        float32; never chosen by itself),
         "scan" (one associative scan over the log-sum-exp monoid, `T*K*V` memory), "reference" (eq. 1, quadratic), or
-        None for the best one for the input. Only "reference" has a forward-mode derivative (`jax.jvp`, `jax.jacfwd`,
-        `jax.linearize`, `jax.hessian`); all have a reverse-mode one (`jax.grad`, `jax.vjp`).
+        None for the best one for the input. All have gradients (`jax.grad`), and these derivatives in forward mode;
+        "scan" and "reference" have all others (`jax.jvp`, `jax.linearize`, `jax.hessian`, `jax.grad` twice).
       return_state: also return the `LogState` after all tokens.
 
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
@@ -105,8 +104,7 @@ def log_attention(
     attend = lambda q, k, log_v, state, resets, log_decay: run(
         LOG_VALUES, q, k, log_v, causal, state, resets, log_decay
     )
-    with _explain_forward_mode():
-        log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
+    log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
 
 
@@ -158,8 +156,7 @@ def attention(
     _check_state(state, k, v, MeanState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
     attend = lambda q, k, v, state, *decay: run(REAL_VALUES, q, k, v, causal, state, *decay)
-    with _explain_forward_mode():
-        y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
+    y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
@@ -199,20 +196,6 @@ def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Attend:
     if implementation != "reference":
         check_known_tokens(n_queries, n_keys)
     return IMPLEMENTATIONS[implementation]
-
-
-@contextlib.contextmanager
-def _explain_forward_mode() -> Iterator[None]:
-    """Name the remedy where forward-mode differentiation fails."""
-    try:
-        yield
-    except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise TypeError(
-            "this implementation has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): pass "
-            'implementation="reference", or use reverse mode (jax.grad, jax.vjp, jax.jacrev)'
-        ) from error
 
 
 def _check_state(state: State | None, k: Array, values: Array, kind: type[State]) -> None:

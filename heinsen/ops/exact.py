@@ -23,6 +23,7 @@ from heinsen import platform
 from heinsen.logspace import ShiftedLog, difference, finite, log_divide, log_matmul, logsumexp
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
+from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 from heinsen.ops.states import NormalizedState, read_all, whole_shift
 from heinsen.ops.values import StateT, Values
 
@@ -32,6 +33,8 @@ LARGE_COTANGENT = 1e6
 # Rows that are computed exactly at a time, on CPUs: with few, loops over chunks take time for their steps alone; with
 # many, others pay for one.
 MOST_ROWS = 4
+
+NAME = Name("this implementation of attention", ', or pass implementation="scan" or "reference"')  # in errors
 
 X = TypeVar("X")
 
@@ -84,7 +87,7 @@ def run(form: Form, *args: Any) -> Any:
         return replace(lost, lambda args, grads: gradients(form.exact, args, grads, scale), (args, grads), fast)
 
     compute.defvjp(forward, backward)
-    return compute(*vary_together(*args))
+    return compute(*reverse_mode_only(NAME, vary_together(*args)))
 
 
 class Rows(NamedTuple):
@@ -137,7 +140,7 @@ def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X) -> X:
         some = Rows.first(left, n)
         return some.write(left, jnp.zeros_like(some.take(left))), update(some, out)
 
-    return lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, out))[1]
+    return forward_mode_only(NAME, lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, out))[1])
 
 
 def cotangent_scale(grads: Any) -> Array:

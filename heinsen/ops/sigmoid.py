@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int
 from heinsen.ops.api import check_inputs, check_known_tokens, on_automatic_axes
 from heinsen.ops.documents import document_ranges, document_starts
 from heinsen.ops.exact import vary_together
+from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 
 Bias = float | Literal["-log_n"]
 
@@ -143,7 +144,7 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
 @partial(jax.jit, static_argnums=0)
 def _attend_jitted(form: "_Form", *arrays: Array) -> Array:
     """Jitted, so that a second call outside jit compiles nothing."""
-    return _attend(*vary_together(*arrays), form)
+    return _attend(*reverse_mode_only(NAME, vary_together(*arrays)), form)
 
 
 def _check_number(name: str, x: object, alternative: str = "") -> None:
@@ -164,6 +165,9 @@ def _block_size(n_rows: int) -> int:
 # ---- blocks of queries against blocks of keys ------------------------------------------------------
 
 
+NAME = Name("sigmoid attention")  # in errors
+
+
 class _Form(NamedTuple):
     """The static part of the computation."""
 
@@ -175,6 +179,10 @@ class _Form(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form) -> Array:
     """y of queries that are already scaled, where query t sees the keys first[t] to stop[t] - 1."""
+    return _sum_keys(q, k, v, first, stop, form)
+
+
+def _sum_keys(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form) -> Array:
 
     def query_block(i: Array, y: Array) -> Array:
         queries = _query_block(i, q, first, stop, k.shape[-2], form)
@@ -188,7 +196,7 @@ def _attend(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form
         return _add(y, lax.fori_loop(queries.first_block, queries.stop_block, key_block, zeros), queries.start)
 
     y = vary_together(jnp.zeros((*q.shape[:-1], v.shape[-1]), v.dtype), q)[0]
-    return lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, y)
+    return forward_mode_only(NAME, lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, y))
 
 
 _Residuals = tuple[Array, Array, Array, Array, Array]  # the arrays that `_attend` takes
@@ -196,7 +204,7 @@ _Grads = tuple[Array, Array, Array]  # of q, k, v
 
 
 def _attend_fwd(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form) -> tuple[Array, _Residuals]:
-    return _attend(q, k, v, first, stop, form), (q, k, v, first, stop)
+    return _sum_keys(q, k, v, first, stop, form), (q, k, v, first, stop)
 
 
 def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Array, Array, None, None]:
@@ -222,8 +230,8 @@ def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Ar
         return _add(dq, dq_i, queries.start), dk, dv
 
     zeros = vary_together(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), q)[:3]
-    dq, dk, dv = lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, zeros)
-    return dq, dk, dv, None, None
+    grads = lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, zeros)
+    return *forward_mode_only(NAME, grads), None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

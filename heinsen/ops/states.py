@@ -300,34 +300,28 @@ def _weigh(q: Array, h_z: ShiftedLog) -> tuple[Array, ShiftedLog]:
     return log_weights, ShiftedLog(logsumexp(log_weights, axis=-1), top)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _log_mean(log_weights: Array, log_x: Array) -> Array:
     """Log of the mean of x [*batch, K, V] by weights [*batch, K]: LSE_k(log_weights + log_x) - LSE_k(log_weights)."""
-    return _log_mean_fwd(log_weights, log_x)[0]
+    log_s, log_z = _log_sums(log_weights, log_x)
+    return log_divide(log_s, log_z)
 
 
-def _log_mean_fwd(log_weights: Array, log_x: Array) -> tuple[Array, tuple[Array, ...]]:
-    log_s = logsumexp(log_weights[..., None] + log_x, axis=-2)
-    log_z = logsumexp(log_weights, axis=-1)
-    return log_divide(log_s, log_z[..., None]), (log_weights, log_x, log_s, log_z)
+def _log_sums(log_weights: Array, log_x: Array) -> tuple[Array, Array]:
+    return logsumexp(log_weights[..., None] + log_x, axis=-2), logsumexp(log_weights, axis=-1)[..., None]
 
 
-def _log_mean_bwd(residuals: tuple[Array, ...], g: Array) -> tuple[Array, Array]:
-    log_weights, log_x, log_s, log_z = residuals
-    p = posterior(log_weights, log_z[..., None])
-    p_x = posterior(log_weights[..., None] + log_x, log_s[..., None, :])
-    g = jnp.where((log_z == NEG_INF)[..., None], 0.0, g)
-    dweights = jnp.sum((p_x - p[..., None]) * g[..., None, :], axis=-1)
-    # A shift of all weights leaves the mean as it is, so the gradient sums to 0 (except for means of zeros alone).
-    # Where weights and x hardly differ, it is small beside its rounding error, which this correction removes.
-    total = -jnp.sum(jnp.where(log_s == NEG_INF, g, 0.0), axis=-1)
-    dweights = dweights + p * (total - jnp.sum(dweights, axis=-1))[..., None]
-    dx = p_x * g[..., None, :]
-    broadcast_axes = tuple(i for i, size in enumerate(log_x.shape) if size != dx.shape[i])
-    return dweights, jnp.sum(dx, axis=broadcast_axes, keepdims=True) if broadcast_axes else dx
-
-
-_log_mean.defvjp(_log_mean_fwd, _log_mean_bwd)
+@_log_mean.defjvp
+def _log_mean_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (log_weights, log_x), (dweights, dx) = primals, tangents
+    log_s, log_z = _log_sums(log_weights, log_x)
+    p, p_x = posterior(log_weights, log_z), posterior(log_weights[..., None] + log_x, log_s[..., None, :])
+    # A shift of all weights leaves the mean as it is (except for means of zeros alone). Where weights and x hardly
+    # differ, the rest of a derivative is small beside the rounding error of the shift, which is left out.
+    shift = jnp.sum(p * dweights, axis=-1, keepdims=True)
+    d = jnp.sum((p_x - p[..., None]) * (dweights - shift)[..., None] + p_x * dx, axis=-2)
+    d = d - jnp.where(log_s == NEG_INF, shift, 0.0)
+    return log_divide(log_s, log_z), jnp.where(log_z == NEG_INF, 0.0, d)
 
 
 # ---- many steps on one state ----------------------------------------------------------------------

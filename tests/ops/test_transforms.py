@@ -39,9 +39,9 @@ LOOPS = [("log_attention", "all options"), ("log_attention", "all keys of docume
 LOOPS += [("linear", "all options"), ("sigmoid", "causal")]
 
 
-def draw(rng, name, option):
+def draw(rng, name, option, **given):
     """(the function's mean of squares, differentiable in all arrays; the arrays)."""
-    given = dict(OPTIONS[option])
+    given = OPTIONS[option] | given
     arrays = [jnp.asarray(rng.standard_normal((4, 2, 40, n)), jnp.float32) for n in (3, 3, 5)]
     names = [key for key in ("log_decay", "segment_ids") if given.pop(key, False)]
     extra = {
@@ -122,6 +122,78 @@ def test_shard_map_and_explicit_axes_change_nothing(request, cases):
     code = f"from tests.ops import test_transforms as test; test.check_meshes({seed}, test.{cases})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"--seed={seed}: {done.stderr}"
+
+
+SCANS = [(name, option) for name in ("log_attention", "attention") for option in OPTIONS]
+QUICK = [("log_attention", "all options"), ("attention", "causal")]
+
+
+@pytest.mark.parametrize(
+    "name, option", [pytest.param(*x, marks=() if x in QUICK else pytest.mark.long) for x in SCANS]
+)
+def test_the_scan_has_derivatives_in_both_modes_and_of_every_order(rng, name, option):
+    """Against the reference in float64, by q, k and values, inside and outside jit."""
+    with jax.enable_x64(True):
+        seed, found = rng.integers(2**32), []
+        for implementation in ("scan", "reference"):
+            loss, arrays = draw(np.random.default_rng(seed), name, option, implementation=implementation)
+            widen = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            arrays, others = jax.tree.map(widen, (tuple(arrays[:3]), arrays[3:]))
+            of = lambda *args, loss=loss, others=others: loss(*args, *others)
+            along = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in arrays)
+            grad = jax.grad(of, argnums=(0, 1, 2))
+            slope = lambda *args, grad=grad, along=along: sum(map(jnp.vdot, grad(*args), along))
+            forward = lambda *args, of=of, along=along: jax.jvp(of, args, along)[1]
+            found.append(
+                {
+                    "forward": forward(*arrays),
+                    "linearized": jax.jit(jax.linearize(of, *arrays)[1])(*along),
+                    "forward over reverse": jax.jit(
+                        lambda *args, grad=grad, along=along: jax.jvp(grad, args, along)[1]
+                    )(*arrays),
+                    "reverse over reverse": jax.grad(slope, argnums=(0, 1, 2))(*arrays),
+                    "reverse over forward": jax.jit(jax.grad(forward, argnums=(0, 1, 2)))(*arrays),
+                }
+            )
+        got, want = found
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-7, atol=1e-10), got, want)
+        assert abs(want["forward"]) > 1e-4
+        for way in ("reverse over reverse", "reverse over forward"):
+            assert_same(got[way], got["forward over reverse"])
+
+
+@pytest.mark.parametrize(
+    "name, option", [("log_attention", "all options"), ("attention", "all keys"), ("sigmoid", "causal")]
+)
+def test_other_forms_have_the_forward_derivative_of_their_gradient_and_say_so(rng, name, option):
+    with jax.enable_x64(True):
+        loss, arrays = draw(rng, name, option)
+        widen = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        arrays, others = jax.tree.map(widen, (tuple(arrays[:3]), arrays[3:]))
+        of = lambda *args: loss(*args, *others)
+        along = tuple(jnp.asarray(rng.standard_normal(x.shape)) for x in arrays)
+        grad, step = jax.jit(jax.grad(of, argnums=(0, 1, 2))), 1e-4
+        moved = [grad(*(x + sign * step * dx for x, dx in zip(arrays, along, strict=True))) for sign in (1, -1)]
+        want = jax.tree.map(lambda x, y: (x - y) / (2 * step), *moved)
+        got = jax.jit(lambda *args: jax.jvp(grad, args, along)[1])(*arrays)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * jnp.max(jnp.abs(y)))
+        push = jax.linearize(of, *arrays)[1]
+        slope = lambda *args: jnp.vdot(grad(*args)[0], along[0])
+        pass_scan = "" if name == "sigmoid" else '.*or pass implementation="scan" or "reference"'
+        for wrong in (
+            lambda: push(*along),
+            lambda: jax.jvp(of, arrays, along),
+            lambda: jax.jvp(jax.jit(of), arrays, along),
+        ):
+            with pytest.raises(TypeError, match="has no forward-mode derivative .* use reverse mode" + pass_scan):
+                wrong()
+        if option != "all keys":  # has no loop
+            for second in (jax.grad(slope), jax.jit(jax.grad(slope))):
+                with pytest.raises(
+                    TypeError, match="no gradient of its gradient .* take jax.jvp of jax.grad" + pass_scan
+                ):
+                    second(*arrays)
 
 
 @pytest.mark.wrong_types
