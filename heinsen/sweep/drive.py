@@ -26,12 +26,14 @@ def drive(folder: SweepFolder, search: Search, launcher: Launcher, retry: bool =
     A finished run is not started again; a run that has crashed before, only with `retry`. Messages go to stderr,
     with a line of progress in a terminal. Raises SweepInterrupted on Ctrl-C and SIGTERM.
     """
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    terminated: list[int] = []  # an exception in the handler is lost where the garbage collector runs
+    previous = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     with tqdm(bar_format="{desc}", disable=None, leave=False, dynamic_ncols=True) as line:
         driver = _Driver(folder, search, launcher, retry, line)
         try:
             while driver.step():
-                pass
+                if terminated:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt as interruption:
             driver.say(launcher.stop_message)
             raise SweepInterrupted(launcher.stop()) from interruption

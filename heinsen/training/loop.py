@@ -44,7 +44,7 @@ class NonFiniteLossError(HeinsenError, RuntimeError):
 
 
 class RunInterrupted(Interrupted):
-    """SIGTERM, SIGINT or a preemption notice arrived; the run's state is saved."""
+    """A signal of `StopSignals` or a preemption notice arrived; the run's state is saved."""
 
 
 @explain_device_errors()
@@ -78,7 +78,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     ):
         if (restored := checkpoints.restore_newest(abstract, config.fingerprint)) is not None:
             start_step, state, position = restored
-            losses = LossMean(position.pop("losses", (0.0, 0)))  # earlier versions did not save them
+            losses = LossMean(position.pop("losses"))
             data.batches.set_state(position)
         else:
             start_step, losses = 0, LossMean()

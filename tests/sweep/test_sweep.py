@@ -305,6 +305,28 @@ def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
     assert pruned.count("bad") > 0
 
 
+def test_sigterm_stops_a_sweep_wherever_it_arrives(tmp_path, quick):
+    """Where an object is destroyed, Python ignores exceptions."""
+
+    class Dying:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Terminated(InstantLauncher):
+        def active(self):
+            if self.started:
+                Dying()
+            return super().active()
+
+    runs = [SweepRun({"seed": seed}, 3, 1) for seed in range(4)]
+    folder = SweepFolder.open_or_create(tmp_path / "sweep", definition({"seed": tuple(range(4))}), runs)
+    before = signal.getsignal(signal.SIGTERM)
+    launcher = Terminated(folder, lambda point: [1.0] * 3)
+    with pytest.raises(SweepInterrupted, match="stopped"):
+        drive(folder, ListSearch(folder), launcher)
+    assert len(launcher.started) == 2 and signal.getsignal(signal.SIGTERM) == before
+
+
 def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
     pytest.importorskip("optuna")
     whole = definition({"rate": Range(0.0, 1.0, False, False)}, search="optuna", trials=5)
