@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.distributed import first_reason, keep_host_memory
-from heinsen.errors import HeinsenError, Interrupted
+from heinsen.errors import HeinsenError, Interrupted, describe
 from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
@@ -109,8 +109,8 @@ def _explain_full_disk(workdir: Path, checkpoints: Checkpoints) -> Iterator[None
         yield
     except OSError as error:
         raise RunError(
-            f"{workdir} cannot be written: {error}. Free some space, then rerun the same command to resume from "
-            f"{_newest(checkpoints)}"
+            f"{workdir} cannot be written: {describe(error)}. Free some space, then rerun the same command to "
+            f"resume from {_newest(checkpoints)}"
         ) from error
 
 
