@@ -62,6 +62,13 @@ def exit_on_error(on_interrupt: str | None = None, on_os_error: str = "") -> Ite
         _exit(traceback.format_exc().rstrip())
 
 
+def describe(error: Exception) -> str:
+    """Return an error's message. An OSError's own would show a file's name by repr, which may escape some of it."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    return f"{error.strerror}: {error.filename}"
+
+
 def _describe_os_error(error: OSError) -> str:
     """Return the file, the cause and the remedy of an OSError in one line."""
     cause = f"{error.strerror or error}{_REMEDIES.get(error.errno, '')}"

@@ -1,5 +1,6 @@
 """Flags of every program: errors say what to write instead."""
 
+import codecs
 import io
 import itertools
 import re
@@ -102,9 +103,14 @@ def show_help(name: str) -> None:
 
 
 def _prepare_terminal() -> None:
-    """Escape what stdout cannot encode where it is not UTF-8, and print one line where Ctrl-C ends the program."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Print names of files as they are, and escape what else a terminal that is not UTF-8 cannot show.
+
+    Ctrl-C ends the program with one line.
+    """
+    codecs.register_error("readable", _encode)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="readable")
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -113,6 +119,14 @@ def _prepare_terminal() -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = show
+
+
+def _encode(error: UnicodeError) -> tuple[bytes, int]:
+    """Return the byte that Python could not decode in a file's name, or an escape; and where to go on."""
+    assert isinstance(error, UnicodeEncodeError)
+    character, after = error.object[error.start], error.start + 1
+    is_byte = "\udc80" <= character <= "\udcff"
+    return character.encode("ascii", "surrogateescape" if is_byte else "backslashreplace"), after
 
 
 def read_config(flag: flags.FlagHolder[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from heinsen.errors import InputError, exit_on_error
+from heinsen.errors import InputError, describe, exit_on_error
 from scripts.cli import parse_flags, refuse, show_help
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py, or a folder of export.py.", required=True)
@@ -250,7 +250,7 @@ def save(task: Task, prefix: Prefix) -> None:
     try:
         save_prefix(path, task.model, task.digest, prefix)
     except OSError as error:
-        raise InputError(f"the state cannot be saved: {error}. Give another --save_state") from error
+        raise InputError(f"the state cannot be saved: {describe(error)}. Give another --save_state") from error
     size = format_bytes(path.stat().st_size)
     print(f"{path}: the state after {int(prefix.state.n_tokens[0]):,} tokens, {size}", file=sys.stderr)
 

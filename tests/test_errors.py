@@ -8,8 +8,9 @@ import sys
 import jax
 import pytest
 
-from heinsen.errors import Interrupted, exit_on_error
+from heinsen.errors import Interrupted, describe, exit_on_error
 from heinsen.export import ExportError
+from heinsen.export.folders import CONFIG_FILE, load_folder
 from heinsen.training.device_errors import DeviceError, explain_device_errors
 from heinsen.training.loop import RunInterrupted
 
@@ -37,6 +38,16 @@ def test_errors_that_a_user_can_fix_exit_with_cause_and_remedy(error, message):
             raise error
         is_told = then and isinstance(error, OSError)
         assert end.value.code == f"error: {message}" + ". Rerun" * bool(is_told)  # on stderr, with status 1
+
+
+def test_an_error_of_the_system_is_described_with_the_name_of_its_file_as_it_is(tmp_path):
+    name = "donn\udcc3\udca9es"  # what Python makes of UTF-8 in LANG=C
+    error = PermissionError(errno.EACCES, "Permission denied", name)
+    assert name in describe(error) and name not in str(error)
+    assert describe(OSError("text")) == describe(ValueError("text")) == "text"
+    (tmp_path / name / CONFIG_FILE).mkdir(parents=True)
+    with pytest.raises(ExportError, match=f"damaged .Is a directory: {tmp_path / name / CONFIG_FILE}."):
+        load_folder(tmp_path / name)
 
 
 def test_other_errors_are_not_hidden():

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -137,12 +138,22 @@ def test_ctrl_c_is_one_line_from_the_first_imports_on(monkeypatch, capsys, error
 
 
 @pytest.mark.parametrize("program", ["eval.py", "scripts/generate.py"])
-def test_what_stdout_cannot_encode_is_escaped(program, end_of, monkeypatch):
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_what_a_terminal_cannot_encode_is_escaped_and_names_of_files_are_not(program, name, end_of, monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, name, stream)
     assert end_of(program).startswith("error: --workdir is missing")
-    print("caf\u00e9 \udc80", flush=True)
-    assert stream.buffer.getvalue() == rb"caf\xe9 \udc80" + b"\n"
+    print("caf\u00e9 \ud800", os.fsencode("caf\u00e9").decode("ascii", "surrogateescape"), file=stream, flush=True)
+    assert stream.buffer.getvalue() == rb"caf\xe9 \ud800 caf" + b"\xc3\xa9\n"
+
+
+def test_errors_of_the_c_locale_show_names_of_files(tmp_path):
+    """Without UTF-8 Python decodes them to lone surrogates, which it would print as escapes."""
+    source = os.fsencode(tmp_path) + "/donn\u00e9es.xyz".encode()
+    command = [sys.executable, "scripts/prepare_data.py", b"--source=" + source, "--out=out", "--split=train"]
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([*command, "--tokenizer=bytes"], cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == 1 and done.stderr.startswith(b"error: no file matches source '" + source + b"'")
 
 
 @pytest.mark.parametrize("name, program", [("workdir", "eval.py"), ("out", "scripts/prepare_data.py")])

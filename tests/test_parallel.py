@@ -136,15 +136,16 @@ def test_two_processes_are_lost_stop_together_and_go_on(run, commands, tmp_path)
     assert checkpoint_steps(workdir)[-1] == CHECKPOINT_EVERY
 
     changes = {"mesh__data": 1, "mesh__fsdp": 2, "mesh__sequence": 2, "sample_tokens": 9}
-    first, second = start_two(commands, run.data, workdir, **changes)
-    try:
-        # Sent to the process that is not the coordinator; the other one is notified.
-        stopped = stop_when(second, lambda: read_log(workdir)[-1]["step"] > 22, signal.SIGTERM)
-        assert stopped.returncode == finish(first).returncode == 75, stopped.stderr
-    finally:
-        first.kill()
-    step = checkpoint_steps(workdir)[-1]
-    assert 20 <= step < STEPS and f"saved {workdir}/checkpoints/{step}" in stopped.stderr
+    for number, begin in (signal.SIGTERM, 22), (signal.SIGUSR1, 34):
+        first, second = start_two(commands, run.data, workdir, **changes)
+        try:
+            # Sent to the process that is not the coordinator; the other one is notified.
+            stopped = stop_when(second, lambda begin=begin: read_log(workdir)[-1]["step"] > begin, number)
+            assert stopped.returncode == finish(first).returncode == 75, stopped.stderr
+        finally:
+            first.kill()
+        step = checkpoint_steps(workdir)[-1]
+        assert begin < step < STEPS and f"saved {workdir}/checkpoints/{step}" in stopped.stderr
 
     done = [finish(process) for process in start_two(commands, run.data, workdir, **changes)]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr

@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Int32, UInt16
 
 from heinsen.data.tokenizer import TOKENIZERS
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, describe
 from heinsen.files import file_sha256, unseal
 
 FORMAT_VERSION = 1
@@ -363,7 +363,7 @@ def check_shard(path: Path, num_tokens: int) -> Shard:
     except FileNotFoundError as error:
         raise DatasetError(f"{path} is listed in {METADATA_FILE} but missing: {_remedy(path)}") from error
     except (ValueError, OSError, tokenize.TokenError) as error:  # no .npy header
-        raise DatasetError(f"{path} cannot be read: {error}; the file is damaged: {_remedy(path)}") from error
+        raise DatasetError(f"{path} cannot be read: {describe(error)}; the file is damaged: {_remedy(path)}") from error
     shard = Shard(path, num_tokens, offset)
     if dtype != TOKEN_DTYPE:
         problem = f"dtype {dtype}, expected {TOKEN_DTYPE.name}"

@@ -34,16 +34,16 @@ def parse_mixture(path: str) -> list[tuple[str, float]]:
         folder, colon, text = entry.rpartition(":")
         has_weight = colon and not text.startswith("//")
         if not has_weight or not folder:
-            raise _bad_mixture(path, f"{entry!r} has no {'folder' if has_weight else 'weight'}")
+            raise _bad_mixture(path, f"'{entry}' has no {'folder' if has_weight else 'weight'}")
         try:
             weight = float(text)
         except ValueError as error:
-            raise _bad_mixture(path, f"the weight {text!r} of {folder!r} is not a number") from error
+            raise _bad_mixture(path, f"the weight {text!r} of '{folder}' is not a number") from error
         if not (math.isfinite(weight) and weight > 0):
-            raise _bad_mixture(path, f"the weight {text} of {folder!r} is not positive and finite")
+            raise _bad_mixture(path, f"the weight {text} of '{folder}' is not positive and finite")
         folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
         if folder in found:
-            raise _bad_mixture(path, f"{folder!r} is named twice")
+            raise _bad_mixture(path, f"'{folder}' is named twice")
         found[folder] = weight
     total = sum(map(Fraction, found.values()))
     return [(folder, float(Fraction(weight) / total)) for folder, weight in found.items()]
@@ -51,7 +51,7 @@ def parse_mixture(path: str) -> list[tuple[str, float]]:
 
 def _bad_mixture(path: str, what: str) -> DatasetError:
     return DatasetError(
-        f"data path {path!r}: {what}. Expected one folder, 'data/pile', or several with weights, "
+        f"data path '{path}': {what}. Expected one folder, 'data/pile', or several with weights, "
         "'data/pile:0.7,data/code:0.3' (for a folder with ',' or ':' in its name, use a symbolic link)"
     )
 

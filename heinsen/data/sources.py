@@ -136,7 +136,7 @@ def _find_source(source: str, settings: Settings) -> list[Input]:
     path = Path(source)
     if path.is_file():
         if _kind(path) is None:
-            raise PreparationError(f"source {source!r} is of no known kind: {_KNOWN_ENDINGS}")
+            raise PreparationError(f"source '{source}' is of no known kind: {_KNOWN_ENDINGS}")
         files = [path]
     elif path.is_dir():
         files = _choose_files(source, _walk(path))
@@ -149,7 +149,7 @@ def _find_source(source: str, settings: Settings) -> list[Input]:
         )
     if not files:
         raise PreparationError(
-            f"no file matches source {source!r} (of {', '.join(settings.sources)}); {_KNOWN_ENDINGS}"
+            f"no file matches source '{source}' (of {', '.join(settings.sources)}); {_KNOWN_ENDINGS}"
         )
     return [Input(str(_kind(path)), str(path), str(path), path.stat()) for path in files]
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 from numpy.typing import ArrayLike
 
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, describe
 from heinsen.files import atomic_writer
 
 EOT_BYTES = b"<|endoftext|>"
@@ -210,6 +210,6 @@ def _provide_gpt2_files() -> None:
                 file.write(data)
         except OSError as error:
             raise TokenizerFilesError(
-                f"cannot write the gpt2 tokenizer's files to {cache} ({error}); "
+                f"cannot write the gpt2 tokenizer's files to {cache} ({describe(error)}); "
                 "set TIKTOKEN_CACHE_DIR to a folder that can be written"
             ) from error

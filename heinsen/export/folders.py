@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinsen.config import ConfigError, from_mapping
+from heinsen.errors import describe
 from heinsen.export import huggingface
 from heinsen.export.huggingface import from_huggingface_state_dict, to_huggingface_state_dict
 from heinsen.export.published import from_reference_state_dict, is_reference_model, to_reference_state_dict
@@ -128,7 +129,7 @@ def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
     except FileNotFoundError as error:
         raise ExportError(f"{folder} holds no exported weights: it has no {CONFIG_FILE}; {_HOW}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise ExportError(f"{path} is damaged ({error}): copy the folder again, or {_HOW}") from error
+        raise ExportError(f"{path} is damaged ({describe(error)}): copy the folder again, or {_HOW}") from error
     if not _is_manifest(mapping):
         raise ExportError(f"{folder} holds no exported weights: its {CONFIG_FILE} belongs to something else; {_HOW}")
     if mapping.get("format_version") != FORMAT_VERSION:
@@ -165,7 +166,7 @@ def load_folder(folder: Path) -> tuple[ModelConfig, str, Params]:
             raise ExportError(f"{path} is damaged, its SHA-256 is not the one in {CONFIG_FILE}: {again}")
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{path} cannot be read ({error}): {again}") from error
+        raise ExportError(f"{path} cannot be read ({describe(error)}): {again}") from error
     try:
         return manifest.model, manifest.tokenizer, layout.from_tensors(manifest.model, arrays)
     except ExportError as error:
@@ -231,7 +232,9 @@ def save_folder(
                 record = huggingface.transformers_config(record, tokenizer, dtype)
             (temporary / CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        raise ExportError(f"{folder} cannot be written: {error}. Use another folder, or free some space") from error
+        raise ExportError(
+            f"{folder} cannot be written: {describe(error)}. Use another folder, or free some space"
+        ) from error
     return manifest
 
 

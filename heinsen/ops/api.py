@@ -12,12 +12,12 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops import chunked, reference, scan
+from heinsen.ops.checks import ARRAYS, check_array, check_fits, check_float, check_integer, check_state, not_an_array
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.nonfinite import Attend, isolate_non_finite
@@ -178,14 +178,14 @@ def attend_both_ways(
     their log Z. -inf in either forgets all on its side. For models: dtypes, other arguments and errors are those of
     `log_attention` and `attention`; there is no forward-mode derivative.
     """
-    dtype = values.dtype
-    (q, k, values), starts, _ = prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
+    (q, k, in_float), starts, _ = prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
     decays = []
     for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
         check_log_decay(each, k, causal=True, name=name)
         decays.append(each.astype(k.dtype))
     kind = REAL_VALUES if signed else LOG_VALUES
-    return chunked.attend_both_ways(kind, q, k, values, starts, *decays).astype(dtype if signed else q.dtype)
+    y = chunked.attend_both_ways(kind, q, k, in_float, starts, *decays)
+    return y.astype(values.dtype) if signed else y
 
 
 def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Attend:
@@ -199,16 +199,9 @@ def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Attend:
 
 
 def _check_state(state: State | None, k: Array, values: Array, kind: type[State]) -> None:
-    if state is None:
-        return
-    if not isinstance(state, kind):
-        raise TypeError(f"state is a {type(state).__name__}: expected a {kind.__name__} (see heinsen.init_state)")
-    expected = (*k.shape[:-2], k.shape[-1], values.shape[-1]), (*k.shape[:-2], k.shape[-1])
-    if tuple(part.shape for part in state) != expected:
-        raise ValueError(
-            f"state with shapes {tuple(part.shape for part in state)} does not fit k {k.shape} and values "
-            f"{values.shape}: expected {expected}"
-        )
+    if state is not None:
+        check_state("state", state, kind)
+        check_fits(state, ((*k.shape[:-2], k.shape[-1], values.shape[-1]), (*k.shape[:-2], k.shape[-1])), k, values)
 
 
 # ---- for every attention function ----------------------------------------------------------------
@@ -241,12 +234,9 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
     """
     for name, x in (("q", q), ("k", k), (values_name, values)):
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise TypeError(f"{name} is a {type(x).__name__}: expected an array, such as jnp.asarray({name})")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(
-                f"{name} has dtype {x.dtype}: expected a real floating-point dtype; cast it, e.g. to float32"
-            )
+        if not isinstance(x, ARRAYS):
+            raise not_an_array(name, type(x))
+        check_float(name, x.dtype)
         if x.ndim < 2 or 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
     shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"
@@ -262,8 +252,7 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
         if segment_ids is not None:
             raise ValueError(f"segment_ids need as many queries as keys: {shapes}")
     if segment_ids is not None:
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(f"segment_ids have dtype {segment_ids.dtype}: expected integers")
+        check_array("segment_ids", segment_ids, check_integer)
         if 1 < segment_ids.ndim < k.ndim - 1:  # [B, T] would be taken for heads where there are as many as B
             axes = ", ".join([":", *["None"] * (k.ndim - 1 - segment_ids.ndim), ":"])
             raise ValueError(
@@ -294,12 +283,12 @@ def check_log_decay(log_decay: Array, k: Array, causal: bool, name: str = "log_d
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or without causality.
     """
-    if not jnp.issubdtype(log_decay.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {log_decay.dtype}: expected a real floating-point dtype")
+    check_array(name, log_decay)
     if not causal:
         raise ValueError(
             "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none is "
-            "before another; leave out log_decay, or attend in both directions by two causal calls"
+            "before another; leave out log_decay, or attend in both directions with a gate for each "
+            "by heinsen.ops.api.attend_both_ways"
         )
     if log_decay.shape != k.shape[:-1]:
         raise ValueError(

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops.api import check_known_tokens, on_automatic_axes, prepare
+from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.documents import document_ends, document_numbers
 from heinsen.ops.exact import vary_together
@@ -38,7 +39,8 @@ class LinearState(NamedTuple):
 def init_linear_state(
     batch_shape: tuple[int, ...], d_key: int, d_value: int, dtype: DTypeLike = jnp.float32
 ) -> LinearState:
-    """State before any token."""
+    """State before any token. Raises TypeError for a dtype that is not floating point."""
+    check_float("the state", dtype)
     return LinearState(jnp.zeros((*batch_shape, d_key, d_value + 1), dtype))
 
 
@@ -95,11 +97,13 @@ def linear_attention(
     Computes in float32, or float64 for float64 inputs; y has v's dtype. A query that sees nothing gets 0.
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    out_dtype = v.dtype
-    (q, k, v), starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
+    (q, k, values), starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
+    out_dtype, v = v.dtype, values
     check_known_tokens(q.shape[-2], k.shape[-2])
     if state is None:
         state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], v.dtype)
+    check_state("state", state, LinearState)
+    check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1] + 1),), k, v)
     attend = partial(_attend, causal=causal)
     initial = state.sums.astype(v.dtype)
     numerators, final = on_automatic_axes(attend, _features(q), _features(k), v, initial, starts, log_decay)

@@ -27,6 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops.api import check_inputs, check_known_tokens, on_automatic_axes
+from heinsen.ops.checks import check_array, check_integer
 from heinsen.ops.documents import document_ranges, document_starts
 from heinsen.ops.exact import vary_together
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
@@ -108,9 +109,8 @@ def sigmoid_attention_cached(
 
 def _as_positions(name: str, x: Array | int, shape: tuple[int, ...]) -> Array:
     """Convert to an integer array that broadcasts to `shape`. Raises TypeError and ValueError if x is none."""
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} has dtype {x.dtype}: expected integers")
+    x = jnp.asarray(x) if isinstance(x, int | float) else x
+    check_array(name, x, check_integer)
     try:
         fits = jnp.broadcast_shapes(x.shape, shape) == shape
     except ValueError:

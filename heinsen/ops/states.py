@@ -38,6 +38,7 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.checks import check_array, check_float, check_state
 
 
 class NormalizedState(NamedTuple):
@@ -193,7 +194,9 @@ def init_state(
 
     Its log-sums are -inf, so that eq. (6) agrees with eq. (4). The paper's eq. (7) writes zeros; that state, which
     amounts to one more token with k = 0 and log v = 0, is `LogState(jnp.zeros(...), jnp.zeros(...))`.
+    Raises TypeError for a dtype that is not floating point.
     """
+    check_float("the state", dtype)
     h_z = jnp.full((*batch_shape, d_key), NEG_INF, dtype)
     if signed:
         return MeanState(jnp.zeros((*batch_shape, d_key, d_value), dtype), h_z)
@@ -207,19 +210,23 @@ def update_state(
     *,
     log_decay: Float[Array, "*batch"] | None = None,
 ) -> S:
-    """Eq. (6): the state after one more token. `values` are log v for a `LogState`, v for a `MeanState`.
+    """Eq. (6): the state after one more token, in its dtype. `values` are log v for a `LogState`, v for a `MeanState`.
 
     log_decay: logarithm, at most 0, of what is left of the weights of the tokens before it (-inf: nothing).
 
-    For many tokens at once use `log_attention(..., state=state, return_state=True)`. Raises ValueError for shapes that
-    do not fit.
+    For many tokens at once use `log_attention(..., state=state, return_state=True)`. Raises TypeError for what
+    is no state or no floating-point array, ValueError for shapes that do not fit.
     """
+    _check_state(state)
+    check_array("k", k)
+    check_array("values", values)
     if k.shape != state.h_z.shape or values.shape != state[0].shape[:-2] + state[0].shape[-1:]:
         raise ValueError(
             f"k {k.shape} and the token's values {values.shape} do not fit a state for k {state.h_z.shape} and values "
             f"{state[0].shape[:-2] + state[0].shape[-1:]}: update_state takes one token, with the state's leading axes"
         )
-    return merge_states(state, state.of_token(k, values), log_decay=log_decay)
+    after = merge_states(state, state.of_token(k, values), log_decay=log_decay)
+    return jax.tree.map(lambda x, before: x.astype(before.dtype), after, state)
 
 
 def merge_states(older: S, newer: S, *, log_decay: Float[Array, "*batch"] | None = None) -> S:
@@ -229,14 +236,21 @@ def merge_states(older: S, newer: S, *, log_decay: Float[Array, "*batch"] | None
     pairs (log_decay, state) of a monoid, in which the order matters:
     (a, x) (b, y) = (a + b, merge_states(x, y, log_decay=b)). Without it the order does not matter.
 
-    Raises TypeError for states of different kinds, ValueError for a log_decay that does not fit.
+    Of two dtypes the result has the wider one. Raises TypeError for what is no state or of different kinds, ValueError
+    for states of different shapes and a log_decay that does not fit.
     """
+    _check_state(older, "older")
+    _check_state(newer, "newer")
     if type(older) is not type(newer):
         raise TypeError(
             f"states of different kinds cannot be merged: {type(older).__name__} and {type(newer).__name__}"
         )
+    shapes = [tuple(x.shape for x in state) for state in (older, newer)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"states of different shapes cannot be merged: {shapes[0]} and {shapes[1]}")
     if log_decay is None:
         return older.merge(newer)
+    check_array("log_decay", log_decay)
     if log_decay.shape != newer.h_z.shape[:-1]:
         raise ValueError(
             f"log_decay {log_decay.shape} does not fit states with h_z {newer.h_z.shape}: expected one number for each "
@@ -249,8 +263,10 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
     """Eqs. (5) and (8): what one query [*batch, K], or T queries [*batch, T, K], read from a state.
 
     Returns log y [*batch, (T,) V] from a `LogState`, y from a `MeanState`. An empty state gives -inf, or 0. Raises
-    ValueError for shapes that do not fit.
+    TypeError for what is no state or no floating-point array, ValueError for shapes that do not fit.
     """
+    _check_state(state)
+    check_array("q", q)
     if q.ndim == state.h_z.ndim:
         return query_state(state, q[..., None, :])[..., 0, :]
     if q.shape[:-2] + q.shape[-1:] != state.h_z.shape:
@@ -273,6 +289,15 @@ def extend_context(
     """
     state = update_state(state, k, values, log_decay=log_decay)
     return query_state(state, q), state
+
+
+def _check_state(state: Any, name: str = "state") -> None:
+    check_state(name, state, LogState, MeanState)
+    if state[0].ndim < 2 or state[0].shape[:-1] != state.h_z.shape:
+        raise ValueError(
+            f"{name} has shapes {tuple(x.shape for x in state)}: expected those of heinsen.init_state, [*batch, K, V] "
+            "and [*batch, K]"
+        )
 
 
 # ---- arithmetic of normalized states --------------------------------------------------------------

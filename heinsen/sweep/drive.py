@@ -26,12 +26,14 @@ def drive(folder: SweepFolder, search: Search, launcher: Launcher, retry: bool =
     A finished run is not started again; a run that has crashed before, only with `retry`. Messages go to stderr,
     with a line of progress in a terminal. Raises SweepInterrupted on Ctrl-C and SIGTERM.
     """
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    terminated: list[int] = []  # an exception in the handler is lost where the garbage collector runs
+    previous = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     with tqdm(bar_format="{desc}", disable=None, leave=False, dynamic_ncols=True) as line:
         driver = _Driver(folder, search, launcher, retry, line)
         try:
             while driver.step():
-                pass
+                if terminated:
+                    raise KeyboardInterrupt
         except KeyboardInterrupt as interruption:
             driver.say(launcher.stop_message)
             raise SweepInterrupted(launcher.stop()) from interruption
@@ -45,7 +47,7 @@ def drive(folder: SweepFolder, search: Search, launcher: Launcher, retry: bool =
 class _Driver:
     def __init__(self, folder: SweepFolder, search: Search, launcher: Launcher, retry: bool, line: tqdm):
         self._folder, self._search, self._launcher = folder, search, launcher
-        self._line, self._drawn = line, 0.0
+        self._line, self._drawn, self._knows_eta = line, 0.0, False
         self._before = {view.name: view for view in folder.views()}
         self._watched, self._pruned = set(launcher.active()), set[str]()
         if n_finished := sum(view.state == "finished" for view in self._before.values()):
@@ -66,12 +68,20 @@ class _Driver:
             return False
         if self._folder.definition.strategy.adaptive:
             self._prune()
-        if not self._line.disable and time.monotonic() - self._drawn > _REDRAW_SECONDS:
-            self._line.set_description_str(summary(self._folder.views()))
-            self._drawn = time.monotonic()
+        if time.monotonic() - self._drawn > _REDRAW_SECONDS:
+            self._show_progress()
         if not proposed:
             time.sleep(_LOOK_SECONDS)
         return True
+
+    def _show_progress(self) -> None:
+        """Renew the line of progress in a terminal; in a log file say it once, when the first runs tell the ETA."""
+        if not (self._line.disable and self._knows_eta):
+            text, self._drawn = summary(self._folder.views()), time.monotonic()
+            self._line.set_description_str(text)
+            if self._line.disable and "ETA" in text:
+                self.say(text)
+                self._knows_eta = True
 
     def _record_ended(self) -> None:
         active, at_a_time = self._launcher.active(), len(self._watched)

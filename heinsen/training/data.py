@@ -28,11 +28,15 @@ class BatchIterator(Protocol):
 
 
 class ValidationSet(NamedTuple):
-    """Validation batches of one dataset, with its share of the mixture."""
+    """Validation batches of one dataset, with its share of the mixture.
+
+    A run that carries its state reads as many streams as its batch has rows, in as many passes as a step has: the loss
+    does not depend on the rows of a pass.
+    """
 
     name: str
     share: float
-    batches: EvaluationBatches
+    passes: list[EvaluationBatches]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +72,6 @@ class RunData:
         else:
             batches = train_iterator(training, *arguments)
             training_bytes_per_token = bytes_per_token(training)
-        per_pass = config.sequences_per_pass
-        pass_rows = process_rows(mesh, per_pass)
         validation = open_split(config, config.data.validation_split, tokenizer)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
@@ -80,17 +82,22 @@ class RunData:
             tokenizer,
             training_bytes_per_token,
             [
-                ValidationSet(
-                    name,
-                    share,
-                    evaluation_batches(
-                        dataset, length, per_pass, pass_rows, config.validation_tokens, in_streams=config.carry_state
-                    ),
-                )
+                ValidationSet(name, share, _validation_passes(config, mesh, dataset))
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],
             bytes_per_token(validation),
         )
+
+
+def _validation_passes(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> list[EvaluationBatches]:
+    length, limit, per_pass = config.sequence_length, config.validation_tokens, config.sequences_per_pass
+    if not config.carry_state:
+        return [evaluation_batches(dataset, length, per_pass, process_rows(mesh, per_pass), limit)]
+    passes = [
+        evaluation_batches(dataset, length, config.batch_size, rows, limit, in_streams=True)
+        for rows in rows_by_pass(config, mesh)
+    ]
+    return [each for first, each in enumerate(passes) if first * len(each) * length < each.num_tokens]  # none is empty
 
 
 def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> list[tuple[TokenDataset, float]]:

@@ -13,7 +13,7 @@ import jax
 from heinsen.config import ConfigError, differences, from_mapping, read_json_object
 from heinsen.data.tokenizer import TOKENIZER_NAMES
 from heinsen.distributed import first_reason
-from heinsen.errors import HeinsenError, print_warning
+from heinsen.errors import HeinsenError, describe, print_warning
 from heinsen.export import ExportError, is_export, read_manifest
 from heinsen.files import LockedError, hold_lock, write_atomically
 from heinsen.models import ModelConfig
@@ -170,4 +170,4 @@ def write_config(config: TrainConfig, workdir: Path, tokenizer: str) -> None:
 
 
 def _unwritable(workdir: Path, error: OSError) -> RunError:
-    return RunError(f"{workdir} cannot be written: {error}. Give another --workdir, or free some space there")
+    return RunError(f"{workdir} cannot be written: {describe(error)}. Give another --workdir, or free some space there")

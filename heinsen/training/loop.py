@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.distributed import first_reason, keep_host_memory
-from heinsen.errors import HeinsenError, Interrupted
+from heinsen.errors import HeinsenError, Interrupted, describe
 from heinsen.evaluation.loss import Evaluation
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
@@ -44,7 +44,7 @@ class NonFiniteLossError(HeinsenError, RuntimeError):
 
 
 class RunInterrupted(Interrupted):
-    """SIGTERM, SIGINT or a preemption notice arrived; the run's state is saved."""
+    """A signal of `StopSignals` or a preemption notice arrived; the run's state is saved."""
 
 
 @explain_device_errors()
@@ -78,7 +78,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     ):
         if (restored := checkpoints.restore_newest(abstract, config.fingerprint)) is not None:
             start_step, state, position = restored
-            losses = LossMean(position.pop("losses", (0.0, 0)))  # earlier versions did not save them
+            losses = LossMean(position.pop("losses"))
             data.batches.set_state(position)
         else:
             start_step, losses = 0, LossMean()
@@ -109,8 +109,8 @@ def _explain_full_disk(workdir: Path, checkpoints: Checkpoints) -> Iterator[None
         yield
     except OSError as error:
         raise RunError(
-            f"{workdir} cannot be written: {error}. Free some space, then rerun the same command to resume from "
-            f"{_newest(checkpoints)}"
+            f"{workdir} cannot be written: {describe(error)}. Free some space, then rerun the same command to "
+            f"resume from {_newest(checkpoints)}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Requests to stop a run: SIGTERM, SIGINT, a cluster's preemption notice."""
+"""Requests to stop a run: SIGTERM, SIGINT, SIGUSR1, SIGHUP, a cluster's preemption notice."""
 
 import os
 import signal
@@ -11,12 +11,16 @@ import jax
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
+# SIGUSR1 is what SLURM's --signal is often set to; SIGHUP tells that the terminal has been closed.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
 
 class StopSignals:
     """Turns signals into requests to stop at the end of a step, the same step in every process.
 
-    Use as a context manager. A second SIGINT takes effect at once. A second SIGTERM does nothing: SLURM may send a job
-    more than one. A message says at once that the signal has arrived, also while Python waits for the device.
+    Use as a context manager. A second SIGINT takes effect at once. A second one of the others does nothing: SLURM may
+    send a job more than one. A signal that was ignored stays so: nohup ignores SIGHUP. A message says at once that the
+    signal has arrived, also while Python waits for the device.
     """
 
     def __init__(self) -> None:
@@ -25,9 +29,11 @@ class StopSignals:
         self._alone = jax.process_count() == 1
 
     def __enter__(self) -> "StopSignals":
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
         # With several processes JAX's preemption service receives SIGTERM and informs all of them.
-        for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
-            self._previous[number] = signal.signal(number, self._handle)
+        for number in _SIGNALS if self._alone else _SIGNALS[1:]:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
         # Python runs handlers between two of its instructions, which may be minutes apart; it writes a signal's number
         # to this pipe at once.
         self._read, self._write = os.pipe()
@@ -53,11 +59,21 @@ class StopSignals:
 
     def _tell_signals(self) -> None:
         while number := os.read(self._read, 1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM):
+            if number[0] in _SIGNALS:
+                self._leave_closed_terminals()
                 again = "; again to stop at once, without saving" if number[0] == signal.SIGINT else ""
                 tqdm.write(f"{signal.Signals(number[0]).name}: stopping after this step{again}", file=sys.stderr)
 
+    def _leave_closed_terminals(self) -> None:
+        """Write to nowhere instead: writing to a terminal that is closed is an error, which would end the run."""
+        for number in self._terminals:
+            if not os.isatty(number):
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), number)
+
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """Record the request. An exception could be lost here: where the garbage collector runs, Python ignores it."""
+        self._leave_closed_terminals()
         self.received = signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(number, self._previous.pop(number))

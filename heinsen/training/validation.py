@@ -1,6 +1,6 @@
 """Validation of a run in progress."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class Validator:
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
-        results = [self._evaluate(params, batches) for _, _, batches in self._data.validation]
+        results = [self._evaluate(params, passes) for _, _, passes in self._data.validation]
         shares = [share for _, share, _ in self._data.validation]
         mean = mean_of_mixture(list(zip(shares, results, strict=True)), self._data.validation_bytes_per_token)
         metrics: dict[str, float | str] = {
@@ -57,16 +57,20 @@ class Validator:
             metrics[SAMPLE] = self._write_sample(params, self._tokenizer)
         return mean, metrics
 
-    def _evaluate(self, params: Params, batches: EvaluationBatches) -> Evaluation:
-        carries, model = self._config.carry_state, self._config.model
-        state = begin_streams(model, self._mesh, batches.batch_size) if carries else None
-        return evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token, state)
+    def _evaluate(self, params: Params, passes: Sequence[EvaluationBatches]) -> Evaluation:
+        c, parts = self._config, []
+        for batches in passes:
+            state = begin_streams(c.model, self._mesh, c.sequences_per_pass) if c.carry_state else None
+            bytes_per_token = batches.dataset.bytes_per_token
+            parts.append(evaluate(self._eval_step, params, batches, self._mesh, bytes_per_token, state))
+        tokens = sum(part.tokens for part in parts)
+        return mean_of_mixture([(part.tokens / tokens, part) for part in parts], bytes_per_token)
 
     def _time_constants(self, params: Params) -> dict[str, float]:
         """Time constants of a forget gate on the first dataset's first batch."""
         if self._time_constants_step is None:
             return {}
-        tokens = next(iter(self._data.validation[0].batches))["tokens"]
+        tokens = next(iter(self._data.validation[0].passes[0]))["tokens"]
         placed = place_batch(self._mesh, {"tokens": tokens})["tokens"]
         return {name: float(x) for name, x in jax.device_get(self._time_constants_step(params, placed)).items()}
 

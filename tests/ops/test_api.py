@@ -1,6 +1,7 @@
 """What the public functions accept, refuse and return; and that JAX's transformations go through them."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -9,8 +10,17 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen import LogState, MeanState, init_state, log_attention, merge_states, query_state, update_state
-from heinsen.ops.api import IMPLEMENTATIONS
+from heinsen import (
+    LogState,
+    MeanState,
+    init_linear_state,
+    init_state,
+    log_attention,
+    merge_states,
+    query_state,
+    update_state,
+)
+from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways
 from tests.arrays import takes_numpy
 from tests.ops.common import PORTABLE
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
@@ -66,7 +76,7 @@ def test_empty_axes_are_refused(function, n_tokens, d_key, d_value, causal):
 
 
 @pytest.mark.parametrize("position", range(3))
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, bool])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, bool, jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.wrong_types
 def test_dtypes_other_than_real_floating_point_are_refused(function, position, dtype):
     arrays = [zeros(T, K), zeros(T, K), zeros(T, V)]
@@ -74,6 +84,89 @@ def test_dtypes_other_than_real_floating_point_are_refused(function, position, d
     name = ("q", "k", "v" if signed(function) else "log_v")[position]
     with pytest.raises(TypeError, match=f"^{name} has dtype {jnp.dtype(dtype)}: .*float"):
         function(*arrays)
+
+
+def public_calls():
+    """Public functions that take arrays, with arguments that they accept."""
+    ids, decay, decay_of_token = zeros(2, T, dtype=jnp.int32), zeros(2, T), zeros(2)
+    both = {"q": zeros(2, T, K), "k": zeros(2, T, K), "segment_ids": ids}
+    token = {"k": zeros(2, K), "values": zeros(2, V), "log_decay": decay_of_token}
+    state, linear = init_state((2,), K, V), init_linear_state((2,), K, V)
+    with_v = both | {"v": zeros(2, T, V)}
+    return {
+        "log_attention": both | {"log_v": zeros(2, T, V), "log_decay": decay, "state": state},
+        "attention": with_v | {"log_decay": decay, "state": init_state((2,), K, V, signed=True)},
+        "linear_attention": with_v | {"log_decay": decay, "state": linear},
+        "sigmoid_attention": with_v,
+        "sigmoid_attention_cached": with_v | {"n": zeros(2, dtype=jnp.int32), "first": ids, "segment_ids": None},
+        "update_state": token | {"state": state},
+        "extend_context": token | {"q": zeros(2, T, K), "state": state},
+        "query_state": {"state": state, "q": zeros(2, K)},
+        "merge_states": {"older": state, "newer": state, "log_decay": decay_of_token},
+    }
+
+
+@pytest.mark.parametrize("name", public_calls())
+@pytest.mark.wrong_types
+def test_what_is_no_array_or_no_state_is_refused_by_name(name):
+    function, arguments = getattr(heinsen, name), {k: x for k, x in public_calls()[name].items() if x is not None}
+    jax.eval_shape(functools.partial(function, **arguments))
+    optional = {n for n, p in inspect.signature(function).parameters.items() if p.default is None}
+    for argument, x in arguments.items():
+        if isinstance(x, tuple):
+            wrong = [tuple(x), x._replace(h_z=[0.0]) if hasattr(x, "h_z") else x._replace(sums=[0.0])]
+            wrong += [jax.tree.map(lambda part, dtype=dtype: part.astype(dtype), x) for dtype in (int, jnp.float8_e5m2)]
+        else:
+            wrong = [x.tolist(), "text", zeros(*x.shape, dtype=jnp.float8_e4m3fn), zeros(*x.shape, dtype=complex)]
+        for each in [*wrong, *([] if argument in optional else [None])]:
+            with pytest.raises(TypeError, match=rf"^{argument}(\.\w+)? (is a \w+|has dtype \w+): expected "):
+                function(**arguments | {argument: each})
+
+
+@pytest.mark.parametrize("init", [init_state, functools.partial(init_state, signed=True), init_linear_state])
+@pytest.mark.wrong_types
+def test_states_of_other_dtypes_are_not_begun(init):
+    for dtype in (int, bool, jnp.complex64, jnp.float8_e4m3fn):
+        with pytest.raises(TypeError, match=f"the state has dtype {jnp.dtype(dtype)}: expected a real floating-point"):
+            init((2,), K, V, dtype=dtype)
+
+
+@pytest.mark.parametrize("sizes", [((2,), 1, V), ((2,), K, 1), ((1,), K, V), ((), K, V)])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.wrong_types
+def test_states_do_not_broadcast(sizes, signed):
+    """What broadcasts without an error is a sum over other tokens than the caller meant."""
+    state, other = init_state((2,), K, V, signed=signed), init_state(*sizes, signed=signed)
+    shapes = [re.escape(str(tuple(x.shape for x in each))) for each in (state, other)]
+    for pair, (a, b) in (((state, other), shapes), ((other, state), shapes[::-1])):
+        with pytest.raises(ValueError, match=f"states of different shapes cannot be merged: {a} and {b}"):
+            merge_states(*pair)
+    torn = type(state)(state[0], other.h_z)
+    if torn.h_z.shape != state.h_z.shape:
+        calls = [lambda: merge_states(state, torn), lambda: query_state(torn, zeros(2, K))]
+        for call in [*calls, lambda: update_state(torn, zeros(2, K), zeros(2, V))]:
+            with pytest.raises(ValueError, match=r"(state|newer) has shapes .*: expected those of heinsen.init_state"):
+                call()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.wrong_types
+def test_linear_states_that_do_not_fit_are_refused(causal):
+    call = lambda state: heinsen.linear_attention(*arguments, causal=causal, state=state)
+    arguments = zeros(2, T, K), zeros(2, T, K), zeros(2, T, V)
+    for sizes in (((1,), K, V), ((), K, V), ((2,), 1, V), ((2,), K, 1)):
+        with pytest.raises(ValueError, match="does not fit") as error:
+            call(state := init_linear_state(*sizes))
+        assert str(state.sums.shape) in str(error.value) and str((2, K, V + 1)) in str(error.value)
+    with pytest.raises(TypeError, match="state is a LogState: expected a LinearState"):
+        call(init_state((2,), K, V))
+
+
+@pytest.mark.wrong_types
+def test_decay_without_causality_names_the_function_that_has_it(function):
+    with pytest.raises(ValueError, match="both directions .* heinsen.ops.api.attend_both_ways"):
+        function(zeros(T, K), zeros(T, K), zeros(T, V), log_decay=zeros(T), causal=False)
+    assert callable(attend_both_ways)
 
 
 @pytest.mark.wrong_types
@@ -106,7 +199,7 @@ def test_states_of_the_wrong_shape_are_refused(function, sizes):
 @pytest.mark.wrong_types
 def test_segment_ids_that_do_not_fit_are_refused(function):
     call = lambda ids: function(zeros(2, T, K), zeros(2, T, K), zeros(2, T, V), segment_ids=ids)
-    with pytest.raises(TypeError, match="segment_ids have dtype float32: expected integers"):
+    with pytest.raises(TypeError, match="segment_ids has dtype float32: expected integers"):
         call(zeros(2, T))
     for shape in ((T + 1,), (2, 1), (3, T), (1, 2, T), ()):
         message = f"segment_ids {shape} do not broadcast to [*batch, T] = (2, {T})"
@@ -153,6 +246,21 @@ def test_init_state_is_the_state_of_nothing():
     assert np.all(jax.jit(query_state)(log_state, zeros(2, 3, K)) == -np.inf)
     assert np.all(jax.jit(query_state)(mean_state, zeros(2, 3, K)) == 0)
     assert init_state((), K, V, dtype=jnp.bfloat16).h_s.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_state_keeps_its_dtype_in_a_loop_of_updates(rng, signed):
+    """Each update is that in float32, rounded."""
+    k, values = jnp.asarray(rng.standard_normal((T, 2, K)), "f4"), jnp.asarray(rng.standard_normal((T, 2, V)), "f4")
+    begin = init_state((2,), K, V, signed=signed, dtype=jnp.bfloat16)
+    end = jax.lax.fori_loop(0, T, lambda i, state: update_state(state, k[i], values[i]), begin)
+    want = begin
+    for i in range(T):
+        exact = update_state(jax.tree.map(lambda x: x.astype(jnp.float32), want), k[i], values[i])
+        want = jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact)
+    for got, expected in zip(end, want, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -304,7 +304,7 @@ def test_shapes_that_do_not_fit_are_named(shapes, message):
 def test_dtypes_that_do_not_fit_are_named():
     with pytest.raises(TypeError, match="k has dtype int32: .*float"):
         sigmoid_attention(zeros(T, K), zeros(T, K, dtype=jnp.int32), zeros(T, V))
-    with pytest.raises(TypeError, match="segment_ids have dtype float32: expected integers"):
+    with pytest.raises(TypeError, match="segment_ids has dtype float32: expected integers"):
         sigmoid_attention(zeros(T, K), zeros(T, K), zeros(T, V), segment_ids=zeros(T))
 
 

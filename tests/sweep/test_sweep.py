@@ -251,7 +251,7 @@ class InstantLauncher(Launcher):
         for name, (where, left) in list(self.under_way.items()):
             if left and name not in self.cancelled:
                 step, loss = left.pop(0)
-                entry = {"step": step, "tokens": step, "loss": loss, "validation_loss": loss}
+                entry = {"step": step, "tokens": step, "loss": loss, "validation_loss": loss, "tokens_per_second": 0.5}
                 with (where / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(entry) + "\n")
             state = "interrupted" if name in self.cancelled else "running" if left else "finished"
@@ -303,6 +303,41 @@ def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
     assert min(view.validation_loss for view in finished) < 1.0
     pruned = [view.run.point["kind"] for view in views if view.state == "pruned"]
     assert pruned.count("bad") > 0
+
+
+def test_a_log_file_has_an_eta_from_the_first_runs_on(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr("heinsen.sweep.drive._REDRAW_SECONDS", 0.0)
+    runs = [SweepRun({"seed": seed}, 5, 1) for seed in range(4)]
+    folder = SweepFolder.open_or_create(tmp_path / "sweep", definition({"seed": tuple(range(4))}), runs)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        drive(folder, ListSearch(folder), InstantLauncher(folder, lambda point: [1.0] * 5))
+    before, _ = said.getvalue().split("finished", 1)
+    (line,) = [line for line in before.splitlines() if "ETA" in line]
+    assert re.fullmatch(r"4 runs: 2 waiting, 2 running; ETA 00:1\d", line), (
+        "18 of 20 tokens or less, 2 x 0.5 per second"
+    )
+
+
+def test_sigterm_stops_a_sweep_wherever_it_arrives(tmp_path, quick):
+    """Where an object is destroyed, Python ignores exceptions."""
+
+    class Dying:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Terminated(InstantLauncher):
+        def active(self):
+            if self.started:
+                Dying()
+            return super().active()
+
+    runs = [SweepRun({"seed": seed}, 3, 1) for seed in range(4)]
+    folder = SweepFolder.open_or_create(tmp_path / "sweep", definition({"seed": tuple(range(4))}), runs)
+    before = signal.getsignal(signal.SIGTERM)
+    launcher = Terminated(folder, lambda point: [1.0] * 3)
+    with pytest.raises(SweepInterrupted, match="stopped"):
+        drive(folder, ListSearch(folder), launcher)
+    assert len(launcher.started) == 2 and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):

@@ -22,9 +22,11 @@ from heinsen.models import (
 )
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import Checkpoints
+from heinsen.training.data import RunData
 from heinsen.training.loop import train
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
+from heinsen.training.validation import Validator
 from tests.models import model_config
 from tests.runs import EOT, STEPS, copy_run, draw_text, finish, read_log, run_config, without_timing, write_split
 from tests.test_parallel import start_two
@@ -176,6 +178,7 @@ import sys
 import jax, numpy as np, optax
 from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch
 from heinsen.training.step import init_train_state, make_train_step
+from heinsen.training.validation import Validator
 from tests.models import model_config
 
 sizes, changes, seed = map(eval, sys.argv[1:])
@@ -223,6 +226,15 @@ def test_a_mesh_agrees_with_one_device(commands, rng, sizes, changes):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("mixture"), np.random.default_rng(0)
+    for name, n_tokens in (("a", 700), ("b", 300)):
+        write_split(folder / name / "train", draw_text(rng, n_tokens))
+        write_split(folder / name / "validation", draw_text(rng, 200))
+    return f"{folder / 'a'}:3,{folder / 'b'}:1"
+
+
 # ---- validation ----------------------------------------------------------------------------------
 
 
@@ -243,16 +255,22 @@ def test_validation_carries_the_state_along_each_row(rng, data):
     assert result.loss == pytest.approx(nats[: dataset.num_tokens].mean(), rel=1e-5)
 
 
+@pytest.mark.parametrize("validation_tokens", [None, 2 * LENGTH])
+def test_validation_does_not_depend_on_the_rows_of_a_pass(mixture, validation_tokens):
+    """Streams of the batch's rows, some of which may be empty, each read from its beginning."""
+    losses, params = [], None
+    for passes in (1, 2, 4):
+        sizes = dict(sequence_length=LENGTH, batch_size=BATCH, accumulation_steps=passes, carry_state=True)
+        config = run_config(mixture, validation_tokens=validation_tokens or 10**6, **sizes)
+        params = init_params(config.model, jax.random.key(0)) if params is None else params
+        data = RunData.open(config, make_mesh())
+        result, metrics = Validator(config, make_mesh(), data)(params)
+        losses.append([result.tokens, *metrics.values()])
+    assert losses[0][0] == 2 * (validation_tokens or 200)
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-6)
+
+
 # ---- runs ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    folder, rng = tmp_path_factory.mktemp("mixture"), np.random.default_rng(0)
-    for name, n_tokens in (("a", 700), ("b", 300)):
-        write_split(folder / name / "train", draw_text(rng, n_tokens))
-        write_split(folder / name / "validation", draw_text(rng, 200))
-    return f"{folder / 'a'}:3,{folder / 'b'}:1"
 
 
 def last_state(workdir, config):

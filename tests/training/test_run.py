@@ -1,5 +1,6 @@
 """Whole runs: the contents of their folder, and that no kind of interruption changes them."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -9,6 +10,8 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +31,7 @@ from heinsen.training.config import TrainConfig
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
 from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.signals import StopSignals
 from heinsen.training.step import abstract_train_state
 from heinsen.weights import load_params
 from tests.runs import (
@@ -36,7 +40,9 @@ from tests.runs import (
     EOT,
     KEEP,
     LENGTH,
+    ROOT,
     STEPS,
+    TIMEOUT,
     VALIDATE_EVERY,
     Run,
     at_step,
@@ -409,17 +415,72 @@ def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_pat
     A step's metrics are written while the next one runs, at whose end the run then stops.
     """
     workdir = tmp_path / "run"
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    for number, times, step in [(signal.SIGINT, 1, 4), (signal.SIGTERM, 2, 30)]:
+    numbers = [signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM]
+    before = [signal.getsignal(number) for number in numbers]
+    for number, times, step in zip(numbers, [1, 2, 1, 2], [4, 13, 22, 30], strict=True):
         with monkeypatch.context() as patch:
             at_step(patch, step - 1, lambda sent=[number] * times: [os.kill(os.getpid(), each) for each in sent])
             with pytest.raises(RunInterrupted, match=rf"{number.name} at step {step}: saved .*/checkpoints/{step};"):
                 train(config, workdir)
         assert checkpoint_steps(workdir)[-1] == step
         assert read_log(workdir)[-1]["step"] == step
-        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        assert [signal.getsignal(number) for number in numbers] == before
     train(config, workdir)
     assert_same_run(workdir, run, config, last_checkpoint)
+
+
+class Dying:
+    """Sends a signal to this process when it is destroyed, where Python ignores exceptions."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __del__(self):
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_is_told_and_recorded_wherever_it_arrives_and_stays_ignored_if_it_was(number, monkeypatch, capfd):
+    with StopSignals() as signals:
+        assert signals.stop_after(1) is None
+        Dying(number)
+        assert signals.stop_after(2) == number.name
+    assert f"{number.name}: stopping after this step" in capfd.readouterr().err
+    before = signal.signal(number, signal.SIG_IGN)  # as nohup does with SIGHUP
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), number)
+            assert signals.stop_after(1) is None
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+IN_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_exits_with_75(run, commands, tmp_path):
+    workdir, (outside, inside) = tmp_path / "run", os.openpty()
+    os.set_blocking(outside, False)
+    command = [sys.executable, "-c", IN_A_TERMINAL, *train_command(run.data, workdir)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=commands.environment(1), stdin=inside, stdout=inside, stderr=inside
+    )
+    os.close(inside)
+    said, deadline = b"", time.monotonic() + TIMEOUT
+    while not (workdir.exists() and read_log(workdir) and read_log(workdir)[-1]["step"] >= 12):
+        assert process.poll() is None and time.monotonic() < deadline, said
+        with contextlib.suppress(BlockingIOError):
+            said += os.read(outside, 1 << 16)
+    os.close(outside)
+    assert process.wait(TIMEOUT) == INTERRUPTED, said
+    step = checkpoint_steps(workdir)[-1]
+    assert 12 <= step < STEPS and read_log(workdir)[-1]["step"] == step
 
 
 @pytest.mark.long
