@@ -29,7 +29,7 @@ Out = TypeVar("Out")
 
 Method = Literal["associative", "sequential"]  # the two ways to compute a recurrence
 
-_BLOCK = 16  # tokens of a block of `associative_scan`, at most
+_BLOCKS = range(16, 7, -1)  # tokens of a block of an associative scan on CPUs, if they divide all
 
 
 def finite(shift: Array) -> Array:
@@ -198,7 +198,7 @@ def _gated_sum(gate: Array, x: Array, axis: int, reverse: bool, method: Method |
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] * later[0], earlier[1] * later[0] + later[1]
 
-        return associative_scan(combine, (gate, x), axis=axis, reverse=reverse)[1]
+        return _scan_in_blocks(combine, (gate, x), axis, reverse)[1]
 
     def sequential(gate: Array, x: Array) -> Array:
         def step(y: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -236,7 +236,7 @@ def cumulative_logsumexp(x: Float[Array, "..."], axis: int) -> Float[Array, "...
     The derivative is the recurrence dh[t] = exp(h[t-1] - h[t]) dh[t-1] + exp(x[t] - h[t]) dx[t]; every weight is at
     most 1.
     """
-    return associative_scan(logaddexp, x, axis=axis)
+    return _scan_in_blocks(logaddexp, x, axis)
 
 
 @cumulative_logsumexp.defjvp
@@ -277,7 +277,7 @@ def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
 
-        decay, out = associative_scan(combine, (log_a, log_b), axis=axis)
+        decay, out = _scan_in_blocks(combine, (log_a, log_b), axis)
         return logaddexp(jnp.expand_dims(initial, axis) + decay, out)
 
     def sequential(log_a: Array, log_b: Array, initial: Array) -> Array:
@@ -308,38 +308,42 @@ def _recurrence_jvp(
     return e, gated_sum(carried, own, axis, method=method)
 
 
-def associative_scan(combine: Callable[[Out, Out], Out], x: Out, axis: int, reverse: bool = False) -> Out:
-    """`jax.lax.associative_scan` within blocks of tokens, whose totals are combined one after the other.
+def associative_scan(combine: Callable[[Out, Out], Out], x: Out, axis: int) -> Out:
+    """`jax.lax.associative_scan`, except that no empty slices are combined, which it does where two elements are left.
 
-    Its program grows with the logarithm of the number of tokens, that of a block does not; T with no divisor between 8
-    and 32 is one block.
+    Their residuals would be empty, too. As inputs of a `jax.shard_map` these crash XLA of jaxlib 0.11.2.
+    """
+
+    def combine_some(earlier: Out, later: Out) -> Out:
+        return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
+
+    return jax.lax.associative_scan(combine_some, x, axis=axis)
+
+
+def _scan_in_blocks(combine: Callable[[Out, Out], Out], x: Out, axis: int, reverse: bool = False) -> Out:
+    """`associative_scan`; on CPUs within blocks of tokens, whose totals are combined one after the other.
+
+    The program of an associative scan grows with the logarithm of its tokens, and CPUs compile a large one for half a
+    minute. A number of tokens that no block divides is scanned at once.
     """
     if reverse:
         flip = partial(jax.tree.map, lambda x: jnp.flip(x, axis))
-        return flip(associative_scan(combine, flip(x), axis))
-
-    def combine_some(earlier: Out, later: Out) -> Out:
-        # jax.lax.associative_scan combines empty slices where two elements are left. Their residuals would be empty,
-        # too: as inputs of a `jax.shard_map` these crash XLA of jaxlib 0.11.2.
-        return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
-
-    leaf = jax.tree.leaves(x)[0]
-    axis %= leaf.ndim
-    n_tokens = leaf.shape[axis]
-    size = next((n for n in range(_BLOCK, 7, -1) if n_tokens % n == 0), n_tokens)
-    blocks = jax.tree.map(lambda x: x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), x)
-    within = jax.lax.associative_scan(combine_some, blocks, axis=axis + 1)
-    if size == n_tokens:
-        return jax.tree.map(lambda x: jnp.squeeze(x, axis), within)
-    totals = jax.tree.map(lambda x: jnp.moveaxis(jax.lax.index_in_dim(x, -1, axis + 1, False), axis, 0), within)
-    step = lambda before, total: (combine(before, total), before)
-    first, others = (jax.tree.map(lambda x, i=i: x[i], totals) for i in (0, slice(1, None)))
-    before = jax.tree.map(
-        lambda x: jnp.expand_dims(jnp.moveaxis(x, 0, axis), axis + 1), jax.lax.scan(step, first, others)[1]
-    )
-    part = lambda start, stop: jax.tree.map(lambda x: jax.lax.slice_in_dim(x, start, stop, axis=axis), within)
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis), part(0, 1), combine(before, part(1, None)))
-    return jax.tree.map(lambda x: x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), joined)
+        return flip(_scan_in_blocks(combine, flip(x), axis))
+    n_tokens = jax.tree.leaves(x)[0].shape[axis]
+    size = next((n for n in _BLOCKS if n_tokens % n == 0), n_tokens)
+    if size == n_tokens or platform.target() != "cpu":
+        return associative_scan(combine, x, axis)
+    axis %= jax.tree.leaves(x)[0].ndim
+    map_all, at = jax.tree.map, (slice(None),) * axis
+    blocks = map_all(lambda x: x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), x)
+    within = associative_scan(combine, blocks, axis + 1)
+    totals = map_all(lambda x: jnp.moveaxis(x[(*at, slice(None), -1)], axis, 0), within)
+    first, others = map_all(lambda x: x[0], totals), map_all(lambda x: x[1:], totals)
+    _, before = jax.lax.scan(lambda before, total: (combine(before, total), before), first, others)
+    before = map_all(lambda x: jnp.expand_dims(jnp.moveaxis(x, 0, axis), axis + 1), before)
+    later = combine(before, map_all(lambda x: x[(*at, slice(1, None))], within))
+    joined = map_all(lambda x, later: jnp.concatenate([x[(*at, slice(0, 1))], later], axis), within, later)
+    return map_all(lambda x: x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]), joined)
 
 
 def _by_method(

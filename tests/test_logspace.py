@@ -275,8 +275,10 @@ METHODS = ["associative", "sequential"]
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reverse", [False, True])
-def test_gated_sum_is_the_linear_recurrence(rng, reverse, method):
-    gate, x, g = rng.random((9, 3, 1), np.float32), normal(rng, 9, 3, 2), normal(rng, 9, 3, 2)
+@pytest.mark.parametrize("n_tokens", [9, 33])  # one block, and three of 11 where there are blocks
+def test_gated_sum_is_the_linear_recurrence(rng, n_tokens, reverse, method):
+    gate = rng.random((n_tokens, 3, 1), np.float32)
+    x, g = normal(rng, n_tokens, 3, 2), normal(rng, n_tokens, 3, 2)
     gate[4, 0] = 0
     turn = (lambda z: z[::-1]) if reverse else (lambda z: z)
     loop = lambda gate, x: turn(gated_sum64(turn(gate), turn(x)))
@@ -291,6 +293,11 @@ def test_gated_sum_runs_along_its_axis(rng):
     want = np.moveaxis(gated_sum64(*(np.moveaxis(z, 1, 0).astype(np.float64) for z in (gate, x))), 0, 1)
     for axis in (1, -2):
         assert_close(gated_sum(gate, x, axis), want)
+
+
+def test_the_program_of_a_scan_does_not_grow_with_the_tokens():
+    text = lambda n: jax.jit(functools.partial(logspace.cumulative_logsumexp, axis=0)).lower(jnp.ones(n)).as_text()
+    assert len(text(4096).splitlines()) == len(text(64).splitlines())
 
 
 def segments(resets):
