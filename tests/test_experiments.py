@@ -482,9 +482,7 @@ def pretended_result(arguments):
     [
         "associative_recall",
         "comparison_2m",
-        "ladder",
-        "sigmoid_training",
-        pytest.param("forgetting", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ladder", "sigmoid_training", "forgetting")),
     ],
 )
 def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corpus, tmp_path, monkeypatch):

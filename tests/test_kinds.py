@@ -72,7 +72,7 @@ VARIANTS = {
         **EQUAL,
     ),
 }
-QUICK = ("paper", "gpt2", "linear", "hybrid")
+QUICK = ("paper", "gpt2", "hybrid")
 
 
 @pytest.fixture(

@@ -260,6 +260,7 @@ def test_decays_of_whole_numbers_or_features_are_refused():
         heinsen.log_attention(x, x, x, log_decay=x)
 
 
+@pytest.mark.long
 def test_values_far_from_one_cost_no_precision(rng):
     """Shifts of values that fall by less than they are rounded to must not count as falling by more."""
     n, offset = 2048, 1e5

@@ -15,7 +15,10 @@ FEATURES = 5
 
 
 @pytest.mark.parametrize("sigma, offset", [(1, 0), (64, 0), (2, 1e4)])
-@pytest.mark.parametrize("n_tokens, forgets", [(1, False), (7, True), (12, True), (32, False), (64, True)])
+@pytest.mark.parametrize(
+    "n_tokens, forgets",
+    [(7, True), (64, True), *(pytest.param(*x, marks=pytest.mark.long) for x in [(1, False), (12, True), (32, False)])],
+)
 def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, forgets, sigma, offset):
     draw = lambda *shape: np.float32(sigma * rng.standard_normal(shape))
     q, k, c = draw(n_tokens, FEATURES), draw(n_tokens, FEATURES), draw(FEATURES)
@@ -39,7 +42,7 @@ def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, 
     assert np.all(weights.of_keys.sum(axis=-1) + weights.of_before.sum(axis=-1) >= 0.9), "the largest is 1"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_mixtures_of_heads_that_spread_and_heads_that_do_not(seed, rng):
     """Every head has its own range of queries, keys and values, its own decays, and documents."""
     batch, n_tokens = (2, 6), 300

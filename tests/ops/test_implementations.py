@@ -117,7 +117,7 @@ CASES = {
     ),
 }
 # The equations of cases with a state, documents or decays as well contain those of these.
-COVERED = ("causal", "one token, state", "decay", "all keys")
+COVERED = ("causal", "state", "one token, state", "documents, state", "decay", "all keys")
 LONG = dict(batch=(1,), n_queries=70, d_key=8, d_value=6, state=True)
 
 
