@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import heinsen
 from configs import pile_125m
 from heinsen.config import from_mapping
+from heinsen.models import count_params, hidden_states
 from heinsen.ops import api, reference
 from heinsen.training.config import TrainConfig
 from heinsen.training.folder import write_config
@@ -128,10 +130,38 @@ def programs(page: str) -> list[str]:
 def test_the_program_of_the_readme_runs(rng):
     names = {}
     exec(programs("README.md")[0], names)
-    model, x = names["Attention"](n_heads=2, d_head=4), jnp.asarray(rng.standard_normal((2, 5, 6)), jnp.float32)
-    assert isinstance(model, nn.Module)
-    y, _ = model.init_with_output(jax.random.key(0), x)
-    assert y.shape == x.shape and np.isfinite(y).all()
+    exec(programs("docs/library.md")[1], linen := {})
+    x = jnp.asarray(rng.standard_normal((2, 5, 6)), jnp.float32)
+    model = names["Attention"](d_model=6, n_heads=2, d_head=4, rngs=nnx.Rngs(0))
+    assert isinstance(model, nnx.Module)
+    y = nnx.jit(model)(x)
+    # The same parameters in the module of Linen.
+    params = {"q": model.q, "k": model.k, "v": model.v, "out": model.out}
+    params = {name: {"kernel": each.kernel[...], "bias": each.bias[...]} for name, each in params.items()}
+    want = linen["Attention"](n_heads=2, d_head=4).apply({"params": params}, x)
+    assert y.shape == x.shape
+    np.testing.assert_allclose(y, want, atol=1e-5)
+
+
+def test_a_model_of_a_run_takes_a_step_as_a_module_of_nnx(run):
+    tokens = jnp.arange(24).reshape(2, 12) % 256
+    names = {"workdir": run.workdir, "tokens": tokens}
+    exec(programs("docs/library.md")[2], names)
+    config, params, model = (names[name] for name in ("config", "params", "model"))
+    np.testing.assert_allclose(names["hidden"], hidden_states(config, params, tokens)[0], atol=1e-6)
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) == count_params(params)
+
+    def loss_of(hidden, embedding):
+        logits = hidden[:, :-1] @ embedding.T
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    before, grads = nnx.value_and_grad(lambda model: loss_of(model(tokens)[0], model.embedding[...]))(model)
+    wanted = jax.grad(lambda params: loss_of(hidden_states(config, params, tokens)[0], params["embedding"]))(params)
+    got = nnx.to_pure_dict(grads)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, wanted)
+    optimizer.update(model, grads)
+    assert loss_of(model(tokens)[0], model.embedding[...]) < before
 
 
 def test_the_program_of_the_library_page_runs(rng, monkeypatch):
