@@ -66,7 +66,7 @@ SMALLER = {
     "configs/gpt2_124m.py": "configs/small_gpt2_124m.py",
     "--steps=2000": "--steps=120",
     "=1e-3,3e-3,1e-2": "=1e-3",
-    "sigmoid_scaling.py": "sigmoid_scaling.py --lengths=16,32,64 --sequences=2",
+    "sigmoid_scaling/run.py": "sigmoid_scaling/run.py --lengths=16,32,64 --sequences=2",
     "=3000000000": "=12000",
     "=300000000": "=12000",
     "warmup_steps=60": "warmup_steps=6",

@@ -1,4 +1,4 @@
-"""scripts/sigmoid_scaling.py: its measurements against closed forms, its table and figure, and what it refuses."""
+"""experiments/sigmoid_scaling/run.py: its measurements against closed forms, its table and figure, its refusals."""
 
 import json
 import math
@@ -136,7 +136,7 @@ def test_text_is_seen_as_the_hidden_states_of_the_run(run, rng):
 @pytest.mark.long
 def test_the_command_measures_a_run_and_writes_it_down(commands, run, tmp_path):
     where = [
-        "scripts/sigmoid_scaling.py",
+        "experiments/sigmoid_scaling/run.py",
         f"--out={tmp_path}",
         f"--workdir={run.workdir}",
     ]
@@ -161,7 +161,7 @@ def test_the_command_measures_a_run_and_writes_it_down(commands, run, tmp_path):
     ],
 )
 def test_bad_input_is_named(commands, tmp_path, argument, message):
-    result = commands.fork("scripts/sigmoid_scaling.py", f"--out={tmp_path}", argument)
+    result = commands.fork("experiments/sigmoid_scaling/run.py", f"--out={tmp_path}", argument)
     assert result.returncode != 0
     assert message in result.stdout + result.stderr and "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())

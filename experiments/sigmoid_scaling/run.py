@@ -1,6 +1,6 @@
 """Measure how the output of sigmoid attention scales with the number of keys, in float64, beside the laws.
 
-    python scripts/sigmoid_scaling.py --out=DIR [--workdir=RUN]
+    python experiments/sigmoid_scaling/run.py --out=DIR [--workdir=RUN]
 
 experiments/sigmoid_scaling/forms.py states the laws. Softmax and heinsen attention are measured as controls. The tokens
 are random vectors around a common mean and, with --workdir, hidden states of a trained model on its validation text, in
