@@ -29,7 +29,7 @@ Out = TypeVar("Out")
 
 Method = Literal["associative", "sequential"]  # the two ways to compute a recurrence
 
-_BLOCKS = range(16, 7, -1)  # tokens of a block of an associative scan on CPUs, if they divide all
+_BLOCKS = range(64, 31, -1)  # tokens of a block of an associative scan on CPUs, if they divide all
 
 
 def finite(shift: Array) -> Array:

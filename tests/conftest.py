@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import os
 import secrets
+import signal
 import zlib
 
 import jaxtyping
@@ -32,6 +33,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; runs would keep it so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.seed is None:
         config.option.seed = int(os.environ.get(SEED_VARIABLE, secrets.randbits(32)))
 

@@ -275,7 +275,7 @@ METHODS = ["associative", "sequential"]
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("n_tokens", [9, 33])  # one block, and three of 11 where there are blocks
+@pytest.mark.parametrize("n_tokens", [9, 99])  # one block, and three of 33 where there are blocks
 def test_gated_sum_is_the_linear_recurrence(rng, n_tokens, reverse, method):
     gate = rng.random((n_tokens, 3, 1), np.float32)
     x, g = normal(rng, n_tokens, 3, 2), normal(rng, n_tokens, 3, 2)
@@ -297,7 +297,7 @@ def test_gated_sum_runs_along_its_axis(rng):
 
 def test_the_program_of_a_scan_does_not_grow_with_the_tokens():
     text = lambda n: jax.jit(functools.partial(logspace.cumulative_logsumexp, axis=0)).lower(jnp.ones(n)).as_text()
-    assert len(text(4096).splitlines()) == len(text(64).splitlines())
+    assert len(text(4096).splitlines()) == len(text(128).splitlines())
 
 
 def segments(resets):

@@ -36,6 +36,8 @@ MOST_ROWS = 4
 
 NAME = Name("this implementation of attention", ', or pass implementation="scan" or "reference"')  # in errors
 
+_reverse_mode_only = reverse_mode_only(NAME)
+
 X = TypeVar("X")
 
 
@@ -87,7 +89,7 @@ def run(form: Form, *args: Any) -> Any:
         return replace(lost, lambda args, grads: gradients(form.exact, args, grads, scale), (args, grads), fast)
 
     compute.defvjp(forward, backward)
-    return compute(*reverse_mode_only(NAME, vary_together(*args)))
+    return compute(*_reverse_mode_only(vary_together(*args)))
 
 
 class Rows(NamedTuple):

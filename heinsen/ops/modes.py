@@ -1,10 +1,10 @@
 """Operations that have derivatives in one mode alone say so, however and wherever they are differentiated.
 
-Both functions here are identities. JAX applies the tangent of the first one in forward mode, and transposes it in
+Both are identities. JAX applies the tangent of the first one in forward mode, and transposes it in
 reverse mode; of the second one it is the transpose that fails. `Name` is of the operation, as in the error.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -22,18 +22,14 @@ class Name(NamedTuple):
     instead: str = ""
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def reverse_mode_only(name: Name, arrays: X) -> X:
-    """The arrays. A TypeError says that there is no forward-mode derivative where their tangents are pushed forward.
+def reverse_mode_only(name: Name) -> Callable[[X], X]:
+    """An identity of an operation's arguments. A TypeError says that it has no forward mode where one is applied.
 
-    All arguments of an operation together: in forward over reverse mode some have a tangent of the outer mode alone.
+    All arguments go together: in forward over reverse mode some have a tangent of the outer mode alone.
     """
-    return arrays
-
-
-@reverse_mode_only.defjvp
-def _reverse_mode_only_jvp(name: Name, primals: tuple[X], tangents: tuple[X]) -> tuple[X, X]:
-    return primals[0], _bind(_reverse_only, name, tangents[0])
+    mark = jax.custom_jvp(jax.lax.stop_gradient)  # with another derivative, an identity
+    mark.defjvp(lambda arrays, tangents: (arrays[0], _bind(_reverse_only, name, tangents[0])))
+    return mark
 
 
 def forward_mode_only(name: Name, arrays: X) -> X:

@@ -144,7 +144,7 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
 @partial(jax.jit, static_argnums=0)
 def _attend_jitted(form: "_Form", *arrays: Array) -> Array:
     """Jitted, so that a second call outside jit compiles nothing."""
-    return _attend(*reverse_mode_only(NAME, vary_together(*arrays)), form)
+    return _attend(*_reverse_mode_only(vary_together(*arrays)), form)
 
 
 def _check_number(name: str, x: object, alternative: str = "") -> None:
@@ -166,6 +166,8 @@ def _block_size(n_rows: int) -> int:
 
 
 NAME = Name("sigmoid attention")  # in errors
+
+_reverse_mode_only = reverse_mode_only(NAME)
 
 
 class _Form(NamedTuple):
