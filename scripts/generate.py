@@ -111,7 +111,7 @@ def prepare() -> Task:
     config = load_run(workdir)
     keep_compilations()
     model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
-    tokenizer = get_tokenizer(load_tokenizer_name(workdir))
+    tokenizer = get_tokenizer(load_tokenizer_name(workdir), workdir)
     # None: a new document, or the continuation of a loaded state.
     texts: list[str | None] = [sys.stdin.read()] if STDIN.value else PROMPT.value or [None]
     check_flags(len(texts))

@@ -69,7 +69,7 @@ def run_tasks(
             raise TasksError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
         run = local_run(workdir)
         step, params = load_params(run, config.model, make_mesh())
-        tokenizer = get_tokenizer(load_tokenizer_name(run))
+        tokenizer = get_tokenizer(load_tokenizer_name(run), run)
         answers = Answers(config.model, params, tokenizer, batch_size, _track_batches, add_bos_token)
         results = lm_eval.simple_evaluate(
             model=as_lm(answers), tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit

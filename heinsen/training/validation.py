@@ -38,7 +38,7 @@ class Validator:
         self._time_constants_step = None
         if config.model.gate != "none":
             self._time_constants_step = make_time_constants_step(config.model, mesh)
-        self._tokenizer = get_tokenizer(data.tokenizer) if config.sample_tokens else None
+        self._tokenizer = get_tokenizer(data.tokenizer, data.tokenizer_folder) if config.sample_tokens else None
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
