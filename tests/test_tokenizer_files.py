@@ -294,7 +294,7 @@ def prepared(commands, corpus, tmp_path) -> Path:
 @pytest.mark.long
 def test_train_evaluate_generate_and_export(commands, corpus, prepared, tmp_path):
     run, name = tmp_path / "run", TokenDataset(prepared / "train").tokenizer_name
-    changes = {"model.vocab_size": 500, "model.padded_vocab_size": 504, "sample_tokens": 9, "init_from": None}
+    changes = {"model.vocab_size": 4000, "model.padded_vocab_size": 4000, "sample_tokens": 9}
     done = commands.run(*train_command(prepared, run, **changes))
     assert done.returncode == 0, done.stderr
     assert json.loads((run / "config.json").read_text())["tokenizer"] == name

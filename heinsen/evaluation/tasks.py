@@ -70,7 +70,8 @@ def run_tasks(
         run = local_run(workdir)
         step, params = load_params(run, config.model, make_mesh())
         tokenizer = get_tokenizer(load_tokenizer_name(run), run)
-        answers = Answers(config.model, params, tokenizer, batch_size, _track_batches, add_bos_token)
+        model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)  # its own may have more ids
+        answers = Answers(model, params, tokenizer, batch_size, _track_batches, add_bos_token)
         results = lm_eval.simple_evaluate(
             model=as_lm(answers), tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit
         )["results"]

@@ -1,5 +1,6 @@
 """Validation of a run in progress."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,5 +83,6 @@ class Validator:
         whole = jax.device_put(params, replicated(self._mesh))
         own = jax.tree.map(lambda x: x.addressable_data(0), whole)
         c = self._config
-        tokens = generate(c.model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
+        model = dataclasses.replace(c.model, vocab_size=tokenizer.vocab_size)  # the model's may have more ids
+        tokens = generate(model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
         return tokenizer.decode(list(tokens))
