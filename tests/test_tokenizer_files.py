@@ -123,6 +123,16 @@ def test_a_file_has_its_sizes_and_a_name_of_its_content(tokenizer, folder, tmp_p
         tokenizer.encode("a\ud800b")
 
 
+def test_what_a_file_adds_and_cuts_is_left_out(folder, tmp_path):
+    library = tokenizers.Tokenizer.from_file(str(folder / "small.json"))
+    library.enable_truncation(3)
+    library.enable_padding(length=50)
+    library.post_processor = tokenizers.processors.TemplateProcessing(f"{EOT} $A {EOT}", special_tokens=[(EOT, 0)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    ours, plain = (open_tokenizer_file(path) for path in (tmp_path / "tokenizer.json", folder / "small.json"))
+    np.testing.assert_array_equal(ours.encode("some words of a text"), plain.encode("some words of a text"))
+
+
 @pytest.mark.parametrize("name", ["words", "unigram"])
 def test_end_of_text_in_a_text_is_not_the_end_of_text(folder, name):
     """Models of words and unigrams have it among their words."""
