@@ -33,6 +33,7 @@ show_help(__name__)
 
 import jax
 
+from heinsen.data.tokenizer import read_tokenizer_file
 from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
@@ -54,16 +55,18 @@ def export(workdir: Path, out: Path) -> str:
     """Write the export, and return a line about it. Raises HeinsenError."""
     if is_export(workdir):
         raise RunError(f"{workdir} holds exported weights already: copy it, or give the run that they come from")
+    tokenizer = load_tokenizer_name(workdir)
     config, for_transformers = load_run(workdir), FORMAT.value == "hf"
     step, params = load_params(workdir, config.model, make_mesh())
     n_params = count_params(params)
     manifest = save_folder(
         out,
         config.model,
-        load_tokenizer_name(workdir),
+        tokenizer,
         jax.device_get(params),
         step=step,
         run=dataclasses.asdict(config),
+        tokenizer_file=read_tokenizer_file(tokenizer, workdir),
         card=model_card(config, workdir, "." if for_transformers else str(out), step, n_params, for_transformers),
         dtype=DTYPE.value,
         for_transformers=for_transformers,

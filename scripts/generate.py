@@ -110,8 +110,9 @@ def prepare() -> Task:
     workdir = local_run(WORKDIR.value)
     config = load_run(workdir)
     keep_compilations()
-    model = config.model if DTYPE.value is None else dataclasses.replace(config.model, dtype=DTYPE.value)
-    tokenizer = get_tokenizer(load_tokenizer_name(workdir))
+    tokenizer = get_tokenizer(load_tokenizer_name(workdir), workdir)
+    # The model may have more ids than the tokenizer, which are never drawn.
+    model = dataclasses.replace(config.model, dtype=DTYPE.value or config.model.dtype, vocab_size=tokenizer.vocab_size)
     # None: a new document, or the continuation of a loaded state.
     texts: list[str | None] = [sys.stdin.read()] if STDIN.value else PROMPT.value or [None]
     check_flags(len(texts))

@@ -6,6 +6,8 @@
         --split=train
     python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --out=data/pile \\
         --split=train
+    python scripts/prepare_data.py --source='corpus/train-*' --tokenizer=mine/tokenizer.json --out=data/mine \\
+        --split=train
 
 If a preparation is interrupted, rerun the same command to resume.
 
@@ -49,7 +51,19 @@ _SPLIT = flags.DEFINE_list(
     "Name of the split. Several, separated by commas, for 'stdlib' and hub datasets, which have splits of their own.",
     required=True,
 )
-_TOKENIZER = flags.DEFINE_enum("tokenizer", None, TOKENIZER_NAMES, "The tokenizer.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer",
+    None,
+    f"{', '.join(TOKENIZER_NAMES)}, or the path of a tokenizer.json of Hugging Face's tokenizers library.",
+)
+flags.register_validator(
+    "tokenizer",
+    lambda name: name is None or name in TOKENIZER_NAMES or name.endswith(".json"),
+    f"expected {', '.join(TOKENIZER_NAMES)}, or the path of a tokenizer.json",
+)
+_END_OF_TEXT = flags.DEFINE_string(
+    "end_of_text", None, "The special token of a tokenizer.json that ends a document (default: its only one)."
+)
 _WORKERS = flags.DEFINE_integer(
     "workers", None, "Tokenizing processes (default: one per CPU; 1 for small inputs).", lower_bound=1
 )
@@ -81,7 +95,9 @@ def _check_flags(sources: tuple[str, ...]) -> None:
     if not sources and (index, count) != (None, None):
         raise PreparationError("--verify without sources is for whole splits: no --shard_index, no --shard_count")
     if sources and _TOKENIZER.value is None:
-        raise PreparationError(f"no tokenizer given: --tokenizer={' or --tokenizer='.join(TOKENIZER_NAMES)}")
+        raise PreparationError(
+            f"no tokenizer given: --tokenizer={' or --tokenizer='.join((*TOKENIZER_NAMES, 'FILE.json'))}"
+        )
     if (index is None) != (count is None):
         raise PreparationError(f"--shard_index={index} and --shard_count={count}: give both or neither")
 
@@ -103,6 +119,7 @@ def _datasets(sources: tuple[str, ...]) -> Iterator[TokenDataset]:
             max_tokens=_MAX_TOKENS.value,
             hub_config=_HUB_CONFIG.value,
             hub_split=_HUB_SPLIT.value,
+            end_of_text=_END_OF_TEXT.value,
         )
         for split in _SPLIT.value
     ]

@@ -92,7 +92,7 @@ def in_tables(*pages: Path) -> list[str]:
 
 
 def test_every_command_is_one_that_its_program_takes(tmp_path):
-    for name in ("small", "mine", "gated", "mlm"):
+    for name in ("small", "mine", "gated", "mlm", "bpe"):
         write_config(run_config(tmp_path / "data"), tmp_path / name, "bytes")
     pile = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
     write_config(pile, tmp_path / "pile_125m", "gpt2")
@@ -209,7 +209,10 @@ def run_all(tmp_path, corpus):
 
 
 @pytest.mark.long
-def test_the_commands_work_one_after_the_other(run_all, tmp_path):
+def test_the_commands_work_one_after_the_other(run_all, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    subprocess.run([sys.executable, "-c", programs("docs/data.md")[0]], check=True)
     assert len(run_all(lines(*PAGES))) >= 20
     for made in ("exported/weights.safetensors", "loss.png", "positions.png", "book.state", "runs/sweep/report.html"):
         assert (tmp_path / made).stat().st_size > 1000, made

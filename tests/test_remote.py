@@ -1,5 +1,6 @@
 """Datasets and runs at addresses: by a file system in memory, by one of other processes (file://), and (long) by S3."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -37,6 +38,7 @@ from tests.runs import (
     stop_when,
     train_command,
     without_timing,
+    write_split,
 )
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -116,6 +118,22 @@ def test_damaged_and_missing_files_are_named_and_not_kept(data, address, cache):
     change(address, "validation/metadata.json")
     with pytest.raises(DatasetError, match="validation/metadata.json is damaged|cannot be"):
         open_mixture(address, "validation")
+
+
+def test_the_file_of_a_tokenizer_is_copied_and_checked(address, tmp_path, cache):
+    content = b"a tokenizer"
+    text = np.append(np.arange(97, 107), 256)
+    name = f"file:{hashlib.sha256(content).hexdigest()[:16]}:256"
+    write_split(tmp_path / "data" / "train", text, tokenizer=name)
+    (tmp_path / "data" / "train" / "tokenizer.json").write_bytes(content)
+    put(tmp_path / "data", address)
+    change(address, "train/tokenizer.json")
+    with pytest.raises(DatasetError, match="train/tokenizer.json is damaged: its SHA-256"):
+        open_mixture(address, "train")
+    assert not [*cache.rglob("tokenizer.json")]
+    put(tmp_path / "data", address)
+    ((found, _),) = open_mixture(address, "train")
+    assert (found.path / "tokenizer.json").read_bytes() == content
 
 
 def test_an_interrupted_copy_goes_on(data, address, downloads, monkeypatch, cache):

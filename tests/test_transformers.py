@@ -10,7 +10,7 @@ import pytest
 
 from configs import gated_125m, pile_125m
 from heinsen.config import from_mapping
-from heinsen.data.tokenizer import get_tokenizer
+from heinsen.data.tokenizer import get_tokenizer, open_tokenizer_file
 from heinsen.export import ExportError, is_export, load_folder, read_manifest, save_folder
 from heinsen.models import ModelConfig, abstract_params, forward, init_params, mean_loss
 from tests.models import model_config
@@ -216,10 +216,16 @@ def test_what_transformers_saves_comes_back(loaded, transformers, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+@pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
 def test_the_tokenizer_is_ours(transformers, tmp_path, name):
-    config, ours = model_config(), get_tokenizer(name)
-    save_folder(tmp_path / "x", config, name, make_params(config, 0), step=0, run={}, card="", for_transformers=True)
+    if name == "file":
+        from tests.test_tokenizer_files import train_bpe
+
+        ours = open_tokenizer_file(train_bpe(tmp_path / "file.json", special=["<pad>", "</s>"]), "</s>")
+    else:
+        ours = get_tokenizer(name)
+    config, options = model_config(), dict(step=0, run={}, card="", for_transformers=True, tokenizer_file=ours.content)
+    save_folder(tmp_path / "x", config, ours.name, make_params(config, 0), **options)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "x", trust_remote_code=True)
     for text in ("", " ", "Hello  world!\n\n\tÄöü 東京 🙂 it's 12345\x00\x7f\u200d", "a" * 1000):
         assert theirs(text)["input_ids"] == ours.encode(text).tolist()

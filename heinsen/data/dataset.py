@@ -1,6 +1,7 @@
 """Token datasets: what is on disk, and the reader.
 
-    DIR/<split>/shard-00000.npy, shard-00001.npy, ...   1-D little-endian uint16
+    DIR/<split>/shard-00000.npy, shard-00001.npy, ...   1-D little-endian, `token_dtype`
+    DIR/<split>/tokenizer.json                          of a tokenizer that is a file
     DIR/<split>/metadata.json                           written last: its presence means "complete"
 
 The shards are one stream of tokens, cut at document boundaries. Every document is followed by one end-of-text token.
@@ -29,15 +30,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
-from jaxtyping import Int32, UInt16
+from jaxtyping import Int32, UInt
 
-from heinsen.data.tokenizer import TOKENIZERS
+from heinsen.data.tokenizer import TOKENIZERS, TokenizerFilesError, read_tokenizer_file
 from heinsen.errors import HeinsenError, describe
 from heinsen.files import file_sha256, unseal
 
 FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
-TOKEN_DTYPE = np.dtype("<u2")
+SOURCE_DTYPE = np.dtype("<u2")  # of the indices of sources
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of a dataset's tokens on disk: uint16, or uint32 for more than 65,536 ids."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 class DatasetError(HeinsenError, ValueError):
@@ -115,11 +121,11 @@ def read_metadata(path: Path) -> Metadata:
         totals = Totals(metadata["num_tokens"], metadata["num_documents"], metadata["num_bytes"])
         if totals != (found := sum_shards(metadata["shards"])):
             raise ValueError(f"its totals are {totals}, those of its shards {found}")
-        if metadata["dtype"] != TOKEN_DTYPE.name:
-            raise ValueError(f"dtype is {metadata['dtype']!r}, not {TOKEN_DTYPE.name}")
         sizes = metadata["vocab_size"], metadata["eot_id"]
-        if not 0 <= sizes[1] < sizes[0] <= np.iinfo(TOKEN_DTYPE).max + 1:
+        if not 0 <= sizes[1] < sizes[0] <= np.iinfo(np.int32).max:
             raise ValueError(f"vocab_size is {sizes[0]} and eot_id {sizes[1]}")
+        if metadata["dtype"] != (expected := token_dtype(sizes[0]).name):
+            raise ValueError(f"dtype is {metadata['dtype']!r}, not {expected}")
         tokenizer = TOKENIZERS.get(metadata["tokenizer"])  # None: one that this version does not know
         if tokenizer is not None and sizes != (tokenizer.vocab_size, tokenizer.eot_id):
             raise ValueError(
@@ -159,14 +165,19 @@ class TokenDataset:
     def __init__(self, path: str | Path, *, may_be_empty: bool = False):
         self.path = Path(path)
         self.metadata = _read_metadata(self.path)
+        try:
+            read_tokenizer_file(self.metadata["tokenizer"], self.path)
+        except TokenizerFilesError as error:
+            raise DatasetError(str(error)) from error
         self.num_tokens = self.metadata["num_tokens"]
         self.num_documents = self.metadata["num_documents"]
         self.num_bytes = self.metadata["num_bytes"]
         self.vocab_size = self.metadata["vocab_size"]
         self.eot_id = self.metadata["eot_id"]
         self.tokenizer_name = self.metadata["tokenizer"]
+        self._dtype = token_dtype(self.vocab_size)
         shards = self.metadata["shards"]
-        self._shards = [check_shard(self.path / s["file"], s["num_tokens"]) for s in shards]
+        self._shards = [check_shard(self.path / s["file"], s["num_tokens"], self._dtype) for s in shards]
         self._sources = [check_sources(self.path, s) for s in shards]
         self._sha256 = {s["file"]: s["sha256"] for s in shards}
         self._sha256 |= {s["sources"]["file"]: s["sources"]["sha256"] for s in shards if "sources" in s}
@@ -184,7 +195,7 @@ class TokenDataset:
         """UTF-8 bytes of text per token, end-of-text tokens included in the count of tokens."""
         return self.num_bytes / self.num_tokens
 
-    def read(self, start: int, stop: int) -> UInt16[np.ndarray, " tokens"]:
+    def read(self, start: int, stop: int) -> UInt[np.ndarray, " tokens"]:
         """Return tokens `start` to `stop` (excluded) of the stream as a new array.
 
         Raises IndexError unless `0 <= start <= stop <= num_tokens`, and DatasetError if a shard can no longer be read
@@ -192,7 +203,7 @@ class TokenDataset:
         """
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"cannot read tokens {start} to {stop} of a split with {self.num_tokens} tokens")
-        tokens = np.empty(stop - start, TOKEN_DTYPE)
+        tokens = np.empty(stop - start, self._dtype)
         index = bisect.bisect_right(self._offsets, start) - 1
         position = start
         while position < stop:
@@ -201,7 +212,7 @@ class TokenDataset:
                 self._shards[index].read_into(tokens[position - start : end - start], position - offset)
             position, index = end, index + 1
         self._check_ids(tokens, start)
-        return tokens.astype(np.uint16, copy=False)  # copies on a big-endian machine only
+        return tokens.astype(self._dtype.newbyteorder("="), copy=False)  # copies on a big-endian machine only
 
     def _check_ids(self, tokens: np.ndarray, start: int) -> None:
         """Raise DatasetError if one of the tokens, which are those from `start` on, is not in the vocabulary."""
@@ -211,7 +222,7 @@ class TokenDataset:
         index = bisect.bisect_right(self._offsets, start + first) - 1
         shard, number = self._shards[index], start + first - self._offsets[index]
         raise DatasetError(
-            f"{shard.path} is damaged: token {number} (byte {shard.offset + number * TOKEN_DTYPE.itemsize} of the "
+            f"{shard.path} is damaged: token {number} (byte {shard.offset + number * self._dtype.itemsize} of the "
             f"file) is {tokens[first]}, and the vocabulary has {self.vocab_size} ids. `python scripts/prepare_data.py "
             f"--verify --out={self.path.parent} --split={self.path.name}` lists all damaged files; then "
             f"{_remedy(shard.path)}"
@@ -226,7 +237,7 @@ class TokenDataset:
         indices_of: dict[str | None, int] = {}
         pieces = [np.empty(0, np.int32)]
         for record, sources in zip(self.metadata["shards"], self._sources, strict=True):
-            indices = np.zeros(record["num_documents"], TOKEN_DTYPE)
+            indices = np.zeros(record["num_documents"], SOURCE_DTYPE)
             names: list[str | None] = [None]
             if sources is not None:
                 shard, names = sources
@@ -291,21 +302,22 @@ def _is_intact(path: Path, sha256: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """One file of TOKEN_DTYPE numbers, checked by `check_shard`. Its first number is `offset` bytes into it."""
+    """One file of numbers, checked by `check_shard`. Its first number is `offset` bytes into it."""
 
     path: Path
     num_tokens: int
+    dtype: np.dtype
     offset: int
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.offset + self.num_tokens * TOKEN_DTYPE.itemsize
+        return self.offset + self.num_tokens * self.dtype.itemsize
 
     def read_into(self, tokens: np.ndarray, start: int) -> None:
-        """Fill `tokens`, contiguous TOKEN_DTYPE `[n]`, with those of the shard from `start` on. Raises DatasetError."""
+        """Fill `tokens`, contiguous `[n]` of `dtype`, with those of the shard from `start` on. Raises DatasetError."""
         rest = tokens.data.cast("B")
-        position = self.offset + start * TOKEN_DTYPE.itemsize
+        position = self.offset + start * self.dtype.itemsize
         try:
             file = _open(self)  # held until the end: another thread may evict it from the cache
             while rest:
@@ -349,11 +361,11 @@ def check_sources(folder: Path, record: ShardRecord) -> tuple[Shard, list[str | 
     if "sources" not in record:
         return None
     sources = record["sources"]
-    return check_shard(folder / sources["file"], record["num_documents"]), list(sources["names"])
+    return check_shard(folder / sources["file"], record["num_documents"], SOURCE_DTYPE), list(sources["names"])
 
 
-def check_shard(path: Path, num_tokens: int) -> Shard:
-    """Return the shard at `path`, whose header and size are checked against `num_tokens`. Raises DatasetError."""
+def check_shard(path: Path, num_tokens: int, expected: np.dtype) -> Shard:
+    """Return the shard at `path`, whose header and size are checked. Raises DatasetError."""
     try:
         with path.open("rb") as file:
             if (version := np.lib.format.read_magic(file)) != (1, 0):
@@ -364,9 +376,9 @@ def check_shard(path: Path, num_tokens: int) -> Shard:
         raise DatasetError(f"{path} is listed in {METADATA_FILE} but missing: {_remedy(path)}") from error
     except (ValueError, OSError, tokenize.TokenError) as error:  # no .npy header
         raise DatasetError(f"{path} cannot be read: {describe(error)}; the file is damaged: {_remedy(path)}") from error
-    shard = Shard(path, num_tokens, offset)
-    if dtype != TOKEN_DTYPE:
-        problem = f"dtype {dtype}, expected {TOKEN_DTYPE.name}"
+    shard = Shard(path, num_tokens, expected, offset)
+    if dtype != expected:
+        problem = f"dtype {dtype}, expected {expected.name}"
     elif shape != (num_tokens,):
         problem = f"shape {shape}, {METADATA_FILE} says ({num_tokens},)"
     elif size != shard.size:

@@ -49,21 +49,23 @@ class Documents:
 def find_documents(dataset: TokenDataset, tokenizer: Tokenizer | None) -> Documents:
     """Find the documents of a split by reading it once.
 
-    The tokenizer gives the bytes of each token. Without it, the bytes of a document are in proportion to its tokens.
+    The tokenizer gives the bytes of each token. Without it, the bytes of a document are in proportion to its tokens. If
+    it loses characters, the bytes of all documents are scaled to the dataset's.
 
     Raises:
       DatasetError: metadata.json and the tokens disagree.
     """
     ends, bytes_before = _scan(dataset, None if tokenizer is None else tokenizer.sizes())
-    if bytes_before is None:
-        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
-    else:
+    if tokenizer is not None and tokenizer.is_lossless and bytes_before is not None:
         if bytes_before[-1] != dataset.num_bytes:
             raise DatasetError(
                 f"{dataset.path}: the tokens stand for {bytes_before[-1]} bytes, but metadata.json says "
                 f"{dataset.num_bytes}; delete the folder and prepare the split again"
             )
-        num_bytes = np.diff(bytes_before, prepend=0).astype(np.float64)
+    if bytes_before is None or not bytes_before[-1]:
+        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
+    else:
+        num_bytes = np.diff(bytes_before, prepend=0) * (dataset.num_bytes / bytes_before[-1])
     names: list[str | None] = [None]
     sources = None
     if dataset.has_sources:

@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-
-from heinsen.data.dataset import METADATA_FILE, TOKEN_DTYPE, ShardRecord, TokenDataset, find_parts, read_metadata
+from heinsen.data.dataset import METADATA_FILE, ShardRecord, TokenDataset, find_parts, read_metadata, token_dtype
 from heinsen.data.readers import PreparationError, Settings
 from heinsen.data.shards import (
     LOCK_FILE,
@@ -42,7 +40,13 @@ from heinsen.data.sources import (
     read_documents,
 )
 from heinsen.data.tokenize import TokenizedDocument, tokenize_documents
-from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    get_tokenizer,
+    open_tokenizer_file,
+    write_tokenizer_file,
+)
 from heinsen.files import LockedError, hold_lock, unseal
 
 __all__ = ["PreparationError", "Settings", "prepare", "prepare_part"]
@@ -69,7 +73,8 @@ def prepare(
         folder, or one that is still running. Finished shards stay, and the same call resumes after them.
     """
     folder = Path(out) / settings.split
-    tokenizer, inputs = _load_tokenizer(settings.tokenizer), find_inputs(settings)
+    settings, tokenizer = _load_tokenizer(settings)
+    inputs = find_inputs(settings)
     provenance = _describe(settings, inputs)
     _check_neighbors(find_parts(folder), provenance)
     return _Preparation(settings, inputs, tokenizer, provenance, folder, skip_bad_documents).run(workers)
@@ -115,7 +120,8 @@ def prepare_part(
                 "limit and give fewer inputs, or prepare the split on one machine"
             )
     split = Path(out) / settings.split
-    tokenizer, inputs = _load_tokenizer(settings.tokenizer), find_inputs(settings)
+    settings, tokenizer = _load_tokenizer(settings)
+    inputs = find_inputs(settings)
     if len(inputs) < count:
         hub = "" if inputs[0].is_file else " A hub dataset is one input: download its files and give those."
         raise PreparationError(
@@ -135,13 +141,17 @@ def _part_name(index: int, count: int) -> str:
     return f"part-{index:05d}-of-{count:05d}"
 
 
-def _load_tokenizer(name: str) -> Tokenizer:
-    tokenizer = get_tokenizer(name)
-    if tokenizer.vocab_size > np.iinfo(TOKEN_DTYPE).max + 1:
+def _load_tokenizer(settings: Settings) -> tuple[Settings, Tokenizer]:
+    """Return the tokenizer, and the settings with its name in place of its file's path."""
+    if settings.tokenizer.endswith(".json"):
+        tokenizer: Tokenizer = open_tokenizer_file(Path(settings.tokenizer), settings.end_of_text)
+        return dataclasses.replace(settings, tokenizer=tokenizer.name, end_of_text=None), tokenizer
+    if settings.end_of_text is not None:
         raise PreparationError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens: too many for {TOKEN_DTYPE.name} shards"
+            f"end_of_text = {settings.end_of_text!r}: tokenizer {settings.tokenizer!r} has an end of text of its own; "
+            "leave it out"
         )
-    return tokenizer
+    return settings, get_tokenizer(settings.tokenizer)
 
 
 def _describe(settings: Settings, inputs: Sequence[Input]) -> Provenance:
@@ -208,7 +218,7 @@ class _Preparation:
         """Write the shards that are missing, and metadata.json."""
         for leftover in self.folder.glob("*.tmp"):
             leftover.unlink()
-        writer = ShardWriter(self.folder, progress_file)
+        writer = ShardWriter(self.folder, progress_file, token_dtype(self.tokenizer.vocab_size))
         if writer.provenance is None:
             content = {"times": hash_times(self.inputs), "sha256": hash_contents(self.inputs)}
             writer.begin(self.provenance | {"content": content})
@@ -224,6 +234,7 @@ class _Preparation:
         except BaseException:
             if not writer.shards:
                 remove_progress(self.folder)  # nothing to resume
+                (self.folder / TOKENIZER_FILE).unlink(missing_ok=True)
             raise
         assert writer.provenance is not None
         write_metadata(self.folder, self.tokenizer, writer.shards, writer.num_skipped, writer.provenance)
@@ -233,7 +244,8 @@ class _Preparation:
         documents = read_documents(self.inputs, self.settings, start=writer.position)
         start = last = time.monotonic()
         start_tokens = writer.num_tokens
-        with contextlib.closing(tokenize_documents(documents, self.settings, workers)) as tokenized:
+        write_tokenizer_file(self.tokenizer.content, self.folder)  # for the workers
+        with contextlib.closing(tokenize_documents(documents, self.settings, self.folder, workers)) as tokenized:
             while not self._is_complete(writer) and (item := next(tokenized, None)) is not None:
                 self._take(writer, *item)
                 if (now := time.monotonic()) - last >= _LOG_SECONDS:

@@ -38,7 +38,8 @@ class Settings:
         Hugging Face hub, or "stdlib": the running interpreter's standard library, one file in twenty of which
         belongs to the validation split.
       split: name of the split and of its folder.
-      tokenizer: a name that `get_tokenizer` accepts.
+      tokenizer: a name that `get_tokenizer` accepts, or the path of a file of the `tokenizers` library, which ends in
+        .json. It stands for the name of that tokenizer, which depends on the file's content alone.
       shard_tokens: a shard is closed at the first document boundary at or after this many tokens.
       text_field: the field (.jsonl, hub) or column (.parquet) that holds a document's text.
       source_field: the field or column that names a document's source; dots select nested fields. The names are
@@ -48,6 +49,7 @@ class Settings:
       max_tokens: stop after the document that reaches this many tokens.
       hub_config: configuration of a hub dataset.
       hub_split: split of a hub dataset. None means `split`.
+      end_of_text: the special token of such a file that ends a document. None means the only one.
     """
 
     sources: tuple[str, ...]
@@ -60,6 +62,7 @@ class Settings:
     max_tokens: int | None = None
     hub_config: str | None = None
     hub_split: str | None = None
+    end_of_text: str | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.split):

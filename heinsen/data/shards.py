@@ -19,17 +19,18 @@ import numpy as np
 from heinsen.data.dataset import (
     FORMAT_VERSION,
     METADATA_FILE,
-    TOKEN_DTYPE,
+    SOURCE_DTYPE,
     Metadata,
     ShardRecord,
     check_shard,
     check_sources,
     sum_shards,
+    token_dtype,
 )
 from heinsen.data.readers import PreparationError
 from heinsen.data.sources import Position
 from heinsen.data.tokenize import TokenizedDocument
-from heinsen.data.tokenizer import Tokenizer
+from heinsen.data.tokenizer import Tokenizer, write_tokenizer_file
 from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
 
 PROGRESS_FILE, LOCK_FILE = "progress.jsonl", "prepare.lock"  # of an unfinished preparation
@@ -41,14 +42,15 @@ Provenance = dict[str, Any]  # the JSON record of settings and inputs: `source` 
 def write_metadata(
     folder: Path, tokenizer: Tokenizer, shards: Sequence[ShardRecord], num_skipped: int, provenance: Provenance
 ) -> None:
-    """Write metadata.json, which makes the dataset in the folder complete."""
+    """Write the tokenizer's file, and metadata.json, which makes the dataset in the folder complete."""
+    write_tokenizer_file(tokenizer.content, folder)
     totals = sum_shards(shards)
     metadata: Metadata = {
         "format_version": FORMAT_VERSION,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
         "eot_id": tokenizer.eot_id,
-        "dtype": TOKEN_DTYPE.name,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
         "num_tokens": totals.num_tokens,
         "num_documents": totals.num_documents,
         "num_bytes": totals.num_bytes,
@@ -87,6 +89,8 @@ class ShardWriter:
 
     Opening it reads `progress_file` and resumes from it. `begin` and `close_shard` append to it.
 
+    dtype: of the tokens.
+
     Attributes:
       provenance: that of the preparation to resume; None where there is none.
       shards: records of the finished shards.
@@ -98,8 +102,9 @@ class ShardWriter:
       PreparationError: the progress file is damaged.
     """
 
-    def __init__(self, folder: Path, progress_file: IO[bytes]):
+    def __init__(self, folder: Path, progress_file: IO[bytes], dtype: np.dtype):
         self._folder = folder
+        self._dtype = dtype
         self._progress_file = progress_file
         self.provenance: Provenance | None = None
         self.shards: list[ShardRecord] = []
@@ -125,7 +130,7 @@ class ShardWriter:
             self.num_skipped = records[-1]["num_skipped_documents"]
             self.num_tokens, self.num_documents, self.num_bytes = sum_shards(self.shards)
             for shard in self.shards:
-                check_shard(self._folder / shard["file"], shard["num_tokens"])
+                check_shard(self._folder / shard["file"], shard["num_tokens"], self._dtype)
                 check_sources(self._folder, shard)
         except (ValueError, KeyError, TypeError) as error:
             raise PreparationError(
@@ -179,11 +184,11 @@ class ShardWriter:
             "num_tokens": self.pending_tokens,
             "num_documents": len(self._tokens),
             "num_bytes": self.num_bytes - self._start[1],
-            "sha256": _write_array(self._folder / name, self._tokens),
+            "sha256": _write_array(self._folder / name, self._tokens, self._dtype),
         }
         if self._names.keys() != {None}:
             name = name.replace(".npy", ".sources.npy")
-            sha256 = _write_array(self._folder / name, [np.array(self._sources, TOKEN_DTYPE)])
+            sha256 = _write_array(self._folder / name, [np.array(self._sources, SOURCE_DTYPE)], SOURCE_DTYPE)
             shard["sources"] = {"file": name, "names": list(self._names), "sha256": sha256}
         self.shards.append(shard)
         self._append({"shard": shard, "position": self.position, "num_skipped_documents": self.num_skipped})
@@ -194,11 +199,11 @@ def _shard_name(index: int) -> str:
     return f"shard-{index:05d}.npy"
 
 
-def _write_array(path: Path, pieces: Sequence[np.ndarray]) -> str:
-    """Write the pieces, 1-D of TOKEN_DTYPE, as one .npy file and return its SHA-256."""
+def _write_array(path: Path, pieces: Sequence[np.ndarray], dtype: np.dtype) -> str:
+    """Write the pieces, 1-D of `dtype`, as one .npy file and return its SHA-256."""
     header = io.BytesIO()
     shape = (sum(map(len, pieces)),)
-    np.lib.format.write_array_header_1_0(header, {"descr": TOKEN_DTYPE.str, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": shape})
     sha256 = hashlib.sha256()
     with atomic_writer(path) as file:
         for data in (header.getbuffer(), *(np.ascontiguousarray(piece).data for piece in pieces)):

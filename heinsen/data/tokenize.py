@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from heinsen.data.dataset import TOKEN_DTYPE
+from heinsen.data.dataset import token_dtype
 from heinsen.data.readers import READERS, BadDocumentError, PreparationError, Row, Settings
 from heinsen.data.sources import Document
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
@@ -26,7 +27,7 @@ class TokenizedDocument(NamedTuple):
     """The tokens of a document, or the reason why it has none.
 
     Attributes:
-      tokens: TOKEN_DTYPE `[num_tokens]`, the end-of-text token included.
+      tokens: `token_dtype` `[num_tokens]`, the end-of-text token included.
       num_bytes: UTF-8 bytes of the text.
       source: name of the document's source; None if it names none.
       problem: what is wrong with the document, else None.
@@ -42,13 +43,15 @@ _Tokenized = concurrent.futures.Future[list[TokenizedDocument]]
 
 
 def tokenize_documents(
-    documents: Iterator[Document], settings: Settings, workers: int
+    documents: Iterator[Document], settings: Settings, folder: Path, workers: int
 ) -> Generator[tuple[Document, TokenizedDocument], None, None]:
     """Yield each document with its tokens, in order, tokenized ahead by `workers` processes; 1 uses this process.
 
+    folder: the one that holds the tokenizer's file, if it is a file.
+
     Closing the generator ends the workers. Raises PreparationError if one of them dies.
     """
-    work = functools.partial(_tokenize_batch, settings)
+    work = functools.partial(_tokenize_batch, settings, folder)
     if workers == 1:
         for batch in _batch(documents):
             yield from zip(batch, work(batch), strict=True)
@@ -107,8 +110,8 @@ def _start_worker() -> None:
 _get_tokenizer_once = functools.cache(get_tokenizer)
 
 
-def _tokenize_batch(settings: Settings, documents: list[Document]) -> list[TokenizedDocument]:
-    tokenizer = _get_tokenizer_once(settings.tokenizer)
+def _tokenize_batch(settings: Settings, folder: Path, documents: list[Document]) -> list[TokenizedDocument]:
+    tokenizer = _get_tokenizer_once(settings.tokenizer, folder)
     return [_tokenize(document, tokenizer, settings) for document in documents]
 
 
@@ -122,8 +125,8 @@ def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> T
         problem = str(error)
         if isinstance(error, UnicodeEncodeError):
             problem = f"the text holds the lone surrogate {error.object[error.start]!r}, which has no UTF-8 form"
-        return TokenizedDocument(np.empty(0, TOKEN_DTYPE), 0, None, problem)
-    tokens = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(TOKEN_DTYPE)
+        return TokenizedDocument(np.empty(0, np.uint16), 0, None, problem)
+    tokens = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(token_dtype(tokenizer.vocab_size))
     name = None
     if isinstance(source, str):  # as one line of valid Unicode, unless it is blank
         name = sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None

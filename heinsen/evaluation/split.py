@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 
+from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.errors import HeinsenError
@@ -66,7 +67,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
         raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
     mesh = mesh_for_reading(config)
     step, params = load_params(folder, config.model, mesh)
-    tokenizer = _find_tokenizer(datasets[0][0].tokenizer_name)
+    tokenizer = _find_tokenizer(datasets[0][0])
     documents = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
     # As many sequences as training holds at a time, rounded up to a multiple of the devices.
     batch_size = round_up(config.sequences_per_pass, n_batch_parts(mesh))
@@ -95,10 +96,10 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
     )
 
 
-def _find_tokenizer(name: str) -> Tokenizer | None:
-    """Return the tokenizer, or None if its files are missing: it is only needed for the bytes of each document."""
+def _find_tokenizer(dataset: TokenDataset) -> Tokenizer | None:
+    """Return its tokenizer, or None if its files are missing: it is only needed for the bytes of each document."""
     try:
-        return get_tokenizer(name)
+        return get_tokenizer(dataset.tokenizer_name, dataset.path)
     except RuntimeError as error:
         print(f"bytes of documents are estimated in proportion to their tokens: {error}", file=sys.stderr)
         return None

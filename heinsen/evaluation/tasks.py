@@ -69,8 +69,9 @@ def run_tasks(
             raise TasksError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
         run = local_run(workdir)
         step, params = load_params(run, config.model, make_mesh())
-        tokenizer = get_tokenizer(load_tokenizer_name(run))
-        answers = Answers(config.model, params, tokenizer, batch_size, _track_batches, add_bos_token)
+        tokenizer = get_tokenizer(load_tokenizer_name(run), run)
+        model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)  # its own may have more ids
+        answers = Answers(model, params, tokenizer, batch_size, _track_batches, add_bos_token)
         results = lm_eval.simple_evaluate(
             model=as_lm(answers), tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit
         )["results"]

@@ -3,6 +3,7 @@
     DIR/weights.safetensors   the parameters
     DIR/config.json           `Manifest`: model, tokenizer's name, run, the size and SHA-256 of the weights, its digest
     DIR/README.md             a model card
+    DIR/tokenizer.json        of a tokenizer that is a file
 
 Layouts: the paper's model is written as "reference", the published module's state_dict: any tool that reads
 safetensors gets what `load_state_dict` takes. Other models are "native", under the paths of our own parameters. On
@@ -24,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinsen.config import ConfigError, from_mapping
+from heinsen.data.tokenizer import TOKENIZER_FILE, get_tokenizer, write_tokenizer_file
 from heinsen.errors import describe
 from heinsen.export import huggingface
 from heinsen.export.huggingface import from_huggingface_state_dict, to_huggingface_state_dict
@@ -185,6 +187,7 @@ def save_folder(
     step: int,
     run: Mapping[str, Any],
     card: str,
+    tokenizer_file: bytes | None = None,
     dtype: str = "float32",
     for_transformers: bool = False,
     overwrite: bool = False,
@@ -198,6 +201,7 @@ def save_folder(
       step: training step of the parameters.
       run: the run's whole config, as JSON.
       card: the text of README.md.
+      tokenizer_file: content of the tokenizer's file, if it is a file.
       dtype: of the numbers on disk, one of DTYPES; rounded to nearest.
       for_transformers: whether to write the layout "huggingface".
       overwrite: replace the weights of an earlier export of the same files. No other folder that holds anything is ever
@@ -217,10 +221,13 @@ def save_folder(
         name: np.asarray(x, jnp.dtype(dtype), order="C") for name, x in layout.to_tensors(config, params).items()
     }
     _check_free(folder, layout.weights_file, overwrite)
-    others = (*huggingface.CODE_FILES, *huggingface.JSON_FILES) if for_transformers else ()
+    others = [*huggingface.CODE_FILES, *huggingface.JSON_FILES] if for_transformers else []
+    if tokenizer_file is not None and TOKENIZER_FILE not in others:
+        others.append(TOKENIZER_FILE)
     try:
         with atomic_folder(folder, (*others, layout.weights_file, CARD_FILE, CONFIG_FILE)) as temporary:
             (temporary / CARD_FILE).write_text(card)
+            write_tokenizer_file(tokenizer_file, temporary)
             path = temporary / layout.weights_file
             save_file(tensors, path, {"format": "pt"} if for_transformers else None)
             shutil.copymode(temporary / CARD_FILE, path)  # safetensors makes it private
@@ -228,8 +235,9 @@ def save_folder(
             manifest = Manifest(FORMAT, FORMAT_VERSION, name, dtype, config, tokenizer, step, weights, dict(run))
             record = seal(dataclasses.asdict(manifest))
             if for_transformers:
-                huggingface.write_files(temporary, config, tokenizer)
-                record = huggingface.transformers_config(record, tokenizer, dtype)
+                own = get_tokenizer(tokenizer, temporary)
+                huggingface.write_files(temporary, config, own)
+                record = huggingface.transformers_config(record, own, dtype)
             (temporary / CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise ExportError(

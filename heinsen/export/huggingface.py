@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from heinsen.data.tokenizer import EOT_BYTES, Tokenizer, get_tokenizer
+from heinsen.data.tokenizer import EOT_BYTES, TOKENIZER_FILE, Tokenizer, byte_characters
 from heinsen.export.state_dicts import (
     Arrays,
     ExportError,
@@ -29,7 +29,7 @@ from heinsen.export.state_dicts import (
 from heinsen.models import MIXERS, ModelConfig, Params
 
 CODE_FILES = ("configuration_heinsen.py", "modeling_heinsen.py")
-JSON_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+JSON_FILES = ("generation_config.json", "tokenizer_config.json", TOKENIZER_FILE)
 RECORD = "heinsen"  # the field of config.json that holds the export's record, and transformers' name of the model
 
 _CODE_FOLDER = Path(__file__).parent / "pytorch"
@@ -77,19 +77,20 @@ def _tensors(config: ModelConfig) -> list[Tensor]:
 # ---- the other files -----------------------------------------------------------------------------
 
 
-def write_files(folder: Path, config: ModelConfig, tokenizer: str) -> None:
-    """Write CODE_FILES and JSON_FILES. Raises OSError, and the errors of `get_tokenizer`."""
+def write_files(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Write CODE_FILES and those of JSON_FILES that are not there. Raises OSError."""
     for name in CODE_FILES:
         shutil.copy(_CODE_FOLDER / name, folder)
-    own = get_tokenizer(tokenizer)
-    contents = (_generation_config(config, own), _tokenizer_json(own), _tokenizer_config(config))
-    for name, content in zip(JSON_FILES, contents, strict=True):
+    contents = [_generation_config(config, tokenizer), _tokenizer_config(config, tokenizer)]
+    if tokenizer.content is None:
+        contents.append(_tokenizer_json(tokenizer))
+    for name, content in zip(JSON_FILES, contents, strict=False):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def transformers_config(record: Mapping[str, Any], tokenizer: str, dtype: str) -> dict[str, Any]:
+def transformers_config(record: Mapping[str, Any], tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
     """Return the contents of config.json around an export's record."""
-    eot_id = get_tokenizer(tokenizer).eot_id
+    eot_id = tokenizer.eot_id
     return {
         "architectures": ["HeinsenForCausalLM"],
         "auto_map": {
@@ -112,10 +113,10 @@ def _generation_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, A
     return ids | ({"suppress_tokens": padding} if padding else {})
 
 
-def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
+def _tokenizer_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), _EOT),
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.decode([tokenizer.eot_id])),
         "padding_side": "left",  # a text begins after its padding, and goes on after its last token
         "clean_up_tokenization_spaces": False,
         "model_max_length": config.max_positions or 10**30,
@@ -126,7 +127,7 @@ def _tokenizer_config(config: ModelConfig) -> dict[str, Any]:
 def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the contents of tokenizer.json: byte-level BPE; plain bytes are one without merges."""
     pieces = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size) if i != tokenizer.eot_id]
-    characters = _byte_characters()
+    characters = byte_characters()
     spell = lambda piece: "".join(characters[byte] for byte in piece)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     eot = {"id": tokenizer.eot_id, "content": _EOT, "special": True}
@@ -152,13 +153,6 @@ def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "merges": [[spell(a), spell(b)] for a, b in _merges(pieces)],
         },
     }
-
-
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself if it is printable, else one from U+0100 on."""
-    is_printable = lambda byte: chr(byte).isprintable() and chr(byte) != " "
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if is_printable(byte) else next(others)) for byte in range(256)]
 
 
 def _merges(pieces: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

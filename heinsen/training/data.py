@@ -1,6 +1,7 @@
 """The training and validation batches of a run."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -47,6 +48,7 @@ class RunData:
       batches: training batches.
       rows: those of the global batch that this process reads, of `rows_by_pass`.
       tokenizer: the name of the data's tokenizer.
+      tokenizer_folder: holds its file, if it is a file.
       bytes_per_token: of the training text.
       validation: one for each dataset.
       validation_bytes_per_token: of the validation text.
@@ -55,6 +57,7 @@ class RunData:
     batches: BatchIterator
     rows: np.ndarray
     tokenizer: str
+    tokenizer_folder: Path
     bytes_per_token: float
     validation: list[ValidationSet]
     validation_bytes_per_token: float
@@ -80,6 +83,7 @@ class RunData:
             batches,
             rows,
             tokenizer,
+            training[0][0].path,
             training_bytes_per_token,
             [
                 ValidationSet(name, share, _validation_passes(config, mesh, dataset))
@@ -115,7 +119,8 @@ def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) ->
         )
     if dataset.vocab_size > config.model.vocab_size:
         raise DatasetError(
-            f"{dataset.path} has a vocabulary of {dataset.vocab_size} ids, the model one of {config.model.vocab_size}: "
+            f"{dataset.path} has {dataset.tokenizer_name!r} tokens, a vocabulary of {dataset.vocab_size} ids, the "
+            f"model one of {config.model.vocab_size}: "
             f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size of at least that"
         )
     if config.model.document_token not in (None, dataset.eot_id):

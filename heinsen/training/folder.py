@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from heinsen.config import ConfigError, differences, from_mapping, read_json_object
-from heinsen.data.tokenizer import TOKENIZER_NAMES
+from heinsen.data.tokenizer import TOKENIZER_NAMES, is_tokenizer_name
 from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, describe, print_warning
 from heinsen.export import ExportError, is_export, read_manifest
@@ -40,7 +40,10 @@ def load_run(workdir: Path) -> TrainConfig:
 
 
 def load_tokenizer_name(workdir: Path) -> str:
-    """Return the name of the tokenizer whose tokens the model of a run or an export reads. Raises as `load_run`."""
+    """Return the name of the tokenizer whose tokens the model of a run or an export reads. Raises as `load_run`.
+
+    `get_tokenizer(name, workdir)` is the tokenizer.
+    """
     return _load(workdir)[1]
 
 
@@ -68,9 +71,10 @@ def parse_config(mapping: Mapping[str, Any], name: str = "config") -> tuple[Trai
     """Return what config.json holds, the config and the name of the tokenizer. Raises ConfigError, as `name`."""
     config = from_mapping(TrainConfig, {key: value for key, value in mapping.items() if key != "tokenizer"}, name)
     tokenizer = mapping.get("tokenizer")
-    if tokenizer not in TOKENIZER_NAMES:
-        raise ConfigError(f"{name}.tokenizer = {tokenizer!r}: expected one of {', '.join(TOKENIZER_NAMES)}")
-    return config, tokenizer
+    if not is_tokenizer_name(tokenizer):
+        names = f"{', '.join(TOKENIZER_NAMES)}, file:DIGEST:ID"
+        raise ConfigError(f"{name}.tokenizer = {tokenizer!r}: expected one of {names}")
+    return config, str(tokenizer)
 
 
 def _contents(config: TrainConfig, tokenizer: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from heinsen.data.tokenizer import read_tokenizer_file, write_tokenizer_file
 from heinsen.distributed import first_reason, keep_host_memory
 from heinsen.errors import HeinsenError, Interrupted, describe
 from heinsen.evaluation.loss import Evaluation
@@ -92,6 +93,8 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
             _explain_full_disk(workdir, checkpoints),
             Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter,
         ):
+            if is_main:
+                write_tokenizer_file(read_tokenizer_file(data.tokenizer, data.tokenizer_folder), workdir)
             reporter.message(_describe_start(config, workdir, start_step, n_params))
             if initial is not None:
                 reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")

@@ -1,5 +1,6 @@
 """Validation of a run in progress."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class Validator:
         self._time_constants_step = None
         if config.model.gate != "none":
             self._time_constants_step = make_time_constants_step(config.model, mesh)
-        self._tokenizer = get_tokenizer(data.tokenizer) if config.sample_tokens else None
+        self._tokenizer = get_tokenizer(data.tokenizer, data.tokenizer_folder) if config.sample_tokens else None
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
@@ -82,5 +83,6 @@ class Validator:
         whole = jax.device_put(params, replicated(self._mesh))
         own = jax.tree.map(lambda x: x.addressable_data(0), whole)
         c = self._config
-        tokens = generate(c.model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
+        model = dataclasses.replace(c.model, vocab_size=tokenizer.vocab_size)  # the model's may have more ids
+        tokens = generate(model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
         return tokenizer.decode(list(tokens))

@@ -24,7 +24,6 @@ from heinsen.data import tokenize as tokenize_module
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.prepare import PreparationError, prepare, prepare_part
 from heinsen.data.sources import find_inputs
-from heinsen.data.tokenizer import get_tokenizer
 from heinsen.errors import exit_on_error
 from heinsen.files import hold_lock, seal, unseal
 from tests.data.preparing import check_split, files_of, interrupt, jsonl, settings_of, times_of
@@ -73,15 +72,6 @@ def test_a_split_without_text_does_not_bind_the_next_attempt(tmp_path, content, 
     check_split(tmp_path / "out" / "train", ["", "now"], "gpt2")
 
 
-def test_vocabulary_too_large_for_uint16(tmp_path, monkeypatch):
-    class Large(type(get_tokenizer("bytes"))):
-        vocab_size = 65537
-
-    monkeypatch.setattr(prepare_module, "get_tokenizer", lambda name: Large())
-    with pytest.raises(PreparationError, match="65537 tokens: too many for uint16"):
-        prepare(settings_of(tmp_path), tmp_path / "out")
-
-
 def test_number_of_workers(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["text"]))
     settings, counts = settings_of(tmp_path / "a.jsonl"), []
@@ -89,7 +79,7 @@ def test_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(
         prepare_module,
         "tokenize_documents",
-        lambda documents, settings, workers: (counts.append(workers), original(documents, settings, 1))[1],
+        lambda *arguments: (counts.append(arguments[-1]), original(*arguments[:-1], 1))[1],
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
     prepare(settings, tmp_path / "small")

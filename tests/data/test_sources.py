@@ -71,7 +71,7 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50)
     monkeypatch.setattr(readers_module, "READ_BYTES", 17)
     tokenize, sizes = tokenize_module._tokenize_batch, []
-    record = lambda settings, batch: (sizes.append(len(batch)), tokenize(settings, batch))[1]
+    record = lambda settings, folder, batch: (sizes.append(len(batch)), tokenize(settings, folder, batch))[1]
     monkeypatch.setattr(tokenize_module, "_tokenize_batch", record)
     prepare(settings_of(folder / "*"), tmp_path / "glob", workers=1)  # the same files, in smaller pieces
     check_split(tmp_path / "glob" / "train", documents)

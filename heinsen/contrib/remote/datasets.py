@@ -4,6 +4,7 @@ from pathlib import Path
 
 from heinsen.contrib.remote.files import PATIENCE, Remote, cache_folder
 from heinsen.data.dataset import METADATA_FILE, DatasetError, read_metadata
+from heinsen.data.tokenizer import TOKENIZER_FILE, digest_of_file
 from heinsen.files import file_sha256, hold_lock
 from heinsen.progress import track
 
@@ -39,17 +40,20 @@ def _copy(remote: Remote, content: bytes, folder: Path) -> None:
     fetched = folder / f"{METADATA_FILE}.fetched"
     fetched.write_bytes(content)
     try:
-        shards = read_metadata(fetched)["shards"]
+        metadata = read_metadata(fetched)
     except ValueError as error:
         raise DatasetError(f"{remote.address}/{METADATA_FILE} is damaged ({error}): copy it there again") from error
+    shards = metadata["shards"]
     records = [*shards, *(shard["sources"] for shard in shards if "sources" in shard)]
     files = [(record["file"], record["sha256"]) for record in records]
+    if (digest := digest_of_file(metadata["tokenizer"])) is not None:
+        files.append((TOKENIZER_FILE, digest))
     for name, sha256 in track(files, f"fetching {remote.address}", len(files), lambda _: 1, "files"):
         path = folder / name
-        if path.exists() and file_sha256(path) == sha256:  # of a fetch that was interrupted
+        if path.exists() and file_sha256(path).startswith(sha256):  # of a fetch that was interrupted
             continue
         remote.download(name, path)
-        if file_sha256(path) != sha256:
+        if not file_sha256(path).startswith(sha256):
             path.unlink()
             raise DatasetError(
                 f"{remote.address}/{name} is damaged: its SHA-256 is not the one in {METADATA_FILE}. Copy the dataset "
