@@ -95,7 +95,9 @@ def linear_attention(
       return_state: also return the `LinearState` after all tokens.
 
     Computes in float32, or float64 for float64 inputs; y has v's dtype. A query that sees nothing gets 0. A value that
-    is not finite reaches some queries before it, too: those of its chunk. Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
+    is not finite reaches some queries before it, too: those of its chunk.
+
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
     (q, k, values), starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
     out_dtype, v = v.dtype, values
