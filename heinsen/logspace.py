@@ -177,6 +177,7 @@ def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array
 # ---- scans -----------------------------------------------------------------------------------
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def gated_sum(
     gate: Float[Array, "..."],
     x: Float[Array, "..."],
@@ -189,11 +190,7 @@ def gated_sum(
     `gate` and `x` broadcast against each other on all axes but `axis`. `method` as in `log_linear_recurrence`, except
     that the default is "associative".
     """
-    return _gated_sum(gate, x, axis, reverse, method)
 
-
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _gated_sum(gate: Array, x: Array, axis: int, reverse: bool, method: Method | None) -> Array:
     def associative(gate: Array, x: Array) -> Array:
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] * later[0], earlier[1] * later[0] + later[1]
@@ -212,14 +209,14 @@ def _gated_sum(gate: Array, x: Array, axis: int, reverse: bool, method: Method |
     return _by_method(method, associative, sequential)(gate, x)
 
 
-@_gated_sum.defjvp
+@gated_sum.defjvp
 def _gated_sum_jvp(
     axis: int, reverse: bool, method: Method | None, primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     (gate, x), (dgate, dx) = primals, tangents
-    y = _gated_sum(gate, x, axis, reverse, method)
+    y = gated_sum(gate, x, axis, reverse, method)
     before = _shift(y, axis, -1 if reverse else 1, 0.0)
-    return y, _gated_sum(gate, dgate * before + dx, axis, reverse, method)
+    return y, gated_sum(gate, dgate * before + dx, axis, reverse, method)
 
 
 def _shift(x: Array, axis: int, steps: int, fill: float) -> Array:
@@ -297,15 +294,13 @@ def _recurrence_jvp(
 ) -> tuple[Array, Array]:
     (log_a, log_b, initial), (dlog_a, dlog_b, dinitial) = primals, tangents
     e = _log_linear_recurrence(log_a, log_b, initial, axis, method)
-    previous = jnp.concatenate([jnp.expand_dims(initial, axis), jax.lax.slice_in_dim(e, 0, -1, axis=axis)], axis=axis)
+    earlier = jax.lax.slice_in_dim(e, 0, -1, axis=axis)
+    previous = jnp.concatenate([jnp.expand_dims(initial, axis), earlier], axis)
     # The share of e[t] that comes from e[t-1]; the difference first, which is hardly rounded.
     carried = jnp.exp(jnp.where(previous == NEG_INF, NEG_INF, finite(previous) - finite(e)) + log_a)
-    own = carried * dlog_a + posterior(log_b, e) * dlog_b
-    first = jax.lax.slice_in_dim(carried, 0, 1, axis=axis) * jnp.expand_dims(dinitial, axis)
-    own = jnp.concatenate(
-        [jax.lax.slice_in_dim(own, 0, 1, axis=axis) + first, jax.lax.slice_in_dim(own, 1, None, axis=axis)], axis
-    )
-    return e, gated_sum(carried, own, axis, method=method)
+    dbefore = jnp.concatenate([jnp.expand_dims(dinitial, axis), jnp.zeros_like(earlier)], axis)
+    own = carried * (dlog_a + dbefore) + posterior(log_b, e) * dlog_b
+    return e, gated_sum(carried, own, axis, False, method)
 
 
 def associative_scan(combine: Callable[[Out, Out], Out], x: Out, axis: int) -> Out:

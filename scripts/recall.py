@@ -4,8 +4,8 @@
     python scripts/recall.py --task=copy --lengths=8,16,32 --test_lengths=8,16,32,64,128 --out=runs/recall/copy
 
 One model is trained from scratch on all --lengths in turn; heinsen/evaluation/probes.py describes the tasks. Of the
-config, model, optimizer, batch_size, log_every and seed are used. --stop_at=0.99 ends the training once 99% of the
-answers are right, tested where the loss is logged. Prints a table, and one JSON object on the last line
+config, model, optimizer, batch_size, log_every, checkpoint_every and seed are used. --stop_at=0.99 ends the training
+once 99% of the answers are right, tested where the loss is logged. Prints a table, and one JSON object on the last line
 of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
 
 --seeds=3 trains three models, with the config's seed and the next ones; the object then has each of them in "runs".

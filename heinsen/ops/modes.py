@@ -1,7 +1,7 @@
 """Operations that have derivatives in one mode alone say so, however and wherever they are differentiated.
 
-Both are identities. JAX applies the tangent of the first one in forward mode, and transposes it in
-reverse mode; of the second one it is the transpose that fails. `Name` is of the operation, as in the error.
+Both are identities. JAX applies the tangent of the first one in forward mode, and transposes it in reverse mode; of the
+second one it is the transpose that fails. `Name` is of the operation, as in the error.
 """
 
 from collections.abc import Callable
