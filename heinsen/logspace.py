@@ -84,7 +84,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """(a + b rounded, what the rounding took), by Knuth's two-sum; the second has no derivative, and is 0 at -inf."""
     total = a + b
     a_part = finite(total) - finite(b)
-    error = (finite(a) - a_part) + (finite(b) - (finite(total) - a_part))
+    error = (a - a_part) + (finite(b) - (finite(total) - a_part))
     return total, jnp.where(total == NEG_INF, 0.0, error)
 
 

@@ -189,47 +189,43 @@ def fast_weights(q: Array, k: Array, decay: ChunkDecay, own_c: Array, c: Array) 
     return Weights(of_before, of_keys), (r, qf)
 
 
-def exact_weights(q: Array, k: Array, decay: ChunkDecay, own_c: Array, c: Array) -> tuple[Weights, tuple[Array, Array]]:
+def exact_weights(q: Array, k: Array, decay: ChunkDecay, c: Array) -> tuple[Weights, tuple[Array, Array]]:
     """As `fast_weights`, exact at every dynamic range. Underflow takes nothing that matters beside a query's Z.
 
     Among the few tokens of a block, every exponent of a query, a key and a feature is formed before its exponential.
-    Blocks are joined in pairs, and these in pairs: the second one's queries see all keys of the first one, so that
-    there a product of factors, relative to the largest key up to then, takes nothing from the largest weight.
+    All keys of earlier blocks are seen by all queries of a block, so that there a product of factors, relative to the
+    largest of these keys, takes nothing from the largest weight.
     """
-    n_tokens, before = k.shape[-2], decay.of_before[..., None]
-    largest = jnp.maximum(_running_max(k, decay), c[..., None, :] + before)
-    r = lax.stop_gradient(jnp.max(q + largest, axis=-1))
+    n_tokens = k.shape[-2]
+    size = next(size for size in range(min(_BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
+    blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+    pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, blocks, size, size, K]
+    # What is left of keys: within a block, at the end of what is before it, and at its queries of what was left there.
+    tokens = decay.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size))
+    earlier_end = tokens.tokens(
+        lambda x: jnp.pad(x[..., :-1, -1:], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
+    )
+    within, until_end = (
+        tokens.of_keys[..., None],
+        earlier_end.left_of(decay.tokens(lambda x: x[..., None, :]))[..., None],
+    )
+    since_end, before = tokens.left_of(earlier_end)[..., None], decay.of_before[..., None]
+
+    earlier = lambda k: k[..., None, :, :] + until_end  # [*batch, blocks, C, K]
+    shift = lax.stop_gradient(jnp.max(earlier(k), axis=-2, keepdims=True))
+    tops = jnp.max(pairs(q) + within, axis=(-2, -1)), jnp.max(blocks(q) + shift + since_end, axis=-1)
+    r = jnp.maximum(*tops).reshape(q.shape[:-1])
+    r = lax.stop_gradient(jnp.maximum(r, jnp.max(q + c[..., None, :] + before, axis=-1)))
+
     relative, error = center_queries(q, r)
     of_before = jnp.exp(((relative + c[..., None, :]) + error) + before)
-    feature_weights = jnp.exp((relative + largest) + error)
-
-    size = n_tokens
-    while size % 2 == 0 and size > _BLOCK:
-        size //= 2
-    blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-    of_blocks = decay.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size))
-    exponents = blocks(relative)[..., :, None, :] + blocks(k)[..., None, :, :]
-    exponents = (exponents + blocks(error)[..., :, None, :]) + of_blocks.of_keys[..., None]
-    of_keys = jnp.sum(jnp.exp(exponents), axis=-1)  # [*batch, blocks, size, size]
-    while of_keys.shape[-1] < n_tokens:
-        of_keys = _join_blocks(of_keys, relative, error, k, largest, decay)
-    return Weights(of_before, of_keys[..., 0, :, :]), (r, feature_weights)
-
-
-def _join_blocks(of_keys: Array, relative: Array, error: Array, k: Array, largest: Array, decay: ChunkDecay) -> Array:
-    """A [*batch, blocks / 2, 2 size, 2 size] of pairs of blocks, from that of blocks, [*batch, blocks, size, size]."""
-    size = of_keys.shape[-1]
-    pairs = lambda x: x.reshape(*x.shape[:-2], -1, 2, size, x.shape[-1])
-    tokens = decay.tokens(lambda x: x.reshape(*x.shape[:-1], -1, 2, size))
-    first, second = tokens.tokens(lambda x: x[..., 0, :]), tokens.tokens(lambda x: x[..., 1, :])
-    end = first.tokens(lambda x: x[..., -1:])
-    shift = pairs(largest)[..., 0, -1:, :]
-    kf = jnp.exp((pairs(k)[..., 0, :, :] - finite(shift)) + end.left_of(first)[..., None])
-    exponents = (pairs(relative)[..., 1, :, :] + shift) + pairs(error)[..., 1, :, :]
-    across = einsum("...tk,...sk->...ts", jnp.exp(exponents + second.left_of(end)[..., None]), kf)
-    within = of_keys.reshape(*of_keys.shape[:-3], -1, 2, size, size)
-    above = jnp.concatenate([within[..., 0, :, :], jnp.zeros_like(across)], axis=-1)
-    return jnp.concatenate([above, jnp.concatenate([across, within[..., 1, :, :]], axis=-1)], axis=-2)
+    of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
+    qf = jnp.exp(((blocks(relative) + shift) + blocks(error)) + since_end)
+    across = einsum("...tk,...sk->...ts", qf, jnp.exp((k[..., None, :, :] - finite(shift)) + until_end))
+    own = jnp.eye(n_tokens // size)[:, None, :, None] * jnp.sum(of_pairs, axis=-1)[..., None, :]
+    of_keys = across.reshape(*q.shape[:-1], n_tokens) + own.reshape(*q.shape[:-1], n_tokens)
+    feature_weights = of_before + (qf + jnp.sum(of_pairs, axis=-2)).reshape(q.shape)
+    return Weights(of_before, of_keys), (r, feature_weights)
 
 
 def center_queries(q: Array, r: Array) -> tuple[Array, Array]:
@@ -239,20 +235,6 @@ def center_queries(q: Array, r: Array) -> tuple[Array, Array]:
     """
     relative, error = two_sum(q, -finite(r)[..., None])
     return relative, lax.stop_gradient(error)
-
-
-def _running_max(k: Array, decay: ChunkDecay) -> Array:
-    """The largest of the keys [*batch, C, K] up to each, each as far as it is left; a constant."""
-
-    def of_twice_as_many(largest: Array, n: int) -> Array:
-        left = decay.tokens(lambda x: x[..., n:]).left_of(decay.tokens(lambda x: x[..., :-n]))
-        later = jnp.maximum(largest[..., n:, :], largest[..., :-n, :] + left[..., None])
-        return jnp.concatenate([largest[..., :n, :], later], axis=-2)
-
-    largest, n = lax.stop_gradient(k), 1
-    while n < k.shape[-2]:
-        largest, n = of_twice_as_many(largest, n), 2 * n
-    return largest
 
 
 def read_sums(weights: Array, m: Sums) -> Sums:

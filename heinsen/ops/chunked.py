@@ -183,8 +183,8 @@ class Summarize(_Differentiated, Generic[StateT]):
     kind: Values[StateT]
     chunk_size: int
 
-    def exact(self, keys: Keys, state: StateT) -> StateT:
-        return exact.summarize(self.kind, self.chunk_size, keys, state)
+    def exact(self, keys: Keys, state: Any) -> Any:
+        return exact.summarize(self.chunk_size, keys, state)
 
     def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
         kind, before = self.kind, self.kind.to_summary(state)
@@ -203,7 +203,7 @@ class Read(_Differentiated, Generic[StateT]):
     kind: Values[StateT]
     chunk_size: int
 
-    def exact(self, q: Array, state: StateT) -> Array:
+    def exact(self, q: Array, state: Any) -> Array:
         return exact.read(self.chunk_size, q, state)
 
     def fast(self, q: Array, state: StateT) -> tuple[Array, Array | None]:

@@ -1,4 +1,4 @@
-"""Exactness at every dynamic range: what a fast form may have lost is found, and computed exactly where it was lost.
+"""Exactness for every input: what a fast form may have lost is computed again, and what is not finite is left out.
 
 `run` takes two steps: the fast form, whose sums say for each sequence and head, a row here, whether underflow took
 terms from them; and the exact form for a few such rows at a time (`for_rows`). The same for the gradients, where JAX
@@ -6,6 +6,9 @@ differentiates the exact form.
 
 What queries weigh is exact before that (`chunk.exact_weights`). What is left are log values, where all that a query or
 a key feature sees is far below their column's largest. The exact forms here are for them, all in logarithms.
+
+Products of 0 and NaN would spread what is not finite to all tokens, so neutral ones take its place first
+(`leave_out_any`), and every output that sees it is set to NaN afterwards (`mark`).
 
 Axes: `*batch` any leading axes, the rows; T tokens; C tokens of a chunk; K key and V value features.
 """
@@ -20,12 +23,12 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import ShiftedLog, difference, finite, log_divide, log_matmul, logsumexp
+from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, log_matmul, logaddexp, logsumexp
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 from heinsen.ops.states import NormalizedState, read_all, whole_shift
-from heinsen.ops.values import StateT, Values
+from heinsen.ops.values import LOG_VALUES, StateT, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
@@ -184,61 +187,157 @@ def vary_together(*trees: Any) -> Any:
     return jax.tree.map(vary, trees) if axes else trees
 
 
+# ---- what is not finite ---------------------------------------------------------------------------
+
+
+def find_bad(kind: Values[Any], q: Array, keys: Keys) -> tuple[Array, Array]:
+    """Which queries are not finite, and which tokens' key, value or log decay is not, [*batch, ...] each."""
+    bad_key = ~(jnp.all(keys.k < jnp.inf, axis=-1) & jnp.all(kind.is_value(keys.values), axis=-1))
+    if keys.log_decay is not None:
+        bad_key |= ~jnp.isfinite(keys.log_decay[..., 0])
+    return ~jnp.all(q < jnp.inf, axis=-1), bad_key
+
+
+def drop(kind: Values[Any], q: Array, keys: Keys, bad_query: Array, bad_key: Array) -> tuple[Array, Keys]:
+    """Queries and keys with neutral ones in place of bad ones."""
+    k, values, resets, log_decay = keys
+    clean = mark(bad_key, k, NEG_INF), mark(bad_key, values, kind.zero), resets, mark(bad_key, log_decay, 0.0)
+    return mark(bad_query, q, 0.0), Keys(*clean)
+
+
+class Clean(NamedTuple):
+    """Tokens with neutral ones in place of those that are not finite."""
+
+    q: Array
+    keys: Keys
+    seen: Array  # [*batch, ...]: whether a query is not finite, or sees a token that is not
+    seen_by_last: Array  # [*batch]: whether the last token sees one
+
+
+def leave_out(kind: Values[Any], q: Array, keys: Keys, seen: Array) -> Clean:
+    """Tokens, T of them or N chunks of C, without what is not finite.
+
+    `seen` [*batch] is whether something before them is not, which they see up to the next reset.
+    """
+    bad_query, bad_key = find_bad(kind, q, keys)
+
+    def step(seen: Array, token: tuple[Array, Array | None]) -> tuple[Array, Array]:
+        bad_key, reset = token
+        seen = (seen if reset is None else seen & ~reset) | bad_key
+        return seen, seen
+
+    tokens_first = lambda x: jnp.moveaxis(x.reshape(*seen.shape, -1), -1, 0)
+    last, seen_by = lax.scan(step, *vary_together(seen, jax.tree.map(tokens_first, (bad_key, keys.resets))))
+    seen_by = jnp.moveaxis(seen_by, 0, -1).reshape(bad_key.shape) | bad_query
+    return Clean(*drop(kind, q, keys, bad_query, bad_key), seen_by, last)
+
+
+def leave_out_any(kind: Values[Any], q: Array, keys: Keys, seen: Array) -> Clean:
+    """As `leave_out`, in a loop of one iteration if there is anything, else of none, which takes no time."""
+    # A sum over tokens is not finite if one of them is not. Over tokens first: XLA's CPU compiler vectorizes only that.
+    q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys._replace(resets=None)))
+    is_any = jnp.any(seen) | jnp.any(jnp.stack(find_bad(kind, q_sum, sums)))
+    tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), seen))[0]
+    return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: leave_out(kind, x.q, x.keys, seen), tokens)
+
+
+def is_bad_state(kind: Values[StateT], state: StateT) -> Array:
+    """Which states [*batch] are not finite."""
+    return ~(jnp.all(kind.is_value(state[0]), axis=(-2, -1)) & jnp.all(state.h_z.value() < jnp.inf, axis=-1))
+
+
+def leave_out_state(state: StateT, bad: Array) -> StateT:
+    """The empty state in place of bad ones."""
+    return mark(bad, state, state.empty())
+
+
+def mark(bad: Array, arrays: X, fill: Any = jnp.nan) -> X:
+    """Arrays with `fill`, a number or as many arrays, where `bad`, of their leading axes, is true."""
+    fills = jax.tree.map(lambda _: fill, arrays) if isinstance(fill, float) else fill
+    expand = lambda x: bad.reshape(*bad.shape, *(1,) * (x.ndim - bad.ndim))
+    return jax.tree.map(lambda x, fill: jnp.where(expand(x), fill, x), arrays, fills)
+
+
 # ---- the exact forms ------------------------------------------------------------------------------
 
 
-def attend(
-    kind: Values[StateT], chunk_size: int, q: Array, keys: Keys, state: StateT
-) -> tuple[Array, ShiftedLog, StateT]:
+class LogSums(NamedTuple):
+    """Logarithms of sums over tokens of weights times values, and of the weights: those of a last value of 1."""
+
+    rest: Array  # [*batch, K, V + 1], relative to both shifts
+    c: Array  # [*batch, K]
+    b: Array  # [*batch, V + 1], whole numbers
+
+    @classmethod
+    def of(cls, state: NormalizedState) -> "LogSums":
+        log_mean, (rest, c), b = state
+        return cls(_with_ones(log_mean) + rest[..., None], c, _with_ones(b))
+
+    def to_state(self) -> NormalizedState:
+        log_z = self.rest[..., -1]
+        log_mean = log_divide(self.rest[..., :-1], log_z[..., None])
+        return NormalizedState.of(log_mean, ShiftedLog(log_z, self.c), self.b[..., :-1])
+
+
+def _with_ones(log_v: Array) -> Array:
+    """Log values [..., V + 1], the last of a value of 1."""
+    return jnp.pad(log_v, [(0, 0)] * (log_v.ndim - 1) + [(0, 1)])
+
+
+def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, ShiftedLog, NormalizedState]:
     """(log y, log Z, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
 
-    def step(state: Any, tokens: tuple[Array, Keys]) -> Any:
-        return _next_state(kind, state, tokens[1]), _read_chunk(*tokens, state)
+    def step(sums: LogSums, tokens: tuple[Array, Keys]) -> Any:
+        return _next_sums(sums, tokens[1]), _read_chunk(*tokens, sums)
 
-    # A chunk at a time: the gradient has all exponents of one chunk, and the states between chunks.
+    # A chunk at a time: the gradient has all exponents of one chunk, and the sums between chunks.
     in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
-    end, (log_y, log_z) = lax.scan(jax.checkpoint(step), state, in_chunks)
+    end, (log_y, log_z) = lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)
     log_z = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*q.shape[:-1]), log_z)
-    return _tokens(log_y), log_z, end
+    return _tokens(log_y), log_z, end.to_state()
 
 
-def _read_chunk(q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, ShiftedLog]:
-    """(log y, log Z) of a chunk's queries, which read its keys up to their own and the state before it."""
-    (k, log_v, _, _), decay = keys, keys.decay()
-    log_mean, (rest, c), b = state
+def _read_chunk(q: Array, keys: Keys, sums: LogSums) -> tuple[Array, ShiftedLog]:
+    """(log y, log Z) of a chunk's queries, which read its keys up to their own and the sums before it."""
+    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
     of_keys, of_before = decay.of_keys[..., None], decay.of_before[..., None]
     pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
-    tops = jnp.max(pairs(q) + of_keys, axis=(-2, -1)), jnp.max((q + c[..., None, :]) + of_before, axis=-1)
+    tops = jnp.max(pairs(q) + of_keys, axis=(-2, -1)), jnp.max((q + sums.c[..., None, :]) + of_before, axis=-1)
     r = lax.stop_gradient(jnp.maximum(*tops))
     relative, error = chunk.center_queries(q, r)
     log_weights = [
         logsumexp((pairs(relative) + error[..., :, None, :]) + of_keys, axis=-1),
-        ((relative + c[..., None, :]) + error) + (of_before + rest[..., None, :]),
+        ((relative + sums.c[..., None, :]) + error) + of_before,
     ]
-    weights = jnp.concatenate(log_weights, axis=-1)  # [*batch, C, C + K]
-    shift = jnp.maximum(b, whole_shift(jnp.max(log_v, axis=-2)))
-    of_tokens, of_state = log_v - finite(shift)[..., None, :], log_mean + difference(b, shift)[..., None, :]
-    log_s, log_z = log_matmul(weights, jnp.concatenate([of_tokens, of_state], axis=-2)), logsumexp(weights, axis=-1)
-    return log_divide(log_s, log_z[..., None]) + finite(shift)[..., None, :], ShiftedLog(log_z, r)
+    shift = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
+    columns = [log_v - finite(shift)[..., None, :], sums.rest + difference(sums.b, shift)[..., None, :]]
+    log_sums = log_matmul(jnp.concatenate(log_weights, axis=-1), jnp.concatenate(columns, axis=-2))
+    log_z = log_sums[..., -1]
+    return log_divide(log_sums[..., :-1], log_z[..., None]) + finite(shift)[..., None, :-1], ShiftedLog(log_z, r)
 
 
-def _next_state(kind: Values[StateT], state: StateT, keys: Keys) -> StateT:
-    """Normalized state after a chunk."""
-    decay = keys.decay()
-    own = kind.state_of_tokens(keys.k, keys.values, decay.until_end)
-    return state.decay(jnp.broadcast_to(decay.kept, keys.k.shape[:-2])).merge(own)
+def _next_sums(sums: LogSums, keys: Keys) -> LogSums:
+    """The sums after a chunk."""
+    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
+    until_end, kept = decay.until_end[..., None], decay.kept[..., None]
+    c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
+    b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
+    own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
+    older = (sums.rest + chunk.log_share(sums.c, kept, c)[..., None]) + difference(sums.b, b)[..., None, :]
+    return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
 
 
-def summarize(kind: Values[StateT], chunk_size: int, keys: Keys, state: StateT) -> StateT:
-    """Normalized state after any number of keys."""
-    padded = chunk.pad_keys(kind, keys, -keys.k.shape[-2] % chunk_size)
-    in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), padded)
-    step = lambda state, keys: (_next_state(kind, state, keys), None)
-    return lax.scan(jax.checkpoint(step), state, in_chunks)[0]
+def summarize(chunk_size: int, keys: Keys, state: NormalizedState) -> NormalizedState:
+    """Normalized state after any number of keys of log values."""
+    in_chunks = jax.tree.map(
+        partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_VALUES, keys, -keys.k.shape[-2] % chunk_size)
+    )
+    step = lambda sums, keys: (_next_sums(sums, keys), None)
+    return lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)[0].to_state()
 
 
-def read(chunk_size: int, q: Array, state: StateT) -> Array:
-    """y or log y of any number of queries that read one normalized state."""
+def read(chunk_size: int, q: Array, state: NormalizedState) -> Array:
+    """log y of any number of queries that read one normalized state."""
     n_tokens = q.shape[-2]
     padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
     y = lax.map(jax.checkpoint(lambda q: read_all(state, q)[0]), _chunks_first(padded, chunk_size))

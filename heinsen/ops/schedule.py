@@ -34,12 +34,19 @@ from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops import chunk, exact
 from heinsen.ops.chunk import KeyFactors, Keys, Scales, Weights
 from heinsen.ops.decay import ChunkDecay
-from heinsen.ops.exact import Output, Rows, for_rows, multiply, vary_together
-from heinsen.ops.nonfinite import is_bad_state, leave_out, leave_out_state, mark
+from heinsen.ops.exact import (
+    Output,
+    Rows,
+    for_rows,
+    is_bad_state,
+    leave_out,
+    leave_out_any,
+    leave_out_state,
+    mark,
+    multiply,
+    vary_together,
+)
 from heinsen.ops.values import SMALLEST_SUM, StateT, Summary, Sums, Values
-
-# chunk.fast_weights or chunk.exact_weights
-Weigh = Callable[[Array, Array, ChunkDecay, Array, Array], tuple[Weights, tuple[Array, Array]]]
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
@@ -175,50 +182,68 @@ class Group(NamedTuple):
     log_z: ShiftedLog
     before: Summary  # of all before each chunk, [*batch, N, ...]
     after: Summary  # of all before and in the group
-    is_exact: Array  # [*batch]: whether no terms were lost, and all is finite
+    inexact: Array  # [*batch]: rows that took `chunk.exact_weights`
+    lost: Array  # [*batch]: whether underflow took terms from sums of log values nevertheless
 
 
-def read_group(kind: Values[Any], weigh: Weigh, q: Array, keys: Keys, summary: Summary) -> Group:
-    """What the queries of a group read, of the group itself and of a summary of all before it."""
+def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary) -> Group:
+    """What the queries of a group read, of the group itself and of a summary of all before it; all are finite."""
     decay, own = keys.decay(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decay, own)
     before, after = _summarize_in_turn(factors, decay, summary)
-    weights, (r, _) = weigh(q, keys.k, decay, own.c, before.shifts.c)
     scales = chunk.value_scales(before.shifts.b, own.b)
+    weights, (r, _) = chunk.fast_weights(q, keys.k, decay, own.c, before.shifts.c)
     sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
-    is_exact = jnp.all((sums.z >= SMALLEST_SUM) | (r == NEG_INF), axis=(-2, -1))
-    is_exact &= jnp.all(kind.is_exact(sums, scales.b), axis=-1) & jnp.all(jnp.isfinite(after.sums.s), axis=(-2, -1))
-    return Group(kind.mean(sums, scales.b), sums, chunk.log_z(sums.z, r), before, after, is_exact)
+    inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
+    inexact |= jnp.any(~kind.is_exact(sums, scales.b), axis=-1)
+
+    def read_exactly(rows: Rows, out: tuple[Array, Sums, Array]) -> tuple[Array, Sums, Array]:
+        row_q, row_keys, vf, row_before, row_scales = rows.take((q, keys, factors.vf, before, scales))
+        weights, (r, _) = chunk.exact_weights(row_q, row_keys.k, row_keys.decay(), row_before.shifts.c)
+        sums = chunk.query_sums(weights, vf, row_before.sums, row_scales)
+        return rows.write(out, (r, sums, jnp.any(~kind.is_exact(sums, row_scales.b), axis=-1)))
+
+    r, sums, lost = for_rows(inexact, read_exactly, (r, sums, jnp.zeros_like(inexact)))
+    return Group(kind.mean(sums, scales.b), sums, chunk.log_z(sums.z, r), before, after, inexact, lost)
 
 
 def group_grad(
     kind: Values[Any],
-    weigh: Weigh,
     q: Array,
     keys: Keys,
     before: Summary,
-    sums: Sums | None,
+    sums: Sums,
     dy: Array,
     dlog_z: Array | None,
     pass_back: Callable[[Scales, Sums], tuple[Sums, Sums]],
+    inexact: Array | None = None,
 ) -> tuple[Array, Keys, Sums]:
     """Gradients of queries, of keys, and of the sums before the group.
 
     Args:
-      sums: S and Z of the queries; None: they are computed again.
+      sums: S and Z of the queries.
       pass_back: of what each chunk keeps of the sums before it, and what its queries add to their gradient, to the
         gradients of the sums after each chunk, and of those before the first.
+      inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
     decay, own = keys.decay(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decay, own)
     scales = chunk.value_scales(before.shifts.b, own.b)
-    weights, pull, (_, feature_weights) = jax.vjp(
-        lambda q, k: weigh(q, k, decay, own.c, before.shifts.c), q, keys.k, has_aux=True
-    )
-    if sums is None:
-        sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
     dsums = kind.mean_grad(sums, dy, dlog_z)
-    dq, dk = pull(chunk.weights_grad(dsums, factors.vf, before.sums, scales))
+    dweights = chunk.weights_grad(dsums, factors.vf, before.sums, scales)
+
+    def pull_back(weigh: Callable[..., Any], q: Array, k: Array, dweights: Weights) -> Any:
+        weights, pull, (_, feature_weights) = jax.vjp(weigh, q, k, has_aux=True)
+        return (weights, feature_weights, *pull(dweights))
+
+    def pull_back_exactly(rows: Rows, out: Any) -> Any:
+        row_q, row_keys, c, row_dweights = rows.take((q, keys, before.shifts.c, dweights))
+        weigh = lambda q, k: chunk.exact_weights(q, k, row_keys.decay(), c)
+        return rows.write(out, pull_back(weigh, row_q, row_keys.k, row_dweights))
+
+    weigh = lambda q, k: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
+    found = pull_back(weigh, q, keys.k, dweights)
+    weights, feature_weights, dq, dk = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
     dq_total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
     dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
     dread, dvf = chunk.before_grad(weights, dsums, scales), chunk.values_grad(weights, dsums, scales)
@@ -289,11 +314,11 @@ class Causal(Generic[StateT]):
     return_log_z: bool
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
-    def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
+    def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_bad_state(self.kind, state)
         q, keys, seen, seen_by_last = leave_out(self.kind, q, keys, bad_state)
         state = leave_out_state(state, bad_state)
-        y, log_z, end = exact.attend(self.kind, self.split.chunk_size, q, keys, state)
+        y, log_z, end = exact.attend(self.split.chunk_size, q, keys, state)
         return Output(mark(seen, y), mark(seen, log_z) if self.return_log_z else None, mark(seen_by_last, end))
 
     def forward(
@@ -303,23 +328,12 @@ class Causal(Generic[StateT]):
         kind, split = self.kind, self.split
 
         def step(carry: _Carry, i: Array) -> Any:
-            group = read_group(kind, chunk.fast_weights, *take_group((q, keys), i, split), carry.summary)
-            after = _Carry(group.after, carry.seen, carry.lost, self._write(carry.buffers, group, partial(write, i=i)))
-
-            def read_exactly(rows: Rows, out: tuple[Summary, _Carry]) -> tuple[Summary, _Carry]:
-                before, after = out
-                row_q, row_keys, summary, seen, lost = rows.take((q, keys, *carry[:3]))
-                clean = leave_out(kind, *take_group((row_q, row_keys), i, split), seen)
-                group = read_group(kind, chunk.exact_weights, clean.q, clean.keys, summary)
-                y, log_z = mark(clean.seen, (group.y, group.log_z))
-                write = lambda x, part, axis=-2: rows.write(x, part, axis, i * split.group_size)
-                buffers = self._write(after.buffers, group._replace(y=y, log_z=log_z), write)
-                more = rows.write(after[:3], (group.after, clean.seen_by_last, lost | ~group.is_exact))
-                return rows.write(before, group.before), _Carry(*more, buffers)
-
-            inexact = ~group.is_exact | carry.seen
-            before, after = for_rows(inexact, read_exactly, (group.before, after))
-            return after, (before, carry.seen, inexact) if save_residuals else None
+            clean = leave_out_any(kind, *take_group((q, keys), i, split), carry.seen)
+            group = read_group(kind, clean.q, clean.keys, carry.summary)
+            y, log_z = mark(clean.seen, (group.y, group.log_z))
+            buffers = self._write(carry.buffers, group._replace(y=y, log_z=log_z), i)
+            after = _Carry(group.after, clean.seen_by_last, carry.lost | group.lost, buffers)
+            return after, (group.before, carry.seen, group.inexact) if save_residuals else None
 
         bad_state = is_bad_state(kind, state)
         summary = kind.to_summary(leave_out_state(state, bad_state))
@@ -339,35 +353,20 @@ class Causal(Generic[StateT]):
     ) -> tuple[Array, Keys, StateT]:
         """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
         kind, split = self.kind, self.split
-        of_outputs = grads.y, None if grads.log_z is None else grads.log_z.rest
-
-        def take(arrays: tuple[Any, Any], i: Array) -> tuple[Any, Any]:
-            return take_group(arrays[0], i, split), take_group(arrays[1], i, split, axis=-1)
 
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys = carry
-            i, before, seen_before, inexact = xs
+            i, before, seen, inexact = xs
+            clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
-            sums = Sums(*take((s, residuals.sums.z), i))
-            dread = multiply(take(of_outputs, i), 1 / scale)
-            tokens, pass_back = take_group((q, keys), i, split), partial(_pass_back_in_turn, dend)
-            found = group_grad(kind, chunk.fast_weights, *tokens, before, sums, *dread, pass_back)
-            given: tuple[Array, Keys] = write((dq, dkeys), to_tokens(multiply(found[:2], scale)), i)
-
-            def find_exactly(rows: Rows, out: tuple[Sums, Any]) -> tuple[Sums, Any]:
-                dfirst, buffers = out
-                of_rows = rows.take((q, keys, of_outputs, seen_before, before, dend))
-                row_q, row_keys, row_outputs, seen, row_before, row_dend = of_rows
-                clean = leave_out(kind, *take_group((row_q, row_keys), i, split), seen)
-                dread = mark(clean.seen, multiply(take(row_outputs, i), 1 / scale), 0.0)
-                tokens = clean.q, clean.keys
-                pass_back = partial(_pass_back_in_turn, row_dend)
-                found = group_grad(kind, chunk.exact_weights, *tokens, row_before, None, *dread, pass_back)
-                parts = to_tokens(multiply(found[:2], scale))
-                return rows.write(dfirst, found[2]), rows.write(buffers, parts, -2, i * split.group_size)
-
-            dfirst, (dq, dkeys) = for_rows(inexact, find_exactly, (found[2], given))
-            return (dfirst, dq, dkeys), None
+            take = partial(take_group, i=i, split=split)
+            sums = Sums(take(s), take(residuals.sums.z, axis=-1))
+            dread = take(grads.y), None if grads.log_z is None else take(grads.log_z.rest, axis=-1)
+            dread = mark(clean.seen, multiply(dread, 1 / scale), 0.0)
+            pass_back = partial(_pass_back_in_turn, dend)
+            found = group_grad(kind, clean.q, clean.keys, before, sums, *dread, pass_back, inexact)
+            dq, dkeys = write((dq, dkeys), to_tokens(multiply(found[:2], scale)), i)
+            return (found[2], dq, dkeys), None
 
         to_end = lambda m: kind.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
@@ -387,15 +386,15 @@ class Causal(Generic[StateT]):
         log_z = ShiftedLog(make(2, n_tokens), make(3, n_tokens)) if self.return_log_z else None
         return _Buffers(make(0, n_tokens, d_value), sums, log_z)
 
-    def _write(self, buffers: _Buffers, group: Group, write: Callable[..., Any]) -> _Buffers:
-        """The buffers with what a group's queries read, which `write` puts into its place."""
+    def _write(self, buffers: _Buffers, group: Group, i: Array) -> _Buffers:
+        """The buffers with what the i-th group's queries read."""
         y, sums, log_z = buffers
-        y = write(y, to_tokens(group.y))
+        y = write(y, to_tokens(group.y), i)
         if sums is not None:
             s, z = to_tokens(group.sums.s), to_tokens(group.sums.z, axis=-1)
-            sums = Sums(write(sums.s, s), write(sums.z, z, axis=-1))
+            sums = Sums(write(sums.s, s, i), write(sums.z, z, i, axis=-1))
         if log_z is not None:
-            log_z = write(log_z, to_tokens(group.log_z, axis=-1), axis=-1)
+            log_z = write(log_z, to_tokens(group.log_z, axis=-1), i, axis=-1)
         return _Buffers(y, sums, log_z)
 
     def _make_grad_buffers(self, q: Array, keys: Keys, sums: Sums) -> tuple[Array, Keys]:

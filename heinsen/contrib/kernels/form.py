@@ -8,8 +8,7 @@ from jaxtyping import Array
 
 from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_causally
-from heinsen.ops.exact import Output
-from heinsen.ops.nonfinite import is_bad_state
+from heinsen.ops.exact import Output, is_bad_state
 from heinsen.ops.schedule import Causal
 from heinsen.ops.values import StateT, Summary
 

@@ -190,7 +190,7 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
     dlog_z = None if given.dlog_z is None else given.dlog_z[:, 0] * given.factors[0]
     sums = Sums(given.saved.s[...].mT, given.z[:, 0])
     pass_back = lambda older, dread: (dend, chunk.add(chunk.scale(dend, older), dread))
-    dq, dkeys, dfirst = group_grad(kind, chunk.fast_weights, q, keys, before, sums, dy, dlog_z, pass_back)
+    dq, dkeys, dfirst = group_grad(kind, q, keys, before, sums, dy, dlog_z, pass_back)
 
     for ref, x in ((out.q, dq), (out.k, dkeys.k), (out.values, dkeys.values)):
         ref[...] = x.mT * given.factors[1]
