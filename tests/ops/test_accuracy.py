@@ -52,7 +52,9 @@ def check(arrays, bar, floor=0.0):
         for name, x, want in zip(("q", "k", "log_v"), gradients, gradients64, strict=True):
             assert np.all(np.isfinite(x)), f"{form}: gradient by {name}"
             error, largest = np.max(np.abs(x - want)), np.max(np.abs(want))
-            assert error <= 1e-4 * max(largest, floor), (
+            # The scan's means of log values far below their largest are rounded to their size in each of its steps.
+            relative = max(1e-4, bar) if form == "scan" else 1e-4
+            assert error <= relative * max(largest, floor), (
                 f"{form}: gradient by {name} off by {error:.2g} of {largest:.2g}"
             )
 
