@@ -34,7 +34,7 @@ def draw(rng):
 
 @forms
 def test_what_is_not_finite_reaches_only_what_sees_it(function, implementation, rng):
-    """Outputs before it, in other sequences and in later documents are those without it, and so are their gradients."""
+    """That is NaN, with gradients of 0; outputs and gradients of all others are those without it."""
     arrays, second = draw(rng), 11  # the second document begins within a chunk
     segment_ids = (np.arange(T) >= second).astype(np.int32)
     cotangent = rng.standard_normal((2, T, V)).astype(np.float32)
@@ -42,20 +42,20 @@ def test_what_is_not_finite_reaches_only_what_sees_it(function, implementation, 
     if function == "attention":
         bads.append((2, -np.inf))  # a log value may be: zero
     for t in range(1, second):
-        unaware = np.ones((2, T, 1), bool)
-        unaware[0, t:second] = False
-        g = np.where(unaware, cotangent, 0)  # the loss reads nothing that sees it
-        want = jax.tree.map(np.asarray, run(function, implementation, arrays, segment_ids, g))
-        for which, bad in bads:
-            damaged = [x.copy() for x in arrays]
-            damaged[which][0, t, 1] = bad
-            y, gradients, end = jax.tree.map(np.asarray, run(function, implementation, damaged, segment_ids, g))
-            assert not np.all(np.isfinite(y[0, t])), "the query that sees it"
-            close = functools.partial(np.testing.assert_allclose, atol=1e-5, err_msg=f"{'qkv'[which]} = {bad} at {t}")
-            close(np.where(unaware, y, 0), np.where(unaware, want[0], 0))
-            for gradient, wanted in zip(gradients, want[1], strict=True):
-                close(gradient, np.where(unaware, wanted, 0))
-            jax.tree.map(close, end, want[2])
+        for of_query in (True, False):
+            unaware = np.ones((2, T, 1), bool)
+            unaware[0, t : t + 1 if of_query else second] = False
+            g = np.where(unaware, cotangent, 0)
+            y, gradients, end = jax.tree.map(np.asarray, run(function, implementation, arrays, segment_ids, g))
+            want = np.where(unaware, y, np.nan), *gradients, end
+            for which, bad in bads:
+                if (which == 0) == of_query:
+                    damaged = [x.copy() for x in arrays]
+                    damaged[which][0, t, 1] = bad
+                    y, gradients, end = run(function, implementation, damaged, segment_ids, cotangent)
+                    at = f"{'qkv'[which]} = {bad} at {t}"
+                    close = functools.partial(np.testing.assert_allclose, atol=1e-5, err_msg=at)
+                    jax.tree.map(close, (y, *gradients, end), want)
 
 
 @pytest.mark.parametrize("function", ["log_attention", "attention"])
