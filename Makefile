@@ -66,7 +66,7 @@ compilers: $(VENV)/installed-test
 
 transformers: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[transformers]"
-	$(python) -m pytest --numprocesses=0 -m long tests/test_transformers.py
+	$(python) -m pytest --numprocesses=0 -m long tests/export/test_transformers.py
 
 remote: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check s3fs "moto[s3,server]"

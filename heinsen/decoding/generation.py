@@ -35,7 +35,7 @@ def decode_step(
     """Read one more token per sequence: (the next token's logits, the new state). `state` is donated.
 
     A cache must have room. Single steps round a state in logarithms: over 10^6 tokens the error in log y is 1e-2,
-    where the loop of `decode` has 1e-4 (tests/test_decoding.py).
+    where the loop of `decode` has 1e-4 (tests/decoding/test_decoding.py).
     """
     logits, state = forward(config, params, tokens[:, None], state)
     return logits[:, -1], state

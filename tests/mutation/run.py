@@ -35,19 +35,17 @@ SILENCE = 600  # seconds in which some test must end: a mutant that hangs is fou
 TESTS = {
     "ops": ["tests/ops", "tests/test_logspace.py"],
     "models": [
-        *("tests/test_model.py", "tests/test_kinds.py", "tests/test_mixers.py", "tests/test_masking.py"),
-        *("tests/test_convolution.py", "tests/test_loss.py", "tests/test_identity.py", "tests/test_parallel.py"),
-        *("tests/test_decoding.py", "tests/training/test_carry.py", "tests/training/test_step.py"),
-        *("tests/training/test_bad_input.py", "tests/test_architecture.py"),
+        "tests/models",
+        "tests/test_parallel.py",
+        "tests/decoding",
+        "tests/training",
+        "tests/test_architecture.py",
     ],
     "data": ["tests/data", "tests/test_remote.py", "tests/faults/test_fuzz.py"],
-    "training": ["tests/training", "tests/test_init_from.py", "tests/test_flags.py", "tests/test_parallel.py"],
-    "evaluation": [
-        *("tests/test_evaluation.py", "tests/test_by_document.py", "tests/test_probes.py", "tests/test_tasks.py"),
-        *("tests/test_harness.py", "tests/test_entry_points.py"),
-    ],
-    "decoding": ["tests/test_decoding.py", "tests/test_entry_points.py"],
-    "export": ["tests/test_export.py", "tests/test_transformers.py"],
+    "training": ["tests/training", "tests/scripts/test_flags.py", "tests/test_parallel.py"],
+    "evaluation": ["tests/evaluation", "tests/scripts/test_entry_points.py"],
+    "decoding": ["tests/decoding", "tests/scripts/test_entry_points.py"],
+    "export": ["tests/export"],
     "plan": ["tests/plan"],
     "contrib": [
         *("tests/plan/test_costs.py", "tests/plan/test_hlo.py", "tests/test_remote.py"),
@@ -57,7 +55,7 @@ TESTS = {
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
         *("tests/test_platform.py", "tests/test_distributed.py", "tests/test_parallel.py", "tests/test_package.py"),
-        *("tests/test_remote.py", "tests/test_flags.py", "tests/test_entry_points.py", "tests/training", "tests/data"),
+        *("tests/test_remote.py", "tests/scripts", "tests/training", "tests/data"),
     ],
 }
 ELSEWHERE = {"logspace": "ops", "weights": "export", "chips": "plan", "figures": "evaluation"}

@@ -27,7 +27,7 @@ from heinsen.training.loop import train
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 from heinsen.training.validation import Validator
-from tests.models import model_config
+from tests.model_configs import model_config
 from tests.runs import EOT, STEPS, copy_run, draw_text, finish, read_log, run_config, without_timing, write_split
 from tests.test_parallel import start_two
 
@@ -179,7 +179,7 @@ import jax, numpy as np, optax
 from heinsen.parallel import AXES, MeshConfig, make_mesh, place_batch
 from heinsen.training.step import init_train_state, make_train_step
 from heinsen.training.validation import Validator
-from tests.models import model_config
+from tests.model_configs import model_config
 
 sizes, changes, seed = map(eval, sys.argv[1:])
 rng = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ import pytest
 
 from heinsen.models import init_params
 from heinsen.training.optimizer import OptimizerConfig, decay_mask, make_optimizer, make_schedule
-from tests.models import model_config
+from tests.model_configs import model_config
 
 PAPER = OptimizerConfig("adamw", 3.0, 6e-4, 6e-5, 2000, 0.9, 0.95, 1e-8, 0.1, 1.0)
 SMALL = dataclasses.replace(PAPER, warmup_steps=20)

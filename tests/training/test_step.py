@@ -11,7 +11,7 @@ from heinsen.models.masking import mask_tokens
 from heinsen.parallel import make_mesh
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
-from tests.models import model_config
+from tests.model_configs import model_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")

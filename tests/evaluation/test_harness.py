@@ -11,7 +11,7 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate, prompts
 from heinsen.evaluation import harness
 from heinsen.evaluation.harness import Answers, as_lm
-from tests.test_decoding import MODEL, draw_params, full_forward
+from tests.decoding.test_decoding import MODEL, draw_params, full_forward
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")

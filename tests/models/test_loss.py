@@ -8,7 +8,7 @@ import pytest
 from heinsen.models import cross_entropy as loss
 from heinsen.models import init_params, mean_loss, next_token_losses
 from heinsen.models.cross_entropy import cross_entropy, token_losses, weighted_loss
-from tests.test_model import SMALL
+from tests.models.test_model import SMALL
 
 B, T, D, VOCAB = 3, 7, 5, 11
 

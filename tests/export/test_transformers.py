@@ -13,7 +13,7 @@ from heinsen.config import from_mapping
 from heinsen.data.tokenizer import get_tokenizer, open_tokenizer_file
 from heinsen.export import ExportError, is_export, load_folder, read_manifest, save_folder
 from heinsen.models import ModelConfig, abstract_params, forward, init_params, mean_loss
-from tests.models import model_config
+from tests.model_configs import model_config
 
 GATED = dict(gate="head", output_gate=True, convolution=4, position="none")
 MODELS = {
@@ -219,7 +219,7 @@ def test_what_transformers_saves_comes_back(loaded, transformers, tmp_path):
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "file"])
 def test_the_tokenizer_is_ours(transformers, tmp_path, name):
     if name == "file":
-        from tests.test_tokenizer_files import train_bpe
+        from tests.data.test_tokenizer_files import train_bpe
 
         ours = open_tokenizer_file(train_bpe(tmp_path / "file.json", special=["<pad>", "</s>"]), "</s>")
     else:

@@ -25,7 +25,7 @@ from heinsen.models import (
 from heinsen.models.language_model import LAYERS
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import locate_tokens
-from tests.models import model_config
+from tests.model_configs import model_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -157,7 +157,7 @@ def test_every_name_of_a_block_and_a_position_has_its_class():
 
 # ---- nobody asks for a kind ----------------------------------------------------------------------
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MIXER_FILES = "heinsen/models/mixers"
 KINDS = set(MIXERS)
 # Modules that belong to one kind, and the classes of their states.

@@ -24,7 +24,7 @@ from scripts.cli import show_help
 from scripts.config_files import load_config, override
 from scripts.sweep_runs import RunFactory
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("*.py"), *(ROOT / "scripts").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
 PROGRAMS = sorted(
     path.relative_to(ROOT).as_posix() for path in SOURCES if '\nif __name__ == "__main__":\n' in path.read_text()

@@ -15,8 +15,8 @@ from heinsen.models.convolution import convolve, random_taps
 from heinsen.parallel import PARAMETER_RULES, MeshError
 from heinsen.training.config import check_mesh
 from heinsen.training.optimizer import decay_mask
-from tests.model64 import DOCUMENT, SIZES, assert_close, draw_params
-from tests.models import model_config
+from tests.model_configs import model_config
+from tests.models.model64 import DOCUMENT, SIZES, assert_close, draw_params
 from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]

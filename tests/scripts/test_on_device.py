@@ -15,7 +15,7 @@ from scripts.benchmarking.on_device import DONE, FAILED, STOPPED, OnDeviceError
 
 pytest_plugins = ["tests.run_fixtures"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEVICE = dict(platform="gpu", device="NVIDIA H200", versions={"jax": "1"}, count=2, memory=140 * 2**30)
 
 # A benchmark in the place of scripts/benchmark.py: it counts its calls, and does what its name says.

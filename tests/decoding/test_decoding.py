@@ -34,7 +34,7 @@ from heinsen.decoding.sampling import keep_likeliest
 from heinsen.models import forward, init_model_state, init_params, resize_caches
 from heinsen.ops import states
 from heinsen.ops.states import LogState
-from tests.models import model_config
+from tests.model_configs import model_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")

@@ -28,7 +28,8 @@ from heinsen.ops.softmax import KVCache
 from heinsen.ops.states import LogState, MeanState
 from heinsen.parallel import MeshError
 from heinsen.training.config import TrainConfig, check_mesh
-from tests.model64 import (
+from tests.model_configs import model_config
+from tests.models.model64 import (
     DOCUMENT,
     SIZES,
     B,
@@ -41,7 +42,6 @@ from tests.model64 import (
     losses64,
     rotate64,
 )
-from tests.models import model_config
 from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -307,9 +307,9 @@ from heinsen.models import init_params, masked_loss, mean_loss
 from heinsen.parallel import MeshConfig, make_mesh, split_batch
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state
-from tests.models import model_config
+from tests.model_configs import model_config
 from tests.runs import run_config
-from tests.test_kinds import NAMES, VARIANTS
+from tests.models.test_kinds import NAMES, VARIANTS
 
 for name in NAMES:
     model = model_config(implementation="scan", **VARIANTS.get(name, {"objective": "masked", "document_token": 3}))

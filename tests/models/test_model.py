@@ -1,4 +1,4 @@
-"""The paper's language model: its numbers, parameters and config; tests/test_kinds.py has all kinds of models."""
+"""The paper's language model: its numbers, parameters and config; test_kinds.py has all kinds of models."""
 
 import dataclasses
 import importlib
@@ -22,8 +22,8 @@ from heinsen.models import (
 )
 from heinsen.ops.states import LogState
 from heinsen.training.config import TrainConfig
-from tests.model64 import DOCUMENT, SIZES, B, assert_close, draw_params, draw_tokens, logits64
-from tests.models import model_config
+from tests.model_configs import model_config
+from tests.models.model64 import DOCUMENT, SIZES, B, assert_close, draw_params, draw_tokens, logits64
 
 SMALL = model_config(**SIZES | dict(implementation="reference"))
 

@@ -8,8 +8,8 @@ import pytest
 
 from heinsen.export import is_reference_model
 from heinsen.models import OPTIONAL_PARTS, ModelConfig, forward, identity_params, init_params
-from tests.model64 import SIZES, draw_params
-from tests.models import model_config
+from tests.model_configs import model_config
+from tests.models.model64 import SIZES, draw_params
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")

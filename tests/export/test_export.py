@@ -35,8 +35,8 @@ from heinsen.training.folder import RunError, load_run
 from heinsen.training.loop import train
 from heinsen.weights import load_initial_params, load_params
 from scripts.config_files import override
-from tests.model64 import SIZES, assert_close, draw_params, logits64
-from tests.models import model_config
+from tests.model_configs import model_config
+from tests.models.model64 import SIZES, assert_close, draw_params, logits64
 from tests.runs import (
     BATCH,
     LENGTH,

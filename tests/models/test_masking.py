@@ -21,7 +21,8 @@ from heinsen.models.cross_entropy import token_losses
 from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
 from heinsen.plan.plan import plan
 from heinsen.training.loop import train
-from tests.model64 import (
+from tests.model_configs import model_config
+from tests.models.model64 import (
     DOCUMENT,
     SIZES,
     B,
@@ -33,9 +34,8 @@ from tests.model64 import (
     logits64,
     losses64,
 )
-from tests.models import model_config
+from tests.models.test_kinds import EQUAL
 from tests.runs import copy_run, read_log, run_config, without_timing
-from tests.test_kinds import EQUAL
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -245,7 +245,7 @@ ON_A_MESH = """
 import sys
 from pathlib import Path
 from heinsen.training.loop import train
-from tests.test_masking import gated_config
+from tests.models.test_masking import gated_config
 train(gated_config(Path(sys.argv[1]), mesh__data=2, mesh__tensor=2), Path(sys.argv[2]))
 """
 

@@ -17,12 +17,12 @@ from ml_collections import ConfigDict
 from heinsen.models import forward, init_params, unstack
 from heinsen.models.mixers import TokenContext
 from heinsen.training.loop import train
-from tests.models import model_config
+from tests.model_configs import model_config
 from tests.runs import BATCH, at_step, run_config
 
 pytest_plugins = ["tests.run_fixtures"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FLAG = "--config.model.gate=head"
 WINDOW = 37  # tokens
 MARK = 0.7182818  # the value of every feature of every query
@@ -133,7 +133,7 @@ def parse_train_flags() -> None:
 
 
 def test_a_flag():
-    code = "from tests import test_walks; test_walks.parse_train_flags()"
+    code = "from tests.docs import test_walks; test_walks.parse_train_flags()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = [tuple(x) for x in json.loads(done.stdout)]

@@ -20,7 +20,7 @@ from tests.ops.truth import truth
 
 pytest_plugins = ["tests.run_fixtures"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from heinsen.evaluation.positions import Comparison, compare_positions, plot_pos
 from heinsen.files import seal
 from heinsen.models import abstract_params, forward, init_params
 from heinsen.parallel import make_mesh
-from tests.models import model_config
+from tests.model_configs import model_config
 from tests.runs import EOT, run_config, write_split
 
 pytest_plugins = ["tests.run_fixtures"]

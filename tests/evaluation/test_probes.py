@@ -11,8 +11,8 @@ import pytest
 
 from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import abstract_params, forward
+from tests.models.test_model import SMALL
 from tests.runs import stop_when
-from tests.test_model import SMALL
 
 pytest_plugins = ["tests.run_fixtures"]
 

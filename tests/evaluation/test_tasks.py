@@ -1,4 +1,4 @@
-"""`run_tasks` with a stand-in for the lm-evaluation-harness; tests/test_harness.py uses the real one where it is."""
+"""`run_tasks` with a stand-in for the lm-evaluation-harness; test_harness.py uses the real one where it is."""
 
 import math
 import sys
