@@ -3,8 +3,8 @@
     python scripts/plot_runs.py RUN... --out=FILE.png [--x=tokens|steps|flops|time] [--metric=loss] [--smooth=0.9]
     python scripts/plot_runs.py RUN... --out=FILE.svg --metric=validation_loss --against=docs/anchors.csv --log_x
 
-Points are validations. --against draws the bands of loss to expect (nats per GPT-2 token) and prints where each run
-lies.
+Points are validations. --against draws the bands of loss to expect (nats per GPT-2 token) and published losses as
+points, and prints where each run lies.
 """
 
 import functools
@@ -25,7 +25,7 @@ SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means 
 LOG_X = flags.DEFINE_bool("log_x", False, "Logarithmic horizontal axis.")
 LOG_Y = flags.DEFINE_bool("log_y", False, "Logarithmic vertical axis.")
 AGAINST = flags.DEFINE_string(
-    "against", None, "Bands to draw: a CSV file with columns tokens, low, high, source[, tokenizer]."
+    "against", None, "Bands and points: a CSV file with columns tokens, low, high, source[, tokenizer, label]."
 )
 
 show_help(__name__)
@@ -39,6 +39,7 @@ from heinsen.sweep.curves import (
     Anchor,
     CurveError,
     RunLog,
+    bands_and_points,
     compare_with_anchors,
     final_table,
     make_curve,
@@ -119,10 +120,13 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
 
 
 def draw_bands(axes: Axes, anchors: Sequence[Anchor], label: str) -> None:
-    tokens = [anchor.tokens for anchor in anchors]
-    low, high = [anchor.low for anchor in anchors], [anchor.high for anchor in anchors]
+    bands, points = bands_and_points(anchors)
+    tokens = [band.tokens for band in bands]
+    low, high = [band.low for band in bands], [band.high for band in bands]
     axes.fill_between(tokens, low, high, color="0.85", label=label, zorder=0)
     axes.plot(tokens, low, "_", tokens, high, "_", color="0.5", zorder=0)
+    for point in points:
+        axes.plot(point.tokens, point.low, "D", color="black", ms=5, label=f"{point.low:.3g}, {point.label}")
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

@@ -1,11 +1,14 @@
-"""The commands in a Markdown text, and the errors of their programs."""
+"""The commands in a Markdown text, the errors of their programs, and the browser that shows pages."""
 
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.runs import ROOT, TIMEOUT
 
@@ -84,3 +87,9 @@ def errors_of(found: list[tuple[str, list[str]]], runs: Path) -> list[str | None
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+def find_chromium() -> str:
+    """Return the browser's program, or skip the test."""
+    found = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    return next(found, None) or pytest.skip("no Chromium here: apt-get install chromium")

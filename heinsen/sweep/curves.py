@@ -120,35 +120,47 @@ def final_table(logs: Sequence[RunLog]) -> list[str]:
 
 
 class Anchor(NamedTuple):
-    """The band of loss in which a run should be after so many tokens, and its source."""
+    """The band of loss in which a run should be after so many tokens, and its source.
+
+    With a label, it is a point beside the bands: the loss of one published run, low = high.
+    """
 
     tokens: float
     low: float
     high: float
     source: str
     tokenizer: str = "gpt2"  # of the tokens
+    label: str = ""
 
 
 def read_anchors(path: Path) -> list[Anchor]:
     """Read a CSV file with the columns tokens, low, high, source, in order of tokens. Raises CurveError.
 
-    A column tokenizer says of what tokens; default: gpt2.
+    A column tokenizer says of what tokens; default: gpt2. A column label names the points.
     """
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        anchors = [
-            Anchor(float(r["tokens"]), float(r["low"]), float(r["high"]), r["source"], r.get("tokenizer") or "gpt2")
-            for r in rows
-        ]
+        anchors = []
+        for row in rows:
+            tokens, low, high = (float(row[name]) for name in ("tokens", "low", "high"))
+            label = row.get("label") or ""
+            anchors.append(Anchor(tokens, low, high, row["source"], row.get("tokenizer") or "gpt2", label))
     except OSError as error:
         raise CurveError(f"--against={path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise CurveError(f"--against={path}: expected columns tokens, low, high, source ({error!r})") from error
     good = all(0 < a.tokens and 0 < a.low <= a.high < math.inf for a in anchors)
-    if not anchors or not good or any(a.tokens >= b.tokens for a, b in zip(anchors, anchors[1:], strict=False)):
+    bands, points = bands_and_points(anchors)
+    if not bands or not good or any(a.tokens >= b.tokens for a, b in zip(bands, bands[1:], strict=False)):
         raise CurveError(f"--against={path}: expected rows of increasing tokens, with 0 < low <= high")
+    if uneven := [point.label for point in points if point.low != point.high]:
+        raise CurveError(f"--against={path}: {uneven[0]!r} has a label, so it is a point: expected low = high")
     return anchors
+
+
+def bands_and_points(anchors: Sequence[Anchor]) -> tuple[list[Anchor], list[Anchor]]:
+    return [anchor for anchor in anchors if not anchor.label], [anchor for anchor in anchors if anchor.label]
 
 
 def compare_with_anchors(anchors: Sequence[Anchor], tokens: np.ndarray, losses: np.ndarray) -> list[str]:
@@ -156,17 +168,24 @@ def compare_with_anchors(anchors: Sequence[Anchor], tokens: np.ndarray, losses: 
 
     Between anchors, and between validations, losses are interpolated linearly in the logarithm of the tokens.
     """
-    if not len(tokens) or tokens[-1] < anchors[0].tokens:
-        return [f"not yet at the first anchor, {anchors[0].tokens:.3g} tokens"]
-    at = np.log([anchor.tokens for anchor in anchors])
-    bounds = [anchor.low for anchor in anchors], [anchor.high for anchor in anchors]
-    places = [a.tokens for a in anchors if tokens[0] <= a.tokens <= tokens[-1]]
-    if tokens[-1] not in places and tokens[-1] <= anchors[-1].tokens:
+    bands, points = bands_and_points(anchors)
+    if not len(tokens) or tokens[-1] < bands[0].tokens:
+        return [f"not yet at the first anchor, {bands[0].tokens:.3g} tokens"]
+    at = np.log([band.tokens for band in bands])
+    bounds = [band.low for band in bands], [band.high for band in bands]
+    passed = lambda anchors: [anchor for anchor in anchors if tokens[0] <= anchor.tokens <= tokens[-1]]
+    loss_at = lambda place: np.interp(np.log(place), np.log(tokens), losses)
+    places = [band.tokens for band in passed(bands)]
+    if tokens[-1] not in places and tokens[-1] <= bands[-1].tokens:
         places.append(tokens[-1])
     lines = []
     for place in places:
-        loss = np.interp(np.log(place), np.log(tokens), losses)
+        loss = loss_at(place)
         low, high = (np.interp(np.log(place), at, bound) for bound in bounds)
         verdict = "within" if low <= loss <= high else "BELOW" if loss < low else "ABOVE"
         lines.append(f"{place:.3g} tokens: {loss:.3f}, {verdict} {low:.3f} to {high:.3f}")
+    for point in passed(points):
+        loss = loss_at(point.tokens)
+        side = f"{abs(loss - point.low):.3f} {'below' if loss < point.low else 'above'} {point.low:.3g}"
+        lines.append(f"{point.tokens:.3g} tokens: {loss:.3f}, {side}, {point.label}")
     return lines

@@ -12,6 +12,7 @@ from heinsen.sweep.curves import (
     Anchor,
     CurveError,
     RunLog,
+    bands_and_points,
     compare_with_anchors,
     final_table,
     make_curve,
@@ -79,7 +80,9 @@ def test_what_cannot_be_drawn_is_named(run, tmp_path):
 
 
 def test_the_anchors_hold_the_published_figures_and_name_their_sources():
-    anchors = {anchor.tokens: anchor for anchor in read_anchors(ANCHORS)}
+    bands, points = bands_and_points(read_anchors(ANCHORS))
+    assert [(point.tokens, point.low, point.label.split()[0]) for point in points] == [(10e9, 2.7, "goom_ssm_rnn")]
+    anchors = {anchor.tokens: anchor for anchor in bands}
     assert list(anchors) == [1e9, 5e9, 10e9, 15e9, 50e9, 100e9, 300e9]
     assert [anchors[n * 1e9].low for n in (5, 10, 15)] == [2.588, 2.477, 2.416]
     assert anchors[300e9].low < 2.47 < anchors[300e9].high
@@ -97,7 +100,7 @@ def test_derived_anchors_follow_from_the_published_figures():
     ratio = (5**-powers - 10**-powers) / (10**-powers - 15**-powers)
     b = powers[np.abs(ratio - (low[5] - low[10]) / (low[10] - low[15])).argmin()]
     scale = (low[5] - low[10]) / (5**-b - 10**-b)
-    for anchor in read_anchors(ANCHORS):
+    for anchor in bands_and_points(read_anchors(ANCHORS))[0]:
         n = anchor.tokens / 1e9
         assert abs(anchor.low - (low[5] + scale * (n**-b - 5**-b))) < 2e-3
         assert abs(anchor.high - 1.01 * 2.47 * (300 / n) ** slope) < 2e-3
@@ -120,6 +123,11 @@ def test_runs_are_judged_between_and_at_the_anchors(tmp_path):
     assert judge([100, 1e6], [4.5, 0.5])[1:] == ["1e+04 tokens: 2.500, within 2.000 to 3.000"], (
         "beyond: nothing is known"
     )
+    path.write_text("tokens,low,high,source,label\n1e2,4,5,a,\n1e3,3.5,3.5,c,theirs\n1e4,2,3,b,\n")
+    anchors = read_anchors(path)
+    assert judge([10, 500], [6.0, 5.0])[2:] == [], "not yet at the point"
+    assert judge([10, 1e5], [6.5, 2.5])[2:] == ["1e+03 tokens: 4.500, 1.000 above 3.5, theirs"]
+    assert judge([10, 1e5], [3.5, 1.5])[2:] == ["1e+03 tokens: 2.500, 1.000 below 3.5, theirs"]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,8 @@ def test_runs_are_judged_between_and_at_the_anchors(tmp_path):
         ("tokens,low,high,source\n", "expected rows"),
         ("tokens,low,high,source\n1,3,2,a\n", "expected rows"),
         ("tokens,low,high,source\n2,1,2,a\n1,1,2,a\n", "expected rows"),
+        ("tokens,low,high,source,label\n1,1,1,a,theirs\n", "expected rows"),
+        ("tokens,low,high,source,label\n1,1,2,a,\n2,1,2,b,theirs\n", "'theirs' has a label, .* low = high"),
         (None, "cannot be read"),
     ],
 )
@@ -151,4 +161,4 @@ def test_anchors_say_what_tokens_they_count(tmp_path):
 def test_the_anchors_are_plain_csv():
     with ANCHORS.open(newline="") as file:
         rows = list(csv.reader(file))
-    assert rows[0] == ["tokens", "low", "high", "source"] and all(len(row) == 4 for row in rows)
+    assert rows[0] == ["tokens", "low", "high", "source", "label"] and all(len(row) == 5 for row in rows)

@@ -5,7 +5,6 @@ import html.parser
 import itertools
 import json
 import re
-import shutil
 import subprocess
 
 import numpy as np
@@ -16,6 +15,7 @@ from heinsen.sweep.job import write_status
 from heinsen.sweep.report import Result, find_effects, find_results, mean_loss, seed_spread, write_report
 from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.space import Range
+from tests.documents import find_chromium
 from tests.sweep.fake import definition
 
 
@@ -183,10 +183,7 @@ def test_a_sweep_without_finished_runs_has_a_page_too(tmp_path, rng):
 def test_a_browser_shows_the_page_without_a_network(page, tmp_path):
     import matplotlib.pyplot as plt
 
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no Chromium here: apt-get install chromium")
-    shot = tmp_path / "page.png"
+    chromium, shot = find_chromium(), tmp_path / "page.png"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,2600"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
     command = [chromium, *options, f"--screenshot={shot}", page[1].absolute().as_uri()]
