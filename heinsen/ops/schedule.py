@@ -48,6 +48,9 @@ from heinsen.ops.exact import (
 )
 from heinsen.ops.values import SMALLEST_SUM, StateT, Summary, Sums, Values
 
+# Weights of queries and keys, with a summary before them: what `chunk.fast_weights` and `chunk.exact_weights` return.
+Weigh = Callable[[Array, Array, Summary], tuple[Weights, tuple[Array, Array]]]
+
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
 X = TypeVar("X")
@@ -230,23 +233,24 @@ def group_grad(
     factors = chunk.key_factors(kind, keys, decay, own)
     scales = chunk.value_scales(before.shifts.b, own.b)
     dsums = kind.mean_grad(sums, dy, dlog_z)
-    dweights = chunk.weights_grad(dsums, factors.vf, before.sums, scales)
+    dq_total = (jnp.zeros_like(dsums.z) if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
 
-    def pull_back(weigh: Callable[..., Any], q: Array, k: Array, dweights: Weights) -> Any:
-        weights, pull, (_, feature_weights) = jax.vjp(weigh, q, k, has_aux=True)
-        return (weights, feature_weights, *pull(dweights))
+    def pull_back(weigh: Weigh, *args: Any) -> tuple[Array, Array, Sums, Array]:
+        q, keys, vf, before, scales, dsums, dq_total = args
+        weights, pull, (_, feature_weights) = jax.vjp(lambda q, k: weigh(q, k, before), q, keys.k, has_aux=True)
+        dq, dk = pull(chunk.weights_grad(dsums, vf, before.sums, scales))
+        dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
+        return dq, dk, chunk.before_grad(weights, dsums, scales), chunk.values_grad(weights, dsums, scales)
 
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
-        row_q, row_keys, c, row_dweights = rows.take((q, keys, before.shifts.c, dweights))
-        weigh = lambda q, k: chunk.exact_weights(q, k, row_keys.decay(), c)
-        return rows.write(out, pull_back(weigh, row_q, row_keys.k, row_dweights))
+        of_rows = rows.take(args)
+        weigh = lambda q, k, before: chunk.exact_weights(q, k, of_rows[1].decay(), before.shifts.c)
+        return rows.write(out, pull_back(weigh, *of_rows))
 
-    weigh = lambda q, k: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
-    found = pull_back(weigh, q, keys.k, dweights)
-    weights, feature_weights, dq, dk = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
-    dq_total = (0.0 if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
-    dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
-    dread, dvf = chunk.before_grad(weights, dsums, scales), chunk.values_grad(weights, dsums, scales)
+    args = q, keys, factors.vf, before, scales, dsums, dq_total
+    weigh = lambda q, k, before: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
+    found = pull_back(weigh, *args)
+    dq, dk, dread, dvf = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
     _, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
     dends, dfirst = pass_back(older, dread)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
