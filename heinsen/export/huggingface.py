@@ -78,13 +78,17 @@ def _tensors(config: ModelConfig) -> list[Tensor]:
 
 
 def write_files(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Write CODE_FILES and those of JSON_FILES that are not there. Raises OSError."""
+    """Write CODE_FILES and JSON_FILES, but no TOKENIZER_FILE of a tokenizer that is a file. Raises OSError."""
     for name in CODE_FILES:
         shutil.copy(_CODE_FOLDER / name, folder)
-    contents = [_generation_config(config, tokenizer), _tokenizer_config(config, tokenizer)]
+    of_generation, of_tokenizer, vocabulary = JSON_FILES
+    contents = {
+        of_generation: _generation_config(config, tokenizer),
+        of_tokenizer: _tokenizer_config(config, tokenizer),
+    }
     if tokenizer.content is None:
-        contents.append(_tokenizer_json(tokenizer))
-    for name, content in zip(JSON_FILES, contents, strict=False):
+        contents[vocabulary] = _tokenizer_json(tokenizer)
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 

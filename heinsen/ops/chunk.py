@@ -205,14 +205,11 @@ def exact_weights(q: Array, k: Array, decay: ChunkDecay, c: Array) -> tuple[Weig
     earlier_end = tokens.tokens(
         lambda x: jnp.pad(x[..., :-1, -1:], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
     )
-    within, until_end = (
-        tokens.of_keys[..., None],
-        earlier_end.left_of(decay.tokens(lambda x: x[..., None, :]))[..., None],
-    )
-    since_end, before = tokens.left_of(earlier_end)[..., None], decay.of_before[..., None]
+    within, before = tokens.of_keys[..., None], decay.of_before[..., None]
+    until_end = earlier_end.left_of(decay.tokens(lambda x: x[..., None, :]))[..., None]  # [*batch, blocks, C, 1]
+    since_end = tokens.left_of(earlier_end)[..., None]
 
-    earlier = lambda k: k[..., None, :, :] + until_end  # [*batch, blocks, C, K]
-    shift = lax.stop_gradient(jnp.max(earlier(k), axis=-2, keepdims=True))
+    shift = lax.stop_gradient(jnp.max(k[..., None, :, :] + until_end, axis=-2, keepdims=True))
     tops = jnp.max(pairs(q) + within, axis=(-2, -1)), jnp.max(blocks(q) + shift + since_end, axis=-1)
     r = jnp.maximum(*tops).reshape(q.shape[:-1])
     r = lax.stop_gradient(jnp.maximum(r, jnp.max(q + c[..., None, :] + before, axis=-1)))

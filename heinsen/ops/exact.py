@@ -118,16 +118,10 @@ class Rows(NamedTuple):
         take = lambda x: lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
         return jax.tree.map(take, arrays)
 
-    def write(self, arrays: X, parts: X, axis: int = -1, start: Array | int = 0) -> X:
-        """Arrays with parts [1, ..., n, ...] of the rows overwritten, from a place along an axis on."""
-
-        def write_one(x: Array, part: Array) -> Array:
-            starts: list[Any] = [*self.at, *(0,) * (x.ndim - len(self.at))]
-            if x.ndim > len(self.at):
-                starts[axis] = start
-            return lax.dynamic_update_slice(x, part, starts)
-
-        return jax.tree.map(write_one, arrays, parts)
+    def write(self, arrays: X, parts: X) -> X:
+        """Arrays with the rows overwritten by parts [1, ..., n, ...]."""
+        starts = lambda x: (*self.at, *(0,) * (x.ndim - len(self.at)))
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, starts(x)), arrays, parts)
 
 
 def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X) -> X:

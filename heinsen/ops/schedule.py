@@ -235,8 +235,16 @@ def group_grad(
     dsums = kind.mean_grad(sums, dy, dlog_z)
     dq_total = (jnp.zeros_like(dsums.z) if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
 
-    def pull_back(weigh: Weigh, *args: Any) -> tuple[Array, Array, Sums, Array]:
-        q, keys, vf, before, scales, dsums, dq_total = args
+    def pull_back(
+        weigh: Weigh,
+        q: Array,
+        keys: Keys,
+        vf: Array,
+        before: Summary,
+        scales: chunk.ValueScales,
+        dsums: Sums,
+        dq_total: Array,
+    ) -> tuple[Array, Array, Sums, Array]:
         weights, pull, (_, feature_weights) = jax.vjp(lambda q, k: weigh(q, k, before), q, keys.k, has_aux=True)
         dq, dk = pull(chunk.weights_grad(dsums, vf, before.sums, scales))
         dq = chunk.correct_query_grad(dq, feature_weights, dq_total)

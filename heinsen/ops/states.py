@@ -65,10 +65,6 @@ class NormalizedState(NamedTuple):
         )
         return self.of(log_mean, self.h_z.add(other.h_z), b)
 
-    def decay(self, log_decay: Float[Array, "*batch"]) -> "NormalizedState":
-        """State of the same tokens, their weights multiplied by exp(log_decay); -inf leaves means without weight."""
-        return self._replace(h_z=self.h_z.scale(log_decay[..., None]))
-
     def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
         """(log y [*batch, V], log Z [*batch]) of one query per state."""
         log_weights, log_z = _weigh(q, self.h_z)
@@ -94,10 +90,6 @@ class NormalizedMeanState(NamedTuple):
     def merge(self, other: "NormalizedMeanState") -> "NormalizedMeanState":
         share, other_share = (jnp.exp(x)[..., None] for x in log_shares(self.h_z, other.h_z))
         return NormalizedMeanState(share * self.mean + other_share * other.mean, self.h_z.add(other.h_z))
-
-    def decay(self, log_decay: Float[Array, "*batch"]) -> "NormalizedMeanState":
-        """State of the same tokens, their weights multiplied by exp(log_decay); -inf leaves means without weight."""
-        return self._replace(h_z=self.h_z.scale(log_decay[..., None]))
 
     def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
         """(y [*batch, V], log Z [*batch]) of one query per state."""

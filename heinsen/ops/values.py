@@ -106,8 +106,8 @@ class Values(abc.ABC, Generic[StateT]):
         """Summary of a normalized state, relative to its log weights and its largest mean, which are constants."""
 
     @abc.abstractmethod
-    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> StateT:
-        """Normalized state of all tokens k [*batch, T, K], values [*batch, T, V], with log_kept [*batch, T] of each."""
+    def state_of_tokens(self, k: Array, values: Array) -> StateT:
+        """Normalized state of all tokens k [*batch, T, K], values [*batch, T, V]."""
 
     @abc.abstractmethod
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, Array | None]:
@@ -165,8 +165,8 @@ class LogValues(Values[NormalizedState]):
         z = jnp.exp(state.h_z.rest)
         return Summary(Sums(jnp.exp(state.log_mean) * z[..., None], z), Shifts(state.h_z.shift, state.b))
 
-    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedState:
-        log_shares, h_z = _log_shares_in_sum(k, log_kept)
+    def state_of_tokens(self, k: Array, values: Array) -> NormalizedState:
+        log_shares, h_z = _log_shares_in_sum(k)
         b = whole_shift(jnp.max(values, axis=-2))
         log_mean = logsumexp(log_shares[..., None] + (values - finite(b)[..., None, :])[..., None, :], axis=-3)
         return NormalizedState.of(log_mean, h_z, b)
@@ -225,8 +225,8 @@ class RealValues(Values[NormalizedMeanState]):
         z = jnp.exp(state.h_z.rest)
         return Summary(Sums(state.mean * z[..., None], z), Shifts(state.h_z.shift, None))
 
-    def state_of_tokens(self, k: Array, values: Array, log_kept: Array | None = None) -> NormalizedMeanState:
-        log_shares, h_z = _log_shares_in_sum(k, log_kept)
+    def state_of_tokens(self, k: Array, values: Array) -> NormalizedMeanState:
+        log_shares, h_z = _log_shares_in_sum(k)
         return NormalizedMeanState(einsum("...sk,...sv->...kv", jnp.exp(log_shares), values), h_z)
 
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, None]:
@@ -238,11 +238,10 @@ class RealValues(Values[NormalizedMeanState]):
 LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
 
 
-def _log_shares_in_sum(k: Array, log_kept: Array | None) -> tuple[Array, ShiftedLog]:
-    """(the log share [*batch, T, K] of each token in the sum h_z over all, h_z), with log_kept [*batch, T] of each."""
-    column = 0.0 if log_kept is None else log_kept[..., None]
-    top = lax.stop_gradient(jnp.max(k + column, axis=-2))
-    below = (k - finite(top)[..., None, :]) + column
+def _log_shares_in_sum(k: Array) -> tuple[Array, ShiftedLog]:
+    """(the log share [*batch, T, K] of each token in the sum h_z over all, h_z)."""
+    top = lax.stop_gradient(jnp.max(k, axis=-2))
+    below = k - finite(top)[..., None, :]
     rest = logsumexp(below, axis=-2)
     return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
