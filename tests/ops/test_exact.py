@@ -34,7 +34,7 @@ def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, 
     of_before = np.exp(q + c + before[:, None] - r[:, None])
     of_features = np.exp(q[:, None, :] + k[None, :, :] + of_keys[..., None] - r[:, None, None])
     decays_that_count = of_keys[of_features.max(axis=-1) > 1e-7]  # large ones where the largest key is far behind
-    rounding = 3e-7 * max(10, np.abs(q).max(), -decays_that_count.min())  # of exponents of that size
+    rounding = 3e-7 * max(10, np.abs(q).max(), -decays_that_count.min(initial=0))  # of exponents of that size
     posterior = of_features * np.float64(cotangents.of_keys)[..., None]
     dq = posterior.sum(axis=1) + of_before * np.float64(cotangents.of_before)
     want = of_before, of_features.sum(axis=-1), dq, posterior.sum(axis=0)
