@@ -20,6 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from heinsen import platform
@@ -115,7 +116,12 @@ class Rows(NamedTuple):
         """The rows, [1, ..., n, ...]."""
         n_axes = len(self.at)
         sizes = [1] * (n_axes - 1) + [self.n] * min(n_axes, 1)
-        take = lambda x: lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
+
+        def take(x: Array) -> Array:
+            rows = lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
+            # Else XLA's GPU compiler copies all rows, into the layout that is best for the loop.
+            return with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
+
         return jax.tree.map(take, arrays)
 
     def write(self, arrays: X, parts: X) -> X:
