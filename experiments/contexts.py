@@ -93,7 +93,7 @@ def positions_table(positions: Positions) -> list[str]:
     window = next(iter(positions.values()))["window"]
     longest = max((found["ranges"] for found in positions.values()), key=len)
     wanted = [each for each in longest if each["first"] > window / 2]
-    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"to {each['last']:,}"
+    span = lambda each: f"{each['first']:,} on" if each["last"] is None else f"{each['first']:,} to {each['last']:,}"
     cell = lambda each: f"{each['streaming']:.3f} ({each['difference']:+.3f}{significance(each)})"
     rows = []
     for name, found in positions.items():

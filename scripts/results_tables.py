@@ -106,13 +106,13 @@ def parts() -> str:
 
 def positions() -> str:
     kinds = ["paper's", "gate", "gate, parts", "softmax, GPT-2's block", "softmax, GPT-2's block, parts"]
-    firsts = [1025, 2049, 4097, 8193, 32769]
+    spans = {1025: 2048, 2049: 4096, 4097: 8192, 8193: 16384, 32769: 65536}
     rows = []
     for kind in kinds:
         of = {x["first"]: x for x in results("comparison_2m")["positions"][kind]["ranges"]}
-        cells = [f"{of[n]['streaming']:.3f} ({of[n]['windows']:.3f})" if n in of else "" for n in firsts]
+        cells = [f"{of[n]['streaming']:.3f} ({of[n]['windows']:.3f})" if n in of else "" for n in spans]
         rows.append([MODELS[kind], *cells])
-    return table(["model", *(f"from {n:,}" for n in firsts)], rows)
+    return table(["model", *(f"{first:,} to {last:,}" for first, last in spans.items())], rows)
 
 
 def _gaps() -> Iterator[tuple[float, float, float]]:

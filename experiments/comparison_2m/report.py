@@ -39,10 +39,11 @@ def report(results: Results) -> list[str]:
         f"runs, {results['hours']:.1f} hours of training in all at their last tokens/s. Every contestant was trained "
         f"on the same {results['tokens']:,} bytes of the corpus of scripts/build_corpus.py, in windows of {length:,}, "
         "with as many parameters within 1%, the same optimizer and the best learning rate for it from one grid, which "
-        "was extended if the best was at its end; tuned on a quarter of the bytes. Bits per byte are "
-        "measured on the whole test split: mean over seeds +- their standard deviation; in brackets the 95% interval "
-        "of the mean difference between runs with equal seeds (Student's t, not corrected for the number of "
-        "comparisons), and that of the first seed's run by a bootstrap over documents. Tokens/s of training steps of "
+        "was extended if the best was at its end; tuned on a quarter of the bytes. Bits per byte are measured on the "
+        "whole test split: mean over seeds +- their standard deviation; in brackets the 95% interval of the mean "
+        "difference between runs with equal seeds (Student's t, not corrected for the number of comparisons; where "
+        "seeds are missing it is not that of the means), and that of the first seed's run by a bootstrap over "
+        "documents. Tokens/s of training steps of "
         f"{max(map(int, next(iter(results['speed'].values())))):,} tokens, milliseconds per token of decoding one text "
         "and the state by the tokens of context, on all cores, the contestants in turn.",
         "",
@@ -72,6 +73,7 @@ def main_table(results: Results) -> list[str]:
         [
             name,
             reports.spread(bits[name]),
+            ", ".join(map(str, sorted(bits[name]))),
             "" if name == GATED else reports.versus(bits, name, GATED),
             "[{:.3f}, {:.3f}]".format(*results["by_documents"][name]),
             f"{results['parameters'][name]:,}",
@@ -82,7 +84,7 @@ def main_table(results: Results) -> list[str]:
         for name in reports.ranked(bits)
     ]
     head = [
-        "", "bits per byte", f"above {GATED}", "by documents", "parameters",
+        "", "bits per byte", "seeds", f"above {GATED}", "by documents", "parameters",
         f"tokens/s, T = {' and '.join(f'{int(n):,}' for n in lengths)}",
         *(f"after {int(context):,}" for context in read), "learning rate",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ def report(results: Results) -> list[str]:
         "# A scaling ladder",
         "",
         f"**At {size['size']} ({size['n_params'] / 1e6:.1f}M parameters, {size['tokens']:,} bytes) the losses in nats "
-        "per byte, and their differences to softmax, are: "
+        "per token, and their differences to softmax, are: "
         + "; ".join(
             f"{kind} {loss:.4f}" + ("" if kind == SOFTMAX else f" ({loss - compare[SOFTMAX]:+.4f})")
             for kind, loss in compare.items()
@@ -149,7 +149,7 @@ def law_table(results: Results) -> list[str]:
         [kind, *(interval(law[name]) for name in names), f"{100 * results['residuals'][kind]:.2f}%"]
         for kind, law in results["laws"].items()
     ]
-    return table(["", "E", "alpha", "beta", "log A", "log B", "residuals (standard deviation)"], rows)
+    return table(["", "E", "alpha", "beta", "log A", "log B", "residuals (standard deviation, over n - 5)"], rows)
 
 
 def run_table(results: Results) -> list[str]:
