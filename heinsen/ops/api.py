@@ -216,16 +216,19 @@ def prepare(
     segment_ids: Array | None,
     values_name: str,
 ) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
-    """(q, k and values in the dtype of the arithmetic, where nothing is left of earlier tokens, log_decay)."""
+    """(q, k and values in the dtype of the arithmetic, resets [*batch, T], log_decay), validated: see `check_inputs`.
+
+    A reset is where nothing is left of the tokens before: a document starts, or log_decay, 0 there, is -inf.
+    """
     check_inputs(q, k, values, causal, segment_ids, values_name)
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
-    starts = None
+    resets = None
     if segment_ids is not None:
-        starts = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
+        resets = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
     if log_decay is not None:
         check_log_decay(log_decay, k, causal)
-        log_decay, starts = take_resets(log_decay.astype(dtype), starts)
-    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), starts, log_decay
+        log_decay, resets = take_resets(log_decay.astype(dtype), resets)
+    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), resets, log_decay
 
 
 def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str) -> None:

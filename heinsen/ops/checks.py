@@ -1,4 +1,4 @@
-"""What every public function requires of its arrays and states, whatever their shapes."""
+"""Checks of arrays and states for every public function, whatever their shapes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -51,7 +51,7 @@ class Keys(NamedTuple):
         return self.resets is not None or self.log_decay is not None
 
     def decay(self) -> ChunkDecay:
-        """What is left of the keys of a chunk, and of the summary before it."""
+        """Decay of the keys of a chunk and of the summary before it."""
         column = lambda x: None if x is None else x[..., 0]
         return chunk_decay(column(self.log_decay), column(self.resets), self.k.shape[-2], self.k.dtype)
 
@@ -73,7 +73,7 @@ def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
 
 
 class KeyFactors(NamedTuple):
-    """What a chunk's own summary is the product of, and its shifts."""
+    """Factors of a chunk's own summary, and its shifts."""
 
     kf: Array  # [*batch, C, K]: weights of keys at the end of the chunk, relative to c
     vf: Array  # [*batch, C, V]: factors of values, relative to b
@@ -169,7 +169,7 @@ def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
 
 
 class Weights(NamedTuple):
-    """What a chunk's queries count of all that they see, relative to exp(r)."""
+    """Weights of all that a chunk's queries see, relative to exp(r)."""
 
     of_before: Array  # [*batch, C, K]: of the summary before the chunk
     of_keys: Array  # [*batch, C, C]: of the chunk's keys; 0 above the diagonal
@@ -195,25 +195,30 @@ def exact_weights(q: Array, k: Array, decay: ChunkDecay, c: Array) -> tuple[Weig
     Among the few tokens of a block, every exponent of a query, a key and a feature is formed before its exponential.
     All keys of earlier blocks are seen by all queries of a block, so that there a product of factors, relative to the
     largest of these keys, takes nothing from the largest weight.
+
+    Axes: N blocks of M tokens.
     """
     n_tokens = k.shape[-2]
     size = next(size for size in range(min(_BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
-    blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-    pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, blocks, size, size, K]
-    # What is left of keys: within a block, at the end of what is before it, and at its queries of what was left there.
+    blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])  # [*batch, N, M, K]
+    pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
+    # Keys keep exp(within) at queries of their block; others exp(until_end) to the end of all blocks before that of a
+    # query, and from there exp(since_end) to the query.
     tokens = decay.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size))
     earlier_end = tokens.tokens(
         lambda x: jnp.pad(x[..., :-1, -1:], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
     )
     within, before = tokens.of_keys[..., None], decay.of_before[..., None]
-    until_end = earlier_end.left_of(decay.tokens(lambda x: x[..., None, :]))[..., None]  # [*batch, blocks, C, 1]
-    since_end = tokens.left_of(earlier_end)[..., None]
+    until_end = earlier_end.left_of(decay.tokens(lambda x: x[..., None, :]))[..., None]  # [*batch, N, C, 1]
+    since_end = tokens.left_of(earlier_end)[..., None]  # [*batch, N, M, 1]
 
+    # The largest exponent that each query sees: in its block, of earlier blocks, and of all before the chunk.
     shift = lax.stop_gradient(jnp.max(k[..., None, :, :] + until_end, axis=-2, keepdims=True))
     tops = jnp.max(pairs(q) + within, axis=(-2, -1)), jnp.max(blocks(q) + shift + since_end, axis=-1)
     r = jnp.maximum(*tops).reshape(q.shape[:-1])
     r = lax.stop_gradient(jnp.maximum(r, jnp.max(q + c[..., None, :] + before, axis=-1)))
 
+    # The weights, relative to it.
     relative, error = center_queries(q, r)
     of_before = jnp.exp(((relative + c[..., None, :]) + error) + before)
     of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
@@ -278,7 +283,7 @@ def weights_grad(dsums: Sums, vf: Array, m: Sums, scales: ValueScales) -> Weight
 
 
 def before_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Sums:
-    """What a chunk's queries add to the gradient of the sums before it."""
+    """Part of the gradient of the sums before a chunk that comes from its queries."""
     s = einsum("...tk,...tv->...kv", weights.of_before, scale_values(dsums.s, scales.before))
     return Sums(s, einsum("...tk,...t->...k", weights.of_before, dsums.z))
 

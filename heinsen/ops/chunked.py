@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from heinsen import platform
 from heinsen.logspace import NEG_INF, centered_sum, finite, log_shares
-from heinsen.ops import chunk, exact
+from heinsen.ops import chunk, exact, logarithms
 from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.documents import document_ends
@@ -184,7 +184,7 @@ class Summarize(_Differentiated, Generic[StateT]):
     chunk_size: int
 
     def exact(self, keys: Keys, state: Any) -> Any:
-        return exact.summarize(self.chunk_size, keys, state)
+        return logarithms.summarize(self.chunk_size, keys, state)
 
     def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
         kind, before = self.kind, self.kind.to_summary(state)
@@ -204,7 +204,7 @@ class Read(_Differentiated, Generic[StateT]):
     chunk_size: int
 
     def exact(self, q: Array, state: Any) -> Array:
-        return exact.read(self.chunk_size, q, state)
+        return logarithms.read(self.chunk_size, q, state)
 
     def fast(self, q: Array, state: StateT) -> tuple[Array, Array | None]:
         m, shifts = self.kind.to_summary(state)

@@ -1,4 +1,4 @@
-"""What a forget gate leaves of the keys of a chunk and of the state before it, in logarithms.
+"""The decay of the keys of a chunk and of the state before it by a forget gate, in logarithms.
 
 A token's log decay g <= 0 multiplies the weights of all tokens before it by exp(g). So key s keeps exp(G[t] - G[s]) at
 query t >= s, where G[t] = sum_{r<=t} g[r], and nothing across the start of a document.
@@ -48,7 +48,7 @@ def decay_sums(log_decay: Array) -> DecaySums:
 
 
 class ChunkDecay(NamedTuple):
-    """What tokens of a chunk leave of the weights before them. Where all is left, axes are missing."""
+    """Decay of all weights before each token of a chunk. Where all is left, axes are missing."""
 
     sums: DecaySums
     document: Array  # [*batch, C], numbers of documents; 0 is that of what is before the chunk
@@ -89,18 +89,18 @@ class ChunkDecay(NamedTuple):
         return self.of_before[..., -1]
 
 
-def chunk_decay(log_decay: Array | None, starts: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
-    """Decay in a chunk from log_decay [*batch, C], all finite, and `starts` [*batch, C]; None: all is left."""
+def chunk_decay(log_decay: Array | None, resets: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
+    """Decay in a chunk from log_decay [*batch, C], all finite, and `resets` [*batch, C]; None: all is left."""
     none = jnp.zeros(n_tokens, dtype)
     sums = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
-    document = none if starts is None else prefix_sums(starts.astype(dtype))
+    document = none if resets is None else prefix_sums(resets.astype(dtype))
     return ChunkDecay(sums, document, jnp.arange(n_tokens))
 
 
-def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
-    """Logs of what is left at the end of each token [*batch, T, 1], and of the state before them [*batch].
+def log_kept_until_end(resets: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
+    """(log of the weight that each token [*batch, T, 1] keeps to the end, that which the state before keeps [*batch]).
 
-    log_decay (finite) and starts are [*batch, T, 1], or None. Where much is left the sums have few large terms, and are
+    log_decay (finite) and resets are [*batch, T, 1], or None. Where much is left the sums have few large terms, and are
     hardly rounded.
     """
     until_end = total = jnp.zeros(())
@@ -108,9 +108,9 @@ def log_kept_until_end(starts: Array | None, log_decay: Array | None) -> tuple[A
         later = lax.cumsum(log_decay, axis=log_decay.ndim - 2, reverse=True)
         until_end = jnp.concatenate([later[..., 1:, :], jnp.zeros_like(later[..., :1, :])], axis=-2)
         total = later[..., 0, 0]
-    if starts is not None:
-        later = lax.cumsum(starts.astype(jnp.int32), axis=starts.ndim - 2, reverse=True)
-        until_end = jnp.where(later > starts, NEG_INF, until_end)
+    if resets is not None:
+        later = lax.cumsum(resets.astype(jnp.int32), axis=resets.ndim - 2, reverse=True)
+        until_end = jnp.where(later > resets, NEG_INF, until_end)
         total = jnp.where(later[..., 0, 0] > 0, NEG_INF, total)
     return until_end, total
 

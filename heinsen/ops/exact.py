@@ -5,12 +5,12 @@ terms from them; and the exact form for a few such rows at a time (`for_rows`). 
 differentiates the exact form.
 
 What queries weigh is exact before that (`chunk.exact_weights`). What is left are log values, where all that a query or
-a key feature sees is far below their column's largest. The exact forms here are for them, all in logarithms.
+a key feature sees is far below their column's largest. The exact forms are for them (`logarithms`).
 
 Products of 0 and NaN would spread what is not finite to all tokens, so neutral ones take its place first
 (`leave_out_any`), and every output that sees it is set to NaN afterwards (`mark`).
 
-Axes: `*batch` any leading axes, the rows; T tokens; C tokens of a chunk; K key and V value features.
+Axes: `*batch` any leading axes, the rows; N chunks of a group; T tokens, C those of a chunk; K key, V value features.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import NEG_INF, ShiftedLog, difference, finite, log_divide, log_matmul, logaddexp, logsumexp
-from heinsen.ops import chunk
+from heinsen.logspace import NEG_INF, ShiftedLog
 from heinsen.ops.chunk import Keys
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
-from heinsen.ops.states import NormalizedState, read_all, whole_shift
-from heinsen.ops.values import LOG_VALUES, StateT, Values
+from heinsen.ops.values import StateT, Values
 
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
@@ -104,7 +102,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def first(cls, rows: Array, n: int) -> "Rows":
-        """Those, of `rows` [*batch] cut into n, of which the first is true that is."""
+        """The block of n rows, counted from the beginning, that holds the first true one of `rows` [*batch]."""
         flat, at = jnp.argmax(rows), []
         for size in reversed(rows.shape[1:]):
             at.append(flat % size)
@@ -126,8 +124,8 @@ class Rows(NamedTuple):
 
     def write(self, arrays: X, parts: X) -> X:
         """Arrays with the rows overwritten by parts [1, ..., n, ...]."""
-        starts = lambda x: (*self.at, *(0,) * (x.ndim - len(self.at)))
-        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, starts(x)), arrays, parts)
+        at = lambda x: (*self.at, *(0,) * (x.ndim - len(self.at)))
+        return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, at(x)), arrays, parts)
 
 
 def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X) -> X:
@@ -256,100 +254,3 @@ def mark(bad: Array, arrays: X, fill: Any = jnp.nan) -> X:
     fills = jax.tree.map(lambda _: fill, arrays) if isinstance(fill, float) else fill
     expand = lambda x: bad.reshape(*bad.shape, *(1,) * (x.ndim - bad.ndim))
     return jax.tree.map(lambda x, fill: jnp.where(expand(x), fill, x), arrays, fills)
-
-
-# ---- the exact forms ------------------------------------------------------------------------------
-
-
-class LogSums(NamedTuple):
-    """Logarithms of sums over tokens of weights times values, and of the weights: those of a last value of 1."""
-
-    rest: Array  # [*batch, K, V + 1], relative to both shifts
-    c: Array  # [*batch, K]
-    b: Array  # [*batch, V + 1], whole numbers
-
-    @classmethod
-    def of(cls, state: NormalizedState) -> "LogSums":
-        log_mean, (rest, c), b = state
-        return cls(_with_ones(log_mean) + rest[..., None], c, _with_ones(b))
-
-    def to_state(self) -> NormalizedState:
-        log_z = self.rest[..., -1]
-        log_mean = log_divide(self.rest[..., :-1], log_z[..., None])
-        return NormalizedState.of(log_mean, ShiftedLog(log_z, self.c), self.b[..., :-1])
-
-
-def _with_ones(log_v: Array) -> Array:
-    """Log values [..., V + 1], the last of a value of 1."""
-    return jnp.pad(log_v, [(0, 0)] * (log_v.ndim - 1) + [(0, 1)])
-
-
-def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, ShiftedLog, NormalizedState]:
-    """(log y, log Z, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
-
-    def step(sums: LogSums, tokens: tuple[Array, Keys]) -> Any:
-        return _next_sums(sums, tokens[1]), _read_chunk(*tokens, sums)
-
-    # A chunk at a time: the gradient has all exponents of one chunk, and the sums between chunks.
-    in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
-    end, (log_y, log_z) = lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)
-    log_z = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*q.shape[:-1]), log_z)
-    return _tokens(log_y), log_z, end.to_state()
-
-
-def _read_chunk(q: Array, keys: Keys, sums: LogSums) -> tuple[Array, ShiftedLog]:
-    """(log y, log Z) of a chunk's queries, which read its keys up to their own and the sums before it."""
-    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
-    of_keys, of_before = decay.of_keys[..., None], decay.of_before[..., None]
-    pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
-    tops = jnp.max(pairs(q) + of_keys, axis=(-2, -1)), jnp.max((q + sums.c[..., None, :]) + of_before, axis=-1)
-    r = lax.stop_gradient(jnp.maximum(*tops))
-    relative, error = chunk.center_queries(q, r)
-    log_weights = [
-        logsumexp((pairs(relative) + error[..., :, None, :]) + of_keys, axis=-1),
-        ((relative + sums.c[..., None, :]) + error) + of_before,
-    ]
-    shift = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
-    columns = [log_v - finite(shift)[..., None, :], sums.rest + difference(sums.b, shift)[..., None, :]]
-    log_sums = log_matmul(jnp.concatenate(log_weights, axis=-1), jnp.concatenate(columns, axis=-2))
-    log_z = log_sums[..., -1]
-    return log_divide(log_sums[..., :-1], log_z[..., None]) + finite(shift)[..., None, :-1], ShiftedLog(log_z, r)
-
-
-def _next_sums(sums: LogSums, keys: Keys) -> LogSums:
-    """The sums after a chunk."""
-    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
-    until_end, kept = decay.until_end[..., None], decay.kept[..., None]
-    c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
-    b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
-    own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
-    older = (sums.rest + chunk.log_share(sums.c, kept, c)[..., None]) + difference(sums.b, b)[..., None, :]
-    return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
-
-
-def summarize(chunk_size: int, keys: Keys, state: NormalizedState) -> NormalizedState:
-    """Normalized state after any number of keys of log values."""
-    in_chunks = jax.tree.map(
-        partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_VALUES, keys, -keys.k.shape[-2] % chunk_size)
-    )
-    step = lambda sums, keys: (_next_sums(sums, keys), None)
-    return lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)[0].to_state()
-
-
-def read(chunk_size: int, q: Array, state: NormalizedState) -> Array:
-    """log y of any number of queries that read one normalized state."""
-    n_tokens = q.shape[-2]
-    padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
-    y = lax.map(jax.checkpoint(lambda q: read_all(state, q)[0]), _chunks_first(padded, chunk_size))
-    return _tokens(y)[..., :n_tokens, :]
-
-
-def _chunks_first(x: Array, size: int) -> Array:
-    """[n, *batch, C, ...] of [*batch, T, ...]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
-
-
-def _tokens(x: Array) -> Array:
-    """[*batch, T, ...] of [n, *batch, C, ...]."""
-    x = jnp.moveaxis(x, 0, -3)
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])

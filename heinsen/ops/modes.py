@@ -16,7 +16,7 @@ X = TypeVar("X")
 
 
 class Name(NamedTuple):
-    """What has no derivative, and what else there is to do, such as ", or ..."."""
+    """Name of a function without a derivative, and the remedy, such as ", or ..."."""
 
     what: str
     instead: str = ""

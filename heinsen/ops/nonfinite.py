@@ -32,25 +32,25 @@ def isolate_non_finite(attend: Attend) -> Attend:
         values: Array,
         causal: bool,
         state: Any,
-        starts: Array | None,
+        resets: Array | None,
         log_decay: Array | None,
     ) -> tuple[Array, Any]:
         keys = Keys(k, values, None, None if log_decay is None else log_decay[..., None])
         bad_query, bad_key = find_bad(kind, q, keys)
         q, (k, values, _, column) = drop(kind, q, keys, bad_query, bad_key)
-        y, end = attend(kind, q, k, values, causal, state, starts, None if column is None else column[..., 0])
-        seen, seen_by_last = _sees(bad_key, causal, starts)
+        y, end = attend(kind, q, k, values, causal, state, resets, None if column is None else column[..., 0])
+        seen, seen_by_last = _sees(bad_key, causal, resets)
         return mark(bad_query | seen, y), mark(seen_by_last, end)
 
     return isolated
 
 
-def _sees(bad: Array, causal: bool, starts: Array | None) -> tuple[Array, Array]:
+def _sees(bad: Array, causal: bool, resets: Array | None) -> tuple[Array, Array]:
     """Whether each query [*batch, T or 1] sees a bad key, and whether the last document has one [*batch]."""
     count = jnp.cumsum(bad, axis=-1)
-    if starts is None:
+    if resets is None:
         return (count if causal else count[..., -1:]) > 0, count[..., -1] > 0
-    first, end = document_ranges(starts)
+    first, end = document_ranges(resets)
     at = lambda i: jnp.take_along_axis(count, i, axis=-1)
     before_document = jnp.where(first == 0, 0, at(jnp.maximum(first - 1, 0)))
     in_document = at(end - 1) > before_document

@@ -4,8 +4,8 @@
 state. `attend` is eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
 at every dynamic range by `log_matmul`, in T*S*K memory.
 
-Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `starts` is true at a document's first
-token, except the first document's, which continues the state.
+Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `resets` [*batch, T] is true where
+nothing is left of the tokens before, as where a document starts, except the first, which continues the state.
 """
 
 from functools import partial
@@ -86,12 +86,12 @@ def attend(
     values: Float[Array, "*batch S V"],
     causal: bool,
     state: Any,
-    starts: Bool[Array, "*batch T"] | None,
+    resets: Bool[Array, "*batch T"] | None,
     log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], Any]:
     """Eq. (1): log y or y, and the `LogState` or `MeanState` after all tokens."""
     by_kind: Any = _attend_log_values if kind is LOG_VALUES else _attend_real_values
-    result: tuple[Array, Any] = by_kind(q, k, values, causal, state, starts, log_decay)
+    result: tuple[Array, Any] = by_kind(q, k, values, causal, state, resets, log_decay)
     return result
 
 
@@ -101,19 +101,19 @@ def _attend_log_values(
     log_v: Float[Array, "*batch S V"],
     causal: bool,
     state: LogState | None,
-    starts: Bool[Array, "*batch T"] | None,
+    resets: Bool[Array, "*batch T"] | None,
     log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], LogState]:
     """Eq. (1) in logarithms: log y, and the state after all tokens."""
-    log_a = _log_similarity(q, k, causal, starts, log_decay)
+    log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
-        q_state = _state_queries(q, starts, log_decay)
+        q_state = _state_queries(q, resets, log_decay)
         log_z = logaddexp(log_z, logsumexp(q_state + state.h_z[..., None, :], axis=-1))
         log_s = logaddexp(log_s, log_matmul(q_state, state.h_s))
-    k = _keys_at_end(k, starts, log_decay)
+    k = _keys_at_end(k, resets, log_decay)
     end = LogState(logsumexp(k[..., :, None] + log_v[..., None, :], axis=-3), logsumexp(k, axis=-2))
-    return log_divide(log_s, log_z[..., None]), _continue(state, end, starts, log_decay)
+    return log_divide(log_s, log_z[..., None]), _continue(state, end, resets, log_decay)
 
 
 def _attend_real_values(
@@ -122,32 +122,32 @@ def _attend_real_values(
     v: Float[Array, "*batch S V"],
     causal: bool,
     state: MeanState | None,
-    starts: Bool[Array, "*batch T"] | None,
+    resets: Bool[Array, "*batch T"] | None,
     log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], MeanState]:
     """Eq. (1): y, and the state after all tokens."""
-    log_a = _log_similarity(q, k, causal, starts, log_decay)
+    log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:
-        log_a0 = _state_queries(q, starts, log_decay) + state.h_z[..., None, :]
+        log_a0 = _state_queries(q, resets, log_decay) + state.h_z[..., None, :]
         log_z = logaddexp(log_z, logsumexp(log_a0, axis=-1))
     y = _matmul(posterior(log_a, log_z[..., None]), v)
     if state is not None:
         y = y + _matmul(posterior(log_a0, log_z[..., None]), state.mean)
-    k = _keys_at_end(k, starts, log_decay)
+    k = _keys_at_end(k, resets, log_decay)
     h_z = logsumexp(k, axis=-2)
     end = MeanState(_matmul(jnp.swapaxes(posterior(k, h_z[..., None, :]), -1, -2), v), h_z)
-    return y, _continue(state, end, starts, log_decay)
+    return y, _continue(state, end, resets, log_decay)
 
 
-def _log_similarity(q: Array, k: Array, causal: bool, starts: Array | None, log_decay: Array | None) -> Array:
+def _log_similarity(q: Array, k: Array, causal: bool, resets: Array | None, log_decay: Array | None) -> Array:
     """log(exp(Q) exp(K)^T) [*batch, T, S], -inf where a query does not see a key, less what the key has decayed."""
     log_a = log_matmul(q, jnp.swapaxes(k, -1, -2))
     if log_decay is not None:
         log_a = log_a + _decay_between(log_decay)
     mask = jnp.tril(jnp.ones(log_a.shape[-2:], bool)) if causal else jnp.ones(log_a.shape[-2:], bool)
-    if starts is not None:
-        mask = mask & mask_cross_document(starts)
+    if resets is not None:
+        mask = mask & mask_cross_document(resets)
     return jnp.where(mask, log_a, NEG_INF)
 
 
@@ -157,35 +157,35 @@ def _decay_between(log_decay: Array) -> Array:
     return jnp.cumsum(jnp.where(later, log_decay[..., :, None], 0.0), axis=-2)
 
 
-def _state_queries(q: Array, starts: Array | None, log_decay: Array | None) -> Array:
+def _state_queries(q: Array, resets: Array | None, log_decay: Array | None) -> Array:
     """q [*batch, T, K] as it reads the state: less what that has decayed, -inf outside the first document."""
     if log_decay is not None:
         q = q + jnp.cumsum(log_decay, axis=-1)[..., None]
-    return q if starts is None else jnp.where(document_numbers(starts)[..., None] == 0, q, NEG_INF)
+    return q if resets is None else jnp.where(document_numbers(resets)[..., None] == 0, q, NEG_INF)
 
 
-def _keys_at_end(k: Array, starts: Array | None, log_decay: Array | None) -> Array:
+def _keys_at_end(k: Array, resets: Array | None, log_decay: Array | None) -> Array:
     """k [*batch, T, K], less what it has decayed by the end, -inf outside the last document."""
     if log_decay is not None:
         k = k + _decay_between(log_decay)[..., -1, :, None]
-    return jnp.where(_last_document(starts), k, NEG_INF)
+    return jnp.where(_last_document(resets), k, NEG_INF)
 
 
-def _last_document(starts: Array | None) -> Array | bool:
+def _last_document(resets: Array | None) -> Array | bool:
     """Whether a token belongs to the last document, [*batch, T, 1]; True without documents."""
-    if starts is None:
+    if resets is None:
         return True
-    document = document_numbers(starts)
+    document = document_numbers(resets)
     return (document == document[..., -1:])[..., None]
 
 
-def _continue(state: State | None, end: State, starts: Array | None, log_decay: Array | None) -> State:
+def _continue(state: State | None, end: State, resets: Array | None, log_decay: Array | None) -> State:
     """Merge the initial state into that of the last document, where the last document is also the first."""
     if state is None:
         return end
     merged = merge_states(state, end, log_decay=None if log_decay is None else jnp.sum(log_decay, axis=-1))
-    if starts is None:
+    if resets is None:
         return merged
-    one_document = ~jnp.any(starts, axis=-1)
+    one_document = ~jnp.any(resets, axis=-1)
     select = lambda a, b: jnp.where(jnp.expand_dims(one_document, range(one_document.ndim, a.ndim)), a, b)
     return jax.tree.map(select, merged, end)

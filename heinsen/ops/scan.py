@@ -3,8 +3,8 @@
 Exact at every dynamic range: h_z = LSE_s(k) by one `jax.lax.associative_scan`, and log S by another as running means
 with the weights exp(h_z[t-1] - h_z[t]) and exp(k[t] - h_z[t]); h_s = LSE_s(k + log v) itself would lose precision to
 its size. It materializes T*K*V states, forward and backward; between the two passes only the inputs are saved
-(`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `starts`
-[*batch, T] is true where a packed document starts (`documents.document_starts`).
+(`jax.checkpoint`). Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets`
+[*batch, T] is true where nothing is left of the tokens before.
 
 Axes: T queries, S keys, K key and V value features; `*batch` is any leading axes.
 """
@@ -39,40 +39,40 @@ def attend(
     values: Array,
     causal: bool,
     state: Any,
-    starts: Array | None,
+    resets: Array | None,
     log_decay: Array | None = None,
 ) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens)."""
     past = kind.empty_state(k, values) if state is None else state.normalize()
-    if not causal and starts is None:
+    if not causal and resets is None:
         end = past.merge(kind.state_of_tokens(k, values))
         return read_all(end, q)[0], end.denormalize()
     accumulate: Any = _accumulate_log_values if kind is LOG_VALUES else _accumulate_real_values
-    states, end = accumulate(*_scan_weights(k, past.h_z.value(), starts, log_decay), values, past)
-    if not causal and starts is not None:
-        at, axis = last_tokens(starts), q.ndim - 2
+    states, end = accumulate(*_scan_weights(k, past.h_z.value(), resets, log_decay), values, past)
+    if not causal and resets is not None:
+        at, axis = last_tokens(resets), q.ndim - 2
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
         states = jax.tree.map(lambda x: x if x.shape[axis] == 1 else at_end(x), states)  # the shift b has one for all
     return states.read(q)[0], end.denormalize()
 
 
 def _scan_weights(
-    k: Array, past_h_z: Array, starts: Array | None, log_decay: Array | None
+    k: Array, past_h_z: Array, resets: Array | None, log_decay: Array | None
 ) -> tuple[Array, Array, Array]:
     """h_z [*batch, T, K] after each token, and the log shares [*batch, T, K, 1] of its past and of the token in it."""
     past, axis = past_h_z[..., None, :], k.ndim - 2
-    if log_decay is not None or starts is not None:
+    if log_decay is not None or resets is not None:
         # What a token leaves of the sums before it.
         gate = jnp.zeros_like(k[..., :1]) if log_decay is None else log_decay[..., None]
-        gate = gate if starts is None else mask_starts(starts, gate)
+        gate = gate if resets is None else mask_starts(resets, gate)
         h_z = log_linear_recurrence(gate, k, axis, initial=past_h_z, method="associative")
         before = ShiftedLog.of(jnp.concatenate([past, h_z[..., :-1, :]], axis=-2)).scale(gate)
     else:
         h_z = cumulative_logsumexp(jnp.concatenate([logaddexp(past, k[..., :1, :]), k[..., 1:, :]], axis=-2), axis)
         before = ShiftedLog.of(jnp.concatenate([past, h_z[..., :-1, :]], axis=-2))
     past_share, own_share = log_shares(before, ShiftedLog.of(k))
-    if starts is not None:  # also where both are empty
-        past_share = mask_starts(starts, past_share)
+    if resets is not None:  # also where both are empty
+        past_share = mask_starts(resets, past_share)
     return h_z, past_share[..., None], own_share[..., None]
 
 

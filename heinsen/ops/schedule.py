@@ -31,8 +31,8 @@ from jaxtyping import Array
 
 from heinsen import platform
 from heinsen.logspace import NEG_INF, ShiftedLog
-from heinsen.ops import chunk, exact
-from heinsen.ops.chunk import KeyFactors, Keys, Scales, Weights
+from heinsen.ops import chunk, logarithms
+from heinsen.ops.chunk import KeyFactors, Keys, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import (
     Output,
@@ -48,8 +48,8 @@ from heinsen.ops.exact import (
 )
 from heinsen.ops.values import SMALLEST_SUM, StateT, Summary, Sums, Values
 
-# Weights of queries and keys, with a summary before them: what `chunk.fast_weights` and `chunk.exact_weights` return.
-Weigh = Callable[[Array, Array, Summary], tuple[Weights, tuple[Array, Array]]]
+# Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
+Weigh = Callable[[Array, Array], tuple[Weights, tuple[Array, Array]]]
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
@@ -74,7 +74,7 @@ class Split(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward pass saves for the backward pass."""
+    """Saved by the forward pass for the backward pass."""
 
     sums: Sums  # S [*batch, T, V] and Z [*batch, T] of all queries
     before: Summary  # of all before each chunk, [n_groups, *batch, N, ...]
@@ -178,7 +178,7 @@ def _steps_together(n: int) -> int:
 
 
 class Group(NamedTuple):
-    """What a group of chunks [*batch, N, C, ...] computes forward."""
+    """Results of the forward pass over a group of chunks, [*batch, N, C, ...]."""
 
     y: Array
     sums: Sums  # S and Z of its queries
@@ -189,22 +189,36 @@ class Group(NamedTuple):
     lost: Array  # [*batch]: whether underflow took terms from sums of log values nevertheless
 
 
+class Terms(NamedTuple):
+    """All that a group's queries sum, of which a few rows are taken to be computed exactly."""
+
+    q: Array
+    keys: Keys
+    vf: Array  # factors of values
+    before: Summary
+    scales: ValueScales
+
+    def exact_weights(self, q: Array, k: Array) -> tuple[Weights, tuple[Array, Array]]:
+        return chunk.exact_weights(q, k, self.keys.decay(), self.before.shifts.c)
+
+
 def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary) -> Group:
-    """What the queries of a group read, of the group itself and of a summary of all before it; all are finite."""
+    """Read the group itself and a summary of all before it with the queries of a group; all are finite."""
     decay, own = keys.decay(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decay, own)
     before, after = _summarize_in_turn(factors, decay, summary)
     scales = chunk.value_scales(before.shifts.b, own.b)
     weights, (r, _) = chunk.fast_weights(q, keys.k, decay, own.c, before.shifts.c)
-    sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
+    terms = Terms(q, keys, factors.vf, before, scales)
+    sums = chunk.query_sums(weights, terms.vf, before.sums, scales)
     inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
     inexact |= jnp.any(~kind.is_exact(sums, scales.b), axis=-1)
 
     def read_exactly(rows: Rows, out: tuple[Array, Sums, Array]) -> tuple[Array, Sums, Array]:
-        row_q, row_keys, vf, row_before, row_scales = rows.take((q, keys, factors.vf, before, scales))
-        weights, (r, _) = chunk.exact_weights(row_q, row_keys.k, row_keys.decay(), row_before.shifts.c)
-        sums = chunk.query_sums(weights, vf, row_before.sums, row_scales)
-        return rows.write(out, (r, sums, jnp.any(~kind.is_exact(sums, row_scales.b), axis=-1)))
+        of_rows = rows.take(terms)
+        weights, (r, _) = of_rows.exact_weights(of_rows.q, of_rows.keys.k)
+        sums = chunk.query_sums(weights, of_rows.vf, of_rows.before.sums, of_rows.scales)
+        return rows.write(out, (r, sums, jnp.any(~kind.is_exact(sums, of_rows.scales.b), axis=-1)))
 
     r, sums, lost = for_rows(inexact, read_exactly, (r, sums, jnp.zeros_like(inexact)))
     return Group(kind.mean(sums, scales.b), sums, chunk.log_z(sums.z, r), before, after, inexact, lost)
@@ -235,29 +249,13 @@ def group_grad(
     dsums = kind.mean_grad(sums, dy, dlog_z)
     dq_total = (jnp.zeros_like(dsums.z) if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
 
-    def pull_back(
-        weigh: Weigh,
-        q: Array,
-        keys: Keys,
-        vf: Array,
-        before: Summary,
-        scales: chunk.ValueScales,
-        dsums: Sums,
-        dq_total: Array,
-    ) -> tuple[Array, Array, Sums, Array]:
-        weights, pull, (_, feature_weights) = jax.vjp(lambda q, k: weigh(q, k, before), q, keys.k, has_aux=True)
-        dq, dk = pull(chunk.weights_grad(dsums, vf, before.sums, scales))
-        dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
-        return dq, dk, chunk.before_grad(weights, dsums, scales), chunk.values_grad(weights, dsums, scales)
-
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
-        of_rows = rows.take(args)
-        weigh = lambda q, k, before: chunk.exact_weights(q, k, of_rows[1].decay(), before.shifts.c)
-        return rows.write(out, pull_back(weigh, *of_rows))
+        of_rows, row_dsums, row_total = rows.take((terms, dsums, dq_total))
+        return rows.write(out, _pull_back(of_rows.exact_weights, of_rows, row_dsums, row_total))
 
-    args = q, keys, factors.vf, before, scales, dsums, dq_total
-    weigh = lambda q, k, before: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
-    found = pull_back(weigh, *args)
+    terms = Terms(q, keys, factors.vf, before, scales)
+    weigh = lambda q, k: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
+    found = _pull_back(weigh, terms, dsums, dq_total)
     dq, dk, dread, dvf = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
     _, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
     dends, dfirst = pass_back(older, dread)
@@ -267,6 +265,14 @@ def group_grad(
     if keys.log_decay is not None:
         dlog_decay = chunk.log_decay_grad(dq_total, dk, more.k, chunk.kept_product(older, before.sums, dends))
     return dq, Keys(dk, kind.factor_grad(factors.vf, dvf), None, dlog_decay), dfirst
+
+
+def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> tuple[Array, Array, Sums, Array]:
+    """From the gradients of S and Z, those of queries, keys, the sums before each chunk and the factors of values."""
+    weights, pull, (_, feature_weights) = jax.vjp(weigh, terms.q, terms.keys.k, has_aux=True)
+    dq, dk = pull(chunk.weights_grad(dsums, terms.vf, terms.before.sums, terms.scales))
+    dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
+    return dq, dk, chunk.before_grad(weights, dsums, terms.scales), chunk.values_grad(weights, dsums, terms.scales)
 
 
 def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
@@ -301,7 +307,7 @@ def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums) -> tuple[Sums, Su
 
 
 class _Buffers(NamedTuple):
-    """What the groups write: y, S and Z if they are saved, and log Z if asked for."""
+    """Arrays that the groups write: y, S and Z if they are saved, and log Z if asked for."""
 
     y: Array
     sums: Sums | None
@@ -309,7 +315,7 @@ class _Buffers(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What goes from one group to the next."""
+    """Handed from one group to the next."""
 
     summary: Summary
     seen: Array  # [*batch]: whether something that is not finite is seen from there on
@@ -330,7 +336,7 @@ class Causal(Generic[StateT]):
         bad_state = is_bad_state(self.kind, state)
         q, keys, seen, seen_by_last = leave_out(self.kind, q, keys, bad_state)
         state = leave_out_state(state, bad_state)
-        y, log_z, end = exact.attend(self.split.chunk_size, q, keys, state)
+        y, log_z, end = logarithms.attend(self.split.chunk_size, q, keys, state)
         return Output(mark(seen, y), mark(seen, log_z) if self.return_log_z else None, mark(seen_by_last, end))
 
     def forward(

@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What tokens leave behind: sums over them, relative to shifts. The largest weight of each key feature is 1."""
+    """Sums over tokens, relative to shifts: all that they leave behind. The largest weight of each key feature is 1."""
 
     sums: Sums
     shifts: Shifts
@@ -75,7 +75,7 @@ class Values(abc.ABC, Generic[StateT]):
 
     @abc.abstractmethod
     def mean(self, sums: Sums, b: Array | None) -> Array:
-        """What queries read: log s - log z + b, or s / z; -inf, or 0, where nothing is summed."""
+        """Output of queries: log s - log z + b, or s / z; -inf, or 0, where nothing is summed."""
 
     @abc.abstractmethod
     def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
@@ -95,7 +95,7 @@ class Values(abc.ABC, Generic[StateT]):
 
     @abc.abstractmethod
     def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
-        """What queries read of two sets of tokens, from what they read of each and its log share of the weights."""
+        """Output of queries over two sets of tokens, from the output over each and its log share of the weights."""
 
     @abc.abstractmethod
     def to_state(self, summary: Summary) -> StateT:

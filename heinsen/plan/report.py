@@ -104,7 +104,7 @@ class Plan:
         return f"{text}, of {format_bytes(self.bytes_device)}{verdict}"
 
     def _cost_rows(self) -> list[tuple[str, str]]:
-        """What a step does on one device, and the bound that follows."""
+        """Costs of a step on one device, and the bound that follows."""
         if self.costs is None:
             return []
         figures, total = self.figures(), self.costs.total

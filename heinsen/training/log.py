@@ -1,4 +1,4 @@
-"""What a run in progress tells: metrics to files and services, progress and messages to stderr."""
+"""Reports of a run in progress: metrics to files and services, progress and messages to stderr."""
 
 import contextlib
 import math

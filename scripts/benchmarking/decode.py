@@ -27,7 +27,7 @@ Result = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """What is timed: a model, so many texts at a time, so many tokens before."""
+    """A case to time: a model, so many texts at a time, so many tokens before."""
 
     name: str
     batch: int

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, memory, the machine, and the results that they write."""
+"""The benchmarks' common part: timing, memory, the machine, and the results that they write."""
 
 import contextlib
 import importlib.metadata

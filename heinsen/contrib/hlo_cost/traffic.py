@@ -46,7 +46,7 @@ def _find_traffic(module: Module, computation: Computation, kernel: Instruction)
 
 
 def _traffic_of_fusion(module: Module, fused: Computation) -> _Traffic:
-    """What a fused computation reads of its parameters and writes of its results."""
+    """Bytes of its parameters that a fused computation reads, and of its results that it writes."""
     root = fused.root
     outputs = [fused.instructions[x] for x in root.operands] if root.opcode == "tuple" else [root]
     writes: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What the forms of both kernels share: the rows that lost terms, which the chunked form computes."""
+"""The common part of both kernels' forms: rows that lost terms are computed by the chunked form."""
 
 import dataclasses
 from typing import Any

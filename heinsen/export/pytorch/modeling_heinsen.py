@@ -29,7 +29,7 @@ NEG_INF = float("-inf")
 
 @dataclass
 class AttentionState:
-    """What a layer's attention remembers."""
+    """State of a layer's attention."""
 
     h_z: Tensor  # [B, H, K]: log of the total weight; -inf: nothing
     mean: Tensor  # [B, H, K, V]: mean value, its logarithm with log values
@@ -37,7 +37,7 @@ class AttentionState:
 
 @dataclass
 class LayerState:
-    """What a layer remembers. None: nothing came before, or there is none."""
+    """State of a layer. None: nothing came before, or there is none."""
 
     attention: AttentionState | None = None
     convolution: Tensor | None = None  # [B, H, taps - 1, F]: the last inputs
@@ -45,7 +45,7 @@ class LayerState:
 
 @dataclass
 class HeinsenState:
-    """What the model remembers of the tokens it has read; forward returns a new one and leaves the old as it was."""
+    """State of the model after the tokens it has read; forward returns a new one and leaves the old as it was."""
 
     layers: list[LayerState]
     position: Tensor | None  # [B, D]: e of the position recurrence

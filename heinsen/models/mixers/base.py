@@ -24,7 +24,7 @@ AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
 
 
 class TokenContext(NamedTuple):
-    """What a layer knows of each token but its id: cache slot, document, padding, log decays."""
+    """Facts about each token that layers need besides its features: cache slot, document, padding, log decays."""
 
     slot: Int[Array, "B T"]  # number of tokens before each, since the state was empty
     first: Int[Array, "B T"]  # slot of the first token that each one sees

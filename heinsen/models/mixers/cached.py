@@ -1,4 +1,4 @@
-"""What mixers with a key-value cache have in common: a state that grows with the tokens.
+"""Mixers with a key-value cache: a state that grows with the tokens.
 
 Axes: B batch, H heads, T tokens, K key features, V value features.
 """

@@ -23,7 +23,7 @@ from heinsen.ops.states import LogState, MeanState, RunningState
 
 @dataclasses.dataclass(frozen=True)
 class Heinsen(Mixer[State], Generic[State]):
-    """What both value domains have in common. `implementation` is an argument of `heinsen.log_attention`."""
+    """The common part of both value domains. `implementation` is an argument of `heinsen.log_attention`."""
 
     implementation: str | None
 

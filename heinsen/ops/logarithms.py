@@ -1,0 +1,114 @@
+"""The exact forms of log values: what sums and queries see far below their column's largest, all in logarithms.
+
+They take the place of the fast forms for the rows that lost terms (`exact.run`). Tokens are taken a chunk at a time.
+
+Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from heinsen.logspace import ShiftedLog, difference, finite, log_divide, log_matmul, logaddexp, logsumexp
+from heinsen.ops import chunk
+from heinsen.ops.chunk import Keys
+from heinsen.ops.states import NormalizedState, read_all, whole_shift
+from heinsen.ops.values import LOG_VALUES
+
+
+class LogSums(NamedTuple):
+    """Logarithms of sums over tokens of weights times values, and of the weights: those of a last value of 1."""
+
+    rest: Array  # [*batch, K, V + 1], relative to both shifts
+    c: Array  # [*batch, K]
+    b: Array  # [*batch, V + 1], whole numbers
+
+    @classmethod
+    def of(cls, state: NormalizedState) -> "LogSums":
+        log_mean, (rest, c), b = state
+        return cls(_with_ones(log_mean) + rest[..., None], c, _with_ones(b))
+
+    def to_state(self) -> NormalizedState:
+        log_z = self.rest[..., -1]
+        log_mean = log_divide(self.rest[..., :-1], log_z[..., None])
+        return NormalizedState.of(log_mean, ShiftedLog(log_z, self.c), self.b[..., :-1])
+
+
+def _with_ones(log_v: Array) -> Array:
+    """Log values [..., V + 1], the last of a value of 1."""
+    return jnp.pad(log_v, [(0, 0)] * (log_v.ndim - 1) + [(0, 1)])
+
+
+def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, ShiftedLog, NormalizedState]:
+    """(log y, log Z, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
+
+    def step(sums: LogSums, tokens: tuple[Array, Keys]) -> Any:
+        return _next_sums(sums, tokens[1]), _read_chunk(*tokens, sums)
+
+    # A chunk at a time: the gradient has all exponents of one chunk, and the sums between chunks.
+    in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
+    end, (log_y, log_z) = lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)
+    log_z = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*q.shape[:-1]), log_z)
+    return _tokens(log_y), log_z, end.to_state()
+
+
+def _read_chunk(q: Array, keys: Keys, sums: LogSums) -> tuple[Array, ShiftedLog]:
+    """(log y, log Z) of a chunk's queries, which read its keys up to their own and the sums before it."""
+    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
+    of_keys, of_before = decay.of_keys[..., None], decay.of_before[..., None]
+    pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
+    tops = jnp.max(pairs(q) + of_keys, axis=(-2, -1)), jnp.max((q + sums.c[..., None, :]) + of_before, axis=-1)
+    r = lax.stop_gradient(jnp.maximum(*tops))
+    relative, error = chunk.center_queries(q, r)
+    log_weights = [
+        logsumexp((pairs(relative) + error[..., :, None, :]) + of_keys, axis=-1),
+        ((relative + sums.c[..., None, :]) + error) + of_before,
+    ]
+    shift = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
+    columns = [log_v - finite(shift)[..., None, :], sums.rest + difference(sums.b, shift)[..., None, :]]
+    log_sums = log_matmul(jnp.concatenate(log_weights, axis=-1), jnp.concatenate(columns, axis=-2))
+    log_z = log_sums[..., -1]
+    return log_divide(log_sums[..., :-1], log_z[..., None]) + finite(shift)[..., None, :-1], ShiftedLog(log_z, r)
+
+
+def _next_sums(sums: LogSums, keys: Keys) -> LogSums:
+    """The sums after a chunk."""
+    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
+    until_end, kept = decay.until_end[..., None], decay.kept[..., None]
+    c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
+    b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
+    own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
+    older = (sums.rest + chunk.log_share(sums.c, kept, c)[..., None]) + difference(sums.b, b)[..., None, :]
+    return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
+
+
+def summarize(chunk_size: int, keys: Keys, state: NormalizedState) -> NormalizedState:
+    """Normalized state after any number of keys of log values."""
+    in_chunks = jax.tree.map(
+        partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_VALUES, keys, -keys.k.shape[-2] % chunk_size)
+    )
+    step = lambda sums, keys: (_next_sums(sums, keys), None)
+    return lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)[0].to_state()
+
+
+def read(chunk_size: int, q: Array, state: NormalizedState) -> Array:
+    """log y of any number of queries that read one normalized state."""
+    n_tokens = q.shape[-2]
+    padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
+    y = lax.map(jax.checkpoint(lambda q: read_all(state, q)[0]), _chunks_first(padded, chunk_size))
+    return _tokens(y)[..., :n_tokens, :]
+
+
+def _chunks_first(x: Array, size: int) -> Array:
+    """[n, *batch, C, ...] of [*batch, T, ...]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
+
+
+def _tokens(x: Array) -> Array:
+    """[*batch, T, ...] of [n, *batch, C, ...]."""
+    x = jnp.moveaxis(x, 0, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
