@@ -20,7 +20,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 from heinsen import platform
@@ -117,8 +116,8 @@ class Rows(NamedTuple):
 
         def take(x: Array) -> Array:
             rows = lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
-            # Else XLA's GPU compiler copies all rows, into the layout that is best for the loop.
-            return with_layout_constraint(rows, Layout(tuple(range(rows.ndim))))
+            # As a vector, in the order of its axes: else XLA's GPU compiler copies all rows into a layout for the loop.
+            return lax.optimization_barrier(rows.reshape(-1)).reshape(rows.shape)
 
         return jax.tree.map(take, arrays)
 
