@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train shakespeare test faults compilers transformers remote docs package lint clean
+.PHONY: train shakespeare test faults mutants compilers transformers remote docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -71,6 +71,9 @@ transformers: $(VENV)/installed-test
 remote: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check s3fs "moto[s3,server]"
 	$(python) -m pytest --numprocesses=0 -m long tests/test_remote.py
+
+mutants: $(VENV)/installed-test
+	$(python) -m tests.mutation.run --out=tests/mutation/after.jsonl
 
 docs: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"

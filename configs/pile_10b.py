@@ -18,5 +18,5 @@ def get_config(kind: str = "paper") -> ConfigDict:
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r}: choose {', '.join(KINDS)}, as in --config=configs/pile_10b.py:gated")
     config = KINDS[kind].get_config()
-    config.update(total_tokens=10_000_000_000, accumulation_steps=4, validate_every=250)
+    config.update(total_tokens=10_000_000_000, accumulation_steps=8, validate_every=250)
     return config
