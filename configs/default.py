@@ -16,7 +16,6 @@ def get_config() -> ConfigDict:
             sequence_length=1024,  # tokens predicted per sequence
             batch_size=480,  # sequences per optimizer step, over all devices and accumulation steps
             accumulation_steps=1,  # forward-backward passes per optimizer step
-            carry_state=False,  # rows of a batch continue those of the one before: endless texts (constant states only)
             mesh=dict(  # devices along each axis (heinsen/parallel.py); one may be -1: all remaining devices
                 data=-1,  # splits the batch, replicates the parameters
                 fsdp=1,  # splits the batch, the parameters and the optimizer state

@@ -113,23 +113,16 @@ def middles(found: Mapping[str, Any]) -> list[float]:
     return [math.sqrt(each["first"] * (each["last"] or 2 * each["first"])) for each in found["ranges"]]
 
 
-def draw(positions: Mapping[str, Positions]) -> Figure:
-    """Draw the loss by position of {"windows": ..., "streams": ...}, the ways of training, in nats.
-
-    Lines: read from the documents' start. Dots: in windows, which only models trained on windows have.
-    """
+def draw(positions: Positions) -> Figure:
+    """Draw the loss by position in nats. Lines: read from the documents' start. Dots: in windows."""
     figure, axes = make_figure(figsize=(8, 7))
-    colors = {name: f"C{index}" for index, name in enumerate(positions["windows"])}
-    for training, group in positions.items():
-        for name, found in group.items():
-            style = dict(color=colors[name], lw=1.4, ls="-" if training == "streams" else "--")
-            streaming = [each["streaming"] for each in found["ranges"]]
-            axes.plot(middles(found), streaming, label=f"{name}, trained on {training}", **style)
-            if training == "windows":
-                axes.plot(middles(found), [each["windows"] for each in found["ranges"]], ".", ms=4, color=colors[name])
-    window = next(iter(positions["windows"].values()))["window"]
+    for index, (name, found) in enumerate(positions.items()):
+        color = f"C{index}"
+        axes.plot(middles(found), [each["streaming"] for each in found["ranges"]], lw=1.4, color=color, label=name)
+        axes.plot(middles(found), [each["windows"] for each in found["ranges"]], ".", ms=4, color=color)
+    window = next(iter(positions.values()))["window"]
     axes.axvline(window, color="0.5", lw=0.8, ls=":")
-    best = min(each["windows"] for found in positions["windows"].values() for each in found["ranges"])
+    best = min(each["windows"] for found in positions.values() for each in found["ranges"])
     axes.set(xlabel="position (bytes before it)", ylabel="loss (nats per byte)", ylim=(0.9 * best, 4))
     axes.set_title(f"Dots: in windows of {window}, their training length (dotted line)", fontsize=9)
     axes.set_xscale("log", base=2)

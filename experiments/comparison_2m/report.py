@@ -173,7 +173,7 @@ def draw_costs(results: Results) -> Figure:
 
 FIGURES = {
     "curves.png": draw_curves,
-    "positions.png": lambda results: contexts.draw({"windows": results["positions"]}),
+    "positions.png": lambda results: contexts.draw(results["positions"]),
     "recall.png": draw_recall,
     "costs.png": draw_costs,
 }

@@ -22,7 +22,6 @@ import jax
 from experiments import contexts, tools
 from experiments.forgetting import config, report
 from heinsen.models import init_model_state
-from heinsen.sweep.runs import RunView
 from heinsen.training.config import TrainConfig
 
 
@@ -57,7 +56,7 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
     documents = contexts.prepare(corpus, out / "contexts", plan.n_documents, plan.longest)
     length = f"--config.total_tokens={plan.tokens}"
     found: dict[str, Any] = {}
-    positions: dict[str, dict[str, Any]] = {"windows": {}, "streams": {}}
+    positions: dict[str, Any] = {}
     speed: dict[str, Any] = {}
     for question in plan.questions:
         contest, folder = tools.find_contest("forgetting", question), out / question
@@ -70,14 +69,12 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
             name: [state_size(contest.train_config(name), n) for n in report.CONTEXTS] for name in contest.contestants
         }
         found[question] = contest.results(tuning, final, tested) | dict(state=sizes)
-        for training, names in trainings(contest, config.LONG.get(question, [])).items():
-            own = out / "contexts" / question / training
+        if names := config.LONG.get(question):
+            own = out / "contexts" / question
             options = f"--config.data.path={tools.from_root(out / 'contexts' / 'data')}", length, "--config.seed=1"
-            options += ("--config.carry_state=True",) if training == "streams" else ()
-            runs = contest.train(own, names, tuning, parallel, *options) if names else []
-            owners: dict[str, RunView] = {name: contest.runs_of(name, runs)[0] for name in names}
-            test_folder = own.with_name(f"test_{training}")
-            positions[training] |= contexts.measure(contest, owners, own, documents, test_folder, parallel)
+            runs = contest.train(own / "final", names, tuning, parallel, *options)
+            owners = {name: contest.runs_of(name, runs)[0] for name in names}
+            positions |= contexts.measure(contest, owners, own / "final", documents, own / "test", parallel)
         speed |= tools.measure_costs(folder / "costs.json", "forgetting", question, lengths=plan.speed_lengths)["speed"]
     tokens = found[plan.questions[0]]["logs"][-1]["tokens"]
     settings = config.get_config().to_dict()
@@ -88,11 +85,6 @@ def state_size(config: TrainConfig, n_tokens: int) -> int:
     """Return how many numbers the states of all layers have after so many tokens."""
     state = jax.eval_shape(lambda: init_model_state(config.model, 1, n_tokens))
     return sum(leaf.size for leaf in jax.tree.leaves((state.attention, state.convolution)))
-
-
-def trainings(contest: tools.Contest, names: list[str]) -> dict[str, list[str]]:
-    """Return who is trained on windows, all, and on streams: those whose state is of constant size."""
-    return {"windows": names, "streams": [name for name in names if not contest.train_config(name).model.has_cache]}
 
 
 if __name__ == "__main__":

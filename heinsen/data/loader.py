@@ -1,8 +1,7 @@
 """Batches of fixed-length windows from token datasets.
 
 With `T = sequence_length`, window `w` is the `T + 1` tokens from `w·T` on: inputs `[:-1]`, targets `[1:]`.
-Neighboring windows share one token, so that each token is a target once. `train_iterator` shuffles the windows;
-`stream_iterator` reads each row of the batches as one endless text.
+Neighboring windows share one token, so that each token is a target once.
 
 Each process reads some of the rows of each global batch. The global batches, their order and the iterator's state do
 not depend on which rows: a run resumes unchanged on another number of processes. Memory use does not grow with the
@@ -12,14 +11,14 @@ datasets.
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import grain
 import numpy as np
 from jaxtyping import Int64
 
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.mixture import Mixture, check_mixture, deal, share_rows, whole_weights
+from heinsen.data.mixture import Mixture, check_mixture, deal, whole_weights
 
 Batch = dict[str, np.ndarray]
 
@@ -59,88 +58,27 @@ def train_iterator(
       ValueError: an argument is out of range.
     """
     rows = _check_arguments(sequence_length, batch_size, rows)
-    mixture, seeds = _check_training(data, seed)
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    mixture = [(data, 1.0)] if isinstance(data, TokenDataset) else list(data)
+    check_mixture(mixture)
     datasets = [dataset for dataset, _ in mixture]
     weights = whole_weights([weight for _, weight in mixture])
     for dataset, weight in zip(datasets, weights, strict=True):
         _check_enough(dataset, sequence_length, batch_size, math.ceil(batch_size * weight / sum(weights)))
+    # The first dataset has the same order as alone. Another of the same size must not share it.
+    seeds = [seed, *np.random.SeedSequence(seed).generate_state(len(datasets) - 1).tolist()]
     orders = [
         _endless_order(num_windows(dataset, sequence_length), own_seed)
         for dataset, own_seed in zip(datasets, seeds, strict=True)
     ]
 
-    def read_row(step: int, row: int) -> np.ndarray:
-        which, position = deal(step * batch_size + row, weights)
-        start = orders[which][position] * sequence_length
-        return datasets[which].read(start, start + sequence_length + 1)
-
-    return _iterate(read_row, sequence_length, batch_size, rows)
-
-
-def stream_iterator(
-    data: TokenDataset | Mixture,
-    sequence_length: int,
-    batch_size: int,
-    seed: int,
-    rows: np.ndarray | None = None,
-) -> grain.DatasetIterator[Batch]:
-    """Return an iterator over endless training batches in which row r of a batch continues row r of the one before.
-
-    Each split is a circle: its first token follows its last. The n rows that read it start 1/n of the circle apart,
-    somewhere by the seed, and go around it without an end. So after any number of batches all tokens of a split have
-    been targets equally often, or once more than the others, and nothing is dropped. Each row of the batch belongs to
-    one dataset of a mixture: the weights are rounded to whole rows (`heinsen.data.mixture.share_rows`).
-
-    Arguments, batches, `get_state` and `set_state` are those of `train_iterator`. There
-    `tokens[r, 0]` of a batch is `tokens[r, -1]` of the batch before.
-
-    Raises:
-      DatasetError: as `train_iterator`; or a dataset of a mixture gets no row.
-      ValueError: an argument is out of range.
-    """
-    rows = _check_arguments(sequence_length, batch_size, rows)
-    mixture, seeds = _check_training(data, seed)
-    shares = share_rows(mixture, batch_size)
-    for dataset, n_rows in shares:
-        _check_enough(dataset, sequence_length, batch_size, n_rows)
-    first = [
-        int(np.random.default_rng(own_seed).integers(dataset.num_tokens))
-        for (dataset, _), own_seed in zip(shares, seeds, strict=True)
-    ]
-    counts = [n_rows for _, n_rows in shares]
-    owners = [deal(row, counts) for row in range(batch_size)]
-
-    def read_row(step: int, row: int) -> np.ndarray:
-        which, place = owners[row]
-        dataset, n_rows = shares[which]
-        start = first[which] + place * dataset.num_tokens // n_rows + step * sequence_length
-        start %= dataset.num_tokens
-        past_end = max(start + sequence_length + 1 - dataset.num_tokens, 0)  # tokens after the seam of the circle
-        window = dataset.read(start, start + sequence_length + 1 - past_end)
-        return np.concatenate([window, dataset.read(0, past_end)]) if past_end else window
-
-    return _iterate(read_row, sequence_length, batch_size, rows)
-
-
-def _check_training(data: TokenDataset | Mixture, seed: int) -> tuple[list[tuple[TokenDataset, float]], list[int]]:
-    """Return the datasets with their weights, and a seed for each. Raises DatasetError, ValueError."""
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
-    mixture = [(data, 1.0)] if isinstance(data, TokenDataset) else list(data)
-    check_mixture(mixture)
-    # The first dataset has the same order as alone. Another of the same size must not share it.
-    return mixture, [seed, *np.random.SeedSequence(seed).generate_state(len(mixture) - 1).tolist()]
-
-
-def _iterate(
-    read_row: Callable[[int, int], np.ndarray], sequence_length: int, batch_size: int, rows: np.ndarray
-) -> grain.DatasetIterator[Batch]:
-    """Return an iterator over the batches of the windows read_row(step, row of the global batch)."""
-
     def read_batch(step: int) -> Batch:
         tokens = np.empty((len(rows), sequence_length + 1), np.int32)
-        for window, row in zip(tokens, rows.tolist(), strict=True):
-            window[:] = read_row(step, row)
+        for row, index in zip(tokens, (step * batch_size + rows).tolist(), strict=True):
+            which, position = deal(index, weights)
+            start = orders[which][position] * sequence_length
+            row[:] = datasets[which].read(start, start + sequence_length + 1)
         return {"tokens": tokens}
 
     batches = grain.MapDataset.range(sys.maxsize // batch_size).map(read_batch)
@@ -175,9 +113,8 @@ def evaluation_batches(
     batch_size: int,
     rows: np.ndarray | None = None,
     max_tokens: int | None = None,
-    in_streams: bool = False,
 ) -> "EvaluationBatches":
-    """Return batches that predict every token of a split exactly once.
+    """Return batches that predict every token of a split exactly once, in order.
 
     An end-of-text token is put before the split, so that its first token is predicted too. Rows and batches are padded
     with end-of-text tokens to static shapes, and the padding is masked. The number of batches does not depend on the
@@ -189,8 +126,6 @@ def evaluation_batches(
       batch_size: rows of a global batch.
       rows: which rows of each global batch to read, sorted; None means all.
       max_tokens: predict only this many tokens from the start of the split; None means all.
-      in_streams: row r of a batch continues row r of the one before, and the rows divide the split into parts of equal
-        length. Otherwise the windows follow each other row by row.
 
     Returns:
       A sized iterable, usable any number of times, of `{"tokens": int32 [b, T + 1], "mask": bool [b, T]}` with
@@ -204,7 +139,7 @@ def evaluation_batches(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     num_tokens = dataset.num_tokens if max_tokens is None else min(max_tokens, dataset.num_tokens)
-    return EvaluationBatches(dataset, sequence_length, batch_size, rows, num_tokens, in_streams)
+    return EvaluationBatches(dataset, sequence_length, batch_size, rows, num_tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,7 +151,6 @@ class EvaluationBatches:
     batch_size: int
     rows: Int64[np.ndarray, " b"]
     num_tokens: int
-    in_streams: bool = False
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -227,8 +161,7 @@ class EvaluationBatches:
         length = self.sequence_length
         for index in range(len(self)):
             # Window w predicts tokens w·T to (w+1)·T and sees the one before them.
-            windows = self.rows * len(self) + index if self.in_streams else index * self.batch_size + self.rows
-            starts = windows * length
+            starts = (index * self.batch_size + self.rows) * length
             tokens = np.full((len(self.rows), length + 1), self.dataset.eot_id, np.int32)
             for row, start in zip(tokens, starts.tolist(), strict=True):
                 stop = min(start + length, self.num_tokens)

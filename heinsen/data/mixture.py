@@ -82,20 +82,6 @@ def check_mixture(mixture: Mixture) -> None:
                 )
 
 
-def share_rows(mixture: Mixture, n_rows: int) -> list[tuple[TokenDataset, int]]:
-    """Return the datasets with the weights rounded to whole rows of n_rows, as `deal` does. Raises DatasetError."""
-    weights = whole_weights([weight for _, weight in mixture])
-    dealt = [deal(row, weights)[0] for row in range(n_rows)]
-    shares = [(dataset, dealt.count(which)) for which, (dataset, _) in enumerate(mixture)]
-    for (dataset, count), weight in zip(shares, weights, strict=True):
-        if count == 0:
-            raise DatasetError(
-                f"{dataset.path} has a share of {weight / sum(weights):.2g}, less than one of the {n_rows} rows of a "
-                "batch: with carry_state each row reads one dataset. Raise its weight or --config.batch_size"
-            )
-    return shares
-
-
 def bytes_per_token(mixture: Mixture) -> float:
     """Return the average number of UTF-8 bytes of text per token of the mixture."""
     total = sum(weight for _, weight in mixture)

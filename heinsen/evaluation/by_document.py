@@ -117,7 +117,7 @@ def measure_streaming(
     @partial(jax.jit, in_shardings=(None, split_batch(mesh), None), out_shardings=(replicated(mesh), None))
     def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
         state = forget(model, state, batch["begins"])
-        return next_token_losses_with_state(model, params, batch["tokens"], mesh, state)
+        return next_token_losses_with_state(model, params, batch["tokens"], state, mesh)
 
     losses, longest = DocumentLosses(documents, window, model.document_token is not None), int(documents.lengths.max())
     lanes = min(batch_size, round_up(len(documents), n_batch_parts(mesh)))

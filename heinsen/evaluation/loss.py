@@ -1,29 +1,15 @@
-"""Loss, perplexity and bits per byte over a whole split, every token predicted once.
-
-Either each window is read on its own (`make_eval_step`), or each row of the batches as one text, whose windows continue
-each other's state (`make_stream_eval_step`).
-"""
+"""Loss, perplexity and bits per byte over a whole split, every token predicted once."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.models import (
-    ModelConfig,
-    ModelState,
-    Params,
-    init_model_state,
-    layer_records,
-    next_token_losses_with_state,
-    state_shardings,
-)
+from heinsen.models import ModelConfig, Params, layer_records
 from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
 
@@ -73,30 +59,6 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 
 
-StreamEvalStep = Callable[[Params, dict[str, jax.Array], ModelState], tuple[jax.Array, ModelState]]
-
-
-def make_stream_eval_step(model: ModelConfig, mesh: Mesh) -> StreamEvalStep:
-    """Return a compiled step: (params, batch as in `make_eval_step`, state before) -> (sums [B], state after)."""
-
-    def step(params: Params, batch: dict[str, jax.Array], state: ModelState) -> tuple[jax.Array, ModelState]:
-        losses, state = next_token_losses_with_state(model, params, batch["tokens"], mesh, state)
-        return jnp.sum(losses * batch["mask"], axis=-1), state
-
-    where = _where_states_are(model, mesh)
-    return jax.jit(step, in_shardings=(None, split_batch(mesh), where), out_shardings=(replicated(mesh), where))
-
-
-def begin_streams(model: ModelConfig, mesh: Mesh, n_rows: int) -> ModelState:
-    """Return the state before any token of the rows of batches, divided over the mesh."""
-    begin: Callable[[], ModelState] = partial(init_model_state, model, n_rows)
-    return jax.jit(begin, out_shardings=_where_states_are(model, mesh))()
-
-
-def _where_states_are(model: ModelConfig, mesh: Mesh) -> ModelState:
-    return state_shardings(mesh, jax.eval_shape(partial(init_model_state, model, 1)))
-
-
 def make_time_constants_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
     """Return a compiled step: (params, windows [B, T + 1]) -> metrics of a model's forget gate.
 
@@ -115,26 +77,21 @@ def make_time_constants_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params
 
 
 def evaluate(
-    eval_step: Callable[..., Any],
+    eval_step: Callable[[Params, dict[str, jax.Array]], jax.Array],
     params: Params,
     batches: Iterable[dict[str, np.ndarray]],
     mesh: Mesh,
     bytes_per_token: float,
-    state: ModelState | None = None,
 ) -> Evaluation:
     """Average over the targets of `batches` (heinsen.data.evaluation_batches) where their mask is 1, in float64.
 
-    eval_step is of `make_eval_step`, or with a state, from which the first batch continues, of `make_stream_eval_step`.
+    eval_step is of `make_eval_step`.
     """
     nats, tokens = 0.0, 0
     for batch in batches:
         placed = place_batch(mesh, batch)
         # Waiting for each batch keeps simulated devices from deadlocking, and bounds the queue on real ones.
-        if state is None:
-            sums = eval_step(params, placed)
-        else:
-            sums, state = eval_step(params, placed, state)
-        nats += float(np.asarray(sums, np.float64).sum())
+        nats += float(np.asarray(eval_step(params, placed), np.float64).sum())
         tokens += int(jnp.sum(placed["mask"]))
     loss = nats / tokens
     return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte(loss, bytes_per_token), tokens)

@@ -30,7 +30,6 @@ from heinsen.models.losses import (
     masked_losses,
     mean_loss,
     mean_loss_at,
-    mean_loss_with_state,
     next_token_losses,
     next_token_losses_with_state,
 )
@@ -46,7 +45,6 @@ from heinsen.models.state import (
     join_caches,
     resize_caches,
     split_caches,
-    state_shardings,
     state_size,
 )
 
@@ -89,12 +87,10 @@ __all__ = [
     "masked_losses",
     "mean_loss",
     "mean_loss_at",
-    "mean_loss_with_state",
     "next_token_losses",
     "next_token_losses_with_state",
     "resize_caches",
     "split_caches",
-    "state_shardings",
     "state_size",
     "unstack",
 ]

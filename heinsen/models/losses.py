@@ -34,13 +34,13 @@ def next_token_losses_with_state(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array | np.ndarray, "B N"],
+    state: ModelState,
     mesh: Mesh | None = None,
-    state: ModelState | None = None,
 ) -> tuple[Float[Array, "B N-1"], ModelState]:
-    """Return `next_token_losses` after `state` (None: after nothing), and the state after all tokens but the last."""
+    """Return `next_token_losses` after `state`, and the state after all tokens but the last."""
     check_causal(config)
     tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, keep_state=True)
+    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state)
     return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh), after
 
 
@@ -52,20 +52,6 @@ def mean_loss(
     tokens = jnp.asarray(tokens)
     x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
     return _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh)
-
-
-def mean_loss_with_state(
-    config: ModelConfig,
-    params: Params,
-    tokens: Int[Array | np.ndarray, "B N"],
-    mesh: Mesh | None = None,
-    state: ModelState | None = None,
-) -> tuple[Float[Array, ""], ModelState]:
-    """Return the mean of `next_token_losses_with_state`, and its state. Fast to differentiate."""
-    check_causal(config)
-    tokens = jnp.asarray(tokens)
-    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state, keep_state=True)
-    return _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh), after
 
 
 def mean_loss_at(
@@ -131,13 +117,15 @@ def _hidden_states(
     tokens: Array | np.ndarray,
     mesh: Mesh | None,
     state: ModelState | None = None,
-    keep_state: bool = False,
     lengths: Array | np.ndarray | None = None,
 ) -> tuple[Array, Array, Any]:
-    """Return the last hidden states, the embedding, gathered once for both of its uses, and the state or None."""
+    """Return the last hidden states, the embedding, gathered once for both of its uses, and the state after `state`.
+
+    Without a state there is none after.
+    """
     params = params | {"embedding": constrain(mesh, params["embedding"])}
     model = LanguageModel(config, mesh)
     lengths = None if lengths is None else jnp.asarray(lengths)
-    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, lengths, keep_state)
+    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, lengths, state is not None)
     x_BxTxD, after = result
     return x_BxTxD, params["embedding"], after

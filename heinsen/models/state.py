@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
 from heinsen.models.mixers import TokenContext
 from heinsen.models.mixers.base import select_rows
-from heinsen.parallel import BATCH, split_batch
 
 
 class LayerState(NamedTuple):
@@ -61,13 +59,6 @@ def state_without_layers(config: ModelConfig, batch_size: int) -> ModelState:
 def layer_states(state: ModelState) -> tuple[LayerState, ...]:
     """Return the state of each layer."""
     return tuple(map(LayerState, state.attention, state.convolution))
-
-
-def state_shardings(mesh: Mesh, state: ModelState) -> ModelState:
-    """Return the sharding of each array of a state: its rows are divided like a batch's, the heads of layers too."""
-    heads = NamedSharding(mesh, PartitionSpec(BATCH, "tensor"))
-    where: ModelState = jax.tree.map(lambda x: heads if x.ndim > 2 else split_batch(mesh), state)
-    return where
 
 
 def state_size(config: ModelConfig, n_tokens: int) -> int:

@@ -57,7 +57,7 @@ def _plan_here(config: TrainConfig, steps: int, peak_flops: float | None) -> Pla
     )
     if reason := _reason_not_to_time(untimed, steps):
         return dataclasses.replace(untimed, not_timed=reason)
-    state = init_train_state(config.model, step.optimizer, config.seed, mesh, config.carry_rows)
+    state = init_train_state(config.model, step.optimizer, config.seed, mesh)
     seconds = _time_steps(compiled, state, place_batch(mesh, arrays, axis=1), steps)
     return dataclasses.replace(untimed, seconds_per_step=seconds)
 
@@ -109,14 +109,13 @@ class _Step:
         check_mesh(config, mesh)
         self.config, self.mesh = config, mesh
         self.optimizer = make_optimizer(config.optimizer, config.total_steps)
-        self.state = abstract_train_state(config.model, self.optimizer, mesh, config.carry_rows)
+        self.state = abstract_train_state(config.model, self.optimizer, mesh)
         global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
         batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(global_shape(x), x.dtype), arrays)
         self.batches = with_shardings(batches, split_batch(mesh, axis=1))
 
     def compile(self) -> jax.stages.Compiled:
-        config = self.config
-        step = make_train_step(config.model, self.optimizer, self.mesh, carry_rows=config.carry_rows)
+        step = make_train_step(self.config.model, self.optimizer, self.mesh)
         return step.lower(self.state, self.batches).compile()
 
     def plan_of(self, compiled: jax.stages.Compiled | None, chip: Chip | None, peak_flops: float) -> Plan:
@@ -146,7 +145,7 @@ class _Step:
 
 def _random_batches(config: TrainConfig, n_rows: int) -> Any:
     """Return batches of random tokens, of n_rows per pass."""
-    rows = np.arange(config.accumulation_steps * n_rows).reshape(-1, n_rows)
+    rows = np.arange(config.accumulation_steps * n_rows)
     shape = rows.size, config.sequence_length + 1
     windows = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
     return make_passes(config, windows, 1, rows)

@@ -42,7 +42,6 @@ class TrainConfig:
     sequence_length: Annotated[int, Limits(below=2**31)]
     batch_size: Annotated[int, Limits(below=2**31)]
     accumulation_steps: int
-    carry_state: bool
     mesh: MeshConfig
     data: DataConfig
     model: ModelConfig
@@ -71,8 +70,6 @@ class TrainConfig:
             )
         if self.sample_tokens:
             check_samples(self.model, self.sample_tokens)
-        if self.carry_state:
-            check_carries(self.model)
         make_schedule(self.optimizer, self.total_steps)  # raises if the warm-up does not fit
         if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
             raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")
@@ -88,11 +85,6 @@ class TrainConfig:
     @property
     def sequences_per_pass(self) -> int:
         return self.batch_size // self.accumulation_steps
-
-    @property
-    def carry_rows(self) -> int | None:
-        """Rows of a batch whose state goes on to the next one's; None: no state does."""
-        return self.batch_size if self.carry_state else None
 
     @property
     def traced(self) -> range | None:
@@ -129,23 +121,6 @@ def check_samples(model: ModelConfig, sample_tokens: int) -> None:
         raise ValueError(
             f"sample_tokens = {sample_tokens} and a document's beginning go beyond model.n_positions = "
             f"{model.n_positions}: ask for fewer"
-        )
-
-
-def check_carries(model: ModelConfig) -> None:
-    """Raise ValueError if the model has no state of constant size to carry on from batch to batch."""
-    carried = "carry_state = True carries a state of constant size on through texts without an end"
-    if not model.causal:
-        raise ValueError(f"{carried}; model.objective = {model.objective!r} reads whole windows: set it to next_token")
-    if model.has_cache:
-        raise ValueError(
-            f"{carried}; model.attention = {model.attention!r} has layers that keep every token: choose kinds without "
-            "a cache, such as heinsen"
-        )
-    if model.max_positions is not None:
-        raise ValueError(
-            f"{carried}; model.position = {model.position!r} ends after n_positions = {model.n_positions} tokens: "
-            "choose recurrent or none"
         )
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, stream_iterator, train_iterator
-from heinsen.data.mixture import bytes_per_token, open_mixture, share_rows
+from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, train_iterator
+from heinsen.data.mixture import bytes_per_token, open_mixture
 from heinsen.parallel import process_rows
 from heinsen.training.config import TrainConfig
 from heinsen.training.passes import rows_by_pass
@@ -29,15 +29,11 @@ class BatchIterator(Protocol):
 
 
 class ValidationSet(NamedTuple):
-    """Validation batches of one dataset, with its share of the mixture.
-
-    A run that carries its state reads as many streams as its batch has rows, in as many passes as a step has: the loss
-    does not depend on the rows of a pass.
-    """
+    """Validation batches of one dataset, with its share of the mixture."""
 
     name: str
     share: float
-    passes: list[EvaluationBatches]
+    batches: EvaluationBatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,42 +62,27 @@ class RunData:
     def open(cls, config: TrainConfig, mesh: Mesh) -> "RunData":
         """Open the data that `config` names. Raises DatasetError."""
         rows, length = rows_by_pass(config, mesh), config.sequence_length
-        arguments = length, config.batch_size, config.seed, np.sort(rows, axis=None)
         training = open_split(config, TRAIN_SPLIT)
         tokenizer = training[0][0].tokenizer_name
-        if config.carry_state:
-            batches: BatchIterator = stream_iterator(training, *arguments)
-            training_bytes_per_token = bytes_per_token(share_rows(training, config.batch_size))
-        else:
-            batches = train_iterator(training, *arguments)
-            training_bytes_per_token = bytes_per_token(training)
+        batches = train_iterator(training, length, config.batch_size, config.seed, rows)
         validation = open_split(config, config.data.validation_split, tokenizer)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
             names = [str(dataset.path.parent) for dataset, _ in validation]
+        per_pass = config.sequences_per_pass
+        evaluated = length, per_pass, process_rows(mesh, per_pass), config.validation_tokens
         return cls(
             batches,
             rows,
             tokenizer,
             training[0][0].path,
-            training_bytes_per_token,
+            bytes_per_token(training),
             [
-                ValidationSet(name, share, _validation_passes(config, mesh, dataset))
+                ValidationSet(name, share, evaluation_batches(dataset, *evaluated))
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],
             bytes_per_token(validation),
         )
-
-
-def _validation_passes(config: TrainConfig, mesh: Mesh, dataset: TokenDataset) -> list[EvaluationBatches]:
-    length, limit, per_pass = config.sequence_length, config.validation_tokens, config.sequences_per_pass
-    if not config.carry_state:
-        return [evaluation_batches(dataset, length, per_pass, process_rows(mesh, per_pass), limit)]
-    passes = [
-        evaluation_batches(dataset, length, config.batch_size, rows, limit, in_streams=True)
-        for rows in rows_by_pass(config, mesh)
-    ]
-    return [each for first, each in enumerate(passes) if first * len(each) * length < each.num_tokens]  # none is empty
 
 
 def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> list[tuple[TokenDataset, float]]:

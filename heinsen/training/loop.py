@@ -65,7 +65,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     mesh, is_main = make_mesh(config.mesh), jax.process_index() == 0
     check_mesh(config, mesh)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    abstract = abstract_train_state(config.model, optimizer, mesh, config.carry_rows)
+    abstract = abstract_train_state(config.model, optimizer, mesh)
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
@@ -83,7 +83,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
             data.batches.set_state(position)
         else:
             start_step, losses = 0, LossMean()
-            state = init_train_state(config.model, optimizer, config.seed, mesh, config.carry_rows)
+            state = init_train_state(config.model, optimizer, config.seed, mesh)
             if initial is not None:
                 state = state._replace(params=initial.params)
         if changes and is_main:
@@ -100,7 +100,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
                 reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
             for change in changes:
                 reporter.message(f"{change}: continuing with the command's")
-            step = make_train_step(config.model, optimizer, mesh, carry_rows=config.carry_rows)
+            step = make_train_step(config.model, optimizer, mesh)
             loop = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
             return loop.run(state, start_step)
 

@@ -9,38 +9,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import process_rows
 from heinsen.training.config import TrainConfig
 
 
-def rows_by_pass(config: TrainConfig, mesh: Mesh) -> Int[np.ndarray, "A R"]:
-    """Return the rows of the global batch that this process reads in each pass.
-
-    A pass reads neighbors, except of a batch whose rows carry a state: there row r belongs to pass r mod A, so that
-    the state of a row stays on its device (`split_carry`).
-    """
-    rows, n_passes = process_rows(mesh, config.sequences_per_pass), config.accumulation_steps
-    number = np.arange(n_passes)[:, None]
-    return rows * n_passes + number if config.carry_state else number * config.sequences_per_pass + rows
+def rows_by_pass(config: TrainConfig, mesh: Mesh) -> Int[np.ndarray, " N"]:
+    """Return the rows of the global batch that this process reads, in ascending order: those of each pass in turn."""
+    firsts = np.arange(0, config.batch_size, config.sequences_per_pass)
+    return (firsts[:, None] + process_rows(mesh, config.sequences_per_pass)).reshape(-1)
 
 
-def make_passes(config: TrainConfig, windows: Int[np.ndarray, "N T"], step: int, rows: Int[np.ndarray, "A R"]) -> Any:
+def make_passes(config: TrainConfig, windows: Int[np.ndarray, "N T"], step: int, rows: Int[np.ndarray, " N"]) -> Any:
     """Return the batches [A, R, ...] that the loss of the model's objective reads in a step.
 
     They are the windows, or for a masked model the arrays of `mask_tokens`.
 
     Args:
-      windows: of the rows in ascending order.
+      windows: of the rows.
       step: a masked model's masks depend on it.
       rows: of `rows_by_pass`.
     """
     model = config.model
-    in_order = np.sort(rows, axis=None)
-    batch = windows if model.causal else mask_tokens(model, windows[:, 1:], config.seed, step, in_order)
-    return jax.tree.map(lambda x: x[np.searchsorted(in_order, rows)], batch)
+    batch = windows if model.causal else mask_tokens(model, windows[:, 1:], config.seed, step, rows)
+    return jax.tree.map(lambda x: x.reshape(config.accumulation_steps, -1, *x.shape[1:]), batch)
 
 
 def scale_weights(batches: Any) -> Any:
@@ -52,13 +46,3 @@ def scale_weights(batches: Any) -> Any:
         return batches
     weights = batches["weights"]
     return batches | {"weights": weights * (len(weights) / jnp.maximum(jnp.sum(weights), 1))}
-
-
-def split_carry(n_passes: int, x: Array) -> Array:
-    """Return what the rows carry [B A, ...] by passes [A, B, ...], as in `rows_by_pass`."""
-    return x.reshape(-1, n_passes, *x.shape[1:]).swapaxes(0, 1)
-
-
-def join_carry(x: Array) -> Array:
-    """Invert `split_carry`."""
-    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])

@@ -1,21 +1,16 @@
 """Validation of a run in progress."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from heinsen.data.loader import EvaluationBatches
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.evaluation.loss import (
     Evaluation,
-    begin_streams,
     evaluate,
     make_eval_step,
-    make_stream_eval_step,
     make_time_constants_step,
     mean_of_mixture,
 )
@@ -27,15 +22,11 @@ from heinsen.training.metrics import SAMPLE
 
 
 class Validator:
-    """Measures the validation loss of a run's parameters, its forget gate's time constants, and a sample.
-
-    A run that carries its state in training carries it here, too, along each row of the batches.
-    """
+    """Measures the validation loss of a run's parameters, its forget gate's time constants, and a sample."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, data: RunData) -> None:
         self._config, self._mesh, self._data = config, mesh, data
-        make_step: Callable[..., Any] = make_stream_eval_step if config.carry_state else make_eval_step
-        self._eval_step = make_step(config.model, mesh)
+        self._eval_step = make_eval_step(config.model, mesh)
         self._time_constants_step = None
         if config.model.gate != "none":
             self._time_constants_step = make_time_constants_step(config.model, mesh)
@@ -43,7 +34,10 @@ class Validator:
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
-        results = [self._evaluate(params, passes) for _, _, passes in self._data.validation]
+        results = [
+            evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token)
+            for _, _, batches in self._data.validation
+        ]
         shares = [share for _, share, _ in self._data.validation]
         mean = mean_of_mixture(list(zip(shares, results, strict=True)), self._data.validation_bytes_per_token)
         metrics: dict[str, float | str] = {
@@ -58,20 +52,11 @@ class Validator:
             metrics[SAMPLE] = self._write_sample(params, self._tokenizer)
         return mean, metrics
 
-    def _evaluate(self, params: Params, passes: Sequence[EvaluationBatches]) -> Evaluation:
-        c, parts = self._config, []
-        for batches in passes:
-            state = begin_streams(c.model, self._mesh, c.sequences_per_pass) if c.carry_state else None
-            bytes_per_token = batches.dataset.bytes_per_token
-            parts.append(evaluate(self._eval_step, params, batches, self._mesh, bytes_per_token, state))
-        tokens = sum(part.tokens for part in parts)
-        return mean_of_mixture([(part.tokens / tokens, part) for part in parts], bytes_per_token)
-
     def _time_constants(self, params: Params) -> dict[str, float]:
         """Time constants of a forget gate on the first dataset's first batch."""
         if self._time_constants_step is None:
             return {}
-        tokens = next(iter(self._data.validation[0].passes[0]))["tokens"]
+        tokens = next(iter(self._data.validation[0].batches))["tokens"]
         placed = place_batch(self._mesh, {"tokens": tokens})["tokens"]
         return {name: float(x) for name, x in jax.device_get(self._time_constants_step(params, placed)).items()}
 

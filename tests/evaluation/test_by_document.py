@@ -87,6 +87,35 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
         assert np.abs(windows.nats - streamed.nats).max() > 1e-3
 
 
+ON_FOUR_DEVICES = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.documents import find_documents
+from heinsen.data.tokenizer import get_tokenizer
+from heinsen.evaluation.by_document import measure_streaming
+from heinsen.models import init_params
+from heinsen.parallel import MeshConfig, make_mesh
+from tests.model_configs import model_config
+
+documents = find_documents(TokenDataset(Path(sys.argv[1]), may_be_empty=True), get_tokenizer("bytes"))
+model = model_config(implementation="scan", document_token=256)
+params = jax.device_get(jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)))
+measure = lambda mesh: measure_streaming(model, params, mesh, documents, 16, 4).nats
+want = measure(make_mesh(devices=jax.devices()[:1]))
+for sizes in (1, 2, 1, 2), (2, 1, 2, 1):
+    np.testing.assert_allclose(measure(make_mesh(MeshConfig(*sizes))), want, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.long
+def test_states_of_streams_lie_on_meshes(rng, commands, tmp_path):
+    draw_documents(rng, tmp_path / "split", rng.permutation([1, 2, 15, 16, 17, 70, 40, 33, 5, 8]))
+    done = commands.run("-W", "error", "-c", ON_FOUR_DEVICES, tmp_path / "split", devices=4)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.long
 def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path, monkeypatch):
     documents = draw_documents(rng, tmp_path / "split", [5, 20, 3, 18, 1])

@@ -9,9 +9,11 @@ import pytest
 from heinsen.models import forward, masked_losses
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import make_mesh
+from heinsen.training import passes
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
 from tests.model_configs import model_config
+from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -120,6 +122,21 @@ def test_passes_of_a_masked_model_weigh_as_much_as_they_hide(rng):
     nothing = batch | {"weights": np.zeros_like(batch["weights"])}
     _, metrics = step(state, {name: x[None] for name, x in nothing.items()})
     assert metrics["loss"] == 0 and metrics["grad_norm"] == 0, "a batch of beginnings alone teaches nothing"
+
+
+@pytest.mark.parametrize("changes", [{}, dict(model__objective="masked", model__attention="softmax")], ids=str)
+def test_passes_of_processes_are_parts_of_those_of_the_whole_batch(rng, monkeypatch, changes):
+    changes = changes | dict(model__position="none", batch_size=12, accumulation_steps=3, sample_tokens=0)
+    config, mesh = run_config("unused", **changes), make_mesh()
+    windows = rng.integers(0, 256, (12, 9)).astype(np.int32)
+    whole = passes.make_passes(config, windows, 7, passes.rows_by_pass(config, mesh))
+    if config.model.causal:
+        np.testing.assert_array_equal(whole, windows.reshape(3, 4, 9))
+    for held in ([0, 2], [1, 3]):
+        monkeypatch.setattr(passes, "process_rows", lambda mesh, n_rows, held=held: np.arange(n_rows)[held])
+        rows = passes.rows_by_pass(config, mesh)
+        own = passes.make_passes(config, windows[rows], 7, rows)
+        jax.tree.map(lambda own, whole, held=held: np.testing.assert_array_equal(own, whole[:, held]), own, whole)
 
 
 def test_reported_norm_is_the_gradients_before_clipping(rng, one_step):
