@@ -14,17 +14,8 @@ from jaxtyping import Array, Bool, Int, Key
 
 from heinsen.decoding.prompts import Prefix, TokenIds, read, with_room
 from heinsen.decoding.sampling import Sampling, sample
-from heinsen.models import (
-    ModelConfig,
-    Params,
-    begin_steps,
-    check_room,
-    end_steps,
-    forward,
-    join_caches,
-    split_caches,
-    unstack,
-)
+from heinsen.models import ModelConfig, Params, check_room, forward, unstack
+from heinsen.models.state import begin_steps, end_steps, join_caches, split_caches
 
 
 def step_params(config: ModelConfig, params: Params, donate: bool = False) -> Params:

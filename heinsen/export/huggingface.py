@@ -17,7 +17,8 @@ from typing import Any
 
 from heinsen.data.tokenizer import EOT_BYTES, TOKENIZER_FILE, Tokenizer, byte_characters
 from heinsen.export.state_dicts import ExportError, Tensor, parameter_names
-from heinsen.models import MIXERS, ModelConfig
+from heinsen.models import ModelConfig
+from heinsen.models.mixers import MIXERS
 
 CODE_FILES = ("configuration_heinsen.py", "modeling_heinsen.py")
 JSON_FILES = ("generation_config.json", "tokenizer_config.json", TOKENIZER_FILE)

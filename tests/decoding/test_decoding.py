@@ -30,7 +30,8 @@ from heinsen.decoding import (
     step_params,
 )
 from heinsen.decoding.sampling import keep_likeliest
-from heinsen.models import forward, init_model_state, init_params, resize_caches
+from heinsen.models import forward, init_model_state, init_params
+from heinsen.models.state import resize_caches
 from heinsen.ops import states
 from heinsen.ops.states import LogState
 from tests.model_configs import model_config
