@@ -178,7 +178,7 @@ def constrain(mesh: Mesh | None, x: jax.Array, *axes: MeshAxes) -> jax.Array:
 # ---- computation on each device separately -------------------------------------------------------
 
 
-def on_each_device(mesh: Mesh | None, function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
+def on_each_device(mesh: Mesh, function: Callable[..., T], in_specs: Any, out_specs: Any) -> Callable[..., T]:
     """Map `function` over the devices: each call sees its device's parts of the arrays, by the specs (`jax.shard_map`).
 
     Outputs must be split over every mesh axis with more than one device, or be equal along it.

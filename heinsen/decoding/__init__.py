@@ -8,7 +8,7 @@ A `Prefix` is all there is to know about text that was read: it can be saved to 
 Only layers with a cache, such as softmax attention's, grow with the context.
 """
 
-from heinsen.decoding.generation import continue_texts, decode, decode_step, fork, generate, step_params
+from heinsen.decoding.generation import continue_texts, decode, fork, generate, step_params
 from heinsen.decoding.prompts import Prefix, check_prompt, prefill, read, score
 from heinsen.decoding.sampling import Sampling, sample
 from heinsen.decoding.saved_state import StateError, digest, load_prefix, save_prefix
@@ -22,7 +22,6 @@ __all__ = [
     "check_prompt",
     "continue_texts",
     "decode",
-    "decode_step",
     "digest",
     "fork",
     "generate",

@@ -10,35 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from heinsen.decoding.prompts import Prefix, TokenIds, read, with_room
 from heinsen.decoding.sampling import Sampling, sample
-from heinsen.models import (
-    ModelConfig,
-    ModelState,
-    Params,
-    begin_steps,
-    check_room,
-    end_steps,
-    forward,
-    join_caches,
-    split_caches,
-    unstack,
-)
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=3)
-def decode_step(
-    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, " B"], state: ModelState
-) -> tuple[Float[Array, "B padded_vocab"], ModelState]:
-    """Read one more token per sequence: (the next token's logits, the new state). `state` is donated.
-
-    A cache must have room. Single steps round a state in logarithms: over 10^6 tokens the error in log y is 1e-2,
-    where the loop of `decode` has 1e-4 (tests/decoding/test_decoding.py).
-    """
-    logits, state = forward(config, params, tokens[:, None], state)
-    return logits[:, -1], state
+from heinsen.models import ModelConfig, Params, check_room, forward, unstack
+from heinsen.models.state import begin_steps, end_steps, join_caches, split_caches
 
 
 def step_params(config: ModelConfig, params: Params, donate: bool = False) -> Params:

@@ -13,18 +13,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.errors import InputError
-from heinsen.models import (
-    ModelConfig,
-    ModelState,
-    Params,
-    capacity,
-    check_room,
-    forward,
-    hidden_states,
-    init_model_state,
-    logits_of,
-    resize_caches,
-)
+from heinsen.models import ModelConfig, ModelState, Params, check_room, forward, hidden_states, init_model_state
+from heinsen.models.language_model import logits_of
+from heinsen.models.state import capacity, resize_caches
 
 TokenIds = Sequence[int] | np.ndarray | Array  # of one text
 

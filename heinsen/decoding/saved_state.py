@@ -18,7 +18,8 @@ import numpy as np
 from heinsen.decoding.prompts import Prefix
 from heinsen.errors import HeinsenError
 from heinsen.files import atomic_writer
-from heinsen.models import ModelConfig, Params, init_model_state, resize_caches
+from heinsen.models import ModelConfig, Params, init_model_state
+from heinsen.models.state import resize_caches
 
 STATE_VERSION = 2
 

@@ -25,7 +25,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.errors import InputError
-from heinsen.models import ModelConfig, Params, hidden_states, logits_of, mean_loss_at
+from heinsen.models import ModelConfig, Params, hidden_states
+from heinsen.models.language_model import logits_of
+from heinsen.models.losses import mean_loss_at
 
 _START, _QUERY, _N_MARKS = 0, 1, 2  # ids that begin a sequence and its queries; the others are content
 _NAME, _NUMBER = 2, 3  # tokens of a phonebook's names and numbers

@@ -28,9 +28,9 @@ from heinsen.config import ConfigError, from_mapping
 from heinsen.data.tokenizer import TOKENIZER_FILE, get_tokenizer, write_tokenizer_file
 from heinsen.errors import describe
 from heinsen.export import huggingface
-from heinsen.export.huggingface import from_huggingface_state_dict, to_huggingface_state_dict
-from heinsen.export.published import from_reference_state_dict, is_reference_model, to_reference_state_dict
-from heinsen.export.state_dicts import Arrays, ExportError, from_arrays, to_arrays
+from heinsen.export.huggingface import huggingface_tensors
+from heinsen.export.published import is_reference_model, reference_tensors
+from heinsen.export.state_dicts import ExportError, Tensor, from_state_dict, own_tensors, to_state_dict
 from heinsen.files import atomic_folder, file_sha256, seal, unseal
 from heinsen.models import ModelConfig, Params
 
@@ -46,14 +46,13 @@ class Layout:
     """The file of weights, and the names of its tensors."""
 
     weights_file: str
-    to_tensors: Callable[[ModelConfig, Params], dict[str, np.ndarray]]
-    from_tensors: Callable[[ModelConfig, Arrays], Params]
+    tensors: Callable[[ModelConfig], list[Tensor]]
 
 
 LAYOUTS = {
-    "reference": Layout("weights.safetensors", to_reference_state_dict, from_reference_state_dict),
-    "native": Layout("weights.safetensors", to_arrays, from_arrays),
-    "huggingface": Layout("model.safetensors", to_huggingface_state_dict, from_huggingface_state_dict),
+    "reference": Layout("weights.safetensors", reference_tensors),
+    "native": Layout("weights.safetensors", own_tensors),
+    "huggingface": Layout("model.safetensors", huggingface_tensors),
 }
 _WEIGHTS_FILES = {layout.weights_file for layout in LAYOUTS.values()}
 
@@ -170,7 +169,8 @@ def load_folder(folder: Path) -> tuple[ModelConfig, str, Params]:
     except (OSError, SafetensorError) as error:
         raise ExportError(f"{path} cannot be read ({describe(error)}): {again}") from error
     try:
-        return manifest.model, manifest.tokenizer, layout.from_tensors(manifest.model, arrays)
+        params = from_state_dict(manifest.model, layout.tensors(manifest.model), arrays)
+        return manifest.model, manifest.tokenizer, params
     except ExportError as error:
         raise ExportError(f"{path}: {error}") from error
 
@@ -217,9 +217,8 @@ def save_folder(
     name = "huggingface" if for_transformers else "reference" if is_reference_model(config) else "native"
     layout = LAYOUTS[name]
     # safetensors writes memory in order, whatever the strides.
-    tensors = {
-        name: np.asarray(x, jnp.dtype(dtype), order="C") for name, x in layout.to_tensors(config, params).items()
-    }
+    state_dict = to_state_dict(config, layout.tensors(config), params)
+    tensors = {name: np.asarray(x, jnp.dtype(dtype), order="C") for name, x in state_dict.items()}
     _check_free(folder, layout.weights_file, overwrite)
     others = [*huggingface.CODE_FILES, *huggingface.JSON_FILES] if for_transformers else []
     if tokenizer_file is not None and TOKENIZER_FILE not in others:

@@ -15,18 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from heinsen.data.tokenizer import EOT_BYTES, TOKENIZER_FILE, Tokenizer, byte_characters
-from heinsen.export.state_dicts import (
-    Arrays,
-    ExportError,
-    Tensor,
-    from_state_dict,
-    parameter_names,
-    to_state_dict,
-)
-from heinsen.models import MIXERS, ModelConfig, Params
+from heinsen.export.state_dicts import ExportError, Tensor, parameter_names
+from heinsen.models import ModelConfig
+from heinsen.models.mixers import MIXERS
 
 CODE_FILES = ("configuration_heinsen.py", "modeling_heinsen.py")
 JSON_FILES = ("generation_config.json", "tokenizer_config.json", TOKENIZER_FILE)
@@ -39,20 +31,8 @@ _EOT = EOT_BYTES.decode()
 # ---- parameters ----------------------------------------------------------------------------------
 
 
-def to_huggingface_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Convert parameters to the PyTorch module's state_dict, in their dtypes; every array is contiguous.
-
-    Raises ExportError for models that it cannot be, and for parameters that do not fit the config.
-    """
-    return to_state_dict(config, _tensors(config), params)
-
-
-def from_huggingface_state_dict(config: ModelConfig, state_dict: Arrays) -> Params:
-    """Invert `to_huggingface_state_dict`. Raises ExportError, which names all tensors that do not fit."""
-    return from_state_dict(config, _tensors(config), state_dict)
-
-
-def _tensors(config: ModelConfig) -> list[Tensor]:
+def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
+    """Return the tensors of the PyTorch module. Raises ExportError for models that it cannot be."""
     if not config.causal or not all(mixer.in_transformers for mixer in config.mixers):
         kinds = " and ".join(name for name, build in MIXERS.items() if build(config).in_transformers)
         raise ExportError(

@@ -1,16 +1,7 @@
 """The layout "reference": the published PyTorch module's state_dict."""
 
-import numpy as np
-
-from heinsen.export.state_dicts import (
-    Arrays,
-    ExportError,
-    Tensor,
-    from_state_dict,
-    parameter_names,
-    to_state_dict,
-)
-from heinsen.models import ModelConfig, Params
+from heinsen.export.state_dicts import ExportError, Tensor, parameter_names
+from heinsen.models import ModelConfig
 
 # Our parameters -> the published module's.
 _NAMES = {
@@ -35,23 +26,8 @@ def is_reference_model(config: ModelConfig) -> bool:
     return is_published and set(parameter_names(config)) == set(_NAMES)
 
 
-def to_reference_state_dict(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Convert parameters to the published module's state_dict, in their dtypes; every array is contiguous.
-
-    Raises ExportError for any other model, and for parameters that do not fit the config.
-    """
-    return to_state_dict(config, _tensors(config), params)
-
-
-def from_reference_state_dict(config: ModelConfig, state_dict: Arrays) -> Params:
-    """Convert the published module's state_dict to our parameters, in its dtypes.
-
-    Raises ExportError for any other model; one error names all tensors that are missing, unknown or of a wrong shape.
-    """
-    return from_state_dict(config, _tensors(config), state_dict)
-
-
-def _tensors(config: ModelConfig) -> list[Tensor]:
+def reference_tensors(config: ModelConfig) -> list[Tensor]:
+    """Return the tensors of the published module. Raises ExportError for any other model."""
     if not is_reference_model(config):
         raise ExportError(f"the published module has no such model: {config}. Use save_folder, which writes any model")
     tensors = []

@@ -36,12 +36,16 @@ class Tensor(NamedTuple):
 
     def transpose(self, x: np.ndarray) -> np.ndarray:
         """Turn a matrix of ours into one of the module, and back."""
-        return x.T if self.ours.endswith("kernel") else x
+        return x.T if self.ours.endswith("kernel") and self.name.endswith("weight") else x
 
 
 def to_state_dict(config: ModelConfig, tensors: Sequence[Tensor], params: Params) -> dict[str, np.ndarray]:
-    """Convert parameters to a state_dict, in their dtypes. Raises ExportError if they do not fit the config."""
-    arrays = to_arrays(config, params)
+    """Convert parameters to a state_dict of contiguous arrays, in their dtypes.
+
+    Raises ExportError if they do not fit the config.
+    """
+    arrays = {name: np.asarray(x) for name, x in named_leaves(params)}
+    _check_arrays(_shapes(config), arrays, "parameters")
     return {tensor.name: np.asarray(tensor.take(arrays), order="C") for tensor in tensors}
 
 
@@ -61,17 +65,15 @@ def from_state_dict(config: ModelConfig, tensors: Sequence[Tensor], state_dict: 
     return _nest(arrays)
 
 
-def to_arrays(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """Return the parameters by name. Raises ExportError if they do not fit the config."""
-    arrays = {name: np.asarray(x) for name, x in named_leaves(params)}
-    _check_arrays(_shapes(config), arrays, "parameters")
-    return arrays
-
-
 def from_arrays(config: ModelConfig, arrays: Mapping[str, np.ndarray | jax.Array]) -> Params:
-    """Invert `to_arrays`."""
+    """Return the parameters of arrays by name. Raises ExportError if they do not fit the config."""
     _check_arrays(_shapes(config), arrays, "tensors")
     return _nest(arrays)
+
+
+def own_tensors(config: ModelConfig) -> list[Tensor]:
+    """Return the parameters as they are."""
+    return [Tensor(name, name, None) for name in parameter_names(config)]
 
 
 def parameter_names(config: ModelConfig) -> list[str]:

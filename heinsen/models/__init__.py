@@ -1,19 +1,9 @@
 """Language models: configuration, mixers, positions, the model, its state and its losses. The only Flax imports."""
 
-from heinsen.models.config import (
-    BLOCKS,
-    OBJECTIVES,
-    POSITIONS,
-    REMAT_POLICIES,
-    ModelConfig,
-    check_room,
-)
+from heinsen.models.config import ModelConfig, check_room
 from heinsen.models.convolution import check_halo
-from heinsen.models.identity import OPTIONAL_PARTS, OptionalPart, identity_params
 from heinsen.models.language_model import (
-    GPT2Layer,
     LanguageModel,
-    Layer,
     Params,
     abstract_params,
     count_params,
@@ -21,76 +11,35 @@ from heinsen.models.language_model import (
     hidden_states,
     init_params,
     layer_records,
-    logits_of,
     unstack,
 )
 from heinsen.models.losses import (
-    masked_logits,
     masked_loss,
-    masked_losses,
     mean_loss,
-    mean_loss_at,
     next_token_losses,
     next_token_losses_with_state,
 )
-from heinsen.models.mixers import MIXERS, VALUE_DOMAINS, Mixer, TokenContext
-from heinsen.models.positions import Position
-from heinsen.models.state import (
-    ModelState,
-    begin_steps,
-    capacity,
-    end_steps,
-    forget,
-    init_model_state,
-    join_caches,
-    resize_caches,
-    split_caches,
-    state_size,
-)
+from heinsen.models.state import ModelState, forget, init_model_state, state_size
 
 __all__ = [
-    "BLOCKS",
-    "GPT2Layer",
     "LanguageModel",
-    "Layer",
-    "MIXERS",
-    "Mixer",
     "ModelConfig",
     "ModelState",
-    "OBJECTIVES",
-    "OPTIONAL_PARTS",
-    "OptionalPart",
-    "POSITIONS",
     "Params",
-    "Position",
-    "REMAT_POLICIES",
-    "TokenContext",
-    "VALUE_DOMAINS",
     "abstract_params",
-    "begin_steps",
-    "capacity",
     "check_halo",
     "check_room",
     "count_params",
-    "end_steps",
     "forget",
     "forward",
     "hidden_states",
-    "identity_params",
     "init_model_state",
     "init_params",
-    "join_caches",
     "layer_records",
-    "logits_of",
-    "masked_logits",
     "masked_loss",
-    "masked_losses",
     "mean_loss",
-    "mean_loss_at",
     "next_token_losses",
     "next_token_losses_with_state",
-    "resize_caches",
-    "split_caches",
     "state_size",
     "unstack",
 ]

@@ -35,7 +35,7 @@ class Convolution(nn.Module):
     ) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
         """Return (y, the last inputs), where `before` are the inputs before the first token (None: there are none)."""
         taps = self.param("taps", random_taps, (x_BxHxTxF.shape[1], self.n_taps, x_BxHxTxF.shape[-1]))
-        return convolve(self.mesh, x_BxHxTxF, taps, before, tokens.slot - tokens.first, tokens.valid)
+        return convolve(self.mesh, x_BxHxTxF, taps, before, tokens.place, tokens.valid)
 
 
 def random_taps(key: Array, shape: tuple[int, ...]) -> Float[Array, "H N F"]:

@@ -105,7 +105,7 @@ class LearnedPosition(Position):
         tokens: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
-        c, places_BxT = self.config, tokens.slot - tokens.first
+        c, places_BxT = self.config, tokens.place
         if begins_BxT is None and tokens.valid is None:
             check_room(c, x_BxTxD.shape[1])
         if tokens.valid is not None:  # padding may lie beyond the table
@@ -122,8 +122,7 @@ class RotaryPosition(Position):
         q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: TokenContext
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
         """Rotate features i and i + K/2 by the token's place in its document times 10000^(-2i/K)."""
-        places_BxT = tokens.slot - tokens.first
-        return _rotate_pairs(q, places_BxT), _rotate_pairs(k, places_BxT)
+        return _rotate_pairs(q, tokens.place), _rotate_pairs(k, tokens.place)
 
 
 _BASE, _DIGITS = 4096, 3  # of places in texts of any length, up to 2^31

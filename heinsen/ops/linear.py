@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from heinsen.ops.api import check_known_tokens, on_automatic_axes, prepare
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
-from heinsen.ops.documents import document_ends, document_numbers
+from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import vary_together
 
 _CHUNK = 64  # tokens
@@ -155,47 +155,35 @@ def _causal(
     n_tokens = fq.shape[-2]
     size = min(_CHUNK, n_tokens)
     fq, fk, v1 = (_split(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
-    mask = jnp.tril(jnp.ones((size, size), bool))
-    fq_carried, fk_carried = fq, fk  # zero for queries and keys whose document the carried sums do not belong to
-    carries = None  # whether the document a chunk begins in is the document it ends in
-    if starts is not None:
-        document = _split(document_numbers(starts), size, -1, "edge")  # [*batch, N, C]
-        mask = mask & (document[..., :, None] == document[..., None, :])
-        # The document of the last token before each chunk.
-        document_before = jnp.pad(document[..., :-1, -1], [(0, 0)] * (document.ndim - 2) + [(1, 0)])
-        fq_carried = jnp.where((document == document_before[..., None])[..., None], fq, 0.0)
-        fk_carried = jnp.where((document == document[..., -1:])[..., None], fk, 0.0)
-        carries = jnp.moveaxis(document_before == document[..., -1], -1, 0)
-    left = None  # of the weight of each key at each query of its chunk
-    if log_decay is not None:
-        decay = chunk_decay(_split(log_decay, size, -1), None, size, log_decay.dtype)
-        left, kept = jnp.exp(decay.of_keys), jnp.moveaxis(jnp.exp(decay.kept), -1, 0)
-        fq_carried = fq_carried * jnp.exp(decay.of_before)[..., None]
-        fk_carried = fk_carried * jnp.exp(decay.until_end)[..., None]
-        carries = kept if carries is None else kept * carries
+    log_decay, starts = (None if x is None else _split(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
+    decay = chunk_decay(log_decay, starts, size, fq.dtype)
 
-    def step(sums: Array, chunk: tuple[Array, Array | None]) -> tuple[Array, Array]:
-        own, carries = chunk
-        if carries is None:
-            return sums + own, sums
-        carries = carries[..., None, None]
-        return jnp.where(carries > 0, sums * carries, 0.0) + own, sums
+    def step(sums: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        own, kept = chunk
+        return _scale(sums, kept[..., None, None]) + own, sums
 
-    own = _einsum("...sk,...sv->...kv", fk_carried, v1)  # [*batch, N, K, V + 1]
-    final, before = lax.scan(step, initial, (jnp.moveaxis(own, -3, 0), carries))
-    weights = jnp.where(mask, _einsum("...tk,...sk->...ts", fq, fk), 0.0)
-    weights = weights if left is None else weights * left
+    own = _einsum("...sk,...sv->...kv", _scale(fk, decay.until_end[..., None]), v1)  # [*batch, N, K, V + 1]
+    kept = jnp.broadcast_to(decay.kept, own.shape[:-2])
+    final, before = lax.scan(step, initial, (jnp.moveaxis(own, -3, 0), jnp.moveaxis(kept, -1, 0)))
+    weights = _scale(_einsum("...tk,...sk->...ts", fq, fk), decay.of_keys)
     read = _einsum("...ts,...sv->...tv", weights, v1)
-    read = read + _einsum("...tk,...kv->...tv", fq_carried, jnp.moveaxis(before, 0, -3))
+    fq_before = _scale(fq, decay.of_before[..., None])
+    read = read + _einsum("...tk,...kv->...tv", fq_before, jnp.moveaxis(before, 0, -3))
     return read.reshape(*read.shape[:-3], -1, v1.shape[-1])[..., :n_tokens, :], final
 
 
-def _split(x: Array, size: int, axis: int, padding: Literal["constant", "edge"] = "constant") -> Array:
-    """Split the tokens on `axis` (negative) into chunks [N, C], padded with zeros or with the last token's value."""
+def _scale(x: Array, log_left: Array) -> Array:
+    """x times exp(log_left), and 0 where nothing is left, of inf too."""
+    left = jnp.exp(log_left)
+    return jnp.where(left > 0, x, 0.0) * left
+
+
+def _split(x: Array, size: int, axis: int) -> Array:
+    """Split the tokens on `axis` (negative) into chunks [N, C], padded with zeros."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
     axis += x.ndim
-    return jnp.pad(x, widths, mode=padding).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return jnp.pad(x, widths).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

@@ -79,15 +79,29 @@ def softmax_attention(
     return y.swapaxes(1, 2)
 
 
+def attend_visible(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    v: Float[Array, "*batch S V"],
+    visible: Bool[Array, "*#batch #T #S"],
+) -> Float[Array, "*batch T V"]:
+    """Softmax attention to the visible keys, with all scores in memory at once."""
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("...tk,...sk->...ts", q, k, preferred_element_type=dtype) * q.shape[-1] ** -0.5
+    scores = jnp.where(visible, scores, _MASKED)
+    p = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    y = jnp.einsum("...ts,...sv->...tv", p.astype(v.dtype), v, preferred_element_type=dtype)
+    return (y / jnp.sum(p, axis=-1, keepdims=True)).astype(v.dtype)
+
+
 def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, causal: bool) -> Array:
     """`softmax_attention` in pieces that fit a CPU's cache: one head and one block of queries at a time.
 
     The backward pass recomputes the scores. Two to eight times as fast on CPUs as `jax.nn.dot_product_attention`, which
     holds all scores in memory at once.
     """
-    n_tokens, d_key = q.shape[-2:]
+    n_tokens = q.shape[-2]
     size = max(_SMALLEST_BLOCK, -(-n_tokens // _MOST_BLOCKS))
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
 
     # Products have a batch axis, so that no remat policy saves the scores.
     @partial(jax.checkpoint, static_argnums=(4,))
@@ -95,15 +109,12 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, c
         """y of the queries from `start` on, with q [1, T, K], k [1, T, K], v [1, T, V] and ids [1, T]."""
         here = slice(start, min(start + size, n_tokens))
         keys = slice(0, here.stop if causal else n_tokens)
-        scores = jnp.einsum("htk,hsk->hts", q[:, here], k[:, keys], preferred_element_type=dtype) * d_key**-0.5
+        visible = jnp.ones((1, 1), bool)
         if causal:
             visible = jnp.arange(here.start, here.stop)[:, None] >= jnp.arange(keys.stop)
-            scores = jnp.where(visible, scores, _MASKED)
         if ids is not None:
-            scores = jnp.where(ids[:, here, None] == ids[:, None, keys], scores, _MASKED)
-        p = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-        y = jnp.einsum("hts,hsv->htv", p.astype(v.dtype), v[:, keys], preferred_element_type=dtype)
-        return (y / jnp.sum(p, axis=-1, keepdims=True)).astype(v.dtype)
+            visible = visible & (ids[:, here, None] == ids[:, None, keys])
+        return attend_visible(q[:, here], k[:, keys], v[:, keys], visible)
 
     def head(arrays: tuple[Array, Array, Array, Array | None]) -> Array:
         return jnp.concatenate([block(*arrays, start) for start in range(0, n_tokens, size)], axis=1)

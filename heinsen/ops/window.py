@@ -17,12 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import platform
 from heinsen.ops.documents import document_ranges, document_starts
-from heinsen.ops.softmax import KVCache, append, init_cache, read_and_append
+from heinsen.ops.softmax import KVCache, append, attend_visible, init_cache, read_and_append
 
 _SMALLEST_BLOCK = 128  # queries
 # Scores that are in memory at once, in elements: as many as fit a CPU's cache, or as keep an accelerator busy.
 _SCORES, _SCORES_CPU = 1 << 25, 1 << 17
-_MASKED = -1e30  # a score; finite, so that gradients are finite
 
 
 def init_ring(batch_size: int, n_heads: int, window: int, d_key: int, d_value: int, dtype: DTypeLike) -> KVCache:
@@ -109,13 +108,8 @@ def _attend_ranges(q: Array, k: Array, v: Array, low: Array, high: Array, window
     @jax.checkpoint
     def block(arrays: tuple[Array, ...]) -> Array:
         q, k, v, low, high = arrays  # [C, K], [S, K], [S, V], [C], [C]
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
-        scores = jnp.einsum("tk,sk->ts", q, k, preferred_element_type=dtype) * q.shape[-1] ** -0.5
         index = jnp.arange(n_keys)
-        scores = jnp.where((low[:, None] <= index) & (index < high[:, None]), scores, _MASKED)
-        p = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-        y = jnp.einsum("ts,sv->tv", p.astype(v.dtype), v, preferred_element_type=dtype)
-        return (y / jnp.sum(p, axis=-1, keepdims=True)).astype(v.dtype)
+        return attend_visible(q, k, v, (low[:, None] <= index) & (index < high[:, None]))
 
     starts = jnp.arange(n_blocks)[:, None] * size
     ranges = (split(x, 1).reshape(n_batch, 1, n_blocks, size) - starts for x in (low, high))

@@ -17,7 +17,6 @@ from heinsen.decoding import (
     StopStrings,
     continue_texts,
     decode,
-    decode_step,
     fork,
     generate,
     generation,
@@ -31,7 +30,8 @@ from heinsen.decoding import (
     step_params,
 )
 from heinsen.decoding.sampling import keep_likeliest
-from heinsen.models import forward, init_model_state, init_params, resize_caches
+from heinsen.models import forward, init_model_state, init_params
+from heinsen.models.state import resize_caches
 from heinsen.ops import states
 from heinsen.ops.states import LogState
 from tests.model_configs import model_config
@@ -94,10 +94,10 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
     quick_state, own = state._replace(attention=tuple(map(begin, state.attention))), step_params(config, params)
     for step in range(24 - 13):
         now, at = tokens[rows, lengths + step], (rows, lengths + step)
-        logits, state = decode_step(config, params, now, jax.tree.map(jnp.copy, state))
-        np.testing.assert_allclose(logits, expected[at], atol=1e-4, err_msg=f"step {step}")
-        logits, quick_state = decode_step(config, own, now, jax.tree.map(jnp.copy, quick_state))
-        np.testing.assert_allclose(logits, expected[at], atol=1e-4, err_msg=f"step {step}")
+        logits, state = full_forward(config, params, now[:, None], state)
+        np.testing.assert_allclose(logits[:, 0], expected[at], atol=1e-4, err_msg=f"step {step}")
+        logits, quick_state = full_forward(config, own, now[:, None], quick_state)
+        np.testing.assert_allclose(logits[:, 0], expected[at], atol=1e-4, err_msg=f"step {step}")
     if document_token is None:
         np.testing.assert_array_equal(state.n_tokens, lengths + 11)
     else:
@@ -145,8 +145,8 @@ def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp
             want = log_p[row, np.arange(n - 1, 7), text[row, n:8]]
             np.testing.assert_allclose(got[row], np.pad(want, (0, n - 3)), atol=1e-4)
         np.testing.assert_allclose(after.logits, logits[:, 7], atol=1e-4)
-        last, state = decode_step(config, params, text[:, 8], resize_caches(config, after.state, 16))
-        np.testing.assert_allclose(last, logits[:, 8], atol=1e-4)
+        last, state = full_forward(config, params, text[:, 8:], resize_caches(config, after.state, 16))
+        np.testing.assert_allclose(last[:, 0], logits[:, 8], atol=1e-4)
         state = resize_caches(config, state, 9)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state, end)
 
@@ -171,17 +171,14 @@ def test_a_prompt_read_in_pieces_equals_one_read_at_once(rng, params, monkeypatc
     assert np.abs(without - expected).max() > 0.1, "what came before matters"
 
 
-def test_state_keeps_its_size_and_the_one_given_is_donated(rng, params):
+def test_state_keeps_its_size(rng, params):
     sizes = lambda state: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
     tokens = draw_tokens(rng, 2, 13)
     _, state = prefill(MODEL, params, tokens)
     assert sizes(state) == sizes(init_model_state(MODEL, 2))
     for position in range(3):
-        given = state
-        _, state = decode_step(MODEL, params, tokens[:, position], state)
-        assert sizes(state) == sizes(given)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, params)))
+        _, state = full_forward(MODEL, params, tokens[:, position, None], state)
+        assert sizes(state) == sizes(init_model_state(MODEL, 2))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -17,14 +17,14 @@ from heinsen.config import from_mapping
 from heinsen.data.loader import train_iterator
 from heinsen.export import (
     ExportError,
-    from_reference_state_dict,
     is_export,
     is_reference_model,
     load_folder,
     read_manifest,
     save_folder,
-    to_reference_state_dict,
 )
+from heinsen.export.published import reference_tensors
+from heinsen.export.state_dicts import from_state_dict, to_state_dict
 from heinsen.files import seal, unseal
 from heinsen.models import forward, mean_loss
 from heinsen.parallel import make_mesh
@@ -73,7 +73,7 @@ def state_dict(rng) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def params(state_dict):
-    return from_reference_state_dict(SMALL, state_dict)
+    return from_state_dict(SMALL, reference_tensors(SMALL), state_dict)
 
 
 def save(folder, params, config=SMALL, **options):
@@ -118,15 +118,15 @@ def test_logits_are_those_of_the_published_module(rng, state_dict, params):
 
 
 def test_state_dicts_go_round_bit_for_bit(rng, state_dict):
-    again = to_reference_state_dict(SMALL, from_reference_state_dict(SMALL, state_dict))
+    again = to_state_dict(SMALL, reference_tensors(SMALL), from_state_dict(SMALL, reference_tensors(SMALL), state_dict))
     assert set(again) == set(SHAPES)
     for name, x in again.items():
         assert x.dtype == np.float32 and x.tobytes() == state_dict[name].tobytes()
         assert x.flags.c_contiguous, "safetensors and torch write what lies there"
     params = draw_params(SMALL, rng)
-    exported = to_reference_state_dict(SMALL, params)
+    exported = to_state_dict(SMALL, reference_tensors(SMALL), params)
     assert all(x.flags.c_contiguous for x in exported.values())
-    assert_equal(from_reference_state_dict(SMALL, exported), params)
+    assert_equal(from_state_dict(SMALL, reference_tensors(SMALL), exported), params)
 
 
 def test_every_tensor_that_does_not_fit_is_named_at_once(rng, state_dict):
@@ -138,7 +138,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(rng, state_dict):
     bad[integers] = np.zeros(SHAPES[integers], np.int32)
     bad |= {"head.weight": np.zeros(3), "layers.2.feedforward2.2.weight": np.zeros((10, 10))}
     with pytest.raises(ExportError) as raised:
-        from_reference_state_dict(SMALL, bad)
+        from_state_dict(SMALL, reference_tensors(SMALL), bad)
     lines = [line.strip() for line in str(raised.value).splitlines()]
     assert {*lines[1].removeprefix("missing: ").split(", ")} == {*gone}
     assert lines[2] == "unknown: head.weight, layers.2.feedforward2.2.weight"
@@ -152,7 +152,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(rng, state_dict):
 def test_parameters_of_another_size_are_refused(params):
     deeper = dataclasses.replace(SMALL, n_layers=3)
     with pytest.raises(ExportError, match=r"layers\.w1\.kernel is \[2, 10, 27\], not \[3, 10, 27\]"):
-        to_reference_state_dict(deeper, params)
+        to_state_dict(deeper, reference_tensors(deeper), params)
 
 
 def test_other_models_are_exported_under_our_own_names(rng, params, tmp_path):
@@ -164,9 +164,9 @@ def test_other_models_are_exported_under_our_own_names(rng, params, tmp_path):
     kernel = other["layers"]["w3"]["kernel"]
     other["layers"]["w3"]["kernel"] = kernel.swapaxes(1, 2).copy().swapaxes(1, 2)  # another layout in memory
     with pytest.raises(ExportError, match="the published module has no such model"):
-        to_reference_state_dict(gated, other)
+        to_state_dict(gated, reference_tensors(gated), other)
     with pytest.raises(ExportError, match="the published module has no such model"):
-        from_reference_state_dict(gated, {})
+        from_state_dict(gated, reference_tensors(gated), {})
     assert save(tmp_path / "other", other, gated).layout == "native"
     names = {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(other)}
     assert set(load_file(tmp_path / "other" / "weights.safetensors")) == names

@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 
 from heinsen.decoding import Sampling, generate, prefill
-from heinsen.models import (
-    LanguageModel,
-    forward,
-    init_model_state,
-    masked_logits,
-    masked_loss,
-    mean_loss,
-    next_token_losses,
-)
+from heinsen.models import LanguageModel, forward, init_model_state, masked_loss, mean_loss, next_token_losses
 from heinsen.models.cross_entropy import token_losses
+from heinsen.models.losses import masked_logits
 from heinsen.models.masking import FRACTION, ROUNDS, mask_tokens, window_losses
 from heinsen.plan.plan import plan
 from heinsen.training.loop import train

@@ -11,20 +11,12 @@ import pytest
 
 from heinsen.config import ConfigError
 from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, save_prefix
-from heinsen.models import (
-    BLOCKS,
-    MIXERS,
-    POSITIONS,
-    Mixer,
-    capacity,
-    forward,
-    init_model_state,
-    init_params,
-    mean_loss,
-)
+from heinsen.models import forward, init_model_state, init_params, mean_loss
+from heinsen.models.config import BLOCKS, POSITIONS
 from heinsen.models.language_model import LAYERS
+from heinsen.models.mixers import MIXERS, Mixer
 from heinsen.models.positions import POSITION_CLASSES
-from heinsen.models.state import locate_tokens
+from heinsen.models.state import capacity, locate_tokens
 from tests.model_configs import model_config
 
 pytest_plugins = ["tests.run_fixtures"]

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from heinsen.models import REMAT_POLICIES
+from heinsen.models.config import REMAT_POLICIES
 from heinsen.ops import softmax
 from tests.arrays import to_jax
 

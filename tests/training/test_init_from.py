@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.models import OPTIONAL_PARTS, OptionalPart, abstract_params, forward, mean_loss
+from heinsen.models import abstract_params, forward, mean_loss
+from heinsen.models.identity import OPTIONAL_PARTS, OptionalPart
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.folder import RunError, write_config

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from heinsen.models import forward, masked_losses
+from heinsen.models import forward
+from heinsen.models.losses import masked_losses
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import make_mesh
 from heinsen.training import passes

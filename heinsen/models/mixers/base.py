@@ -33,6 +33,11 @@ class TokenContext(NamedTuple):
     log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
     log_decay_after: Float[Array, "B H T"] | None = None  # the gate by which later tokens decay; None if causal
 
+    @property
+    def place(self) -> Int[Array, "B T"]:
+        """Place of each token in its document, from 0."""
+        return self.slot - self.first
+
 
 @dataclasses.dataclass(frozen=True)
 class Mixer(abc.ABC, Generic[State]):
