@@ -109,7 +109,7 @@ class Report {
     element("text").textContent = this.text;
     element("text").scrollTop = element("text").scrollHeight;
     const rows = [...this.marks, [`now: ${this.count.toLocaleString("en")}`, this.median()]];
-    const cells = ([n, milliseconds]) => `<tr><td>${n.toLocaleString("en")}</td><td>${milliseconds.toFixed(2)}</td></tr>`;
+    const cells = ([n, milliseconds]) => `<tr><td>${n.toLocaleString("en")}</td><td>${milliseconds.toFixed(1)}</td></tr>`;
     element("times").innerHTML = rows.map(cells).join("");
   }
 }

@@ -10,11 +10,11 @@ import pytest
 from safetensors.numpy import load_file
 from scipy.special import logsumexp
 
-from heinsen.contrib.onnx import check_exportable, empty_state, save_step, state_shapes
+from heinsen.contrib.onnx import check_exportable, save_step, state_shapes, to_step_state
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Prefix, load_prefix, save_prefix
 from heinsen.export import ExportError
-from heinsen.models import abstract_params, forward
+from heinsen.models import abstract_params, forward, init_model_state
 from heinsen.ops.states import begin_steps, end_steps, init_state, take_step
 from tests.model_configs import model_config
 
@@ -35,15 +35,29 @@ FAST = dict(implementation="scan")  # to trace
 TOKENIZER = get_tokenizer("bytes")
 
 
-def make_params(config, rng, scale=0.3):
-    """Parameters of which none is as initialized: scales and biases start at 1 and 0."""
-    draw = lambda path, x: np.float32(scale * rng.normal(size=x.shape) + (path[-1].key.endswith("scale")))
+def make_params(config, rng):
+    """Parameters of which none is as initialized: scales start at 1, biases at 0. Some gates' scales are below 0."""
+
+    def draw(path, x):
+        names = [key.key for key in path]
+        is_gate, is_scale = names[-2:] == ["gate", "scale"], names[-1] == "scale"
+        return np.float32((1.0 if is_gate else 0.3) * rng.normal(size=x.shape) + (is_scale and not is_gate))
+
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config))
 
 
 def random_tokens(rng, shape):
     """Ids of bytes, and now and then one that begins a document."""
     return np.where(rng.random(shape) < 0.05, DOCUMENT, rng.integers(0, 256, shape)).astype(np.int32)
+
+
+def empty_state(config, batch_size):
+    """The state before any token, which is zeros."""
+    state = to_step_state(config, init_model_state(config, batch_size))
+    assert {name: x.shape[1:] for name, x in state.items()} == state_shapes(config) and not any(
+        map(np.any, state.values())
+    )
+    return state
 
 
 def session(path):
@@ -119,16 +133,42 @@ def test_a_saved_state_goes_on(name, rng, tmp_path):
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("domain", ["log", "real"])
-def test_exponents_of_any_size_lose_nothing(domain, rng, tmp_path):
+@pytest.mark.parametrize("domain, spread", [("log", 100.0), ("log", 1.0), ("real", 1.0)])
+def test_exponents_of_any_size_lose_nothing(domain, spread, rng, tmp_path):
     """The attention of a layer against sums over all tokens in float64, where running averages underflow."""
-    config = model_config(value_domain=domain, n_layers=1, position="none")
+    config = model_config(value_domain=domain, n_layers=1, position="none", gate="head")
     params = make_params(config, rng)
-    params["layers"]["w1"] = jax.tree.map(lambda x: 100 * x, params["layers"]["w1"])
+    layer = params["layers"]
+    factors = np.tile(np.repeat(np.float32([1000, 1000, spread]), 4), 2)  # of q, k and values, head by head
+    layer["w1"] = jax.tree.map(lambda x: factors * x, layer["w1"])
+    layer["gate"] = {"kernel": 0 * layer["gate"]["kernel"], "bias": np.float32([[12, 1]]), "scale": np.ones((1, 2))}
     save_step(tmp_path / "model", config, TOKENIZER, params, step=0)
-    graph = onnx.load(tmp_path / "model" / "model.onnx")
+    q, k, values, log_decay, y = run_attention(tmp_path / "model" / "model.onnx", config, rng)
+    np.testing.assert_allclose(log_decay[0, :, 0], -np.log1p(np.exp([-12, -1])), rtol=1e-6)
+    assert np.abs(k).max() > 1000
+    if domain == "log" and spread > 1:
+        running = begin_steps(init_state((2, 2), 4, 4))
+        for each in zip(*(np.moveaxis(x, 2, 0) for x in (q, k, values, log_decay)), strict=True):
+            _, running = jax.jit(take_step)(running, *each)
+        assert not end_steps(running)[1].all()
+    q, k, values, total = (np.asarray(x, np.float64) for x in (q, k, values, log_decay))
+    total = np.cumsum(total, axis=2)
+    scores = logsumexp(q[:, :, :, None] + k[:, :, None], axis=-1) + total[..., :, None] - total[..., None, :]
+    scores = np.where(np.tri(q.shape[2], dtype=bool), scores, -np.inf)
+    log_weights = (scores - logsumexp(scores, axis=-1, keepdims=True))[..., None]
+    if domain == "log":
+        want = logsumexp(log_weights + values[:, :, None], axis=3)
+    else:
+        want = np.sum(np.exp(log_weights) * values[:, :, None], axis=3)
+    np.testing.assert_allclose(y, want, rtol=1e-6, atol=3e-6 * np.abs(values).max())
+
+
+def run_attention(path, config, rng):
+    """Return q, k, values, log decays and outputs [B, H, T, ...] of the only layer while it reads random tokens."""
+    graph = onnx.load(path)
     find = lambda kind: [node for node in graph.graph.node if node.op_type == kind]
-    inner = [*find("Split")[0].output, find("Reshape")[1].input[0]]  # q, k, values, y
+    (decay,) = (node.output[0] for node in find("Mul") if "layer_0.gate.scale" in node.input)
+    inner = [*find("Split")[0].output, decay, find("Reshape")[1].input[0]]
     graph.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
     model, names = session(graph.SerializeToString()), list(state_shapes(config))
     state, found = empty_state(config, 2), []
@@ -136,21 +176,7 @@ def test_exponents_of_any_size_lose_nothing(domain, rng, tmp_path):
         _, *after = model.run(None, {"tokens": token, **state})
         state = dict(zip(names, after[: len(names)], strict=True))
         found.append(after[len(names) :])
-    q, k, values, y = (np.stack(x, axis=2) for x in zip(*found, strict=True))  # [B, H, T, ...]
-    q64, k64, values64 = (np.asarray(x, np.float64) for x in (q, k, values))
-    scores = logsumexp(q64[:, :, :, None] + k64[:, :, None], axis=-1)
-    scores = np.where(np.tri(200, dtype=bool), scores, -np.inf)
-    log_weights = (scores - logsumexp(scores, axis=-1, keepdims=True))[..., None]
-    if domain == "log":
-        want = logsumexp(log_weights + values64[:, :, None], axis=3)
-        running = begin_steps(init_state((2, 2), 4, 4))
-        for each in zip(*(np.moveaxis(x, 2, 0) for x in (q, k, values)), strict=True):
-            _, running = jax.jit(take_step)(running, *each)
-        assert not end_steps(running)[1].all()
-    else:
-        want = np.sum(np.exp(log_weights) * values64[:, :, None], axis=3)
-    assert np.abs(k).max() > 200
-    np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6 * np.abs(values).max())
+    return [np.stack(x, axis=2) for x in zip(*found, strict=True)]
 
 
 # ---- folders ---------------------------------------------------------------------------------------
@@ -164,7 +190,7 @@ def test_the_folder_says_what_it_holds(rng, tmp_path):
     inputs = {each.name: each for each in model.get_inputs()}
     assert list(inputs) == ["tokens", *names] == ["tokens", *record["state"]]
     for name, facts in record["state"].items():
-        assert inputs[name].shape == ["B", *facts["shape"]] and facts["dtype"] == "float32" and facts["initial"] == 0
+        assert inputs[name].shape == ["B", *facts["shape"]] and facts["dtype"] == "float32"
     metadata = model.get_modelmeta().custom_metadata_map
     assert json.loads(metadata["config"]) == record["config"]
     assert (metadata["tokenizer"], metadata["step"]) == ("bytes", "7")
@@ -192,7 +218,7 @@ def test_only_an_earlier_export_is_replaced(rng, tmp_path):
     [
         (dict(attention="softmax"), "model.attention = 'softmax': .*train a model with attention = heinsen"),
         (dict(attention="heinsen,window", window=4), "model.attention = 'heinsen,window'.*without --format=onnx"),
-        (dict(objective="masked"), "model.objective = 'masked' predicts no next token: .*objective = next_token"),
+        (dict(objective="masked"), "model.objective = 'masked'.*needs next_token; .*objective = next_token"),
     ],
 )
 def test_other_models_are_refused(changes, message, tmp_path):

@@ -9,7 +9,6 @@ DIR/tokenizer.json      of a tokenizer that is a file
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -22,7 +21,7 @@ from heinsen.export import ExportError
 from heinsen.files import atomic_folder
 from heinsen.models import ModelConfig, Params, count_params
 
-FORMAT, FORMAT_VERSION = "heinsen onnx step", 1
+FORMAT = "heinsen onnx step"
 MODEL_FILE, RECORD_FILE, STATE_FILE = "model.onnx", "model.json", "state.safetensors"
 
 _MOST_PARAMETERS = (2**31 - 2**24) // 4  # protobuf's limit of 2 GiB, with room for the graph
@@ -34,16 +33,14 @@ def check_exportable(config: ModelConfig) -> None:
         import onnx  # noqa: F401
     except ImportError as error:
         raise ExportError(f"--format=onnx needs a package ({error}): pip install 'onnx>=1.17'") from error
-    how = "export it without --format=onnx, or train a model with"
-    if not config.causal:
-        raise ExportError(
-            f"model.objective = {config.objective!r} predicts no next token: {how} objective = next_token"
-        )
-    if set(config.pattern) != {"heinsen"}:
-        raise ExportError(
-            f"model.attention = {config.attention!r}: one step in ONNX has layers of heinsen attention alone, whose "
-            f"state has a constant size; {how} attention = heinsen"
-        )
+    wanted = {"objective": "next_token", "attention": "heinsen"}
+    is_wanted = {"objective": config.causal, "attention": set(config.pattern) == {"heinsen"}}
+    for field, value in wanted.items():
+        if not is_wanted[field]:
+            raise ExportError(
+                f"model.{field} = {getattr(config, field)!r}: one step in ONNX needs {value}; export it without "
+                f"--format=onnx, or train a model with {field} = {value}"
+            )
 
 
 def save_step(
@@ -74,15 +71,16 @@ def save_step(
     _check_free(folder, overwrite)
     from heinsen.contrib.onnx.step import build_step  # imports onnx
 
-    model = json.dumps(dataclasses.asdict(config))
-    content = build_step(
-        config, params, {"config": model, "tokenizer": tokenizer.name, "step": str(step)}
-    ).SerializeToString()
-    files = {MODEL_FILE: content}
+    model = dataclasses.asdict(config)
+    metadata = {"config": json.dumps(model), "tokenizer": tokenizer.name, "step": str(step)}
+    files = {MODEL_FILE: build_step(config, params, metadata).SerializeToString()}
     if prefix is not None:
-        logits = np.asarray(prefix.logits, np.float32)[:, : config.vocab_size]
-        files[STATE_FILE] = save({"logits": np.ascontiguousarray(logits)} | to_step_state(config, prefix.state))
-    files[RECORD_FILE] = (json.dumps(_record(config, tokenizer, step), indent=1) + "\n").encode()
+        logits = np.array(prefix.logits, np.float32)[:, : config.vocab_size].copy()
+        files[STATE_FILE] = save({"logits": logits} | to_step_state(config, prefix.state))
+    state = {name: {"shape": shape, "dtype": state_dtype(name)} for name, shape in state_shapes(config).items()}
+    of_text = {"tokenizer": tokenizer.name, "end_of_text": tokenizer.eot_id}
+    record = {"format": FORMAT, "format_version": 1, "step": step, **of_text, "config": model, "state": state}
+    files[RECORD_FILE] = (json.dumps(record, indent=1) + "\n").encode()
     names = list(files) if tokenizer.content is None else [TOKENIZER_FILE, *files]
     try:
         with atomic_folder(folder, names) as temporary:
@@ -93,22 +91,7 @@ def save_step(
             (folder / STATE_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise ExportError(f"{folder} cannot be written: {describe(error)}. Use another folder") from error
-    return len(content)
-
-
-def _record(config: ModelConfig, tokenizer: Tokenizer, step: int) -> dict[str, Any]:
-    state = {
-        name: {"shape": shape, "dtype": state_dtype(name), "initial": 0} for name, shape in state_shapes(config).items()
-    }
-    return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "tokenizer": tokenizer.name,
-        "end_of_text": tokenizer.eot_id,
-        "step": step,
-        "config": dataclasses.asdict(config),
-        "state": state,
-    }
+    return len(files[MODEL_FILE])
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:

@@ -12,13 +12,10 @@ nor underflows, whatever the keys and values. So a step loses no more than round
 as those of `heinsen.ops.states.RunningState` may.
 """
 
-import jax.numpy as jnp
 import numpy as np
 
 from heinsen.models import ModelConfig, ModelState
 from heinsen.ops.states import LogState
-
-StepState = dict[str, np.ndarray]
 
 
 def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -44,12 +41,7 @@ def state_dtype(name: str) -> str:
     return "int32" if name == "place" else "float32"
 
 
-def empty_state(config: ModelConfig, batch_size: int) -> StepState:
-    """Return the state before any token: zeros [batch_size, ...]."""
-    return {name: np.zeros((batch_size, *shape), state_dtype(name)) for name, shape in state_shapes(config).items()}
-
-
-def to_step_state(config: ModelConfig, state: ModelState) -> StepState:
+def to_step_state(config: ModelConfig, state: ModelState) -> dict[str, np.ndarray]:
     """Convert a state of `heinsen.models.forward`, such as a saved one, to the tensors [B, ...] of `state_shapes`."""
     places = np.asarray(state.n_tokens - state.document_start)
     found = {"position": np.asarray(state.position), "place": places}
@@ -62,7 +54,7 @@ def to_step_state(config: ModelConfig, state: ModelState) -> StepState:
         else:
             found[f"layer_{i}.mean"] = np.asarray(attention.mean)
         if inputs is not None:  # those of an earlier document are not seen
-            age = jnp.arange(inputs.shape[2], 0, -1)
+            age = np.arange(inputs.shape[2], 0, -1)
             seen = age <= places[:, None]
             found[f"layer_{i}.inputs"] = np.where(seen[:, None, :, None], inputs, 0)
     return {name: np.asarray(found[name], state_dtype(name)) for name in state_shapes(config)}
