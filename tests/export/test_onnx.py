@@ -69,7 +69,7 @@ def session(path):
 def steps(run, names, tokens, state):
     """Return the logits [B, T, vocab] of tokens [B, T] read one by one, and the state after them."""
     found = []
-    for each in tokens.T:
+    for each in np.ascontiguousarray(tokens.T):  # as the evaluator of onnx 1.17 needs them
         logits, *after = run(["logits", *(f"new.{name}" for name in names)], {"tokens": each, **state})
         found.append(logits)
         state = dict(zip(names, after, strict=True))
