@@ -1,6 +1,7 @@
 """Export the weights of a run's newest checkpoint as one folder: safetensors, config, tokenizer, model card.
 
     python scripts/export.py --workdir=RUN --out=DIR [--dtype=bfloat16] [--format=hf] [--overwrite]
+    python scripts/export.py --workdir=RUN --out=DIR --format=onnx [--state=FILE] [--overwrite]
 
 eval.py, scripts/generate.py and train.py --config.init_from accept DIR in place of a run. The paper's model is written
 under the names of the published PyTorch module, for its `load_state_dict`.
@@ -8,6 +9,9 @@ under the names of the published PyTorch module, for its `load_state_dict`.
 With --format=hf, for models of heinsen attention, the folder is one that transformers loads, with the model in PyTorch
 and the tokenizer; what transformers saves from it is accepted in place of a run, too. `hf upload USER/NAME DIR` puts it
 on the Hugging Face Hub.
+
+With --format=onnx, for the same models, the folder holds one decoding step for any runtime of ONNX, such as a browser's
+(`heinsen/contrib/onnx`; examples/browser has a page). --state adds what scripts/generate.py --save_state wrote.
 """
 
 import dataclasses
@@ -21,19 +25,23 @@ from absl import app, flags, logging
 
 from configs import default
 from heinsen.errors import exit_on_error
-from scripts.cli import parse_flags, refuse_address, show_help
+from scripts.cli import parse_flags, refuse, refuse_address, show_help
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
 OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Dtype on disk; float32 is lossless.")
-FORMAT = flags.DEFINE_enum("format", "heinsen", ("heinsen", "hf"), "hf: a folder that transformers loads.")
+FORMAT = flags.DEFINE_enum(
+    "format", "heinsen", ("heinsen", "hf", "onnx"), "hf: a folder that transformers loads; onnx: one decoding step."
+)
+STATE = flags.DEFINE_string("state", None, "With --format=onnx: a state that scripts/generate.py saved.")
 OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an earlier export in --out.")
 
 show_help(__name__)
 
 import jax
 
-from heinsen.data.tokenizer import read_tokenizer_file
+from heinsen.data.tokenizer import get_tokenizer, read_tokenizer_file
+from heinsen.decoding import digest, load_prefix
 from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
@@ -47,14 +55,18 @@ from heinsen.weights import load_params
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     refuse_address("out")
+    if FORMAT.value == "onnx" and DTYPE.value != "float32":
+        refuse(f"--dtype={DTYPE.value} is no dtype of --format=onnx, which computes in float32")
+    if FORMAT.value != "onnx" and STATE.value is not None:
+        refuse("--state is an option of --format=onnx: other exports read the file with generate.py --load_state")
     with exit_on_error():
-        print(export(local_run(WORKDIR.value), Path(OUT.value)))
+        write = export_step if FORMAT.value == "onnx" else export
+        print(write(local_run(WORKDIR.value), Path(OUT.value)))
 
 
 def export(workdir: Path, out: Path) -> str:
     """Write the export, and return a line about it. Raises HeinsenError."""
-    if is_export(workdir):
-        raise RunError(f"{workdir} holds exported weights already: copy it, or give the run that they come from")
+    check_run(workdir)
     tokenizer = load_tokenizer_name(workdir)
     config, for_transformers = load_run(workdir), FORMAT.value == "hf"
     step, params = load_params(workdir, config.model, make_mesh())
@@ -76,6 +88,28 @@ def export(workdir: Path, out: Path) -> str:
         f"{out}: {n_params:,} parameters of {workdir} after step {step}, {manifest.dtype}, layout "
         f"{manifest.layout}, {manifest.weights.bytes / 2**20:,.1f} MiB"
     )
+
+
+def check_run(workdir: Path) -> None:
+    """Raise RunError for an export."""
+    if is_export(workdir):
+        raise RunError(f"{workdir} holds exported weights already: copy it, or give the run that they come from")
+
+
+def export_step(workdir: Path, out: Path) -> str:
+    """Write one decoding step in ONNX, and return a line about it. Raises HeinsenError."""
+    from heinsen.contrib import onnx  # the only use of this part of contrib
+
+    check_run(workdir)
+    tokenizer = get_tokenizer(load_tokenizer_name(workdir), workdir)
+    run = load_run(workdir).model
+    onnx.check_exportable(run)
+    step, params = load_params(workdir, run, make_mesh())
+    # The model may have more ids than the tokenizer, which generate.py never draws either.
+    model = dataclasses.replace(run, vocab_size=tokenizer.vocab_size)
+    prefix = None if STATE.value is None else load_prefix(Path(STATE.value), model, digest(params))
+    size = onnx.save_step(out, model, tokenizer, params, step=step, prefix=prefix, overwrite=OVERWRITE.value)
+    return f"{out}: one decoding step of {workdir} after step {step} in ONNX, {size / 2**20:,.1f} MiB"
 
 
 # ---- the model card ------------------------------------------------------------------------------
