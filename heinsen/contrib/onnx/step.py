@@ -117,35 +117,40 @@ class _Step:
 
     def attend(self, q: Value, k: Value, values: Value, log_decay: Value | None, name: str) -> Value:
         """Equations (6) and (5): update sums and means by k [B, H, K] and values [B, H, V], then read them with q."""
-        g, is_log = self.graph, self.config.value_domain == "log"
         mean, last = self.before[f"{name}.mean"], lambda x: self._unsqueeze(x, 3)
+        values = self._unsqueeze(values, 2)
         z_before, z_exponent = self.before[f"{name}.key_sum"], self.before[f"{name}.key_sum_exponent"]
         sums = self.add_to(z_before, z_exponent, log_decay, k)
-        z = sums.old + sums.new
-        self.after[f"{name}.key_sum"], self.after[f"{name}.key_sum_exponent"] = z, sums.exponent
-        if is_log:  # the mean's numerator, relative to the new exponent of its denominator
+        z, mean_exponent = sums.old + sums.new, None
+        if self.config.value_domain == "log":  # the mean's numerator, relative to the new exponent of its denominator
             exponent = self.before[f"{name}.mean_exponent"] + last(z_exponent - sums.exponent)
             decay = None if log_decay is None else last(log_decay)
-            values = self._unsqueeze(values, 2)
             parts = self.add_to(mean * last(z_before), exponent, decay, last(k - sums.exponent), values)
-            mean = (parts.old + parts.new) / last(z)
-            self.after[f"{name}.mean_exponent"] = parts.exponent
+            mean, mean_exponent = (parts.old + parts.new) / last(z), parts.exponent
+            self.after[f"{name}.mean_exponent"] = mean_exponent
         else:
-            mean = last(sums.old / z) * mean + last(sums.new / z) * self._unsqueeze(values, 2)
-        self.after[f"{name}.mean"] = mean
-        # Whole numbers are added without rounding, whatever their size; the rest is small.
-        whole = g.apply("Floor", q)
-        rest = (q - whole) + g.apply("Log", z)
-        whole = whole + sums.exponent
+            mean = last(sums.old / z) * mean + last(sums.new / z) * values
+        self.after |= {f"{name}.key_sum": z, f"{name}.key_sum_exponent": sums.exponent, f"{name}.mean": mean}
+        return self.read(q, z, sums.exponent, mean, mean_exponent)
+
+    def read(self, q: Value, z: Value, z_exponent: Value, mean: Value, mean_exponent: Value | None) -> Value:
+        """Equation (5): mean [B, H, V] of the key features' means, with weights exp(q) z exp(z_exponent).
+
+        Of log values it is the logarithm. Whole numbers are added without rounding, whatever their size; the rest is
+        small.
+        """
+        g, last = self.graph, lambda x: self._unsqueeze(x, 3)
+        floor = g.apply("Floor", q)
+        whole, rest = floor + z_exponent, (q - floor) + g.apply("Log", z)
         whole = whole - self._reduce("Max", whole, 2, keepdims=1)
         weights = self.exp(whole + rest)
-        if not is_log:
-            weights = weights / self._reduce("Sum", weights, 2, keepdims=1)
-            return self._squeeze(g.apply("MatMul", self._unsqueeze(weights, 2), mean), 2)
-        whole = last(whole) + parts.exponent
+        total = self._reduce("Sum", weights, 2, keepdims=1)
+        if mean_exponent is None:
+            return self._squeeze(g.apply("MatMul", self._unsqueeze(weights / total, 2), mean), 2)
+        whole = last(whole) + mean_exponent
         top = self._reduce("Max", whole, 2, keepdims=1)
         y = self._reduce("Sum", mean * self.exp((whole - top) + last(rest)), 2)
-        return (g.apply("Log", y) + self._squeeze(top, 2)) - g.apply("Log", self._reduce("Sum", weights, 2, keepdims=1))
+        return (g.apply("Log", y) + self._squeeze(top, 2)) - g.apply("Log", total)
 
     def add_to(
         self, x: Value, exponent: Value, log_factor: Value | None, log_term: Value, more: Value | None = None
