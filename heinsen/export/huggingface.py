@@ -33,8 +33,8 @@ _EOT = EOT_BYTES.decode()
 
 def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
     """Return the tensors of the PyTorch module. Raises ExportError for models that it cannot be."""
-    if not config.causal or not all(mixer.in_transformers for mixer in config.mixers):
-        kinds = " and ".join(name for name, build in MIXERS.items() if build(config).in_transformers)
+    if not config.causal or not all(mixer.is_exportable for mixer in config.mixers):
+        kinds = " and ".join(name for name, build in MIXERS.items() if build(config).is_exportable)
         raise ExportError(
             f"transformers gets models of {kinds} attention that predict the next token, not model.attention = "
             f"{config.attention!r} with objective = {config.objective!r}: export it without --format=hf"

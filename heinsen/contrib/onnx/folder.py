@@ -34,7 +34,7 @@ def check_exportable(config: ModelConfig) -> None:
     except ImportError as error:
         raise ExportError(f"--format=onnx needs a package ({error}): pip install 'onnx>=1.17'") from error
     wanted = {"objective": "next_token", "attention": "heinsen"}
-    is_wanted = {"objective": config.causal, "attention": set(config.pattern) == {"heinsen"}}
+    is_wanted = {"objective": config.causal, "attention": all(x.is_exportable for x in config.mixers)}
     for field, value in wanted.items():
         if not is_wanted[field]:
             raise ExportError(

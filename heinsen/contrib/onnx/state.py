@@ -15,7 +15,6 @@ as those of `heinsen.ops.states.RunningState` may.
 import numpy as np
 
 from heinsen.models import ModelConfig, ModelState
-from heinsen.ops.states import LogState
 
 
 def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -48,7 +47,7 @@ def to_step_state(config: ModelConfig, state: ModelState) -> dict[str, np.ndarra
     for i, (attention, inputs) in enumerate(zip(state.attention, state.convolution, strict=True)):
         h_z = np.asarray(attention.h_z, np.float64)
         found[f"layer_{i}.key_sum"], found[f"layer_{i}.key_sum_exponent"] = _scaled(h_z)
-        if isinstance(attention, LogState):
+        if config.value_domain == "log":
             log_mean = np.asarray(attention.h_s, np.float64) - np.where(h_z == -np.inf, 0, h_z)[..., None]
             found[f"layer_{i}.mean"], found[f"layer_{i}.mean_exponent"] = _scaled(log_mean)
         else:

@@ -56,8 +56,8 @@ class Mixer(abc.ABC, Generic[State]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
-    # Whether the model that is exported for transformers has it (`heinsen.export.huggingface`).
-    in_transformers: ClassVar[bool] = False
+    # Whether exports for other libraries have it: transformers (`heinsen.export.huggingface`) and ONNX.
+    is_exportable: ClassVar[bool] = False
     # Whether the published module has this attention.
     is_published: ClassVar[bool] = False
 

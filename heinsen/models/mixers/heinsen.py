@@ -28,7 +28,7 @@ class Heinsen(Mixer[State], Generic[State]):
     implementation: str | None
 
     signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
-    in_transformers: ClassVar[bool] = True
+    is_exportable: ClassVar[bool] = True
 
     @classmethod
     def from_config(cls, config: Any) -> Mixer[Any]:
