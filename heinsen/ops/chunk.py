@@ -117,15 +117,15 @@ class Merged(NamedTuple):
 def merge(older: Shifts, log_kept: Array, newer: Shifts) -> Merged:
     """How summaries merge, the older one's weights multiplied by exp(log_kept [*batch]) <= 1.
 
-    No mean keeps a larger share than the largest, so the shift b of a part may fall by as much.
+    No mean keeps a larger share than the largest, so the shift b of a part may fall by as much. Shifts are constants.
     """
-    c = jnp.maximum(older.c + log_kept[..., None], newer.c)
+    c = lax.stop_gradient(jnp.maximum(older.c + log_kept[..., None], newer.c))
     parts = [(older, log_kept[..., None]), (newer, jnp.zeros((), c.dtype))]
     shares = [log_share(part.c, kept, c) for part, kept in parts]
     largest = [jnp.max(share, axis=-1, keepdims=True) for share in shares]
     b = None
     if older.b is not None and newer.b is not None:
-        b = jnp.maximum(older.b + largest[0], newer.b + largest[1])
+        b = lax.stop_gradient(jnp.maximum(older.b + largest[0], newer.b + largest[1]))
     scales = []
     for (part, _), share, top in zip(parts, shares, largest, strict=True):
         if b is None or part.b is None:

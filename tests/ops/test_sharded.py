@@ -42,7 +42,9 @@ def value_and_gradients(function, arguments, weights):
 
 mesh = make_mesh(MeshConfig(1, 1, 1, 4))
 q, k, log_v = draw(B, H, T, K), 4 * draw(B, H, T, K), draw(B, H, T, V)
-before = LogState(draw(B, H, K, V), draw(B, H, K))
+# In one head the state before has small weights and large values, so that decays move the largest mean of both.
+large = jnp.zeros((B, H)).at[1, 0].set(10)
+before = LogState(draw(B, H, K, V) + 2 * large[..., None, None], draw(B, H, K) - large[..., None])
 weights = draw(B, H, T, V), draw(B, H, K, V), draw(B, H, K)
 # Documents that end within a device's tokens, at their end, in a device's first token; and one over three devices.
 documents = np.zeros((4, 1, T), int)
