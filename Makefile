@@ -4,6 +4,7 @@
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
 # make transformers  compares exports with PyTorch and transformers, which are large packages
+# make mutants  counts how many of 150 small faults the tests find; takes hours, and resumes
 # make remote  tests runs and data at addresses s3://... on a local server, whose packages are large
 # make docs    builds the documentation as a site, in site/
 # make package  builds the wheel and the sdist in dist/, and tries the wheel in an empty environment
