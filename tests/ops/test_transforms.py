@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import heinsen
+from heinsen.ops.delta import delta_rule
 from heinsen.ops.linear import linear_attention
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,14 @@ FUNCTIONS = {
     "linear": linear_attention,
     "sigmoid": heinsen.sigmoid_attention,
 }
+
+
+def unit_delta_rule(q, k, v, **options):
+    """The delta rule with unit keys, and strengths that depend on them."""
+    return delta_rule(q, k / jnp.linalg.norm(k, axis=-1, keepdims=True), v, jax.nn.sigmoid(k[..., 0]), **options)
+
+
+OF_KEYS = FUNCTIONS | {"delta": unit_delta_rule}  # of queries, keys and values
 OPTIONS = {
     "causal": dict(),
     "all options": dict(log_decay=True, segment_ids=True, state=True),
@@ -33,9 +42,10 @@ OPTIONS = {
 # Both kinds of values run the same loops: the second one takes the options together.
 CASES = [(name, option) for name in ("log_attention", "linear") for option in OPTIONS]
 CASES += [("attention", "all options"), ("attention", "all keys"), ("sigmoid", "causal"), ("sigmoid", "all keys")]
-CASES += [("sigmoid", "all keys of documents")]
+CASES += [("sigmoid", "all keys of documents"), ("delta", "all options")]
 # Those that have every loop between them: others on meshes are among the long tests.
 LOOPS = [("log_attention", "all options"), ("attention", "all keys"), ("linear", "all options"), ("sigmoid", "causal")]
+LOOPS += [("delta", "all options")]
 
 
 def draw(rng, name, option, n_tokens=40, **given):
@@ -48,7 +58,7 @@ def draw(rng, name, option, n_tokens=40, **given):
         "segment_ids": jnp.asarray(np.cumsum(rng.random((4, 1, n_tokens)) < 0.1, axis=-1)),
     }
     arrays += [extra[key] for key in names]
-    function = FUNCTIONS[name]
+    function = OF_KEYS[name]
     if given.pop("state", False):
         before = [jnp.asarray(rng.standard_normal((4, 2, 7, n)), jnp.float32) for n in (3, 3, 5)]
         arrays.append(function(*before, return_state=True)[1])

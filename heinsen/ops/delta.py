@@ -1,0 +1,215 @@
+"""The gated delta rule: linear attention that corrects what it remembers of a key instead of adding to it.
+
+    S[t] = exp(log_decay[t]) (I - beta[t] k[t] k[t]^T) S[t-1] + beta[t] k[t] v[t]^T,   y[t] = S[t]^T q[t]
+
+(Yang, Kautz & Hatamizadeh, 2024, arXiv:2412.06464.) With a unit key, S[t] answers k[t] with a share beta[t] of v[t] and
+1 - beta[t] of what it answered before. What token t adds is k[t] u[t]^T with the correction u[t] = beta[t] (v[t] -
+exp(log_decay[t]) S[t-1]^T k[t]). In a chunk, where exp(G[t] - G[s]) is left of token s at token t and exp(G[t]) of the
+state S before the chunk, the corrections are the rows of U in a triangular system:
+
+    (I + A) U = diag(beta) (V - diag(exp(G)) K S),   A[t, s] = beta[t] exp(G[t] - G[s]) k[t] . k[s]     for s < t
+
+U is affine in S, and so is the state after the chunk. Tokens are processed in chunks of C: a scan of products with
+K x K matrices gives the state before each chunk, and all else is computed for all chunks at once. Memory is linear in
+T.
+
+Axes: `*batch` any leading axes; T tokens; K key and V value features; N chunks of C tokens.
+"""
+
+from functools import partial
+from typing import Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from heinsen.ops.api import check_known_tokens, check_log_decay, on_automatic_axes, prepare
+from heinsen.ops.checks import check_fits, check_float, check_state
+from heinsen.ops.decay import chunk_decay
+from heinsen.ops.exact import vary_together
+
+_CHUNK = 64  # tokens, a power of two
+
+
+class DeltaState(NamedTuple):
+    """S, which answers a key with a value, in float32 or wider."""
+
+    memory: Float[Array, "*batch K V"]
+
+
+def init_delta_state(
+    batch_shape: tuple[int, ...], d_key: int, d_value: int, dtype: DTypeLike = jnp.float32
+) -> DeltaState:
+    """State before any token. Raises TypeError for a dtype that is not floating point."""
+    check_float("the state", dtype)
+    return DeltaState(jnp.zeros((*batch_shape, d_key, d_value), dtype))
+
+
+@overload
+def delta_rule(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch T K"],
+    v: Float[Array, "*batch T V"],
+    beta: Float[Array, "*batch T"],
+    *,
+    log_decay: Float[Array, "*batch T"] | None = ...,
+    state: DeltaState | None = ...,
+    segment_ids: Int[Array, "*#batch T"] | None = ...,
+    return_state: Literal[False] = ...,
+) -> Float[Array, "*batch T V"]: ...
+
+
+@overload
+def delta_rule(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch T K"],
+    v: Float[Array, "*batch T V"],
+    beta: Float[Array, "*batch T"],
+    *,
+    log_decay: Float[Array, "*batch T"] | None = ...,
+    state: DeltaState | None = ...,
+    segment_ids: Int[Array, "*#batch T"] | None = ...,
+    return_state: Literal[True],
+) -> tuple[Float[Array, "*batch T V"], DeltaState]: ...
+
+
+def delta_rule(
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch T K"],
+    v: Float[Array, "*batch T V"],
+    beta: Float[Array, "*batch T"],
+    *,
+    log_decay: Float[Array, "*batch T"] | None = None,
+    state: DeltaState | None = None,
+    segment_ids: Int[Array, "*#batch T"] | None = None,
+    return_state: bool = False,
+) -> Float[Array, "*batch T V"] | tuple[Float[Array, "*batch T V"], DeltaState]:
+    """y [*batch, T, V] of the gated delta rule, causal.
+
+    Args:
+      q, k, v: queries, keys and values of either sign. Keys have a norm of at most 1: where beta |k|^2 goes beyond 2,
+        the state grows without bound.
+      beta: from 0 to 1, how much of the value a token writes; 0 leaves the state as it is.
+      log_decay: as in `heinsen.log_attention`: token t multiplies the state before it by exp(log_decay[t]) <= 1.
+      state: S before the first token, visible to all queries of the first document.
+      segment_ids: packed documents. Tokens see each other only within a run of equal ids. `state` continues into the
+        first run, and the returned state is that of the last run.
+      return_state: also return the `DeltaState` after all tokens.
+
+    Computes in float32, or float64 for float64 inputs; y has v's dtype. A value that is not finite reaches all queries
+    of its chunk and later ones.
+
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
+    """
+    (q, k, values), starts, log_decay = prepare(q, k, v, log_decay, True, segment_ids, "v")
+    out_dtype, v = v.dtype, values
+    check_log_decay(beta, k, causal=True, name="beta")
+    check_known_tokens(q.shape[-2])
+    if state is None:
+        state = init_delta_state(k.shape[:-2], k.shape[-1], v.shape[-1], v.dtype)
+    check_state("state", state, DeltaState)
+    check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1]),), k, v)
+    initial = state.memory.astype(v.dtype)
+    y, final = on_automatic_axes(_attend, q, k, v, beta.astype(v.dtype), initial, starts, log_decay)
+    y = y.astype(out_dtype)
+    return (y, DeltaState(final)) if return_state else y
+
+
+@jax.jit
+def _attend(
+    q: Array, k: Array, v: Array, beta: Array, initial: Array, starts: Array | None, log_decay: Array | None
+) -> tuple[Array, Array]:
+    """The outputs and S after all tokens. Jitted: see `exact.run`."""
+    arguments = vary_together(q, k, v, beta, initial, starts, log_decay)
+    run = _one_token if q.shape[-2] == 1 else _in_chunks
+    return run(*arguments)
+
+
+def _one_token(
+    q: Array, k: Array, v: Array, beta: Array, memory: Array, starts: Array | None, log_decay: Array | None
+) -> tuple[Array, Array]:
+    """The recurrence itself."""
+    if log_decay is not None:
+        memory = memory * jnp.exp(log_decay)[..., None]
+    if starts is not None:
+        memory = jnp.where(starts[..., None], 0.0, memory)
+    corrections = beta[..., None] * (v - _einsum("...tk,...kv->...tv", k, memory))
+    memory = memory + _einsum("...tk,...tv->...kv", k, corrections)
+    return _einsum("...tk,...kv->...tv", q, memory), memory
+
+
+def _in_chunks(
+    q: Array, k: Array, v: Array, beta: Array, initial: Array, starts: Array | None, log_decay: Array | None
+) -> tuple[Array, Array]:
+    """Chunk by chunk. Tokens that fill up the last one write nothing."""
+    n_tokens = q.shape[-2]
+    size = min(_CHUNK, 1 << (n_tokens - 1).bit_length())
+    q, k, v, beta = (_split(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
+    log_decay, starts = (None if x is None else _split(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
+    decay = chunk_decay(log_decay, starts, size, q.dtype)
+    of_keys, kept = jnp.exp(decay.of_keys), jnp.exp(decay.kept)[..., None, None]
+    of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.of_before, decay.until_end))
+
+    # Corrections are `own` where the state before the chunk is 0, and else less by `answers` times it.
+    across = jnp.tril(beta * of_keys * _einsum("...tk,...sk->...ts", k, k), -1)
+    solved = _solve(across, beta * jnp.concatenate([v, of_before * k], axis=-1))
+    own, answers = jnp.split(solved, [v.shape[-1]], axis=-1)
+    last_k = until_end * k
+    transition = kept * jnp.eye(k.shape[-1], dtype=k.dtype) - _einsum("...sk,...sj->...kj", last_k, answers)
+    added = _einsum("...sk,...sv->...kv", last_k, own)
+
+    def step(memory: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        transition, added = chunk
+        return _einsum("...kj,...jv->...kv", transition, memory) + added, memory
+
+    final, before = lax.scan(step, initial, (jnp.moveaxis(transition, -3, 0), jnp.moveaxis(added, -3, 0)))
+    before = jnp.moveaxis(before, 0, -3)  # [*batch, N, K, V]
+    corrections = own - _einsum("...tk,...kv->...tv", answers, before)
+    weights = of_keys * _einsum("...tk,...sk->...ts", q, k)
+    y = _einsum("...ts,...sv->...tv", weights, corrections)
+    y = y + _einsum("...tk,...kv->...tv", of_before * q, before)
+    return y.reshape(*y.shape[:-3], -1, y.shape[-1])[..., :n_tokens, :], final
+
+
+@jax.custom_jvp
+def _solve(a: Array, b: Array) -> Array:
+    """x with (I + a) x = b, for strictly lower triangular a [*batch, C, C] and b [*batch, C, F]."""
+    return _einsum("...ts,...sf->...tf", _inverse(a), b)
+
+
+@_solve.defjvp
+def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """From (I + a) dx = db - da x, without derivatives of the inverse."""
+    (a, b), (da, db) = primals, tangents
+    inverse = _inverse(a)
+    x = _einsum("...ts,...sf->...tf", inverse, b)
+    return x, _einsum("...ts,...sf->...tf", inverse, db - _einsum("...ts,...sf->...tf", da, x))
+
+
+def _inverse(a: Array) -> Array:
+    """(I + a)^-1 for strictly lower triangular a [*batch, C, C], C a power of two: from the inverses of its halves.
+
+    As in forward substitution, all intermediate results are answers of the delta rule, at most 1 with keys of norm 1.
+    Powers of a would be binomial coefficients where keys are alike.
+    """
+    size = a.shape[-1]
+    if size <= 2:
+        return jnp.eye(size, dtype=a.dtype) - a
+    half = size // 2
+    first, second = _inverse(jnp.stack([a[..., :half, :half], a[..., half:, half:]]))
+    below = -_einsum("...ts,...sr,...rq->...tq", second, a[..., half:, :half], first)
+    above = jnp.zeros_like(below)
+    return jnp.concatenate([jnp.concatenate(x, axis=-1) for x in ((first, above), (below, second))], axis=-2)
+
+
+def _split(x: Array, size: int, axis: int) -> Array:
+    """Split the tokens on `axis` (negative) into chunks [N, C], padded with zeros."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % size)
+    axis += x.ndim
+    return jnp.pad(x, widths).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+
+_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
