@@ -34,13 +34,13 @@ def get_config() -> ConfigDict:
                 n_heads=24,
                 d_key=32,
                 d_value=32,
-                attention="heinsen",  # or softmax, sigmoid, linear, window; or a repeating pattern: heinsen*3,softmax
+                attention="heinsen",  # or softmax, sigmoid, linear, window, delta; or a pattern: heinsen*3,softmax
                 sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
                 window=placeholder(int),  # window: number of last tokens that each one sees, itself included
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
                 convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
-                gate="none",  # heinsen, linear: head: a forget gate, one number per head and token
+                gate="none",  # heinsen, linear, delta: head: a forget gate, one number per head and token
                 gate_shortest=2.0,  # its heads' time constants at the start, in tokens, run geometrically from this ...
                 gate_longest=4096.0,  # ... to this
                 output_gate=False,  # whether the attention's output is multiplied by 2 sigmoid(Wg x)

@@ -46,6 +46,8 @@ PARAMETER_RULES: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = (
     ("/gate/kernel", (None, None, "tensor")),  # [L, D, H]
     ("/gate/bias", (None, "tensor")),
     ("/gate/scale", (None, "tensor")),
+    ("strength/kernel", (None, None, "tensor")),  # [L, D, H]
+    ("strength/bias", (None, "tensor")),
     ("output_gate/kernel", (None, "fsdp", "tensor")),  # [L, D, H V], head by head
     ("output_gate/bias", (None, "tensor")),
     ("w2/kernel", (None, "tensor", "fsdp")),  # [L, H V, 2D], head by head

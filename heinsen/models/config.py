@@ -41,8 +41,8 @@ class ModelConfig:
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
       convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
         on; 0: none.
-      gate: a forget gate for heinsen and linear layers (`heinsen.models.gate`), "head": one number per head and token;
-        in a masked model one for each direction, for heinsen layers alone, in the chunked implementation.
+      gate: a forget gate for heinsen, linear and delta layers (`heinsen.models.gate`), "head": one number per head and
+        token; in a masked model one for each direction, for heinsen layers alone, in the chunked implementation.
       gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
       output_gate: whether the attention's output is multiplied by a gate (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
@@ -146,7 +146,7 @@ class ModelConfig:
                 "chunks; set it to chunked or None, or model.gate to none"
             )
         if not any(mixer.takes_log_decay for mixer in self.mixers):
-            kinds = " and ".join(kind for kind, build in MIXERS.items() if build(self).takes_log_decay)
+            kinds = ", ".join(kind for kind, build in MIXERS.items() if build(self).takes_log_decay)
             raise ValueError(
                 f"model.gate = {self.gate!r} is an option of {kinds} attention, of which model.attention = "
                 f"{self.attention!r} has none: set it to none"

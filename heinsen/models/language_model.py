@@ -183,6 +183,7 @@ class Layer(nn.Module):
         normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
         q, k, values, inputs = self.project(normed_BxTxD, state.convolution, tokens)
         tokens = self.add_log_decays(normed_BxTxD, tokens)
+        tokens = self.add_strength(normed_BxTxD, tokens)
         if self.mixer.takes_log_decay and self.config.causal:
             k, tokens = hide_padding(k, tokens)
         is_step = state.attention is not None and tokens.slot.shape[1] == 1
@@ -221,6 +222,14 @@ class Layer(nn.Module):
         decays = before if after is None else jnp.concatenate([before, after], axis=1)
         self.record("decay", lambda: jnp.mean(jnp.exp(decays), axis=(0, 2)))
         return tokens._replace(log_decay=before, log_decay_after=after)
+
+    def add_strength(self, normed_BxTxD: Array, tokens: TokenContext) -> TokenContext:
+        """The tokens with strengths sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes them."""
+        if not self.mixer.takes_strength:
+            return tokens
+        c = self.config
+        strength = Dense(c.n_heads, c.dtype, deviation=self.deviation, name="strength")(normed_BxTxD)
+        return tokens._replace(strength=nn.sigmoid(strength).swapaxes(1, 2))
 
     def output(self, y_BxHxTxV: Array, normed_BxTxD: Array) -> Array:
         """The attention of all heads side by side [B, T, H V], times the output gate if there is one."""

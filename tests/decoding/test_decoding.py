@@ -105,7 +105,7 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
         assert np.abs(full_forward(without, params, tokens)[0] - expected).max() > 0.1
 
 
-ALL_KINDS = "heinsen,softmax,linear,sigmoid,window"
+ALL_KINDS = "heinsen,softmax,linear,sigmoid,window,delta"
 SOME_KINDS = "heinsen,softmax,window"  # sigmoid's cache is softmax's, and linear's state adds up as heinsen's does
 
 

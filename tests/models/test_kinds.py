@@ -23,6 +23,7 @@ from heinsen.models import (
 )
 from heinsen.models.mixers import TokenContext
 from heinsen.models.positions import POSITION_CLASSES
+from heinsen.ops.delta import DeltaState
 from heinsen.ops.linear import LinearState
 from heinsen.ops.softmax import KVCache
 from heinsen.ops.states import LogState, MeanState
@@ -58,6 +59,9 @@ VARIANTS = {
         attention="window,heinsen", window=3, position="rotary", block="gpt2", gate="head", document_token=DOCUMENT
     ),
     "linear": dict(attention="linear", output_gate=True, gate="head", document_token=DOCUMENT),
+    "delta": dict(
+        attention="delta,heinsen", position="none", convolution=2, gate="head", document_token=DOCUMENT, **EQUAL
+    ),
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, gate="head", document_token=DOCUMENT
     ),
@@ -72,7 +76,7 @@ VARIANTS = {
         **EQUAL,
     ),
 }
-QUICK = ("paper", "gpt2", "hybrid")
+QUICK = ("paper", "gpt2", "hybrid", "delta")
 
 
 @pytest.fixture(
@@ -153,9 +157,10 @@ def test_pieces_and_steps_equal_the_whole(rng, config):
 
 
 def test_each_kind_has_its_own_state():
-    config = model_config(attention="heinsen,softmax,sigmoid,linear,window", n_layers=5, window=7)
+    config = model_config(attention="heinsen,softmax,sigmoid,linear,window,delta", n_layers=6, window=7)
     states = init_model_state(config, B, 5).attention
-    assert list(map(type, states)) == [LogState, KVCache, KVCache, LinearState, KVCache] and config.has_cache
+    assert list(map(type, states)) == [LogState, KVCache, KVCache, LinearState, KVCache, DeltaState]
+    assert config.has_cache
     assert states[1].k.shape[2] == 5 and states[4].k.shape[2] == 7
     assert not model_config(attention="window", window=7).has_cache
     real = model_config(value_domain="real")
@@ -226,7 +231,7 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
-        (dict(gate="head", attention="softmax"), "of heinsen and linear attention, of which model.attention ="),
+        (dict(gate="head", attention="softmax"), "of heinsen, linear, delta attention, of which model.attention ="),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -237,6 +242,11 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (
             dict(objective="masked", gate="head", implementation="scan"),
             "model.implementation = 'scan': a forget gate in a masked model is computed in chunks; set it to chunked",
+        ),
+        (
+            dict(objective="masked", attention="delta"),
+            "model.objective = 'masked': model.attention = 'delta' has delta layers, which read tokens in their order "
+            "only; set model.objective to next_token, or choose another kind of attention",
         ),
         (dict(objective="masked", padded_vocab_size=257), "set model.padded_vocab_size = 257 above vocab_size = 257"),
     ],
@@ -285,7 +295,9 @@ def test_prompts_that_padding_takes_beyond_the_learned_positions_are_read_and_lo
     assert [longest(5, 6), longest(5, DOCUMENT, 6), longest(DOCUMENT, *[5] * 6, DOCUMENT)] == [6, 5, 7]
 
 
-@pytest.mark.parametrize("name, splits", [("hybrid", False), ("real", False), ("gpt2", False), (None, True)])
+@pytest.mark.parametrize(
+    "name, splits", [("hybrid", False), ("real", False), ("gpt2", False), ("delta", False), (None, True)]
+)
 def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits):
     changes = {f"model__{key}": value for key, value in VARIANTS.get(name, {}).items()}
     config = run_config("unused", **{**changes, "model__n_positions": 16, "model__document_token": None})
@@ -299,7 +311,7 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
         check_mesh(config, mesh)
 
 
-NAMES = ["gpt2", "sigmoid", "window", "linear", "real", "masked"]
+NAMES = ["gpt2", "sigmoid", "window", "linear", "delta", "real", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
 from heinsen.models.masking import mask_tokens
@@ -326,7 +338,8 @@ for name in NAMES:
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
     of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * model.output_gate
-    of_gates = 3 * sum(name in ("heinsen", "linear") for name in model.pattern) * (model.gate == "head")
+    of_gates = 3 * sum(name in ("heinsen", "linear", "delta") for name in model.pattern) * (model.gate == "head")
+    of_gates += 2 * model.pattern.count("delta")  # strengths
     n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer + of_gates
     assert len(split) == n_split, split
     on_mesh = jax.jit(gradient(mesh), in_shardings=(where, split_batch(mesh)))

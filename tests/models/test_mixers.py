@@ -155,7 +155,7 @@ KINDS = set(MIXERS)
 # Modules that belong to one kind, and the classes of their states.
 KIND_MODULES = {"heinsen.ops.states", *(f"heinsen.ops.{kind}" for kind in KINDS)}
 KIND_MODULES |= {f"{MIXER_FILES.replace('/', '.')}.{kind}" for kind in KINDS}
-STATES = {"LogState", "MeanState", "RunningState", "KVCache", "LinearState"}
+STATES = {"LogState", "MeanState", "RunningState", "KVCache", "LinearState", "DeltaState"}
 
 
 def strings_in(node: ast.AST) -> set[str]:

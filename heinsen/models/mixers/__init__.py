@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from heinsen.models.mixers.base import Mixer, TokenContext
+from heinsen.models.mixers.delta import Delta
 from heinsen.models.mixers.heinsen import VALUE_DOMAINS, Heinsen
 from heinsen.models.mixers.linear import Linear
 from heinsen.models.mixers.sigmoid import Sigmoid
@@ -20,6 +21,7 @@ MIXERS: dict[str, Callable[[Any], Mixer[Any]]] = {
     "sigmoid": Sigmoid.from_config,
     "linear": Linear.from_config,
     "window": Window.from_config,
+    "delta": Delta.from_config,
 }
 
 __all__ = ["MIXERS", "Mixer", "TokenContext", "VALUE_DOMAINS"]

@@ -24,7 +24,7 @@ AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
 
 
 class TokenContext(NamedTuple):
-    """Facts about each token that layers need besides its features: cache slot, document, padding, log decays."""
+    """Facts about each token that layers need besides its features: cache slot, document, padding, gates."""
 
     slot: Int[Array, "B T"]  # number of tokens before each, since the state was empty
     first: Int[Array, "B T"]  # slot of the first token that each one sees
@@ -32,6 +32,7 @@ class TokenContext(NamedTuple):
     segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
     log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
     log_decay_after: Float[Array, "B H T"] | None = None  # the gate by which later tokens decay; None if causal
+    strength: Float[Array, "B H T"] | None = None  # from 0 to 1, how much a token writes, for mixers that take it
 
     @property
     def place(self) -> Int[Array, "B T"]:
@@ -56,6 +57,8 @@ class Mixer(abc.ABC, Generic[State]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
+    # Whether tokens write with `TokenContext.strength`. By a strength of 0 the layer hides padding, and not by keys.
+    takes_strength: ClassVar[bool] = False
     # Whether exports for other libraries have it: transformers (`heinsen.export.huggingface`) and ONNX.
     is_exportable: ClassVar[bool] = False
     # Whether the published module has this attention.
@@ -78,7 +81,7 @@ class Mixer(abc.ABC, Generic[State]):
     def takes_log_decay(self) -> bool:
         """Whether it forgets by `TokenContext.log_decay`, and by `log_decay_after` if it is not causal.
 
-        Such mixers give a key of -inf no weight, by which the layer hides padding.
+        Such mixers give a key of -inf no weight, by which the layer hides padding, unless they take a strength.
         """
         return False
 
@@ -145,12 +148,14 @@ class Mixer(abc.ABC, Generic[State]):
 
 
 def hide_padding(k: Float[Array, "B H T K"], tokens: TokenContext) -> tuple[Float[Array, "B H T K"], TokenContext]:
-    """Keys without weight and log decays of 0 where a row has padding: a causal state passes it unchanged."""
+    """Tokens without weight and log decays of 0 where a row has padding: a causal state passes it unchanged."""
     valid = tokens.valid
     if valid is None:
         return k, tokens
     if tokens.log_decay is not None:
         tokens = tokens._replace(log_decay=jnp.where(valid[:, None], tokens.log_decay, 0.0))
+    if tokens.strength is not None:
+        return k, tokens._replace(strength=jnp.where(valid[:, None], tokens.strength, 0.0))
     return jnp.where(valid[:, None, :, None], k, NEG_INF), tokens
 
 
