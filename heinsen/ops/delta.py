@@ -198,7 +198,9 @@ def _inverse(a: Array) -> Array:
     if size <= 2:
         return jnp.eye(size, dtype=a.dtype) - a
     half = size // 2
-    first, second = _inverse(jnp.stack([a[..., :half, :half], a[..., half:, half:]]))
+    halves = jnp.stack([a[..., :half, :half], a[..., half:, half:]])
+    # With axes of batches in one, as XLA's CPU library ends the process at a rank of 8.
+    first, second = _inverse(halves.reshape(-1, half, half)).reshape(halves.shape)
     below = -_einsum("...ts,...sr,...rq->...tq", second, a[..., half:, :half], first)
     above = jnp.zeros_like(below)
     return jnp.concatenate([jnp.concatenate(x, axis=-1) for x in ((first, above), (below, second))], axis=-2)

@@ -63,11 +63,18 @@ def decay_mask(params: Params) -> Any:
 
 def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
     """Return the optimizer by the config, after clipping the gradient's global norm."""
+    return make_optimizer_of_rate(config, make_schedule(config, total_steps))
+
+
+def make_optimizer_of_rate(
+    config: OptimizerConfig, learning_rate: optax.Schedule | jax.Array | float
+) -> optax.GradientTransformation:
+    """Return the optimizer with another learning rate than the config's, which may be traced."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         OPTIMIZERS[config.name](config),
         optax.add_decayed_weights(config.weight_decay, decay_mask),
-        optax.scale_by_learning_rate(make_schedule(config, total_steps)),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 

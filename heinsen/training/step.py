@@ -38,7 +38,11 @@ class TrainStep(Protocol):
     def lower(self, state: TrainState, batches: Any, /) -> jax.stages.Lowered: ...
 
 
-def _init_function(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> Callable[[], TrainState]:
+def init_function(
+    model: ModelConfig, optimizer: optax.GradientTransformation, seed: int | jax.Array
+) -> Callable[[], TrainState]:
+    """Return the function that computes the state before the first step; the seed may be traced."""
+
     def init() -> TrainState:
         params = init_params(model, jax.random.key(seed))
         zero = jnp.zeros((), jnp.int32)
@@ -50,12 +54,12 @@ def _init_function(model: ModelConfig, optimizer: optax.GradientTransformation, 
 def init_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
     """Return the state before the first step; each device computes only its own part."""
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
-    return jax.jit(_init_function(model, optimizer, seed), out_shardings=where)()
+    return jax.jit(init_function(model, optimizer, seed), out_shardings=where)()
 
 
 def abstract_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Return the shapes, dtypes and shardings of a state. Raises MeshError if the mesh does not divide it."""
-    abstract = jax.eval_shape(_init_function(model, optimizer, 0))
+    abstract = jax.eval_shape(init_function(model, optimizer, 0))
     return with_shardings(abstract, shardings(mesh, abstract))
 
 
@@ -65,10 +69,26 @@ def make_train_step(
     mesh: Mesh,
     loss: Callable[..., jax.Array] | None = None,
 ) -> TrainStep:
-    """Return the jitted step (state, batches [A, B, ...]) -> (state, metrics).
+    """Return `make_step` jitted over the mesh. The given state is donated."""
+    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
+    return jax.jit(
+        make_step(model, optimizer, mesh, loss),
+        in_shardings=(where, split_batch(mesh, axis=1)),
+        out_shardings=(where, replicated(mesh)),
+        donate_argnums=0,
+    )
 
-    The batches are of `make_passes`. The loss is the mean over A accumulated passes of B rows. The given state is
-    donated. A step whose loss or gradient is not finite only counts itself as skipped.
+
+def make_step(
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None = None,
+    loss: Callable[..., jax.Array] | None = None,
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """Return the step (state, batches [A, B, ...]) -> (state, metrics), a pure function.
+
+    The batches are of `make_passes`. The loss is the mean over A accumulated passes of B rows. A step whose loss or
+    gradient is not finite only counts itself as skipped.
 
     Args:
       loss: (model, params, batch, mesh) -> scalar; None: that of the model's objective.
@@ -107,10 +127,4 @@ def make_train_step(
         metrics |= {"skipped": skipped["all"], "skipped_in_a_row": skipped["in_a_row"]}
         return TrainState(params, opt_state, skipped), metrics
 
-    where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
-    return jax.jit(
-        step,
-        in_shardings=(where, split_batch(mesh, axis=1)),
-        out_shardings=(where, replicated(mesh)),
-        donate_argnums=0,
-    )
+    return step

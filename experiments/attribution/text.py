@@ -1,0 +1,78 @@
+"""The text of the experiment in one file, so that a machine without the corpus can train: windows, and what repeats.
+
+Axes: S seeds, W windows, N = T + 1 tokens of a window, D documents, G lengths of n-grams.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt64
+
+from experiments import tools
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.documents import find_documents
+from heinsen.data.loader import evaluation_batches, train_iterator
+from heinsen.data.tokenizer import get_tokenizer
+
+N_GRAMS = 4, 8, 16  # bytes
+RARE = 1  # at most as often in the training text of a run, on average
+_ROWS = 32  # windows of a batch of evaluation
+
+
+def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int) -> Path:
+    """Write OUT/text.npz unless it is there, and return it. Raises ExperimentError.
+
+    It has train [S, n_steps, batch_size, N] in the order of each seed; validation and test [W, N] with their lengths
+    [W], the targets of each window; and, of the test split, starts [D + 1], num_bytes [D], sources [D], names, and
+    recalled [G, tokens]: whether a token ends an n-gram that its window has had before, and that training text hardly
+    has.
+    """
+    file = out / "text.npz"
+    if file.exists():
+        return file
+    tools.prepare_bytes(corpus, out / "data")
+    splits = {split: TokenDataset(out / "data" / split) for split in ("train", "validation", "test")}
+    read = lambda seed: train_iterator(splits["train"], length, batch_size, seed)
+    train = np.stack([[next(batches)["tokens"] for _ in range(n_steps)] for batches in map(read, seeds)])
+    arrays = {"train": train.astype(np.uint16)}
+    for split in ("validation", "test"):
+        batches = list(evaluation_batches(splits[split], length, _ROWS))
+        arrays[split] = np.concatenate([each["tokens"] for each in batches]).astype(np.uint16)
+        arrays[f"{split}_lengths"] = np.concatenate([each["mask"].sum(1) for each in batches])
+    documents = find_documents(splits["test"], get_tokenizer("bytes", out / "data" / "test"))
+    arrays |= dict(starts=documents.starts, num_bytes=documents.num_bytes, sources=documents.sources)
+    arrays |= dict(names=np.array([str(name) for name in documents.names]))
+    most = RARE * len(seeds)
+    recalled = [find_recalled(arrays["test"], arrays["test_lengths"], train, n, most) for n in N_GRAMS]
+    np.savez_compressed(file, **arrays, recalled=np.stack(recalled))
+    return file
+
+
+def find_recalled(
+    windows: Int[np.ndarray, "W N"], lengths: Int[np.ndarray, " W"], train: np.ndarray, n: int, most: int
+) -> Bool[np.ndarray, " tokens"]:
+    """Whether each target ends an n-gram that its window has before, and that training has at most `most` times."""
+    own = hash_n_grams(windows, n)  # [W, N - n + 1]
+    repeats = np.zeros(windows.shape, bool)
+    for row, hashes in zip(repeats, own, strict=True):
+        _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
+        row[n - 1 :] = first[which] < np.arange(len(hashes))
+    known = np.unique(own)
+    counts = np.zeros(len(known), np.int64)
+    for rows in train.reshape(-1, *train.shape[-2:]):
+        hashes = hash_n_grams(rows, n).reshape(-1)
+        at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+        np.add.at(counts, at[known[at] == hashes], 1)
+    rare = np.zeros(windows.shape, bool)
+    rare[:, n - 1 :] = counts[np.searchsorted(known, own)] <= most
+    is_target = np.arange(windows.shape[1] - 1) < lengths[:, None]
+    return (repeats & rare)[:, 1:][is_target]
+
+
+def hash_n_grams(windows: Int[np.ndarray, "W N"], n: int) -> UInt64[np.ndarray, "W M"]:
+    """Hashes of the n-grams of each window, M = N - n + 1; equal ones have equal hashes."""
+    n_grams, size = np.zeros((len(windows), windows.shape[1] - n + 1), np.uint64), windows.shape[1] - n + 1
+    for i in range(n):  # a polynomial modulo 2^64; its odd factor and the added 1 keep apart what ends alike
+        n_grams = n_grams * np.uint64(0x9E3779B97F4A7C15) + windows[:, i : i + size].astype(np.uint64) + np.uint64(1)
+    return n_grams

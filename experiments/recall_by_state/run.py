@@ -1,0 +1,123 @@
+"""Recall of pairs against the size of the state: kinds of attention, trained and tuned alike.
+
+    python experiments/recall_by_state/run.py --out=runs/recall_by_state [--minutes=60]
+    python experiments/recall_by_state/run.py --report --out=experiments/recall_by_state
+
+The runs of a cell (config.py) train side by side in one program: four learning rates with three seeds each, and more
+rates where the best is at the grid's end. Rerun the same command to resume, at the cell. OUT receives cells/, and the
+report: report.md, results.json, recall.png.
+"""
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.command import define_flags
+
+define_flags(__name__, "recall_by_state", reads_corpus=False)
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments import lanes, tools
+from experiments.recall_by_state import config, report
+from heinsen.config import from_mapping
+from heinsen.evaluation.probes import Task, answer_loss, right_answers
+from heinsen.models import abstract_params, count_params, state_size
+from heinsen.training.config import TrainConfig
+
+if __name__ == "__main__":
+    flags.DEFINE_float("minutes", 1e9, "No cell is begun after so many minutes.")
+
+
+class Plan(NamedTuple):
+    """How much of everything."""
+
+    cells: tuple[str, ...] = tuple(config.CELLS)
+    n_steps: int = 2000
+    n_tests: int = 256  # sequences of each number of pairs
+
+
+SMALL_PLAN = Plan(cells=config.SMALL, n_steps=120, n_tests=32)
+PAIRS = 4, 8, 16, 32
+SEEDS = 0, 1, 2
+MOST_EXTENSIONS = 3  # of the grid of rates
+
+
+def measure(plan: Plan, out: Path, parallel: int) -> dict[str, Any]:
+    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    minutes = getattr(flags.FLAGS, "minutes", 1e9)
+    run = lambda name, cell, turn: measure_cell(plan, cell, turn)
+    cells = lanes.run_cells({name: config.CELLS[name] for name in plan.cells}, run, out, minutes)
+    return dict(settings=config.get_config().to_dict(), steps=plan.n_steps, pairs=PAIRS, cells=cells)
+
+
+def train_config(fields: dict[str, Any]) -> TrainConfig:
+    mapping = config.get_config()
+    mapping.update({name: fields[name] for name in fields if name in mapping})
+    mapping.model.update({name: fields[name] for name in fields if name not in mapping})
+    mapping.update(total_tokens=mapping.batch_size * 10**6, sequence_length=1)  # the probes have their own
+    return from_mapping(TrainConfig, mapping.to_dict())
+
+
+@cache
+def draw(task: Task, seed: int, step: int, batch_size: int) -> dict[str, np.ndarray]:
+    """The training batch of a seed's step, of the numbers of pairs in turn."""
+    return task.draw(np.random.default_rng([seed, 0, step]), batch_size, PAIRS[step % len(PAIRS)]).batch
+
+
+def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[str, Any]:
+    """Train and test a cell at all rates and seeds."""
+    each, begin = train_config(fields), time.monotonic()
+    model, task, n_rates = each.model, Task("associative", each.model.vocab_size), len(config.RATES)
+    stack = lambda batches: jax.tree.map(lambda *x: np.repeat(np.stack(x), n_rates, axis=0), *batches)
+    batch_of = lambda step: stack([draw(task, seed, step, each.batch_size) for seed in SEEDS])
+    programs = lanes.Lanes(each, answer_loss).compile(len(SEEDS) * n_rates, map(batch_of, range(len(PAIRS))))
+    tests = {n: task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS}
+    right = jax.jit(jax.vmap(lambda params, batch: right_answers(model, params, batch).mean(), (0, None)))
+    test = {n: right.lower(programs.params, tests[n]).compile() for n in PAIRS}
+    compiled = time.monotonic()
+    points: dict[float, list[dict[str, Any]]] = {}
+    with turn:
+        began, rates = time.monotonic(), list(config.RATES)
+        for _ in range(1 + MOST_EXTENSIONS):
+            own = [*rates, *([rates[-1]] * n_rates)][:n_rates]
+            batches = map(batch_of, range(plan.n_steps))
+            params, losses = programs.train(np.repeat(SEEDS, n_rates), own * len(SEEDS), batches, plan.n_steps)
+            accuracy = np.stack([np.asarray(test[n](params, tests[n])) for n in PAIRS], axis=1)
+            for i, rate in enumerate(own):
+                points[rate] = [
+                    dict(
+                        seed=seed,
+                        loss=float(losses[-len(PAIRS) :, s * n_rates + i].mean()),
+                        curve=np.round(
+                            losses[: plan.n_steps // 40 * 40, s * n_rates + i].reshape(-1, 40).mean(1), 4
+                        ).tolist(),
+                        right=np.round(accuracy[s * n_rates + i], 5).tolist(),
+                    )
+                    for s, seed in enumerate(SEEDS)
+                ]
+            score = {rate: -np.mean([run["right"][-1] for run in runs]) for rate, runs in points.items()}
+            if not (rates := lanes.double(list(score), list(score.values()))):
+                break
+        seconds = time.monotonic() - began
+    best = min(score, key=lambda rate: score[rate])
+    shown = "; ".join(
+        f"{rate:g}: " + "/".join(f"{100 * run['right'][-1]:.1f}" for run in points[rate]) for rate in sorted(points)
+    )
+    return dict(
+        summary=f"{PAIRS[-1]} pairs at {best:g}: {-100 * score[best]:.1f}% ({shown}), compiled in "
+        f"{compiled - begin:.0f} s, ran {seconds:.0f} s",
+        model=fields,
+        parameters=count_params(abstract_params(model)),
+        state_numbers=state_size(model, 4 * PAIRS[-1] + 1),
+        learning_rate=best,
+        seconds=seconds,
+        runs={f"{rate:g}": points[rate] for rate in sorted(points)},
+    )
+
+
+if __name__ == "__main__":
+    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)
