@@ -9,9 +9,8 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from experiments.tools import ExperimentError
+from heinsen.evaluation.by_document import round_up
 from heinsen.files import write_atomically
 from heinsen.models import Params
 from heinsen.training.config import TrainConfig
 from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
 from heinsen.training.step import TrainState, init_function, make_step
+
+CYCLES = 10  # of steps, in one call of the program
 
 Batch = Any  # a tree of arrays [L, B, ...]
 Loss = Callable[..., jax.Array]  # (model, params, batch, mesh) -> scalar
@@ -33,66 +35,66 @@ Loss = Callable[..., jax.Array]  # (model, params, batch, mesh) -> scalar
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lanes:
-    """The program of a config. loss: of a batch; None: of the model's objective. Its functions take L of everything."""
+    """Compiled functions of a config for L lanes.
+
+    params: shapes of the parameters of all lanes. start: seeds [L] -> the states before the first step. run: (states,
+    rates [n, c, L], batches) -> (states, losses [n, c, L]) trains n cycles of c steps; batches is a tuple of c trees of
+    arrays [n, L, B, ...], since the shapes of a cycle's batches may differ.
+    """
 
     config: TrainConfig
-    loss: Loss | None = None
+    n_lanes: int
+    params: Params
+    start: Any
+    run: Any
 
-    @cached_property
-    def start(self) -> Any:
-        """seeds [L] -> the states before the first step."""
-        return jax.jit(jax.vmap(lambda seed: init_function(self.config.model, self._optimizer(0.0), seed)()))
-
-    @cached_property
-    def step(self) -> Any:
-        """(states, rates [L], batches) -> (states, losses [L]). The states are donated."""
+    @classmethod
+    def compile(cls, config: TrainConfig, n_lanes: int, cycle: Sequence[Batch], loss: Loss | None = None) -> "Lanes":
+        """Compile for batches [L, B, ...] of these shapes. loss: None: that of the model's objective."""
+        model, settings = config.model, config.optimizer
 
         def step(state: TrainState, rate: Array, batch: Batch) -> tuple[TrainState, Array]:
             one_pass = jax.tree.map(lambda x: x[None], batch)
-            run = make_step(self.config.model, self._optimizer(rate), loss=self.loss)
-            state, metrics = run(state, one_pass)
+            state, metrics = make_step(model, make_optimizer_of_rate(settings, rate), loss=loss)(state, one_pass)
             return state, metrics["loss"]
 
-        return jax.jit(jax.vmap(step), donate_argnums=0)
+        def run_cycle(states: TrainState, given: tuple[Array, tuple[Batch, ...]]) -> tuple[TrainState, Array]:
+            losses = []
+            for rates, batches in zip(*given, strict=True):
+                states, each = jax.vmap(step)(states, rates, batches)
+                losses.append(each)
+            return states, jnp.stack(losses)
 
-    def _optimizer(self, rate: Any) -> Any:
-        return make_optimizer_of_rate(self.config.optimizer, rate)
-
-    def compile(self, n_lanes: int, batches: Iterable[Batch]) -> "Programs":
-        """Compile the step for batches of these shapes."""
-        seeds = jnp.zeros(n_lanes, jnp.int32)
-        start = self.start.lower(seeds).compile()
-        states = jax.eval_shape(self.start, seeds)
-        rates = jax.ShapeDtypeStruct((n_lanes,), jnp.float32)
-        steps = {shapes_of(batch): self.step.lower(states, rates, batch).compile() for batch in batches}
-        return Programs(self.config, states.params, start, steps)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Programs:
-    """The compiled functions of `Lanes`, the step by the shapes of its batch."""
-
-    config: TrainConfig
-    params: Params  # shapes of all lanes'
-    start: Any
-    steps: Mapping[tuple[Any, ...], Any]
+        run = lambda states, rates, batches: jax.lax.scan(run_cycle, states, (rates, batches))
+        start = jax.vmap(lambda seed: init_function(model, make_optimizer_of_rate(settings, 0.0), seed)())
+        seeds = jax.ShapeDtypeStruct((n_lanes,), jnp.int32)
+        states = jax.eval_shape(start, seeds)
+        rates = jax.ShapeDtypeStruct((CYCLES, len(cycle), n_lanes), jnp.float32)
+        batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((CYCLES, *x.shape), x.dtype), tuple(cycle))
+        compiled = jax.jit(run, donate_argnums=0).lower(states, rates, batches).compile()
+        return cls(config, n_lanes, states.params, jax.jit(start).lower(seeds).compile(), compiled)
 
     def train(
-        self, seeds: Sequence[int], rates: Sequence[float], batches: Iterator[Batch], n_steps: int
+        self, seeds: Sequence[int], rates: Sequence[float], batch_of: Callable[[int], Batch], n_steps: int
     ) -> tuple[Params, Float[np.ndarray, "steps L"]]:
-        """Return the parameters of all lanes after n_steps, and the losses of each step."""
-        optimizer, steps = self.config.optimizer, np.arange(n_steps)
-        schedules = [make_schedule(dataclasses.replace(optimizer, learning_rate=rate), n_steps) for rate in rates]
-        by_step = np.stack([np.asarray(jax.vmap(each)(steps)) for each in schedules], axis=1).astype(np.float32)
+        """Return the parameters of all lanes after n_steps, rounded up to `CYCLES` whole cycles, and all losses.
+
+        batch_of: the batch [L, B, ...] of a step, from 0.
+        """
+        length = self.run.in_avals[0][1].shape[1]
+        n_steps = round_up(n_steps, CYCLES * length)
+        schedules = [make_schedule(dataclasses.replace(self.config.optimizer, learning_rate=x), n_steps) for x in rates]
+        by_step = np.stack([np.asarray(jax.vmap(each)(np.arange(n_steps))) for each in schedules], axis=1)
+        by_cycle = by_step.astype(np.float32).reshape(-1, CYCLES, length, self.n_lanes)
         states, losses = self.start(np.asarray(seeds, np.int32)), []
-        for step, batch in zip(steps, batches, strict=False):
-            states, loss = self.steps[shapes_of(batch)](states, by_step[step], batch)
-            losses.append(loss)
-        return states.params, np.stack([np.asarray(x) for x in losses])
-
-
-def shapes_of(batch: Batch) -> tuple[Any, ...]:
-    return tuple(x.shape for x in jax.tree.leaves(batch))
+        for block, block_rates in enumerate(by_cycle):
+            first = block * CYCLES * length
+            in_cycle = lambda place, first=first: [batch_of(first + i * length + place) for i in range(CYCLES)]
+            stack = lambda *x: np.stack(x)
+            batches = tuple(jax.tree.map(stack, *in_cycle(place)) for place in range(length))
+            states, each = self.run(states, block_rates, batches)
+            losses.append(each)
+        return states.params, np.concatenate([np.asarray(x).reshape(-1, self.n_lanes) for x in losses])
 
 
 def lane(params: Params, i: int) -> Params:
@@ -158,7 +160,7 @@ def run_cells(
         write_atomically(file(name), json.dumps(result) + "\n")
         return result
 
-    with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 6) as pool:
+    with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 4) as pool:
         futures = {pool.submit(run, name): name for name in cells if name not in found}
         for future in as_completed(futures):
             name = futures[future]

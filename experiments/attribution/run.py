@@ -4,9 +4,9 @@
     python experiments/attribution/run.py --report --out=experiments/attribution
 
 CORPUS is what scripts/build_corpus.py builds; where OUT/text.npz is there, it is not read. config.py lists the cells.
-The runs of a cell train side by side in one program: four learning rates on half of the bytes, more where the best is at
-the grid's end, then four seeds at the best rate. Rerun the same command to resume, at the cell. OUT receives cells/, and
-the report: report.md, results.json, attribution.png.
+The runs of a cell train side by side in one program: four learning rates on half of the bytes, more where the best is
+at the end of the grid, then four seeds at the best rate. Rerun the same command to resume, at the cell. OUT receives cells/,
+and the report: report.md, results.json, attribution.png.
 """
 
 import time
@@ -80,13 +80,13 @@ def train_config(cell: dict[str, Any]) -> TrainConfig:
 def measure_cell(plan: Plan, cell: dict[str, Any], found: dict[str, np.ndarray], turn: lanes.Turn) -> dict[str, Any]:
     """Tune and train a cell."""
     each, begin = train_config(cell), time.monotonic()
-    train, model = found["train"], each.model
-    wide = lambda x: x.astype(np.int32)
+    train, model, wide = found["train"], each.model, lambda x: x.astype(np.int32)
 
-    def batches(seeds: tuple[int, ...]) -> Any:
-        return (wide(train[list(seeds), step]) for step in range(plan.n_steps))
+    def batch_of(seeds: tuple[int, ...]) -> Any:
+        return lambda step: train[list(seeds), step].astype(np.int32)
 
-    programs = lanes.Lanes(each).compile(N_LANES, [next(batches((0,) * N_LANES))])
+    tuners = SEEDS[:1] * N_LANES
+    programs = lanes.Lanes.compile(each, N_LANES, [batch_of(tuners)(0)])
     read = jax.vmap(
         lambda params, tokens, lengths: window_losses(model, params, tokens, None, lengths), (0, None, None)
     )
@@ -105,14 +105,14 @@ def measure_cell(plan: Plan, cell: dict[str, Any], found: dict[str, np.ndarray],
         began, tuning, rates = time.monotonic(), {}, list(config.RATES[cell["optimizer"]])
         for _ in range(1 + MOST_EXTENSIONS):
             own = [*rates, *([rates[-1]] * N_LANES)][:N_LANES]
-            params, _ = programs.train((0,) * N_LANES, own, batches((0,) * N_LANES), plan.n_steps // 2)
+            params, _ = programs.train(tuners, own, batch_of(tuners), plan.n_steps // 2)
             valid = losses_of(params, wide(found["validation"]), found["validation_lengths"].astype(np.int32))
             tuning |= {rate: float(loss) for rate, loss in zip(own, valid.mean(1), strict=True)}
             if not (rates := lanes.double(list(tuning), list(tuning.values()))):
                 break
         rate = min(tuning, key=lambda rate: (np.isnan(tuning[rate]), tuning[rate]))
         seeds = SEEDS[1:]
-        params, curves = programs.train(seeds, [rate] * N_LANES, batches(seeds), plan.n_steps)
+        params, curves = programs.train(seeds, [rate] * N_LANES, batch_of(seeds), plan.n_steps)
         tested = losses_of(params, test_windows, lengths)
         seconds = time.monotonic() - began
     document = np.searchsorted(found["starts"], np.arange(tested.shape[1]), side="right") - 1

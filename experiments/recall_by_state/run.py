@@ -74,7 +74,8 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
     model, task, n_rates = each.model, Task("associative", each.model.vocab_size), len(config.RATES)
     stack = lambda batches: jax.tree.map(lambda *x: np.repeat(np.stack(x), n_rates, axis=0), *batches)
     batch_of = lambda step: stack([draw(task, seed, step, each.batch_size) for seed in SEEDS])
-    programs = lanes.Lanes(each, answer_loss).compile(len(SEEDS) * n_rates, map(batch_of, range(len(PAIRS))))
+    cycle = [batch_of(step) for step in range(len(PAIRS))]
+    programs = lanes.Lanes.compile(each, len(SEEDS) * n_rates, cycle, answer_loss)
     tests = {n: task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS}
     right = jax.jit(jax.vmap(lambda params, batch: right_answers(model, params, batch).mean(), (0, None)))
     test = {n: right.lower(programs.params, tests[n]).compile() for n in PAIRS}
@@ -84,8 +85,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
         began, rates = time.monotonic(), list(config.RATES)
         for _ in range(1 + MOST_EXTENSIONS):
             own = [*rates, *([rates[-1]] * n_rates)][:n_rates]
-            batches = map(batch_of, range(plan.n_steps))
-            params, losses = programs.train(np.repeat(SEEDS, n_rates), own * len(SEEDS), batches, plan.n_steps)
+            params, losses = programs.train(np.repeat(SEEDS, n_rates), own * len(SEEDS), batch_of, plan.n_steps)
             accuracy = np.stack([np.asarray(test[n](params, tests[n])) for n in PAIRS], axis=1)
             for i, rate in enumerate(own):
                 points[rate] = [
