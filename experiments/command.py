@@ -5,10 +5,11 @@ from absl import flags
 from scripts.cli import show_help
 
 
-def define_flags(name: str, experiment: str, reads_corpus: bool = True) -> None:
+def define_flags(name: str, experiment: str, reads_corpus: bool = True, has_cells: bool = False) -> None:
     """Define the flags of an experiment's run.py, whose __name__ is `name`, unless it is imported.
 
-    Call it before the imports that take seconds: it ends the program if --help is given.
+    has_cells: whether its runs are lanes (experiments/lanes.py), and not programs in parallel. Call it before the
+    imports that take seconds: it ends the program if --help is given.
     """
     if name != "__main__":
         return
@@ -16,7 +17,11 @@ def define_flags(name: str, experiment: str, reads_corpus: bool = True) -> None:
     if reads_corpus:
         flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
     flags.DEFINE_string("out", f"runs/{experiment}", "Folder of the experiment.")
-    flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
+    if has_cells:
+        flags.DEFINE_float("minutes", None, "No cell is begun after so many minutes; default: no limit.", lower_bound=0)
+        flags.DEFINE_list("cells", None, "Numbers of the cells to run, from 1, as config.py lists them; default: all.")
+    else:
+        flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
     flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
     flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
     show_help(name)

@@ -7,6 +7,8 @@ Axes: L lanes, B sequences, N tokens of a window.
 
 import dataclasses
 import json
+import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from experiments.tools import ExperimentError
+from experiments.reports import read_results
+from experiments.tools import ExperimentError, describe_machine
 from heinsen.evaluation.by_document import round_up
 from heinsen.files import write_atomically
 from heinsen.models import Params
@@ -120,8 +123,9 @@ def double(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
 class Turn:
     """Within `with`, a cell has the device. Raises NoTimeError where no time is left."""
 
-    def __init__(self, minutes: float) -> None:
-        self._lock, self._end = threading.Lock(), time.monotonic() + 60 * minutes
+    def __init__(self, minutes: float | None) -> None:
+        self._lock = threading.Lock()
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -139,36 +143,49 @@ class NoTimeError(ExperimentError):
 
 def run_cells(
     cells: Mapping[str, Any],
-    measure: Callable[[str, Any, Turn], dict[str, Any]],
+    measure: Callable[[Any, Turn], dict[str, Any]],
     out: Path,
-    minutes: float,
-) -> dict[str, dict[str, Any]]:
-    """Return {name: what `measure` finds of the cell}; kept in OUT/cells/NAME.json, and not measured again.
+    minutes: float | None,
+    numbers: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Return "cells" of results.json, {name: what `measure` finds of the cell}, and "missing", the names of the others.
 
-    On accelerators several cells compile at a time; `measure` trains when it is its turn. Raises ExperimentError where
-    there was no time left, and for cells that fail, after the others.
+    What is found is kept in OUT/cells/NAME.json, and not measured again. On accelerators several cells compile at a
+    time; `measure` trains when it is its turn.
+
+    Args:
+      minutes, numbers: of the flags --minutes and --cells.
+
+    Raises ExperimentError if there is no such number, or no cell is done.
     """
+    if wrong := [number for number in numbers or () if number not in map(str, range(1, len(cells) + 1))]:
+        raise ExperimentError(f"--cells={','.join(wrong)}: there are cells 1 to {len(cells)}: {'; '.join(cells)}")
     file = lambda name: out / "cells" / f"{name.replace(' ', '_').replace(',', '')}.json"
-    found = {name: json.loads(file(name).read_text()) for name in cells if file(name).exists()}
+    found = {name: dict(read_results(file(name))) for name in cells if file(name).exists()}
     (out / "cells").mkdir(parents=True, exist_ok=True)
+    chosen = [name for i, name in enumerate(cells, start=1) if numbers is None or str(i) in numbers]
     turn = Turn(minutes)
 
-    def run(name: str) -> dict[str, Any]:
+    def run(name: str) -> None:
         with turn:  # is there time to compile?
             pass
-        result = measure(name, cells[name], turn)
-        write_atomically(file(name), json.dumps(result) + "\n")
-        return result
+        write_atomically(file(name), json.dumps(describe_machine() | measure(cells[name], turn)) + "\n")
 
     with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 4) as pool:
-        futures = {pool.submit(run, name): name for name in cells if name not in found}
+        futures = {pool.submit(run, name): name for name in chosen if name not in found}
         for future in as_completed(futures):
             name = futures[future]
             if (error := future.exception()) is None:
-                found[name] = future.result()
-                print(f"{len(found)} of {len(cells)}: {name}: {found[name]['summary']}", flush=True)
+                found[name] = dict(read_results(file(name)))
+                print(f"{len(found)} of {len(cells)}: {name}: {found[name]['summary']}", file=sys.stderr, flush=True)
             elif not isinstance(error, NoTimeError):
-                print(f"{name}: {type(error).__name__}: {error}"[:2000], flush=True)
-    if missing := [name for name in cells if name not in found]:
-        raise ExperimentError(f"not done: {'; '.join(missing)}; rerun the same command to go on")
-    return {name: found[name] for name in cells}
+                print(f"{name}: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
+    if not found:
+        raise ExperimentError("no cell is done, see above: give more --minutes, or lower what fails")
+    done = {name: found[name] for name in cells if name in found}
+    return dict(cells=done, missing=[name for name in cells if name not in done])
+
+
+def machines(cells: Mapping[str, Any]) -> str:
+    """Where cells were measured, for a report."""
+    return " and ".join(sorted({f"{cell['machine']}, jax {cell['jax']}" for cell in cells.values()}))

@@ -20,8 +20,8 @@ Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None:
 Bits = Mapping[str, Mapping[int, float]]  # {contestant: {seed: bits per byte}}
 
 
-def read_results(folder: Path) -> Results:
-    """Return the contents of results.json, with numbers as keys where their texts are those of numbers."""
+def read_results(file: Path) -> Results:
+    """Return the contents of a file of results, with numbers as keys where their texts are those of numbers."""
 
     def restore(key: str) -> int | float | str:
         try:
@@ -30,7 +30,7 @@ def read_results(folder: Path) -> Results:
             return key
 
     restore_keys = lambda mapping: {restore(key): value for key, value in mapping.items()}
-    return json.loads((folder / "results.json").read_text(), object_hook=restore_keys)
+    return json.loads(file.read_text(), object_hook=restore_keys)
 
 
 def write_report(out: Path, results: Results, module: ModuleType) -> str:

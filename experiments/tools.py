@@ -46,15 +46,19 @@ class ExperimentError(HeinsenError, RuntimeError):
 def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, report: ModuleType) -> None:
     """Run an experiment as its flags say (experiments/command.py).
 
-    measure: (plan, the corpus if it reads one, folder, runs at a time) -> results; does what is left of the plan.
+    measure: (plan, the corpus if it reads one, folder, then runs at a time, or minutes and cells for experiments that
+    have cells) -> results; does what is left of the plan.
     """
 
     def main(argv: list[str]) -> None:
         given = flags.FLAGS
         out = Path(f"{given.out}_small" if given.small else given.out)
-        parallel = given.parallel or len(visible_gpus()) or len(usable_cores())
+        if "cells" in given:
+            options = given.minutes, given.cells
+        else:
+            options = (given.parallel or len(visible_gpus()) or len(usable_cores()),)
         corpus = [Path(given.corpus)] if "corpus" in given else []
-        measure_all = lambda: measure(small_plan if given.small else plan, *corpus, out, parallel)
+        measure_all = lambda: measure(small_plan if given.small else plan, *corpus, out, *options)
         execute(out, report, None if given.report else measure_all)
 
     app.run(main, flags_parser=parse_flags)
@@ -68,14 +72,18 @@ def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None
     with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
         if measure is not None:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
-            cores, kind = f"{len(usable_cores())} CPU cores", jax.devices()[0].device_kind
-            machine = cores if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores}"
-            results: Results = {"machine": machine, "jax": jax.__version__, **measure()}
+            results: Results = {**describe_machine(), **measure()}
         elif (out / "results.json").exists():
-            results = read_results(out)
+            results = read_results(out / "results.json")
         else:
             raise ExperimentError(f"{out} has no results.json: run the experiment without --report")
         print(write_report(out, results, report))
+
+
+def describe_machine() -> dict[str, str]:
+    cores, kind = f"{len(usable_cores())} CPU cores", jax.devices()[0].device_kind
+    machine = cores if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores}"
+    return {"machine": machine, "jax": jax.__version__}
 
 
 # ---- programs -------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ RECALL = {
 
 @cache
 def results(experiment: str) -> reports.Results:
-    return reports.read_results(ROOT / "experiments" / experiment)
+    return reports.read_results(ROOT / "experiments" / experiment / "results.json")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -17,7 +17,7 @@ from heinsen.data.tokenizer import get_tokenizer
 
 N_GRAMS = 4, 8, 16  # bytes
 RARE = 1  # at most as often in the training text of a run, on average
-_ROWS = 32  # windows of a batch of evaluation
+ROWS = 32  # windows of a batch of evaluation
 
 
 def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int) -> Path:
@@ -37,7 +37,7 @@ def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_si
     train = np.stack([[next(batches)["tokens"] for _ in range(n_steps)] for batches in map(read, seeds)])
     arrays = {"train": train.astype(np.uint16)}
     for split in ("validation", "test"):
-        batches = list(evaluation_batches(splits[split], length, _ROWS))
+        batches = list(evaluation_batches(splits[split], length, ROWS))
         arrays[split] = np.concatenate([each["tokens"] for each in batches]).astype(np.uint16)
         arrays[f"{split}_lengths"] = np.concatenate([each["mask"].sum(1) for each in batches])
     documents = find_documents(splits["test"], get_tokenizer("bytes", out / "data" / "test"))

@@ -1,6 +1,6 @@
 """Recall of pairs against the size of the state: kinds of attention, trained and tuned alike.
 
-    python experiments/recall_by_state/run.py --out=runs/recall_by_state [--minutes=60]
+    python experiments/recall_by_state/run.py --out=runs/recall_by_state [--cells=1,2] [--minutes=60]
     python experiments/recall_by_state/run.py --report --out=experiments/recall_by_state
 
 The runs of a cell (config.py) train side by side in one program: four learning rates with three seeds each, and more
@@ -9,17 +9,17 @@ report: report.md, results.json, recall.png.
 """
 
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "recall_by_state", reads_corpus=False)
+define_flags(__name__, "recall_by_state", reads_corpus=False, has_cells=True)
 
 import jax
 import numpy as np
-from absl import flags
 
 from experiments import lanes, tools
 from experiments.recall_by_state import config, report
@@ -27,9 +27,6 @@ from heinsen.config import from_mapping
 from heinsen.evaluation.probes import Task, answer_loss, right_answers
 from heinsen.models import abstract_params, count_params, state_size
 from heinsen.training.config import TrainConfig
-
-if __name__ == "__main__":
-    flags.DEFINE_float("minutes", 1e9, "No cell is begun after so many minutes.")
 
 
 class Plan(NamedTuple):
@@ -46,12 +43,12 @@ SEEDS = 0, 1, 2
 MOST_EXTENSIONS = 3  # of the grid of rates
 
 
-def measure(plan: Plan, out: Path, parallel: int) -> dict[str, Any]:
+def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str] | None) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    minutes = getattr(flags.FLAGS, "minutes", 1e9)
-    run = lambda name, cell, turn: measure_cell(plan, cell, turn)
-    cells = lanes.run_cells({name: config.CELLS[name] for name in plan.cells}, run, out, minutes)
-    return dict(settings=config.get_config().to_dict(), steps=plan.n_steps, pairs=PAIRS, cells=cells)
+    cells = {name: config.CELLS[name] for name in plan.cells}
+    found = lanes.run_cells(cells, lambda cell, turn: measure_cell(plan, cell, turn), out, minutes, numbers)
+    settings = dict(settings=config.get_config().to_dict(), steps=plan.n_steps, pairs=PAIRS, tests=plan.n_tests)
+    return settings | dict(equal=list(config.EQUAL)) | found
 
 
 def train_config(fields: dict[str, Any]) -> TrainConfig:

@@ -38,7 +38,14 @@ pytest_plugins = ["tests.run_fixtures"]
 
 EXPERIMENTS = {
     name: importlib.import_module(f"experiments.{name}.run")
-    for name in ("associative_recall", "comparison_2m", "forgetting", "ladder", "sigmoid_training")
+    for name in (
+        "associative_recall",
+        "comparison_2m",
+        "forgetting",
+        "ladder",
+        "recall_by_state",
+        "sigmoid_training",
+    )  # fmt: skip
 }
 COMPARISON = Contest(comparison, comparison.CONTESTANTS)
 CONTESTS = {name: Contest(forgetting, contestants) for name, contestants in forgetting.CONTESTS.items()}
