@@ -29,6 +29,7 @@ from heinsen.ops.api import check_known_tokens, check_log_decay, on_automatic_ax
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.exact import vary_together
+from heinsen.ops.linear import to_chunks
 
 _CHUNK = 64  # tokens, a power of two
 
@@ -146,8 +147,8 @@ def _in_chunks(
     """Chunk by chunk. Tokens that fill up the last one write nothing."""
     n_tokens = q.shape[-2]
     size = min(_CHUNK, 1 << (n_tokens - 1).bit_length())
-    q, k, v, beta = (_split(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
-    log_decay, starts = (None if x is None else _split(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
+    q, k, v, beta = (to_chunks(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
+    log_decay, starts = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
     decay = chunk_decay(log_decay, starts, size, q.dtype)
     of_keys, kept = jnp.exp(decay.of_keys), jnp.exp(decay.kept)[..., None, None]
     of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.of_before, decay.until_end))
@@ -204,14 +205,6 @@ def _inverse(a: Array) -> Array:
     below = -_einsum("...ts,...sr,...rq->...tq", second, a[..., half:, :half], first)
     above = jnp.zeros_like(below)
     return jnp.concatenate([jnp.concatenate(x, axis=-1) for x in ((first, above), (below, second))], axis=-2)
-
-
-def _split(x: Array, size: int, axis: int) -> Array:
-    """Split the tokens on `axis` (negative) into chunks [N, C], padded with zeros."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % size)
-    axis += x.ndim
-    return jnp.pad(x, widths).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

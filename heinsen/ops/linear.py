@@ -154,8 +154,8 @@ def _causal(
     """
     n_tokens = fq.shape[-2]
     size = min(_CHUNK, n_tokens)
-    fq, fk, v1 = (_split(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
-    log_decay, starts = (None if x is None else _split(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
+    fq, fk, v1 = (to_chunks(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
+    log_decay, starts = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
     decay = chunk_decay(log_decay, starts, size, fq.dtype)
 
     def step(sums: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -178,7 +178,7 @@ def _scale(x: Array, log_left: Array) -> Array:
     return jnp.where(left > 0, x, 0.0) * left
 
 
-def _split(x: Array, size: int, axis: int) -> Array:
+def to_chunks(x: Array, size: int, axis: int) -> Array:
     """Split the tokens on `axis` (negative) into chunks [N, C], padded with zeros."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % size)
