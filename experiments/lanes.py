@@ -26,6 +26,7 @@ from experiments.tools import ExperimentError, describe_machine
 from heinsen.evaluation.by_document import round_up
 from heinsen.files import write_atomically
 from heinsen.models import Params
+from heinsen.progress import track
 from heinsen.training.config import TrainConfig
 from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
 from heinsen.training.step import TrainState, init_function, make_step
@@ -90,14 +91,16 @@ class Lanes:
         by_step = np.stack([np.asarray(jax.vmap(each)(np.arange(n_steps))) for each in schedules], axis=1)
         by_cycle = by_step.astype(np.float32).reshape(-1, CYCLES, length, self.n_lanes)
         states, losses = self.start(np.asarray(seeds, np.int32)), []
-        for block, block_rates in enumerate(by_cycle):
+        size = lambda _: CYCLES * length
+        label = f"{self.n_lanes} lanes, {self.config.model.attention}"
+        for block, block_rates in enumerate(track(by_cycle, label, n_steps, size, "steps")):
             first = block * CYCLES * length
             in_cycle = lambda place, first=first: [batch_of(first + i * length + place) for i in range(CYCLES)]
             stack = lambda *x: np.stack(x)
             batches = tuple(jax.tree.map(stack, *in_cycle(place)) for place in range(length))
             states, each = self.run(states, block_rates, batches)
-            losses.append(each)
-        return states.params, np.concatenate([np.asarray(x).reshape(-1, self.n_lanes) for x in losses])
+            losses.append(np.asarray(each).reshape(-1, self.n_lanes))
+        return states.params, np.concatenate(losses)
 
 
 def lane(params: Params, i: int) -> Params:
