@@ -210,11 +210,23 @@ def run_all(tmp_path, corpus):
     return run
 
 
+def recipe_of_train() -> list[str]:
+    """The commands of `make train` on Python programs."""
+    makefile = (ROOT / "Makefile").read_text()
+    found = re.search(r"^train:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
+    variables = {"$(python)": "python", **{f"$({x})": re.search(rf"^{x} \?= (.*)$", makefile, re.MULTILINE)[1]
+                                           for x in ("DATA", "RUN")}}  # fmt: skip
+    for name, value in variables.items():
+        found = found.replace(name, value)
+    return [line.strip() for line in found.splitlines() if line.strip().startswith("python ")]
+
+
 @pytest.mark.long
 def test_the_commands_work_one_after_the_other(run_all, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     subprocess.run([sys.executable, "-c", programs("docs/data.md")[0]], check=True)
+    assert len(run_all(recipe_of_train())) == 4  # `make train`, with which the pages begin
     assert len(run_all(lines(*PAGES))) >= 20
     for made in ("exported/weights.safetensors", "loss.png", "positions.png", "book.state", "runs/sweep/report.html"):
         assert (tmp_path / made).stat().st_size > 1000, made
