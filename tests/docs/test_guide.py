@@ -51,7 +51,7 @@ def get_config():
 """
 SIZES = "n_layers=2, d_model=32, n_heads=2, d_key=8, d_value=8, dtype='float32', remat='none'"
 CONFIGS = {
-    "small": dict(base="demo", data="path='data/mine', tokenizer='gpt2'", vocab=50257, model=SIZES),
+    "small": dict(base="demo", data="path='data/mine'", vocab=50257, model=SIZES),
     "small_demo": dict(base="demo", data="", vocab=257, model=SIZES),
     "small_gated_demo": dict(base="gated_demo", data="", vocab=257, model=SIZES),
     "small_pile": dict(base="pile_125m", data="", vocab=50257, model=SIZES),
