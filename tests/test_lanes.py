@@ -3,41 +3,49 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from experiments import lanes
 from experiments.lanes import Lanes, double, lane
 from experiments.recall_by_state import run as recall
 from heinsen.evaluation.probes import answer_loss
-from heinsen.parallel import make_mesh, place_batch
-from heinsen.training.optimizer import make_optimizer
-from heinsen.training.step import init_train_state, make_train_step
+from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
+from heinsen.training.step import init_function, make_step
+
+pytest_plugins = ["tests.run_fixtures"]
 
 SIZES = dict(n_layers=2, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=70, padded_vocab_size=72)
 STEPS = 4  # in two blocks of one cycle
 
 
-@pytest.mark.parametrize("kind", ["linear", "delta rule"])
-def test_lanes_are_the_runs_that_they_stand_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("compile_cache")
+def test_lanes_are_the_runs_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kind whose functions have most for vmap to transform."""
     monkeypatch.setattr(lanes, "CYCLES", 1)
-    monkeypatch.setattr(recall, "PAIRS", (4, 8))
-    config = recall.train_config(recall.config.KINDS[kind] | SIZES | dict(batch_size=4))
+    monkeypatch.setattr(recall, "PAIRS", (1, 2))
+    config = recall.train_config(recall.config.KINDS["delta rule"] | SIZES | dict(batch_size=4))
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, warmup_steps=2))
     task, seeds, rates = recall.Task("associative", 70), (3, 4), (1e-2, 3e-3)
     of_seed = lambda seed, step: recall.draw(task, seed, step, 4)
     batch_of = lambda step: jax.tree.map(lambda *x: np.stack(x), *(of_seed(seed, step) for seed in seeds))
     programs = Lanes.compile(config, 2, [batch_of(0), batch_of(1)], answer_loss)
     params, losses = programs.train(seeds, rates, batch_of, STEPS)
-    mesh = make_mesh(devices=jax.devices()[:1])
-    for i, (seed, rate) in enumerate(zip(seeds, rates, strict=True)):
-        own = dataclasses.replace(config.optimizer, learning_rate=rate)
-        optimizer = make_optimizer(own, STEPS)
-        step = make_train_step(config.model, optimizer, mesh, answer_loss)
-        state, alone = init_train_state(config.model, optimizer, seed, mesh), []
+    schedules = [make_schedule(dataclasses.replace(config.optimizer, learning_rate=x), STEPS) for x in rates]
+
+    def optimizer(i: jax.Array | int) -> optax.GradientTransformation:
+        """That of run i; one program has the steps of all."""
+        schedule = lambda count: jnp.stack([each(count) for each in schedules])[i]
+        return make_optimizer_of_rate(config.optimizer, schedule)
+
+    init = jax.jit(lambda i, seed: init_function(config.model, optimizer(i), seed)())
+    step = jax.jit(lambda i, *args: make_step(config.model, optimizer(i), loss=answer_loss)(*args))
+    for i, seed in enumerate(seeds):
+        state, alone = init(i, seed), []
         for number in range(STEPS):
-            batch = {name: x[None] for name, x in of_seed(seed, number).items()}
-            state, metrics = step(state, place_batch(mesh, batch, axis=1))
+            state, metrics = step(i, state, jax.tree.map(lambda x: x[None], of_seed(seed, number)))
             alone.append(float(metrics["loss"]))
         np.testing.assert_allclose(losses[:, i], alone, rtol=2e-4)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), lane(params, i), state.params)

@@ -273,9 +273,9 @@ def gated_sum64(gate, x):
 METHODS = ["associative", "sequential"]
 
 
+# One block, and three of 33 where there are blocks.
+@pytest.mark.parametrize("n_tokens, reverse", [(9, False), (99, True)])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("n_tokens", [9, 99])  # one block, and three of 33 where there are blocks
 def test_gated_sum_is_the_linear_recurrence(rng, n_tokens, reverse, method):
     gate = rng.random((n_tokens, 3, 1), np.float32)
     x, g = normal(rng, n_tokens, 3, 2), normal(rng, n_tokens, 3, 2)

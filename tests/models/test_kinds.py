@@ -59,9 +59,7 @@ VARIANTS = {
         attention="window,heinsen", window=3, position="rotary", block="gpt2", gate="head", document_token=DOCUMENT
     ),
     "linear": dict(attention="linear", output_gate=True, gate="head", document_token=DOCUMENT),
-    "delta": dict(
-        attention="delta,heinsen", position="none", convolution=2, gate="head", document_token=DOCUMENT, **EQUAL
-    ),
+    "delta": dict(attention="delta", position="none", convolution=2, gate="head", document_token=DOCUMENT, **EQUAL),
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, gate="head", document_token=DOCUMENT
     ),

@@ -43,8 +43,15 @@ def tokens(rng):
 # ---- the function --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("reference", marks=pytest.mark.long), "scan", None])
-@pytest.mark.parametrize("document_token", [None, DOCUMENT])
+@pytest.mark.parametrize(
+    "implementation, document_token",
+    [
+        (None, DOCUMENT),
+        ("scan", None),
+        *(pytest.param(*x, marks=pytest.mark.long) for x in [(None, None), ("scan", DOCUMENT)]),
+        *(pytest.param("reference", token, marks=pytest.mark.long) for token in (None, DOCUMENT)),
+    ],
+)
 def test_implementations_of_attention_make_the_papers_model(rng, params, implementation, document_token):
     config = dataclasses.replace(SMALL, implementation=implementation, document_token=document_token)
     tokens = draw_tokens(config, rng)

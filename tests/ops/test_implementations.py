@@ -361,16 +361,18 @@ def test_one_document_is_no_documents(form, rng):
 
 
 def test_uneven_pieces_handing_on_the_state_equal_one_call(form, rng):
-    lengths = (1, 5, 1, 1, 5)
-    names = {1: "one token, state", 5: "state"}
-    whole = draw(rng, "state", n_queries=sum(lengths))
-    want, state, start = truth(whole, form.signed), whole.state, 0
+    """With decays, which contains the equations without."""
+    lengths, shapes, start = (1, 5, 1, 1, 5), set(), 0
+    whole = draw(rng, "decay, one token, state", n_queries=sum(lengths))
+    want, state = truth(whole, form.signed), whole.state
     for length in lengths:
-        q, k, values = (x[..., start : start + length, :] for x in whole[:3])
-        assert q.shape == draw(rng, names[length]).q.shape
-        y, state = form.run(Case(q, k, values, True, state, None))
-        assert_close(y, want.y[..., start : start + length, :])
+        part = slice(start, start + length)
+        q, k, values = (x[..., part, :] for x in whole[:3])
+        y, state = form.run(Case(q, k, values, True, state, None, whole.log_decay[..., part]))
+        assert_close(y, want.y[..., part, :])
         start += length
+        shapes.add(q.shape)
+    assert draw(rng, "decay, one token, state").q.shape in shapes and len(shapes) == 2  # are compiled
     for got, expected in zip(state, want.state, strict=True):
         assert_close(got, expected)
 

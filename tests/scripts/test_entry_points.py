@@ -4,6 +4,7 @@ Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py
 """
 
 import codecs
+import json
 import math
 import re
 import shutil
@@ -153,48 +154,51 @@ def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(r
 # ---- generate.py -----------------------------------------------------------------------------
 
 
-# generate.py, which also says how many bytes all arrays have when it begins to write.
-GENERATE_AND_SHOW_BYTES = """
-import sys
+# generate.py once for each of the commands {name: [arguments, text on stdin]}, in one process, which loads and compiles
+# for all of them. Prints what each wrote, and how many bytes all arrays had when the first began to write.
+GENERATE_ALL = """
+import contextlib, io, json, sys
 import jax
-from absl import app
+from absl import flags
 from scripts import generate
-write = generate.continue_texts
-def show_bytes(*args, **kwargs):
-    print("live bytes:", sum(x.nbytes for x in jax.live_arrays()), file=sys.stderr)
+write, n_bytes = generate.continue_texts, []
+def count_bytes(*args, **kwargs):
+    n_bytes.append(sum(x.nbytes for x in jax.live_arrays()))
     return write(*args, **kwargs)
-generate.continue_texts = show_bytes
-app.run(generate.main)
+generate.continue_texts = count_bytes
+written = {}
+for name, (arguments, text) in json.loads(sys.argv[1]).items():
+    sys.stdin = io.StringIO(text)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        generate.main(generate.parse_flags(["scripts/generate.py", *arguments]))
+    written[name] = out.getvalue()
+    for flag in flags.FLAGS:
+        flags.FLAGS[flag].unparse()  # to its default
+print(json.dumps(written | {"live bytes": n_bytes[0]}))
 """
 
 
 @pytest.fixture(scope="module")
 def written(run, commands, tmp_path_factory):
-    command = ["scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=40"]
-    before = snapshot(run.workdir)
+    same = [f"--workdir={run.workdir}", "--max_tokens=40"]
     state = tmp_path_factory.mktemp("state") / "state"
-    save = commands.fork(*command, "--prompt=some te", "--max_tokens=0", f"--save_state={state}")
-    assert save.returncode == 0 and save.stdout == "", save.stderr
-    assert save.stderr.startswith(f"{state}: the state after 7 tokens, ")
     greedy = ["--prompt=some text", "--temperature=0"]
-    ends = commands.fork_all(
-        {
-            "stdin": {"arguments": [*command, "--stdin", "--seed=3", "--top_k=20"], "stdin": "some text"},
-            "book": {
-                "arguments": [*command, "--stdin", "--temperature=0", f"--save_state={state}_2"],
-                "stdin": "some text",
-            },
-            "document": {"arguments": [*command, "--stop_at_eot", "--max_tokens=400"]},
-            "samples": {"arguments": [*command, "--prompt=some text", "--samples=2", "--min_p=0.05", "--stop=e"]},
-            "state": {"arguments": [*command, f"--load_state={state}", "--prompt=xt", "--temperature=0"]},
-        }
-    )
-    ends["greedy"] = commands.run("-c", GENERATE_AND_SHOW_BYTES, *command[1:], *greedy)
+    cases = {
+        "greedy": [[*same, *greedy], ""],
+        "save": [[*same, "--prompt=some te", "--max_tokens=0", f"--save_state={state}"], ""],
+        "stdin": [[*same, "--stdin", "--seed=3", "--top_k=20"], "some text"],
+        "book": [[*same, "--stdin", "--temperature=0", f"--save_state={state}_2"], "some text"],
+        "document": [[*same, "--stop_at_eot", "--max_tokens=400"], ""],
+        "samples": [[*same, "--prompt=some text", "--samples=2", "--min_p=0.05", "--stop=e"], ""],
+        "state": [[*same, f"--load_state={state}", "--prompt=xt", "--temperature=0"], ""],
+    }
+    before = snapshot(run.workdir)
+    end = commands.run("-c", GENERATE_ALL, json.dumps(cases))
     assert snapshot(run.workdir) == before
-    for end in ends.values():
-        assert end.returncode == 0 and "Traceback" not in end.stderr, end.stderr
-    live_bytes = re.search(r"live bytes: (\d+)", ends["greedy"].stderr)[1]
-    return {name: end.stdout for name, end in ends.items()} | {"live bytes": live_bytes}
+    assert end.returncode == 0 and "Traceback" not in end.stderr, end.stderr
+    written = json.loads(end.stdout)
+    assert written["save"] == "" and f"{state}: the state after 7 tokens, " in end.stderr
+    return written
 
 
 def expected_text(run, prompt: str | None, *arguments) -> str:
@@ -212,7 +216,7 @@ def test_generate_prints_the_prompt_and_what_follows(run, written):
 def test_generate_holds_the_parameters_once(run, written):
     _, params = load_params(run.workdir, run_config(run.data).model, make_mesh())
     n_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-    assert n_bytes <= int(written["live bytes"]) < 1.2 * n_bytes
+    assert n_bytes <= written["live bytes"] < 1.2 * n_bytes
 
 
 def test_generate_reads_the_prompt_from_stdin_and_draws_by_the_seed(run, written):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,6 +62,15 @@ pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 INTERRUPTED = 75
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_steps() -> Iterator[None]:
+    """Runs of one config in this process share a step: it would be traced anew, and then compiled to the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_optimizer", "make_train_step"):
+            patch.setattr(loop, name, functools.cache(getattr(loop, name)))
+        yield
 
 
 @pytest.fixture(scope="module")
