@@ -108,7 +108,7 @@ def lane(params: Params, i: int) -> Params:
     return jax.tree.map(lambda x: x[i], params)
 
 
-def double(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
+def extend(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
     """Rates that extend a grid on the side where its best is at the end; [] where it is inside.
 
     losses: of the rates; NaN for runs that crashed.

@@ -88,7 +88,7 @@ def measure_cell(plan: Plan, cell: dict[str, Any], found: dict[str, np.ndarray],
             tried = [*rates, *([rates[-1]] * N_LANES)][:N_LANES]
             params, _ = programs.train(tuners, tried, batch_of(tuners), plan.n_steps // 2)
             tuning |= dict(zip(tried, losses_of(params, "validation").mean(1).tolist(), strict=True))
-            if not (rates := lanes.double(list(tuning), list(tuning.values()))):
+            if not (rates := lanes.extend(list(tuning), list(tuning.values()))):
                 break
         rate = min(tuning, key=lambda rate: (np.isnan(tuning[rate]), tuning[rate]))
         params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of(SEEDS[1:]), plan.n_steps)

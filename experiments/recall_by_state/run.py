@@ -97,7 +97,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
                     for s, seed in enumerate(SEEDS)
                 ]
             score = {rate: -np.mean([run["right"][-1] for run in runs]) for rate, runs in points.items()}
-            if not (rates := lanes.double(list(score), list(score.values()))):
+            if not (rates := lanes.extend(list(score), list(score.values()))):
                 break
         seconds = time.monotonic() - began
     best = min(score, key=lambda rate: score[rate])
