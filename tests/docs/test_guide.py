@@ -68,6 +68,8 @@ SMALLER = {
     "configs/gated_125m.py": "configs/small_gated_125m.py",
     "configs/gpt2_124m.py": "configs/small_gpt2_124m.py",
     "--steps=2000": "--steps=120",
+    "d_model=256": "d_model=32",
+    "batch_size=64": "batch_size=8",
     "=1e-3,3e-3,1e-2": "=1e-3",
     "sigmoid_scaling/run.py": "sigmoid_scaling/run.py --lengths=16,32,64 --sequences=2",
     "=300000000": "=12000",
