@@ -103,11 +103,6 @@ class Lanes:
         return states.params, np.concatenate(losses)
 
 
-def lane(params: Params, i: int) -> Params:
-    """The parameters of one lane."""
-    return jax.tree.map(lambda x: x[i], params)
-
-
 def extend(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
     """Rates that extend a grid on the side where its best is at the end; [] where it is inside.
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from experiments import lanes
-from experiments.lanes import Lanes, extend, lane
+from experiments.lanes import Lanes, extend
 from experiments.recall_by_state import run as recall
 from heinsen.evaluation.probes import answer_loss
 from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
@@ -48,7 +48,11 @@ def test_lanes_are_the_runs_that_they_stand_for(monkeypatch: pytest.MonkeyPatch)
             state, metrics = step(i, state, jax.tree.map(lambda x: x[None], of_seed(seed, number)))
             alone.append(float(metrics["loss"]))
         np.testing.assert_allclose(losses[:, i], alone, rtol=2e-4)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), lane(params, i), state.params)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3),
+            jax.tree.map(lambda x, i=i: x[i], params),
+            state.params,
+        )
 
 
 def test_a_grid_is_extended_where_its_best_is_at_the_end() -> None:

@@ -32,7 +32,7 @@ def report(results: Results) -> list[str]:
         "",
         *missing,
         *table(
-            ["", "bits per byte", f"less than {first}", "parameters", "state", "rate"]
+            ["", "bits per byte", f"above {first}", "parameters", "state", "rate"]
             + [f"recalled, n = {n}" for n in results["n_grams"]],
             [row(results, name, first) for name in cells],
         ),

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt64
+from jaxtyping import Bool, Int
 
 from experiments import tools
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
+from scripts.corpus.duplicates import hash_n_grams
 
-N_GRAMS = 4, 8, 16  # bytes
+N_GRAMS = 4, 8, 16  # bytes, powers of two
 RARE = 1  # at most as often in the training text of a run, on average
 ROWS = 32  # windows of a batch of evaluation
 
@@ -68,11 +69,3 @@ def find_recalled(
     rare[:, n - 1 :] = counts[np.searchsorted(known, own)] <= most
     is_target = np.arange(windows.shape[1] - 1) < lengths[:, None]
     return (repeats & rare)[:, 1:][is_target]
-
-
-def hash_n_grams(windows: Int[np.ndarray, "W N"], n: int) -> UInt64[np.ndarray, "W M"]:
-    """Hashes of the n-grams of each window, M = N - n + 1; equal ones have equal hashes."""
-    n_grams, size = np.zeros((len(windows), windows.shape[1] - n + 1), np.uint64), windows.shape[1] - n + 1
-    for i in range(n):  # a polynomial modulo 2^64; its odd factor and the added 1 keep apart what ends alike
-        n_grams = n_grams * np.uint64(0x9E3779B97F4A7C15) + windows[:, i : i + size].astype(np.uint64) + np.uint64(1)
-    return n_grams

@@ -48,7 +48,7 @@ def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str]
     cells = {name: config.CELLS[name] for name in plan.cells}
     found = lanes.run_cells(cells, lambda cell, turn: measure_cell(plan, cell, turn), out, minutes, numbers)
     settings = dict(settings=config.get_config().to_dict(), steps=plan.n_steps, pairs=PAIRS, tests=plan.n_tests)
-    return settings | dict(equal=list(config.EQUAL)) | found
+    return settings | found
 
 
 def train_config(fields: dict[str, Any]) -> TrainConfig:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import UInt64
+from jaxtyping import Integer, UInt64
 
 N = 32  # bytes of an n-gram, a power of two
 SHARE = 0.5  # of its n-grams that a document may have in common with earlier ones
@@ -18,15 +18,15 @@ def repeats(hashes: list[int], seen: Iterable[set[int]]) -> bool:
 
 def sample(content: bytes) -> list[int]:
     """Return the hashes of some of the n-grams, which depend on these alone; those of equal n-grams are equal."""
-    hashes = hash_n_grams(content)
+    hashes = hash_n_grams(np.frombuffer(content, np.uint8))
     return hashes[hashes < np.uint64(2**64 // _SAMPLED)].tolist()
 
 
-def hash_n_grams(content: bytes) -> UInt64[np.ndarray, " n"]:
-    """Return a hash of every n-gram, modulo 2^64: of 1 byte, then of 2 from two of them, and so on."""
-    hashes = np.frombuffer(content, np.uint8).astype(np.uint64) + np.uint64(1)
-    width = 1
-    while width < N and len(hashes) > width:
-        hashes = (hashes[:-width] * np.uint64(_FACTOR) ^ (hashes[width:] >> np.uint64(7))) + hashes[width:]
+def hash_n_grams(tokens: Integer[np.ndarray, "*batch T"], n: int = N) -> UInt64[np.ndarray, "*batch M"]:
+    """Return a hash modulo 2^64 of every n-gram, n a power of two: of 1 token, then of 2 from two of them, ..."""
+    hashes, width = tokens.astype(np.uint64) + np.uint64(1), 1
+    while width < n:
+        first, second = hashes[..., :-width], hashes[..., width:]
+        hashes = (first * np.uint64(_FACTOR) ^ (second >> np.uint64(7))) + second
         width *= 2
-    return hashes * np.uint64(_FACTOR) if width == N else hashes[:0]
+    return hashes * np.uint64(_FACTOR)

@@ -53,8 +53,8 @@ def test_cells_have_as_many_parameters_as_each_other():
 
 def test_recalled_tokens_are_those_of_a_search():
     rng = np.random.default_rng()
-    train, windows = rng.integers(3, size=(2, 5, 2, 40)), rng.integers(3, size=(4, 30))
-    lengths, n, most = np.array([29, 29, 29, 12]), 3, 28
+    train, windows = rng.integers(2, size=(2, 5, 2, 40)), rng.integers(2, size=(4, 30))
+    lengths, n, most = np.array([29, 29, 29, 12]), 4, 46
     grams = lambda row: [tuple(row[i - n + 1 : i + 1]) for i in range(n - 1, len(row))]
     in_training = [gram for row in train.reshape(-1, 40) for gram in grams(row)]
     want = []

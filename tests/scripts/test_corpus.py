@@ -409,11 +409,12 @@ def test_equal_n_grams_have_equal_hashes_and_others_different_ones():
     rng, n = np.random.default_rng(), duplicates.N
     content = rng.integers(2, size=4000).astype(np.uint8).tobytes() + b"\0" * 100
     content += content[500:900]
-    hashes = duplicates.hash_n_grams(content)
+    hashes = duplicates.hash_n_grams(np.frombuffer(content, np.uint8))
     n_grams = [content[i : i + n] for i in range(len(content) - n + 1)]
     assert len(hashes) == len(n_grams) and len(set(zip(hashes.tolist(), n_grams, strict=True))) == len(set(n_grams))
     assert len(set(hashes.tolist())) == len(set(n_grams))
-    assert duplicates.hash_n_grams(content[: n - 1]).size == 0 and duplicates.hash_n_grams(b"").size == 0
+    assert duplicates.sample(content[: n - 1]) == [] and duplicates.sample(b"") == []
+    assert all(duplicates.hash_n_grams(np.zeros(length, np.uint8)).size == 0 for length in (0, 1, 17, n - 1))
 
 
 @pytest.mark.parametrize("borrowed, is_repeated", [(1.0, True), (0.7, True), (0.3, False), (0.0, False)])
