@@ -104,14 +104,14 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
     if unknown := [name for name in values if name not in names]:
         raise ConfigError(f"{path} has unknown fields {', '.join(unknown)}: the fields are {', '.join(names)}")
     try:
-        return cls(**{name: _convert(types_of_fields[name], values[name], f"{path}.{name}") for name in names})
+        return cls(**{name: _check_type(types_of_fields[name], values[name], f"{path}.{name}") for name in names})
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _convert(wanted: Any, value: Any, path: str) -> Any:
+def _check_type(wanted: Any, value: Any, path: str) -> Any:
     """Return `value` as the annotated type `wanted`, or raise ConfigError."""
     if dataclasses.is_dataclass(wanted):
         if not isinstance(value, Mapping):

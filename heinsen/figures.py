@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 
 def pyplot() -> Any:
     """Return matplotlib.pyplot, which needs no display then."""
@@ -32,3 +34,15 @@ def count_tokens(axis: Any) -> None:
     from matplotlib.ticker import EngFormatter
 
     axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def smooth(values: np.ndarray, weight: float) -> np.ndarray:
+    """Return the exponential running means (1 - w) sum_s w^(t-s) y[s] / (1 - w^(t+1)), which are unbiased at the start.
+
+    A weight of 0 returns the values themselves.
+    """
+    total, mass, out = 0.0, 0.0, np.empty(len(values))
+    for i, value in enumerate(values):
+        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
+        out[i] = total / mass
+    return out

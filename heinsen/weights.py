@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from heinsen.export import ExportError, is_export, load_folder, read_manifest
 from heinsen.export.state_dicts import from_arrays, named_leaves
 from heinsen.models import ModelConfig, Params, abstract_params
-from heinsen.models.identity import OPTIONAL_PARTS, identity_params
+from heinsen.models.optional_parts import OPTIONAL_PARTS, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
 from heinsen.remote import local_run
 from heinsen.training.checkpoint import CheckpointError, restore_params
@@ -52,7 +52,7 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
 def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> tuple[int, Params]:
     """Load the parameters that `config.init_from` names, with their training step, split over the mesh.
 
-    The run may add optional parts to the model there (`heinsen.models.identity.OPTIONAL_PARTS`): they begin doing
+    The run may add optional parts to the model there (`heinsen.models.optional_parts.OPTIONAL_PARTS`): they begin doing
     nothing, so that the run starts at that model's outputs. `tokenizer` is that of the run's data.
 
     Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError, RemoteError.

@@ -52,13 +52,13 @@ def override(config: ConfigDict, texts: Mapping[str, str], flag: str = "config")
         if isinstance(group[name], ConfigDict):
             raise ConfigError(f"--{flag}.{field}={text}: {field} is a group of fields ({', '.join(group[name])})")
         try:
-            group[name] = None if text == "None" else _convert(text, group.get_type(name))
+            group[name] = None if text == "None" else _parse_text(text, group.get_type(name))
         except ValueError as error:
             raise ConfigError(f"--{flag}.{field}={text}: {error}") from error
     return config
 
 
-def _convert(text: str, kind: type) -> Any:
+def _parse_text(text: str, kind: type) -> Any:
     """Return the value that a text says, of the type of a field. Raises ValueError, which says what to write."""
     if kind is bool:
         if text.lower() not in ("true", "false"):

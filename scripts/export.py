@@ -41,7 +41,7 @@ show_help(__name__)
 import jax
 
 from heinsen.data.tokenizer import get_tokenizer, read_tokenizer_file
-from heinsen.decoding import digest, load_prefix
+from heinsen.decoding import hash_params, load_prefix
 from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
@@ -107,7 +107,7 @@ def export_step(workdir: Path, out: Path) -> str:
     step, params = load_params(workdir, run, make_mesh())
     # The model may have more ids than the tokenizer, which generate.py never draws either.
     model = dataclasses.replace(run, vocab_size=tokenizer.vocab_size)
-    prefix = None if STATE.value is None else load_prefix(Path(STATE.value), model, digest(params))
+    prefix = None if STATE.value is None else load_prefix(Path(STATE.value), model, hash_params(params))
     size = onnx.save_step(out, model, tokenizer, params, step=step, prefix=prefix, overwrite=OVERWRITE.value)
     return f"{out}: one decoding step of {workdir} after step {step} in ONNX, {size / 2**20:,.1f} MiB"
 

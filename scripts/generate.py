@@ -51,8 +51,8 @@ from heinsen.decoding import (
     StopStrings,
     check_prompt,
     continue_texts,
-    digest,
     fork,
+    hash_params,
     load_prefix,
     read,
     save_prefix,
@@ -82,15 +82,16 @@ def main(argv: list[str]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Continuation:
     """What to continue, and how: one row for each text, the samples of a prompt next to each other.
 
-    `params` are those of the decoding steps alone: the run's own, which `digest` names, are gone once prompts are read.
+    `params` are those of the decoding steps alone: the run's own, which `params_hash` names, are gone once
+    prompts are read.
     """
 
     model: ModelConfig
     params: Params
-    digest: str
+    params_hash: str
     tokenizer: Tokenizer
     sampling: Sampling
     prefix: Prefix
@@ -103,7 +104,7 @@ class Task:
         return is_streamed(len(self.texts))
 
 
-def prepare() -> Task:
+def prepare() -> Continuation:
     """Load the model and read the prompts. Raises HeinsenError, and ValueError for impossible flags."""
     sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)
     StopStrings(STOP.value)
@@ -118,11 +119,11 @@ def prepare() -> Task:
     check_flags(len(texts))
     prompts = [encode(tokenizer, model, text) for text in texts]
     _, params = load_params(workdir, config.model, make_mesh())
-    own_digest = digest(params) if SAVE_STATE.value or LOAD_STATE.value else ""
+    params_hash = hash_params(params) if SAVE_STATE.value or LOAD_STATE.value else ""
     if LOAD_STATE.value is None:
         prefix = read(model, params, prompts)
     else:
-        prefix = fork(load_prefix(Path(LOAD_STATE.value), model, own_digest), len(prompts))
+        prefix = fork(load_prefix(Path(LOAD_STATE.value), model, params_hash), len(prompts))
         if len(prompts[0]):
             prefix = read(model, params, prompts, prefix.state)
     max_tokens = MAX_TOKENS.value or (None if SAVE_STATE.value is None else 0)
@@ -130,10 +131,10 @@ def prepare() -> Task:
         raise InputError(f"--max_tokens=0 writes without end: this model ends after {model.n_positions} positions")
     check_room(model, int((prefix.state.n_tokens - prefix.state.document_start).max()) + (max_tokens or 0))
     n = SAMPLES.value
-    return Task(
+    return Continuation(
         model=model,
         params=step_params(model, params, donate=True),
-        digest=own_digest,
+        params_hash=params_hash,
         tokenizer=tokenizer,
         sampling=sampling,
         prefix=fork(prefix, n),
@@ -183,7 +184,7 @@ def encode(tokenizer: Tokenizer, model: ModelConfig, text: str | None) -> Sequen
 class Output:
     """The texts of all rows: a single one is printed as it is generated, several at the end."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Continuation):
         self._texts, self._streamed = list(task.texts), task.is_streamed
         self._decoders = [task.tokenizer.stream_decoder() for _ in task.texts]
         self._stops = [StopStrings(STOP.value) for _ in task.texts]
@@ -217,7 +218,7 @@ class Output:
             print(text, end="", flush=True)
 
 
-def write_texts(task: Task) -> Prefix:
+def write_texts(task: Continuation) -> Prefix:
     """Generate and print the texts; return the prefix after the last tokens. Ctrl-C ends the texts."""
     prefix = task.prefix
     pieces = continue_texts(
@@ -245,11 +246,11 @@ def write_texts(task: Task) -> Prefix:
     return prefix
 
 
-def save(task: Task, prefix: Prefix) -> None:
+def save(task: Continuation, prefix: Prefix) -> None:
     """Write --save_state. Raises InputError."""
     path = Path(SAVE_STATE.value)
     try:
-        save_prefix(path, task.model, task.digest, prefix)
+        save_prefix(path, task.model, task.params_hash, prefix)
     except OSError as error:
         raise InputError(f"the state cannot be saved: {describe(error)}. Give another --save_state") from error
     size = format_bytes(path.stat().st_size)

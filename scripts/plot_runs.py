@@ -33,7 +33,7 @@ show_help(__name__)
 from matplotlib.axes import Axes
 from matplotlib.ticker import ScalarFormatter
 
-from heinsen.sweep.curves import (
+from scripts.curves import (
     AXES,
     METRICS,
     Anchor,

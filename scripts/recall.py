@@ -160,9 +160,12 @@ def train(
     """
     optimizer = make_optimizer(config.optimizer, STEPS.value)
     step = make_train_step(config.model, optimizer, mesh, answer_loss)
-    abstract, identity = abstract_train_state(config.model, optimizer, mesh), identify(config, task, lengths)
-    with Checkpoints(checkpoints_of(out) / identity, keep=1) as checkpoints:
-        restored = checkpoints.restore_newest(abstract, identity)
+    abstract, fingerprint = (
+        abstract_train_state(config.model, optimizer, mesh),
+        recall_fingerprint(config, task, lengths),
+    )
+    with Checkpoints(checkpoints_of(out) / fingerprint, keep=1) as checkpoints:
+        restored = checkpoints.restore_newest(abstract, fingerprint)
         if restored is None:
             state = init_train_state(config.model, optimizer, config.seed, mesh)
             restored = Restored(0, state, {"tokens": 0, "seconds": 0.0, "losses": [], "stop": False})
@@ -193,14 +196,14 @@ def train(
                         for n in sorted(set(lengths))
                     )
                 if at["stop"] or number % config.checkpoint_every == 0:
-                    checkpoints.save(number, state, at, identity)
+                    checkpoints.save(number, state, at, fingerprint)
         finally:
             console.close()
     loss = float(np.mean(at["losses"]))
     return state.params, dict(steps=number, tokens=at["tokens"], seconds=at["seconds"], loss=loss)
 
 
-def identify(config: TrainConfig, task: Task, lengths: Sequence[int]) -> str:
+def recall_fingerprint(config: TrainConfig, task: Task, lengths: Sequence[int]) -> str:
     """A digest of all that a checkpoint depends on."""
     return hashlib.sha256(f"{config.fingerprint} {task} {lengths} {STOP_AT.value}".encode()).hexdigest()[:16]
 

@@ -28,7 +28,7 @@ from heinsen.data.dataset import (
     token_dtype,
 )
 from heinsen.data.readers import PreparationError
-from heinsen.data.sources import Position
+from heinsen.data.sources import InputPosition
 from heinsen.data.tokenize import TokenizedDocument
 from heinsen.data.tokenizer import Tokenizer, write_tokenizer_file
 from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
@@ -108,7 +108,7 @@ class ShardWriter:
         self._progress_file = progress_file
         self.provenance: Provenance | None = None
         self.shards: list[ShardRecord] = []
-        self.position: Position | None = None
+        self.position: InputPosition | None = None
         self.num_tokens = self.num_documents = self.num_bytes = self.num_skipped = 0
 
         progress_file.seek(0)
@@ -126,7 +126,7 @@ class ShardWriter:
         try:
             self.provenance, *records = (unseal(json.loads(line)) for line in lines)
             self.shards = [record["shard"] for record in records]
-            self.position = Position(*records[-1]["position"])
+            self.position = InputPosition(*records[-1]["position"])
             self.num_skipped = records[-1]["num_skipped_documents"]
             self.num_tokens, self.num_documents, self.num_bytes = sum_shards(self.shards)
             for shard in self.shards:

@@ -22,8 +22,8 @@ _KINDS = {suffix: kind for kind, reader in READERS.items() for suffix in reader.
 _KNOWN_ENDINGS = f"known endings are {', '.join(_KINDS)}"
 
 
-class Position(NamedTuple):
-    """Position after a document: `input` indexes the inputs, `number` counts lines or rows from 1."""
+class InputPosition(NamedTuple):
+    """Where a document ends: `input` indexes the inputs, `number` counts lines or rows from 1."""
 
     input: int
     number: int
@@ -32,7 +32,7 @@ class Position(NamedTuple):
 class Document(NamedTuple):
     """A document as it was read by the reader `kind`, and the position after it."""
 
-    position: Position
+    position: InputPosition
     kind: str
     content: Content
 
@@ -67,7 +67,7 @@ class Input:
         return self.name + READERS[self.kind].place.format(number)
 
 
-def read_documents(inputs: Sequence[Input], settings: Settings, start: Position | None) -> Iterator[Document]:
+def read_documents(inputs: Sequence[Input], settings: Settings, start: InputPosition | None) -> Iterator[Document]:
     """Yield all documents after position `start` in order; None means from the beginning."""
     first_input, done = start or (0, 0)
     for index in range(first_input, len(inputs)):
@@ -75,7 +75,7 @@ def read_documents(inputs: Sequence[Input], settings: Settings, start: Position 
         with name_errors(Path(location)):
             for number, content in READERS[kind].read(location, settings):
                 if index > first_input or number > done:
-                    yield Document(Position(index, number), kind, content)
+                    yield Document(InputPosition(index, number), kind, content)
 
 
 def find_inputs(settings: Settings) -> list[Input]:

@@ -11,7 +11,7 @@ Only layers with a cache, such as softmax attention's, grow with the context.
 from heinsen.decoding.generation import continue_texts, decode, fork, generate, step_params
 from heinsen.decoding.prompts import Prefix, check_prompt, prefill, read, score
 from heinsen.decoding.sampling import Sampling, sample
-from heinsen.decoding.saved_state import StateError, digest, load_prefix, save_prefix
+from heinsen.decoding.saved_state import StateError, hash_params, load_prefix, save_prefix
 from heinsen.decoding.stop_strings import StopStrings
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "check_prompt",
     "continue_texts",
     "decode",
-    "digest",
+    "hash_params",
     "fork",
     "generate",
     "load_prefix",

@@ -32,15 +32,15 @@ def save_prefix(path: Path, config: ModelConfig, params: Params | str, prefix: P
     """Write a prefix to one file, atomically. Raises OSError.
 
     The file holds the logits, the state with caches trimmed to what is used, and the model they belong to: all fields
-    of its config that change what a state means, and a digest of `params` (from `init_params`, or their `digest`).
+    of its config that change what a state means, and a hash of `params` (from `init_params`, or their `hash_params`).
     """
     used = resize_caches(config, prefix.state, int(np.max(prefix.state.n_tokens)))
     arrays = [np.asarray(x) for x in jax.tree.leaves(Prefix(prefix.logits, used))]
     arrays = [x.view(np.uint16) if x.dtype == jnp.bfloat16 else x for x in arrays]  # .npz files do not know bfloat16
     header = {
         "version": STATE_VERSION,
-        "model": _identity(config),
-        "params": params if isinstance(params, str) else digest(params),
+        "model": _state_fields(config),
+        "params": params if isinstance(params, str) else hash_params(params),
     }
     header["digest"] = _digest_contents(header, arrays)
     with atomic_writer(path) as file:
@@ -59,11 +59,11 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
     except Exception as error:  # NumPy, zipfile and json raise errors of many types for bytes that are not theirs
         why = f" ({error})" if zipfile.is_zipfile(path) else ""  # else NumPy takes it for a pickle
         raise StateError(f"{path} is no saved state, or a damaged one{why}: read the text again") from error
-    saved, own = header["model"], _identity(config)
+    saved, own = header["model"], _state_fields(config)
     if differing := [name for name in own if saved.get(name) != own[name]]:
         listed = "; ".join(f"model.{n} {saved.get(n)!r} there, {own[n]!r} here" for n in differing)
         raise StateError(f"{path} is a state of another model: {listed}")
-    if header["params"] != (params if isinstance(params, str) else digest(params)):
+    if header["params"] != (params if isinstance(params, str) else hash_params(params)):
         raise StateError(
             f"{path} is a state of a model of this shape with other parameters: use the run it was made by"
         )
@@ -106,7 +106,7 @@ def _digest_contents(header: Mapping[str, Any], arrays: Sequence[np.ndarray]) ->
     return whole.hexdigest()[:32]
 
 
-def digest(params: Params) -> str:
+def hash_params(params: Params) -> str:
     """Return a hash of all parameters' names and values."""
     whole = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -115,7 +115,7 @@ def digest(params: Params) -> str:
     return whole.hexdigest()[:32]
 
 
-def _identity(config: ModelConfig) -> dict[str, Any]:
+def _state_fields(config: ModelConfig) -> dict[str, Any]:
     """Return the config's fields that make a state what it is."""
     fields = dataclasses.asdict(config)
     return {name: value for name, value in fields.items() if name not in ("remat", "implementation")}

@@ -39,11 +39,11 @@ from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
     LayerState,
     ModelState,
-    find_documents,
     find_padding,
     forget_at_document_start,
     layer_states,
     locate_tokens,
+    mark_document_starts,
     state_after,
     state_without_layers,
 )
@@ -82,27 +82,27 @@ class LanguageModel(nn.Module):
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
 
         valid_BxT = find_padding(n_tokens, lengths_B)
-        begins_BxT = find_documents(c, tokens_BxT, valid_BxT)
+        begins_BxT = mark_document_starts(c, tokens_BxT, valid_BxT)
         # Without a state the layers get None rather than empty states, which would exist for all layers at once.
         before = state_without_layers(c, n_batch) if state is None else state
         if begins_BxT is not None and state is not None:
             before = forget_at_document_start(c, before, begins_BxT[:, 0], n_tokens)
-        tokens = locate_tokens(before, n_tokens, valid_BxT, begins_BxT, c.causal)
+        context = locate_tokens(before, n_tokens, valid_BxT, begins_BxT, c.causal)
 
         x_BxTxD = constrain_stream(self.mesh, x_BxTxD)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
-        x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, tokens, begins_BxT)
+        x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, context, begins_BxT)
         states = layer_states(before)
         if self.stacked:
-            x_BxTxD, states = self._scan_layers(x_BxTxD, states, tokens, keep_state)
+            x_BxTxD, states = self._scan_layers(x_BxTxD, states, context, keep_state)
         else:
-            x_BxTxD, states = run_layers(c, c.layer_mixers, self.mesh, x_BxTxD, states, tokens, keep_state)
+            x_BxTxD, states = run_layers(c, c.layer_mixers, self.mesh, x_BxTxD, states, context, keep_state)
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        after = state_after(before, tokens, lengths_B, position_BxD, states) if keep_state else None
+        after = state_after(before, context, lengths_B, position_BxD, states) if keep_state else None
         return x_BxTxD, after
 
     def _scan_layers(
-        self, x_BxTxD: Array, states: tuple[LayerState, ...], tokens: TokenContext, keep_state: bool
+        self, x_BxTxD: Array, states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
     ) -> tuple[Array, tuple[LayerState, ...]]:
         """Scan over repetitions of the pattern, with the states of each of its places stacked."""
         c, period = self.config, len(self.config.mixers)
@@ -119,7 +119,7 @@ class LanguageModel(nn.Module):
         )
         stacks = tuple(jax.tree.map(lambda *x: jnp.stack(x), *states[j::period]) for j in range(period))
         run = scan(*arguments, self.mesh, name="layers")
-        x_BxTxD, after = run(x_BxTxD, stacks if period > 1 else stacks[0], tokens, keep_state)
+        x_BxTxD, after = run(x_BxTxD, stacks if period > 1 else stacks[0], context, keep_state)
         stacks = after if period > 1 else (after,)
         return x_BxTxD, tuple(
             jax.tree.map(lambda x, i=i: x[i // period], stacks[i % period]) for i in range(c.n_layers)
@@ -134,10 +134,10 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], states: tuple[LayerState, ...], tokens: TokenContext, keep_state: bool
+        self, x_BxTxD: Float[Array, "B T D"], states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
         c = self.config
-        return run_layers(c, c.mixers, self.mesh, x_BxTxD, states, tokens, keep_state)
+        return run_layers(c, c.mixers, self.mesh, x_BxTxD, states, context, keep_state)
 
 
 def run_layers(
@@ -146,14 +146,14 @@ def run_layers(
     mesh: Mesh | None,
     x_BxTxD: Float[Array, "B T D"],
     states: tuple[LayerState, ...],
-    tokens: TokenContext,
+    context: TokenContext,
     keep_state: bool,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
     """Run one layer for each mixer, in order, as submodules layer_0, layer_1, ... of the module that calls this."""
     after = []
     for i, (mixer, state) in enumerate(zip(mixers, states, strict=True)):
         layer = LAYERS[config.block](config, mixer, mesh, name=f"layer_{i}")
-        x_BxTxD, state = layer(x_BxTxD, state, tokens, keep_state)
+        x_BxTxD, state = layer(x_BxTxD, state, context, keep_state)
         after.append(state)
     return x_BxTxD, tuple(after)
 
@@ -177,18 +177,18 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], state: LayerState, tokens: TokenContext, keep_state: bool
+        self, x_BxTxD: Float[Array, "B T D"], state: LayerState, context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
         normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        q, k, values, inputs = self.project(normed_BxTxD, state.convolution, tokens)
-        tokens = self.add_log_decays(normed_BxTxD, tokens)
-        tokens = self.add_strength(normed_BxTxD, tokens)
+        q, k, values, inputs = self.project(normed_BxTxD, state.convolution, context)
+        context = self.add_log_decays(normed_BxTxD, context)
+        context = self.add_strength(normed_BxTxD, context)
         if self.mixer.takes_log_decay and self.config.causal:
-            k, tokens = hide_padding(k, tokens)
-        is_step = state.attention is not None and tokens.slot.shape[1] == 1
+            k, context = hide_padding(k, context)
+        is_step = state.attention is not None and context.slot.shape[1] == 1
         mix = self.mixer.step if is_step else self.mixer.parallel
-        y_BxHxTxV, attention = mix(q, k, values, state.attention, tokens, self.mesh)
+        y_BxHxTxV, attention = mix(q, k, values, state.attention, context, self.mesh)
         y = self.output(y_BxHxTxV, normed_BxTxD)
         self.record("attention", lambda: self.rms(y))
         x_BxTxD = self.feed(x_BxTxD, y)
@@ -197,7 +197,7 @@ class Layer(nn.Module):
         return constrain_stream(self.mesh, x_BxTxD), after
 
     def project(
-        self, normed_BxTxD: Array, inputs: Array | None, tokens: TokenContext
+        self, normed_BxTxD: Array, inputs: Array | None, context: TokenContext
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
@@ -205,31 +205,31 @@ class Layer(nn.Module):
         h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed_BxTxD)
         h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         if c.convolution:
-            h_BxHxTxC, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h_BxHxTxC, inputs, tokens)
+            h_BxHxTxC, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h_BxHxTxC, inputs, context)
         q, k, values = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
         if self.mixer.uses_rotary:
-            q, k = POSITION_CLASSES[c.position].rotate(q, k, tokens)
+            q, k = POSITION_CLASSES[c.position].rotate(q, k, context)
         return q, k, values, inputs
 
-    def add_log_decays(self, normed_BxTxD: Array, tokens: TokenContext) -> TokenContext:
+    def add_log_decays(self, normed_BxTxD: Array, context: TokenContext) -> TokenContext:
         """The tokens with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
         c = self.config
         if c.gate == "none" or not self.mixer.takes_log_decay:
-            return tokens
+            return context
         gate = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation)
         before = gate(name="gate")(normed_BxTxD)
         after = None if c.causal else gate(name="gate_after")(normed_BxTxD)
         decays = before if after is None else jnp.concatenate([before, after], axis=1)
         self.record("decay", lambda: jnp.mean(jnp.exp(decays), axis=(0, 2)))
-        return tokens._replace(log_decay=before, log_decay_after=after)
+        return context._replace(log_decay=before, log_decay_after=after)
 
-    def add_strength(self, normed_BxTxD: Array, tokens: TokenContext) -> TokenContext:
+    def add_strength(self, normed_BxTxD: Array, context: TokenContext) -> TokenContext:
         """The tokens with strengths sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes them."""
         if not self.mixer.takes_strength:
-            return tokens
+            return context
         c = self.config
         strength = Dense(c.n_heads, c.dtype, deviation=self.deviation, name="strength")(normed_BxTxD)
-        return tokens._replace(strength=nn.sigmoid(strength).swapaxes(1, 2))
+        return context._replace(strength=nn.sigmoid(strength).swapaxes(1, 2))
 
     def output(self, y_BxHxTxV: Array, normed_BxTxD: Array) -> Array:
         """The attention of all heads side by side [B, T, H V], times the output gate if there is one."""

@@ -36,7 +36,7 @@ class Position(nn.Module):
         self,
         x_BxTxD: Float[Array, "B T D"],
         before_BxD: Float[Array, "B D"],
-        tokens: TokenContext,
+        context: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         """Add positions to the embedding x: (x, e after the last token).
@@ -47,7 +47,7 @@ class Position(nn.Module):
 
     @staticmethod
     def rotate(
-        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: TokenContext
+        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], context: TokenContext
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
         """Rotate queries and keys."""
         return q, k
@@ -64,17 +64,17 @@ class RecurrentPosition(Position):
         self,
         x_BxTxD: Float[Array, "B T D"],
         before_BxD: Float[Array, "B D"],
-        tokens: TokenContext,
+        context: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         n_maps = 2 if self.config.causal else 4
         maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), n_maps, axis=-1)
-        e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, begins_BxT, tokens.valid)
+        e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, begins_BxT, context.valid)
         if not self.config.causal:
             flip: Callable[[Array], Array] = lambda x: jnp.flip(x, axis=1)
             # From the end, a document begins with its last token.
             ends = None if begins_BxT is None else flip(jnp.pad(begins_BxT[:, 1:], [(0, 0), (0, 1)]))
-            valid = None if tokens.valid is None else flip(tokens.valid)
+            valid = None if context.valid is None else flip(context.valid)
             e_BxTxD = e_BxTxD + flip(self._recurrence(flip(maps[2]), flip(maps[3]), before_BxD, ends, valid))
         return x_BxTxD + e_BxTxD, e_BxTxD[:, -1]
 
@@ -102,14 +102,14 @@ class LearnedPosition(Position):
         self,
         x_BxTxD: Float[Array, "B T D"],
         before_BxD: Float[Array, "B D"],
-        tokens: TokenContext,
+        context: TokenContext,
         begins_BxT: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
-        c, places_BxT = self.config, tokens.place
-        if begins_BxT is None and tokens.valid is None:
+        c, places_BxT = self.config, context.place
+        if begins_BxT is None and context.valid is None:
             check_room(c, x_BxTxD.shape[1])
-        if tokens.valid is not None:  # padding may lie beyond the table
-            places_BxT = jnp.where(tokens.valid, places_BxT, 0)
+        if context.valid is not None:  # padding may lie beyond the table
+            places_BxT = jnp.where(context.valid, places_BxT, 0)
         table = self.param("embedding", weight_init(c.d_model, self.deviation), (c.n_positions, c.d_model))
         return x_BxTxD + jnp.take(table, places_BxT, axis=0, mode="fill", fill_value=jnp.nan), before_BxD
 
@@ -119,10 +119,10 @@ class RotaryPosition(Position):
 
     @staticmethod
     def rotate(
-        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], tokens: TokenContext
+        q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], context: TokenContext
     ) -> tuple[Float[Array, "B H T K"], Float[Array, "B H T K"]]:
         """Rotate features i and i + K/2 by the token's place in its document times 10000^(-2i/K)."""
-        return _rotate_pairs(q, tokens.place), _rotate_pairs(k, tokens.place)
+        return _rotate_pairs(q, context.place), _rotate_pairs(k, context.place)
 
 
 _BASE, _DIGITS = 4096, 3  # of places in texts of any length, up to 2^31

@@ -104,7 +104,7 @@ def find_padding(n_tokens: int, lengths: Int[Array, " B"] | None) -> Bool[Array,
     return None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
 
 
-def find_documents(
+def mark_document_starts(
     config: ModelConfig, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None
 ) -> Bool[Array, "B T"] | None:
     """Return which tokens begin a document; None where none can. Padding begins none."""
@@ -121,7 +121,8 @@ def locate_tokens(
     begins: Bool[Array, "B T"] | None,
     causal: bool = True,
 ) -> TokenContext:
-    """Return where the tokens stand after `before`, with `valid` from `find_padding`, `begins` from `find_documents`.
+    """Return where the tokens stand after `before`, with `valid` from `find_padding`, `begins` from
+    `mark_document_starts`.
 
     No token sees the padding after it if the model is causal; else padding is a document of its own.
     """
@@ -138,15 +139,15 @@ def locate_tokens(
 
 def state_after(
     before: ModelState,
-    tokens: TokenContext,
+    context: TokenContext,
     lengths: Int[Array, " B"] | None,
     position: Float[Array, "B D"],
     layers: tuple[LayerState, ...],
 ) -> ModelState:
     """Return the state after the tokens that follow `before`, with these states of positions and layers."""
-    n_seen = before.n_tokens + (tokens.slot.shape[1] if lengths is None else lengths)
+    n_seen = before.n_tokens + (context.slot.shape[1] if lengths is None else lengths)
     last = jnp.maximum(n_seen - before.n_tokens - 1, 0)
-    document_start = jnp.take_along_axis(tokens.first, last[:, None], axis=1)[:, 0]
+    document_start = jnp.take_along_axis(context.first, last[:, None], axis=1)[:, 0]
     attention, convolution = zip(*layers, strict=True)
     return ModelState(position, attention, convolution, n_seen, document_start)
 

@@ -9,7 +9,7 @@ nothing is left of the tokens before, as where a document starts, except the fir
 """
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,8 @@ from heinsen.logspace import (
     posterior,
 )
 from heinsen.ops.documents import document_numbers, mask_cross_document
-from heinsen.ops.states import LogState, MeanState, merge_states
+from heinsen.ops.states import AnyState, LogState, MeanState, merge_states
 from heinsen.ops.values import LOG_VALUES, Values
-
-State = TypeVar("State", LogState, MeanState)
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `values.einsum`
 
@@ -179,7 +177,7 @@ def _last_document(resets: Array | None) -> Array | bool:
     return (document == document[..., -1:])[..., None]
 
 
-def _continue(state: State | None, end: State, resets: Array | None, log_decay: Array | None) -> State:
+def _continue(state: AnyState | None, end: AnyState, resets: Array | None, log_decay: Array | None) -> AnyState:
     """Merge the initial state into that of the last document, where the last document is also the first."""
     if state is None:
         return end

@@ -8,7 +8,6 @@ job         one run as a process, on this machine or on a node of a cluster
 launch      launchers: this machine, whose cores and GPUs the runs share, or SLURM
 search      which run comes next
 drive       the loop that starts the runs and watches them
-curves      the logs of runs as curves and final figures
 report      the HTML page: effects, curves, a table
 
 Nothing here knows the fields of a config except `seed`: values are text on the way in and out, and the entry point

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heinsen.figures import count_tokens, place_legend, pyplot
+from heinsen.figures import count_tokens, place_legend, pyplot, smooth
 from heinsen.files import write_atomically
-from heinsen.sweep.curves import smooth
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import REPORT_FILE, SweepFolder
 from heinsen.sweep.runs import RunView, best_of, format_number, is_finite, summary
@@ -49,7 +48,7 @@ class Result(NamedTuple):
 Effects = dict[str, dict[str, list[Result]]]
 
 
-def mean_loss(results: Sequence[Result]) -> float:
+def mean_of(results: Sequence[Result]) -> float:
     return statistics.fmean(result.loss for result in results)
 
 
@@ -73,7 +72,7 @@ def find_effects(definition: Definition, results: Sequence[Result]) -> Effects:
     sizes, effects = {}, {}
     for field in dict.fromkeys(field for result in results for field in result.point):
         groups = _group(field, isinstance(definition.space.get(field), Range), results)
-        means = [mean_loss(group) for group in groups.values()]
+        means = [mean_of(group) for group in groups.values()]
         if len(groups) > 1:
             effects[field], sizes[field] = groups, max(means) - min(means)
     return {field: effects[field] for field in sorted(effects, key=lambda field: (field == SEED, -sizes[field]))}
@@ -125,7 +124,7 @@ def _draw_effects(effects: Effects) -> Any:
             x = all_numbers([i if values is None else result.point[field] for result in group]) or []
             axes.plot(x, [result.loss for result in group], "o", ms=4, alpha=0.5, color=_BLUE)
             middles.append(statistics.median(x))
-        axes.plot(middles, [mean_loss(group) for group in groups.values()], "D-", ms=5, color=_ORANGE)
+        axes.plot(middles, [mean_of(group) for group in groups.values()], "D-", ms=5, color=_ORANGE)
         if values is None:
             axes.set_xticks(middles, list(groups))
         elif min(values) > 0 and max(values) / min(values) >= 8:
@@ -214,7 +213,7 @@ def _effects(effects: Effects) -> str:
     rows: list[list[str]] = []
     best: set[int] = set()
     for field, groups in effects.items():
-        means = [mean_loss(group) for group in groups.values()]
+        means = [mean_of(group) for group in groups.values()]
         if field != SEED:
             best.add(len(rows) + means.index(min(means)))
         for mean, (label, group) in zip(means, groups.items(), strict=True):

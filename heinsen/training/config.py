@@ -97,14 +97,14 @@ class TrainConfig:
     @property
     def fingerprint(self) -> str:
         """A digest of all fields that may not change: a checkpoint with another one belongs to another run."""
-        text = json.dumps(identity(dataclasses.asdict(self)), sort_keys=True)
+        text = json.dumps(fixed_fields(dataclasses.asdict(self)), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def identity(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a config without the fields that may change."""
     return {
-        name: identity(value, f"{path}{name}.") if isinstance(value, Mapping) else value
+        name: fixed_fields(value, f"{path}{name}.") if isinstance(value, Mapping) else value
         for name, value in mapping.items()
         if path + name not in _CHANGEABLE
     }

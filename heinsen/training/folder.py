@@ -17,7 +17,7 @@ from heinsen.errors import HeinsenError, describe, print_warning
 from heinsen.export import ExportError, is_export, read_manifest
 from heinsen.files import LockedError, hold_lock, write_atomically
 from heinsen.models import ModelConfig
-from heinsen.training.config import TrainConfig, identity
+from heinsen.training.config import TrainConfig, fixed_fields
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
 
@@ -155,7 +155,7 @@ def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str) -> list[st
     old, new = _read_config(workdir), _contents(config, tokenizer)
     if old is None:
         return []
-    if lines := differences(identity(old), identity(new)):
+    if lines := differences(fixed_fields(old), fixed_fields(new)):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
             "Give another --workdir, or the run's own config to resume it."

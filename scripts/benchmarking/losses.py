@@ -64,7 +64,7 @@ def write_reference(out: Path) -> str:
         raise LossesError(f"--write_reference needs a CPU, here is {machine()['device']}: set JAX_PLATFORMS=cpu")
     data = make_data(out)
     losses = {form: run(out / form, data, form, "float32") for form in _FORMS}
-    record = identity() | machine() | dict(losses=losses)
+    record = benchmark_settings() | machine() | dict(losses=losses)
     write_atomically(REFERENCE, json.dumps(record) + "\n")
     return f"written: {REFERENCE}"
 
@@ -72,7 +72,7 @@ def write_reference(out: Path) -> str:
 def read_reference() -> dict[str, Any]:
     """Return the contents of cpu_losses.json. Raises LossesError if it is of another config or text."""
     reference = json.loads(REFERENCE.read_text())
-    for name, value in identity().items():
+    for name, value in benchmark_settings().items():
         if reference[name] != value:
             raise LossesError(
                 f"{REFERENCE} was made with another {name}: make it anew by `python scripts/benchmark.py losses "
@@ -81,7 +81,7 @@ def read_reference() -> dict[str, Any]:
     return reference
 
 
-def identity() -> dict[str, Any]:
+def benchmark_settings() -> dict[str, Any]:
     """Return what the losses depend on, besides the program: the config and the text."""
     text = "".join(make_text(split) for split in _BYTES)
     return {"config": config_values(Path("data")), "text": hashlib.sha256(text.encode()).hexdigest()}

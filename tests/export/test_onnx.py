@@ -15,7 +15,8 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Prefix, load_prefix, save_prefix
 from heinsen.export import ExportError
 from heinsen.models import abstract_params, forward, init_model_state
-from heinsen.ops.states import begin_steps, end_steps, init_state, take_step
+from heinsen.ops.running import begin_steps, end_steps, take_step
+from heinsen.ops.states import init_state
 from tests.model_configs import model_config
 
 onnx = pytest.importorskip("onnx", reason="pip install onnx onnxruntime")

@@ -15,7 +15,7 @@ from heinsen import LogState, MeanState, init_state, merge_states, update_state
 from heinsen.ops import exact, schedule
 from heinsen.ops.api import attend_both_ways
 from heinsen.ops.decay import chunk_decay
-from heinsen.ops.states import begin_steps, end_steps, take_step
+from heinsen.ops.running import begin_steps, end_steps, take_step
 from tests.ops.common import run_fast_form, user_jit
 from tests.ops.truth import draw_decays
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen.ops.states import LogState, begin_steps, end_steps, init_state, query_state, take_step, update_state
+from heinsen.ops.running import begin_steps, end_steps, take_step
+from heinsen.ops.states import LogState, init_state, query_state, update_state
 
 BATCH, K, V = (2, 3), 4, 5
 

@@ -12,7 +12,7 @@ import pytest
 
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import write_status
-from heinsen.sweep.report import Result, find_effects, find_results, mean_loss, seed_spread, write_report
+from heinsen.sweep.report import Result, find_effects, find_results, mean_of, seed_spread, write_report
 from heinsen.sweep.runs import RunView, SweepRun
 from heinsen.sweep.space import Range
 from tests.documents import find_chromium
@@ -42,7 +42,7 @@ def test_marginal_effects_are_means_over_everything_else(grid):
             losses = [run.loss for run in runs if run.point[field] == value]
             assert sorted(run.loss for run in group) == sorted(losses)
             means.append(sum(losses) / len(losses))
-            np.testing.assert_allclose(mean_loss(group), means[-1])
+            np.testing.assert_allclose(mean_of(group), means[-1])
         sizes.append(max(means) - min(means))
     assert list(effects)[-1] == "seed" and sizes[0] >= sizes[1]
 
@@ -161,7 +161,7 @@ def test_the_page_is_whole_and_loads_nothing(page):
     assert ("standard deviation" in text) == (folder.definition.seeds is not None)
     effects, runs, settings = parsed.tables
     found = [
-        [field, label, str(len(group)), f"{mean_loss(group):.4f}", f"{min(run.loss for run in group):.4f}"]
+        [field, label, str(len(group)), f"{mean_of(group):.4f}", f"{min(run.loss for run in group):.4f}"]
         for field, groups in find_effects(folder.definition, find_results(views)).items()
         for label, group in groups.items()
     ]

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from heinsen.models import abstract_params, forward, mean_loss
-from heinsen.models.identity import OPTIONAL_PARTS, OptionalPart
+from heinsen.models.optional_parts import OPTIONAL_PARTS, OptionalPart
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.folder import RunError, write_config

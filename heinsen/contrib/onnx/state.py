@@ -9,7 +9,7 @@
 
 Each has a batch axis in front and is float32 but for `place`. A number with an exponent of its own neither overflows
 nor underflows, whatever the keys and values. So a step loses no more than rounding does, and never has to be repeated
-as those of `heinsen.ops.states.RunningState` may.
+as those of `heinsen.ops.running.RunningState` may.
 """
 
 import numpy as np

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.logspace import NEG_INF
 
-State = TypeVar("State")
+MixerState = TypeVar("MixerState")
 AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
 
 
@@ -41,7 +41,7 @@ class TokenContext(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixer(abc.ABC, Generic[State]):
+class Mixer(abc.ABC, Generic[MixerState]):
     """One kind of attention. A state is a tree of arrays with leading axes [B, H].
 
     Subclasses must define `init_state` and `parallel`; the other methods have defaults for a state of constant size.
@@ -98,7 +98,7 @@ class Mixer(abc.ABC, Generic[State]):
     # ---- attention ----
 
     @abc.abstractmethod
-    def init_state(self, batch_size: int, capacity: int) -> State:
+    def init_state(self, batch_size: int, capacity: int) -> MixerState:
         """Return the state before any token. A cache has room for `capacity` tokens."""
 
     @abc.abstractmethod
@@ -107,10 +107,10 @@ class Mixer(abc.ABC, Generic[State]):
         q: Float[Array, "B H T K"],
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
-        state: State | None,
-        tokens: TokenContext,
+        state: MixerState | None,
+        context: TokenContext,
         mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], State]:
+    ) -> tuple[Float[Array, "B H T V"], MixerState]:
         """Mix T tokens at once, to train and to read prompts: (output, state after them).
 
         `state` is what came before (None: nothing). On a mesh the batch and the heads are divided, and tokens too if
@@ -122,41 +122,41 @@ class Mixer(abc.ABC, Generic[State]):
         q: Float[Array, "B H 1 K"],
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
-        state: State,
-        tokens: TokenContext,
+        state: MixerState,
+        context: TokenContext,
         mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H 1 V"], State]:
+    ) -> tuple[Float[Array, "B H 1 V"], MixerState]:
         """Mix one more token: (output, state after it)."""
-        return self.parallel(q, k, values, state, tokens, mesh)
+        return self.parallel(q, k, values, state, context, mesh)
 
     # ---- decoding ----
 
-    def begin_steps(self, state: State) -> State:
+    def begin_steps(self, state: MixerState) -> MixerState:
         """Convert a state to the form in which `step` is fastest and most exact."""
         return state
 
-    def end_steps(self, state: State) -> tuple[State, Bool[Array, "..."]]:
+    def end_steps(self, state: MixerState) -> tuple[MixerState, Bool[Array, "..."]]:
         """Convert a state back from `begin_steps`: (state, whether all steps since were exact).
 
         Where they were not, they must be repeated from the state before, without `begin_steps`.
         """
         return state, jnp.ones((), bool)
 
-    def forget(self, state: State, rows: Bool[Array, " B"]) -> State:
+    def forget(self, state: MixerState, rows: Bool[Array, " B"]) -> MixerState:
         """Return the state with those rows as before any token."""
         return select_rows(rows, self.init_state(rows.shape[0], 0), state)
 
 
-def hide_padding(k: Float[Array, "B H T K"], tokens: TokenContext) -> tuple[Float[Array, "B H T K"], TokenContext]:
+def hide_padding(k: Float[Array, "B H T K"], context: TokenContext) -> tuple[Float[Array, "B H T K"], TokenContext]:
     """Tokens without weight and log decays of 0 where a row has padding: a causal state passes it unchanged."""
-    valid = tokens.valid
+    valid = context.valid
     if valid is None:
-        return k, tokens
-    if tokens.log_decay is not None:
-        tokens = tokens._replace(log_decay=jnp.where(valid[:, None], tokens.log_decay, 0.0))
-    if tokens.strength is not None:
-        return k, tokens._replace(strength=jnp.where(valid[:, None], tokens.strength, 0.0))
-    return jnp.where(valid[:, None, :, None], k, NEG_INF), tokens
+        return k, context
+    if context.log_decay is not None:
+        context = context._replace(log_decay=jnp.where(valid[:, None], context.log_decay, 0.0))
+    if context.strength is not None:
+        return k, context._replace(strength=jnp.where(valid[:, None], context.strength, 0.0))
+    return jnp.where(valid[:, None, :, None], k, NEG_INF), context
 
 
 def read_fields(mixer: type[AnyMixer], config: Any) -> AnyMixer:
@@ -164,7 +164,7 @@ def read_fields(mixer: type[AnyMixer], config: Any) -> AnyMixer:
     return mixer(**{field.name: getattr(config, field.name) for field in dataclasses.fields(mixer)})
 
 
-def select_rows(rows: Bool[Array, " B"], new: State, old: State) -> State:
+def select_rows(rows: Bool[Array, " B"], new: MixerState, old: MixerState) -> MixerState:
     """Take `rows` of all arrays [B, ...] from `new`, and the others from `old`."""
     pick = lambda new, old: jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
     return jax.tree.map(pick, new, old)

@@ -32,32 +32,32 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: KVCache | None,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], KVCache]:
-        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
-        self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: TokenContext
+        self, q: Array, k: Array, v: Array, state: KVCache | None, context: TokenContext
     ) -> tuple[Array, KVCache]:
         q, k, v = self._cast(q, k, v)
         if state is None:
-            return self.attend(q, k, v, tokens), KVCache(k, v)
-        cache = softmax.append(state, k, v, tokens.slot, tokens.valid)
-        return self.attend_cached(q, cache, tokens), cache
+            return self.attend(q, k, v, context), KVCache(k, v)
+        cache = softmax.append(state, k, v, context.slot, context.valid)
+        return self.attend_cached(q, cache, context), cache
 
     def _cast(self, *arrays: Array) -> list[Array]:
         return [x.astype(self.dtype) for x in arrays]
 
     @abc.abstractmethod
     def attend(
-        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: TokenContext
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], context: TokenContext
     ) -> Float[Array, "B H T V"]:
         """Return the attention of tokens with nothing before them."""
 
     @abc.abstractmethod
     def attend_cached(
-        self, q: Float[Array, "B H T K"], cache: KVCache, tokens: TokenContext
+        self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T V"]:
         """Return what queries read from a cache that holds their own tokens already."""
 

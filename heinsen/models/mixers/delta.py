@@ -50,24 +50,24 @@ class Delta(Mixer[DeltaState]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: DeltaState | None,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], DeltaState]:
-        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
-        self, q: Array, k: Array, v: Array, state: DeltaState | None, tokens: TokenContext
+        self, q: Array, k: Array, v: Array, state: DeltaState | None, context: TokenContext
     ) -> tuple[Array, DeltaState]:
-        assert tokens.strength is not None
+        assert context.strength is not None
         q, k, v = map(jax.nn.silu, (q, k, v))
         y, after = delta_rule(
             _normalize(q) / math.sqrt(self.d_key),
             _normalize(k),
             v,
-            tokens.strength,
-            log_decay=tokens.log_decay,
+            context.strength,
+            log_decay=context.log_decay,
             state=state,
-            segment_ids=tokens.segment_ids,
+            segment_ids=context.segment_ids,
             return_state=True,
         )
         return y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + _RMS_EPSILON), after

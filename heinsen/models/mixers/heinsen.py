@@ -14,15 +14,16 @@ from typing import Any, ClassVar, Generic
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from heinsen.models.mixers.base import Mixer, State, TokenContext, read_fields, select_rows
-from heinsen.ops import sharded, states
+from heinsen.models.mixers.base import Mixer, MixerState, TokenContext, read_fields, select_rows
+from heinsen.ops import running, sharded, states
 from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention, log_attention
+from heinsen.ops.running import RunningState
 from heinsen.ops.sharded import over_heads
-from heinsen.ops.states import LogState, MeanState, RunningState
+from heinsen.ops.states import LogState, MeanState
 
 
 @dataclasses.dataclass(frozen=True)
-class Heinsen(Mixer[State], Generic[State]):
+class Heinsen(Mixer[MixerState], Generic[MixerState]):
     """The common part of both value domains. `implementation` is an argument of `heinsen.log_attention`."""
 
     implementation: str | None
@@ -47,7 +48,7 @@ class Heinsen(Mixer[State], Generic[State]):
     def takes_log_decay(self) -> bool:
         return True
 
-    def init_state(self, batch_size: int, capacity: int) -> State:
+    def init_state(self, batch_size: int, capacity: int) -> MixerState:
         return self._empty(batch_size, self.n_heads)
 
     def _empty(self, *shape: int) -> Any:
@@ -59,19 +60,19 @@ class Heinsen(Mixer[State], Generic[State]):
         q: Float[Array, "B H T K"],
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
-        state: State | None,
-        tokens: TokenContext,
+        state: MixerState | None,
+        context: TokenContext,
         mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], State]:
+    ) -> tuple[Float[Array, "B H T V"], MixerState]:
         if mesh is not None and mesh.shape["sequence"] > 1 and self.splits_sequences:
-            return self._split_sequences(mesh, q, k, values, state, tokens)
-        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+            return self._split_sequences(mesh, q, k, values, state, context)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
-    def _attend(self, q: Array, k: Array, values: Array, state: Any, tokens: TokenContext) -> tuple[Array, Any]:
-        log_decay, segment_ids = tokens.log_decay, tokens.segment_ids
-        if tokens.log_decay_after is not None:  # a model that is not causal, and keeps no state
+    def _attend(self, q: Array, k: Array, values: Array, state: Any, context: TokenContext) -> tuple[Array, Any]:
+        log_decay, segment_ids = context.log_decay, context.segment_ids
+        if context.log_decay_after is not None:  # a model that is not causal, and keeps no state
             assert log_decay is not None
-            decays = {"log_decay": log_decay, "log_decay_after": tokens.log_decay_after}
+            decays = {"log_decay": log_decay, "log_decay_after": context.log_decay_after}
             y = attend_both_ways(q, k, values, **decays, segment_ids=segment_ids, signed=self.signed)
             return y, self._empty(*q.shape[:2])
         function: Any = attention if self.signed else log_attention
@@ -89,10 +90,10 @@ class Heinsen(Mixer[State], Generic[State]):
         return y, after
 
     def _split_sequences(
-        self, mesh: Mesh, q: Array, k: Array, values: Array, state: Any, tokens: TokenContext
+        self, mesh: Mesh, q: Array, k: Array, values: Array, state: Any, context: TokenContext
     ) -> tuple[Array, Any]:
-        given: dict[str, Any] = {"log_decay": tokens.log_decay, "implementation": self.implementation}
-        return sharded.log_attention(mesh, q, k, values, state, tokens.segment_ids, **given)
+        given: dict[str, Any] = {"log_decay": context.log_decay, "implementation": self.implementation}
+        return sharded.log_attention(mesh, q, k, values, state, context.segment_ids, **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,23 +114,23 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: LogState | RunningState,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], LogState | RunningState]:
         if isinstance(state, LogState):
-            return self.parallel(q, k, values, state, tokens, mesh)
-        log_y, state = states.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _of_token(tokens))
+            return self.parallel(q, k, values, state, context, mesh)
+        log_y, state = running.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _of_token(context))
         return log_y[:, :, None], state
 
     def begin_steps(self, state: LogState | RunningState) -> RunningState:
         """Steps on running averages: no logarithm of the whole state for every token, and no rounding of it."""
         assert isinstance(state, LogState)
-        return states.begin_steps(state)
+        return running.begin_steps(state)
 
     def end_steps(self, state: LogState | RunningState) -> tuple[LogState, Bool[Array, "B H"]]:
         """Inexact where an average underflowed beside a larger one."""
         assert isinstance(state, RunningState)
-        return states.end_steps(state)
+        return running.end_steps(state)
 
     def forget(self, state: LogState | RunningState, rows: Bool[Array, " B"]) -> LogState | RunningState:
         empty = self.init_state(rows.shape[0], 0)
@@ -158,20 +159,20 @@ class RealHeinsen(Heinsen[MeanState]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: MeanState,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], MeanState]:
         """Equations (6) and (5): update the state, then read it."""
-        return over_heads(mesh, self._step)(q, k, values, state, tokens)
+        return over_heads(mesh, self._step)(q, k, values, state, context)
 
-    def _step(self, q: Array, k: Array, v: Array, state: MeanState, tokens: TokenContext) -> tuple[Array, MeanState]:
-        state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_of_token(tokens))
+    def _step(self, q: Array, k: Array, v: Array, state: MeanState, context: TokenContext) -> tuple[Array, MeanState]:
+        state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_of_token(context))
         return states.query_state(state, q), state
 
 
-def _of_token(tokens: TokenContext) -> Float[Array, "B H"] | None:
+def _of_token(context: TokenContext) -> Float[Array, "B H"] | None:
     """log_decay of a single token."""
-    return None if tokens.log_decay is None else tokens.log_decay[:, :, 0]
+    return None if context.log_decay is None else context.log_decay[:, :, 0]
 
 
 VALUE_DOMAINS: dict[str, type[Heinsen[Any]]] = {"log": LogHeinsen, "real": RealHeinsen}

@@ -32,21 +32,21 @@ class Linear(Mixer[LinearState]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: LinearState | None,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], LinearState]:
-        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
-        self, q: Array, k: Array, v: Array, state: LinearState | None, tokens: TokenContext
+        self, q: Array, k: Array, v: Array, state: LinearState | None, context: TokenContext
     ) -> tuple[Array, LinearState]:
         return linear_attention(
             q,
             k,
             v,
-            log_decay=tokens.log_decay,
+            log_decay=context.log_decay,
             causal=self.causal,
             state=state,
-            segment_ids=tokens.segment_ids,
+            segment_ids=context.segment_ids,
             return_state=True,
         )

@@ -40,7 +40,7 @@ class Sigmoid(CachedMixer):
         return "-log_n" if self.sigmoid_bias == "-log_n" else float(self.sigmoid_bias)
 
     def attend(
-        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], tokens: TokenContext
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], context: TokenContext
     ) -> Float[Array, "B H T V"]:
         return sigmoid_attention(
             q,
@@ -49,19 +49,19 @@ class Sigmoid(CachedMixer):
             causal=self.causal,
             alpha=self.sigmoid_alpha,
             bias=self.bias,
-            segment_ids=tokens.segment_ids,
+            segment_ids=context.segment_ids,
         )
 
     def attend_cached(
-        self, q: Float[Array, "B H T K"], cache: KVCache, tokens: TokenContext
+        self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T V"]:
         return sigmoid_attention_cached(
             q,
             cache.k,
             cache.v,
-            tokens.slot[:, -1:] + 1,
-            offset=tokens.slot[:, :1],
-            first=tokens.first[:, None],
+            context.slot[:, -1:] + 1,
+            offset=context.slot[:, :1],
+            first=context.first[:, None],
             alpha=self.sigmoid_alpha,
             bias=self.bias,
         )

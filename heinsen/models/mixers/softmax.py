@@ -28,14 +28,14 @@ class Softmax(CachedMixer):
             )
 
     def attend(
-        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], tokens: TokenContext
+        self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], context: TokenContext
     ) -> Float[Array, "B H T K"]:
-        return softmax.softmax_attention(q, k, v, tokens.segment_ids, self.causal)
+        return softmax.softmax_attention(q, k, v, context.segment_ids, self.causal)
 
     def attend_cached(
-        self, q: Float[Array, "B H T K"], cache: KVCache, tokens: TokenContext
+        self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T K"]:
-        return softmax.attend_cached(q, cache, tokens.slot, tokens.first)
+        return softmax.attend_cached(q, cache, context.slot, context.first)
 
     def step(
         self,
@@ -43,14 +43,14 @@ class Softmax(CachedMixer):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 K"],
         state: KVCache,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 K"], KVCache]:
         """Mix one more token without a copy of the cache, where all rows have one."""
-        if tokens.valid is not None:
-            return self.parallel(q, k, values, state, tokens, mesh)
-        return over_heads(mesh, self._step)(q, k, values, state, tokens)
+        if context.valid is not None:
+            return self.parallel(q, k, values, state, context, mesh)
+        return over_heads(mesh, self._step)(q, k, values, state, context)
 
-    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: TokenContext) -> tuple[Array, KVCache]:
+    def _step(self, q: Array, k: Array, v: Array, state: KVCache, context: TokenContext) -> tuple[Array, KVCache]:
         q, k, v = self._cast(q, k, v)
-        return softmax.step_cached(q, k, v, state, tokens.slot, tokens.first)
+        return softmax.step_cached(q, k, v, state, context.slot, context.first)

@@ -49,22 +49,22 @@ class Window(Mixer[KVCache]):
         k: Float[Array, "B H T K"],
         values: Float[Array, "B H T V"],
         state: KVCache | None,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], KVCache]:
-        return over_heads(mesh, self._attend)(q, k, values, state, tokens)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
-        self, q: Array, k: Array, v: Array, state: KVCache | None, tokens: TokenContext
+        self, q: Array, k: Array, v: Array, state: KVCache | None, context: TokenContext
     ) -> tuple[Array, KVCache]:
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
         if self.causal:
-            y = window.window_attention(q, k, v, self.size, state, tokens.slot, tokens.first)
+            y = window.window_attention(q, k, v, self.size, state, context.slot, context.first)
         else:
-            y = window.window_attention_both_ways(q, k, v, self.size, tokens.segment_ids)
+            y = window.window_attention_both_ways(q, k, v, self.size, context.segment_ids)
         if state is None:
             state = window.init_ring(q.shape[0], q.shape[1], self.size, self.d_key, self.d_value, self.dtype)
-        return y, window.append_ring(state, k, v, tokens.slot, tokens.valid)
+        return y, window.append_ring(state, k, v, context.slot, context.valid)
 
     def step(
         self,
@@ -72,17 +72,17 @@ class Window(Mixer[KVCache]):
         k: Float[Array, "B H 1 K"],
         values: Float[Array, "B H 1 V"],
         state: KVCache,
-        tokens: TokenContext,
+        context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
         """Mix one more token without a copy of the ring, where all rows have one."""
-        if tokens.valid is not None:
-            return self.parallel(q, k, values, state, tokens, mesh)
-        return over_heads(mesh, self._step)(q, k, values, state, tokens)
+        if context.valid is not None:
+            return self.parallel(q, k, values, state, context, mesh)
+        return over_heads(mesh, self._step)(q, k, values, state, context)
 
-    def _step(self, q: Array, k: Array, v: Array, state: KVCache, tokens: TokenContext) -> tuple[Array, KVCache]:
+    def _step(self, q: Array, k: Array, v: Array, state: KVCache, context: TokenContext) -> tuple[Array, KVCache]:
         q, k, v = (x.astype(self.dtype) for x in (q, k, v))
-        return window.step_window(q, k, v, state, tokens.slot, tokens.first)
+        return window.step_window(q, k, v, state, context.slot, context.first)
 
     def forget(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
         """The ring as it is: `TokenContext.first` says what is seen."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heinsen.sweep.curves import (
+from heinsen.figures import smooth
+from heinsen.training.folder import RunError
+from scripts.curves import (
     Anchor,
     CurveError,
     RunLog,
@@ -17,9 +19,7 @@ from heinsen.sweep.curves import (
     final_table,
     make_curve,
     read_anchors,
-    smooth,
 )
-from heinsen.training.folder import RunError
 from tests.runs import BATCH, LENGTH, ROOT
 
 pytest_plugins = ["tests.run_fixtures"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from heinsen.errors import HeinsenError
+from heinsen.figures import smooth
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.runs import align, format_number
 from heinsen.training.config import TrainConfig
@@ -90,18 +91,6 @@ def make_curve(log: RunLog, name: str, axis: str, smoothing: float = 0.0) -> tup
     """Return (x, y) of the metric `name` along one of AXES."""
     tokens, values = log.points(name)
     return AXES[axis].locate(log, tokens), smooth(values, smoothing)
-
-
-def smooth(values: np.ndarray, weight: float) -> np.ndarray:
-    """Return the exponential running means (1 - w) sum_s w^(t-s) y[s] / (1 - w^(t+1)), which are unbiased at the start.
-
-    A weight of 0 returns the values themselves.
-    """
-    total, mass, out = 0.0, 0.0, np.empty(len(values))
-    for i, value in enumerate(values):
-        total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
-        out[i] = total / mass
-    return out
 
 
 def final_table(logs: Sequence[RunLog]) -> list[str]:

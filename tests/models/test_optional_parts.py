@@ -8,7 +8,7 @@ import pytest
 
 from heinsen.export import is_reference_model
 from heinsen.models import ModelConfig, forward, init_params
-from heinsen.models.identity import OPTIONAL_PARTS, identity_params
+from heinsen.models.optional_parts import OPTIONAL_PARTS, identity_params
 from tests.model_configs import model_config
 from tests.models.model64 import SIZES, draw_params
 
