@@ -73,7 +73,7 @@ def print_split() -> None:
     plot = None if BY_POSITION.value is None else Path(BY_POSITION.value)
     if plot is not None:
         check_plot_path(plot)
-    config = read_config()
+    config = read_run_config()
     split = SPLIT.value or config.data.validation_split
     result = evaluate_split(config, WORKDIR.value, split, STREAMING.value, with_positions=plot is not None)
     print(f"{format_split(result)}\n{json.dumps(summarize_split(result))}", flush=True)
@@ -99,7 +99,7 @@ def print_tasks() -> None:
     from heinsen.evaluation.tasks import run_tasks
 
     result = run_tasks(
-        read_config(),
+        read_run_config(),
         WORKDIR.value,
         TASKS.value,
         folder=TASK_FOLDER.value,
@@ -111,7 +111,7 @@ def print_tasks() -> None:
     print("\n".join([*format_tasks(result), json.dumps(summarize_tasks(result))]))
 
 
-def read_config() -> "TrainConfig":
+def read_run_config() -> "TrainConfig":
     """Return the run's own config with the fields of the flags. Raises HeinsenError."""
     from heinsen.config import from_mapping
     from heinsen.remote import local_run

@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,11 +20,13 @@ from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.folder import RunError, check_same_model, load_run, load_tokenizer_name
 
 
-def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Params]:
-    """Load the parameters of a run's newest whole checkpoint, or of an export, split over the mesh.
+class LoadedParams(NamedTuple):
+    step: int  # of training
+    params: Params
 
-    Returns:
-      The training step of the parameters, and the parameters.
+
+def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> LoadedParams:
+    """Load the parameters of a run's newest whole checkpoint, or of an export, split over the mesh.
 
     Raises:
       CheckpointError: there is no usable checkpoint, or the export is damaged.
@@ -34,7 +37,7 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
     abstract = with_shardings(abstract, shardings(mesh, abstract))
     if not is_export(workdir):
         # The hash tells a config.json that was damaged or edited since.
-        return restore_params(workdir, abstract, load_run(workdir).fingerprint)
+        return LoadedParams(*restore_params(workdir, abstract, load_run(workdir).fingerprint))
     try:
         manifest = read_manifest(workdir)
         check_same_model(manifest.model, model, workdir)
@@ -46,11 +49,11 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> tuple[int, Par
         # Each device copies only its own part.
         return jax.make_array_from_callback(like.shape, like.sharding, lambda part: x[part].astype(like.dtype))
 
-    return manifest.step, jax.tree.map(place, params, abstract)
+    return LoadedParams(manifest.step, jax.tree.map(place, params, abstract))
 
 
-def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> tuple[int, Params]:
-    """Load the parameters that `config.init_from` names, with their training step, split over the mesh.
+def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> LoadedParams:
+    """Load the parameters that `config.init_from` names, split over the mesh.
 
     The run may add optional parts to the model there (`heinsen.models.optional_parts.OPTIONAL_PARTS`): they begin doing
     nothing, so that the run starts at that model's outputs. `tokenizer` is that of the run's data.
@@ -68,15 +71,16 @@ def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> tupl
             f"{source} holds the weights of a model of {old_tokenizer!r} tokens, the data of {config.data.path} has "
             f"{tokenizer!r} tokens: use other weights, or data of the same tokenizer"
         )
-    step, params = load_params(source, model, mesh)
+    loaded = load_params(source, model, mesh)
     if model == config.model:
-        return step, params
+        return loaded
     identity = partial(identity_params, config.model)
     added = jax.jit(identity, out_shardings=shardings(mesh, jax.eval_shape(identity)))()
     try:
-        return step, from_arrays(config.model, dict(named_leaves(added) + named_leaves(params)))
+        params = from_arrays(config.model, dict(named_leaves(added) + named_leaves(loaded.params)))
     except ExportError as error:
         raise RunError(f"{source} cannot start this model: {error}. Use weights of the same model") from error
+    return loaded._replace(params=params)
 
 
 def mesh_for_reading(config: TrainConfig) -> Mesh:

@@ -160,10 +160,7 @@ def train(
     """
     optimizer = make_optimizer(config.optimizer, STEPS.value)
     step = make_train_step(config.model, optimizer, mesh, answer_loss)
-    abstract, fingerprint = (
-        abstract_train_state(config.model, optimizer, mesh),
-        recall_fingerprint(config, task, lengths),
-    )
+    abstract, fingerprint = abstract_train_state(config.model, optimizer, mesh), find_fingerprint(config, task, lengths)
     with Checkpoints(checkpoints_of(out) / fingerprint, keep=1) as checkpoints:
         restored = checkpoints.restore_newest(abstract, fingerprint)
         if restored is None:
@@ -203,7 +200,7 @@ def train(
     return state.params, dict(steps=number, tokens=at["tokens"], seconds=at["seconds"], loss=loss)
 
 
-def recall_fingerprint(config: TrainConfig, task: Task, lengths: Sequence[int]) -> str:
+def find_fingerprint(config: TrainConfig, task: Task, lengths: Sequence[int]) -> str:
     """A digest of all that a checkpoint depends on."""
     return hashlib.sha256(f"{config.fingerprint} {task} {lengths} {STOP_AT.value}".encode()).hexdigest()[:16]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.models import ModelConfig, Params, layer_records
+from heinsen.models import ModelConfig, Params
 from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
 
@@ -55,23 +55,6 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
     def step(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
         lengths = jnp.sum(batch["mask"], axis=-1)
         return jnp.sum(window_losses(model, params, batch["tokens"], mesh, lengths) * batch["mask"], axis=-1)
-
-    return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
-
-
-def make_time_constants_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
-    """Return a compiled step: (params, windows [B, T + 1]) -> metrics of a model's forget gate.
-
-    They are every head's time constant in tokens, 1 / -log of its mean decay, at most 1e7. No token is masked.
-    """
-
-    def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
-        tokens = tokens[:, :-1] if model.causal else tokens[:, 1:]
-        metrics: dict[str, jax.Array] = {}
-        for i, heads in layer_records(model, params, tokens, mesh)["decay"].items():
-            rates = jnp.maximum(-jnp.log(heads), 1e-7)
-            metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
-        return metrics
 
     return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
 

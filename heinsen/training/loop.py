@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -70,7 +70,9 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
     mirror = _open_mirror(config, workdir, mirror_to)
-    initial = _read_initial_params(config, workdir, mesh, data.tokenizer)
+    initial = None
+    if config.init_from is not None and not checkpoint_steps(workdir):  # a resumed run has parameters of its own
+        initial = load_initial_params(config, mesh, data.tokenizer)
     with (
         claim_folder(config, workdir, data.tokenizer) as changes,
         mirror or contextlib.nullcontext(),
@@ -129,18 +131,6 @@ def _open_mirror(config: TrainConfig, workdir: Path, address: str | None) -> Mir
     if address is not None and (reason := first_reason(reason)) is not None:
         raise RunError(reason)
     return mirror
-
-
-class _InitialParams(NamedTuple):
-    step: int
-    params: Params
-
-
-def _read_initial_params(config: TrainConfig, workdir: Path, mesh: Mesh, tokenizer: str) -> _InitialParams | None:
-    """Read `init_from`, before anything is written. A resumed run has parameters of its own."""
-    if config.init_from is None or checkpoint_steps(workdir):
-        return None
-    return _InitialParams(*load_initial_params(config, mesh, tokenizer))
 
 
 def _describe_start(config: TrainConfig, workdir: Path, start_step: int, n_params: int) -> str:

@@ -1,8 +1,10 @@
 """Validation of a run in progress."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
@@ -11,11 +13,11 @@ from heinsen.evaluation.loss import (
     Evaluation,
     evaluate,
     make_eval_step,
-    make_time_constants_step,
     mean_of_mixture,
 )
-from heinsen.models import Params
-from heinsen.parallel import place_batch, replicated
+from heinsen.models import ModelConfig, Params
+from heinsen.models.language_model import layer_records
+from heinsen.parallel import place_batch, replicated, split_batch
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import RunData
 from heinsen.training.metrics import SAMPLE
@@ -29,7 +31,7 @@ class Validator:
         self._eval_step = make_eval_step(config.model, mesh)
         self._time_constants_step = None
         if config.model.gate != "none":
-            self._time_constants_step = make_time_constants_step(config.model, mesh)
+            self._time_constants_step = _make_time_constants_step(config.model, mesh)
         self._tokenizer = get_tokenizer(data.tokenizer, data.tokenizer_folder) if config.sample_tokens else None
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
@@ -71,3 +73,20 @@ class Validator:
         model = dataclasses.replace(c.model, vocab_size=tokenizer.vocab_size)  # the model's may have more ids
         tokens = generate(model, own, [tokenizer.eot_id], Sampling(), c.seed, c.sample_tokens)
         return tokenizer.decode(list(tokens))
+
+
+def _make_time_constants_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, jax.Array], dict[str, jax.Array]]:
+    """Return a compiled step: (params, windows [B, T + 1]) -> metrics of a model's forget gate.
+
+    They are every head's time constant in tokens, 1 / -log of its mean decay, at most 1e7. No token is masked.
+    """
+
+    def step(params: Params, tokens: jax.Array) -> dict[str, jax.Array]:
+        tokens = tokens[:, :-1] if model.causal else tokens[:, 1:]
+        metrics: dict[str, jax.Array] = {}
+        for i, heads in layer_records(model, params, tokens, mesh)["decay"].items():
+            rates = jnp.maximum(-jnp.log(heads), 1e-7)
+            metrics |= {f"time_constant/layer_{i}/head_{j}": 1 / rate for j, rate in enumerate(rates)}
+        return metrics
+
+    return jax.jit(step, in_shardings=(None, split_batch(mesh)), out_shardings=replicated(mesh))
