@@ -31,7 +31,7 @@ def parse(program, arguments):
         takes_arguments = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
         module["parse_flags"](argv, **({"takes_arguments": True} if takes_arguments else {}))
         if program == "eval.py":
-            module["read_config"]()
+            module["read_run_config"]()
         if program == "train.py":
             from heinsen.config import from_mapping
             from heinsen.training.config import TrainConfig

@@ -2,7 +2,8 @@
 
 Reading, in the order of the data:
 
-    dataset     what is on disk: token shards -> tokens
+    shards      files of tokens, read by position
+    dataset     what is on disk: shards and metadata -> tokens
     mixture     several datasets in given proportions
     loader      tokens -> training and evaluation batches
     documents   tokens -> batches that read each document from its start
@@ -13,7 +14,7 @@ Preparing, in the order of the data:
     sources     settings -> files and hub datasets -> raw documents
     tokenize    texts -> tokens, in worker processes
     tokenizer   text <-> token ids
-    shards      tokens -> shards, their metadata, and the progress file
+    writer      tokens -> shards, their metadata, and the progress file
     prepare     all of it, of a split or of parts of one on several machines
 
 Nothing here imports jax, except `loader` through Grain.

@@ -12,61 +12,32 @@ uint16: for each document the index of its source in the shard's `names`, where 
 
 A split prepared by several machines keeps its shards in one folder per part, `part-00000-of-00008/shard-00000.npy`.
 Each part is a dataset with its own metadata.json, and the split's metadata.json lists the shards of all parts.
-
-Shards are read by position, not mapped: if a file is truncated while it is mapped, its readers die of SIGBUS; a
-positioned read gives an error that says so. Only the name and size of a shard are held in memory.
 """
 
 import bisect
-import dataclasses
-import functools
 import itertools
 import json
-import os
-import tokenize
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
 from jaxtyping import Int32, UInt
 
+from heinsen.data.shards import (
+    METADATA_FILE,
+    SOURCE_DTYPE,
+    DatasetError,
+    ShardRecord,
+    check_shard,
+    check_sources,
+    remedy_for,
+    token_dtype,
+)
 from heinsen.data.tokenizer import TOKENIZERS, TokenizerFilesError, read_tokenizer_file
-from heinsen.errors import HeinsenError, describe
 from heinsen.files import file_sha256, unseal
 
 FORMAT_VERSION = 1
-METADATA_FILE = "metadata.json"
-SOURCE_DTYPE = np.dtype("<u2")  # of the indices of sources
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype of a dataset's tokens on disk: uint16, or uint32 for more than 65,536 ids."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
-class DatasetError(HeinsenError, ValueError):
-    """A token dataset that is missing, incomplete or damaged."""
-
-
-class SourcesRecord(TypedDict):
-    """The file of the sources of a shard's documents."""
-
-    file: str
-    names: list[str | None]
-    sha256: str
-
-
-class ShardRecord(TypedDict):
-    """One shard. `sources` is absent where no document of the shard names its source."""
-
-    file: str
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
-    sha256: str
-    sources: NotRequired[SourcesRecord]
 
 
 class Metadata(TypedDict):
@@ -225,7 +196,7 @@ class TokenDataset:
             f"{shard.path} is damaged: token {number} (byte {shard.offset + number * self._dtype.itemsize} of the "
             f"file) is {tokens[first]}, and the vocabulary has {self.vocab_size} ids. `python scripts/prepare_data.py "
             f"--verify --out={self.path.parent} --split={self.path.name}` lists all damaged files; then "
-            f"{_remedy(shard.path)}"
+            f"{remedy_for(shard.path)}"
         )
 
     def read_sources(self) -> tuple[list[str | None], Int32[np.ndarray, " documents"]]:
@@ -245,7 +216,7 @@ class TokenDataset:
                 if len(indices) and indices.max() >= len(names):
                     raise DatasetError(
                         f"{shard.path} holds index {indices.max()} of a source, but there are {len(names)} names; "
-                        f"the file is damaged: {_remedy(shard.path)}"
+                        f"the file is damaged: {remedy_for(shard.path)}"
                     )
             own = np.array([indices_of.setdefault(name, len(indices_of)) for name in names], np.int32)
             pieces.append(own[indices])
@@ -255,7 +226,7 @@ class TokenDataset:
         """Read every file whole and compare its SHA-256. Raises DatasetError naming the damaged ones."""
         damaged = [name for name, sha256 in self._sha256.items() if not _is_intact(self.path / name, sha256)]
         if damaged:
-            remedies = dict.fromkeys(_remedy(self.path / name) for name in damaged)
+            remedies = dict.fromkeys(remedy_for(self.path / name) for name in damaged)
             raise DatasetError(
                 f"{self.path}: SHA-256 differs from {METADATA_FILE} for {', '.join(damaged)}; {'; '.join(remedies)}"
             )
@@ -288,101 +259,8 @@ def _read_metadata(path: Path) -> Metadata:
         raise DatasetError(f"{metadata_path} is damaged ({error}); restore it, or {remedy}") from error
 
 
-def _remedy(shard: Path) -> str:
-    """Return how to replace a damaged shard, for messages."""
-    return f"delete the folder {shard.parent} and rerun the command that prepared it"
-
-
 def _is_intact(path: Path, sha256: str) -> bool:
     try:
         return file_sha256(path) == sha256
     except OSError:
         return False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shard:
-    """One file of numbers, checked by `check_shard`. Its first number is `offset` bytes into it."""
-
-    path: Path
-    num_tokens: int
-    dtype: np.dtype
-    offset: int
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self.offset + self.num_tokens * self.dtype.itemsize
-
-    def read_into(self, tokens: np.ndarray, start: int) -> None:
-        """Fill `tokens`, contiguous `[n]` of `dtype`, with those of the shard from `start` on. Raises DatasetError."""
-        rest = tokens.data.cast("B")
-        position = self.offset + start * self.dtype.itemsize
-        try:
-            file = _open(self)  # held until the end: another thread may evict it from the cache
-            while rest:
-                count = os.preadv(file.number, [rest], position)
-                if count == 0:
-                    raise self._changed(f"it ends at byte {os.fstat(file.number).st_size}, not {self.size}")
-                rest, position = rest[count:], position + count
-        except OSError as error:
-            raise self._changed(f"{error.strerror or error}") from error
-
-    def _changed(self, what: str) -> DatasetError:
-        return DatasetError(
-            f"{self.path} was whole when the dataset was opened and cannot be read now: {what}. Restore the file, or "
-            f"the access to it; if it is lost, {_remedy(self.path)}. Then rerun the same command."
-        )
-
-
-class _Descriptor:
-    """A file open for reading, closed with its last reference. Threads and forks may share it for positioned reads."""
-
-    def __init__(self, path: Path):
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.number)
-
-
-# One bound for all datasets, because the limit on descriptors is per process. A Shard equals only itself, so a file
-# that replaces another is never read in its name.
-@functools.lru_cache(maxsize=256)
-def _open(shard: Shard) -> _Descriptor:
-    descriptor = _Descriptor(shard.path)
-    if (size := os.fstat(descriptor.number).st_size) != shard.size:
-        raise shard._changed(f"it has {size} bytes instead of {shard.size}")
-    return descriptor
-
-
-def check_sources(folder: Path, record: ShardRecord) -> tuple[Shard, list[str | None]] | None:
-    """Return the file with the sources of a shard's documents, and their names; None if there are no sources.
-
-    Raises DatasetError if the file is not as the record says.
-    """
-    if "sources" not in record:
-        return None
-    sources = record["sources"]
-    return check_shard(folder / sources["file"], record["num_documents"], SOURCE_DTYPE), list(sources["names"])
-
-
-def check_shard(path: Path, num_tokens: int, expected: np.dtype) -> Shard:
-    """Return the shard at `path`, whose header and size are checked. Raises DatasetError."""
-    try:
-        with path.open("rb") as file:
-            if (version := np.lib.format.read_magic(file)) != (1, 0):
-                raise ValueError(f"format version {version} of .npy")
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-            offset, size = file.tell(), os.fstat(file.fileno()).st_size
-    except FileNotFoundError as error:
-        raise DatasetError(f"{path} is listed in {METADATA_FILE} but missing: {_remedy(path)}") from error
-    except (ValueError, OSError, tokenize.TokenError) as error:  # no .npy header
-        raise DatasetError(f"{path} cannot be read: {describe(error)}; the file is damaged: {_remedy(path)}") from error
-    shard = Shard(path, num_tokens, expected, offset)
-    if dtype != expected:
-        problem = f"dtype {dtype}, expected {expected.name}"
-    elif shape != (num_tokens,):
-        problem = f"shape {shape}, {METADATA_FILE} says ({num_tokens},)"
-    elif size != shard.size:
-        problem = f"{size} bytes instead of {shard.size}"
-    else:
-        return shard
-    raise DatasetError(f"{path} has {problem}; the file is damaged: {_remedy(path)}")

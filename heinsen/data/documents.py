@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
-from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import Batch
+from heinsen.data.shards import DatasetError
 from heinsen.data.tokenizer import Tokenizer
 
 _BLOCK = 1 << 22  # tokens read at a time

@@ -17,8 +17,9 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
-from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.dataset import TokenDataset
 from heinsen.data.mixture import Mixture, check_mixture, deal, whole_weights
+from heinsen.data.shards import DatasetError
 
 Batch = dict[str, np.ndarray]
 

@@ -13,7 +13,8 @@ import os.path
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
-from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.shards import DatasetError
 from heinsen.remote import is_remote, local_split
 
 Mixture = Sequence[tuple[TokenDataset, float | int]]

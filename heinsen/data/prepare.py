@@ -19,17 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from heinsen.data.dataset import METADATA_FILE, ShardRecord, TokenDataset, find_parts, read_metadata, token_dtype
+from heinsen.data.dataset import TokenDataset, find_parts, read_metadata
 from heinsen.data.readers import PreparationError, Settings
-from heinsen.data.shards import (
-    LOCK_FILE,
-    PROGRESS_FILE,
-    Provenance,
-    ShardWriter,
-    open_progress,
-    remove_progress,
-    write_metadata,
-)
+from heinsen.data.shards import METADATA_FILE, ShardRecord, token_dtype
 from heinsen.data.sources import (
     Document,
     Input,
@@ -46,6 +38,15 @@ from heinsen.data.tokenizer import (
     get_tokenizer,
     open_tokenizer_file,
     write_tokenizer_file,
+)
+from heinsen.data.writer import (
+    LOCK_FILE,
+    PROGRESS_FILE,
+    Provenance,
+    ShardWriter,
+    open_progress,
+    remove_progress,
+    write_metadata,
 )
 from heinsen.files import LockedError, hold_lock, unseal
 

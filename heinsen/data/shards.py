@@ -1,212 +1,143 @@
-"""Shards on disk: their writer, the record of its progress, and metadata.json.
+"""The files of a token dataset's shards: their records in metadata.json, and reading them by position.
 
-`progress.jsonl` exists while a preparation is unfinished. Its first line is the provenance (settings and inputs); each
-further line is a finished shard's record, the position after it, and how many documents were skipped before. All carry
-digests (`heinsen.files.seal`). A preparation that was killed resumes from it.
+Shards are read by position, not mapped: if a file is truncated while it is mapped, its readers die of SIGBUS; a
+positioned read gives an error that says so. Only the name and size of a shard are held in memory.
 """
 
-import contextlib
-import hashlib
-import io
-import json
+import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import tokenize
+import weakref
 from pathlib import Path
-from typing import IO, Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from heinsen.data.dataset import (
-    FORMAT_VERSION,
-    METADATA_FILE,
-    SOURCE_DTYPE,
-    Metadata,
-    ShardRecord,
-    check_shard,
-    check_sources,
-    sum_shards,
-    token_dtype,
-)
-from heinsen.data.readers import PreparationError
-from heinsen.data.sources import InputPosition
-from heinsen.data.tokenize import TokenizedDocument
-from heinsen.data.tokenizer import Tokenizer, write_tokenizer_file
-from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
+from heinsen.errors import HeinsenError, describe
 
-PROGRESS_FILE, LOCK_FILE = "progress.jsonl", "prepare.lock"  # of an unfinished preparation
-MAX_SOURCES = 1000  # per shard: a field with more distinct values does not name sources
-
-Provenance = dict[str, Any]  # the JSON record of settings and inputs: `source` in metadata.json
+METADATA_FILE = "metadata.json"
+SOURCE_DTYPE = np.dtype("<u2")  # of the indices of sources
 
 
-def write_metadata(
-    folder: Path, tokenizer: Tokenizer, shards: Sequence[ShardRecord], num_skipped: int, provenance: Provenance
-) -> None:
-    """Write the tokenizer's file, and metadata.json, which makes the dataset in the folder complete."""
-    write_tokenizer_file(tokenizer.content, folder)
-    totals = sum_shards(shards)
-    metadata: Metadata = {
-        "format_version": FORMAT_VERSION,
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "eot_id": tokenizer.eot_id,
-        "dtype": token_dtype(tokenizer.vocab_size).name,
-        "num_tokens": totals.num_tokens,
-        "num_documents": totals.num_documents,
-        "num_bytes": totals.num_bytes,
-        "num_skipped_documents": num_skipped,
-        "shards": list(shards),
-        "source": provenance,
-    }
-    with atomic_writer(folder / METADATA_FILE) as file:
-        file.write(json.dumps(seal(metadata), indent=2).encode() + b"\n")
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of a dataset's tokens on disk: uint16, or uint32 for more than 65,536 ids."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-@contextlib.contextmanager
-def open_progress(folder: Path) -> Iterator[IO[bytes]]:
-    """Open the folder's progress file for this process alone. Raises PreparationError if another one holds it."""
-    path = folder / PROGRESS_FILE
-    try:
-        with hold_lock(folder / LOCK_FILE, patience=0.0):
-            file = path.open("a+b")
-            try:
-                yield file
-            finally:
-                with name_errors(path):  # a full disk fails again what it could not write before
-                    file.close()
-    except LockedError as error:
-        raise PreparationError(f"another process is preparing {folder} ({error}); wait for it or stop it") from error
+class DatasetError(HeinsenError, ValueError):
+    """A token dataset that is missing, incomplete or damaged."""
 
 
-def remove_progress(folder: Path) -> None:
-    """Remove the files of an unfinished preparation."""
-    for name in (PROGRESS_FILE, LOCK_FILE):
-        (folder / name).unlink(missing_ok=True)
+class SourcesRecord(TypedDict):
+    """The file of the sources of a shard's documents."""
+
+    file: str
+    names: list[str | None]
+    sha256: str
 
 
-class ShardWriter:
-    """Collects documents into shards and records the finished ones, so that a later process can resume after them.
+class ShardRecord(TypedDict):
+    """One shard. `sources` is absent where no document of the shard names its source."""
 
-    Opening it reads `progress_file` and resumes from it. `begin` and `close_shard` append to it.
+    file: str
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    sha256: str
+    sources: NotRequired[SourcesRecord]
 
-    dtype: of the tokens.
 
-    Attributes:
-      provenance: that of the preparation to resume; None where there is none.
-      shards: records of the finished shards.
-      position: position after the last document added or skipped; the caller sets it. None before the first.
-      num_tokens, num_documents, num_bytes: totals, the unfinished shard included.
-      num_skipped: bad documents left out; the caller counts them.
+def remedy_for(shard: Path) -> str:
+    """Return how to replace a damaged shard, for messages."""
+    return f"delete the folder {shard.parent} and rerun the command that prepared it"
 
-    Raises:
-      PreparationError: the progress file is damaged.
-    """
 
-    def __init__(self, folder: Path, progress_file: IO[bytes], dtype: np.dtype):
-        self._folder = folder
-        self._dtype = dtype
-        self._progress_file = progress_file
-        self.provenance: Provenance | None = None
-        self.shards: list[ShardRecord] = []
-        self.position: InputPosition | None = None
-        self.num_tokens = self.num_documents = self.num_bytes = self.num_skipped = 0
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """One file of numbers, checked by `check_shard`. Its first number is `offset` bytes into it."""
 
-        progress_file.seek(0)
-        # A kill may have cut the last line short. The work that it was to record is repeated.
-        *lines, torn = progress_file.read().split(b"\n")
-        if len(lines) > 1:
-            progress_file.truncate(progress_file.tell() - len(torn))
-            self._restore(lines)
-        else:
-            progress_file.truncate(0)
-        self._clear_pending()
-
-    def _restore(self, lines: list[bytes]) -> None:
-        """Set the state that the lines of the progress file record."""
-        try:
-            self.provenance, *records = (unseal(json.loads(line)) for line in lines)
-            self.shards = [record["shard"] for record in records]
-            self.position = InputPosition(*records[-1]["position"])
-            self.num_skipped = records[-1]["num_skipped_documents"]
-            self.num_tokens, self.num_documents, self.num_bytes = sum_shards(self.shards)
-            for shard in self.shards:
-                check_shard(self._folder / shard["file"], shard["num_tokens"], self._dtype)
-                check_sources(self._folder, shard)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PreparationError(
-                f"{self._folder} holds an unfinished preparation that is damaged ({error}); "
-                "delete the folder to prepare it again"
-            ) from error
-
-    def begin(self, provenance: Provenance) -> None:
-        """Record the provenance of a new preparation."""
-        self.provenance = provenance
-        self._append(provenance)
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with name_errors(self._folder / PROGRESS_FILE):
-            self._progress_file.write(json.dumps(seal(line)).encode() + b"\n")
-            self._progress_file.flush()
-            os.fsync(self._progress_file.fileno())
-
-    def _clear_pending(self) -> None:
-        self._tokens: list[np.ndarray] = []  # of each document of the unfinished shard
-        self._sources: list[int] = []
-        self._names: dict[str | None, int] = {}  # indices of sources by first appearance
-        self._start = self.num_tokens, self.num_bytes
+    path: Path
+    num_tokens: int
+    dtype: np.dtype
+    offset: int
 
     @property
-    def pending_tokens(self) -> int:
-        """Tokens of the unfinished shard."""
-        return self.num_tokens - self._start[0]
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.offset + self.num_tokens * self.dtype.itemsize
 
-    def add(self, document: TokenizedDocument) -> None:
-        """Add a document to the unfinished shard."""
-        self._tokens.append(document.tokens)
-        self._sources.append(self._names.setdefault(document.source, len(self._names)))
-        if len(self._names) > MAX_SOURCES:
-            raise PreparationError(
-                f"more than {MAX_SOURCES} different sources in {self._folder / _shard_name(len(self.shards))}, the "
-                f"last {document.source!r}: a field with so many values does not name sources. Give another "
-                "--source_field, or --source_field= to store no sources"
-            )
-        self.num_tokens += len(document.tokens)
-        self.num_documents += 1
-        self.num_bytes += document.num_bytes
+    def read_into(self, tokens: np.ndarray, start: int) -> None:
+        """Fill `tokens`, contiguous `[n]` of `dtype`, with those of the shard from `start` on. Raises DatasetError."""
+        rest = tokens.data.cast("B")
+        position = self.offset + start * self.dtype.itemsize
+        try:
+            file = _open(self)  # held until the end: another thread may evict it from the cache
+            while rest:
+                count = os.preadv(file.number, [rest], position)
+                if count == 0:
+                    raise self._changed(f"it ends at byte {os.fstat(file.number).st_size}, not {self.size}")
+                rest, position = rest[count:], position + count
+        except OSError as error:
+            raise self._changed(f"{error.strerror or error}") from error
 
-    def close_shard(self) -> None:
-        """Write the documents added since the last shard as the next one, if there are any."""
-        if not self._tokens:
-            return
-        name = _shard_name(len(self.shards))
-        shard: ShardRecord = {
-            "file": name,
-            "num_tokens": self.pending_tokens,
-            "num_documents": len(self._tokens),
-            "num_bytes": self.num_bytes - self._start[1],
-            "sha256": _write_array(self._folder / name, self._tokens, self._dtype),
-        }
-        if self._names.keys() != {None}:
-            name = name.replace(".npy", ".sources.npy")
-            sha256 = _write_array(self._folder / name, [np.array(self._sources, SOURCE_DTYPE)], SOURCE_DTYPE)
-            shard["sources"] = {"file": name, "names": list(self._names), "sha256": sha256}
-        self.shards.append(shard)
-        self._append({"shard": shard, "position": self.position, "num_skipped_documents": self.num_skipped})
-        self._clear_pending()
+    def _changed(self, what: str) -> DatasetError:
+        return DatasetError(
+            f"{self.path} was whole when the dataset was opened and cannot be read now: {what}. Restore the file, or "
+            f"the access to it; if it is lost, {remedy_for(self.path)}. Then rerun the same command."
+        )
 
 
-def _shard_name(index: int) -> str:
-    return f"shard-{index:05d}.npy"
+class _Descriptor:
+    """A file open for reading, closed with its last reference. Threads and forks may share it for positioned reads."""
+
+    def __init__(self, path: Path):
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
 
 
-def _write_array(path: Path, pieces: Sequence[np.ndarray], dtype: np.dtype) -> str:
-    """Write the pieces, 1-D of `dtype`, as one .npy file and return its SHA-256."""
-    header = io.BytesIO()
-    shape = (sum(map(len, pieces)),)
-    np.lib.format.write_array_header_1_0(header, {"descr": dtype.str, "fortran_order": False, "shape": shape})
-    sha256 = hashlib.sha256()
-    with atomic_writer(path) as file:
-        for data in (header.getbuffer(), *(np.ascontiguousarray(piece).data for piece in pieces)):
-            file.write(data)
-            sha256.update(data)
-    return sha256.hexdigest()
+# One bound for all datasets, because the limit on descriptors is per process. A Shard equals only itself, so a file
+# that replaces another is never read in its name.
+@functools.lru_cache(maxsize=256)
+def _open(shard: Shard) -> _Descriptor:
+    descriptor = _Descriptor(shard.path)
+    if (size := os.fstat(descriptor.number).st_size) != shard.size:
+        raise shard._changed(f"it has {size} bytes instead of {shard.size}")
+    return descriptor
+
+
+def check_sources(folder: Path, record: ShardRecord) -> tuple[Shard, list[str | None]] | None:
+    """Return the file with the sources of a shard's documents, and their names; None if there are no sources.
+
+    Raises DatasetError if the file is not as the record says.
+    """
+    if "sources" not in record:
+        return None
+    sources = record["sources"]
+    return check_shard(folder / sources["file"], record["num_documents"], SOURCE_DTYPE), list(sources["names"])
+
+
+def check_shard(path: Path, num_tokens: int, expected: np.dtype) -> Shard:
+    """Return the shard at `path`, whose header and size are checked. Raises DatasetError."""
+    try:
+        with path.open("rb") as file:
+            if (version := np.lib.format.read_magic(file)) != (1, 0):
+                raise ValueError(f"format version {version} of .npy")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            offset, size = file.tell(), os.fstat(file.fileno()).st_size
+    except FileNotFoundError as error:
+        raise DatasetError(f"{path} is listed in {METADATA_FILE} but missing: {remedy_for(path)}") from error
+    except (ValueError, OSError, tokenize.TokenError) as error:  # no .npy header
+        raise DatasetError(
+            f"{path} cannot be read: {describe(error)}; the file is damaged: {remedy_for(path)}"
+        ) from error
+    shard = Shard(path, num_tokens, expected, offset)
+    if dtype != expected:
+        problem = f"dtype {dtype}, expected {expected.name}"
+    elif shape != (num_tokens,):
+        problem = f"shape {shape}, {METADATA_FILE} says ({num_tokens},)"
+    elif size != shard.size:
+        problem = f"{size} bytes instead of {shard.size}"
+    else:
+        return shard
+    raise DatasetError(f"{path} has {problem}; the file is damaged: {remedy_for(path)}")

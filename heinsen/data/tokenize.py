@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heinsen.data.dataset import token_dtype
 from heinsen.data.readers import READERS, BadDocumentError, PreparationError, Row, Settings
+from heinsen.data.shards import token_dtype
 from heinsen.data.sources import Document
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.data.dataset import DatasetError, TokenDataset
+from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, train_iterator
 from heinsen.data.mixture import bytes_per_token, open_mixture
+from heinsen.data.shards import DatasetError
 from heinsen.parallel import process_rows
 from heinsen.training.config import TrainConfig
 from heinsen.training.passes import rows_by_pass

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from heinsen.data import shards as shards_module
+from heinsen.data import writer as writer_module
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.prepare import Settings, prepare, prepare_part
 from heinsen.data.tokenizer import get_tokenizer
@@ -57,7 +57,7 @@ def interrupt(settings, out, shards, part=None):
 
     `part` is (index, count) of the part to prepare; None means the whole split.
     """
-    close_shard = shards_module.ShardWriter.close_shard
+    close_shard = writer_module.ShardWriter.close_shard
 
     def close(writer):
         if len(writer.shards) == shards:
@@ -65,7 +65,7 @@ def interrupt(settings, out, shards, part=None):
         close_shard(writer)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards_module.ShardWriter, "close_shard", close)
+        patch.setattr(writer_module.ShardWriter, "close_shard", close)
         prepare_part(settings, out, *part) if part else prepare(settings, out)
     folder = out / settings.split
     if part:

@@ -19,8 +19,8 @@ import pytest
 import zstandard
 
 from heinsen.data import prepare as prepare_module
-from heinsen.data import shards as shards_module
 from heinsen.data import tokenize as tokenize_module
+from heinsen.data import writer as writer_module
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.prepare import PreparationError, prepare, prepare_part
 from heinsen.data.sources import find_inputs
@@ -502,7 +502,7 @@ def test_impossible_parts(tmp_path, corpus, change, index, count, message):
 
 _KILLED = """
 import os, runpy, signal, sys
-from heinsen.data.shards import ShardWriter
+from heinsen.data.writer import ShardWriter
 
 append = ShardWriter._append
 def append_or_die(writer, line):
@@ -626,7 +626,7 @@ def test_skipped_documents_have_no_source_and_damaged_ones_are_found(tmp_path):
 
 
 def test_a_field_with_ever_new_names_is_no_source(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "MAX_SOURCES", 5)
+    monkeypatch.setattr(writer_module, "MAX_SOURCES", 5)
     lines = [{"text": name, "from": name} for name in "abcdef"]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
     settings = settings_of(tmp_path / "a.jsonl", source_field="from")

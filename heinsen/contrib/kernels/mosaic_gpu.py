@@ -6,7 +6,7 @@ chunk's while this one's products run; factors and pairwise weights never leave 
 the outputs and what the backward pass needs: S and Z of every query, and M before every chunk.
 
 XLA computes what is small, before the kernels: the shifts of every chunk (it reads the keys and values once more), the
-factors between them (`chunk` in this folder), and the sums of log decays. The mathematics is that of
+factors between them (`shifts`), and the sums of log decays. The mathematics is that of
 `heinsen.ops.chunk.fast_weights`, with these shifts; the functions here take the place of those of `schedule`, which
 computes the rows that lose terms here (`form`).
 
@@ -32,7 +32,8 @@ from jaxtyping import Array
 
 from heinsen import platform
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.chunk import (
+from heinsen.contrib.kernels.form import Kernels
+from heinsen.contrib.kernels.shifts import (
     ChunkShifts,
     chunk_shifts,
     following,
@@ -41,7 +42,6 @@ from heinsen.contrib.kernels.chunk import (
     shift_scale,
     shift_scales,
 )
-from heinsen.contrib.kernels.form import Kernels
 from heinsen.contrib.kernels.wgmma import (
     COLUMNS,
     MATRIX,

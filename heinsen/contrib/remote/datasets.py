@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from heinsen.contrib.remote.files import PATIENCE, Remote, cache_folder
-from heinsen.data.dataset import METADATA_FILE, DatasetError, read_metadata
+from heinsen.data.dataset import read_metadata
+from heinsen.data.shards import METADATA_FILE, DatasetError
 from heinsen.data.tokenizer import TOKENIZER_FILE, digest_of_file
 from heinsen.files import file_sha256, hold_lock
 from heinsen.progress import track
