@@ -42,7 +42,7 @@ def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_si
         arrays[split] = np.concatenate([each["tokens"] for each in batches]).astype(np.uint16)
         arrays[f"{split}_lengths"] = np.concatenate([each["mask"].sum(1) for each in batches])
     documents = find_documents(splits["test"], get_tokenizer("bytes", out / "data" / "test"))
-    arrays |= dict(starts=documents.starts, num_bytes=documents.num_bytes, sources=documents.sources)
+    arrays |= dict(starts=documents.starts, num_bytes=documents.n_bytes, sources=documents.sources)
     arrays |= dict(names=np.array([str(name) for name in documents.names]))
     most = RARE * len(seeds)
     recalled = [find_recalled(arrays["test"], arrays["test_lengths"], train, n, most) for n in N_GRAMS]

@@ -62,7 +62,7 @@ def text_tokens(rng: np.random.Generator, workdir: Path, at_most: int, at_least:
     length = config.sequence_length
     parts = [np.zeros((0, length), np.int32)]
     for dataset, share in open_split(config, config.data.validation_split):
-        n = min(int(at_most * share), dataset.num_tokens) // length
+        n = min(int(at_most * share), dataset.n_tokens) // length
         parts.append(dataset.read(0, n * length).reshape(n, length).astype(np.int32))
     windows = np.concatenate(parts)
     if windows.size < at_least:

@@ -66,9 +66,9 @@ class Metadata(TypedDict):
 class Totals(NamedTuple):
     """Sums over shards."""
 
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
+    n_tokens: int
+    n_documents: int
+    n_bytes: int
 
 
 def sum_shards(shards: Sequence[ShardRecord]) -> Totals:
@@ -126,7 +126,7 @@ class TokenDataset:
     Attributes:
       path: the folder.
       metadata: the contents of metadata.json.
-      num_tokens, num_documents, num_bytes, vocab_size, eot_id, tokenizer_name: from the metadata.
+      n_tokens, n_documents, n_bytes, vocab_size, eot_id, tokenizer_name: from the metadata.
       has_sources: whether any document names its source.
 
     Raises:
@@ -140,9 +140,9 @@ class TokenDataset:
             read_tokenizer_file(self.metadata["tokenizer"], self.path)
         except TokenizerFilesError as error:
             raise DatasetError(str(error)) from error
-        self.num_tokens = self.metadata["num_tokens"]
-        self.num_documents = self.metadata["num_documents"]
-        self.num_bytes = self.metadata["num_bytes"]
+        self.n_tokens = self.metadata["num_tokens"]
+        self.n_documents = self.metadata["num_documents"]
+        self.n_bytes = self.metadata["num_bytes"]
         self.vocab_size = self.metadata["vocab_size"]
         self.eot_id = self.metadata["eot_id"]
         self.tokenizer_name = self.metadata["tokenizer"]
@@ -154,26 +154,26 @@ class TokenDataset:
         self._sha256 |= {s["sources"]["file"]: s["sources"]["sha256"] for s in shards if "sources" in s}
         self.has_sources = any("sources" in s for s in shards)
         # _offsets[i] is the position of shard i's first token in the stream; the last entry is the stream's end.
-        self._offsets = [0, *itertools.accumulate(shard.num_tokens for shard in self._shards)]
-        if self.num_bytes == 0 and not may_be_empty:
-            raise DatasetError(f"{self.path} holds no text in {self.num_documents:,} documents; prepare other sources")
+        self._offsets = [0, *itertools.accumulate(shard.n_tokens for shard in self._shards)]
+        if self.n_bytes == 0 and not may_be_empty:
+            raise DatasetError(f"{self.path} holds no text in {self.n_documents:,} documents; prepare other sources")
 
     def __len__(self) -> int:
-        return self.num_tokens
+        return self.n_tokens
 
     @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes of text per token, end-of-text tokens included in the count of tokens."""
-        return self.num_bytes / self.num_tokens
+        return self.n_bytes / self.n_tokens
 
     def read(self, start: int, stop: int) -> UInt[np.ndarray, " tokens"]:
         """Return tokens `start` to `stop` (excluded) of the stream as a new array.
 
-        Raises IndexError unless `0 <= start <= stop <= num_tokens`, and DatasetError if a shard can no longer be read
+        Raises IndexError unless `0 <= start <= stop <= n_tokens`, and DatasetError if a shard can no longer be read
         whole, or holds a token id outside the vocabulary.
         """
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"cannot read tokens {start} to {stop} of a split with {self.num_tokens} tokens")
+        if not 0 <= start <= stop <= self.n_tokens:
+            raise IndexError(f"cannot read tokens {start} to {stop} of a split with {self.n_tokens} tokens")
         tokens = np.empty(stop - start, self._dtype)
         index = bisect.bisect_right(self._offsets, start) - 1
         position = start

@@ -27,19 +27,19 @@ class Documents:
 
     Attributes:
       starts: positions in the stream; the last one is the end of the stream.
-      num_bytes: UTF-8 bytes of each text.
+      n_bytes: UTF-8 bytes of each text.
       sources: index into `names` for each document; None if no document of the dataset names its source.
       names: names of the sources; the name None stands for documents without a source.
     """
 
     dataset: TokenDataset
     starts: Int64[np.ndarray, " D_plus_1"]
-    num_bytes: Float64[np.ndarray, " D"]
+    n_bytes: Float64[np.ndarray, " D"]
     sources: Int32[np.ndarray, " D"] | None
     names: list[str | None]
 
     def __len__(self) -> int:
-        return len(self.num_bytes)
+        return len(self.n_bytes)
 
     @property
     def lengths(self) -> Int64[np.ndarray, " D"]:
@@ -58,40 +58,40 @@ def find_documents(dataset: TokenDataset, tokenizer: Tokenizer | None) -> Docume
     """
     ends, bytes_before = _scan(dataset, None if tokenizer is None else tokenizer.sizes())
     if tokenizer is not None and tokenizer.is_lossless and bytes_before is not None:
-        if bytes_before[-1] != dataset.num_bytes:
+        if bytes_before[-1] != dataset.n_bytes:
             raise DatasetError(
                 f"{dataset.path}: the tokens stand for {bytes_before[-1]} bytes, but metadata.json says "
-                f"{dataset.num_bytes}; delete the folder and prepare the split again"
+                f"{dataset.n_bytes}; delete the folder and prepare the split again"
             )
     if bytes_before is None or not bytes_before[-1]:
-        num_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
+        n_bytes = np.diff(ends, prepend=0) * dataset.bytes_per_token
     else:
-        num_bytes = np.diff(bytes_before, prepend=0) * (dataset.num_bytes / bytes_before[-1])
+        n_bytes = np.diff(bytes_before, prepend=0) * (dataset.n_bytes / bytes_before[-1])
     names: list[str | None] = [None]
     sources = None
     if dataset.has_sources:
         names, sources = dataset.read_sources()
-        if len(sources) != len(num_bytes):
+        if len(sources) != len(n_bytes):
             raise DatasetError(
-                f"{dataset.path} has {len(num_bytes)} documents but the sources of {len(sources)}; delete the folder "
+                f"{dataset.path} has {len(n_bytes)} documents but the sources of {len(sources)}; delete the folder "
                 "and prepare the split again"
             )
-    return Documents(dataset, np.concatenate([[0], ends]), num_bytes, sources, names)
+    return Documents(dataset, np.concatenate([[0], ends]), n_bytes, sources, names)
 
 
 def _scan(dataset: TokenDataset, sizes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
     """Return where each document ends, and the bytes of text up to there if the bytes of each token are given."""
     ends, bytes_before, total = [], [], 0
-    for start in range(0, dataset.num_tokens, _BLOCK):
-        tokens = dataset.read(start, min(start + _BLOCK, dataset.num_tokens))
+    for start in range(0, dataset.n_tokens, _BLOCK):
+        tokens = dataset.read(start, min(start + _BLOCK, dataset.n_tokens))
         found = np.flatnonzero(tokens == dataset.eot_id)
         ends.append(start + found + 1)
         if sizes is not None:
             up_to = total + np.cumsum(sizes[tokens])
             bytes_before.append(up_to[found])
             total = int(up_to[-1])
-    if not len(ends[-1]) or ends[-1][-1] < dataset.num_tokens:  # tokens after the last end of text
-        ends.append(np.array([dataset.num_tokens]))
+    if not len(ends[-1]) or ends[-1][-1] < dataset.n_tokens:  # tokens after the last end of text
+        ends.append(np.array([dataset.n_tokens]))
         bytes_before.append(np.array([total]))
     return np.concatenate(ends), None if sizes is None else np.concatenate(bytes_before)
 
@@ -120,8 +120,8 @@ class DocumentBatches:
     multiple: int = 1  # of the tokens of a window, as a mesh may require
 
     @property
-    def num_tokens(self) -> int:
-        return self.documents.dataset.num_tokens
+    def n_tokens(self) -> int:
+        return self.documents.dataset.n_tokens
 
     @property
     def window_sizes(self) -> list[int]:

@@ -24,9 +24,9 @@ from heinsen.data.shards import DatasetError
 Batch = dict[str, np.ndarray]
 
 
-def num_windows(dataset: TokenDataset, sequence_length: int) -> int:
+def n_windows(dataset: TokenDataset, sequence_length: int) -> int:
     """Return the number of training windows per epoch; the last, incomplete window is dropped."""
-    return (dataset.num_tokens - 1) // sequence_length
+    return (dataset.n_tokens - 1) // sequence_length
 
 
 def train_iterator(
@@ -70,7 +70,7 @@ def train_iterator(
     # The first dataset has the same order as alone. Another of the same size must not share it.
     seeds = [seed, *np.random.SeedSequence(seed).generate_state(len(datasets) - 1).tolist()]
     orders = [
-        _endless_order(num_windows(dataset, sequence_length), own_seed)
+        _endless_order(n_windows(dataset, sequence_length), own_seed)
         for dataset, own_seed in zip(datasets, seeds, strict=True)
     ]
 
@@ -98,11 +98,11 @@ def _endless_order(windows: int, seed: int) -> grain.MapDataset[int]:
 
 
 def _check_enough(dataset: TokenDataset, sequence_length: int, batch_size: int, share: int) -> None:
-    windows = num_windows(dataset, sequence_length)
+    windows = n_windows(dataset, sequence_length)
     if windows < share:
         needed = "the" if share == batch_size else f"its share of {share} of the"
         raise DatasetError(
-            f"{dataset.path} has {dataset.num_tokens} tokens, which make {windows} windows of "
+            f"{dataset.path} has {dataset.n_tokens} tokens, which make {windows} windows of "
             f"{sequence_length} + 1 tokens: fewer than {needed} {batch_size} rows of a batch. "
             "Use a larger split, a smaller batch or shorter sequences."
         )
@@ -131,7 +131,7 @@ def evaluation_batches(
     Returns:
       A sized iterable, usable any number of times, of `{"tokens": int32 [b, T + 1], "mask": bool [b, T]}` with
       `b = len(rows)`; where `mask[i, t]` is true, the target `tokens[i, t + 1]` counts. The masks of all rows together
-      sum to `EvaluationBatches.num_tokens`.
+      sum to `EvaluationBatches.n_tokens`.
 
     Raises:
       ValueError: an argument is out of range.
@@ -139,23 +139,23 @@ def evaluation_batches(
     rows = _check_arguments(sequence_length, batch_size, rows)
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    num_tokens = dataset.num_tokens if max_tokens is None else min(max_tokens, dataset.num_tokens)
-    return EvaluationBatches(dataset, sequence_length, batch_size, rows, num_tokens)
+    n_tokens = dataset.n_tokens if max_tokens is None else min(max_tokens, dataset.n_tokens)
+    return EvaluationBatches(dataset, sequence_length, batch_size, rows, n_tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EvaluationBatches:
-    """The batches of `evaluation_batches`. `num_tokens` is the number of targets in all rows of the global batches."""
+    """The batches of `evaluation_batches`. `n_tokens` is the number of targets in all rows of the global batches."""
 
     dataset: TokenDataset
     sequence_length: int
     batch_size: int
     rows: Int64[np.ndarray, " b"]
-    num_tokens: int
+    n_tokens: int
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        windows = -(-self.num_tokens // self.sequence_length)
+        windows = -(-self.n_tokens // self.sequence_length)
         return -(-windows // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -165,12 +165,12 @@ class EvaluationBatches:
             starts = (index * self.batch_size + self.rows) * length
             tokens = np.full((len(self.rows), length + 1), self.dataset.eot_id, np.int32)
             for row, start in zip(tokens, starts.tolist(), strict=True):
-                stop = min(start + length, self.num_tokens)
+                stop = min(start + length, self.n_tokens)
                 if start == 0:  # the token before the split is the end of text that the row is filled with
                     row[1 : 1 + stop] = self.dataset.read(0, stop)
                 elif start < stop:
                     row[: 1 + stop - start] = self.dataset.read(start - 1, stop)
-            yield {"tokens": tokens, "mask": starts[:, None] + np.arange(length) < self.num_tokens}
+            yield {"tokens": tokens, "mask": starts[:, None] + np.arange(length) < self.n_tokens}
 
 
 def _check_arguments(sequence_length: int, batch_size: int, rows: np.ndarray | None) -> np.ndarray:

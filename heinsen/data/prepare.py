@@ -186,8 +186,8 @@ class _Preparation:
         self._check_same(_FINISHED, dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
         remove_progress(self.folder)
         print(
-            f"{self.folder}: already prepared with these settings ({dataset.num_documents:,} documents, "
-            f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes)",
+            f"{self.folder}: already prepared with these settings ({dataset.n_documents:,} documents, "
+            f"{dataset.n_tokens:,} tokens, {dataset.n_bytes:,} bytes)",
             file=sys.stderr,
         )
         return dataset
@@ -204,15 +204,15 @@ class _Preparation:
     def _is_finished(self) -> bool:
         return (self.folder / METADATA_FILE).is_file()
 
-    def _check_same(self, state: str, before: Provenance, num_skipped: int) -> None:
+    def _check_same(self, state: str, before: Provenance, n_skipped: int) -> None:
         """Raise PreparationError if this preparation differs from one that was recorded in the folder."""
         differences = _compare(before, self.provenance)
         times, sha256 = (before.get("content", {}).get(name) for name in ("times", "sha256"))
         if not differences and times != hash_times(self.inputs) and sha256 != hash_contents(self.inputs):
             differences.append("the content of the inputs, at equal sizes")
         # No setting of its own: it may be turned on after a bad document stopped a preparation.
-        if num_skipped and not self.skip_bad_documents:
-            differences.append(f"skip_bad_documents: {num_skipped} skipped before, off now")
+        if n_skipped and not self.skip_bad_documents:
+            differences.append(f"skip_bad_documents: {n_skipped} skipped before, off now")
         _raise_if(differences, self.folder, state)
 
     def _write(self, progress_file: IO[bytes], workers: int) -> None:
@@ -224,10 +224,10 @@ class _Preparation:
             content = {"times": hash_times(self.inputs), "sha256": hash_contents(self.inputs)}
             writer.begin(self.provenance | {"content": content})
         else:
-            self._check_same(_UNFINISHED, writer.provenance, writer.num_skipped)
+            self._check_same(_UNFINISHED, writer.provenance, writer.n_skipped)
             print(
                 f"{self.folder}: resuming after {len(writer.shards)} finished shards "
-                f"({writer.num_documents:,} documents, {writer.num_tokens:,} tokens)",
+                f"({writer.n_documents:,} documents, {writer.n_tokens:,} tokens)",
                 file=sys.stderr,
             )
         try:
@@ -238,46 +238,46 @@ class _Preparation:
                 (self.folder / TOKENIZER_FILE).unlink(missing_ok=True)
             raise
         assert writer.provenance is not None
-        write_metadata(self.folder, self.tokenizer, writer.shards, writer.num_skipped, writer.provenance)
+        write_metadata(self.folder, self.tokenizer, writer.shards, writer.n_skipped, writer.provenance)
 
     def _write_shards(self, writer: ShardWriter, workers: int) -> None:
         """Tokenize the inputs from the writer's position to their end or to a limit of the settings."""
         documents = read_documents(self.inputs, self.settings, start=writer.position)
         start = last = time.monotonic()
-        start_tokens = writer.num_tokens
+        start_tokens = writer.n_tokens
         write_tokenizer_file(self.tokenizer.content, self.folder)  # for the workers
         with contextlib.closing(tokenize_documents(documents, self.settings, self.folder, workers)) as tokenized:
             while not self._is_complete(writer) and (item := next(tokenized, None)) is not None:
                 self._take(writer, *item)
                 if (now := time.monotonic()) - last >= _LOG_SECONDS:
-                    last, rate = now, (writer.num_tokens - start_tokens) / (now - start)
+                    last, rate = now, (writer.n_tokens - start_tokens) / (now - start)
                     print(
-                        f"{self.folder}: {writer.num_tokens:,} tokens, {writer.num_documents:,} documents, input "
+                        f"{self.folder}: {writer.n_tokens:,} tokens, {writer.n_documents:,} documents, input "
                         f"{item[0].position.input + 1} of {len(self.inputs)}, {rate:,.0f} tokens/s",
                         file=sys.stderr,
                         flush=True,
                     )
-        if writer.num_bytes == 0 and not self.may_be_empty:
-            n_documents, n_bad = writer.num_documents, writer.num_skipped
+        if writer.n_bytes == 0 and not self.may_be_empty:
+            n_documents, n_bad = writer.n_documents, writer.n_skipped
             found = f"no text in any of the {n_documents:,} documents" if n_documents else "no documents"
             bad = f" ({n_bad} bad ones skipped)" if n_bad else ""
             sources = ", ".join(self.settings.sources)
             raise PreparationError(f"{found} for split {self.settings.split!r} in {sources}{bad}: give other sources")
         writer.close_shard()
         seconds = time.monotonic() - start
-        skipped = f", {writer.num_skipped:,} bad documents skipped" if writer.num_skipped else ""
+        skipped = f", {writer.n_skipped:,} bad documents skipped" if writer.n_skipped else ""
         print(
-            f"{self.folder}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, "
-            f"{writer.num_bytes:,} bytes in {len(writer.shards)} shards{skipped}; {seconds:.1f} s, "
-            f"{(writer.num_tokens - start_tokens) / max(seconds, 1e-9):,.0f} tokens/s",
+            f"{self.folder}: {writer.n_documents:,} documents, {writer.n_tokens:,} tokens, "
+            f"{writer.n_bytes:,} bytes in {len(writer.shards)} shards{skipped}; {seconds:.1f} s, "
+            f"{(writer.n_tokens - start_tokens) / max(seconds, 1e-9):,.0f} tokens/s",
             file=sys.stderr,
         )
 
     def _is_complete(self, writer: ShardWriter) -> bool:
         """Return whether a limit of the settings is reached."""
         max_documents, max_tokens = self.settings.max_documents, self.settings.max_tokens
-        return (max_documents is not None and writer.num_documents >= max_documents) or (
-            max_tokens is not None and writer.num_tokens >= max_tokens
+        return (max_documents is not None and writer.n_documents >= max_documents) or (
+            max_tokens is not None and writer.n_tokens >= max_tokens
         )
 
     def _take(self, writer: ShardWriter, document: Document, tokenized: TokenizedDocument) -> None:
@@ -285,7 +285,7 @@ class _Preparation:
         if tokenized.problem is None:
             writer.add(tokenized)
         elif self.skip_bad_documents:
-            writer.num_skipped += 1
+            writer.n_skipped += 1
         else:
             where = self.inputs[document.position.input].where(document.position.number)
             raise PreparationError(
@@ -345,15 +345,15 @@ def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Prove
     Writes the split's metadata.json if it does not list what the parts hold. Any machine may call this at any time.
     """
     folders = [split / _part_name(index, count) for index in range(count)]
-    if (num_finished := sum((part / METADATA_FILE).is_file() for part in folders)) < count:
-        print(f"{split}: {num_finished} of {count} parts are finished; the last one joins them", file=sys.stderr)
+    if (n_finished := sum((part / METADATA_FILE).is_file() for part in folders)) < count:
+        print(f"{split}: {n_finished} of {count} parts are finished; the last one joins them", file=sys.stderr)
         return None
     _check_neighbors(folders, provenance)  # machines that began at the same moment did not see each other's settings
     parts = [TokenDataset(part, may_be_empty=True).metadata for part in folders]
     shards = [
         _locate(shard, folder.name) for folder, part in zip(folders, parts, strict=True) for shard in part["shards"]
     ]
-    num_skipped = sum(part["num_skipped_documents"] for part in parts)
+    n_skipped = sum(part["num_skipped_documents"] for part in parts)
     if not any(part["num_bytes"] for part in parts):
         raise PreparationError(f"no text in any of the {count} parts of {split}: give other sources")
     is_joined = False
@@ -362,14 +362,14 @@ def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Prove
             with contextlib.suppress(OSError, ValueError):  # not there, or damaged
                 is_joined = read_metadata(split / METADATA_FILE)["shards"] == shards
             if not is_joined:
-                write_metadata(split, tokenizer, shards, num_skipped, provenance)
+                write_metadata(split, tokenizer, shards, n_skipped, provenance)
             (split / LOCK_FILE).unlink()
     except LockedError as error:
         raise PreparationError(f"another process is joining {split} ({error}); rerun the same command") from error
     dataset = TokenDataset(split)
     print(
-        f"{split}: all {count} parts are finished and joined: {dataset.num_documents:,} documents, "
-        f"{dataset.num_tokens:,} tokens, {dataset.num_bytes:,} bytes in {len(shards)} shards",
+        f"{split}: all {count} parts are finished and joined: {dataset.n_documents:,} documents, "
+        f"{dataset.n_tokens:,} tokens, {dataset.n_bytes:,} bytes in {len(shards)} shards",
         file=sys.stderr,
     )
     return dataset

@@ -58,14 +58,14 @@ class Shard:
     """One file of numbers, checked by `check_shard`. Its first number is `offset` bytes into it."""
 
     path: Path
-    num_tokens: int
+    n_tokens: int
     dtype: np.dtype
     offset: int
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.offset + self.num_tokens * self.dtype.itemsize
+        return self.offset + self.n_tokens * self.dtype.itemsize
 
     def read_into(self, tokens: np.ndarray, start: int) -> None:
         """Fill `tokens`, contiguous `[n]` of `dtype`, with those of the shard from `start` on. Raises DatasetError."""
@@ -117,7 +117,7 @@ def check_sources(folder: Path, record: ShardRecord) -> tuple[Shard, list[str | 
     return check_shard(folder / sources["file"], record["num_documents"], SOURCE_DTYPE), list(sources["names"])
 
 
-def check_shard(path: Path, num_tokens: int, expected: np.dtype) -> Shard:
+def check_shard(path: Path, n_tokens: int, expected: np.dtype) -> Shard:
     """Return the shard at `path`, whose header and size are checked. Raises DatasetError."""
     try:
         with path.open("rb") as file:
@@ -131,11 +131,11 @@ def check_shard(path: Path, num_tokens: int, expected: np.dtype) -> Shard:
         raise DatasetError(
             f"{path} cannot be read: {describe(error)}; the file is damaged: {remedy_for(path)}"
         ) from error
-    shard = Shard(path, num_tokens, expected, offset)
+    shard = Shard(path, n_tokens, expected, offset)
     if dtype != expected:
         problem = f"dtype {dtype}, expected {expected.name}"
-    elif shape != (num_tokens,):
-        problem = f"shape {shape}, {METADATA_FILE} says ({num_tokens},)"
+    elif shape != (n_tokens,):
+        problem = f"shape {shape}, {METADATA_FILE} says ({n_tokens},)"
     elif size != shard.size:
         problem = f"{size} bytes instead of {shard.size}"
     else:

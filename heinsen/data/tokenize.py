@@ -27,14 +27,14 @@ class TokenizedDocument(NamedTuple):
     """The tokens of a document, or the reason why it has none.
 
     Attributes:
-      tokens: `token_dtype` `[num_tokens]`, the end-of-text token included.
-      num_bytes: UTF-8 bytes of the text.
+      tokens: `token_dtype` `[n_tokens]`, the end-of-text token included.
+      n_bytes: UTF-8 bytes of the text.
       source: name of the document's source; None if it names none.
       problem: what is wrong with the document, else None.
     """
 
     tokens: np.ndarray
-    num_bytes: int
+    n_bytes: int
     source: str | None
     problem: str | None = None
 
@@ -120,7 +120,7 @@ def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> T
         if isinstance(document.content, BadDocumentError):
             raise document.content
         text, source = READERS[document.kind].parse(document.content, settings)
-        num_bytes = len(text.encode("utf-8"))
+        n_bytes = len(text.encode("utf-8"))
     except (BadDocumentError, UnicodeEncodeError) as error:
         problem = str(error)
         if isinstance(error, UnicodeEncodeError):
@@ -130,4 +130,4 @@ def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> T
     name = None
     if isinstance(source, str):  # as one line of valid Unicode, unless it is blank
         name = sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
-    return TokenizedDocument(tokens, num_bytes, name)
+    return TokenizedDocument(tokens, n_bytes, name)

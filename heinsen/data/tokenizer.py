@@ -66,7 +66,7 @@ class Tokenizer(abc.ABC):
         """
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
-        """Return the bytes that token ids `[num_tokens]` stand for; `eot_id` gives its name.
+        """Return the bytes that token ids `[n_tokens]` stand for; `eot_id` gives its name.
 
         Raises ValueError for ids outside the vocabulary. (A model's padded vocabulary is larger than this one.)
         """

@@ -31,7 +31,7 @@ Provenance = dict[str, Any]  # the JSON record of settings and inputs: `source` 
 
 
 def write_metadata(
-    folder: Path, tokenizer: Tokenizer, shards: Sequence[ShardRecord], num_skipped: int, provenance: Provenance
+    folder: Path, tokenizer: Tokenizer, shards: Sequence[ShardRecord], n_skipped: int, provenance: Provenance
 ) -> None:
     """Write the tokenizer's file, and metadata.json, which makes the dataset in the folder complete."""
     write_tokenizer_file(tokenizer.content, folder)
@@ -42,10 +42,10 @@ def write_metadata(
         "vocab_size": tokenizer.vocab_size,
         "eot_id": tokenizer.eot_id,
         "dtype": token_dtype(tokenizer.vocab_size).name,
-        "num_tokens": totals.num_tokens,
-        "num_documents": totals.num_documents,
-        "num_bytes": totals.num_bytes,
-        "num_skipped_documents": num_skipped,
+        "num_tokens": totals.n_tokens,
+        "num_documents": totals.n_documents,
+        "num_bytes": totals.n_bytes,
+        "num_skipped_documents": n_skipped,
         "shards": list(shards),
         "source": provenance,
     }
@@ -86,8 +86,8 @@ class ShardWriter:
       provenance: that of the preparation to resume; None where there is none.
       shards: records of the finished shards.
       position: position after the last document added or skipped; the caller sets it. None before the first.
-      num_tokens, num_documents, num_bytes: totals, the unfinished shard included.
-      num_skipped: bad documents left out; the caller counts them.
+      n_tokens, n_documents, n_bytes: totals, the unfinished shard included.
+      n_skipped: bad documents left out; the caller counts them.
 
     Raises:
       PreparationError: the progress file is damaged.
@@ -100,7 +100,7 @@ class ShardWriter:
         self.provenance: Provenance | None = None
         self.shards: list[ShardRecord] = []
         self.position: InputPosition | None = None
-        self.num_tokens = self.num_documents = self.num_bytes = self.num_skipped = 0
+        self.n_tokens = self.n_documents = self.n_bytes = self.n_skipped = 0
 
         progress_file.seek(0)
         # A kill may have cut the last line short. The work that it was to record is repeated.
@@ -118,8 +118,8 @@ class ShardWriter:
             self.provenance, *records = (unseal(json.loads(line)) for line in lines)
             self.shards = [record["shard"] for record in records]
             self.position = InputPosition(*records[-1]["position"])
-            self.num_skipped = records[-1]["num_skipped_documents"]
-            self.num_tokens, self.num_documents, self.num_bytes = sum_shards(self.shards)
+            self.n_skipped = records[-1]["num_skipped_documents"]
+            self.n_tokens, self.n_documents, self.n_bytes = sum_shards(self.shards)
             for shard in self.shards:
                 check_shard(self._folder / shard["file"], shard["num_tokens"], self._dtype)
                 check_sources(self._folder, shard)
@@ -144,12 +144,12 @@ class ShardWriter:
         self._tokens: list[np.ndarray] = []  # of each document of the unfinished shard
         self._sources: list[int] = []
         self._names: dict[str | None, int] = {}  # indices of sources by first appearance
-        self._start = self.num_tokens, self.num_bytes
+        self._start = self.n_tokens, self.n_bytes
 
     @property
     def pending_tokens(self) -> int:
         """Tokens of the unfinished shard."""
-        return self.num_tokens - self._start[0]
+        return self.n_tokens - self._start[0]
 
     def add(self, document: TokenizedDocument) -> None:
         """Add a document to the unfinished shard."""
@@ -161,9 +161,9 @@ class ShardWriter:
                 f"last {document.source!r}: a field with so many values does not name sources. Give another "
                 "--source_field, or --source_field= to store no sources"
             )
-        self.num_tokens += len(document.tokens)
-        self.num_documents += 1
-        self.num_bytes += document.num_bytes
+        self.n_tokens += len(document.tokens)
+        self.n_documents += 1
+        self.n_bytes += document.n_bytes
 
     def close_shard(self) -> None:
         """Write the documents added since the last shard as the next one, if there are any."""
@@ -174,7 +174,7 @@ class ShardWriter:
             "file": name,
             "num_tokens": self.pending_tokens,
             "num_documents": len(self._tokens),
-            "num_bytes": self.num_bytes - self._start[1],
+            "num_bytes": self.n_bytes - self._start[1],
             "sha256": _write_array(self._folder / name, self._tokens, self._dtype),
         }
         if self._names.keys() != {None}:
@@ -182,7 +182,7 @@ class ShardWriter:
             sha256 = _write_array(self._folder / name, [np.array(self._sources, SOURCE_DTYPE)], SOURCE_DTYPE)
             shard["sources"] = {"file": name, "names": list(self._names), "sha256": sha256}
         self.shards.append(shard)
-        self._append({"shard": shard, "position": self.position, "num_skipped_documents": self.num_skipped})
+        self._append({"shard": shard, "position": self.position, "num_skipped_documents": self.n_skipped})
         self._clear_pending()
 
 

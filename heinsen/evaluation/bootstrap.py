@@ -65,10 +65,10 @@ def _estimate_groups(mixture: MixtureLosses, groups: Int[np.ndarray, " D"], n_gr
     """Return the loss over each group of documents; `groups` has the group of each document."""
     nats = weigh(mixture, lambda losses: losses.nats.sum(1))
     tokens = weigh(mixture, lambda losses: losses.documents.lengths)
-    num_bytes = weigh(mixture, lambda losses: losses.documents.num_bytes)
+    n_bytes = weigh(mixture, lambda losses: losses.documents.n_bytes)
 
     def sum_groups(counts: Int[np.ndarray, " D"]) -> Float[np.ndarray, "3 G"]:
-        return np.array([np.bincount(groups, counts * x, n_groups) for x in (nats, tokens, num_bytes)])
+        return np.array([np.bincount(groups, counts * x, n_groups) for x in (nats, tokens, n_bytes)])
 
     sums, resampled = sum_groups(np.ones_like(groups)), resample(mixture, sum_groups)
     losses, bits = ratio(sums[0], sums[1]), ratio(sums[0], sums[2] * math.log(2))

@@ -134,7 +134,7 @@ def measure_streaming(
 
 
 def _track(batches: Any, label: str) -> Iterator[Batch]:
-    return track(batches, label, batches.num_tokens, lambda batch: int(batch["mask"].sum()), "tokens")
+    return track(batches, label, batches.n_tokens, lambda batch: int(batch["mask"].sum()), "tokens")
 
 
 def round_up(n: int, multiple: int) -> int:

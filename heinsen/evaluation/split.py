@@ -88,7 +88,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
         config=config,
         split=split,
         streaming=streaming,
-        n_bytes=sum(dataset.num_bytes for dataset, _ in datasets),
+        n_bytes=sum(dataset.n_bytes for dataset, _ in datasets),
         dataset_losses=[(x.documents.dataset.path.parent.name, share, x.loss) for share, x in measured],
         total=total,
         sources=estimate_sources(measured),

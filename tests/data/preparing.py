@@ -35,9 +35,9 @@ def check_split(folder, texts, tokenizer="bytes", parts=0):
     dataset.verify()
     tokenizer = get_tokenizer(tokenizer)
     expected = np.concatenate([np.append(tokenizer.encode(text), tokenizer.eot_id) for text in texts])
-    np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), expected)
-    assert dataset.num_documents == len(texts)
-    assert dataset.num_bytes == sum(len(text.encode()) for text in texts)
+    np.testing.assert_array_equal(dataset.read(0, dataset.n_tokens), expected)
+    assert dataset.n_documents == len(texts)
+    assert dataset.n_bytes == sum(len(text.encode()) for text in texts)
     shards = dataset.metadata["shards"]
     for key in ("num_tokens", "num_documents", "num_bytes"):
         assert sum(shard[key] for shard in shards) == dataset.metadata[key]

@@ -27,9 +27,9 @@ def shards(rng):
 def test_read_equals_slice_of_the_concatenation(make_dataset, shards, rng):
     dataset = TokenDataset(make_dataset(shards))
     stream = np.concatenate(shards)
-    assert dataset.num_tokens == len(dataset) == len(stream)
+    assert dataset.n_tokens == len(dataset) == len(stream)
     assert (dataset.tokenizer_name, dataset.vocab_size, dataset.eot_id) == ("bytes", 257, 256)
-    assert (dataset.num_documents, dataset.num_bytes) == (9, len(stream) - 9)
+    assert (dataset.n_documents, dataset.n_bytes) == (9, len(stream) - 9)
     boundaries = np.cumsum([0, *map(len, shards)]).tolist()
     points = boundaries + rng.integers(0, len(stream) + 1, 20).tolist()
     for start in points:
@@ -41,7 +41,7 @@ def test_read_equals_slice_of_the_concatenation(make_dataset, shards, rng):
     for start, stop in [(-1, 2), (3, 2), (0, len(stream) + 1)]:
         with pytest.raises(IndexError):
             dataset.read(start, stop)
-    dataset.read(0, dataset.num_tokens)[:] = 0  # a copy
+    dataset.read(0, dataset.n_tokens)[:] = 0  # a copy
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 1000
     for each in (dataset, pickle.loads(pickled)):
@@ -101,10 +101,10 @@ def test_shard_that_changes_is_an_error_and_no_crash(make_dataset, rng, name, is
     dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
     path, (change, message) = dataset.path / "shard-00001.npy", CHANGES[name]
     if is_open:
-        dataset.read(0, dataset.num_tokens)
+        dataset.read(0, dataset.n_tokens)
     change(path, rng)
     if is_open and name in ("removed", "replaced", "unreadable"):  # the open file is still the old one
-        np.testing.assert_array_equal(dataset.read(0, dataset.num_tokens), stream)
+        np.testing.assert_array_equal(dataset.read(0, dataset.n_tokens), stream)
     else:
         with pytest.raises(
             DatasetError, match=rf"{path} was whole .* cannot be read now: .*({message}).*Restore the file"
@@ -133,8 +133,8 @@ def test_missing_and_incomplete_folders_are_named_with_the_command(make_dataset,
     [
         ({"format_version": 99}, "format version 99"),
         ({"dtype": "uint32"}, "dtype is 'uint32', not uint16"),
-        ({"num_tokens": 3}, r"its totals are Totals\(num_tokens=3, .* those of its shards Totals\(num_tokens=\d\d"),
-        ({"num_bytes": 10**6}, r"its totals are .*num_bytes=1000000\), those of its shards"),
+        ({"num_tokens": 3}, r"its totals are Totals\(n_tokens=3, .* those of its shards Totals\(n_tokens=\d\d"),
+        ({"num_bytes": 10**6}, r"its totals are .*n_bytes=1000000\), those of its shards"),
         ({"vocab_size": 200}, "vocab_size is 200 and eot_id 256"),
         ({"tokenizer": "x", "eot_id": -1}, "vocab_size is 257 and eot_id -1"),
         ({"tokenizer": "x", "vocab_size": 65537}, "dtype is 'uint16', not uint32"),
@@ -166,7 +166,7 @@ def test_damage_that_agrees_with_itself_is_found_by_the_digest(make_dataset, sha
     with pytest.raises(DatasetError, match=f"{path} is damaged .it has no digest"):
         TokenDataset(folder)
     path.write_text(json.dumps(seal(metadata)))
-    assert TokenDataset(folder).num_bytes == metadata["num_bytes"]
+    assert TokenDataset(folder).n_bytes == metadata["num_bytes"]
     path.write_text(json.dumps(tenfold))
     with pytest.raises(
         DatasetError, match=f"{path} is damaged .its digest does not fit its contents.; restore it, or delete"
@@ -192,19 +192,19 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_data
         file.seek(offset + 1)
         file.write(bytes([high ^ 0x40]))
     dataset, start = TokenDataset(folder), sum(map(len, shards[:which])) + number
-    dataset.read(0, start), dataset.read(start + 1, dataset.num_tokens)
+    dataset.read(0, start), dataset.read(start + 1, dataset.n_tokens)
     value = int(shards[which][number]) ^ 0x4000
     message = rf"{path} is damaged: token {number} \(byte {offset} of the file\) is {value}, .* has 257 ids.*--verify"
-    for begin, end in ((0, dataset.num_tokens), (start, start + 1)):
+    for begin, end in ((0, dataset.n_tokens), (start, start + 1)):
         with pytest.raises(DatasetError, match=message):
             dataset.read(begin, end)
     with pytest.raises(DatasetError, match=message):
         find_documents(dataset, get_tokenizer("bytes"))
     with pytest.raises(DatasetError, match=message):
         list(evaluation_batches(dataset, 7, 2))
-    small = dataset.num_tokens // 3  # windows that leave out no more than a third
+    small = dataset.n_tokens // 3  # windows that leave out no more than a third
     batches = train_iterator([(dataset, 1), (dataset, 2)], small, 1, 0)
-    if start < small * ((dataset.num_tokens - 1) // small):
+    if start < small * ((dataset.n_tokens - 1) // small):
         with pytest.raises(DatasetError, match=message):
             for _ in range(12):
                 next(batches)

@@ -39,7 +39,7 @@ def test_documents_lie_between_ends_of_text(make_dataset, rng, monkeypatch, ends
     np.testing.assert_array_equal(found.lengths, lengths)
     np.testing.assert_array_equal(found.starts, np.cumsum([0, *lengths]))
     texts = [stream[a:b] for a, b in zip(found.starts[:-1], found.starts[1:], strict=True)]
-    np.testing.assert_array_equal(found.num_bytes, [np.sum(text != EOT) for text in texts])
+    np.testing.assert_array_equal(found.n_bytes, [np.sum(text != EOT) for text in texts])
     assert found.sources is None and found.names == [None] and len(found) == len(lengths)
 
 
@@ -50,8 +50,8 @@ def test_bytes_are_those_of_the_text(make_dataset):
     sizes = [len(text.encode()) for text in texts]
     changes = dict(tokenizer="gpt2", vocab_size=50257, eot_id=tokenizer.eot_id, num_bytes=sum(sizes))
     dataset = TokenDataset(make_dataset([stream], **changes))
-    np.testing.assert_array_equal(find_documents(dataset, tokenizer).num_bytes, sizes)
-    in_proportion = find_documents(dataset, None).num_bytes
+    np.testing.assert_array_equal(find_documents(dataset, tokenizer).n_bytes, sizes)
+    in_proportion = find_documents(dataset, None).n_bytes
     assert in_proportion.sum() == pytest.approx(sum(sizes), rel=1e-12)
     np.testing.assert_allclose(
         in_proportion / in_proportion.sum(), np.array([len(tokenizer.encode(t)) + 1 for t in texts]) / stream.size
@@ -91,7 +91,7 @@ def test_every_token_is_predicted_once_in_its_documents_lane(make_dataset, rng, 
             ends[lane] = first + count
             document = np.searchsorted(documents.starts, first, side="right") - 1
             assert ends[lane] <= documents.starts[document + 1] and (count == size or ends[lane] in documents.starts)
-    assert (times == 1).all() and batches.num_tokens == len(stream)
+    assert (times == 1).all() and batches.n_tokens == len(stream)
 
 
 def test_lanes_stay_busy(make_dataset, rng):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.loader import evaluation_batches, num_windows, train_iterator
+from heinsen.data.loader import evaluation_batches, n_windows, train_iterator
 from heinsen.files import seal
 
 LENGTH = 5
@@ -64,7 +64,7 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
     """No batch size or process count here divides the number of windows in general."""
     batch_size, seed, epochs = 7 * process_count, int(rng.integers(2**31)), 3
     index_of = _windows(stream)
-    windows = num_windows(dataset, LENGTH)
+    windows = n_windows(dataset, LENGTH)
     assert windows == len(index_of)
     steps = -(-epochs * windows // batch_size)
     rows = _random_rows(batch_size, process_count, rng)
@@ -102,7 +102,7 @@ def test_each_batch_is_the_rows_asked_for(dataset, rng):
 
 def test_order_is_that_of_grains_own_batches(dataset, rng):
     """The order of a run must survive changes of this code: Grain's shuffle twice, repeated, cut into batches."""
-    windows, seed = num_windows(dataset, LENGTH), int(rng.integers(2**31))
+    windows, seed = n_windows(dataset, LENGTH), int(rng.integers(2**31))
     order = grain.MapDataset.range(windows).seed(seed).shuffle().shuffle().repeat().batch(7)
     steps = 3 * windows // 7
     expected = [[dataset.read(w * LENGTH, w * LENGTH + LENGTH + 1) for w in order[i].tolist()] for i in range(steps)]
@@ -112,7 +112,7 @@ def test_order_is_that_of_grains_own_batches(dataset, rng):
 @pytest.mark.parametrize("stop", ["start", "middle", "before the seam", "after the seam"])
 def test_state_continues_exactly(dataset, stop):
     batch_size, rows = 14, np.arange(7, 14)
-    seam = num_windows(dataset, LENGTH) // batch_size
+    seam = n_windows(dataset, LENGTH) // batch_size
     done = {"start": 0, "middle": seam // 2, "before the seam": seam, "after the seam": seam + 3}[stop]
     iterator = train_iterator(dataset, LENGTH, batch_size, 3, rows)
     _take(iterator, done)
@@ -158,7 +158,7 @@ def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, proc
     batch_size = process_count * int(rng.integers(1, 9))
     rows = _random_rows(batch_size, process_count, rng)
     per_process = [evaluation_batches(dataset, LENGTH, batch_size, own, max_tokens) for own in rows]
-    assert {batches.num_tokens for batches in per_process} == {min(max_tokens or len(stream), len(stream))}
+    assert {batches.n_tokens for batches in per_process} == {min(max_tokens or len(stream), len(stream))}
     lengths = {len(batches) for batches in per_process} | {len(list(batches)) for batches in per_process}
     assert len(lengths) == 1  # as announced, and the same in all processes
     inputs, targets = [], []
@@ -170,7 +170,7 @@ def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, proc
         inputs.append(tokens[:, :-1][mask])
         targets.append(tokens[:, 1:][mask])
     expected = stream[:max_tokens]
-    assert sum(map(len, targets)) == per_process[0].num_tokens == len(expected)
+    assert sum(map(len, targets)) == per_process[0].n_tokens == len(expected)
     np.testing.assert_array_equal(np.concatenate(targets), expected)
     np.testing.assert_array_equal(np.concatenate(inputs), np.concatenate([[256], expected[:-1]]))
 
@@ -235,7 +235,7 @@ def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
     for which, (dataset, weight) in enumerate(mixture):
         given = np.cumsum([source == which for source, _ in dealt])
         assert np.abs(given - weight / total * np.arange(1, len(dealt) + 1)).max() <= 1.5
-        windows = num_windows(dataset, LENGTH)
+        windows = n_windows(dataset, LENGTH)
         order = [window for source, window in dealt if source == which]
         epochs = [order[i : i + windows] for i in range(0, len(order), windows)]
         for epoch in epochs[:-1]:
@@ -281,19 +281,19 @@ def test_mixture_with_too_small_a_dataset(make_dataset, rng):
 # ---- size ----------------------------------------------------------------------------------------
 
 
-def _write_sparse(folder, num_shards, shard_tokens):
+def _write_sparse(folder, n_shards, shard_tokens):
     """Write a dataset whose shards have headers and sizes but no blocks on disk: all tokens are 0."""
     folder.mkdir()
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (shard_tokens,)})
-    names = [f"shard-{i:05d}.npy" for i in range(num_shards)]
+    names = [f"shard-{i:05d}.npy" for i in range(n_shards)]
     for name in names:
         (folder / name).write_bytes(header.getvalue())
         os.truncate(folder / name, header.tell() + 2 * shard_tokens)
     counts = {"num_tokens": shard_tokens, "num_documents": 1, "num_bytes": shard_tokens, "sha256": ""}
     metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16"}
     metadata |= {"shards": [{"file": name, **counts} for name in names], "num_skipped_documents": 0, "source": {}}
-    metadata |= {key: num_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
+    metadata |= {key: n_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
     (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
 
 
@@ -328,8 +328,8 @@ print(json.dumps({"opening": opening, "seeking": seeking, "megabytes": megabytes
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_300_billion_tokens_need_no_memory(tmp_path):
-    folder, num_shards, shard_tokens = tmp_path / "train", 1000, 300_000_000
-    _write_sparse(folder, num_shards, shard_tokens)
+    folder, n_shards, shard_tokens = tmp_path / "train", 1000, 300_000_000
+    _write_sparse(folder, n_shards, shard_tokens)
     try:
         run = subprocess.run(
             [sys.executable, "-c", _AT_SCALE, str(folder)],
@@ -347,5 +347,5 @@ def test_300_billion_tokens_need_no_memory(tmp_path):
     assert found["open_files"] < 300
     starts = np.array(found["starts"])
     assert len(set(found["starts"])) == len(starts) == 4 * 480 and (starts % 1024 == 0).all()
-    counts = np.histogram(starts, 10, (0, num_shards * shard_tokens))[0]
+    counts = np.histogram(starts, 10, (0, n_shards * shard_tokens))[0]
     assert counts.min() > 120  # of 192 expected

@@ -102,11 +102,11 @@ def test_datasets_with_different_tokenizers(make_dataset, rng):
 
 def test_open_mixture_and_its_bytes_per_token(make_dataset, rng):
     sizes = {"a": (300, 1200), "b": (500, 800)}  # tokens, bytes
-    for name, (num_tokens, num_bytes) in sizes.items():
-        make_dataset([rng.integers(0, 257, num_tokens)], name=f"{name}/train", num_bytes=num_bytes)
+    for name, (n_tokens, n_bytes) in sizes.items():
+        make_dataset([rng.integers(0, 257, n_tokens)], name=f"{name}/train", num_bytes=n_bytes)
         root = make_dataset([[1, 2]], name=f"{name}/validation").parent.parent
     mixture = open_mixture(f"{root}/a:3,{root}/b:1", "train")
-    assert [(dataset.path, dataset.num_tokens) for dataset, _ in mixture] == [
+    assert [(dataset.path, dataset.n_tokens) for dataset, _ in mixture] == [
         (root / name / "train", sizes[name][0]) for name in sizes
     ]
     # Of 4 tokens, 3 are of `a`, with 4 bytes each, and one of `b`, with 1.6.

@@ -285,7 +285,7 @@ def test_a_preparation_at_work_or_finished_is_left_alone(interrupted, tmp_path, 
     check_split(folder, documents)
     before = times_of(folder)
     (folder / "progress.jsonl").write_text("")  # as a kill after the last rename leaves it
-    assert prepare(settings, tmp_path / "out").num_documents == len(documents)
+    assert prepare(settings, tmp_path / "out").n_documents == len(documents)
     assert "already prepared with these settings" in capsys.readouterr().err
     assert before == times_of(folder)
 
@@ -408,7 +408,7 @@ def test_a_part_may_be_empty(tmp_path, corpus):
     source, texts = corpus
     (source / "b.jsonl").write_bytes(jsonl([""]))
     settings, out = settings_of(source), tmp_path / "out"
-    assert prepare_part(settings, out, 1, 7).num_bytes == 0
+    assert prepare_part(settings, out, 1, 7).n_bytes == 0
     _prepare_parts(settings, out, 7)
     check_split(out / "train", _joined([[""] if i == 1 else file for i, file in enumerate(texts)], 7), parts=7)
     for path in source.iterdir():
@@ -592,7 +592,7 @@ def test_sources_are_kept_beside_the_shards(tmp_path, named):
     plain = [shard for shard in dataset.metadata["shards"] if "sources" not in shard]
     assert plain, "shards without a source have no such file"
     np.testing.assert_array_equal(
-        dataset.read(0, dataset.num_tokens),
+        dataset.read(0, dataset.n_tokens),
         np.concatenate([np.append(list(text.encode()), 256) for own in texts for text in own]),
     )
     alone = prepare(settings_of(source, shard_tokens=300, source_field=None), tmp_path / "none")
@@ -646,7 +646,7 @@ def test_command_line_prepares_both_stdlib_splits(tmp_path):
     for split in ("train", "validation"):
         texts = [Path(i.location).read_bytes().decode() for i in find_inputs(settings_of("stdlib", split=split))]
         dataset = check_split(tmp_path / split, texts)
-        assert f"{split}: {len(texts):,} documents, {dataset.num_tokens:,} tokens" in result.stderr
+        assert f"{split}: {len(texts):,} documents, {dataset.n_tokens:,} tokens" in result.stderr
 
 
 def test_command_line_errors_are_one_line(commands, tmp_path):

@@ -312,7 +312,7 @@ def test_damaged_compression(tmp_path, rng, suffix, damage, message):
         prepare(settings, tmp_path / "out")
     dataset = prepare(settings, tmp_path / "out", skip_bad_documents=True)
     assert dataset.metadata["num_skipped_documents"] == 1
-    kept = dataset.num_documents - 1
+    kept = dataset.n_documents - 1
     assert 50 < kept < 600
     check_split(tmp_path / "out" / "train", [*texts[:kept], "last"])
 

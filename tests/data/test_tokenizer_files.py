@@ -217,26 +217,26 @@ def test_a_dataset_holds_the_ids_and_the_file(folder, tmp_path, name, dtype):
     dataset.verify()
     ours = open_tokenizer_file(folder / f"{name}.json")
     expected = np.concatenate([np.append(ours.encode(text), ours.eot_id) for text in NASTY])
-    tokens = dataset.read(0, dataset.num_tokens)
+    tokens = dataset.read(0, dataset.n_tokens)
     np.testing.assert_array_equal(tokens, expected)
     assert tokens.dtype == dtype == dataset.metadata["dtype"]
     assert (dataset.tokenizer_name, dataset.vocab_size, dataset.eot_id) == (ours.name, ours.vocab_size, ours.eot_id)
     assert (dataset.path / "tokenizer.json").read_bytes() == (folder / f"{name}.json").read_bytes()
     tokenizer = get_tokenizer(dataset.tokenizer_name, dataset.path)
-    assert find_documents(dataset, tokenizer).num_bytes.tolist() == [len(text.encode()) for text in NASTY]
+    assert find_documents(dataset, tokenizer).n_bytes.tolist() == [len(text.encode()) for text in NASTY]
 
 
 def test_ids_beyond_uint16_come_back_and_those_outside_are_named(folder, tmp_path):
     source = jsonl(tmp_path / "a.jsonl", ["".join(f"wörd{i} " for i in range(65_000, 70_000))] * 2)
     arguments = dict(sources=(str(source),), split="train", tokenizer=str(folder / "large.json"))
     dataset = prepare(Settings(**arguments, shard_tokens=5000), tmp_path / "data", workers=1)
-    tokens = dataset.read(0, dataset.num_tokens)
+    tokens = dataset.read(0, dataset.n_tokens)
     assert tokens.max() == 70_499 and len(dataset.metadata["shards"]) == 2
     np.testing.assert_array_equal(dataset.read(4_990, 5_010), tokens[4_990:5_010])
     path = dataset.path / "shard-00001.npy"
     path.write_bytes(path.read_bytes()[:-4] + np.uint32(70_500).tobytes())
     with pytest.raises(DatasetError, match=rf"byte {path.stat().st_size - 4} of the file\) is 70500"):
-        TokenDataset(dataset.path).read(0, dataset.num_tokens)
+        TokenDataset(dataset.path).read(0, dataset.n_tokens)
 
 
 def test_a_preparation_knows_the_tokenizer_by_its_content(folder, tmp_path, capfd):
@@ -263,15 +263,15 @@ def test_parts_and_their_split_have_the_file(folder, tmp_path):
     for index in range(2):
         settings = Settings(sources, "train", str(folder / "small.json"))
         dataset = prepare_part(settings, tmp_path / "data", index, 2, workers=2)
-    tokens = dataset.read(0, dataset.num_tokens)
+    tokens = dataset.read(0, dataset.n_tokens)
     assert get_tokenizer(dataset.tokenizer_name, dataset.path).decode(tokens) == f"text 0{EOT}text 1{EOT}"
 
 
 def test_bytes_of_what_a_tokenizer_loses_are_shared_out(folder, tmp_path):
     dataset = prepare_texts(folder / "words.json", tmp_path / "data", end_of_text="</s>")
     documents = find_documents(dataset, get_tokenizer(dataset.tokenizer_name, dataset.path))
-    assert dataset.num_bytes == sum(len(text.encode()) for text in NASTY)
-    assert documents.num_bytes.sum() == pytest.approx(dataset.num_bytes)
+    assert dataset.n_bytes == sum(len(text.encode()) for text in NASTY)
+    assert documents.n_bytes.sum() == pytest.approx(dataset.n_bytes)
 
 
 def test_a_vocabulary_that_does_not_fit_is_named(folder, tmp_path):
@@ -318,12 +318,12 @@ def test_train_evaluate_generate_and_export(commands, corpus, prepared, tmp_path
         done = commands.run("eval.py", f"--workdir={folder}")
         result = json.loads(done.stdout.splitlines()[-1])
         dataset = TokenDataset(prepared / "validation")
-        bits = result["loss"] / np.log(2) * dataset.num_tokens / dataset.num_bytes
+        bits = result["loss"] / np.log(2) * dataset.n_tokens / dataset.n_bytes
         assert result["bits_per_byte"] == pytest.approx(bits)
         found = commands.run("scripts/generate.py", f"--workdir={folder}", "--prompt=abc", "--max_tokens=20")
         assert found.stdout.startswith("abc") and len(tokenizer.encode(found.stdout)) > 10, found.stderr
     texts = zstandard.decompress(next(corpus.glob("validation*")).read_bytes()).decode().splitlines()
-    assert dataset.num_bytes == sum(len(json.loads(text)["text"].encode()) for text in texts)
+    assert dataset.n_bytes == sum(len(json.loads(text)["text"].encode()) for text in texts)
     settings = json.loads((tmp_path / "b" / "tokenizer_config.json").read_text())
     assert (
         settings["eos_token"] == EOT and json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 1

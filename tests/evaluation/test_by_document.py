@@ -67,7 +67,7 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
 
     assert DocumentBatches(documents, WINDOW, 3).window_sizes == [16]
     streamed = measure_streaming(model, params, mesh, documents, WINDOW, 3)
-    stream = documents.dataset.read(0, documents.dataset.num_tokens).astype(np.int32)
+    stream = documents.dataset.read(0, documents.dataset.n_tokens).astype(np.int32)
     rows = np.full((len(documents), 1 + documents.lengths.max()), EOT, np.int32)
     for row, start, length in zip(rows, documents.starts, documents.lengths, strict=False):
         row[1 : 1 + length] = stream[start : start + length]
@@ -139,7 +139,7 @@ def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path, monkeypat
 def test_losses_are_added_where_their_tokens_stand(rng, tmp_path, monkeypatch):
     """By a model that answers with the stream's own tokens."""
     documents = draw_documents(rng, tmp_path / "split", [3, 40, 1, 22])
-    stream = documents.dataset.read(0, documents.dataset.num_tokens)
+    stream = documents.dataset.read(0, documents.dataset.n_tokens)
     monkeypatch.setattr(by_document, "window_losses", lambda model, params, tokens, *_: jnp.float32(tokens[:, 1:]))
     sums = measure_windows(model_config(), {}, make_mesh(), documents, WINDOW, 3)
     each = np.split(np.float64(stream), documents.starts[1:-1])

@@ -35,7 +35,7 @@ def params(run, model):
 def dataset(data) -> TokenDataset:
     dataset = TokenDataset(data / "validation")
     # The last window, row and batch are all incomplete.
-    assert dataset.num_tokens % LENGTH and -(-dataset.num_tokens // LENGTH) % BATCH
+    assert dataset.n_tokens % LENGTH and -(-dataset.n_tokens // LENGTH) % BATCH
     return dataset
 
 
@@ -56,8 +56,8 @@ def direct_nats(model, params, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def nats(model, params, dataset) -> np.ndarray:
-    nats = direct_nats(model, params, dataset.read(0, dataset.num_tokens))
-    assert nats.shape == (dataset.num_tokens,) and np.ptp(nats) > 1
+    nats = direct_nats(model, params, dataset.read(0, dataset.n_tokens))
+    assert nats.shape == (dataset.n_tokens,) and np.ptp(nats) > 1
     return nats
 
 
@@ -69,17 +69,17 @@ def measure(model, params, dataset):
 
     def measure(batch_size=BATCH, max_tokens=None):
         batches = evaluation_batches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
-        return len(batches), evaluate(step, params, batches, mesh, dataset.num_bytes / dataset.num_tokens)
+        return len(batches), evaluate(step, params, batches, mesh, dataset.n_bytes / dataset.n_tokens)
 
     return measure
 
 
 def test_loss_is_the_mean_over_every_token_of_the_split_and_bytes_are_of_its_text(measure, dataset, nats):
     _, result = measure()
-    assert result.tokens == dataset.num_tokens
+    assert result.tokens == dataset.n_tokens
     assert result.loss == pytest.approx(nats.mean(), rel=1e-6)
-    text_bytes = int(np.sum(dataset.read(0, dataset.num_tokens) != EOT))
-    assert text_bytes < dataset.num_tokens
+    text_bytes = int(np.sum(dataset.read(0, dataset.n_tokens) != EOT))
+    assert text_bytes < dataset.n_tokens
     assert result.perplexity == pytest.approx(math.exp(nats.mean()), rel=1e-5)
     assert result.bits_per_byte == pytest.approx(nats.sum() / math.log(2) / text_bytes, rel=1e-6)
     assert bits_per_byte(2.47, 4.0) == pytest.approx(2.47 * math.log2(math.e) / 4, rel=1e-12)
@@ -164,7 +164,7 @@ def test_last_line_of_eval_is_the_result_in_json(reports, run, measure, dataset)
         result = json.loads(reports[name][-1])
         assert result.keys() == keys | ({"by_position"} if name == "three devices" else set())
         assert (result["workdir"], result["step"], result["split"]) == (str(run.workdir), STEPS, "validation")
-        assert (result["tokens"], result["documents"]) == (dataset.num_tokens, dataset.num_documents)
+        assert (result["tokens"], result["documents"]) == (dataset.n_tokens, dataset.n_documents)
         assert result["mode"] == "windows"
         assert result["loss_interval"][0] < result["loss"] < result["loss_interval"][1]
         for field in ("loss", "perplexity", "bits_per_byte"):
@@ -203,7 +203,7 @@ def test_by_position_compares_windows_and_streaming(reports, plot, model, params
     """Streaming on three devices too is every document alone and whole."""
     table, found = "\n".join(reports["three devices"][:-1]), json.loads(reports["three devices"][-1])["by_position"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    tokens = dataset.read(0, dataset.num_tokens)
+    tokens = dataset.read(0, dataset.n_tokens)
     ends = np.flatnonzero(tokens == EOT) + 1
     lengths = np.diff(ends, prepend=0)
     rows = np.full((len(ends), lengths.max() + 1), EOT, np.int32)
@@ -216,6 +216,6 @@ def test_by_position_compares_windows_and_streaming(reports, plot, model, params
         own = (position >= r["first"]) & (position <= r["last"]) & (position <= lengths[:, None])
         assert r["tokens"] == own.sum() and r["streaming"] == pytest.approx(nats[own].mean(), rel=1e-4)
         assert f"{r['streaming']:.4f}" in table
-    assert sum(r["tokens"] for r in found["ranges"]) == dataset.num_tokens
+    assert sum(r["tokens"] for r in found["ranges"]) == dataset.n_tokens
     assert found["window"] == LENGTH and found["far"]["tokens"] > 0
     assert f"A context beyond {LENGTH} tokens" in table
