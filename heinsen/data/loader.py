@@ -24,7 +24,7 @@ from heinsen.data.shards import DatasetError
 Batch = dict[str, np.ndarray]
 
 
-def n_windows(dataset: TokenDataset, sequence_length: int) -> int:
+def count_windows(dataset: TokenDataset, sequence_length: int) -> int:
     """Return the number of training windows per epoch; the last, incomplete window is dropped."""
     return (dataset.n_tokens - 1) // sequence_length
 
@@ -70,7 +70,7 @@ def train_iterator(
     # The first dataset has the same order as alone. Another of the same size must not share it.
     seeds = [seed, *np.random.SeedSequence(seed).generate_state(len(datasets) - 1).tolist()]
     orders = [
-        _endless_order(n_windows(dataset, sequence_length), own_seed)
+        _endless_order(count_windows(dataset, sequence_length), own_seed)
         for dataset, own_seed in zip(datasets, seeds, strict=True)
     ]
 
@@ -98,7 +98,7 @@ def _endless_order(windows: int, seed: int) -> grain.MapDataset[int]:
 
 
 def _check_enough(dataset: TokenDataset, sequence_length: int, batch_size: int, share: int) -> None:
-    windows = n_windows(dataset, sequence_length)
+    windows = count_windows(dataset, sequence_length)
     if windows < share:
         needed = "the" if share == batch_size else f"its share of {share} of the"
         raise DatasetError(

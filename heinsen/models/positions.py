@@ -125,7 +125,7 @@ class RotaryPosition(Position):
         return _rotate_pairs(q, context.place), _rotate_pairs(k, context.place)
 
 
-_BASE, _DIGITS = 4096, 3  # of places in texts of any length, up to 2^31
+_BASE, _DIGITS = 4096, 3  # a place, up to 2^31, is written as three digits in base 4096
 
 
 def _angles(places: Array, rates: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.loader import evaluation_batches, n_windows, train_iterator
+from heinsen.data.loader import count_windows, evaluation_batches, train_iterator
 from heinsen.files import seal
 
 LENGTH = 5
@@ -64,7 +64,7 @@ def test_each_epoch_covers_each_window_once_in_another_order(dataset, stream, rn
     """No batch size or process count here divides the number of windows in general."""
     batch_size, seed, epochs = 7 * process_count, int(rng.integers(2**31)), 3
     index_of = _windows(stream)
-    windows = n_windows(dataset, LENGTH)
+    windows = count_windows(dataset, LENGTH)
     assert windows == len(index_of)
     steps = -(-epochs * windows // batch_size)
     rows = _random_rows(batch_size, process_count, rng)
@@ -102,7 +102,7 @@ def test_each_batch_is_the_rows_asked_for(dataset, rng):
 
 def test_order_is_that_of_grains_own_batches(dataset, rng):
     """The order of a run must survive changes of this code: Grain's shuffle twice, repeated, cut into batches."""
-    windows, seed = n_windows(dataset, LENGTH), int(rng.integers(2**31))
+    windows, seed = count_windows(dataset, LENGTH), int(rng.integers(2**31))
     order = grain.MapDataset.range(windows).seed(seed).shuffle().shuffle().repeat().batch(7)
     steps = 3 * windows // 7
     expected = [[dataset.read(w * LENGTH, w * LENGTH + LENGTH + 1) for w in order[i].tolist()] for i in range(steps)]
@@ -112,7 +112,7 @@ def test_order_is_that_of_grains_own_batches(dataset, rng):
 @pytest.mark.parametrize("stop", ["start", "middle", "before the seam", "after the seam"])
 def test_state_continues_exactly(dataset, stop):
     batch_size, rows = 14, np.arange(7, 14)
-    seam = n_windows(dataset, LENGTH) // batch_size
+    seam = count_windows(dataset, LENGTH) // batch_size
     done = {"start": 0, "middle": seam // 2, "before the seam": seam, "after the seam": seam + 3}[stop]
     iterator = train_iterator(dataset, LENGTH, batch_size, 3, rows)
     _take(iterator, done)
@@ -235,7 +235,7 @@ def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
     for which, (dataset, weight) in enumerate(mixture):
         given = np.cumsum([source == which for source, _ in dealt])
         assert np.abs(given - weight / total * np.arange(1, len(dealt) + 1)).max() <= 1.5
-        windows = n_windows(dataset, LENGTH)
+        windows = count_windows(dataset, LENGTH)
         order = [window for source, window in dealt if source == which]
         epochs = [order[i : i + windows] for i in range(0, len(order), windows)]
         for epoch in epochs[:-1]:

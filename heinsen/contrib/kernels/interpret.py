@@ -9,7 +9,7 @@ _PARAMS: ContextVar[Any] = ContextVar("params", default=None)
 
 
 def params() -> Any:
-    """Those of the interpret mode, or None: kernels are compiled."""
+    """The parameters of the interpret mode in which kernels run; None: they are compiled for the device."""
     return _PARAMS.get()
 
 
