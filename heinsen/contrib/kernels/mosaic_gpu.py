@@ -599,7 +599,7 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
         read, write = unflatten(inputs, refs[: len(leaves)]), unflatten(out, refs[len(leaves) :])
         kernel(sizes, *read, write, copied=copied, zero=zero, smem=buffers)
 
-    scratch = {**smem, "zero": plgpu.SMEM((2,), jnp.int32), "copied": plgpu.Barrier(n_arrivals=n_copies)}
+    scratch = {**smem, "zero": plgpu.SMEM((2,), jnp.int32), "copied": plgpu.Barrier(num_arrivals=n_copies)}
     written = plgpu.kernel(
         body,
         out_type=out_leaves,
