@@ -39,7 +39,7 @@ from tests.model_configs import model_config
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-MODEL = model_config(implementation="scan")  # which is compiled soonest
+MODEL = model_config(implementation="reference")  # which is compiled soonest
 GREEDY = Sampling(temperature=0.0)
 full_forward = jax.jit(forward, static_argnums=0)
 
@@ -124,7 +124,7 @@ def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp
     changes = dict(value_domain="real") if kinds == "real" else dict(attention=kinds, window=4)
     changes |= dict(n_layers=1 + kinds.count(","))
     sizes = dict(vocab_size=270, padded_vocab_size=272, document_token=document_token)
-    config = model_config(**changes, **sizes, implementation="scan")
+    config = model_config(**changes, **sizes, implementation="reference")
     params, path = draw_params(rng, config), tmp_path / "state"
     # Where a piece begins with a document, the state is the same but slots are counted from there.
     begins = (rng.random((2, 9)) < 0.5) & np.isin(np.arange(9), [0, 1, 2, 5])

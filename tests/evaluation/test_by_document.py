@@ -100,7 +100,7 @@ from heinsen.parallel import MeshConfig, make_mesh
 from tests.model_configs import model_config
 
 documents = find_documents(TokenDataset(Path(sys.argv[1]), may_be_empty=True), get_tokenizer("bytes"))
-model = model_config(implementation="scan", document_token=256)
+model = model_config(implementation="reference", document_token=256)
 params = jax.device_get(jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)))
 measure = lambda mesh: measure_streaming(model, params, mesh, documents, 16, 4).nats
 want = measure(make_mesh(devices=jax.devices()[:1]))

@@ -151,7 +151,7 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     """With one pair in the context, a few steps are enough to answer it."""
     arguments = ["scripts/recall.py", "--task=associative", "--lengths=1", "--test_lengths=1,3", "--steps=40"]
     arguments += ["--config.model.vocab_size=10", "--config.model.padded_vocab_size=16", "--config.model.d_model=16"]
-    arguments += ["--config.model.n_layers=1", "--config.model.implementation=scan", "--config.log_every=20"]
+    arguments += ["--config.model.n_layers=1", "--config.model.implementation=reference", "--config.log_every=20"]
     arguments += ["--config.optimizer.warmup_steps=5", "--config.optimizer.learning_rate=3e-2"]
     end = commands.run(*arguments, f"--out={tmp_path}/new/probe")
     assert end.returncode == 0, end.stderr

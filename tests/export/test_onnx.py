@@ -32,7 +32,12 @@ MODELS = {
     "real values, gated": dict(value_domain="real", **GATED),
     "gpt2's block": dict(block="gpt2", position="learned", n_positions=60, gate="head", document_token=DOCUMENT),
 }
-FAST = dict(implementation="scan")  # to trace
+# Their parts are among those of the others.
+COVERED = ("gated", "real values, gated")
+models = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in COVERED)) for name in MODELS]
+)
+FAST = dict(implementation="reference")  # to trace
 TOKENIZER = get_tokenizer("bytes")
 
 
@@ -89,7 +94,7 @@ def logits_and_state(config, params, tokens, state=None):
     return jax.jit(forward, static_argnums=0)(config, params, tokens, state)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@models
 def test_steps_give_the_logits_of_the_whole_text(name, rng, tmp_path):
     config, params, model, names = export(tmp_path, MODELS[name], rng)
     tokens = random_tokens(rng, (2, 50))
@@ -117,7 +122,7 @@ def test_the_reference_evaluator_agrees(name, rng, tmp_path):
     np.testing.assert_allclose(got, logits_and_state(config, params, tokens)[0][..., :257], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@models
 def test_a_saved_state_goes_on(name, rng, tmp_path):
     """Within reach of a convolution from the beginning of a document, and without one."""
     config = model_config(**FAST, **MODELS[name])

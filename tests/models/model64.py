@@ -13,7 +13,7 @@ B, T = 2, 8  # of `draw_tokens`
 DOCUMENT = 3
 
 # No two sizes alike but where a kind asks for it, so that no axis passes for another.
-SIZES = dict(vocab_size=13, padded_vocab_size=16, d_model=10, n_heads=3, d_key=2, d_value=4, implementation="scan")
+SIZES = dict(vocab_size=13, padded_vocab_size=16, d_model=10, n_heads=3, d_key=2, d_value=4, implementation="reference")
 
 
 def draw_params(config, rng):

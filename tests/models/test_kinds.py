@@ -322,7 +322,7 @@ from tests.runs import run_config
 from tests.models.test_kinds import NAMES, VARIANTS
 
 for name in NAMES:
-    model = model_config(implementation="scan", **VARIANTS.get(name, {"objective": "masked", "document_token": 3}))
+    model = model_config(implementation="reference", **VARIANTS.get(name, {"objective": "masked", "document_token": 3}))
     params = jax.jit(init_params, static_argnums=0)(model, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, 257, (4, 9))
     tokens[:, 4] = 3

@@ -60,7 +60,7 @@ def registered(monkeypatch):
 @pytest.fixture(params=["moving_average", pytest.param("heinsen,moving_average", marks=pytest.mark.long)])
 def config(request, registered):
     n_layers = 1 + request.param.count(",")
-    return model_config(attention=request.param, n_layers=n_layers, document_token=5, implementation="scan")
+    return model_config(attention=request.param, n_layers=n_layers, document_token=5, implementation="reference")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from heinsen.training.config import TrainConfig
 from tests.model_configs import model_config
 from tests.models.model64 import DOCUMENT, SIZES, B, assert_close, draw_params, draw_tokens, logits64
 
-SMALL = model_config(**SIZES | dict(implementation="reference"))
+SMALL = model_config(**SIZES)
 
 _forward = jax.jit(forward, static_argnums=0)
 

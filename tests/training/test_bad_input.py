@@ -241,7 +241,7 @@ def test_another_config_in_the_folder_is_refused_with_the_fields_that_differ(a_r
     assert str(error.value).splitlines() == [
         f"{a_run} holds a run with another config:",
         "  config.model.d_model: 32 in the run, 64 in the command",
-        "  config.model.implementation: 'scan' in the run, 'chunked' in the command",
+        "  config.model.implementation: 'reference' in the run, 'chunked' in the command",
         "  config.seed: 0 in the run, 7 in the command",
         "Give another --workdir, or the run's own config to resume it.",
     ]

@@ -475,6 +475,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@pytest.mark.long
 def test_a_run_whose_terminal_is_closed_saves_and_exits_with_75(run, commands, tmp_path):
     workdir, (outside, inside) = tmp_path / "run", os.openpty()
     os.set_blocking(outside, False)
@@ -488,6 +489,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_exits_with_75(run, commands, t
         assert process.poll() is None and time.monotonic() < deadline, said
         with contextlib.suppress(BlockingIOError):
             said += os.read(outside, 1 << 16)
+        time.sleep(0.01)
     os.close(outside)
     assert process.wait(TIMEOUT) == INTERRUPTED, said
     step = checkpoint_steps(workdir)[-1]
