@@ -126,7 +126,7 @@ def test_a_report_needs_results(tmp_path):
 @pytest.mark.parametrize(
     "contest, paper",
     [
-        (COMPARISON, COMPARISON),
+        pytest.param(COMPARISON, COMPARISON, marks=pytest.mark.long),
         (SIGMOIDS, CONTESTS["parts"]),
         *(pytest.param(contest, CONTESTS["parts"], marks=pytest.mark.long) for contest in CONTESTS.values()),
     ],

@@ -147,12 +147,14 @@ def test_the_program_of_the_readme_runs(rng):
     np.testing.assert_allclose(y, want, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_model_of_a_run_takes_a_step_as_a_module_of_nnx(run):
     tokens = jnp.arange(24).reshape(2, 12) % 256
     names = {"workdir": run.workdir, "tokens": tokens}
     exec(programs("docs/library.md")[2], names)
     config, params, model = (names[name] for name in ("config", "params", "model"))
-    np.testing.assert_allclose(names["hidden"], hidden_states(config, params, tokens)[0], atol=1e-6)
+    hidden = jax.jit(hidden_states, static_argnums=0)
+    np.testing.assert_allclose(names["hidden"], hidden(config, params, tokens)[0], atol=1e-6)
     assert sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) == count_params(params)
 
     def loss_of(hidden, embedding):
@@ -160,12 +162,13 @@ def test_a_model_of_a_run_takes_a_step_as_a_module_of_nnx(run):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    before, grads = nnx.value_and_grad(lambda model: loss_of(model(tokens)[0], model.embedding[...]))(model)
-    wanted = jax.grad(lambda params: loss_of(hidden_states(config, params, tokens)[0], params["embedding"]))(params)
+    of_model = nnx.jit(lambda model: loss_of(model(tokens)[0], model.embedding[...]))
+    before, grads = nnx.value_and_grad(of_model)(model)
+    wanted = jax.grad(lambda params: loss_of(hidden(config, params, tokens)[0], params["embedding"]))(params)
     got = nnx.to_pure_dict(grads)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, wanted)
     optimizer.update(model, grads)
-    assert loss_of(model(tokens)[0], model.embedding[...]) < before
+    assert of_model(model) < before
 
 
 def test_the_program_of_the_library_page_runs(rng, monkeypatch):

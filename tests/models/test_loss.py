@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_those_of_whole_logits_in_float64(rng, chunks, 
     close(token_losses(x, embedding, targets, "float32"), want)
 
     f = lambda x, embedding, weights: 3 * weighted_loss(x, embedding, targets, weights, "float32")
-    total, (dx, dembedding, dweights) = jax.value_and_grad(f, (0, 1, 2))(x, embedding, weights)
+    total, (dx, dembedding, dweights) = jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, embedding, weights)
     close(total, 3 * (weights * want).sum())
     close(dx, 3 * dlogits @ np.float64(embedding))
     close(dembedding, 3 * np.einsum("btv,btd->vd", dlogits, x))
@@ -70,8 +70,8 @@ def test_a_sure_and_right_prediction_has_small_gradients_in_bfloat16(rng, chunks
 def test_the_models_loss_is_the_mean_of_its_tokens_losses(rng):
     params = jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(0))
     tokens = rng.integers(0, SMALL.vocab_size, (6, T + 1))
-    mean = jax.jit(lambda params: mean_loss(SMALL, params, tokens))(params)
-    losses = jax.jit(lambda params: next_token_losses(SMALL, params, tokens))(params)
+    both = lambda params: (mean_loss(SMALL, params, tokens), next_token_losses(SMALL, params, tokens))
+    mean, losses = jax.jit(both)(params)
     np.testing.assert_allclose(mean, losses.mean(), rtol=1e-6)
 
 

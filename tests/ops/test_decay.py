@@ -23,29 +23,28 @@ FEATURES = 16
 
 
 @functools.cache
-def compiled(implementation, as_users_do):
+def compiled(implementation, jit):
     def run(q, k, log_v, log_decay, g):
         attend = functools.partial(heinsen.log_attention, implementation=implementation)
         y, pull = jax.vjp(lambda q, k, log_v, g: attend(q, k, log_v, log_decay=g), q, k, log_v, log_decay)
         return y, *pull(g.astype(y.dtype))
 
-    return user_jit(run) if as_users_do else jax.jit(run)
+    return jit(run)
 
 
-def run(implementation, arrays, dtype):
-    as_users_do = implementation == "chunked" and dtype == np.float32
+def run(implementation, arrays, dtype, jit=jax.jit):
     with jax.enable_x64(dtype == np.float64):
-        return [np.asarray(x) for x in compiled(implementation, as_users_do)(*(x.astype(dtype) for x in arrays))]
+        return [np.asarray(x) for x in compiled(implementation, jit)(*(x.astype(dtype) for x in arrays))]
 
 
-def check(rng, n_tokens, sigma, batch, decays):
+def check(rng, n_tokens, sigma, batch, decays, jit=jax.jit):
     """The same bars as without decays (test_accuracy.py)."""
     arrays = [sigma * rng.standard_normal((*batch, n_tokens, FEATURES)) for _ in range(3)]
     arrays = [x.astype(np.float32) for x in (*arrays, decays, rng.standard_normal(arrays[0].shape))]
     # Many tokens are too much for the quadratic form's memory.
     y64, *gradients64 = run("reference" if n_tokens <= 256 else "scan", arrays, np.float64)
     for form in ("chunked", "scan"):
-        y, *gradients = run(form, arrays, np.float32)
+        y, *gradients = run(form, arrays, np.float32, jit if form == "chunked" else jax.jit)
         error = np.max(np.abs(y - y64))
         assert error <= (2e-5 if sigma <= 8 else 2e-4), f"{form}: log y off by {error:.2g}"
         for name, x, want in zip(("q", "k", "log_v", "log_decay"), gradients, gradients64, strict=True):
@@ -63,11 +62,12 @@ def test_decays_of_every_size_in_one_sequence(rng, sigma):
 @pytest.mark.parametrize("sigma", [0.1, 1, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("n_tokens", [1, 2, 63, 1000, 4096])
 def test_every_size_of_decay_and_every_dynamic_range(rng, n_tokens, sigma):
-    check(rng, n_tokens, sigma, (2,), draw_decays(rng, (2, n_tokens)))
+    """Compiled as for users, which takes long."""
+    check(rng, n_tokens, sigma, (2,), draw_decays(rng, (2, n_tokens)), user_jit)
     for decay in (-1e-6, -1e-2, -1.0, -50.0):  # one time constant for all tokens
         decays = np.full((2, n_tokens), decay)
         decays[:, 0] = -20.0  # so that the gradient by the decays does not vanish as a whole
-        check(rng, n_tokens, sigma, (2,), decays)
+        check(rng, n_tokens, sigma, (2,), decays, user_jit)
 
 
 def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
@@ -119,19 +119,21 @@ def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
     decays = jnp.full((2, 96), -4.0)
     log_v = log_v.at[:, 0].add(200.0)
     arguments = lambda part: (x[:, part] for x in (q, k, log_v))
-    attend = jax.jit(functools.partial(heinsen.log_attention, implementation="chunked", return_state=True))
+    attend = jax.jit(functools.partial(heinsen.log_attention, implementation="reference", return_state=True))
     first = attend(*arguments(slice(0, 64)), log_decay=decays[:, :64])[1]
     rest, decays = list(arguments(slice(64, 96))), decays[:, 64:]
     log_y, lost = jax.jit(run_fast_form)(*rest, state=first, log_decay=decays)
     assert not lost
-    want = heinsen.log_attention(*rest, state=first, log_decay=decays, implementation="reference")
+    want = attend(*rest, state=first, log_decay=decays)[0]
     np.testing.assert_allclose(log_y, want, atol=1e-5)
 
 
 # ---- laws ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["chunked", pytest.param("scan", marks=pytest.mark.long), "reference"])
+@pytest.mark.parametrize(
+    "implementation", ["reference", *(pytest.param(name, marks=pytest.mark.long) for name in ("chunked", "scan"))]
+)
 def test_no_decay_is_a_decay_of_zero_and_minus_infinity_is_a_document(rng, implementation):
     q, k, log_v = (jnp.float32(rng.standard_normal((2, 40, 4))) for _ in range(3))
     attend = jax.jit(functools.partial(heinsen.log_attention, implementation=implementation))
@@ -142,6 +144,7 @@ def test_no_decay_is_a_decay_of_zero_and_minus_infinity_is_a_document(rng, imple
     np.testing.assert_allclose(got, attend(q, k, log_v, segment_ids=jnp.cumsum(starts, axis=-1)), atol=2e-6)
 
 
+@pytest.mark.long
 def test_a_decay_is_a_shift_of_queries_and_keys_by_its_sums(rng):
     """The definition, in float64: q + G and k - G."""
     with jax.enable_x64(True):

@@ -14,6 +14,12 @@ from tests.ops.common import run_fast_form
 FEATURES = 5
 
 
+@jax.jit
+def weigh(q, k, left, c):
+    """(the exact weights, their gradient, r and the features' weights)."""
+    return jax.vjp(lambda q, k: chunk.exact_weights(q, k, left, c), q, k, has_aux=True)
+
+
 @pytest.mark.parametrize("sigma, offset", [(1, 0), (64, 0), (2, 1e4)])
 @pytest.mark.parametrize(
     "n_tokens, forgets",
@@ -25,9 +31,8 @@ def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, 
     k = k + np.float32(offset * rng.standard_normal((n_tokens, 1)))
     log_decay = -jnp.float32(5 * rng.random(n_tokens)) if forgets else None
     resets = jnp.asarray(rng.random(n_tokens) < 0.1) if forgets else None
-    left = decay.chunk_decay(log_decay, resets, n_tokens, q.dtype)
-    weigh = lambda q, k: chunk.exact_weights(q, k, left, jnp.asarray(c))
-    weights, pull, (r, _) = jax.vjp(weigh, *map(jnp.asarray, (q, k)), has_aux=True)
+    left = jax.jit(decay.chunk_decay, static_argnums=(2, 3))(log_decay, resets, n_tokens, q.dtype)
+    weights, pull, (r, _) = weigh(q, k, left, c)
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), weights)
 
     q, k, of_keys, c, before, r = (np.float64(x) for x in (q, k, left.of_keys, c, left.of_before, r))
@@ -38,7 +43,7 @@ def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, 
     posterior = of_features * np.float64(cotangents.of_keys)[..., None]
     dq = posterior.sum(axis=1) + of_before * np.float64(cotangents.of_before)
     want = of_before, of_features.sum(axis=-1), dq, posterior.sum(axis=0)
-    for got, wanted in zip((*weights, *pull(cotangents)), want, strict=True):
+    for got, wanted in zip((*weights, *jax.jit(pull)(cotangents)), want, strict=True):
         np.testing.assert_allclose(got, wanted, atol=rounding * max(1, np.abs(wanted).max()))
     assert np.all(weights.of_keys.sum(axis=-1) + weights.of_before.sum(axis=-1) >= 0.9), "the largest is 1"
 
@@ -60,9 +65,13 @@ def test_mixtures_of_heads_that_spread_and_heads_that_do_not(seed, rng):
         def attend(q, k, log_v, decays):
             return heinsen.log_attention(q, k, log_v, log_decay=decays, segment_ids=ids, implementation=implementation)
 
+        @jax.jit
+        def with_gradients(g, *arrays):
+            y, pull = jax.vjp(attend, *arrays)
+            return y, *pull(g)
+
         with jax.enable_x64(dtype == np.float64):
-            y, pull = jax.jit(lambda *x: jax.vjp(attend, *x))(*(x.astype(dtype) for x in arrays))
-            return [np.asarray(x) for x in (y, *pull(g.astype(dtype)))]
+            return [np.asarray(x) for x in with_gradients(*(x.astype(dtype) for x in (g, *arrays)))]
 
     got, want = run("chunked", np.float32), run("reference", np.float64)
     np.testing.assert_allclose(got[0], want[0], atol=2e-4)

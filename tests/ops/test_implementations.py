@@ -116,8 +116,16 @@ CASES = {
         state=True,
     ),
 }
-# The equations of cases with a state, documents or decays as well contain those of these.
-COVERED = ("causal", "state", "one token, state", "documents, state", "decay", "all keys")
+# The equations of cases with a state, documents or decays as well, or of more tokens, contain those of these.
+COVERED = (
+    "causal",
+    "state",
+    "one token, state",
+    "documents, state",
+    "decay",
+    "decay, one token, state",
+    "all keys",
+)
 LONG = dict(batch=(1,), n_queries=70, d_key=8, d_value=6, state=True)
 
 
@@ -215,7 +223,7 @@ def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch):
         check(Form("log_attention", "chunked", -chunk), case, rng)  # -chunk: a program of its own
 
 
-@pytest.mark.parametrize("scale", [16, 32])
+@pytest.mark.parametrize("scale", [pytest.param(16, marks=pytest.mark.long), 32])
 @pytest.mark.parametrize("name", ["causal", "documents, state", "all keys"])
 def test_wide_dynamic_range(form, rng, name, scale):
     """Logarithms of some hundred, beyond exp's range in float32: nothing is lost, forward or backward."""
@@ -360,8 +368,9 @@ def test_one_document_is_no_documents(form, rng):
 # ---- states --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_uneven_pieces_handing_on_the_state_equal_one_call(form, rng):
-    """With decays, which contains the equations without."""
+    """With decays, which contains the equations without. (States are the truth above, coming in and going out.)"""
     lengths, shapes, start = (1, 5, 1, 1, 5), set(), 0
     whole = draw(rng, "decay, one token, state", n_queries=sum(lengths))
     want, state = truth(whole, form.signed), whole.state

@@ -49,7 +49,7 @@ def same(a, b, tolerance=2e-4):
 
 
 @search
-@given(inputs(), st.sampled_from([(1, 1), (1, 5), (3, 1), (3, 2), (5, 3), (13, 1)]))
+@given(inputs(), st.sampled_from([(1, 5), (3, 2), (13, 1)]))
 def test_the_size_of_chunks_and_groups_changes_nothing(arrays, sizes):
     jax.tree.map(same, attend(*arrays, *sizes), attend(*arrays))
 
@@ -86,7 +86,7 @@ def test_the_order_of_past_tokens_does_not_matter(arrays, order):
     jax.tree.map(same, permuted, state)
 
 
-@pytest.mark.parametrize("split", [1, 4, 9])
+@pytest.mark.parametrize("split", [4, *(pytest.param(split, marks=pytest.mark.long) for split in (1, 9))])
 def test_a_state_handed_on_at_any_split(split):
     @jax.jit
     def in_two(q, k, log_v):

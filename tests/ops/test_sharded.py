@@ -52,10 +52,11 @@ documents[0, 0, [2, 6, 12]] = documents[1, 0, [7, 11]] = documents[2, 0, 3] = do
 documents[3, 0, rng.choice(np.arange(1, T), 5)] = 1
 # (tests/test_parallel.py has sequences without documents.)
 segments = jnp.asarray(np.cumsum(documents, axis=-1))
+options = dict(segment_ids=segments, return_state=True, implementation="reference")  # of one device
 """
 
 ATTENTION = """
-one = lambda q, k, v, s: log_attention(q, k, v, state=s, segment_ids=segments, return_state=True)
+one = lambda q, k, v, s: log_attention(q, k, v, state=s, **options)
 wanted = value_and_gradients(one, (q, k, log_v, before), weights)
 many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None)
 same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, "attention")
@@ -63,7 +64,7 @@ same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, "attenti
 
 ATTENTION_WITH_DECAYS = """
 decays = -jnp.exp(draw(B, H, T)).at[0, 1, jnp.array([3, 6, 12])].set(jnp.inf)
-one = lambda q, k, v, g, s: log_attention(q, k, v, log_decay=g, state=s, segment_ids=segments, return_state=True)
+one = lambda q, k, v, g, s: log_attention(q, k, v, log_decay=g, state=s, **options)
 wanted = value_and_gradients(one, (q, k, log_v, decays, before), weights)
 many = lambda q, k, v, g, s: sharded.log_attention(mesh, q, k, v, s, segments, None, log_decay=g)
 same(value_and_gradients(many, (q, k, log_v, decays, before), weights), wanted, "attention with decays")
