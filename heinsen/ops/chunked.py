@@ -137,6 +137,9 @@ class _Differentiated(abc.ABC):
     def fast(self, *args: Any) -> tuple[Any, Array | None]:
         """(the output, the rows that lost terms)."""
 
+    def most_rows(self, *args: Any) -> int:
+        return exact.MOST_ROWS
+
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:
         out, lost = self.fast(*args)
         return out, None, lost

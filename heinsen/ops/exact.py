@@ -32,7 +32,7 @@ from heinsen.ops.values import StateT, Values
 LARGE_COTANGENT = 1e6
 
 # Rows that are computed exactly at a time, on CPUs: with few, loops over chunks take time for their steps alone; with
-# many, others pay for one.
+# many, others pay for one, and all need memory at once.
 MOST_ROWS = 4
 
 NAME = Name("this implementation of attention", ', or pass implementation="scan" or "reference"')  # in errors
@@ -61,16 +61,22 @@ class Form(Protocol):
     def exact(self, *args: Any) -> Any:
         """The output, of any rows."""
 
+    def most_rows(self, *args: Any) -> int:
+        """Rows that are computed exactly at a time, on CPUs."""
+
 
 @partial(jax.jit, static_argnums=0)
 def run(form: Form, *args: Any) -> Any:
     """The output of a form, exact, with gradients. Jitted, so that a second call outside jit compiles nothing."""
 
+    of = args
+
     def replace(lost: Array | None, compute: Callable[..., X], args: Any, out: X) -> X:
         if lost is None:
             return out
         args = vary_together(lost, args, out)[1]
-        return for_rows(lost, lambda rows, out: rows.write(out, compute(*rows.take(args))), out)
+        update = lambda rows, out: rows.write(out, compute(*rows.take(args)))
+        return for_rows(lost, update, out, form.most_rows(*of))
 
     @jax.custom_vjp
     def compute(*args: Any) -> Any:
@@ -126,14 +132,14 @@ class Rows(NamedTuple):
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, at(x)), arrays, parts)
 
 
-def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X) -> X:
+def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int = MOST_ROWS) -> X:
     """out = update(some rows, out) in turn, until all are done where `rows` [*batch] is true.
 
     A loop, as it takes no time without such rows, and writes in place where `lax.cond` would have buffers for both.
     """
     rows, out = vary_together(rows, out)
     n_rows = rows.shape[-1] if rows.ndim else 1
-    most = MOST_ROWS if platform.target() == "cpu" and isinstance(n_rows, int) else 1
+    most = most_rows if platform.target() == "cpu" and isinstance(n_rows, int) else 1
     n = next(n for n in range(most, 0, -1) if n_rows % n == 0) if isinstance(n_rows, int) else 1
 
     def body(carry: tuple[Array, X]) -> tuple[Array, X]:

@@ -38,6 +38,7 @@ from heinsen.ops import chunk, logarithms
 from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import (
+    MOST_ROWS,
     Clean,
     Output,
     Rows,
@@ -81,7 +82,8 @@ class Residuals(NamedTuple):
     """Saved by the forward pass for the backward pass."""
 
     sums: Sums  # S [*batch, T, V] and Z [*batch, T] of all queries
-    around: tuple[Summary, ...]  # of all before each chunk, [n_groups, *batch, N, ...]; and of all after it
+    before: Summary  # of all before each chunk, [n_groups, *batch, N, ...]
+    after: tuple[Summary, ...]  # of all after each group, [n_groups, *batch, ...], if its queries see them
     seen: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen from before a group; and after it
     inexact: Array  # [n_groups, *batch]: rows that took `chunk.exact_weights`
     end: Summary
@@ -186,8 +188,8 @@ class Group(NamedTuple):
 
     y: Array
     sums: Sums  # S and Z of its queries
-    around: tuple[Summary, ...]  # of all before each chunk, [*batch, N, ...]; and of all after it
-    after: Summary  # of all before and in the group
+    before: Summary  # of all before each chunk, [*batch, N, ...]
+    end: Summary  # of all before and in the group
     inexact: Array  # [*batch]: rows that took `chunk.exact_weights`
     lost: Array  # [*batch]: whether underflow took terms from sums of log values nevertheless
 
@@ -206,13 +208,12 @@ class Terms(NamedTuple):
         return chunk.exact_weights(q, k, self.keys.decays(), self.cs)
 
 
-def read_group(kind: Values[Any], q: Array, keys: Keys, outside: tuple[Summary, ...]) -> Group:
-    """Read the group itself and a summary of all before it, and of all after it, with its queries; all are finite."""
+def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
+    """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
     decays, own = keys.decays(), chunk.largest(kind, keys)
-    factors = [chunk.key_factors(kind, keys, decay, own) for decay in decays]
-    in_turn = [_summarize_in_turn(*each) for each in zip(factors, decays, outside, strict=True)]
-    around, ends = zip(*in_turn, strict=True)
-    terms, _ = _terms(kind, q, keys, factors[0].vf, own, around)
+    factors = chunk.key_factors(kind, keys, decays[0], own)
+    before, end = _summarize_in_turn(factors, decays[0], summary)
+    terms, _ = _terms(q, keys, factors.vf, own, (before, *_summaries_after(kind, keys, after)))
     weights, (r, _) = chunk.fast_weights(q, keys.k, decays, own.c, terms.cs)
     sums = chunk.query_sums(weights, terms.vf, terms.around, terms.scales)
     inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
@@ -225,14 +226,15 @@ def read_group(kind: Values[Any], q: Array, keys: Keys, outside: tuple[Summary, 
         return rows.write(out, (sums, jnp.any(~kind.is_exact(sums, of_rows.scales.b), axis=-1)))
 
     sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)))
-    return Group(kind.mean(sums, terms.scales.b), sums, around, ends[0], inexact, lost)
+    return Group(kind.mean(sums, terms.scales.b), sums, before, end, inexact, lost)
 
 
 def group_grad(
     kind: Values[Any],
     q: Array,
     keys: Keys,
-    around: tuple[Summary, ...],
+    before: Summary,
+    after: tuple[Summary, ...],
     sums: Sums,
     dy: Array,
     pass_back: Callable[[Scales, Sums], tuple[Sums, Sums]],
@@ -243,15 +245,16 @@ def group_grad(
     Those of keys are without what the sums after chunks make (`summary_after_grad`).
 
     Args:
-      around: the summaries before each chunk, and after it.
+      before: the summary before each chunk.
+      after: that after the group, if its queries see it.
       sums: S and Z of the queries.
       pass_back: of what each chunk keeps of the sums before it, and what its queries add to their gradient, to the
         gradients of the sums after each chunk, and of those before the first.
       inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
     decays, own = keys.decays(), chunk.largest(kind, keys)
-    factors, before = chunk.key_factors(kind, keys, decays[0], own), around[0]
-    terms, pull_apart = _terms(kind, q, keys, factors.vf, own, around)
+    factors = chunk.key_factors(kind, keys, decays[0], own)
+    terms, pull_apart = _terms(q, keys, factors.vf, own, (before, *_summaries_after(kind, keys, after)))
     dsums = kind.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - kind.always_zero_grad(dy, terms.scales.b)
 
@@ -282,13 +285,14 @@ def summary_after_grad(kind: Values[Any], keys: Keys, after: Summary, dread: Sum
     """The part of the gradients of a group's keys that the sums after chunks make, and of the sums after the group.
 
     Args:
-      after: the summaries after each chunk.
+      after: the summary after the group.
       dread: what the queries of each chunk add to the gradient of the sums after it.
       dfirst: gradient of the sums of the group and all after it.
     """
     assert keys.after is not None
     decay, own = keys.decays()[1], chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decay, own)
+    (after,) = _summaries_after(kind, keys, (after,))
     _, older, newer = chunk.merge(after.shifts, decay.kept, factors.shifts)
     dends, dlast = _pass_back_in_turn(dfirst, older, dread, decay.backwards)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
@@ -298,8 +302,15 @@ def summary_after_grad(kind: Values[Any], keys: Keys, after: Summary, dread: Sum
     return Keys(more.k, kind.factor_grad(factors.vf, more.values), None, None, After(log_decay=dlog_decay)), dlast
 
 
+def _summaries_after(kind: Values[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
+    """The summary after each chunk of a group, [*batch, N, ...], from that after the group, if queries see it."""
+    decays, own = keys.decays()[1:], chunk.largest(kind, keys)
+    each = zip(decays, after, strict=True)
+    return [_summarize_in_turn(chunk.key_factors(kind, keys, decay, own), decay, x)[0] for decay, x in each]
+
+
 def _terms(
-    kind: Values[Any], q: Array, keys: Keys, vf: Array, own: Shifts, around: tuple[Summary, ...]
+    q: Array, keys: Keys, vf: Array, own: Shifts, around: tuple[Summary, ...]
 ) -> tuple[Terms, Callable[[Sums], tuple[Sums, ...]]]:
     """What queries sum; and from the gradient of the sums around each chunk, side by side, to that of each of them."""
     shifts = [summary.shifts for summary in around]
@@ -390,6 +401,9 @@ class InOrder(Generic[StateT]):
     split: Split
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
+    def most_rows(self, q: Array, keys: Keys, state: Any) -> int:
+        return MOST_ROWS if keys.after is None else MOST_ROWS // 2  # which hold sums of both directions
+
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_bad_state(self.kind, state)
         first = (bad_state,) if keys.after is None else (bad_state, jnp.zeros_like(bad_state))
@@ -405,25 +419,26 @@ class InOrder(Generic[StateT]):
 
         def step(carry: _Carry, xs: Any) -> Any:
             i, after, seen_after = xs
-            seen = carry.seen, *seen_after
+            seen = (carry.seen, *seen_after)
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
-            group = read_group(kind, clean.q, clean.keys, (carry.summary, *after))
+            group = read_group(kind, clean.q, clean.keys, carry.summary, after)
             buffers = self._write(carry.buffers, group._replace(y=mark(clean.seen, group.y)), i)
-            carry = _Carry(group.after, clean.beyond[0], carry.lost | group.lost, buffers)
-            return carry, (group.around, seen, group.inexact) if save_residuals else None
+            carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
+            return carry, (group.before, seen, group.inexact) if save_residuals else None
 
         bad_state = is_bad_state(kind, state)
         summary = kind.to_summary(leave_out_state(state, bad_state))
         lost = ~kind.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
-        xs = jnp.arange(split.n_groups), *self._summarize_after(keys, state)
+        after, seen_behind = self._summarize_after(keys, state)
+        xs = jnp.arange(split.n_groups), after, seen_behind
         (end, seen, lost, (y, sums)), saved = lax.scan(step, carry, xs)
         lost |= ~kind.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
-            around, seen_at, inexact = saved
-            residuals = Residuals(sums, around, seen_at, inexact, end)
+            before, seen_at, inexact = saved
+            residuals = Residuals(sums, before, after, seen_at, inexact, end)
         return Output(y, mark(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
 
     def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
@@ -457,14 +472,14 @@ class InOrder(Generic[StateT]):
 
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys = carry
-            i, around, seen, inexact = xs
+            i, before, after, seen, inexact = xs
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = mark(clean.seen, multiply(take(grads.y), 1 / scale), 0.0)
             pass_back = partial(_pass_back_in_turn, dend)
-            *found, dend, dafter = group_grad(kind, clean.q, clean.keys, around, sums, dy, pass_back, inexact)
+            *found, dend, dafter = group_grad(kind, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
             return (dend, dq, dkeys), dafter
 
@@ -472,7 +487,7 @@ class InOrder(Generic[StateT]):
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
         carry = dend, *self._make_grad_buffers(q, keys, residuals.sums)
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
-        xs = jnp.arange(split.n_groups), residuals.around, residuals.seen, residuals.inexact
+        xs = jnp.arange(split.n_groups), residuals.before, residuals.after, residuals.seen, residuals.inexact
         (dfirst, dq, dkeys), dafter = lax.scan(step, carry, xs, reverse=True)
         if keys.after is not None:
             dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter[0], scale)
@@ -496,7 +511,7 @@ class InOrder(Generic[StateT]):
 
         none = jax.tree.map(jnp.zeros_like, residuals.end.sums)
         carry = vary_together((none, dkeys._replace(log_decay=None)), dafter)[0]
-        xs = jnp.arange(split.n_groups), residuals.around[1], residuals.seen[1], dafter
+        xs = jnp.arange(split.n_groups), residuals.after[0], residuals.seen[1], dafter
         (_, found), _ = lax.scan(step, carry, xs)
         return found._replace(log_decay=dkeys.log_decay)
 

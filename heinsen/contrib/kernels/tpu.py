@@ -185,7 +185,7 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
     dy = given.dy[...].mT * given.factors[0]
     sums = Sums(given.saved.s[...].mT, given.z[:, 0])
     pass_back = lambda older, dread: (dend, chunk.add(chunk.scale(dend, older), dread))
-    dq, dkeys, dfirst, _ = group_grad(kind, q, keys, (before,), sums, dy, pass_back)
+    dq, dkeys, dfirst, _ = group_grad(kind, q, keys, before, (), sums, dy, pass_back)
 
     for ref, x in ((out.q, dq), (out.k, dkeys.k), (out.values, dkeys.values)):
         ref[...] = x.mT * given.factors[1]
