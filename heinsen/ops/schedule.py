@@ -471,8 +471,9 @@ class InOrder(Generic[StateT]):
         kind, split = self.kind, self.split
 
         def step(carry: Any, xs: Any) -> Any:
-            dend, dq, dkeys = carry
-            i, before, after, seen, inexact = xs
+            dend, dq, dkeys, held = carry
+            i, shifts, after, seen, inexact = xs
+            before = lax.optimization_barrier(Summary(jax.tree.map(lambda x: x[i], held), shifts))
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
@@ -481,16 +482,18 @@ class InOrder(Generic[StateT]):
             pass_back = partial(_pass_back_in_turn, dend)
             *found, dend, dafter = group_grad(kind, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
-            return (dend, dq, dkeys), dafter
+            if dafter:
+                held = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), held, dafter[0])
+            return (dend, dq, dkeys, held), None
 
         to_end = lambda m: kind.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
-        carry = dend, *self._make_grad_buffers(q, keys, residuals.sums)
+        carry = dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
-        xs = jnp.arange(split.n_groups), residuals.before, residuals.after, residuals.seen, residuals.inexact
-        (dfirst, dq, dkeys), dafter = lax.scan(step, carry, xs, reverse=True)
+        xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.seen, residuals.inexact
+        (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         if keys.after is not None:
-            dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter[0], scale)
+            dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, scale)
         to_sums = lambda state: kind.to_summary(leave_out_state(state, is_bad_state(kind, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
         return dq, dkeys, multiply(dstate, scale)
