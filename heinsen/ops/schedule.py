@@ -12,7 +12,8 @@ What XLA forces, and why:
   * Loops write their outputs into buffers that they carry, in place, rather than stack them (`write`).
   * Buffers that are overwritten are filled differently: XLA merges equal constants, and then copies one for each use.
   * The backward pass overwrites the buffer of S by the gradient of the values, which saves a buffer. For real values
-    XLA would copy the whole buffer in every group, so there it is not done.
+    XLA would copy the whole buffer in every group, so there it is not done. Where queries see later tokens, it
+    overwrites the sums before each chunk by the gradients of those after it.
   * `scan_chunks` keeps the chunks along their axis: `lax.scan` would move them to the front, which copies them.
   * GPUs launch kernels for each step of a loop: there the body of `scan_chunks` takes many steps. On TPUs that moves as
     many bytes, and their compiler ends with a failed check for a gate and 8 steps (jax 0.10.2, 120 sequences on a v5p).
@@ -242,7 +243,8 @@ def group_grad(
 ) -> tuple[Array, Keys, Sums, list[Sums]]:
     """Gradients of queries, of keys, of the sums before the group, and of those after each chunk, if they are read.
 
-    Those of keys are without what the sums after chunks make (`summary_after_grad`).
+    Those of keys are without what the sums of later chunks' tokens, which earlier chunks read, make: see
+    `summary_after_grad`.
 
     Args:
       before: the summary before each chunk.
@@ -402,7 +404,7 @@ class InOrder(Generic[StateT]):
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
     def most_rows(self, q: Array, keys: Keys, state: Any) -> int:
-        return MOST_ROWS if keys.after is None else MOST_ROWS // 2  # which hold sums of both directions
+        return MOST_ROWS if keys.after is None else MOST_ROWS // 2  # as each has sums in both directions
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_bad_state(self.kind, state)
@@ -419,7 +421,7 @@ class InOrder(Generic[StateT]):
 
         def step(carry: _Carry, xs: Any) -> Any:
             i, after, seen_after = xs
-            seen = (carry.seen, *seen_after)
+            seen = (carry.seen,) + seen_after
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             group = read_group(kind, clean.q, clean.keys, carry.summary, after)
             buffers = self._write(carry.buffers, group._replace(y=mark(clean.seen, group.y)), i)
@@ -431,8 +433,8 @@ class InOrder(Generic[StateT]):
         lost = ~kind.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
-        after, seen_behind = self._summarize_after(keys, state)
-        xs = jnp.arange(split.n_groups), after, seen_behind
+        after, seen_after = self._summarize_after(keys, state)
+        xs = jnp.arange(split.n_groups), after, seen_after
         (end, seen, lost, (y, sums)), saved = lax.scan(step, carry, xs)
         lost |= ~kind.is_exact(end.sums, end.shifts.b)
         residuals = None
@@ -473,6 +475,7 @@ class InOrder(Generic[StateT]):
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys, held = carry
             i, shifts, after, seen, inexact = xs
+            # Read before anything follows from it: else XLA would copy the buffer that is overwritten below.
             before = lax.optimization_barrier(Summary(jax.tree.map(lambda x: x[i], held), shifts))
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
