@@ -475,9 +475,7 @@ class InOrder(Generic[StateT]):
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys, held = carry
             i, shifts, after, seen, inexact = xs
-            # Read before anything follows from it: else XLA would copy the buffer that is overwritten below.
-            at_i = lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
-            before = lax.optimization_barrier(Summary(jax.tree.map(at_i, held), shifts))
+            before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
