@@ -243,8 +243,7 @@ def group_grad(
 ) -> tuple[Array, Keys, Sums, list[Sums]]:
     """Gradients of queries, of keys, of the sums before the group, and of those after each chunk, if they are read.
 
-    Those of keys are without what the sums of later chunks' tokens, which earlier chunks read, make: see
-    `summary_after_grad`.
+    Those of keys are without what the sums after earlier chunks make: see `summary_after_grad`.
 
     Args:
       before: the summary before each chunk.
