@@ -114,7 +114,7 @@ def _form(kind: Values[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
         from heinsen.contrib import kernels  # slow to import
 
         return kernels.causal_form(kind, keys)
-    return InOrder(kind, split_tokens(keys.k.shape), platform.target())
+    return InOrder(kind, split_tokens(keys.k.shape), platform.target(), keys.after is not None)
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------
@@ -137,7 +137,8 @@ class _Differentiated(abc.ABC):
     def fast(self, *args: Any) -> tuple[Any, Array | None]:
         """(the output, the rows that lost terms)."""
 
-    def most_rows(self, *args: Any) -> int:
+    @property
+    def most_rows(self) -> int:
         return exact.MOST_ROWS
 
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:

@@ -61,7 +61,8 @@ class Form(Protocol):
     def exact(self, *args: Any) -> Any:
         """The output, of any rows."""
 
-    def most_rows(self, *args: Any) -> int:
+    @property
+    def most_rows(self) -> int:
         """Rows that are computed exactly at a time, on CPUs."""
 
 
@@ -69,14 +70,12 @@ class Form(Protocol):
 def run(form: Form, *args: Any) -> Any:
     """The output of a form, exact, with gradients. Jitted, so that a second call outside jit compiles nothing."""
 
-    of = args
-
     def replace(lost: Array | None, compute: Callable[..., X], args: Any, out: X) -> X:
         if lost is None:
             return out
         args = vary_together(lost, args, out)[1]
         update = lambda rows, out: rows.write(out, compute(*rows.take(args)))
-        return for_rows(lost, update, out, form.most_rows(*of))
+        return for_rows(lost, update, out, form.most_rows)
 
     @jax.custom_vjp
     def compute(*args: Any) -> Any:

@@ -214,7 +214,7 @@ def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary, after:
     decays, own = keys.decays(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decays[0], own)
     before, end = _summarize_in_turn(factors, decays[0], summary)
-    terms, _ = _terms(q, keys, factors.vf, own, (before, *_summaries_after(kind, keys, after)))
+    terms = Terms(q, keys, factors.vf, *_side_by_side((before, *_summaries_after(kind, keys, after)), own)[0])
     weights, (r, _) = chunk.fast_weights(q, keys.k, decays, own.c, terms.cs)
     sums = chunk.query_sums(weights, terms.vf, terms.around, terms.scales)
     inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
@@ -255,7 +255,8 @@ def group_grad(
     """
     decays, own = keys.decays(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decays[0], own)
-    terms, pull_apart = _terms(q, keys, factors.vf, own, (before, *_summaries_after(kind, keys, after)))
+    around, pull_apart = _side_by_side((before, *_summaries_after(kind, keys, after)), own)
+    terms = Terms(q, keys, factors.vf, *around)
     dsums = kind.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - kind.always_zero_grad(dy, terms.scales.b)
 
@@ -310,14 +311,20 @@ def _summaries_after(kind: Values[Any], keys: Keys, after: tuple[Summary, ...]) 
     return [_summarize_in_turn(chunk.key_factors(kind, keys, decay, own), decay, x)[0] for decay, x in each]
 
 
-def _terms(
-    q: Array, keys: Keys, vf: Array, own: Shifts, around: tuple[Summary, ...]
-) -> tuple[Terms, Callable[[Sums], tuple[Sums, ...]]]:
-    """What queries sum; and from the gradient of the sums around each chunk, side by side, to that of each of them."""
+class _Around(NamedTuple):
+    """The summaries around each chunk, as its queries read them."""
+
+    sums: Sums  # side by side
+    cs: list[Array]
+    scales: ValueScales
+
+
+def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[_Around, Callable[[Sums], tuple[Sums, ...]]]:
+    """The summaries side by side; and from the gradient of their sums to that of the sums of each."""
     shifts = [summary.shifts for summary in around]
     side_by_side = lambda *sums: chunk.side_by_side(sums, shifts)
     sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in around), has_aux=True)
-    return Terms(q, keys, vf, sums, [x.c for x in shifts], chunk.value_scales(b, own.b)), pull_apart
+    return _Around(sums, [x.c for x in shifts], chunk.value_scales(b, own.b)), pull_apart
 
 
 class _Pulled(NamedTuple):
@@ -402,8 +409,11 @@ class InOrder(Generic[StateT]):
     split: Split
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
-    def most_rows(self, q: Array, keys: Keys, state: Any) -> int:
-        return MOST_ROWS if keys.after is None else MOST_ROWS // 2  # as each has sums in both directions
+    both_ways: bool = False
+
+    @property
+    def most_rows(self) -> int:
+        return MOST_ROWS // 2 if self.both_ways else MOST_ROWS  # as each has sums in both directions
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_bad_state(self.kind, state)

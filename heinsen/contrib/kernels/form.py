@@ -17,7 +17,7 @@ from heinsen.ops.values import StateT, Summary
 class Kernels(InOrder[StateT]):
     """`InOrder` by one kernel for each pass. All chunks are in one group."""
 
-    interpret: Any  # parameters of JAX's interpret mode, or None: compiled
+    interpret: Any = None  # parameters of JAX's interpret mode, or None: compiled
 
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         return attend_in_order(self.kind, q, keys, state)

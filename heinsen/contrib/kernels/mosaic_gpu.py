@@ -630,7 +630,7 @@ class Fused(Kernels[StateT]):
     def of(cls, kind: Values[StateT], keys: Keys) -> "Fused[StateT]":
         """Raises InputError for what the kernels do not take."""
         _check(keys)
-        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "gpu", interpret.params())
+        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "gpu", interpret=interpret.params())
 
     def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
         kind, keys, first = self.kind, _with_decay(keys), self.kind.to_summary(state)

@@ -404,7 +404,7 @@ class Fused(Kernels[StateT]):
             raise InputError(
                 f'implementation="pallas" computes in float32, not {keys.k.dtype}: pass implementation="chunked"'
             )
-        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "tpu", interpret.params())
+        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "tpu", interpret=interpret.params())
 
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         # Else XLA may copy y, and gradients, of all rows into the layout that they have here, and out of it.
