@@ -174,8 +174,7 @@ def attend_both_ways(
     """Attention over the whole document with a forget gate for each direction: y if `signed`, else log y of log values.
 
     Key s counts exp(sum of log_decay[r], s < r <= t) at query t >= s, and exp(sum of log_decay_after[r], t < r < s) at
-    query t < s: each direction is a causal attention, the second one without the token itself. They are combined by
-    their log Z. -inf in either forgets all on its side. For models: dtypes, other arguments and errors are those of
+    query t < s. -inf in either forgets all on its side. For models: dtypes, other arguments and errors are those of
     `log_attention` and `attention`; there is no forward-mode derivative.
     """
     (q, k, in_float), starts, _ = prepare(q, k, values, None, True, segment_ids, "v" if signed else "log_v")

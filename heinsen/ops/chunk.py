@@ -1,7 +1,8 @@
 """The mathematics of one chunk of tokens: no loops, no buffers. Derivation: docs/attention.md.
 
 Three things happen. Keys are summed up (`summarize`). Summaries are merged (`merge`: the log-sum-exp monoid). Queries
-read the keys of their own chunk, up to their own, and a summary of all tokens before it (`query_sums`).
+read the keys of their own chunk, up to their own, and a summary of all tokens before it (`query_sums`). Where they see
+later tokens too (`After`), they read all of their chunk's keys, and a summary of all tokens after it as well.
 
 A summary has sums M relative to shifts: c, the largest exponent of each key feature, and b >= log v. Relative to them
 every weight is at most 1 and the largest is 1, so that M_z is at least 1:
@@ -10,8 +11,8 @@ every weight is at most 1 and the largest is 1, so that M_z is at least 1:
 
 A query's weights are relative to a number r of its own, at least about its largest exponent:
 
-    P[t,k] = exp(q[t,k] + c[k] - r[t])                  of the summary before the chunk
-    A[t,s] = sum_k exp(q[t,k] + k[s,k] - r[t])          of the keys s <= t of its own chunk
+    P[t,k] = exp(q[t,k] + c[k] - r[t])                  of the summary before the chunk (and likewise of that after it)
+    A[t,s] = sum_k exp(q[t,k] + k[s,k] - r[t])          of the keys s <= t of its own chunk (or of all)
     S = A exp(log v - b) + P M_s,   Z = A 1 + P M_z     log y = log(S / Z) + b,   log Z + r
 
 `fast_weights` computes P and A as products of factors <= 1, one of queries and one of keys. Where the exponents of a
@@ -24,17 +25,27 @@ What differs between the two kinds is in `values`. `naive_chunk` has the same ma
 Axes: C tokens of the chunk, K key features, V value features; `*batch` is any leading axes, the chunks of a group too.
 """
 
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, ShiftedLog, centered_sum, finite, two_sum
-from heinsen.ops.decay import ChunkDecay, chunk_decay, decay_grad
-from heinsen.ops.values import Shifts, Sums, Values, einsum, safe_divide, safe_log
+from heinsen.logspace import NEG_INF, centered_sum, finite, two_sum
+from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after, decay_after_grad, decay_grad
+from heinsen.ops.values import Shifts, Sums, Values, einsum, safe_divide
 
 _BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
+
+
+class After(NamedTuple):
+    """That queries see later tokens too, and what each token leaves of the weights after it, at queries before it."""
+
+    starts: Array | None = None  # [*batch, C, 1] bool: nothing of itself either, as a document starts; None: nowhere
+    resets: Array | None = None  # [*batch, C, 1] bool: nothing; None: nowhere
+    log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
 
 
 class Keys(NamedTuple):
@@ -44,16 +55,32 @@ class Keys(NamedTuple):
     values: Array  # [*batch, C, V]
     resets: Array | None = None  # [*batch, C, 1] bool: nothing, as where a document starts; None: nowhere
     log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
+    after: After | None = None  # None: queries see the keys up to their own
 
     @property
     def forget(self) -> bool:
         """Whether anything may be left out or counted less."""
-        return self.resets is not None or self.log_decay is not None
+        return self.resets is not None or self.log_decay is not None or self.after is not None
 
-    def decay(self) -> ChunkDecay:
-        """Decay of the keys of a chunk and of the summary before it."""
+    def log_decays(self) -> list[Array]:
+        """Those that there are."""
+        found = self.log_decay, None if self.after is None else self.after.log_decay
+        return [x for x in found if x is not None]
+
+    def numbers(self) -> "Keys":
+        """All but the resets and starts of documents."""
+        after = None if self.after is None else After(log_decay=self.after.log_decay)
+        return self._replace(resets=None, after=after)
+
+    def decays(self) -> tuple[ChunkDecay, ...]:
+        """Decay of the keys of a chunk and of all before it; and, if queries see later tokens, of all after it."""
         column = lambda x: None if x is None else x[..., 0]
-        return chunk_decay(column(self.log_decay), column(self.resets), self.k.shape[-2], self.k.dtype)
+        like = self.k.shape[-2], self.k.dtype
+        before = chunk_decay(column(self.log_decay), column(self.resets), *like)
+        if self.after is None:
+            return (before,)
+        starts, resets, log_decay = map(column, self.after)
+        return before, chunk_decay_after(log_decay, resets, starts, *like)
 
 
 def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
@@ -65,8 +92,10 @@ def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
         widths = [(0, 0)] * (keys.k.ndim - 2) + [(0, n_missing), (0, 0)]
         return None if x is None else jnp.pad(x, widths, constant_values=value)
 
-    k, values, resets, log_decay = keys
-    return Keys(pad(k, NEG_INF), pad(values, kind.zero), pad(resets, False), pad(log_decay, 0.0))
+    k, values, resets, log_decay, after = keys
+    if after is not None:
+        after = After(pad(after.starts, False), pad(after.resets, False), pad(after.log_decay, 0.0))
+    return Keys(pad(k, NEG_INF), pad(values, kind.zero), pad(resets, False), pad(log_decay, 0.0), after)
 
 
 # ---- summaries ------------------------------------------------------------------------------------
@@ -157,6 +186,16 @@ def add(sums: Sums, more: Sums) -> Sums:
     return Sums(sums.s + more.s, sums.z + more.z)
 
 
+def side_by_side(sums: Sequence[Sums], shifts: Sequence[Shifts]) -> tuple[Sums, Array | None]:
+    """(the sums of n summaries as those of one with n K key features, its shift b); of one summary its own."""
+    bs = [each.b for each in shifts if each.b is not None]
+    b = reduce(jnp.maximum, bs) if bs else None
+    if len(sums) == 1:
+        return sums[0], b
+    s = [scale_values(each.s, value_scale(part.b, b)) for each, part in zip(sums, shifts, strict=True)]
+    return Sums(jnp.concatenate(s, axis=-2), jnp.concatenate([each.z for each in sums], axis=-1)), b
+
+
 def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
     """Sum [*batch] over all features of what is kept of the sums m, times the gradients of the sums after the chunk."""
     v = jnp.ones(m.s.shape[-1:], m.s.dtype) if kept.v is None else kept.v
@@ -171,63 +210,91 @@ def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
 class Weights(NamedTuple):
     """Weights of all that a chunk's queries see, relative to exp(r)."""
 
-    of_before: Array  # [*batch, C, K]: of the summary before the chunk
-    of_keys: Array  # [*batch, C, C]: of the chunk's keys; 0 above the diagonal
+    of_before: Array  # [*batch, C, K]: of the summary before the chunk; [*batch, C, 2K] with that after it
+    of_keys: Array  # [*batch, C, C]: of the chunk's keys; 0 of those that a query does not see
 
 
-def fast_weights(q: Array, k: Array, decay: ChunkDecay, own_c: Array, c: Array) -> tuple[Weights, tuple[Array, Array]]:
-    """Weights by products, for a summary with shifts c and keys of which own_c [*batch, K] are the largest.
+def fast_weights(
+    q: Array, k: Array, decays: Sequence[ChunkDecay], own_c: Array, cs: Sequence[Array]
+) -> tuple[Weights, tuple[Array, Array]]:
+    """Weights by products, for keys of which own_c [*batch, K] are the largest, and a summary with shifts c per decay.
 
     Also r [*batch, C], -inf where a query sees nothing, and the weight [*batch, C, K] of each feature's largest key.
     """
-    top = jnp.maximum(c, own_c)
+    top = reduce(jnp.maximum, (*cs, own_c))
     exponents, r = centered_sum(q, top[..., None, :])
     qf, kf = jnp.exp(exponents), jnp.exp(k - finite(own_c)[..., None, :])
     factor = lambda shift: jnp.exp(log_share(shift, jnp.zeros((), k.dtype), top))[..., None, :]
-    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(decay.of_keys)
-    of_before = (qf * factor(c)) * jnp.exp(decay.of_before)[..., None]
-    return Weights(of_before, of_keys), (r, qf)
+    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(_seen(x.of_keys for x in decays))
+    parts = zip(decays, cs, strict=True)
+    of_before = [(qf * factor(c)) * jnp.exp(decay.of_before)[..., None] for decay, c in parts]
+    return Weights(_features(of_before), of_keys), (r, qf)
 
 
-def exact_weights(q: Array, k: Array, decay: ChunkDecay, c: Array) -> tuple[Weights, tuple[Array, Array]]:
+def _seen(left: Iterable[Array]) -> Array:
+    """What is left of each key in the direction in which a query sees it."""
+    return reduce(jnp.maximum, left)
+
+
+def _features(parts: Sequence[Array]) -> Array:
+    """Arrays [..., K] side by side; one array itself."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def exact_weights(
+    q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence[Array]
+) -> tuple[Weights, tuple[Array, Array]]:
     """As `fast_weights`, exact at every dynamic range. Underflow takes nothing that matters beside a query's Z.
 
     Among the few tokens of a block, every exponent of a query, a key and a feature is formed before its exponential.
     All keys of earlier blocks are seen by all queries of a block, so that there a product of factors, relative to the
-    largest of these keys, takes nothing from the largest weight.
+    largest of these keys, takes nothing from the largest weight. So are those of later blocks, if they are seen.
 
     Axes: N blocks of M tokens.
     """
     n_tokens = k.shape[-2]
     size = next(size for size in range(min(_BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
+    cut = lambda x: x.reshape(*x.shape[:-1], -1, size)
     blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])  # [*batch, N, M, K]
     pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
-    # Keys keep exp(within) at queries of their block; others exp(until_end) to the end of all blocks before that of a
-    # query, and from there exp(since_end) to the query.
-    tokens = decay.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size))
-    earlier_end = tokens.tokens(
-        lambda x: jnp.pad(x[..., :-1, -1:], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
-    )
-    within, before = tokens.of_keys[..., None], decay.of_before[..., None]
-    until_end = earlier_end.left_of(decay.tokens(lambda x: x[..., None, :]))[..., None]  # [*batch, N, C, 1]
-    since_end = tokens.left_of(earlier_end)[..., None]  # [*batch, N, M, 1]
+    # Keys keep exp(within) at queries of their block. Others keep exp(until) to where all blocks before that of a query
+    # come in, and from there exp(since) to the query: shifts have the largest of them.
+    within = _seen(
+        x.queries.tokens(lambda x: cut(x)[..., :, None]).left_of(x.keys.tokens(lambda x: cut(x)[..., None, :]))
+        for x in decays
+    )[..., None]
+    before = [x.of_before[..., None] for x in decays]
+    starts = [x.block_starts(size) for x in decays]
+    each = list(zip(decays, starts, strict=True))
+    until = [
+        start.left_of(x.keys.tokens(lambda x: x[..., None, :]))[..., None] for x, start in each
+    ]  # [*batch, N, C, 1]
+    since = [x.queries.tokens(cut).left_of(start)[..., None] for x, start in each]  # [*batch, N, M, 1]
+    shifts = [lax.stop_gradient(jnp.max(k[..., None, :, :] + x, axis=-2, keepdims=True)) for x in until]
 
-    # The largest exponent that each query sees: in its block, of earlier blocks, and of all before the chunk.
-    shift = lax.stop_gradient(jnp.max(k[..., None, :, :] + until_end, axis=-2, keepdims=True))
-    tops = jnp.max(pairs(q) + within, axis=(-2, -1)), jnp.max(blocks(q) + shift + since_end, axis=-1)
-    r = jnp.maximum(*tops).reshape(q.shape[:-1])
-    r = lax.stop_gradient(jnp.maximum(r, jnp.max(q + c[..., None, :] + before, axis=-1)))
+    # The largest exponent that each query sees: in its block, of other blocks, and of all outside the chunk.
+    r = jnp.max(pairs(q) + within, axis=(-2, -1))
+    for shift, left in zip(shifts, since, strict=True):
+        r = jnp.maximum(r, jnp.max(blocks(q) + shift + left, axis=-1))
+    r = r.reshape(q.shape[:-1])
+    for c, left in zip(cs, before, strict=True):
+        r = jnp.maximum(r, jnp.max(q + c[..., None, :] + left, axis=-1))
+    r = lax.stop_gradient(r)
 
     # The weights, relative to it.
     relative, error = center_queries(q, r)
-    of_before = jnp.exp(((relative + c[..., None, :]) + error) + before)
+    of_before = [jnp.exp(((relative + c[..., None, :]) + error) + x) for c, x in zip(cs, before, strict=True)]
     of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
-    qf = jnp.exp(((blocks(relative) + shift) + blocks(error)) + since_end)
-    across = einsum("...tk,...sk->...ts", qf, jnp.exp((k[..., None, :, :] - finite(shift)) + until_end))
-    own = jnp.eye(n_tokens // size)[:, None, :, None] * jnp.sum(of_pairs, axis=-1)[..., None, :]
-    of_keys = across.reshape(*q.shape[:-1], n_tokens) + own.reshape(*q.shape[:-1], n_tokens)
-    feature_weights = of_before + (qf + jnp.sum(of_pairs, axis=-2)).reshape(q.shape)
-    return Weights(of_before, of_keys), (r, feature_weights)
+    in_blocks = jnp.eye(n_tokens // size)[:, None, :, None] * jnp.sum(of_pairs, axis=-1)[..., None, :]
+    of_keys = in_blocks.reshape(*q.shape[:-1], n_tokens)
+    feature_weights = jnp.sum(of_pairs, axis=-2)
+    for shift, to_start, left in zip(shifts, until, since, strict=True):
+        qf = jnp.exp(((blocks(relative) + shift) + blocks(error)) + left)
+        across = einsum("...tk,...sk->...ts", qf, jnp.exp((k[..., None, :, :] - finite(shift)) + to_start))
+        of_keys = across.reshape(*q.shape[:-1], n_tokens) + of_keys
+        feature_weights = qf + feature_weights
+    feature_weights = reduce(jnp.add, of_before) + feature_weights.reshape(q.shape)
+    return Weights(_features(of_before), of_keys), (r, feature_weights)
 
 
 def center_queries(q: Array, r: Array) -> tuple[Array, Array]:
@@ -254,10 +321,13 @@ class ValueScales(NamedTuple):
 
 
 def value_scales(before: Array | None, own: Array | None) -> ValueScales:
-    if before is None or own is None:
-        return ValueScales(None, None, None)
-    b = jnp.maximum(before, own)
-    return ValueScales(b, *(jnp.exp(log_share(part, jnp.zeros((), b.dtype), b)) for part in (before, own)))
+    b = None if before is None or own is None else jnp.maximum(before, own)
+    return ValueScales(b, value_scale(before, b), value_scale(own, b))
+
+
+def value_scale(old: Array | None, new: Array | None) -> Array | None:
+    """The factor of sums of values relative to the shift `old` that makes them relative to `new` >= `old`."""
+    return None if old is None or new is None else jnp.exp(log_share(old, jnp.zeros((), new.dtype), new))
 
 
 def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sums:
@@ -265,11 +335,6 @@ def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sum
     s, z = read_sums(weights.of_before, m)
     own = scale_values(einsum("...ts,...sv->...tv", weights.of_keys, vf), scales.own)
     return Sums(scale_values(s, scales.before) + own, z + jnp.sum(weights.of_keys, axis=-1))
-
-
-def log_z(z: Array, r: Array) -> ShiftedLog:
-    """log Z [*batch, C] of a chunk's queries."""
-    return ShiftedLog(safe_log(z), jnp.where(z == 0, NEG_INF, r))
 
 
 # ---- gradients ------------------------------------------------------------------------------------
@@ -306,18 +371,42 @@ def values_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Array:
     return einsum("...ts,...tv->...sv", weights.of_keys, scale_values(dsums.s, scales.own))
 
 
-def log_decay_grad(dq_total: Array | float, dk: Array, dend: Array, dkept: Array) -> Array:
+def later_totals(weights: Weights, dweights: Weights) -> tuple[Array, Array]:
+    """Sums [*batch, C] over features of dq and dk, of what queries read of later tokens alone."""
+    of_keys = jnp.triu(weights.of_keys * dweights.of_keys, 1)
+    _, of_after = jnp.split(weights.of_before * dweights.of_before, 2, axis=-1)
+    return sum_features(of_after) + jnp.sum(of_keys, axis=-1), jnp.sum(of_keys, axis=-2)
+
+
+def log_decay_grad(dq_total: Array, dk_total: Array, dend: Array, dkept: Array) -> Array:
     """Gradient [*batch, C, 1] of a chunk's log decays.
 
     Their sums G enter as q + G, k - G, and in the sums after the chunk.
 
     Args:
-      dq_total: sum [*batch, C] of dq over features.
-      dk: gradient of the keys, and dend [*batch, C, K] the part of it that the sums after the chunk make.
+      dq_total, dk_total: sums [*batch, C] of dq and dk over features, without what queries read of later tokens.
+      dend: the part [*batch, C, K] of dk that the sums after the chunk make.
       dkept: sum [*batch] of the sums kept from before the chunk, times their gradients.
     """
-    end = jnp.sum(sum_features(dend), axis=-1)
-    return decay_grad(dq_total - sum_features(dk), dkept + end)[..., None]
+    return decay_grad(dq_total - dk_total, _end_total(dend, dkept))[..., None]
+
+
+def log_decay_after_grad(dq_total: Array, dk_total: Array) -> Array:
+    """The part of the gradient [*batch, C, 1] of the log decays of later tokens that comes from a chunk's queries.
+
+    dq_total, dk_total: sums [*batch, C] of dq and dk over features, of what queries read of later tokens alone.
+    """
+    return decay_after_grad(dq_total, dk_total, 0.0)[..., None]
+
+
+def log_decay_end_grad(dend: Array, dkept: Array) -> Array:
+    """The other part, from the sums at the chunk's first token; arguments as in `log_decay_grad`."""
+    of_keys = sum_features(dend)
+    return decay_after_grad(jnp.zeros_like(of_keys), of_keys, _end_total(dend, dkept)[..., None])[..., None]
+
+
+def _end_total(dend: Array, dkept: Array) -> Array:
+    return dkept + jnp.sum(sum_features(dend), axis=-1)
 
 
 def correct_query_grad(dq: Array, feature_weights: Array, total: Array | float) -> Array:

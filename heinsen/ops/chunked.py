@@ -1,8 +1,9 @@
 """The attention at matmul speed, exact at every dynamic range, in memory linear in T: the default form.
 
-Three things happen, each a form of `exact.run`: causal attention (`schedule.Causal`, the mathematics of `chunk`), the
-state that keys leave behind (`Summarize`), and what queries read of one state (`Read`). Attention that is not causal is
-a summary and a read; within packed documents, and with a forget gate for each direction, two causal attentions.
+Three things happen, each a form of `exact.run`: attention in the order of tokens (`schedule.InOrder`, the mathematics
+of `chunk`), the state that keys leave behind (`Summarize`), and what queries read of one state (`Read`). Attention that
+is not causal is a summary and a read; within packed documents, and with a forget gate for each direction, it takes the
+tokens in order as well, and queries see those after them too.
 
 Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets` [*batch, T] is true
 where nothing is left of the tokens before, as where a packed document starts. Axes as in `chunk`.
@@ -10,7 +11,6 @@ where nothing is left of the tokens before, as where a packed document starts. A
 
 import abc
 import dataclasses
-from functools import partial
 from typing import Any, Generic
 
 import jax
@@ -19,13 +19,12 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import NEG_INF, centered_sum, finite, log_shares
+from heinsen.logspace import centered_sum, finite
 from heinsen.ops import chunk, exact, logarithms
-from heinsen.ops.chunk import Keys
+from heinsen.ops.chunk import After, Keys
 from heinsen.ops.decay import log_kept_until_end, take_resets
-from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import Output
-from heinsen.ops.schedule import Causal, chunk_size, split_tokens
+from heinsen.ops.schedule import InOrder, chunk_size, split_tokens
 from heinsen.ops.states import LogState
 from heinsen.ops.values import LOG_VALUES, Shifts, StateT, Summary, Values
 
@@ -43,18 +42,18 @@ def attend(
     fused: bool = False,
 ) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens). `fused`: by one kernel per pass."""
-    keys = _keys(k, values, resets, log_decay)
     if state is None:
         first = _empty_state(kind, k, values)
     else:
         first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
+    keys = _keys(k, values, resets, log_decay)
     if causal:
-        y, _, end = attend_causally(kind, q, keys, first, fused=fused)
+        y, end = attend_in_order(kind, q, keys, first, fused=fused)
     elif resets is None:
         end = summarize(kind, keys, first)
         y = read(kind, q, end)
     else:
-        y, end = _attend_both_ways(kind, q, keys, resets, first, fused)
+        y, end = attend_in_order(kind, q, keys._replace(after=After(_column(resets))), first)
     return y, end.denormalize()
 
 
@@ -72,10 +71,11 @@ def attend_both_ways(
 
     The weights of earlier tokens decay by log_decay, those of later tokens by log_decay_after, each [*batch, T].
     """
-    starts = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
     log_decay, resets = take_resets(log_decay, starts)
+    log_decay_after, resets_after = take_resets(log_decay_after, None)
     keys = _keys(k, values, resets, log_decay)
-    return _attend_both_ways(kind, q, keys, starts, _empty_state(kind, k, values), False, log_decay_after)[0]
+    keys = keys._replace(after=After(*map(_column, (starts, resets_after, log_decay_after))))
+    return attend_in_order(kind, q, keys, _empty_state(kind, k, values)).y
 
 
 def _empty_state(kind: Values[StateT], k: Array, values: Array) -> StateT:
@@ -84,68 +84,37 @@ def _empty_state(kind: Values[StateT], k: Array, values: Array) -> StateT:
 
 
 def _keys(k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> Keys:
-    column = lambda x: None if x is None else x[..., None]
-    return Keys(k, values, column(resets), column(log_decay))
+    return Keys(k, values, _column(resets), _column(log_decay))
 
 
-def _attend_both_ways(
-    kind: Values[StateT],
-    q: Array,
-    keys: Keys,
-    document_starts: Array,
-    state: StateT,
-    fused: bool,
-    log_decay_after: Array | None = None,
-) -> tuple[Array, StateT]:
-    """Every query sees its whole document: the keys up to its own and, in a run from the end, the later ones."""
-    run = partial(attend_causally, kind, return_log_z=True, fused=fused)
-    past = run(q, keys, state)
-    # From the end, each token takes the key of the token after it. A document's last token has none: it keeps its own
-    # key, in a document by itself, as a query without keys would count as lost terms. Its result is dropped below.
-    ends = document_ends(document_starts)[..., None]
-    later_k = jnp.where(ends, keys.k, _shift_earlier(keys.k))
-    later_values = jnp.where(ends, keys.values, _shift_earlier(keys.values))
-    resets, later_decay = (ends | _shift_earlier(ends))[..., 0], None
-    if log_decay_after is not None:
-        later_decay, resets = take_resets(_shift_earlier(log_decay_after[..., None])[..., 0], resets)
-    later = _keys(later_k, later_values, resets, later_decay)
-    flipped_q, flipped_keys = jax.tree.map(lambda x: jnp.flip(x, axis=-2), (q, later))
-    future = run(flipped_q, flipped_keys, state.empty())
-
-    assert past.log_z is not None and future.log_z is not None
-    future_y = jnp.flip(future.y, axis=-2)
-    future_log_z = jax.tree.map(lambda x: jnp.where(ends[..., 0], NEG_INF, jnp.flip(x, axis=-1)), future.log_z)
-    past_share, future_share = (share[..., None] for share in log_shares(past.log_z, future_log_z))
-    return kind.combine(past.y, past_share, future_y, future_share), past.state
+def _column(x: Array | None) -> Array | None:
+    return None if x is None else x[..., None]
 
 
-def _shift_earlier(x: Array) -> Array:
-    """Each token's successor in its place, and the last one twice, of x [*batch, T, F]."""
-    return jnp.concatenate([x[..., 1:, :], x[..., -1:, :]], axis=-2)
+# ---- attention in the order of tokens -------------------------------------------------------------
 
 
-# ---- causal attention -----------------------------------------------------------------------------
-
-
-def attend_causally(
-    kind: Values[StateT], q: Array, keys: Keys, state: StateT, *, return_log_z: bool = False, fused: bool = False
+def attend_in_order(
+    kind: Values[StateT], q: Array, keys: Keys, state: StateT, *, fused: bool = False
 ) -> Output[StateT]:
-    """Each query reads the keys up to its own, and the state before the first one; any number of tokens."""
-    n_tokens, form = q.shape[-2], _causal_form(kind, keys, return_log_z, fused)
+    """Each query reads the keys up to its own, and the state before the first one; any number of tokens.
+
+    And the later ones, if `keys.after` is not None: then never by kernels.
+    """
+    n_tokens, form = q.shape[-2], _form(kind, keys, fused)
     if n_missing := form.split.n_tokens - n_tokens:
         q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, n_missing), (0, 0)])
         keys = chunk.pad_keys(kind, keys, n_missing)
-    y, log_z, end = exact.run(form, q, keys, state)
-    cut = lambda x, axis: lax.slice_in_dim(x, 0, n_tokens, axis=axis)
-    return Output(cut(y, -2), jax.tree.map(lambda x: cut(x, -1), log_z), end)
+    y, end = exact.run(form, q, keys, state)
+    return Output(lax.slice_in_dim(y, 0, n_tokens, axis=-2), end)
 
 
-def _causal_form(kind: Values[StateT], keys: Keys, return_log_z: bool, fused: bool) -> Causal[StateT]:
+def _form(kind: Values[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
     if fused:
         from heinsen.contrib import kernels  # slow to import
 
-        return kernels.causal_form(kind, keys, return_log_z)
-    return Causal(kind, split_tokens(keys.k.shape), return_log_z, platform.target())
+        return kernels.causal_form(kind, keys)
+    return InOrder(kind, split_tokens(keys.k.shape), platform.target(), keys.after is not None)
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------
@@ -167,6 +136,10 @@ class _Differentiated(abc.ABC):
     @abc.abstractmethod
     def fast(self, *args: Any) -> tuple[Any, Array | None]:
         """(the output, the rows that lost terms)."""
+
+    @property
+    def most_rows(self) -> int:
+        return exact.MOST_ROWS
 
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:
         out, lost = self.fast(*args)

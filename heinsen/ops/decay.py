@@ -47,54 +47,105 @@ def decay_sums(log_decay: Array) -> DecaySums:
     return DecaySums(prefix_sums(units), unit, prefix_sums(log_decay - units * unit))
 
 
-class ChunkDecay(NamedTuple):
-    """Decay of all weights before each token of a chunk. Where all is left, axes are missing."""
+class Places(NamedTuple):
+    """Places along a direction: what is left of a weight from one to another. Where all is left, axes are missing."""
 
     sums: DecaySums
-    document: Array  # [*batch, C], numbers of documents; 0 is that of what is before the chunk
+    document: Array  # [*batch, C], numbers of documents
     position: Array  # [C]
 
-    def tokens(self, cut: Callable[[Array], Array]) -> "ChunkDecay":
-        """Some of the tokens, or all in another shape: `cut` acts on their axis, the last one."""
+    def tokens(self, cut: Callable[[Array], Array]) -> "Places":
+        """Some of the places, or all in another shape: `cut` acts on their axis, the last one."""
         (units, unit, rest), document, position = self
-        unit = jnp.broadcast_to(unit, units.shape)  # one for each token
-        return ChunkDecay(DecaySums(*map(cut, (units, unit, rest))), cut(document), cut(position))
+        unit = jnp.broadcast_to(unit, units.shape)  # one for each place
+        return Places(DecaySums(*map(cut, (units, unit, rest))), cut(document), cut(position))
 
-    def left_of(self, earlier: "ChunkDecay") -> Array:
-        """Log of what is left at these tokens of the keys of others, whose shape broadcasts; -inf for later ones."""
+    def left_of(self, earlier: "Places") -> Array:
+        """Log of what is left here of weights from other places, whose shape broadcasts; -inf from later ones."""
         (units, unit, rest), document, position = self
         left = (units - earlier.sums.units) * unit + (rest - earlier.sums.rest)
         seen = (position >= earlier.position) & (document == earlier.document)
         return jnp.where(seen, left, NEG_INF)
 
+
+class ChunkDecay(NamedTuple):
+    """Decay along one direction through a chunk: of its keys, and of all before the chunk in that direction.
+
+    Keys' weights come in at their own places, those of all before the chunk at `start`.
+    """
+
+    queries: Places  # [*batch, C]
+    keys: Places  # [*batch, C]
+    start: Places  # [*batch, 1], or without axes
+    end: Places  # [*batch, 1]
+    backwards: bool  # whether the direction is from the last token to the first
+
     @property
     def of_keys(self) -> Array:
         """Of each key at each query, [*batch, C, C]."""
-        return self.tokens(lambda x: x[..., :, None]).left_of(self.tokens(lambda x: x[..., None, :]))
+        return self.queries.tokens(lambda x: x[..., :, None]).left_of(self.keys.tokens(lambda x: x[..., None, :]))
 
     @property
     def of_before(self) -> Array:
-        """Of all before the chunk at each token, [*batch, C]."""
-        (units, unit, rest), document, _ = self
-        return jnp.where(document == 0, units * unit + rest, NEG_INF)
+        """Of all before the chunk at each query, [*batch, C]."""
+        return self.queries.left_of(self.start)
 
     @property
     def until_end(self) -> Array:
         """Of each key after the chunk, [*batch, C]."""
-        return self.tokens(lambda x: x[..., -1:]).left_of(self)
+        return self.end.left_of(self.keys)
 
     @property
     def kept(self) -> Array:
         """Of all before the chunk, after it, [*batch]."""
-        return self.of_before[..., -1]
+        return self.end.left_of(self.start)[..., 0]
+
+    def block_starts(self, size: int) -> Places:
+        """Where all before a block of `size` tokens comes in, [*batch, N, 1]; nothing for the first block."""
+        ends = self.queries.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size)[..., -1:])
+        if self.backwards:  # what the last token sees is all after its block
+            return ends
+        return ends.tokens(
+            lambda x: jnp.pad(x[..., :-1, :], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
+        )
 
 
 def chunk_decay(log_decay: Array | None, resets: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
-    """Decay in a chunk from log_decay [*batch, C], all finite, and `resets` [*batch, C]; None: all is left."""
+    """Decay from the first token of a chunk to its last.
+
+    log_decay [*batch, C], all finite, and `resets` [*batch, C] act on all before a token; None: all is left.
+    """
     none = jnp.zeros(n_tokens, dtype)
     sums = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
     document = none if resets is None else prefix_sums(resets.astype(dtype))
-    return ChunkDecay(sums, document, jnp.arange(n_tokens))
+    places = Places(sums, document, jnp.arange(n_tokens))
+    zero = jnp.zeros((), dtype)
+    start = Places(DecaySums(zero, zero, zero), zero, jnp.zeros((), int))
+    return ChunkDecay(places, places, start, places.tokens(lambda x: x[..., -1:]), backwards=False)
+
+
+def chunk_decay_after(
+    log_decay: Array | None, resets: Array | None, starts: Array | None, n_tokens: int, dtype: jnp.dtype
+) -> ChunkDecay:
+    """Decay from the last token of a chunk to its first, of keys at queries before them.
+
+    A token's log_decay, finite, and `resets` act on all after it, at all before it: key s keeps G[s-1] - G[t] at query
+    t < s. Documents that start at s and later are not seen before s. Each is [*batch, C], or None.
+    """
+    none, before = jnp.zeros(n_tokens, dtype), _preceding
+    up_to, unit, rest = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
+    gates, documents = (none if x is None else prefix_sums(x.astype(dtype)) for x in (resets, starts))
+    position = jnp.arange(n_tokens)
+    queries = Places(DecaySums(-up_to, unit, -rest), gates + documents, -position)
+    keys = Places(DecaySums(-before(up_to), unit, -before(rest)), before(gates) + documents, 1 - position)
+    zero = jnp.zeros(1, dtype)
+    end = Places(DecaySums(zero, unit, zero), zero, jnp.ones(1, int))
+    return ChunkDecay(queries, keys, queries.tokens(lambda x: x[..., -1:]), end, backwards=True)
+
+
+def _preceding(x: Array) -> Array:
+    """The entry of the token before each, of x [*batch, C], and 0 before the first."""
+    return jnp.pad(x[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
 
 
 def log_kept_until_end(resets: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
@@ -124,3 +175,8 @@ def prefix_sums(x: Array, reverse: bool = False) -> Array:
 def decay_grad(dsums: Array, dtotal: Array) -> Array:
     """Gradient of log_decay [*batch, C] from those of its sums G [*batch, C] and of the last of them [*batch]."""
     return prefix_sums(dsums, reverse=True) + dtotal[..., None]
+
+
+def decay_after_grad(of_queries: Array, of_keys: Array, dtotal: Array | float) -> Array:
+    """As `decay_grad`, of `chunk_decay_after`: from the gradients of all that is left at queries, and of keys."""
+    return (_preceding(prefix_sums(of_queries)) - prefix_sums(of_keys)) + dtotal

@@ -14,7 +14,7 @@ Axes: `*batch` any leading axes, the rows; N chunks of a group; T tokens, C thos
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import NEG_INF, ShiftedLog
+from heinsen.logspace import NEG_INF
 from heinsen.ops.chunk import Keys
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 from heinsen.ops.values import StateT, Values
@@ -32,7 +32,7 @@ from heinsen.ops.values import StateT, Values
 LARGE_COTANGENT = 1e6
 
 # Rows that are computed exactly at a time, on CPUs: with few, loops over chunks take time for their steps alone; with
-# many, others pay for one.
+# many, others pay for one, and all need memory at once.
 MOST_ROWS = 4
 
 NAME = Name("this implementation of attention", ', or pass implementation="scan" or "reference"')  # in errors
@@ -43,10 +43,9 @@ X = TypeVar("X")
 
 
 class Output(NamedTuple, Generic[StateT]):
-    """y or log y, log Z if asked for, and the state after all tokens."""
+    """y or log y, and the state after all tokens."""
 
     y: Array  # [*batch, T, V]
-    log_z: ShiftedLog | None  # of arrays [*batch, T]
     state: StateT  # normalized
 
 
@@ -62,6 +61,10 @@ class Form(Protocol):
     def exact(self, *args: Any) -> Any:
         """The output, of any rows."""
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that are computed exactly at a time, on CPUs."""
+
 
 @partial(jax.jit, static_argnums=0)
 def run(form: Form, *args: Any) -> Any:
@@ -71,7 +74,8 @@ def run(form: Form, *args: Any) -> Any:
         if lost is None:
             return out
         args = vary_together(lost, args, out)[1]
-        return for_rows(lost, lambda rows, out: rows.write(out, compute(*rows.take(args))), out)
+        update = lambda rows, out: rows.write(out, compute(*rows.take(args)))
+        return for_rows(lost, update, out, form.most_rows)
 
     @jax.custom_vjp
     def compute(*args: Any) -> Any:
@@ -127,14 +131,14 @@ class Rows(NamedTuple):
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, at(x)), arrays, parts)
 
 
-def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X) -> X:
+def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int = MOST_ROWS) -> X:
     """out = update(some rows, out) in turn, until all are done where `rows` [*batch] is true.
 
     A loop, as it takes no time without such rows, and writes in place where `lax.cond` would have buffers for both.
     """
     rows, out = vary_together(rows, out)
     n_rows = rows.shape[-1] if rows.ndim else 1
-    most = MOST_ROWS if platform.target() == "cpu" and isinstance(n_rows, int) else 1
+    most = most_rows if platform.target() == "cpu" and isinstance(n_rows, int) else 1
     n = next(n for n in range(most, 0, -1) if n_rows % n == 0) if isinstance(n_rows, int) else 1
 
     def body(carry: tuple[Array, X]) -> tuple[Array, X]:
@@ -190,16 +194,18 @@ def vary_together(*trees: Any) -> Any:
 def find_bad(kind: Values[Any], q: Array, keys: Keys) -> tuple[Array, Array]:
     """Which queries are not finite, and which tokens' key, value or log decay is not, [*batch, ...] each."""
     bad_key = ~(jnp.all(keys.k < jnp.inf, axis=-1) & jnp.all(kind.is_value(keys.values), axis=-1))
-    if keys.log_decay is not None:
-        bad_key |= ~jnp.isfinite(keys.log_decay[..., 0])
+    for log_decay in keys.log_decays():
+        bad_key |= ~jnp.isfinite(log_decay[..., 0])
     return ~jnp.all(q < jnp.inf, axis=-1), bad_key
 
 
 def drop(kind: Values[Any], q: Array, keys: Keys, bad_query: Array, bad_key: Array) -> tuple[Array, Keys]:
     """Queries and keys with neutral ones in place of bad ones."""
-    k, values, resets, log_decay = keys
+    k, values, resets, log_decay, after = keys
+    if after is not None:
+        after = after._replace(log_decay=mark(bad_key, after.log_decay, 0.0))
     clean = mark(bad_key, k, NEG_INF), mark(bad_key, values, kind.zero), resets, mark(bad_key, log_decay, 0.0)
-    return mark(bad_query, q, 0.0), Keys(*clean)
+    return mark(bad_query, q, 0.0), Keys(*clean, after)
 
 
 class Clean(NamedTuple):
@@ -208,32 +214,40 @@ class Clean(NamedTuple):
     q: Array
     keys: Keys
     seen: Array  # [*batch, ...]: whether a query is not finite, or sees a token that is not
-    seen_by_last: Array  # [*batch]: whether the last token sees one
+    beyond: tuple[Array, ...]  # [*batch]: whether one is seen from behind the last token; and from before the first
 
 
-def leave_out(kind: Values[Any], q: Array, keys: Keys, seen: Array) -> Clean:
+def leave_out(kind: Values[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
     """Tokens, T of them or N chunks of C, without what is not finite.
 
-    `seen` [*batch] is whether something before them is not, which they see up to the next reset.
+    `seen` [*batch] is whether something before them is not, which they see up to the next reset; and, where queries see
+    later tokens, whether something after them is not.
     """
     bad_query, bad_key = find_bad(kind, q, keys)
+    tokens_first = lambda x: jnp.moveaxis(x.reshape(*seen[0].shape, -1), -1, 0)
 
-    def step(seen: Array, token: tuple[Array, Array | None]) -> tuple[Array, Array]:
-        bad_key, reset = token
-        seen = (seen if reset is None else seen & ~reset) | bad_key
-        return seen, seen
+    def spread(seen: Array, resets: Array | None, starts: Array | None, reverse: bool) -> tuple[Array, Array]:
+        def step(seen: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
+            bad_key, reset, start = token
+            own = (seen if reset is None else seen & ~reset) | bad_key
+            return own if start is None else own & ~start, seen if reverse else own
 
-    tokens_first = lambda x: jnp.moveaxis(x.reshape(*seen.shape, -1), -1, 0)
-    last, seen_by = lax.scan(step, *vary_together(seen, jax.tree.map(tokens_first, (bad_key, keys.resets))))
-    seen_by = jnp.moveaxis(seen_by, 0, -1).reshape(bad_key.shape) | bad_query
-    return Clean(*drop(kind, q, keys, bad_query, bad_key), seen_by, last)
+        seen, tokens = vary_together(seen, jax.tree.map(tokens_first, (bad_key, resets, starts)))
+        last, seen_by = lax.scan(step, seen, tokens, reverse=reverse)
+        return last, jnp.moveaxis(seen_by, 0, -1).reshape(bad_key.shape)
+
+    found = [spread(seen[0], keys.resets, None, reverse=False)]
+    if keys.after is not None:
+        found.append(spread(seen[1], keys.after.resets, keys.after.starts, reverse=True))
+    beyond, seen_by = zip(*found, strict=True)
+    return Clean(*drop(kind, q, keys, bad_query, bad_key), reduce(jnp.logical_or, seen_by) | bad_query, beyond)
 
 
-def leave_out_any(kind: Values[Any], q: Array, keys: Keys, seen: Array) -> Clean:
+def leave_out_any(kind: Values[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
     """As `leave_out`, in a loop of one iteration if there is anything, else of none, which takes no time."""
     # A sum over tokens is not finite if one of them is not. Over tokens first: XLA's CPU compiler vectorizes only that.
-    q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys._replace(resets=None)))
-    is_any = jnp.any(seen) | jnp.any(jnp.stack(find_bad(kind, q_sum, sums)))
+    q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys.numbers()))
+    is_any = reduce(jnp.logical_or, map(jnp.any, seen)) | jnp.any(jnp.stack(find_bad(kind, q_sum, sums)))
     tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), seen))[0]
     return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: leave_out(kind, x.q, x.keys, seen), tokens)
 

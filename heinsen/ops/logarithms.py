@@ -5,8 +5,9 @@ They take the place of the fast forms for the rows that lost terms (`exact.run`)
 Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array
 from heinsen.logspace import ShiftedLog, difference, finite, log_divide, log_matmul, logaddexp, logsumexp
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
+from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.states import NormalizedState, read_all, whole_shift
 from heinsen.ops.values import LOG_VALUES
 
@@ -43,41 +45,53 @@ def _with_ones(log_v: Array) -> Array:
     return jnp.pad(log_v, [(0, 0)] * (log_v.ndim - 1) + [(0, 1)])
 
 
-def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, ShiftedLog, NormalizedState]:
-    """(log y, log Z, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
-
-    def step(sums: LogSums, tokens: tuple[Array, Keys]) -> Any:
-        return _next_sums(sums, tokens[1]), _read_chunk(*tokens, sums)
-
+def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, NormalizedState]:
+    """(log y, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
     # A chunk at a time: the gradient has all exponents of one chunk, and the sums between chunks.
     in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
-    end, (log_y, log_z) = lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)
-    log_z = jax.tree.map(lambda x: jnp.moveaxis(x, 0, -2).reshape(*q.shape[:-1]), log_z)
-    return _tokens(log_y), log_z, end.to_state()
+    after: tuple[LogSums, ...] = ()
+    if keys.after is not None:  # those after each chunk, from the last to the first
+
+        def step_back(sums: LogSums, keys: Keys) -> tuple[LogSums, LogSums]:
+            return _next_sums(sums, keys, keys.decays()[1]), sums
+
+        first = LogSums.of(state.empty())
+        after = (lax.scan(jax.checkpoint(step_back), first, in_chunks[1], reverse=True)[1],)
+
+    def step(sums: LogSums, tokens: tuple[Array, Keys, tuple[LogSums, ...]]) -> tuple[LogSums, Array]:
+        q, keys, after = tokens
+        return _next_sums(sums, keys, keys.decays()[0]), _read_chunk(q, keys, (sums, *after))
+
+    end, log_y = lax.scan(jax.checkpoint(step), LogSums.of(state), (*in_chunks, after))
+    return _tokens(log_y), end.to_state()
 
 
-def _read_chunk(q: Array, keys: Keys, sums: LogSums) -> tuple[Array, ShiftedLog]:
-    """(log y, log Z) of a chunk's queries, which read its keys up to their own and the sums before it."""
-    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
-    of_keys, of_before = decay.of_keys[..., None], decay.of_before[..., None]
+def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
+    """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
+    k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
+    of_keys = reduce(jnp.maximum, [decay.of_keys for decay in decays])[..., None]
+    outside = [(sums, decay.of_before[..., None]) for sums, decay in zip(around, decays, strict=True)]
     pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
-    tops = jnp.max(pairs(q) + of_keys, axis=(-2, -1)), jnp.max((q + sums.c[..., None, :]) + of_before, axis=-1)
-    r = lax.stop_gradient(jnp.maximum(*tops))
-    relative, error = chunk.center_queries(q, r)
+    r = jnp.max(pairs(q) + of_keys, axis=(-2, -1))
+    for sums, left in outside:
+        r = jnp.maximum(r, jnp.max((q + sums.c[..., None, :]) + left, axis=-1))
+    relative, error = chunk.center_queries(q, lax.stop_gradient(r))
     log_weights = [
         logsumexp((pairs(relative) + error[..., :, None, :]) + of_keys, axis=-1),
-        ((relative + sums.c[..., None, :]) + error) + of_before,
+        *(((relative + sums.c[..., None, :]) + error) + left for sums, left in outside),
     ]
-    shift = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
-    columns = [log_v - finite(shift)[..., None, :], sums.rest + difference(sums.b, shift)[..., None, :]]
+    shift = reduce(jnp.maximum, [*(sums.b for sums in around), whole_shift(jnp.max(log_v, axis=-2))])
+    columns = [
+        log_v - finite(shift)[..., None, :],
+        *(sums.rest + difference(sums.b, shift)[..., None, :] for sums in around),
+    ]
     log_sums = log_matmul(jnp.concatenate(log_weights, axis=-1), jnp.concatenate(columns, axis=-2))
-    log_z = log_sums[..., -1]
-    return log_divide(log_sums[..., :-1], log_z[..., None]) + finite(shift)[..., None, :-1], ShiftedLog(log_z, r)
+    return log_divide(log_sums[..., :-1], log_sums[..., -1:]) + finite(shift)[..., None, :-1]
 
 
-def _next_sums(sums: LogSums, keys: Keys) -> LogSums:
-    """The sums after a chunk."""
-    k, log_v, decay = keys.k, _with_ones(keys.values), keys.decay()
+def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
+    """The sums after a chunk, in the direction of the decay."""
+    k, log_v = keys.k, _with_ones(keys.values)
     until_end, kept = decay.until_end[..., None], decay.kept[..., None]
     c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
     b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
@@ -91,7 +105,7 @@ def summarize(chunk_size: int, keys: Keys, state: NormalizedState) -> Normalized
     in_chunks = jax.tree.map(
         partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_VALUES, keys, -keys.k.shape[-2] % chunk_size)
     )
-    step = lambda sums, keys: (_next_sums(sums, keys), None)
+    step = lambda sums, keys: (_next_sums(sums, keys, keys.decays()[0]), None)
     return lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)[0].to_state()
 
 

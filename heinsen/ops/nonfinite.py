@@ -37,7 +37,7 @@ def isolate_non_finite(attend: Attend) -> Attend:
     ) -> tuple[Array, Any]:
         keys = Keys(k, values, None, None if log_decay is None else log_decay[..., None])
         bad_query, bad_key = find_bad(kind, q, keys)
-        q, (k, values, _, column) = drop(kind, q, keys, bad_query, bad_key)
+        q, (k, values, _, column, _) = drop(kind, q, keys, bad_query, bad_key)
         y, end = attend(kind, q, k, values, causal, state, resets, None if column is None else column[..., 0])
         seen, seen_by_last = _sees(bad_key, causal, resets)
         return mark(bad_query | seen, y), mark(seen_by_last, end)

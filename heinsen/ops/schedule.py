@@ -3,13 +3,17 @@
 Tokens are cut into chunks of C, and chunks are taken in groups, one group after the other (`lax.scan`). Within a group
 the products and exponentials of all its chunks are computed at once, and the sums between them in turn.
 
+Where queries see later tokens too, a pass over the keys from the last group to the first makes the summary after each
+group beforehand. The gradient of these summaries goes through a pass of its own, from the first group to the last.
+
 What XLA forces, and why:
   * Groups. One chunk is too small to fill a device; all chunks at once leave a CPU's cache (`chunks_per_group`).
   * Padding copies all inputs and outputs; groups may be half as large if that leaves nothing to pad (`split_tokens`).
   * Loops write their outputs into buffers that they carry, in place, rather than stack them (`write`).
   * Buffers that are overwritten are filled differently: XLA merges equal constants, and then copies one for each use.
   * The backward pass overwrites the buffer of S by the gradient of the values, which saves a buffer. For real values
-    XLA would copy the whole buffer in every group, so there it is not done.
+    XLA would copy the whole buffer in every group, so there it is not done. Where queries see later tokens, it
+    overwrites the sums before each chunk by the gradients of those after it.
   * `scan_chunks` keeps the chunks along their axis: `lax.scan` would move them to the front, which copies them.
   * GPUs launch kernels for each step of a loop: there the body of `scan_chunks` takes many steps. On TPUs that moves as
     many bytes, and their compiler ends with a failed check for a gate and 8 steps (jax 0.10.2, 120 sequences on a v5p).
@@ -30,11 +34,13 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import platform
-from heinsen.logspace import NEG_INF, ShiftedLog
+from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
-from heinsen.ops.chunk import KeyFactors, Keys, Scales, ValueScales, Weights
+from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import (
+    MOST_ROWS,
+    Clean,
     Output,
     Rows,
     for_rows,
@@ -46,7 +52,7 @@ from heinsen.ops.exact import (
     multiply,
     vary_together,
 )
-from heinsen.ops.values import SMALLEST_SUM, StateT, Summary, Sums, Values
+from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
 Weigh = Callable[[Array, Array], tuple[Weights, tuple[Array, Array]]]
@@ -78,7 +84,8 @@ class Residuals(NamedTuple):
 
     sums: Sums  # S [*batch, T, V] and Z [*batch, T] of all queries
     before: Summary  # of all before each chunk, [n_groups, *batch, N, ...]
-    seen: Array  # [n_groups, *batch]: whether what is not finite is seen at the beginning of a group
+    after: tuple[Summary, ...]  # of all after each group, [n_groups, *batch, ...], if its queries see them
+    seen: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen from before a group; and after it
     inexact: Array  # [n_groups, *batch]: rows that took `chunk.exact_weights`
     end: Summary
 
@@ -182,9 +189,8 @@ class Group(NamedTuple):
 
     y: Array
     sums: Sums  # S and Z of its queries
-    log_z: ShiftedLog
     before: Summary  # of all before each chunk, [*batch, N, ...]
-    after: Summary  # of all before and in the group
+    end: Summary  # of all before and in the group
     inexact: Array  # [*batch]: rows that took `chunk.exact_weights`
     lost: Array  # [*batch]: whether underflow took terms from sums of log values nevertheless
 
@@ -195,33 +201,33 @@ class Terms(NamedTuple):
     q: Array
     keys: Keys
     vf: Array  # factors of values
-    before: Summary
+    around: Sums  # the sums around each chunk, side by side
+    cs: list[Array]  # their shifts
     scales: ValueScales
 
     def exact_weights(self, q: Array, k: Array) -> tuple[Weights, tuple[Array, Array]]:
-        return chunk.exact_weights(q, k, self.keys.decay(), self.before.shifts.c)
+        return chunk.exact_weights(q, k, self.keys.decays(), self.cs)
 
 
-def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary) -> Group:
-    """Read the group itself and a summary of all before it with the queries of a group; all are finite."""
-    decay, own = keys.decay(), chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decay, own)
-    before, after = _summarize_in_turn(factors, decay, summary)
-    scales = chunk.value_scales(before.shifts.b, own.b)
-    weights, (r, _) = chunk.fast_weights(q, keys.k, decay, own.c, before.shifts.c)
-    terms = Terms(q, keys, factors.vf, before, scales)
-    sums = chunk.query_sums(weights, terms.vf, before.sums, scales)
+def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
+    """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
+    decays, own = keys.decays(), chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decays[0], own)
+    before, end = _summarize_in_turn(factors, decays[0], summary)
+    terms = Terms(q, keys, factors.vf, *_side_by_side((before, *_summaries_after(kind, keys, after)), own)[0])
+    weights, (r, _) = chunk.fast_weights(q, keys.k, decays, own.c, terms.cs)
+    sums = chunk.query_sums(weights, terms.vf, terms.around, terms.scales)
     inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
-    inexact |= jnp.any(~kind.is_exact(sums, scales.b), axis=-1)
+    inexact |= jnp.any(~kind.is_exact(sums, terms.scales.b), axis=-1)
 
-    def read_exactly(rows: Rows, out: tuple[Array, Sums, Array]) -> tuple[Array, Sums, Array]:
+    def read_exactly(rows: Rows, out: tuple[Sums, Array]) -> tuple[Sums, Array]:
         of_rows = rows.take(terms)
-        weights, (r, _) = of_rows.exact_weights(of_rows.q, of_rows.keys.k)
-        sums = chunk.query_sums(weights, of_rows.vf, of_rows.before.sums, of_rows.scales)
-        return rows.write(out, (r, sums, jnp.any(~kind.is_exact(sums, of_rows.scales.b), axis=-1)))
+        weights, _ = of_rows.exact_weights(of_rows.q, of_rows.keys.k)
+        sums = chunk.query_sums(weights, of_rows.vf, of_rows.around, of_rows.scales)
+        return rows.write(out, (sums, jnp.any(~kind.is_exact(sums, of_rows.scales.b), axis=-1)))
 
-    r, sums, lost = for_rows(inexact, read_exactly, (r, sums, jnp.zeros_like(inexact)))
-    return Group(kind.mean(sums, scales.b), sums, chunk.log_z(sums.z, r), before, after, inexact, lost)
+    sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)))
+    return Group(kind.mean(sums, terms.scales.b), sums, before, end, inexact, lost)
 
 
 def group_grad(
@@ -229,77 +235,147 @@ def group_grad(
     q: Array,
     keys: Keys,
     before: Summary,
+    after: tuple[Summary, ...],
     sums: Sums,
     dy: Array,
-    dlog_z: Array | None,
     pass_back: Callable[[Scales, Sums], tuple[Sums, Sums]],
     inexact: Array | None = None,
-) -> tuple[Array, Keys, Sums]:
-    """Gradients of queries, of keys, and of the sums before the group.
+) -> tuple[Array, Keys, Sums, list[Sums]]:
+    """Gradients of queries, of keys, of the sums before the group, and of those after each chunk, if they are read.
+
+    Those of keys are without what the sums after earlier chunks make: see `summary_after_grad`.
 
     Args:
+      before: the summary before each chunk.
+      after: that after the group, if its queries see it.
       sums: S and Z of the queries.
       pass_back: of what each chunk keeps of the sums before it, and what its queries add to their gradient, to the
         gradients of the sums after each chunk, and of those before the first.
       inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
-    decay, own = keys.decay(), chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decay, own)
-    scales = chunk.value_scales(before.shifts.b, own.b)
-    dsums = kind.mean_grad(sums, dy, dlog_z)
-    dq_total = (jnp.zeros_like(dsums.z) if dlog_z is None else dlog_z) - kind.always_zero_grad(dy, scales.b)
+    decays, own = keys.decays(), chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decays[0], own)
+    around, pull_apart = _side_by_side((before, *_summaries_after(kind, keys, after)), own)
+    terms = Terms(q, keys, factors.vf, *around)
+    dsums = kind.mean_grad(sums, dy)
+    dq_total = jnp.zeros_like(dsums.z) - kind.always_zero_grad(dy, terms.scales.b)
 
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
         of_rows, row_dsums, row_total = rows.take((terms, dsums, dq_total))
         return rows.write(out, _pull_back(of_rows.exact_weights, of_rows, row_dsums, row_total))
 
-    terms = Terms(q, keys, factors.vf, before, scales)
-    weigh = lambda q, k: chunk.fast_weights(q, k, decay, own.c, before.shifts.c)
+    weigh = lambda q, k: chunk.fast_weights(q, k, decays, own.c, terms.cs)
     found = _pull_back(weigh, terms, dsums, dq_total)
-    dq, dk, dread, dvf = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
-    _, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
+    found = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
+    dread, *dafter = pull_apart(found.around)
+    _, older, newer = chunk.merge(before.shifts, decays[0].kept, factors.shifts)
     dends, dfirst = pass_back(older, dread)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
-    dk, dvf = dk + more.k, dvf + more.values
-    dlog_decay = None
+    dk, dvf = found.k + more.k, found.vf + more.values
+    dkeys = Keys(dk, kind.factor_grad(factors.vf, dvf), None, None, None if keys.after is None else After())
     if keys.log_decay is not None:
-        dlog_decay = chunk.log_decay_grad(dq_total, dk, more.k, chunk.kept_product(older, before.sums, dends))
-    return dq, Keys(dk, kind.factor_grad(factors.vf, dvf), None, dlog_decay), dfirst
+        dk_total = chunk.sum_features(dk)
+        if found.later is not None:
+            dq_total, dk_total = dq_total - found.later[0], dk_total - found.later[1]
+            dkeys = dkeys._replace(after=After(log_decay=chunk.log_decay_after_grad(*found.later)))
+        dkept = chunk.kept_product(older, before.sums, dends)
+        dkeys = dkeys._replace(log_decay=chunk.log_decay_grad(dq_total, dk_total, more.k, dkept))
+    return found.q, dkeys, dfirst, dafter
 
 
-def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> tuple[Array, Array, Sums, Array]:
-    """From the gradients of S and Z, those of queries, keys, the sums before each chunk and the factors of values."""
-    weights, pull, (_, feature_weights) = jax.vjp(weigh, terms.q, terms.keys.k, has_aux=True)
-    dq, dk = pull(chunk.weights_grad(dsums, terms.vf, terms.before.sums, terms.scales))
+def summary_after_grad(kind: Values[Any], keys: Keys, after: Summary, dread: Sums, dfirst: Sums) -> tuple[Keys, Sums]:
+    """The part of the gradients of a group's keys that the sums after chunks make, and of the sums after the group.
+
+    Args:
+      after: the summary after the group.
+      dread: what the queries of each chunk add to the gradient of the sums after it.
+      dfirst: gradient of the sums of the group and all after it.
+    """
+    assert keys.after is not None
+    decay, own = keys.decays()[1], chunk.largest(kind, keys)
+    factors = chunk.key_factors(kind, keys, decay, own)
+    (after,) = _summaries_after(kind, keys, (after,))
+    _, older, newer = chunk.merge(after.shifts, decay.kept, factors.shifts)
+    dends, dlast = _pass_back_in_turn(dfirst, older, dread, decay.backwards)
+    more = chunk.summary_grad(factors, chunk.scale(dends, newer))
+    dlog_decay = None
+    if keys.after.log_decay is not None:
+        dlog_decay = chunk.log_decay_end_grad(more.k, chunk.kept_product(older, after.sums, dends))
+    return Keys(more.k, kind.factor_grad(factors.vf, more.values), None, None, After(log_decay=dlog_decay)), dlast
+
+
+def _summaries_after(kind: Values[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
+    """The summary after each chunk of a group, [*batch, N, ...], from that after the group, if queries see it."""
+    decays, own = keys.decays()[1:], chunk.largest(kind, keys)
+    each = zip(decays, after, strict=True)
+    return [_summarize_in_turn(chunk.key_factors(kind, keys, decay, own), decay, x)[0] for decay, x in each]
+
+
+class _Around(NamedTuple):
+    """The summaries around each chunk, as its queries read them."""
+
+    sums: Sums  # side by side
+    cs: list[Array]
+    scales: ValueScales
+
+
+def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[_Around, Callable[[Sums], tuple[Sums, ...]]]:
+    """The summaries side by side; and from the gradient of their sums to that of the sums of each."""
+    shifts = [summary.shifts for summary in around]
+    side_by_side = lambda *sums: chunk.side_by_side(sums, shifts)
+    sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in around), has_aux=True)
+    return _Around(sums, [x.c for x in shifts], chunk.value_scales(b, own.b)), pull_apart
+
+
+class _Pulled(NamedTuple):
+    """Gradients of a group's queries, keys, the sums around each chunk and the factors of values."""
+
+    q: Array
+    k: Array
+    around: Sums
+    vf: Array
+    later: tuple[Array, Array] | None  # `chunk.later_totals`, for the gradients of log decays
+
+
+def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pulled:
+    """Gradients from those of S and Z."""
+    keys, scales = terms.keys, terms.scales
+    weights, pull, (_, feature_weights) = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
+    dweights = chunk.weights_grad(dsums, terms.vf, terms.around, scales)
+    dq, dk = pull(dweights)
     dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
-    return dq, dk, chunk.before_grad(weights, dsums, terms.scales), chunk.values_grad(weights, dsums, terms.scales)
+    is_gated = keys.after is not None and keys.log_decay is not None
+    later = chunk.later_totals(weights, dweights) if is_gated else None
+    of_sums = chunk.before_grad(weights, dsums, scales)
+    return _Pulled(dq, dk, of_sums, chunk.values_grad(weights, dsums, scales), later)
 
 
 def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
-    """The summaries before each chunk of a group, [*batch, N, ...], and after the last."""
+    """The summaries before each chunk of a group, [*batch, N, ...], and after the last, in the decay's direction."""
     axis = summary.shifts.c.ndim - 1
     own = chunk.summarize(factors)
     log_kept = jnp.broadcast_to(decay.kept, own.z.shape[:-1])
+    scan = partial(scan_chunks, axis=axis, reverse=decay.backwards)
     merge = lambda shifts, xs: chunk.merge(shifts, *xs).shifts
-    end, before = scan_chunks(merge, summary.shifts, (log_kept, factors.shifts), axis)
+    end, before = scan(merge, summary.shifts, (log_kept, factors.shifts))
     _, older, newer = chunk.merge(before, log_kept, factors.shifts)
 
     def add(sums: Sums, xs: Any) -> Sums:
         older, newer, own = xs
         return chunk.add(chunk.scale(sums, older), chunk.scale(own, newer))
 
-    end_sums, sums = scan_chunks(add, summary.sums, (older, newer, own), axis)
+    end_sums, sums = scan(add, summary.sums, (older, newer, own))
     return Summary(sums, before), Summary(end_sums, end)
 
 
-def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums) -> tuple[Sums, Sums]:
-    """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk."""
+def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums, backwards: bool = False) -> tuple[Sums, Sums]:
+    """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk (backwards: before the first)."""
 
     def step(dend: Sums, xs: Any) -> Sums:
         older, dread = xs
         return chunk.add(chunk.scale(dend, older), dread)
 
-    dfirst, dends = scan_chunks(step, dend, (older, dread), dend.z.ndim - 1, reverse=True)
+    dfirst, dends = scan_chunks(step, dend, (older, dread), dend.z.ndim - 1, reverse=not backwards)
     return dends, dfirst
 
 
@@ -307,11 +383,10 @@ def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums) -> tuple[Sums, Su
 
 
 class _Buffers(NamedTuple):
-    """Arrays that the groups write: y, S and Z if they are saved, and log Z if asked for."""
+    """Arrays that the groups write: y, and S and Z if they are saved."""
 
     y: Array
     sums: Sums | None
-    log_z: ShiftedLog | None
 
 
 class _Carry(NamedTuple):
@@ -324,20 +399,28 @@ class _Carry(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Causal(Generic[StateT]):
-    """Causal attention over a whole number of groups, as `exact.run` takes it: what is known when it is compiled."""
+class InOrder(Generic[StateT]):
+    """Attention in the order of tokens, causal or both ways (`Keys.after`), over a whole number of groups.
+
+    As `exact.run` takes it: what is known when it is compiled.
+    """
 
     kind: Values[StateT]
     split: Split
-    return_log_z: bool
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
+
+    both_ways: bool = False
+
+    @property
+    def most_rows(self) -> int:
+        return MOST_ROWS // 2 if self.both_ways else MOST_ROWS  # as each has sums in both directions
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_bad_state(self.kind, state)
-        q, keys, seen, seen_by_last = leave_out(self.kind, q, keys, bad_state)
-        state = leave_out_state(state, bad_state)
-        y, log_z, end = logarithms.attend(self.split.chunk_size, q, keys, state)
-        return Output(mark(seen, y), mark(seen, log_z) if self.return_log_z else None, mark(seen_by_last, end))
+        first = (bad_state,) if keys.after is None else (bad_state, jnp.zeros_like(bad_state))
+        q, keys, seen, beyond = leave_out(self.kind, q, keys, first)
+        y, end = logarithms.attend(self.split.chunk_size, q, keys, leave_out_state(state, bad_state))
+        return Output(mark(seen, y), mark(beyond[0], end))
 
     def forward(
         self, q: Array, keys: Keys, state: StateT, save_residuals: bool
@@ -345,26 +428,52 @@ class Causal(Generic[StateT]):
         """(the output, what the backward pass needs if it is saved, the rows that lost terms)."""
         kind, split = self.kind, self.split
 
-        def step(carry: _Carry, i: Array) -> Any:
-            clean = leave_out_any(kind, *take_group((q, keys), i, split), carry.seen)
-            group = read_group(kind, clean.q, clean.keys, carry.summary)
-            y, log_z = mark(clean.seen, (group.y, group.log_z))
-            buffers = self._write(carry.buffers, group._replace(y=y, log_z=log_z), i)
-            after = _Carry(group.after, clean.seen_by_last, carry.lost | group.lost, buffers)
-            return after, (group.before, carry.seen, group.inexact) if save_residuals else None
+        def step(carry: _Carry, xs: Any) -> Any:
+            i, after, seen_after = xs
+            seen = (carry.seen,) + seen_after
+            clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
+            group = read_group(kind, clean.q, clean.keys, carry.summary, after)
+            buffers = self._write(carry.buffers, group._replace(y=mark(clean.seen, group.y)), i)
+            carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
+            return carry, (group.before, seen, group.inexact) if save_residuals else None
 
         bad_state = is_bad_state(kind, state)
         summary = kind.to_summary(leave_out_state(state, bad_state))
         lost = ~kind.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
-        (end, seen, lost, (y, sums, log_z)), saved = lax.scan(step, carry, jnp.arange(split.n_groups))
+        after, seen_after = self._summarize_after(keys, state)
+        xs = jnp.arange(split.n_groups), after, seen_after
+        (end, seen, lost, (y, sums)), saved = lax.scan(step, carry, xs)
         lost |= ~kind.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
-            before, seen_before, inexact = saved
-            residuals = Residuals(sums, before, seen_before, inexact, end)
-        return Output(y, log_z, mark(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
+            before, seen_at, inexact = saved
+            residuals = Residuals(sums, before, after, seen_at, inexact, end)
+        return Output(y, mark(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
+
+    def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
+        """(the summary after each group, whether something there is not finite), [n_groups, *batch, ...], if read."""
+        if keys.after is None:
+            return (), ()
+        kind, split = self.kind, self.split
+
+        def step(carry: tuple[Summary, Array], i: Array) -> Any:
+            clean = self._leave_out_of_keys(keys, i, carry[1])
+            decay = clean.keys.decays()[1]
+            factors = chunk.key_factors(kind, clean.keys, decay, chunk.largest(kind, clean.keys))
+            return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
+
+        first = kind.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
+        after, seen = lax.scan(step, vary_together(first, keys)[0], jnp.arange(split.n_groups), reverse=True)[1]
+        return (after,), (seen,)
+
+    def _leave_out_of_keys(self, keys: Keys, i: Array, seen_after: Array) -> Clean:
+        """A group's keys, without what is not finite, as queries without features see it."""
+        no_queries = keys.k[..., :0]
+        return leave_out_any(
+            self.kind, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(seen_after), seen_after)
+        )
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], scale: Array
@@ -373,50 +482,71 @@ class Causal(Generic[StateT]):
         kind, split = self.kind, self.split
 
         def step(carry: Any, xs: Any) -> Any:
-            dend, dq, dkeys = carry
-            i, before, seen, inexact = xs
+            dend, dq, dkeys, held = carry
+            i, shifts, after, seen, inexact = xs
+            before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
             clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
-            dread = take(grads.y), None if grads.log_z is None else take(grads.log_z.rest, axis=-1)
-            dread = mark(clean.seen, multiply(dread, 1 / scale), 0.0)
+            dy = mark(clean.seen, multiply(take(grads.y), 1 / scale), 0.0)
             pass_back = partial(_pass_back_in_turn, dend)
-            found = group_grad(kind, clean.q, clean.keys, before, sums, *dread, pass_back, inexact)
-            dq, dkeys = write((dq, dkeys), to_tokens(multiply(found[:2], scale)), i)
-            return (found[2], dq, dkeys), None
+            *found, dend, dafter = group_grad(kind, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
+            dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
+            if dafter:
+                held = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), held, dafter[0])
+            return (dend, dq, dkeys, held), None
 
         to_end = lambda m: kind.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
-        carry = dend, *self._make_grad_buffers(q, keys, residuals.sums)
+        carry = dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
-        xs = jnp.arange(split.n_groups), residuals.before, residuals.seen, residuals.inexact
-        (dfirst, dq, dkeys), _ = lax.scan(step, carry, xs, reverse=True)
+        xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.seen, residuals.inexact
+        (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
+        if keys.after is not None:
+            dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, scale)
         to_sums = lambda state: kind.to_summary(leave_out_state(state, is_bad_state(kind, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
         return dq, dkeys, multiply(dstate, scale)
+
+    def _add_grad_of_after(self, keys: Keys, residuals: Residuals, dkeys: Keys, dafter: Sums, scale: Array) -> Keys:
+        """Gradients of keys with what the sums after chunks make, from those of the sums as queries read them."""
+        kind, split = self.kind, self.split
+
+        def step(carry: Any, xs: Any) -> Any:
+            dfirst, dkeys = carry
+            i, after, seen, dread = xs
+            clean = self._leave_out_of_keys(keys, i, seen)
+            more, dlast = summary_after_grad(kind, clean.keys, after, dread, dfirst)
+            more = to_tokens(multiply(more, scale))
+            add = lambda x, more: x + more
+            before = to_tokens(take_group(dkeys, i, split))
+            return (dlast, write(dkeys, jax.tree.map(add, before, more), i)), None
+
+        none = jax.tree.map(jnp.zeros_like, residuals.end.sums)
+        carry = vary_together((none, dkeys._replace(log_decay=None)), dafter)[0]
+        xs = jnp.arange(split.n_groups), residuals.after[0], residuals.seen[1], dafter
+        (_, found), _ = lax.scan(step, carry, xs)
+        return found._replace(log_decay=dkeys.log_decay)
 
     def _make_buffers(self, m: Sums, save_residuals: bool) -> _Buffers:
         """Buffers for the groups to overwrite, filled differently: see the module's top."""
         n_tokens, (*batch, _, d_value) = self.split.n_tokens, m.s.shape
         make = lambda fill, *last: jnp.full((*batch, *last), fill, m.s.dtype)
         sums = Sums(make(1, n_tokens, d_value), make(1, n_tokens)) if save_residuals else None
-        log_z = ShiftedLog(make(2, n_tokens), make(3, n_tokens)) if self.return_log_z else None
-        return _Buffers(make(0, n_tokens, d_value), sums, log_z)
+        return _Buffers(make(0, n_tokens, d_value), sums)
 
     def _write(self, buffers: _Buffers, group: Group, i: Array) -> _Buffers:
         """The buffers with what the i-th group's queries read."""
-        y, sums, log_z = buffers
-        y = write(y, to_tokens(group.y), i)
+        y, sums = write(buffers.y, to_tokens(group.y), i), buffers.sums
         if sums is not None:
             s, z = to_tokens(group.sums.s), to_tokens(group.sums.z, axis=-1)
             sums = Sums(write(sums.s, s, i), write(sums.z, z, i, axis=-1))
-        if log_z is not None:
-            log_z = write(log_z, to_tokens(group.log_z, axis=-1), i, axis=-1)
-        return _Buffers(y, sums, log_z)
+        return _Buffers(y, sums)
 
     def _make_grad_buffers(self, q: Array, keys: Keys, sums: Sums) -> tuple[Array, Keys]:
         """Buffers for the groups to overwrite, filled differently; for the gradient of the values that of S, or not."""
         dvalues = sums.s if self.kind.grad_overwrites_sums else jnp.full_like(keys.values, 2)
-        dlog_decay = None if keys.log_decay is None else jnp.full_like(keys.log_decay, 3)
-        return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, dlog_decay)
+        like = lambda x, fill: None if x is None else jnp.full_like(x, fill)
+        after = None if keys.after is None else After(log_decay=like(keys.after.log_decay, 4))
+        return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, like(keys.log_decay, 3), after)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, ShiftedLog, finite, log_divide, logaddexp, logsumexp
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, log_divide, logsumexp
 from heinsen.ops.states import NormalizedMeanState, NormalizedState, init_state, whole_shift
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
@@ -78,8 +78,8 @@ class Values(abc.ABC, Generic[StateT]):
         """Output of queries: log s - log z + b, or s / z; -inf, or 0, where nothing is summed."""
 
     @abc.abstractmethod
-    def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
-        """Gradients of s and z from those of the `mean` and of log z."""
+    def mean_grad(self, sums: Sums, dmean: Array) -> Sums:
+        """Gradients of s and z from that of the `mean`."""
 
     @abc.abstractmethod
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
@@ -92,10 +92,6 @@ class Values(abc.ABC, Generic[StateT]):
     @abc.abstractmethod
     def is_value(self, values: Array) -> Array:
         """Whether numbers are values, neither NaN nor infinite."""
-
-    @abc.abstractmethod
-    def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
-        """Output of queries over two sets of tokens, from the output over each and its log share of the weights."""
 
     @abc.abstractmethod
     def to_state(self, summary: Summary) -> StateT:
@@ -136,9 +132,8 @@ class LogValues(Values[NormalizedState]):
         assert b is not None
         return log_divide(safe_log(sums.s), safe_log(sums.z)[..., None]) + finite(b)[..., None, :]
 
-    def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
-        ds, dz = safe_divide(dmean, sums.s), -jnp.sum(dmean, axis=-1)
-        return Sums(ds, safe_divide(dz if dlog_z is None else dz + dlog_z, sums.z))
+    def mean_grad(self, sums: Sums, dmean: Array) -> Sums:
+        return Sums(safe_divide(dmean, sums.s), safe_divide(-jnp.sum(dmean, axis=-1), sums.z))
 
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
         assert b is not None
@@ -152,9 +147,6 @@ class LogValues(Values[NormalizedState]):
 
     def is_value(self, values: Array) -> Array:
         return values < jnp.inf
-
-    def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
-        return logaddexp(y + share, other_y + other_share)
 
     def to_state(self, summary: Summary) -> NormalizedState:
         (s, z), shifts = summary
@@ -200,10 +192,10 @@ class RealValues(Values[NormalizedMeanState]):
     def mean(self, sums: Sums, b: Array | None) -> Array:
         return safe_divide(sums.s, sums.z[..., None])
 
-    def mean_grad(self, sums: Sums, dmean: Array, dlog_z: Array | None) -> Sums:
+    def mean_grad(self, sums: Sums, dmean: Array) -> Sums:
         s, z = sums
         ds, dz = safe_divide(dmean, z[..., None]), -jnp.sum(dmean * safe_divide(s, z[..., None]), axis=-1)
-        return Sums(ds, safe_divide(dz if dlog_z is None else dz + dlog_z, z))
+        return Sums(ds, safe_divide(dz, z))
 
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
         return 0.0
@@ -213,9 +205,6 @@ class RealValues(Values[NormalizedMeanState]):
 
     def is_value(self, values: Array) -> Array:
         return jnp.isfinite(values)
-
-    def combine(self, y: Array, share: Array, other_y: Array, other_share: Array) -> Array:
-        return jnp.exp(share) * y + jnp.exp(other_share) * other_y
 
     def to_state(self, summary: Summary) -> NormalizedMeanState:
         (s, z), shifts = summary

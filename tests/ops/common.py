@@ -37,7 +37,7 @@ def run_fast_form(q, k, values, state=None, log_decay=None, signed=False):
     kind = REAL_VALUES if signed else LOG_VALUES
     keys = chunk.Keys(k, values, None, None if log_decay is None else log_decay[..., None])
     first = kind.empty_state(k, values) if state is None else state.normalize()
-    form = schedule.Causal(kind, schedule.split_tokens(q.shape), False, "cpu")
+    form = schedule.InOrder(kind, schedule.split_tokens(q.shape), "cpu")
     assert form.split.n_tokens == q.shape[-2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "for_rows", lambda rows, update, out: out)

@@ -14,34 +14,35 @@ from tests.ops.common import run_fast_form
 FEATURES = 5
 
 
-@jax.jit
-def weigh(q, k, left, c):
-    """(the exact weights, their gradient, r and the features' weights)."""
-    return jax.vjp(lambda q, k: chunk.exact_weights(q, k, left, c), q, k, has_aux=True)
-
-
+@pytest.mark.parametrize("both_ways", [False, True])
 @pytest.mark.parametrize("sigma, offset", [(1, 0), (64, 0), (2, 1e4)])
 @pytest.mark.parametrize(
     "n_tokens, forgets",
     [(64, True), *(pytest.param(*x, marks=pytest.mark.long) for x in [(1, False), (7, True), (12, True), (32, False)])],
 )
-def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, forgets, sigma, offset):
+def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, forgets, sigma, offset, both_ways):
     draw = lambda *shape: np.float32(sigma * rng.standard_normal(shape))
-    q, k, c = draw(n_tokens, FEATURES), draw(n_tokens, FEATURES), draw(FEATURES)
+    q, k, *cs = draw(n_tokens, FEATURES), draw(n_tokens, FEATURES), *draw(1 + both_ways, FEATURES)
     k = k + np.float32(offset * rng.standard_normal((n_tokens, 1)))
-    log_decay = -jnp.float32(5 * rng.random(n_tokens)) if forgets else None
-    resets = jnp.asarray(rng.random(n_tokens) < 0.1) if forgets else None
-    left = jax.jit(decay.chunk_decay, static_argnums=(2, 3))(log_decay, resets, n_tokens, q.dtype)
-    weights, pull, (r, _) = weigh(q, k, left, c)
+    log_decay = lambda: -jnp.float32(5 * rng.random(n_tokens)) if forgets else None
+    where = lambda: jnp.asarray(rng.random(n_tokens) < 0.1) if forgets else None
+    decays = [decay.chunk_decay(log_decay(), where(), n_tokens, q.dtype)]
+    if both_ways:
+        decays.append(decay.chunk_decay_after(log_decay(), where(), where(), n_tokens, q.dtype))
+    weigh = lambda q, k: chunk.exact_weights(q, k, decays, list(map(jnp.asarray, cs)))
+    weights, pull, (r, _) = jax.jit(lambda q, k: jax.vjp(weigh, q, k, has_aux=True))(q, k)
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), weights)
 
-    q, k, of_keys, c, before, r = (np.float64(x) for x in (q, k, left.of_keys, c, left.of_before, r))
-    of_before = np.exp(q + c + before[:, None] - r[:, None])
+    q, k, r = (np.float64(x) for x in (q, k, r))
+    of_keys = np.max([np.float64(each.of_keys) for each in decays], axis=0)
+    parts = [np.exp(q + c + np.float64(x.of_before)[:, None] - r[:, None]) for c, x in zip(cs, decays, strict=True)]
+    of_before = np.concatenate(parts, axis=-1)
     of_features = np.exp(q[:, None, :] + k[None, :, :] + of_keys[..., None] - r[:, None, None])
     decays_that_count = of_keys[of_features.max(axis=-1) > 1e-7]  # large ones where the largest key is far behind
     rounding = 3e-7 * max(10, np.abs(q).max(), -decays_that_count.min(initial=0))  # of exponents of that size
     posterior = of_features * np.float64(cotangents.of_keys)[..., None]
-    dq = posterior.sum(axis=1) + of_before * np.float64(cotangents.of_before)
+    dq = posterior.sum(axis=1)
+    dq += (of_before * np.float64(cotangents.of_before)).reshape(n_tokens, -1, FEATURES).sum(axis=1)
     want = of_before, of_features.sum(axis=-1), dq, posterior.sum(axis=0)
     for got, wanted in zip((*weights, *jax.jit(pull)(cotangents)), want, strict=True):
         np.testing.assert_allclose(got, wanted, atol=rounding * max(1, np.abs(wanted).max()))

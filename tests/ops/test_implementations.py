@@ -109,10 +109,10 @@ CASES = {
     "all keys, one query, state": dict(n_queries=1, n_keys=5, d_key=1, d_value=1, causal=False, state=True),
     "all keys, documents, state": dict(
         batch=(2,),
-        n_queries=6,
+        n_queries=11,  # the second half begins within a chunk
         d_key=5,
         causal=False,
-        mean_length=3,
+        mean_length=6,
         state=True,
     ),
 }
@@ -328,7 +328,7 @@ def test_a_masked_token_is_a_removed_token(form, rng):
 
 @pytest.mark.parametrize(
     "name, lengths",
-    [("documents, state", (1, 4, 2)), ("all keys, documents, state", (1, 3, 2))],
+    [("documents, state", (1, 4, 2)), ("all keys, documents, state", (1, 7, 3))],
 )
 def test_packed_documents_are_separate_calls_and_runs_decide(form, rng, name, lengths):
     """Ids 0, 1, 0: three documents; the state goes into the first only, and the last one's comes out."""

@@ -11,8 +11,8 @@ from tests.ops.common import user_jit
 HEADS, FEATURES = 24, 32  # as many as in the 125M model
 
 
-def compile_for(function, n_tokens, gradient):
-    attend = functools.partial(getattr(heinsen, function), implementation="chunked")
+def compile_for(function, n_tokens, gradient, **options):
+    attend = functools.partial(getattr(heinsen, function), implementation="chunked", **options)
     x = jax.ShapeDtypeStruct((1, HEADS, n_tokens, FEATURES), "float32")
     run = lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g) if gradient else attend(q, k, v)
     return user_jit(run).lower(x, x, x, x).compile()
@@ -30,6 +30,19 @@ def test_memory_is_linear_in_tokens_with_few_buffers_and_no_copies_in_loops(func
     shape = f"f32[1,{HEADS},{n_tokens},{FEATURES}]"
     assert any(shape in line for line in loops)
     assert not [line for line in loops if shape in line.split(" copy(")[0] and " copy(" in line]
+
+
+@pytest.mark.parametrize("function", [pytest.param("log_attention", marks=pytest.mark.long), "attention"])
+def test_both_ways_within_documents_need_hardly_more_memory_than_causal_attention(function):
+    n_tokens = 16384
+    ids = jax.numpy.arange(n_tokens) // 1000
+    compiled = [compile_for(function, n_tokens, True, causal=causal, segment_ids=ids) for causal in (True, False)]
+    causal, both_ways = (each.memory_analysis().temp_size_in_bytes for each in compiled)
+    assert causal < both_ways <= 1.3 * causal
+    loops = compiled[1].as_text().split("\nENTRY ")[0].splitlines()
+    sizes = f"[1,{HEADS},{n_tokens},{FEATURES}]", f",1,{HEADS},8,{FEATURES},{FEATURES}]"
+    copied = [line.split(" copy(")[0] for line in loops if " copy(" in line]
+    assert not [shape for shape in copied if any(size in shape for size in sizes)]
 
 
 @pytest.mark.long

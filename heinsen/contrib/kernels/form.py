@@ -7,20 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from heinsen.ops.chunk import Keys
-from heinsen.ops.chunked import attend_causally
+from heinsen.ops.chunked import attend_in_order
 from heinsen.ops.exact import Output, is_bad_state
-from heinsen.ops.schedule import Causal
+from heinsen.ops.schedule import InOrder
 from heinsen.ops.values import StateT, Summary
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels(Causal[StateT]):
-    """`Causal` by one kernel for each pass. All chunks are in one group."""
+class Kernels(InOrder[StateT]):
+    """`InOrder` by one kernel for each pass. All chunks are in one group."""
 
-    interpret: Any  # parameters of JAX's interpret mode, or None: compiled
+    interpret: Any = None  # parameters of JAX's interpret mode, or None: compiled
 
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
-        return attend_causally(self.kind, q, keys, state, return_log_z=self.return_log_z)
+        return attend_in_order(self.kind, q, keys, state)
 
     def lost_between(self, state: StateT, first: Summary, end: Summary) -> Array:
         """Rows [*batch] whose summaries of all tokens may have lost terms, or where something is not finite."""

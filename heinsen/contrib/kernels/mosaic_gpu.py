@@ -55,13 +55,13 @@ from heinsen.contrib.kernels.wgmma import (
     smem_pieces,
 )
 from heinsen.errors import InputError
-from heinsen.logspace import NEG_INF, ShiftedLog, finite, two_sum
+from heinsen.logspace import NEG_INF, finite, two_sum
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import decay_grad
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, take_group
-from heinsen.ops.values import LOG_VALUES, SMALLEST_SUM, StateT, Summary, Sums, Values, safe_log
+from heinsen.ops.values import LOG_VALUES, SMALLEST_SUM, StateT, Summary, Sums, Values
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 Held = Any
@@ -227,7 +227,6 @@ class Written(NamedTuple):
     y: Held  # [G, T, V]
     s: Held  # [G, T, V]: S, with 1 where it is rightly 0
     z: Held  # [G, T]: Z, the same
-    r: Held  # [G, T]
     least: Held  # [G, T]: the smallest of each query's sums that must not lose terms
     before_s: Held  # [G, N, K, V]: M_s before each chunk
     before_z: Held  # [G, N, K]
@@ -348,7 +347,6 @@ def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None
         least = jnp.minimum(jnp.min(s, axis=1), z)
     store(out.s.at[at.g, at.tokens], s)
     store(out.z.at[at.g, at.tokens], z)
-    store(out.r.at[at.g, at.tokens], r)
     store(out.least.at[at.g, at.tokens], least)
 
 
@@ -358,7 +356,7 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
     array = lambda *shape: jax.ShapeDtypeStruct((heads, *shape), jnp.float32)
     tokens, values = array(n_tokens), array(n_tokens, d_value)
     before = array(n_chunks, d_key, d_value), array(n_chunks, d_key)
-    out = Written(values, values, tokens, tokens, tokens, *before, State(*map(_like, first)))
+    out = Written(values, values, tokens, tokens, *before, State(*map(_like, first)))
     smem = {
         "q": smem_float32(CHUNK, d_key),
         "k": smem_float32(CHUNK, d_key),
@@ -382,7 +380,6 @@ class Cotangents(NamedTuple):
     """What the backward kernel reads besides the inputs, whose `moved_k` and `moved_v` are those after each chunk."""
 
     dy: Held  # [G, T, V]
-    dlog_z: Held  # [G, T]
     s: Held  # [G, T, V], as written by the forward kernel
     z: Held  # [G, T]
     before_s: Held  # [G, N, K, V]
@@ -549,16 +546,15 @@ def _backward_kernel(
     store(out.first.z.at[g], dm.z)
 
 
-def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array]:
+def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array | float]:
     """(dS [C, V], dZ [C], the sum of dq over features [C]) from dy [C, V]."""
-    dy, z, dlog_z = dy * given.factors[0], at.tokens_vector(given.z), at.tokens_vector(given.dlog_z) * given.factors[0]
+    dy, z = dy * given.factors[0], at.tokens_vector(given.z)
     s = at.load_tokens(given.s)
     whole_z = rows(z, at.sizes.d_value)
     if at.vectors.b is None:
-        return dy / whole_z, (dlog_z - jnp.sum(dy * (s / whole_z), axis=1)) / z, dlog_z
+        return dy / whole_z, -jnp.sum(dy * (s / whole_z), axis=1) / z, 0.0
     always_zero = columns(at.values_vector(at.vectors.b), CHUNK) == NEG_INF
-    dq_total = dlog_z - jnp.sum(jnp.where(always_zero, dy, 0.0), axis=1)
-    return dy / s, (dlog_z - jnp.sum(dy, axis=1)) / z, dq_total
+    return dy / s, -jnp.sum(dy, axis=1) / z, -jnp.sum(jnp.where(always_zero, dy, 0.0), axis=1)
 
 
 def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: State) -> Gradients:
@@ -631,10 +627,10 @@ class Fused(Kernels[StateT]):
     """The form for Hopper GPUs."""
 
     @classmethod
-    def of(cls, kind: Values[StateT], keys: Keys, return_log_z: bool) -> "Fused[StateT]":
+    def of(cls, kind: Values[StateT], keys: Keys) -> "Fused[StateT]":
         """Raises InputError for what the kernels do not take."""
         _check(keys)
-        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "gpu", interpret.params())
+        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "gpu", interpret=interpret.params())
 
     def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
         kind, keys, first = self.kind, _with_decay(keys), self.kind.to_summary(state)
@@ -647,9 +643,7 @@ class Fused(Kernels[StateT]):
         end = Summary(layout.sums(written.end), jax.tree.map(lambda x: x[..., -1, :], shifts.after))
         lost = self.lost_between(state, first, end)
         lost |= ~jnp.all(layout.unflatten(written.least) >= SMALLEST_SUM, axis=-1)
-        z, r = layout.unflatten(written.z), layout.unflatten(written.r)
-        log_z = ShiftedLog(jnp.where(r == NEG_INF, NEG_INF, safe_log(z)), r) if self.return_log_z else None
-        out = Output(layout.unflatten(written.y)[..., : layout.d_value], log_z, kind.to_state(end))
+        out = Output(layout.unflatten(written.y)[..., : layout.d_value], kind.to_state(end))
         saved = _Residuals(written.s, written.z, written.before_s, written.before_z, shifts, end)
         return out, saved if save_residuals else None, lost
 
@@ -664,7 +658,6 @@ class Fused(Kernels[StateT]):
         inputs = layout.inputs(q, keys, shifts, shift_scales(shifts.after, later))
         given = Cotangents(
             dy=layout.fill(grads.y, layout.sizes.d_value),
-            dlog_z=jnp.zeros_like(residuals.z) if grads.log_z is None else layout.flatten(grads.log_z.rest),
             s=residuals.s,
             z=residuals.z,
             before_s=residuals.before_s,
@@ -757,7 +750,7 @@ class _Layout(NamedTuple):
         return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
 
     def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
-        k, values, _, log_decay = keys
+        k, values, _, log_decay, _ = keys
         zero = NEG_INF if self.sizes.log_values else 0.0
         c = self.fill(self.fill(own.reading.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
         moved_v = self.values_vectors(moved.v)
@@ -776,8 +769,8 @@ class _Layout(NamedTuple):
 
     def _decay_vectors(self, keys: Keys, own: ChunkShifts) -> DecayVectors:
         keys = take_group(keys, 0, Split(1, self.sizes.n_chunks, CHUNK))
-        left = keys.decay()
-        (units, unit, rest), first = left.sums, jnp.zeros(left.sums.units.shape)
+        (left,) = keys.decays()
+        (units, unit, rest), first = left.queries.sums, jnp.zeros(left.queries.sums.units.shape)
         if keys.resets is not None:
             starts = jnp.where(keys.resets[..., 0], jnp.arange(CHUNK, dtype=jnp.float32), 0.0)
             first = lax.cummax(starts, axis=starts.ndim - 1)

@@ -33,7 +33,7 @@ def chunk_shifts(kind: Values[Any], first: Shifts, keys: Keys) -> ChunkShifts:
     if not keys.forget:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)
-    decay = keys.decay()
+    (decay,) = keys.decays()
     log_kept, c_end = decay.kept[..., None], jnp.max(keys.k + decay.until_end[..., None], axis=-2)
     cover = lambda first, after, own: jnp.maximum(preceding(after, first), own)
     after_c = running_max(first.c, log_kept, c_end)

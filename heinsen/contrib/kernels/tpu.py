@@ -30,7 +30,7 @@ from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
-from heinsen.ops.chunked import attend_causally
+from heinsen.ops.chunked import attend_in_order
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, group_grad
 from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
@@ -118,7 +118,6 @@ class Written(NamedTuple):
 
     y: Held  # [G, V, T]
     z: Held  # [G, 1, T]: Z of each query
-    r: Held  # [G, 1, T]; None unless log Z is asked for
     fine: Held  # [G, 1, C]: 0 where a sum may have lost terms, in any chunk, else 1
     end: State
     saved: Any  # `Saved`, or None
@@ -131,14 +130,12 @@ def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Writte
         out.fine[...] = jnp.ones_like(out.fine)
 
     (q, keys), before = inputs.read(), out.end.read()
-    decay, own = keys.decay(), chunk.largest(kind, keys)
+    (decay,), own = keys.decays(), chunk.largest(kind, keys)
     factors = chunk.key_factors(kind, keys, decay, own)
-    weights, (r, _) = chunk.fast_weights(q, keys.k, decay, own.c, before.shifts.c)
+    weights, (r, _) = chunk.fast_weights(q, keys.k, [decay], own.c, [before.shifts.c])
     scales = chunk.value_scales(before.shifts.b, own.b)
     sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
     out.y[...], out.z[:, 0] = kind.mean(sums, scales.b).mT, sums.z
-    if out.r is not None:
-        out.r[:, 0] = chunk.log_z(sums.z, r).shift
     if out.saved is not None:
         out.saved.s[...] = sums.s.mT
         out.saved.before.write(before)
@@ -164,7 +161,6 @@ class Cotangents(NamedTuple):
     """What the backward kernel reads besides the inputs."""
 
     dy: Held  # [G, V, T]
-    dlog_z: Held  # [G, 1, T]; None: 0
     z: Held  # [G, 1, T]
     saved: Saved
     factors: Held  # [2]: 1 / scale, scale
@@ -187,10 +183,9 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
 
     (q, keys), before, dend = inputs.read(), given.saved.before.read(), out.first.read_sums()
     dy = given.dy[...].mT * given.factors[0]
-    dlog_z = None if given.dlog_z is None else given.dlog_z[:, 0] * given.factors[0]
     sums = Sums(given.saved.s[...].mT, given.z[:, 0])
     pass_back = lambda older, dread: (dend, chunk.add(chunk.scale(dend, older), dread))
-    dq, dkeys, dfirst = group_grad(kind, q, keys, before, sums, dy, dlog_z, pass_back)
+    dq, dkeys, dfirst, _ = group_grad(kind, q, keys, before, (), sums, dy, pass_back)
 
     for ref, x in ((out.q, dq), (out.k, dkeys.k), (out.values, dkeys.values)):
         ref[...] = x.mT * given.factors[1]
@@ -267,7 +262,7 @@ class _Layout(NamedTuple):
         return x.reshape(*self.batch, *x.shape[1:])[(..., *map(slice, sizes))]
 
     def inputs(self, q: Array, keys: Keys) -> Inputs:
-        k, values, starts, log_decay = keys
+        k, values, starts, log_decay, _ = keys
         return Inputs(
             self.tokens(q, self.key_features),
             self.tokens(k, self.key_features, NEG_INF),
@@ -403,20 +398,20 @@ class Fused(Kernels[StateT]):
     """The form for TPUs."""
 
     @classmethod
-    def of(cls, kind: Values[StateT], keys: Keys, return_log_z: bool) -> "Fused[StateT]":
+    def of(cls, kind: Values[StateT], keys: Keys) -> "Fused[StateT]":
         """Raises InputError for what the kernels do not take."""
         if keys.k.dtype != jnp.float32:
             raise InputError(
                 f'implementation="pallas" computes in float32, not {keys.k.dtype}: pass implementation="chunked"'
             )
-        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), return_log_z, "tpu", interpret.params())
+        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "tpu", interpret=interpret.params())
 
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         # Else XLA may copy y, and gradients, of all rows into the layout that they have here, and out of it.
         tokens_last = Layout((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
         q, k, values = (with_layout_constraint(x, tokens_last) for x in (q, keys.k, keys.values))
         keys = keys._replace(k=k, values=values)
-        out = attend_causally(self.kind, q, keys, state, return_log_z=self.return_log_z)
+        out = attend_in_order(self.kind, q, keys, state)
         return out._replace(y=with_layout_constraint(out.y, tokens_last))
 
     def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
@@ -428,20 +423,18 @@ class Fused(Kernels[StateT]):
         out = Written(
             y=layout.blocks_of_tokens(layout.value_features),
             z=row,
-            r=row if self.return_log_z else None,
             fine=layout.blocks_of_heads(1, self.split.chunk_size),
             end=layout.blocks_of_state(),
             saved=layout.blocks_of_saved() if save_residuals else None,
         )
-        y, z, r, fine, end, saved = _run_kernel(
+        y, z, fine, end, saved = _run_kernel(
             _forward_kernel, layout, inputs, blocks, out, pair_products=2, sum_products=2
         )
 
         last = layout.summary(end)
         lost = self.lost_between(state, first, last) | ~jnp.all(layout.cut(fine) == 1, axis=(-2, -1))
-        log_z = None if r is None else chunk.log_z(layout.cut(z[:, 0]), layout.cut(r[:, 0]))
         residuals = _Residuals(saved, z, end) if save_residuals else None
-        return Output(layout.of_tokens(y, layout.d_value), log_z, kind.to_state(last)), residuals, lost
+        return Output(layout.of_tokens(y, layout.d_value), kind.to_state(last)), residuals, lost
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
@@ -451,7 +444,6 @@ class Fused(Kernels[StateT]):
         (dend,) = jax.vjp(lambda end: kind.to_state(Summary(end, shifts)), end)[1](multiply(grads.state, 1 / scale))
         given = Cotangents(
             dy=layout.tokens(grads.y, layout.value_features),
-            dlog_z=None if grads.log_z is None else layout.row(grads.log_z.rest),
             z=residuals.z,
             saved=residuals.saved,
             factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
@@ -461,7 +453,7 @@ class Fused(Kernels[StateT]):
         of_tokens = partial(layout.blocks_of_tokens, backwards=True)
         of_keys, of_values, row = of_tokens(layout.key_features), of_tokens(layout.value_features), of_tokens(1)
         saved, in_smem = layout.blocks_of_saved(backwards=True), pl.BlockSpec(memory_space=pltpu.SMEM)
-        cotangents = Cotangents(of_values, None if given.dlog_z is None else row, row, saved, in_smem)
+        cotangents = Cotangents(of_values, row, saved, in_smem)
         blocks = layout.blocks_of_inputs(backwards=True), cotangents, layout.blocks_of_sums()
         out = Gradients(of_keys, of_keys, of_values, row if layout.log_decay else None, layout.blocks_of_sums())
         dq, dk, dvalues, dlog_decay, first = _run_kernel(
