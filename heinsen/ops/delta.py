@@ -25,10 +25,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import check_known_tokens, check_log_decay, on_automatic_axes, prepare
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.exact import vary_together
+from heinsen.ops.inputs import check_known_tokens, check_log_decay, on_automatic_axes, prepare_inputs
 from heinsen.ops.linear import to_chunks
 
 _CHUNK = 64  # tokens, a power of two
@@ -104,7 +104,7 @@ def delta_rule(
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    (q, k, values), starts, log_decay = prepare(q, k, v, log_decay, True, segment_ids, "v")
+    (q, k, values), starts, log_decay = prepare_inputs(q, k, v, log_decay, True, segment_ids, "v")
     out_dtype, v = v.dtype, values
     check_log_decay(beta, k, causal=True, name="beta")
     check_known_tokens(q.shape[-2])

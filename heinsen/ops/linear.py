@@ -21,11 +21,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import check_known_tokens, on_automatic_axes, prepare
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import vary_together
+from heinsen.ops.inputs import check_known_tokens, on_automatic_axes, prepare_inputs
 
 _CHUNK = 64  # tokens
 
@@ -99,7 +99,7 @@ def linear_attention(
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    (q, k, values), starts, log_decay = prepare(q, k, v, log_decay, causal, segment_ids, "v")
+    (q, k, values), starts, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
     out_dtype, v = v.dtype, values
     check_known_tokens(q.shape[-2], k.shape[-2])
     if state is None:

@@ -38,20 +38,8 @@ from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
 from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
-from heinsen.ops.exact import (
-    MOST_ROWS,
-    Clean,
-    Output,
-    Rows,
-    for_rows,
-    is_bad_state,
-    leave_out,
-    leave_out_any,
-    leave_out_state,
-    mark,
-    multiply,
-    vary_together,
-)
+from heinsen.ops.exact import MOST_ROWS, Output, Rows, for_rows, multiply, vary_together
+from heinsen.ops.nonfinite import Clean, fill_where, is_nonfinite_state, isolate, isolate_if_any, replace_state
 from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
@@ -416,11 +404,11 @@ class InOrder(Generic[StateT]):
         return MOST_ROWS // 2 if self.both_ways else MOST_ROWS  # as each has sums in both directions
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
-        bad_state = is_bad_state(self.kind, state)
+        bad_state = is_nonfinite_state(self.kind, state)
         first = (bad_state,) if keys.after is None else (bad_state, jnp.zeros_like(bad_state))
-        q, keys, seen, beyond = leave_out(self.kind, q, keys, first)
-        y, end = logarithms.attend(self.split.chunk_size, q, keys, leave_out_state(state, bad_state))
-        return Output(mark(seen, y), mark(beyond[0], end))
+        q, keys, seen, beyond = isolate(self.kind, q, keys, first)
+        y, end = logarithms.attend(self.split.chunk_size, q, keys, replace_state(state, bad_state))
+        return Output(fill_where(seen, y), fill_where(beyond[0], end))
 
     def forward(
         self, q: Array, keys: Keys, state: StateT, save_residuals: bool
@@ -431,14 +419,14 @@ class InOrder(Generic[StateT]):
         def step(carry: _Carry, xs: Any) -> Any:
             i, after, seen_after = xs
             seen = (carry.seen,) + seen_after
-            clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
+            clean = isolate_if_any(kind, *take_group((q, keys), i, split), seen)
             group = read_group(kind, clean.q, clean.keys, carry.summary, after)
-            buffers = self._write(carry.buffers, group._replace(y=mark(clean.seen, group.y)), i)
+            buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.seen, group.y)), i)
             carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
             return carry, (group.before, seen, group.inexact) if save_residuals else None
 
-        bad_state = is_bad_state(kind, state)
-        summary = kind.to_summary(leave_out_state(state, bad_state))
+        bad_state = is_nonfinite_state(kind, state)
+        summary = kind.to_summary(replace_state(state, bad_state))
         lost = ~kind.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
@@ -450,7 +438,7 @@ class InOrder(Generic[StateT]):
         if sums is not None:
             before, seen_at, inexact = saved
             residuals = Residuals(sums, before, after, seen_at, inexact, end)
-        return Output(y, mark(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
+        return Output(y, fill_where(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
 
     def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
         """(the summary after each group, whether something there is not finite), [n_groups, *batch, ...], if read."""
@@ -471,7 +459,7 @@ class InOrder(Generic[StateT]):
     def _leave_out_of_keys(self, keys: Keys, i: Array, seen_after: Array) -> Clean:
         """A group's keys, without what is not finite, as queries without features see it."""
         no_queries = keys.k[..., :0]
-        return leave_out_any(
+        return isolate_if_any(
             self.kind, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(seen_after), seen_after)
         )
 
@@ -485,11 +473,11 @@ class InOrder(Generic[StateT]):
             dend, dq, dkeys, held = carry
             i, shifts, after, seen, inexact = xs
             before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
-            clean = leave_out_any(kind, *take_group((q, keys), i, split), seen)
+            clean = isolate_if_any(kind, *take_group((q, keys), i, split), seen)
             s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
-            dy = mark(clean.seen, multiply(take(grads.y), 1 / scale), 0.0)
+            dy = fill_where(clean.seen, multiply(take(grads.y), 1 / scale), 0.0)
             pass_back = partial(_pass_back_in_turn, dend)
             *found, dend, dafter = group_grad(kind, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
@@ -505,7 +493,7 @@ class InOrder(Generic[StateT]):
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         if keys.after is not None:
             dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, scale)
-        to_sums = lambda state: kind.to_summary(leave_out_state(state, is_bad_state(kind, state))).sums
+        to_sums = lambda state: kind.to_summary(replace_state(state, is_nonfinite_state(kind, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
         return dq, dkeys, multiply(dstate, scale)
 

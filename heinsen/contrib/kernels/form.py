@@ -8,7 +8,8 @@ from jaxtyping import Array
 
 from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_in_order
-from heinsen.ops.exact import Output, is_bad_state
+from heinsen.ops.exact import Output
+from heinsen.ops.nonfinite import is_nonfinite_state
 from heinsen.ops.schedule import InOrder
 from heinsen.ops.values import StateT, Summary
 
@@ -27,4 +28,4 @@ class Kernels(InOrder[StateT]):
         kind = self.kind
         is_exact = kind.is_exact(first.sums, first.shifts.b) & kind.is_exact(end.sums, end.shifts.b)
         # What is not finite in keys and values is so in the sums at the end, too: no factor makes it a number again.
-        return is_bad_state(kind, state) | ~is_exact | ~jnp.all(jnp.isfinite(end.sums.s), axis=(-2, -1))
+        return is_nonfinite_state(kind, state) | ~is_exact | ~jnp.all(jnp.isfinite(end.sums.s), axis=(-2, -1))
