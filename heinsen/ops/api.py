@@ -16,7 +16,7 @@ from heinsen.ops.checks import check_fits, check_state
 from heinsen.ops.inputs import check_known_tokens, check_log_decay, on_automatic_axes, prepare_inputs
 from heinsen.ops.nonfinite import Attend, isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES
+from heinsen.ops.values import LOG_DOMAIN, REAL_DOMAIN
 
 # Ways to compute both functions: (kind of values, q, k, values, causal, state, resets, log_decay) -> (output, the state
 # after all tokens). Inputs are validated, of one floating-point dtype, float32 or wider.
@@ -96,7 +96,7 @@ def log_attention(
     _check_state(state, k, log_v, LogState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
     attend = lambda q, k, log_v, state, resets, log_decay: run(
-        LOG_VALUES, q, k, log_v, causal, state, resets, log_decay
+        LOG_DOMAIN, q, k, log_v, causal, state, resets, log_decay
     )
     log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
@@ -149,7 +149,7 @@ def attention(
     arrays, resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
-    attend = lambda q, k, v, state, *decay: run(REAL_VALUES, q, k, v, causal, state, *decay)
+    attend = lambda q, k, v, state, *decay: run(REAL_DOMAIN, q, k, v, causal, state, *decay)
     y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
@@ -176,8 +176,8 @@ def attend_both_ways(
     for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
         check_log_decay(each, k, causal=True, name=name)
         decays.append(each.astype(k.dtype))
-    kind = REAL_VALUES if signed else LOG_VALUES
-    y = chunked.attend_both_ways(kind, q, k, in_float, starts, *decays)
+    domain = REAL_DOMAIN if signed else LOG_DOMAIN
+    y = chunked.attend_both_ways(domain, q, k, in_float, starts, *decays)
     return y.astype(values.dtype) if signed else y
 
 

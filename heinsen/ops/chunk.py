@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, centered_sum, finite, two_sum
 from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after, decay_after_grad, decay_grad
-from heinsen.ops.values import Shifts, Sums, Values, einsum, safe_divide
+from heinsen.ops.values import Shifts, Sums, Domain, einsum, safe_divide
 
 _BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 
@@ -83,7 +83,7 @@ class Keys(NamedTuple):
         return before, chunk_decay_after(log_decay, resets, starts, *like)
 
 
-def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
+def pad_keys(domain: Domain[Any], keys: Keys, n_missing: int) -> Keys:
     """Keys with n_missing more at their end, which add nothing."""
     if n_missing == 0:
         return keys
@@ -95,7 +95,7 @@ def pad_keys(kind: Values[Any], keys: Keys, n_missing: int) -> Keys:
     k, values, resets, log_decay, after = keys
     if after is not None:
         after = After(pad(after.starts, False), pad(after.resets, False), pad(after.log_decay, 0.0))
-    return Keys(pad(k, NEG_INF), pad(values, kind.zero), pad(resets, False), pad(log_decay, 0.0), after)
+    return Keys(pad(k, NEG_INF), pad(values, domain.zero), pad(resets, False), pad(log_decay, 0.0), after)
 
 
 # ---- summaries ------------------------------------------------------------------------------------
@@ -109,17 +109,17 @@ class KeyFactors(NamedTuple):
     shifts: Shifts
 
 
-def largest(kind: Values[Any], keys: Keys) -> Shifts:
+def largest(domain: Domain[Any], keys: Keys) -> Shifts:
     """The largest key of each feature and the shift of the values."""
-    return Shifts(lax.stop_gradient(jnp.max(keys.k, axis=-2)), kind.largest(keys.values))
+    return Shifts(lax.stop_gradient(jnp.max(keys.k, axis=-2)), domain.largest(keys.values))
 
 
-def key_factors(kind: Values[Any], keys: Keys, decay: ChunkDecay, own: Shifts) -> KeyFactors:
+def key_factors(domain: Domain[Any], keys: Keys, decay: ChunkDecay, own: Shifts) -> KeyFactors:
     """Factors of a chunk's keys and values, whose largest are `own`, relative to shifts of their own."""
     until_end = decay.until_end[..., None]
     c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2)) if keys.forget else own.c
     kf = jnp.exp((keys.k - finite(c)[..., None, :]) + until_end)
-    return KeyFactors(kf, kind.factor(keys.values, own.b), Shifts(c, own.b))
+    return KeyFactors(kf, domain.factor(keys.values, own.b), Shifts(c, own.b))
 
 
 def summarize(factors: KeyFactors) -> Sums:

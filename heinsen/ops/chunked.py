@@ -26,11 +26,11 @@ from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.exact import Output
 from heinsen.ops.schedule import InOrder, chunk_size, split_tokens
 from heinsen.ops.states import LogState
-from heinsen.ops.values import LOG_VALUES, Shifts, StateT, Summary, Values
+from heinsen.ops.values import LOG_DOMAIN, Shifts, StateT, Summary, Domain
 
 
 def attend(
-    kind: Values[Any],
+    domain: Domain[Any],
     q: Array,
     k: Array,
     values: Array,
@@ -43,17 +43,17 @@ def attend(
 ) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens). `fused`: by one kernel per pass."""
     if state is None:
-        first = _empty_state(kind, k, values)
+        first = _empty_state(domain, k, values)
     else:
         first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
     keys = _keys(k, values, resets, log_decay)
     if causal:
-        y, end = attend_in_order(kind, q, keys, first, fused=fused)
+        y, end = attend_in_order(domain, q, keys, first, fused=fused)
     elif resets is None:
-        end = summarize(kind, keys, first)
-        y = read(kind, q, end)
+        end = summarize(domain, keys, first)
+        y = read(domain, q, end)
     else:
-        y, end = attend_in_order(kind, q, keys._replace(after=After(_column(resets))), first)
+        y, end = attend_in_order(domain, q, keys._replace(after=After(_column(resets))), first)
     return y, end.denormalize()
 
 
@@ -61,11 +61,17 @@ def state_after(
     k: Array, log_v: Array, state: LogState, resets: Array | None, log_decay: Array | None = None
 ) -> LogState:
     """The `LogState` after all tokens, without outputs."""
-    return summarize(LOG_VALUES, _keys(k, log_v, resets, log_decay), state.normalize()).denormalize()
+    return summarize(LOG_DOMAIN, _keys(k, log_v, resets, log_decay), state.normalize()).denormalize()
 
 
 def attend_both_ways(
-    kind: Values[Any], q: Array, k: Array, values: Array, starts: Array | None, log_decay: Array, log_decay_after: Array
+    domain: Domain[Any],
+    q: Array,
+    k: Array,
+    values: Array,
+    starts: Array | None,
+    log_decay: Array,
+    log_decay_after: Array,
 ) -> Array:
     """y or log y [*batch, T, V] of all tokens of a query's document.
 
@@ -75,12 +81,12 @@ def attend_both_ways(
     log_decay_after, resets_after = take_resets(log_decay_after, None)
     keys = _keys(k, values, resets, log_decay)
     keys = keys._replace(after=After(*map(_column, (starts, resets_after, log_decay_after))))
-    return attend_in_order(kind, q, keys, _empty_state(kind, k, values)).y
+    return attend_in_order(domain, q, keys, _empty_state(domain, k, values)).y
 
 
-def _empty_state(kind: Values[StateT], k: Array, values: Array) -> StateT:
+def _empty_state(domain: Domain[StateT], k: Array, values: Array) -> StateT:
     # XLA would spend seconds folding what follows from so large a constant.
-    return lax.optimization_barrier(kind.empty_state(k, values))
+    return lax.optimization_barrier(domain.empty_state(k, values))
 
 
 def _keys(k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> Keys:
@@ -95,39 +101,39 @@ def _column(x: Array | None) -> Array | None:
 
 
 def attend_in_order(
-    kind: Values[StateT], q: Array, keys: Keys, state: StateT, *, fused: bool = False
+    domain: Domain[StateT], q: Array, keys: Keys, state: StateT, *, fused: bool = False
 ) -> Output[StateT]:
     """Each query reads the keys up to its own, and the state before the first one; any number of tokens.
 
     And the later ones, if `keys.after` is not None: then never by kernels.
     """
-    n_tokens, form = q.shape[-2], _form(kind, keys, fused)
+    n_tokens, form = q.shape[-2], _form(domain, keys, fused)
     if n_missing := form.split.n_tokens - n_tokens:
         q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, n_missing), (0, 0)])
-        keys = chunk.pad_keys(kind, keys, n_missing)
+        keys = chunk.pad_keys(domain, keys, n_missing)
     y, end = exact.run(form, q, keys, state)
     return Output(lax.slice_in_dim(y, 0, n_tokens, axis=-2), end)
 
 
-def _form(kind: Values[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
+def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
     if fused:
         from heinsen.contrib import kernels  # slow to import
 
-        return kernels.causal_form(kind, keys)
-    return InOrder(kind, split_tokens(keys.k.shape), platform.target(), keys.after is not None)
+        return kernels.causal_form(domain, keys)
+    return InOrder(domain, split_tokens(keys.k.shape), platform.target(), keys.after is not None)
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------
 
 
-def summarize(kind: Values[StateT], keys: Keys, state: StateT) -> StateT:
+def summarize(domain: Domain[StateT], keys: Keys, state: StateT) -> StateT:
     """Normalized state after all keys, from that before them."""
-    return exact.run(Summarize(kind, chunk_size(keys.k.shape[-1])), keys, state)
+    return exact.run(Summarize(domain, chunk_size(keys.k.shape[-1])), keys, state)
 
 
-def read(kind: Values[StateT], q: Array, state: StateT) -> Array:
+def read(domain: Domain[StateT], q: Array, state: StateT) -> Array:
     """y or log y [*batch, T, V] of queries that all read one normalized state."""
-    return exact.run(Read(kind, chunk_size(q.shape[-1])), q, state)
+    return exact.run(Read(domain, chunk_size(q.shape[-1])), q, state)
 
 
 class _Differentiated(abc.ABC):
@@ -153,35 +159,37 @@ class _Differentiated(abc.ABC):
 class Summarize(_Differentiated, Generic[StateT]):
     """Sum over all tokens at once, each weighted by what is left of it at the end."""
 
-    kind: Values[StateT]
+    domain: Domain[StateT]
     chunk_size: int
 
     def exact(self, keys: Keys, state: Any) -> Any:
         return logarithms.summarize(self.chunk_size, keys, state)
 
     def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
-        kind, before = self.kind, self.kind.to_summary(state)
+        domain, before = self.domain, self.domain.to_summary(state)
         until_end, log_kept = log_kept_until_end(keys.resets, keys.log_decay)
         c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2))
-        own, own_b = kind.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
+        own, own_b = domain.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
         shifts, older, newer = chunk.merge(before.shifts, log_kept, Shifts(c, own_b))
         sums = chunk.add(chunk.scale(before.sums, older), chunk.scale(own, newer))
-        return kind.to_state(Summary(sums, shifts)), ~kind.is_exact(sums, shifts.b) if kind.can_lose_terms else None
+        return domain.to_state(Summary(sums, shifts)), ~domain.is_exact(
+            sums, shifts.b
+        ) if domain.can_lose_terms else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Read(_Differentiated, Generic[StateT]):
     """One product of all queries with the state."""
 
-    kind: Values[StateT]
+    domain: Domain[StateT]
     chunk_size: int
 
     def exact(self, q: Array, state: Any) -> Array:
         return logarithms.read(self.chunk_size, q, state)
 
     def fast(self, q: Array, state: StateT) -> tuple[Array, Array | None]:
-        m, shifts = self.kind.to_summary(state)
+        m, shifts = self.domain.to_summary(state)
         exponents, _ = centered_sum(q, shifts.c[..., None, :])
         sums = chunk.read_sums(jnp.exp(exponents), m)
-        lost = ~self.kind.is_exact(sums, shifts.b) if self.kind.can_lose_terms else None
-        return self.kind.mean(sums, shifts.b), lost
+        lost = ~self.domain.is_exact(sums, shifts.b) if self.domain.can_lose_terms else None
+        return self.domain.mean(sums, shifts.b), lost

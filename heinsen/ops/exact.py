@@ -172,8 +172,8 @@ def vary_together(*trees: Any) -> Any:
     """
 
     def axes_of(x: Array) -> frozenset[Any]:
-        kind: Any = jax.typeof(x)
-        return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # depends on JAX's version
+        domain: Any = jax.typeof(x)
+        return domain.vma if hasattr(domain, "vma") else domain.manual_axis_type.varying  # depends on JAX's version
 
     def vary(x: Array) -> Array:
         missing = tuple(sorted(axes - axes_of(x)))

@@ -19,7 +19,7 @@ from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.states import NormalizedState, read_all, whole_shift
-from heinsen.ops.values import LOG_VALUES
+from heinsen.ops.values import LOG_DOMAIN
 
 
 class LogSums(NamedTuple):
@@ -103,7 +103,7 @@ def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
 def summarize(chunk_size: int, keys: Keys, state: NormalizedState) -> NormalizedState:
     """Normalized state after any number of keys of log values."""
     in_chunks = jax.tree.map(
-        partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_VALUES, keys, -keys.k.shape[-2] % chunk_size)
+        partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_DOMAIN, keys, -keys.k.shape[-2] % chunk_size)
     )
     step = lambda sums, keys: (_next_sums(sums, keys, keys.decays()[0]), None)
     return lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)[0].to_state()

@@ -17,10 +17,10 @@ from heinsen.logspace import NEG_INF
 from heinsen.ops.chunk import Keys
 from heinsen.ops.documents import document_ranges
 from heinsen.ops.exact import vary_together
-from heinsen.ops.values import StateT, Values
+from heinsen.ops.values import StateT, Domain
 
 X = TypeVar("X")
-Attend = Callable[[Values[Any], Array, Array, Array, bool, Any, Array | None, Array | None], tuple[Array, Any]]
+Attend = Callable[[Domain[Any], Array, Array, Array, bool, Any, Array | None, Array | None], tuple[Array, Any]]
 
 
 def isolate_non_finite(attend: Attend) -> Attend:
@@ -31,7 +31,7 @@ def isolate_non_finite(attend: Attend) -> Attend:
     """
 
     def isolated(
-        kind: Values[Any],
+        domain: Domain[Any],
         q: Array,
         k: Array,
         values: Array,
@@ -41,9 +41,9 @@ def isolate_non_finite(attend: Attend) -> Attend:
         log_decay: Array | None,
     ) -> tuple[Array, Any]:
         keys = Keys(k, values, None, None if log_decay is None else log_decay[..., None])
-        bad_query, bad_key = find_nonfinite(kind, q, keys)
-        q, (k, values, _, column, _) = replace_nonfinite(kind, q, keys, bad_query, bad_key)
-        y, end = attend(kind, q, k, values, causal, state, resets, None if column is None else column[..., 0])
+        bad_query, bad_key = find_nonfinite(domain, q, keys)
+        q, (k, values, _, column, _) = replace_nonfinite(domain, q, keys, bad_query, bad_key)
+        y, end = attend(domain, q, k, values, causal, state, resets, None if column is None else column[..., 0])
         seen, seen_by_last = _sees(bad_key, causal, resets)
         return fill_where(bad_query | seen, y), fill_where(seen_by_last, end)
 
@@ -65,22 +65,24 @@ def _sees(bad: Array, causal: bool, resets: Array | None) -> tuple[Array, Array]
 # ---- for each group of chunks ----------------------------------------------------------------------
 
 
-def find_nonfinite(kind: Values[Any], q: Array, keys: Keys) -> tuple[Array, Array]:
+def find_nonfinite(domain: Domain[Any], q: Array, keys: Keys) -> tuple[Array, Array]:
     """Which queries are not finite, and which tokens' key, value or log decay is not, [*batch, ...] each."""
-    bad_key = ~(jnp.all(keys.k < jnp.inf, axis=-1) & jnp.all(kind.is_value(keys.values), axis=-1))
+    bad_key = ~(jnp.all(keys.k < jnp.inf, axis=-1) & jnp.all(domain.is_value(keys.values), axis=-1))
     for log_decay in keys.log_decays():
         bad_key |= ~jnp.isfinite(log_decay[..., 0])
     return ~jnp.all(q < jnp.inf, axis=-1), bad_key
 
 
-def replace_nonfinite(kind: Values[Any], q: Array, keys: Keys, bad_query: Array, bad_key: Array) -> tuple[Array, Keys]:
+def replace_nonfinite(
+    domain: Domain[Any], q: Array, keys: Keys, bad_query: Array, bad_key: Array
+) -> tuple[Array, Keys]:
     """Queries and keys with neutral ones in place of bad ones."""
     k, values, resets, log_decay, after = keys
     if after is not None:
         after = after._replace(log_decay=fill_where(bad_key, after.log_decay, 0.0))
     clean = (
         fill_where(bad_key, k, NEG_INF),
-        fill_where(bad_key, values, kind.zero),
+        fill_where(bad_key, values, domain.zero),
         resets,
         fill_where(bad_key, log_decay, 0.0),
     )
@@ -96,13 +98,13 @@ class Clean(NamedTuple):
     beyond: tuple[Array, ...]  # [*batch]: whether one is seen from behind the last token; and from before the first
 
 
-def isolate(kind: Values[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
+def isolate(domain: Domain[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
     """Tokens, T of them or N chunks of C, without what is not finite.
 
     `seen` [*batch] is whether something before them is not, which they see up to the next reset; and, where queries see
     later tokens, whether something after them is not.
     """
-    bad_query, bad_key = find_nonfinite(kind, q, keys)
+    bad_query, bad_key = find_nonfinite(domain, q, keys)
     tokens_first = lambda x: jnp.moveaxis(x.reshape(*seen[0].shape, -1), -1, 0)
 
     def spread(seen: Array, resets: Array | None, starts: Array | None, reverse: bool) -> tuple[Array, Array]:
@@ -120,22 +122,22 @@ def isolate(kind: Values[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) ->
         found.append(spread(seen[1], keys.after.resets, keys.after.starts, reverse=True))
     beyond, seen_by = zip(*found, strict=True)
     return Clean(
-        *replace_nonfinite(kind, q, keys, bad_query, bad_key), reduce(jnp.logical_or, seen_by) | bad_query, beyond
+        *replace_nonfinite(domain, q, keys, bad_query, bad_key), reduce(jnp.logical_or, seen_by) | bad_query, beyond
     )
 
 
-def isolate_if_any(kind: Values[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
+def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
     """As `isolate`, in a loop of one iteration if there is anything, else of none, which takes no time."""
     # A sum over tokens is not finite if one of them is not. Over tokens first: XLA's CPU compiler vectorizes only that.
     q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys.numbers()))
-    is_any = reduce(jnp.logical_or, map(jnp.any, seen)) | jnp.any(jnp.stack(find_nonfinite(kind, q_sum, sums)))
+    is_any = reduce(jnp.logical_or, map(jnp.any, seen)) | jnp.any(jnp.stack(find_nonfinite(domain, q_sum, sums)))
     tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), seen))[0]
-    return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: isolate(kind, x.q, x.keys, seen), tokens)
+    return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: isolate(domain, x.q, x.keys, seen), tokens)
 
 
-def is_nonfinite_state(kind: Values[StateT], state: StateT) -> Array:
+def is_nonfinite_state(domain: Domain[StateT], state: StateT) -> Array:
     """Which states [*batch] are not finite."""
-    return ~(jnp.all(kind.is_value(state[0]), axis=(-2, -1)) & jnp.all(state.h_z.value() < jnp.inf, axis=-1))
+    return ~(jnp.all(domain.is_value(state[0]), axis=(-2, -1)) & jnp.all(state.h_z.value() < jnp.inf, axis=-1))
 
 
 def replace_state(state: StateT, bad: Array) -> StateT:

@@ -27,7 +27,7 @@ from heinsen.logspace import (
 )
 from heinsen.ops.documents import document_numbers, mask_cross_document
 from heinsen.ops.states import AnyState, LogState, MeanState, merge_states
-from heinsen.ops.values import LOG_VALUES, Values
+from heinsen.ops.values import LOG_DOMAIN, Domain
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `values.einsum`
 
@@ -78,7 +78,7 @@ def _lse(x: Array, axis: int) -> Array:
 
 
 def attend(
-    kind: Values[Any],
+    domain: Domain[Any],
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
     values: Float[Array, "*batch S V"],
@@ -88,7 +88,7 @@ def attend(
     log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], Any]:
     """Eq. (1): log y or y, and the `LogState` or `MeanState` after all tokens."""
-    by_kind: Any = _attend_log_values if kind is LOG_VALUES else _attend_real_values
+    by_kind: Any = _attend_log_values if domain is LOG_DOMAIN else _attend_real_values
     result: tuple[Array, Any] = by_kind(q, k, values, causal, state, resets, log_decay)
     return result
 

@@ -28,12 +28,12 @@ from heinsen.logspace import (
 )
 from heinsen.ops.documents import last_tokens, mask_starts
 from heinsen.ops.states import NormalizedMeanState, NormalizedState, read_all, whole_shift
-from heinsen.ops.values import LOG_VALUES, StateT, Values
+from heinsen.ops.values import LOG_DOMAIN, StateT, Domain
 
 
 @partial(jax.checkpoint, static_argnums=(0, 4))
 def attend(
-    kind: Values[StateT],
+    domain: Domain[StateT],
     q: Array,
     k: Array,
     values: Array,
@@ -43,11 +43,11 @@ def attend(
     log_decay: Array | None = None,
 ) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens)."""
-    past = kind.empty_state(k, values) if state is None else state.normalize()
+    past = domain.empty_state(k, values) if state is None else state.normalize()
     if not causal and resets is None:
-        end = past.merge(kind.state_of_tokens(k, values))
+        end = past.merge(domain.state_of_tokens(k, values))
         return read_all(end, q)[0], end.denormalize()
-    accumulate: Any = _accumulate_log_values if kind is LOG_VALUES else _accumulate_real_values
+    accumulate: Any = _accumulate_log_values if domain is LOG_DOMAIN else _accumulate_real_values
     states, end = accumulate(*_scan_weights(k, past.h_z.value(), resets, log_decay), values, past)
     if not causal and resets is not None:
         at, axis = last_tokens(resets), q.ndim - 2

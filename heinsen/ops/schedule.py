@@ -40,7 +40,7 @@ from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weig
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import MOST_ROWS, Output, Rows, for_rows, multiply, vary_together
 from heinsen.ops.nonfinite import Clean, fill_where, is_nonfinite_state, isolate, isolate_if_any, replace_state
-from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
+from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Domain
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
 Weigh = Callable[[Array, Array], tuple[Weights, tuple[Array, Array]]]
@@ -197,29 +197,29 @@ class Terms(NamedTuple):
         return chunk.exact_weights(q, k, self.keys.decays(), self.cs)
 
 
-def read_group(kind: Values[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
+def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
     """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
-    decays, own = keys.decays(), chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decays[0], own)
+    decays, own = keys.decays(), chunk.largest(domain, keys)
+    factors = chunk.key_factors(domain, keys, decays[0], own)
     before, end = _summarize_in_turn(factors, decays[0], summary)
-    terms = Terms(q, keys, factors.vf, *_side_by_side((before, *_summaries_after(kind, keys, after)), own)[0])
+    terms = Terms(q, keys, factors.vf, *_side_by_side((before, *_summaries_after(domain, keys, after)), own)[0])
     weights, (r, _) = chunk.fast_weights(q, keys.k, decays, own.c, terms.cs)
     sums = chunk.query_sums(weights, terms.vf, terms.around, terms.scales)
     inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
-    inexact |= jnp.any(~kind.is_exact(sums, terms.scales.b), axis=-1)
+    inexact |= jnp.any(~domain.is_exact(sums, terms.scales.b), axis=-1)
 
     def read_exactly(rows: Rows, out: tuple[Sums, Array]) -> tuple[Sums, Array]:
         of_rows = rows.take(terms)
         weights, _ = of_rows.exact_weights(of_rows.q, of_rows.keys.k)
         sums = chunk.query_sums(weights, of_rows.vf, of_rows.around, of_rows.scales)
-        return rows.write(out, (sums, jnp.any(~kind.is_exact(sums, of_rows.scales.b), axis=-1)))
+        return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, of_rows.scales.b), axis=-1)))
 
     sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)))
-    return Group(kind.mean(sums, terms.scales.b), sums, before, end, inexact, lost)
+    return Group(domain.mean(sums, terms.scales.b), sums, before, end, inexact, lost)
 
 
 def group_grad(
-    kind: Values[Any],
+    domain: Domain[Any],
     q: Array,
     keys: Keys,
     before: Summary,
@@ -241,12 +241,12 @@ def group_grad(
         gradients of the sums after each chunk, and of those before the first.
       inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
-    decays, own = keys.decays(), chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decays[0], own)
-    around, pull_apart = _side_by_side((before, *_summaries_after(kind, keys, after)), own)
+    decays, own = keys.decays(), chunk.largest(domain, keys)
+    factors = chunk.key_factors(domain, keys, decays[0], own)
+    around, pull_apart = _side_by_side((before, *_summaries_after(domain, keys, after)), own)
     terms = Terms(q, keys, factors.vf, *around)
-    dsums = kind.mean_grad(sums, dy)
-    dq_total = jnp.zeros_like(dsums.z) - kind.always_zero_grad(dy, terms.scales.b)
+    dsums = domain.mean_grad(sums, dy)
+    dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, terms.scales.b)
 
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
         of_rows, row_dsums, row_total = rows.take((terms, dsums, dq_total))
@@ -260,7 +260,7 @@ def group_grad(
     dends, dfirst = pass_back(older, dread)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dk, dvf = found.k + more.k, found.vf + more.values
-    dkeys = Keys(dk, kind.factor_grad(factors.vf, dvf), None, None, None if keys.after is None else After())
+    dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.after is None else After())
     if keys.log_decay is not None:
         dk_total = chunk.sum_features(dk)
         if found.later is not None:
@@ -271,7 +271,7 @@ def group_grad(
     return found.q, dkeys, dfirst, dafter
 
 
-def summary_after_grad(kind: Values[Any], keys: Keys, after: Summary, dread: Sums, dfirst: Sums) -> tuple[Keys, Sums]:
+def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: Sums, dfirst: Sums) -> tuple[Keys, Sums]:
     """The part of the gradients of a group's keys that the sums after chunks make, and of the sums after the group.
 
     Args:
@@ -280,23 +280,23 @@ def summary_after_grad(kind: Values[Any], keys: Keys, after: Summary, dread: Sum
       dfirst: gradient of the sums of the group and all after it.
     """
     assert keys.after is not None
-    decay, own = keys.decays()[1], chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decay, own)
-    (after,) = _summaries_after(kind, keys, (after,))
+    decay, own = keys.decays()[1], chunk.largest(domain, keys)
+    factors = chunk.key_factors(domain, keys, decay, own)
+    (after,) = _summaries_after(domain, keys, (after,))
     _, older, newer = chunk.merge(after.shifts, decay.kept, factors.shifts)
     dends, dlast = _pass_back_in_turn(dfirst, older, dread, decay.backwards)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dlog_decay = None
     if keys.after.log_decay is not None:
         dlog_decay = chunk.log_decay_end_grad(more.k, chunk.kept_product(older, after.sums, dends))
-    return Keys(more.k, kind.factor_grad(factors.vf, more.values), None, None, After(log_decay=dlog_decay)), dlast
+    return Keys(more.k, domain.factor_grad(factors.vf, more.values), None, None, After(log_decay=dlog_decay)), dlast
 
 
-def _summaries_after(kind: Values[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
+def _summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
     """The summary after each chunk of a group, [*batch, N, ...], from that after the group, if queries see it."""
-    decays, own = keys.decays()[1:], chunk.largest(kind, keys)
+    decays, own = keys.decays()[1:], chunk.largest(domain, keys)
     each = zip(decays, after, strict=True)
-    return [_summarize_in_turn(chunk.key_factors(kind, keys, decay, own), decay, x)[0] for decay, x in each]
+    return [_summarize_in_turn(chunk.key_factors(domain, keys, decay, own), decay, x)[0] for decay, x in each]
 
 
 class _Around(NamedTuple):
@@ -393,7 +393,7 @@ class InOrder(Generic[StateT]):
     As `exact.run` takes it: what is known when it is compiled.
     """
 
-    kind: Values[StateT]
+    domain: Domain[StateT]
     split: Split
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
 
@@ -404,9 +404,9 @@ class InOrder(Generic[StateT]):
         return MOST_ROWS // 2 if self.both_ways else MOST_ROWS  # as each has sums in both directions
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
-        bad_state = is_nonfinite_state(self.kind, state)
+        bad_state = is_nonfinite_state(self.domain, state)
         first = (bad_state,) if keys.after is None else (bad_state, jnp.zeros_like(bad_state))
-        q, keys, seen, beyond = isolate(self.kind, q, keys, first)
+        q, keys, seen, beyond = isolate(self.domain, q, keys, first)
         y, end = logarithms.attend(self.split.chunk_size, q, keys, replace_state(state, bad_state))
         return Output(fill_where(seen, y), fill_where(beyond[0], end))
 
@@ -414,45 +414,45 @@ class InOrder(Generic[StateT]):
         self, q: Array, keys: Keys, state: StateT, save_residuals: bool
     ) -> tuple[Output[StateT], Residuals | None, Array | None]:
         """(the output, what the backward pass needs if it is saved, the rows that lost terms)."""
-        kind, split = self.kind, self.split
+        domain, split = self.domain, self.split
 
         def step(carry: _Carry, xs: Any) -> Any:
             i, after, seen_after = xs
             seen = (carry.seen,) + seen_after
-            clean = isolate_if_any(kind, *take_group((q, keys), i, split), seen)
-            group = read_group(kind, clean.q, clean.keys, carry.summary, after)
+            clean = isolate_if_any(domain, *take_group((q, keys), i, split), seen)
+            group = read_group(domain, clean.q, clean.keys, carry.summary, after)
             buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.seen, group.y)), i)
             carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
             return carry, (group.before, seen, group.inexact) if save_residuals else None
 
-        bad_state = is_nonfinite_state(kind, state)
-        summary = kind.to_summary(replace_state(state, bad_state))
-        lost = ~kind.is_exact(summary.sums, summary.shifts.b)
+        bad_state = is_nonfinite_state(domain, state)
+        summary = domain.to_summary(replace_state(state, bad_state))
+        lost = ~domain.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
         after, seen_after = self._summarize_after(keys, state)
         xs = jnp.arange(split.n_groups), after, seen_after
         (end, seen, lost, (y, sums)), saved = lax.scan(step, carry, xs)
-        lost |= ~kind.is_exact(end.sums, end.shifts.b)
+        lost |= ~domain.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
             before, seen_at, inexact = saved
             residuals = Residuals(sums, before, after, seen_at, inexact, end)
-        return Output(y, fill_where(seen, kind.to_state(end))), residuals, lost if kind.can_lose_terms else None
+        return Output(y, fill_where(seen, domain.to_state(end))), residuals, lost if domain.can_lose_terms else None
 
     def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
         """(the summary after each group, whether something there is not finite), [n_groups, *batch, ...], if read."""
         if keys.after is None:
             return (), ()
-        kind, split = self.kind, self.split
+        domain, split = self.domain, self.split
 
         def step(carry: tuple[Summary, Array], i: Array) -> Any:
             clean = self._leave_out_of_keys(keys, i, carry[1])
             decay = clean.keys.decays()[1]
-            factors = chunk.key_factors(kind, clean.keys, decay, chunk.largest(kind, clean.keys))
+            factors = chunk.key_factors(domain, clean.keys, decay, chunk.largest(domain, clean.keys))
             return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
 
-        first = kind.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
+        first = domain.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
         after, seen = lax.scan(step, vary_together(first, keys)[0], jnp.arange(split.n_groups), reverse=True)[1]
         return (after,), (seen,)
 
@@ -460,32 +460,32 @@ class InOrder(Generic[StateT]):
         """A group's keys, without what is not finite, as queries without features see it."""
         no_queries = keys.k[..., :0]
         return isolate_if_any(
-            self.kind, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(seen_after), seen_after)
+            self.domain, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(seen_after), seen_after)
         )
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], scale: Array
     ) -> tuple[Array, Keys, StateT]:
         """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
-        kind, split = self.kind, self.split
+        domain, split = self.domain, self.split
 
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys, held = carry
             i, shifts, after, seen, inexact = xs
             before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
-            clean = isolate_if_any(kind, *take_group((q, keys), i, split), seen)
-            s = dkeys.values if kind.grad_overwrites_sums else residuals.sums.s
+            clean = isolate_if_any(domain, *take_group((q, keys), i, split), seen)
+            s = dkeys.values if domain.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = fill_where(clean.seen, multiply(take(grads.y), 1 / scale), 0.0)
             pass_back = partial(_pass_back_in_turn, dend)
-            *found, dend, dafter = group_grad(kind, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
+            *found, dend, dafter = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
             if dafter:
                 held = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), held, dafter[0])
             return (dend, dq, dkeys, held), None
 
-        to_end = lambda m: kind.to_state(Summary(m, residuals.end.shifts))
+        to_end = lambda m: domain.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
         carry = dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
@@ -493,19 +493,19 @@ class InOrder(Generic[StateT]):
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         if keys.after is not None:
             dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, scale)
-        to_sums = lambda state: kind.to_summary(replace_state(state, is_nonfinite_state(kind, state))).sums
+        to_sums = lambda state: domain.to_summary(replace_state(state, is_nonfinite_state(domain, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
         return dq, dkeys, multiply(dstate, scale)
 
     def _add_grad_of_after(self, keys: Keys, residuals: Residuals, dkeys: Keys, dafter: Sums, scale: Array) -> Keys:
         """Gradients of keys with what the sums after chunks make, from those of the sums as queries read them."""
-        kind, split = self.kind, self.split
+        domain, split = self.domain, self.split
 
         def step(carry: Any, xs: Any) -> Any:
             dfirst, dkeys = carry
             i, after, seen, dread = xs
             clean = self._leave_out_of_keys(keys, i, seen)
-            more, dlast = summary_after_grad(kind, clean.keys, after, dread, dfirst)
+            more, dlast = summary_after_grad(domain, clean.keys, after, dread, dfirst)
             more = to_tokens(multiply(more, scale))
             add = lambda x, more: x + more
             before = to_tokens(take_group(dkeys, i, split))
@@ -534,7 +534,7 @@ class InOrder(Generic[StateT]):
 
     def _make_grad_buffers(self, q: Array, keys: Keys, sums: Sums) -> tuple[Array, Keys]:
         """Buffers for the groups to overwrite, filled differently; for the gradient of the values that of S, or not."""
-        dvalues = sums.s if self.kind.grad_overwrites_sums else jnp.full_like(keys.values, 2)
+        dvalues = sums.s if self.domain.grad_overwrites_sums else jnp.full_like(keys.values, 2)
         like = lambda x, fill: None if x is None else jnp.full_like(x, fill)
         after = None if keys.after is None else After(log_decay=like(keys.after.log_decay, 4))
         return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, like(keys.log_decay, 3), after)

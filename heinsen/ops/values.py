@@ -50,7 +50,7 @@ class Summary(NamedTuple):
     shifts: Shifts
 
 
-class Values(abc.ABC, Generic[StateT]):
+class Domain(abc.ABC, Generic[StateT]):
     """How one kind of values enters sums and is read from them. Instances have no data: compare them by identity."""
 
     zero: float  # the number that stands for a value of 0
@@ -110,7 +110,7 @@ class Values(abc.ABC, Generic[StateT]):
         """Sums over T tokens with log_weights [*batch, T, K] <= 0, and the shift b of the sums."""
 
 
-class LogValues(Values[NormalizedState]):
+class LogValues(Domain[NormalizedState]):
     """Non-negative values, given by their logarithms."""
 
     zero, can_lose_terms, grad_overwrites_sums = NEG_INF, True, True
@@ -172,7 +172,7 @@ class LogValues(Values[NormalizedState]):
         return Sums(einsum("...sk,...sv->...kv", weights, self.factor(values, b)), z), b
 
 
-class RealValues(Values[NormalizedMeanState]):
+class RealValues(Domain[NormalizedMeanState]):
     """Values of either sign. Their means are divided by their weights, so only those can be too small."""
 
     zero, can_lose_terms, grad_overwrites_sums = 0.0, False, False
@@ -224,7 +224,7 @@ class RealValues(Values[NormalizedMeanState]):
         return Sums(s, jnp.sum(weights, axis=-2)), None
 
 
-LOG_VALUES, REAL_VALUES = LogValues(), RealValues()
+LOG_DOMAIN, REAL_DOMAIN = LogValues(), RealValues()
 
 
 def _log_shares_in_sum(k: Array) -> tuple[Array, ShiftedLog]:

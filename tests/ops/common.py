@@ -9,7 +9,7 @@ import pytest
 
 from heinsen.ops import chunk, schedule
 from heinsen.ops.api import IMPLEMENTATIONS
-from heinsen.ops.values import LOG_VALUES, REAL_VALUES
+from heinsen.ops.values import LOG_DOMAIN, REAL_DOMAIN
 
 PORTABLE = sorted(IMPLEMENTATIONS.keys() - {"pallas"})  # the implementations that run on every platform
 
@@ -34,10 +34,10 @@ user_jit = functools.partial(
 
 def run_fast_form(q, k, values, state=None, log_decay=None, signed=False):
     """(log y or y, whether terms were lost) of causal attention by products alone, of a whole number of groups."""
-    kind = REAL_VALUES if signed else LOG_VALUES
+    domain = REAL_DOMAIN if signed else LOG_DOMAIN
     keys = chunk.Keys(k, values, None, None if log_decay is None else log_decay[..., None])
-    first = kind.empty_state(k, values) if state is None else state.normalize()
-    form = schedule.InOrder(kind, schedule.split_tokens(q.shape), "cpu")
+    first = domain.empty_state(k, values) if state is None else state.normalize()
+    form = schedule.InOrder(domain, schedule.split_tokens(q.shape), "cpu")
     assert form.split.n_tokens == q.shape[-2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "for_rows", lambda rows, update, out: out)

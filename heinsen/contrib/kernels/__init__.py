@@ -8,14 +8,14 @@ from typing import Any
 from heinsen import platform
 from heinsen.ops.chunk import Keys
 from heinsen.ops.schedule import InOrder
-from heinsen.ops.values import StateT, Values
+from heinsen.ops.values import StateT, Domain
 
 
-def causal_form(kind: Values[StateT], keys: Keys) -> InOrder[StateT]:
+def causal_form(domain: Domain[StateT], keys: Keys) -> InOrder[StateT]:
     """The form for the platform that is compiled for. Raises InputError for what its kernels do not take."""
     form: type[Any]
     if platform.target() == "tpu":  # each is slow to import
         from heinsen.contrib.kernels.tpu import Fused as form
     else:
         from heinsen.contrib.kernels.mosaic_gpu import Fused as form
-    return form.of(kind, keys)
+    return form.of(domain, keys)

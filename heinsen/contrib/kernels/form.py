@@ -21,11 +21,11 @@ class Kernels(InOrder[StateT]):
     interpret: Any = None  # parameters of JAX's interpret mode, or None: compiled
 
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
-        return attend_in_order(self.kind, q, keys, state)
+        return attend_in_order(self.domain, q, keys, state)
 
     def lost_between(self, state: StateT, first: Summary, end: Summary) -> Array:
         """Rows [*batch] whose summaries of all tokens may have lost terms, or where something is not finite."""
-        kind = self.kind
-        is_exact = kind.is_exact(first.sums, first.shifts.b) & kind.is_exact(end.sums, end.shifts.b)
+        domain = self.domain
+        is_exact = domain.is_exact(first.sums, first.shifts.b) & domain.is_exact(end.sums, end.shifts.b)
         # What is not finite in keys and values is so in the sums at the end, too: no factor makes it a number again.
-        return is_nonfinite_state(kind, state) | ~is_exact | ~jnp.all(jnp.isfinite(end.sums.s), axis=(-2, -1))
+        return is_nonfinite_state(domain, state) | ~is_exact | ~jnp.all(jnp.isfinite(end.sums.s), axis=(-2, -1))

@@ -61,7 +61,7 @@ from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import decay_grad
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, take_group
-from heinsen.ops.values import LOG_VALUES, SMALLEST_SUM, StateT, Summary, Sums, Values
+from heinsen.ops.values import LOG_DOMAIN, SMALLEST_SUM, StateT, Summary, Sums, Domain
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 Held = Any
@@ -627,34 +627,36 @@ class Fused(Kernels[StateT]):
     """The form for Hopper GPUs."""
 
     @classmethod
-    def of(cls, kind: Values[StateT], keys: Keys) -> "Fused[StateT]":
+    def of(cls, domain: Domain[StateT], keys: Keys) -> "Fused[StateT]":
         """Raises InputError for what the kernels do not take."""
         _check(keys)
-        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "gpu", interpret=interpret.params())
+        return cls(domain, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "gpu", interpret=interpret.params())
 
     def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
-        kind, keys, first = self.kind, _with_decay(keys), self.kind.to_summary(state)
-        shifts = chunk_shifts(kind, first.shifts, take_group(keys, 0, self.split))
+        domain, keys, first = self.domain, _with_decay(keys), self.domain.to_summary(state)
+        shifts = chunk_shifts(domain, first.shifts, take_group(keys, 0, self.split))
         earlier = jax.tree.map(preceding, shifts.after, first.shifts)
-        layout = _Layout.of(kind, self.split, keys)
+        layout = _Layout.of(domain, self.split, keys)
         inputs = layout.inputs(q, keys, shifts, shift_scales(earlier, shifts.reading))
         written = _run_forward(layout.sizes, inputs, layout.state(first.sums))
 
         end = Summary(layout.sums(written.end), jax.tree.map(lambda x: x[..., -1, :], shifts.after))
         lost = self.lost_between(state, first, end)
         lost |= ~jnp.all(layout.unflatten(written.least) >= SMALLEST_SUM, axis=-1)
-        out = Output(layout.unflatten(written.y)[..., : layout.d_value], kind.to_state(end))
+        out = Output(layout.unflatten(written.y)[..., : layout.d_value], domain.to_state(end))
         saved = _Residuals(written.s, written.z, written.before_s, written.before_z, shifts, end)
         return out, saved if save_residuals else None, lost
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
     ) -> tuple[Array, Keys, StateT]:
-        kind, is_gated, keys = self.kind, keys.log_decay is not None, _with_decay(keys)
+        domain, is_gated, keys = self.domain, keys.log_decay is not None, _with_decay(keys)
         shifts, (end, end_shifts) = residuals.shifts, residuals.end
-        (dend,) = jax.vjp(lambda end: kind.to_state(Summary(end, end_shifts)), end)[1](multiply(grads.state, 1 / scale))
+        (dend,) = jax.vjp(lambda end: domain.to_state(Summary(end, end_shifts)), end)[1](
+            multiply(grads.state, 1 / scale)
+        )
         later = jax.tree.map(following, shifts.reading, end_shifts)
-        layout = _Layout.of(kind, self.split, keys)
+        layout = _Layout.of(domain, self.split, keys)
         inputs = layout.inputs(q, keys, shifts, shift_scales(shifts.after, later))
         given = Cotangents(
             dy=layout.fill(grads.y, layout.sizes.d_value),
@@ -674,7 +676,7 @@ class Fused(Kernels[StateT]):
             dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
         cut = lambda x, size: layout.unflatten(x)[..., :size]
         dkeys = Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
-        (_, first), to_state = jax.vjp(kind.to_summary, state)
+        (_, first), to_state = jax.vjp(domain.to_summary, state)
         reading = jax.tree.map(lambda x: x[..., 0, :], shifts.reading)
         dfirst = chunk.scale(layout.sums(written.first), shift_scales(first, reading))
         (dstate,) = to_state(Summary(dfirst, jax.tree.map(jnp.zeros_like, first)))
@@ -715,12 +717,12 @@ class _Layout(NamedTuple):
     sizes: Sizes
 
     @classmethod
-    def of(cls, kind: Values[Any], split: Split, keys: Keys) -> "_Layout":
+    def of(cls, domain: Domain[Any], split: Split, keys: Keys) -> "_Layout":
         k, values = keys.k, keys.values
         d_key, d_value = k.shape[-1], values.shape[-1]
         whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
         registers = Registers(interpret=interpret.params() is not None)
-        sizes = Sizes(split.n_chunks, whole(d_key), whole(d_value), kind is LOG_VALUES, registers)
+        sizes = Sizes(split.n_chunks, whole(d_key), whole(d_value), domain is LOG_DOMAIN, registers)
         return cls(k.shape[:-2], d_key, d_value, sizes)
 
     def flatten(self, x: Array) -> Array:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import associative_scan, finite
 from heinsen.ops.chunk import Keys, Scales, largest, log_share
-from heinsen.ops.values import Shifts, Values
+from heinsen.ops.values import Shifts, Domain
 
 
 class ChunkShifts(NamedTuple):
@@ -27,9 +27,9 @@ class ChunkShifts(NamedTuple):
     own_b: Array | None  # [*batch, N, V]: of the chunk's own values
 
 
-def chunk_shifts(kind: Values[Any], first: Shifts, keys: Keys) -> ChunkShifts:
+def chunk_shifts(domain: Domain[Any], first: Shifts, keys: Keys) -> ChunkShifts:
     """Shifts of chunks [*batch, N, C, ...] that follow, in turn, sums relative to `first` [*batch, ...]."""
-    own = largest(kind, keys)
+    own = largest(domain, keys)
     if not keys.forget:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)

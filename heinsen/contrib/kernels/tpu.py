@@ -33,7 +33,7 @@ from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_in_order
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, group_grad
-from heinsen.ops.values import REAL_VALUES, SMALLEST_SUM, Shifts, StateT, Summary, Sums, Values
+from heinsen.ops.values import REAL_DOMAIN, SMALLEST_SUM, Shifts, StateT, Summary, Sums, Domain
 
 LANES = 128
 CHUNK = LANES  # tokens
@@ -123,19 +123,19 @@ class Written(NamedTuple):
     saved: Any  # `Saved`, or None
 
 
-def _forward_kernel(kind: Values[Any], inputs: Inputs, first: State, out: Written) -> None:
+def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: State, out: Written) -> None:
     @pl.when(pl.program_id(1) == 0)
     def start() -> None:
         out.end.write(first.read())
         out.fine[...] = jnp.ones_like(out.fine)
 
     (q, keys), before = inputs.read(), out.end.read()
-    (decay,), own = keys.decays(), chunk.largest(kind, keys)
-    factors = chunk.key_factors(kind, keys, decay, own)
+    (decay,), own = keys.decays(), chunk.largest(domain, keys)
+    factors = chunk.key_factors(domain, keys, decay, own)
     weights, (r, _) = chunk.fast_weights(q, keys.k, [decay], own.c, [before.shifts.c])
     scales = chunk.value_scales(before.shifts.b, own.b)
     sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
-    out.y[...], out.z[:, 0] = kind.mean(sums, scales.b).mT, sums.z
+    out.y[...], out.z[:, 0] = domain.mean(sums, scales.b).mT, sums.z
     if out.saved is not None:
         out.saved.s[...] = sums.s.mT
         out.saved.before.write(before)
@@ -176,7 +176,7 @@ class Gradients(NamedTuple):
     first: State  # of the sums before the first chunk
 
 
-def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: State, out: Gradients) -> None:
+def _backward_kernel(domain: Domain[Any], inputs: Inputs, given: Cotangents, end: State, out: Gradients) -> None:
     @pl.when(pl.program_id(1) == 0)
     def start() -> None:
         out.first.write_sums(end.read_sums())
@@ -185,7 +185,7 @@ def _backward_kernel(kind: Values[Any], inputs: Inputs, given: Cotangents, end: 
     dy = given.dy[...].mT * given.factors[0]
     sums = Sums(given.saved.s[...].mT, given.z[:, 0])
     pass_back = lambda older, dread: (dend, chunk.add(chunk.scale(dend, older), dread))
-    dq, dkeys, dfirst, _ = group_grad(kind, q, keys, before, (), sums, dy, pass_back)
+    dq, dkeys, dfirst, _ = group_grad(domain, q, keys, before, (), sums, dy, pass_back)
 
     for ref, x in ((out.q, dq), (out.k, dkeys.k), (out.values, dkeys.values)):
         ref[...] = x.mT * given.factors[1]
@@ -208,7 +208,7 @@ class _Block:
 class _Layout(NamedTuple):
     """How arrays [*batch, ...] become those of the kernels, and back."""
 
-    kind: Values[Any]
+    domain: Domain[Any]
     split: Split
     batch: tuple[int, ...]
     d_key: int
@@ -217,9 +217,9 @@ class _Layout(NamedTuple):
     log_decay: bool
 
     @classmethod
-    def of(cls, kind: Values[Any], split: Split, keys: Keys) -> "_Layout":
+    def of(cls, domain: Domain[Any], split: Split, keys: Keys) -> "_Layout":
         sizes = keys.k.shape[-1], keys.values.shape[-1]
-        return cls(kind, split, keys.k.shape[:-2], *sizes, keys.resets is not None, keys.log_decay is not None)
+        return cls(domain, split, keys.k.shape[:-2], *sizes, keys.resets is not None, keys.log_decay is not None)
 
     @property
     def n_heads(self) -> int:
@@ -266,7 +266,7 @@ class _Layout(NamedTuple):
         return Inputs(
             self.tokens(q, self.key_features),
             self.tokens(k, self.key_features, NEG_INF),
-            self.tokens(values, self.value_features, self.kind.zero),
+            self.tokens(values, self.value_features, self.domain.zero),
             None if starts is None else self.row(starts.astype(k.dtype)),
             None if log_decay is None else self.row(log_decay),
         )
@@ -317,7 +317,7 @@ class _Layout(NamedTuple):
 
     def blocks_of_state(self) -> State:
         sums, b = self.blocks_of_sums(), None
-        if self.kind is not REAL_VALUES:
+        if self.domain is not REAL_DOMAIN:
             b = self.blocks_of_heads(1, self.value_features)
         return sums._replace(c=sums.z, b=b)
 
@@ -325,7 +325,7 @@ class _Layout(NamedTuple):
         key_features, value_features, heads = self.key_features, self.value_features, self.heads_per_block
         chunks = partial(self.blocks_of_chunks, backwards=backwards)
         c: Any = chunks(1, key_features)
-        b: Any = None if self.kind is REAL_VALUES else chunks(1, value_features)
+        b: Any = None if self.domain is REAL_DOMAIN else chunks(1, value_features)
         before = Before(chunks(key_features, heads * value_features, heads=heads), c, Shifts(c, b))
         return Saved(self.blocks_of_tokens(value_features, backwards), before)
 
@@ -365,7 +365,7 @@ def _run_kernel(
 
     def body(*refs: Any) -> None:
         arguments, written = refs[: len(leaves)], refs[len(leaves) :]
-        kernel(layout.kind, *jax.tree.unflatten(tree, arguments), jax.tree.unflatten(out_tree, written))
+        kernel(layout.domain, *jax.tree.unflatten(tree, arguments), jax.tree.unflatten(out_tree, written))
 
     written = pl.pallas_call(
         body,
@@ -398,25 +398,25 @@ class Fused(Kernels[StateT]):
     """The form for TPUs."""
 
     @classmethod
-    def of(cls, kind: Values[StateT], keys: Keys) -> "Fused[StateT]":
+    def of(cls, domain: Domain[StateT], keys: Keys) -> "Fused[StateT]":
         """Raises InputError for what the kernels do not take."""
         if keys.k.dtype != jnp.float32:
             raise InputError(
                 f'implementation="pallas" computes in float32, not {keys.k.dtype}: pass implementation="chunked"'
             )
-        return cls(kind, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "tpu", interpret=interpret.params())
+        return cls(domain, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "tpu", interpret=interpret.params())
 
     def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         # Else XLA may copy y, and gradients, of all rows into the layout that they have here, and out of it.
         tokens_last = Layout((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
         q, k, values = (with_layout_constraint(x, tokens_last) for x in (q, keys.k, keys.values))
         keys = keys._replace(k=k, values=values)
-        out = attend_in_order(self.kind, q, keys, state)
+        out = attend_in_order(self.domain, q, keys, state)
         return out._replace(y=with_layout_constraint(out.y, tokens_last))
 
     def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
-        kind, first = self.kind, self.kind.to_summary(state)
-        layout = _Layout.of(kind, self.split, keys)
+        domain, first = self.domain, self.domain.to_summary(state)
+        layout = _Layout.of(domain, self.split, keys)
         inputs = layout.inputs(q, keys), layout.state(*first)
         blocks = layout.blocks_of_inputs(), layout.blocks_of_state()
         row = layout.blocks_of_tokens(1)
@@ -434,14 +434,14 @@ class Fused(Kernels[StateT]):
         last = layout.summary(end)
         lost = self.lost_between(state, first, last) | ~jnp.all(layout.cut(fine) == 1, axis=(-2, -1))
         residuals = _Residuals(saved, z, end) if save_residuals else None
-        return Output(layout.of_tokens(y, layout.d_value), kind.to_state(last)), residuals, lost
+        return Output(layout.of_tokens(y, layout.d_value), domain.to_state(last)), residuals, lost
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
     ) -> tuple[Array, Keys, StateT]:
-        kind, layout = self.kind, _Layout.of(self.kind, self.split, keys)
+        domain, layout = self.domain, _Layout.of(self.domain, self.split, keys)
         end, shifts = layout.summary(residuals.end)
-        (dend,) = jax.vjp(lambda end: kind.to_state(Summary(end, shifts)), end)[1](multiply(grads.state, 1 / scale))
+        (dend,) = jax.vjp(lambda end: domain.to_state(Summary(end, shifts)), end)[1](multiply(grads.state, 1 / scale))
         given = Cotangents(
             dy=layout.tokens(grads.y, layout.value_features),
             z=residuals.z,
@@ -462,5 +462,5 @@ class Fused(Kernels[StateT]):
 
         dlog_decay = None if dlog_decay is None else layout.cut(dlog_decay[:, 0])[..., None]
         dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
-        (dstate,) = jax.vjp(lambda state: kind.to_summary(state).sums, state)[1](layout.sums(first))
+        (dstate,) = jax.vjp(lambda state: domain.to_summary(state).sums, state)[1](layout.sums(first))
         return layout.of_tokens(dq, layout.d_key), dkeys, multiply(dstate, scale)
