@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         refuse(f"--config={CONFIG.value}: a run has its own; override fields, --config.a.b=value")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
-    from heinsen.platform import keep_compilations
+    from heinsen.host import keep_compilations
 
     keep_compilations()
     with exit_on_error(on_interrupt="interrupted; nothing was written"):

@@ -57,8 +57,8 @@ def run() -> str | None:
 
     from heinsen.config import from_mapping
     from heinsen.distributed import join_processes
+    from heinsen.host import keep_compilations
     from heinsen.plan.plan import plan
-    from heinsen.platform import keep_compilations
     from heinsen.training.config import TrainConfig
     from heinsen.training.loop import train
 

@@ -29,7 +29,7 @@ CONTEXTS = flags.DEFINE_list("contexts", None, "Decoding: tokens read before; de
 show_help(__name__)
 
 from experiments import tools
-from heinsen.distributed import keep_host_memory
+from heinsen.host import keep_host_memory
 from heinsen.training.config import TrainConfig
 from scripts.benchmarking import decode, measure
 from scripts.benchmarking.step import prepare_step

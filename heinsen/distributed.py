@@ -1,7 +1,6 @@
-"""The processes of a run: how they join and agree, and what a process's C library does with freed memory."""
+"""The processes of a run: how they join and agree."""
 
 import contextlib
-import ctypes
 import os
 import re
 import sys
@@ -120,28 +119,3 @@ def first_reason(reason: str | None) -> str | None:
     text[: len(encoded)] = encoded
     texts = [bytes(row[row > 0]).decode(errors="replace") for row in multihost_utils.process_allgather(text)]
     return next(filter(None, texts), None)
-
-
-# ---- memory ------------------------------------------------------------------------------------
-
-
-def keep_host_memory() -> None:
-    """Make glibc keep freed memory for the next step instead of returning it to the kernel, on a CPU backend.
-
-    XLA allocates a step's temporaries anew each time, and fresh pages cost a third of a small model's step. No-op on
-    other backends and C libraries.
-    """
-    if jax.default_backend() != "cpu":
-        return
-    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # of mallopt(3)
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_trim_threshold, -1)
-        libc.mallopt(m_top_pad, 64 << 20)
-
-
-def return_freed_memory() -> None:
-    """Return to the kernel what glibc has kept (`keep_host_memory`). No-op with other C libraries."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

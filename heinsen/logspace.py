@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Complex, Float
 
-from heinsen import platform
+from heinsen import backend
 
 NEG_INF = -jnp.inf
 
@@ -326,7 +326,7 @@ def _scan_in_blocks(combine: Callable[[Out, Out], Out], x: Out, axis: int, rever
         return flip(_scan_in_blocks(combine, flip(x), axis))
     n_tokens = jax.tree.leaves(x)[0].shape[axis]
     size = next((n for n in _BLOCKS if n_tokens % n == 0), n_tokens)
-    if size == n_tokens or platform.target() != "cpu":
+    if size == n_tokens or backend.current() != "cpu":
         return associative_scan(combine, x, axis)
     axis %= jax.tree.leaves(x)[0].ndim
     map_all, at = jax.tree.map, (slice(None),) * axis
@@ -346,7 +346,7 @@ def _by_method(
 ) -> Callable[..., Array]:
     """Return the form named by `method`; for None, the faster one on the platform compiled for. Raises ValueError."""
     if method is None:
-        method = "sequential" if platform.target() == "cpu" else "associative"
+        method = "sequential" if backend.current() == "cpu" else "associative"
     forms = {"associative": associative, "sequential": sequential}
     if method not in forms:
         raise ValueError(f"method {method!r} is not one of {sorted(forms)} or None")

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import heinsen
-from heinsen.distributed import keep_host_memory
+from heinsen.host import keep_host_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADS, FEATURES = 16, 30

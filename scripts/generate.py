@@ -58,9 +58,9 @@ from heinsen.decoding import (
     save_prefix,
     step_params,
 )
+from heinsen.host import keep_compilations
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
-from heinsen.platform import keep_compilations
 from heinsen.remote import local_run
 from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.training.throughput import format_bytes

@@ -56,11 +56,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.distributed import keep_host_memory
 from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_loss, right_answers
+from heinsen.host import keep_compilations, keep_host_memory
 from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
-from heinsen.platform import keep_compilations
 from heinsen.training.checkpoint import Checkpoints, Restored
 from heinsen.training.config import TrainConfig
 from heinsen.training.log import Console

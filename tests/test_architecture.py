@@ -22,14 +22,15 @@ RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "export": 3, "weights":
 # Leaves import only themselves, these, and errors of heinsen.
 COMMON = {"files", "progress", "remote"}
 LEAVES = {
+    "backend",
     "chips",
     "config",
     "data",
     "distributed",
     "figures",
     "files",
+    "host",
     "parallel",
-    "platform",
     "progress",
     "remote",
     "version",

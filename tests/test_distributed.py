@@ -6,7 +6,7 @@ import time
 import jax
 import pytest
 
-from heinsen.distributed import ProcessError, join_processes, keep_host_memory, return_freed_memory
+from heinsen.distributed import ProcessError, join_processes
 
 
 @pytest.mark.parametrize(
@@ -98,19 +98,3 @@ def test_processes_that_do_not_come_are_waited_for_aloud(monkeypatch, capsys, ar
         with pytest.raises(ProcessError, match=re.escape(message)):
             join_processes(*arguments)
         assert capsys.readouterr().err == told
-
-
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_freed_memory_is_kept_on_cpus_until_it_is_returned(monkeypatch, backend):
-    calls = []
-
-    class Library:
-        def __getattr__(self, name):
-            return lambda *arguments: calls.append((name, *arguments))
-
-    monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    keep_host_memory()
-    assert calls == ([("mallopt", -4, 0), ("mallopt", -1, -1), ("mallopt", -2, 64 << 20)] if backend == "cpu" else [])
-    return_freed_memory()
-    assert calls[-1] == ("malloc_trim", 0)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.parallel import AXES, BATCH, on_each_device
 
 _TOKENS = P(BATCH, ("sequence", "tensor"))  # [B, T, ...]
@@ -123,7 +123,7 @@ def _is_target(logits: Array | np.ndarray, targets: Array | np.ndarray) -> Array
 
 def max_logits() -> int:
     """Return the number of logits that may be in memory at once."""
-    return 2**24 if platform.target() == "cpu" else 2**28
+    return 2**24 if backend.current() == "cpu" else 2**28
 
 
 def _over_chunks(

@@ -35,7 +35,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, centered_sum, finite, two_sum
 from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after, decay_after_grad, decay_grad
-from heinsen.ops.values import Shifts, Sums, Domain, einsum, safe_divide
+from heinsen.ops.values import Domain, Shifts, Sums, einsum, safe_divide
 
 _BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 

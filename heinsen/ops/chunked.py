@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.logspace import centered_sum, finite
 from heinsen.ops import chunk, exact, logarithms
 from heinsen.ops.chunk import After, Keys
@@ -26,7 +26,7 @@ from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.exact import Output
 from heinsen.ops.schedule import InOrder, chunk_size, split_tokens
 from heinsen.ops.states import LogState
-from heinsen.ops.values import LOG_DOMAIN, Shifts, StateT, Summary, Domain
+from heinsen.ops.values import LOG_DOMAIN, Domain, Shifts, StateT, Summary
 
 
 def attend(
@@ -120,7 +120,7 @@ def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
         from heinsen.contrib import kernels  # slow to import
 
         return kernels.causal_form(domain, keys)
-    return InOrder(domain, split_tokens(keys.k.shape), platform.target(), keys.after is not None)
+    return InOrder(domain, split_tokens(keys.k.shape), backend.current(), keys.after is not None)
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------

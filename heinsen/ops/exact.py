@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 from heinsen.ops.values import StateT
 
@@ -133,7 +133,7 @@ def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int
     """
     rows, out = vary_together(rows, out)
     n_rows = rows.shape[-1] if rows.ndim else 1
-    most = most_rows if platform.target() == "cpu" and isinstance(n_rows, int) else 1
+    most = most_rows if backend.current() == "cpu" and isinstance(n_rows, int) else 1
     n = next(n for n in range(most, 0, -1) if n_rows % n == 0) if isinstance(n_rows, int) else 1
 
     def body(carry: tuple[Array, X]) -> tuple[Array, X]:

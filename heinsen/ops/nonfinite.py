@@ -17,7 +17,7 @@ from heinsen.logspace import NEG_INF
 from heinsen.ops.chunk import Keys
 from heinsen.ops.documents import document_ranges
 from heinsen.ops.exact import vary_together
-from heinsen.ops.values import StateT, Domain
+from heinsen.ops.values import Domain, StateT
 
 X = TypeVar("X")
 Attend = Callable[[Domain[Any], Array, Array, Array, bool, Any, Array | None, Array | None], tuple[Array, Any]]

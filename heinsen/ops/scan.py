@@ -28,7 +28,7 @@ from heinsen.logspace import (
 )
 from heinsen.ops.documents import last_tokens, mask_starts
 from heinsen.ops.states import NormalizedMeanState, NormalizedState, read_all, whole_shift
-from heinsen.ops.values import LOG_DOMAIN, StateT, Domain
+from heinsen.ops.values import LOG_DOMAIN, Domain, StateT
 
 
 @partial(jax.checkpoint, static_argnums=(0, 4))

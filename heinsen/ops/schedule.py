@@ -33,14 +33,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
 from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import MOST_ROWS, Output, Rows, for_rows, multiply, vary_together
 from heinsen.ops.nonfinite import Clean, fill_where, is_nonfinite_state, isolate, isolate_if_any, replace_state
-from heinsen.ops.values import SMALLEST_SUM, Shifts, StateT, Summary, Sums, Domain
+from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
 Weigh = Callable[[Array, Array], tuple[Weights, tuple[Array, Array]]]
@@ -83,7 +83,7 @@ class Residuals(NamedTuple):
 
 def chunk_size(d_key: int) -> int:
     """Tokens in a chunk, for d_key key features per head."""
-    return 32 if d_key < 64 and platform.target() == "cpu" else 64
+    return 32 if d_key < 64 and backend.current() == "cpu" else 64
 
 
 def chunks_per_group(elements: int) -> int:
@@ -92,7 +92,7 @@ def chunks_per_group(elements: int) -> int:
     On CPUs the arrays of a group stay in cache and yet are large enough for several threads; accelerators want few
     large steps.
     """
-    return max(1, (2**18 if platform.target() == "cpu" else 2**26) // elements)
+    return max(1, (2**18 if backend.current() == "cpu" else 2**26) // elements)
 
 
 def split_tokens(shape: tuple[int, ...]) -> Split:
@@ -164,7 +164,7 @@ def scan_chunks(
 
 def _steps_together(n: int) -> int:
     """Steps of n that the body of a loop over chunks takes: a divisor of n."""
-    if platform.target() != "gpu":
+    if backend.current() != "gpu":
         return 1
     return next(size for size in range(min(n, _MOST_STEPS), 0, -1) if n % size == 0)
 

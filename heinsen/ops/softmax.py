@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.ops.documents import document_numbers, document_starts, mask_cross_document
 
 # Scores of one block of queries against a whole cache, in elements.
@@ -69,10 +69,10 @@ def softmax_attention(
 
     Requires K = V except on CPUs. On GPUs bfloat16 and float16 inputs use cuDNN's flash attention.
     """
-    if platform.target() == "cpu":
+    if backend.current() == "cpu":
         return _attend_in_blocks(q, k, v, segment_ids, causal)
     mask = None if segment_ids is None else mask_cross_document(document_starts(segment_ids))
-    fused = platform.target() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    fused = backend.current() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     implementation: Literal["cudnn"] | None = "cudnn" if fused else None
     y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.ops.documents import document_ranges, document_starts
 from heinsen.ops.softmax import KVCache, append, attend_visible, init_cache, read_and_append
 
@@ -116,7 +116,7 @@ def _attend_ranges(q: Array, k: Array, v: Array, low: Array, high: Array, window
     ranges = (jnp.broadcast_to(x, (n_batch, n_heads, n_blocks, size)) for x in ranges)
     blocks = split(q, 2).reshape(n_batch, n_heads, n_blocks, size, -1), keys_of_blocks(k), keys_of_blocks(v), *ranges
     blocks = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), blocks)
-    n_scores = _SCORES_CPU if platform.target() == "cpu" else _SCORES
+    n_scores = _SCORES_CPU if backend.current() == "cpu" else _SCORES
     y = lax.map(block, blocks, batch_size=max(1, n_scores // (size * n_keys)))
     return y.reshape(n_batch, n_heads, n_blocks * size, -1)[:, :, :n_tokens]
 

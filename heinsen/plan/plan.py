@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from heinsen.chips import Chip, chip_of
-from heinsen.distributed import keep_host_memory
+from heinsen.host import keep_host_memory
 from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, with_shardings
 from heinsen.plan.report import Plan
 from heinsen.plan.targets import Target, find_target

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import jax
 from jax.experimental import topologies
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.chips import CHIPS, Chip
 from heinsen.errors import HeinsenError
 
@@ -78,7 +78,7 @@ class Target:
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Within the block, what is traced is for this machine."""
-        with platform.compiling_for(self.chip.platform):
+        with backend.compiling_for(self.chip.platform):
             yield
 
 

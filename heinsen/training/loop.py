@@ -11,9 +11,10 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.data.tokenizer import read_tokenizer_file, write_tokenizer_file
-from heinsen.distributed import first_reason, keep_host_memory
+from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, Interrupted, describe
 from heinsen.evaluation.loss import Evaluation
+from heinsen.host import keep_host_memory
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
 from heinsen.remote import Mirror, RemoteError, open_mirror

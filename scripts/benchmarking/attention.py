@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
+from heinsen.host import keep_host_memory
 from scripts.benchmarking import measure
 from scripts.benchmarking.contestants import (
     BACKWARD,

@@ -9,8 +9,8 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from heinsen.contrib.hlo_cost import count_costs
-from heinsen.distributed import keep_host_memory
 from heinsen.errors import HeinsenError, InputError
+from heinsen.host import keep_host_memory
 from heinsen.plan.report import format_gigabytes
 from heinsen.plan.targets import find_target
 from scripts.benchmarking import measure

@@ -16,8 +16,8 @@ import numpy as np
 
 from heinsen.config import from_mapping
 from heinsen.decoding import Prefix, Sampling, decode, step_params
-from heinsen.distributed import keep_host_memory
 from heinsen.errors import InputError
+from heinsen.host import keep_host_memory
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
 from heinsen.training.config import TrainConfig

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from heinsen.distributed import return_freed_memory
 from heinsen.figures import count_tokens, place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
+from heinsen.host import return_freed_memory
 
 IMPLEMENTATIONS = ("chunked", "pallas", "scan", "reference")
 _WARM_UP = 0.3  # seconds

@@ -10,7 +10,7 @@ import jax
 from heinsen.chips import chip_of
 from heinsen.config import from_mapping
 from heinsen.contrib.hlo_cost import count_costs
-from heinsen.distributed import keep_host_memory
+from heinsen.host import keep_host_memory
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.training.config import TrainConfig

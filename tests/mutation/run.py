@@ -54,7 +54,7 @@ TESTS = {
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
-        *("tests/test_platform.py", "tests/test_distributed.py", "tests/test_parallel.py", "tests/test_package.py"),
+        *("tests/test_host.py", "tests/test_distributed.py", "tests/test_parallel.py", "tests/test_package.py"),
         *("tests/test_remote.py", "tests/scripts", "tests/training", "tests/data"),
     ],
 }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen import LogState, MeanState, init_state, platform
+from heinsen import LogState, MeanState, backend, init_state
 from heinsen.ops import schedule
 from heinsen.ops.api import IMPLEMENTATIONS
 from tests.ops.common import PORTABLE
@@ -218,7 +218,7 @@ def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch):
     chunk = 3
     monkeypatch.setattr(schedule, "chunk_size", lambda d_key: chunk)
     case = draw_case(rng, **LONG, mean_length=20, decay=True)
-    with platform.compiling_for("gpu"):
+    with backend.compiling_for("gpu"):
         assert schedule._steps_together(-(-LONG["n_queries"] // chunk)) == 12
         check(Form("log_attention", "chunked", -chunk), case, rng)  # -chunk: a program of its own
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import heinsen
-from heinsen import platform
+from heinsen import backend
 
 
 @pytest.mark.parametrize("name, lowering, call", [("tpu", "tpu", "tpu_custom_call"), ("gpu", "cuda", "mosaic_gpu")])
@@ -18,6 +18,6 @@ def test_both_passes_are_lowered_for_the_device(name, lowering, call):
 
     array = lambda *shape: jax.ShapeDtypeStruct((2, 128, *shape), jnp.float32)
     keys, values = array(64), array(16)  # the most and the fewest features of the kernels for Hopper GPUs
-    with platform.compiling_for(name):
+    with backend.compiling_for(name):
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(keys, keys, values, array())
     assert f"custom_call @{call}" in traced.lower(lowering_platforms=(lowering,)).as_text()

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 import heinsen
-from heinsen import LogState, MeanState, platform
+from heinsen import LogState, MeanState, backend
 from heinsen.contrib.kernels import interpret, tpu
 from heinsen.errors import InputError
 from tests.ops.test_implementations import CASES, check, check_wide, draw
@@ -42,7 +42,7 @@ class Form:
             return out, pull(cotangents)
 
         inputs = case.q, case.k, case.values, case.log_decay, state
-        with platform.compiling_for("tpu"), interpret.interpreted(PARAMS):
+        with backend.compiling_for("tpu"), interpret.interpreted(PARAMS):
             (y, end), (*gradients, of_state) = run(inputs, (cotangents[0], self.kind(*cotangents[1:])))
         assert not interpret_pallas_call.races.races_found
         y, end, gradients = jax.tree.map(np.asarray, (y, tuple(end), (*gradients, *(of_state or ()))))
@@ -105,7 +105,7 @@ def test_masked_keys_and_zero_values_are_the_truth(form, name, rng, small_chunks
 
 
 def test_float64_is_an_error():
-    with jax.enable_x64(True), platform.compiling_for("tpu"), interpret.interpreted(PARAMS):
+    with jax.enable_x64(True), backend.compiling_for("tpu"), interpret.interpreted(PARAMS):
         x = jnp.zeros((1, 8, 32), jnp.float64)
         with pytest.raises(InputError, match='computes in float32, not float64: pass implementation="chunked"'):
             heinsen.log_attention(x, x, x, implementation="pallas")

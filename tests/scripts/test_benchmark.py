@@ -284,7 +284,7 @@ def test_memory_that_a_process_has_freed_is_free():
     code = """
 import os
 import numpy as np
-from heinsen.distributed import keep_host_memory
+from heinsen.host import keep_host_memory
 from scripts.benchmarking.measure import free_memory
 
 resident = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,16 +5,16 @@ The forms here take the place of `heinsen.ops.schedule.InOrder`, which computes 
 
 from typing import Any
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.ops.chunk import Keys
 from heinsen.ops.schedule import InOrder
-from heinsen.ops.values import StateT, Domain
+from heinsen.ops.values import Domain, StateT
 
 
 def causal_form(domain: Domain[StateT], keys: Keys) -> InOrder[StateT]:
     """The form for the platform that is compiled for. Raises InputError for what its kernels do not take."""
     form: type[Any]
-    if platform.target() == "tpu":  # each is slow to import
+    if backend.current() == "tpu":  # each is slow to import
         from heinsen.contrib.kernels.tpu import Fused as form
     else:
         from heinsen.contrib.kernels.mosaic_gpu import Fused as form

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen import platform
+from heinsen import backend
 from heinsen.contrib.kernels import interpret
 from heinsen.contrib.kernels.form import Kernels
 from heinsen.contrib.kernels.shifts import (
@@ -61,7 +61,7 @@ from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import decay_grad
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, take_group
-from heinsen.ops.values import LOG_DOMAIN, SMALLEST_SUM, StateT, Summary, Sums, Domain
+from heinsen.ops.values import LOG_DOMAIN, SMALLEST_SUM, Domain, StateT, Summary, Sums
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 Held = Any
@@ -694,7 +694,7 @@ def _check(keys: Keys) -> None:
     """Raise InputError for what the kernels do not take, or a device that cannot run them."""
     instead = 'pass implementation="chunked"'
     if interpret.params() is None:
-        device = platform.target()
+        device = backend.current()
         if device == "gpu" and jax.default_backend() == "gpu":
             device = f"a GPU of compute capability {jax.devices()[0].compute_capability}"
         if device not in ("gpu", "a GPU of compute capability 9.0"):

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from heinsen.logspace import associative_scan, finite
 from heinsen.ops.chunk import Keys, Scales, largest, log_share
-from heinsen.ops.values import Shifts, Domain
+from heinsen.ops.values import Domain, Shifts
 
 
 class ChunkShifts(NamedTuple):

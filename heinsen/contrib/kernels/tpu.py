@@ -33,7 +33,7 @@ from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_in_order
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, group_grad
-from heinsen.ops.values import REAL_DOMAIN, SMALLEST_SUM, Shifts, StateT, Summary, Sums, Domain
+from heinsen.ops.values import REAL_DOMAIN, SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
 
 LANES = 128
 CHUNK = LANES  # tokens

@@ -1,38 +1,14 @@
-"""The platform that programs are compiled for: that of the devices here, unless a plan names another.
-
-Chunk sizes, blocks and kernels are chosen while a program is traced, before a compiler says for what. A plan compiles
-for devices that are not there (`compiling_for`); whatever chooses by platform asks `target`, not JAX's default backend.
-What is compiled here is kept for the next process (`keep_compilations`).
-"""
+"""What the machine keeps for later: compiled programs for the next process, freed memory for the next step."""
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 import jax
-
-_TARGET: ContextVar[str | None] = ContextVar("target", default=None)
-
-
-def target() -> str:
-    """The platform that is compiled for: "cpu", "gpu" or "tpu"."""
-    return _TARGET.get() or jax.default_backend()
-
-
-@contextmanager
-def compiling_for(platform: str) -> Iterator[None]:
-    """Within the block, what is traced is for this platform. Functions that were traced before keep what they have."""
-    token = _TARGET.set(platform)
-    try:
-        yield
-    finally:
-        _TARGET.reset(token)
 
 
 def keep_compilations() -> None:
@@ -60,3 +36,25 @@ def _describe_cpu() -> str:
     with contextlib.suppress(OSError):
         features += "".join(re.findall(r"^(?:flags|Features)\b.*", Path("/proc/cpuinfo").read_text(), re.M)[:1])
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
+def keep_host_memory() -> None:
+    """Make glibc keep freed memory for the next step instead of returning it to the kernel, on a CPU backend.
+
+    XLA allocates a step's temporaries anew each time, and fresh pages cost a third of a small model's step. No-op on
+    other backends and C libraries.
+    """
+    if jax.default_backend() != "cpu":
+        return
+    m_trim_threshold, m_top_pad, m_mmap_max = -1, -2, -4  # of mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, -1)
+        libc.mallopt(m_top_pad, 64 << 20)
+
+
+def return_freed_memory() -> None:
+    """Return to the kernel what glibc has kept (`keep_host_memory`). No-op with other C libraries."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
