@@ -184,7 +184,7 @@ def losses64(logits, targets):
 def slope64(loss, params, direction):
     """The derivative of a loss along a direction through all parameters."""
     moved = lambda step: jax.tree.map(lambda x, d: np.float64(x) + step * d, params, direction)
-    return (loss(moved(1e-5)) - loss(moved(-1e-5))) / 2e-5
+    return (loss(moved(1e-6)) - loss(moved(-1e-6))) / 2e-6
 
 
 def assert_close(got, want, tolerance):
