@@ -25,10 +25,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from heinsen.ops.api import check_known_tokens, check_log_decay, on_automatic_axes, prepare_inputs
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.exact import vary_together
-from heinsen.ops.inputs import check_known_tokens, check_log_decay, on_automatic_axes, prepare_inputs
 from heinsen.ops.linear import to_chunks
 
 _CHUNK = 64  # tokens, a power of two

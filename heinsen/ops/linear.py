@@ -21,11 +21,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from heinsen.ops.api import check_known_tokens, on_automatic_axes, prepare_inputs
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import vary_together
-from heinsen.ops.inputs import check_known_tokens, on_automatic_axes, prepare_inputs
 
 _CHUNK = 64  # tokens
 

@@ -38,8 +38,20 @@ from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
 from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
-from heinsen.ops.exact import MOST_ROWS, Output, Rows, for_rows, multiply, vary_together
-from heinsen.ops.nonfinite import Clean, fill_where, is_nonfinite_state, isolate, isolate_if_any, replace_state
+from heinsen.ops.exact import (
+    MOST_ROWS,
+    Clean,
+    Output,
+    Rows,
+    fill_where,
+    for_rows,
+    is_nonfinite_state,
+    isolate,
+    isolate_if_any,
+    multiply,
+    replace_state,
+    vary_together,
+)
 from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.

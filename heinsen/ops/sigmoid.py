@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from heinsen.ops.api import check_inputs, check_known_tokens, on_automatic_axes
 from heinsen.ops.checks import check_array, check_integer
 from heinsen.ops.documents import document_ranges, document_starts
 from heinsen.ops.exact import vary_together
-from heinsen.ops.inputs import check_inputs, check_known_tokens, on_automatic_axes
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 
 Bias = float | Literal["-log_n"]

@@ -8,8 +8,7 @@ from jaxtyping import Array
 
 from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_in_order
-from heinsen.ops.exact import Output
-from heinsen.ops.nonfinite import is_nonfinite_state
+from heinsen.ops.exact import Output, is_nonfinite_state
 from heinsen.ops.schedule import InOrder
 from heinsen.ops.values import StateT, Summary
 
