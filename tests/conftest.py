@@ -43,7 +43,7 @@ def pytest_configure(config):
 def pytest_collection_finish(session):
     """Look for cyclic garbage seldom: JAX's tracing makes so many objects that this took a tenth of the time.
 
-    And lower all programs in one MLIR context: to make one for each took a third of the time of small programs.
+    And lower all programs in one MLIR context: to make one for each takes much of the time of small programs.
     """
     from jax._src.interpreters import mlir  # once the tests are collected, JAX has been imported
 

@@ -24,7 +24,7 @@ from heinsen.ops.nonfinite import Attend, isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
 from heinsen.ops.values import LOG_DOMAIN, REAL_DOMAIN
 
-# Ways to compute both functions: (kind of values, q, k, values, causal, state, resets, log_decay) -> (output, the state
+# Ways to compute both functions: (domain, q, k, values, causal, state, resets, log_decay) -> (output, the state
 # after all tokens). Inputs are validated, of one floating-point dtype, float32 or wider.
 IMPLEMENTATIONS: dict[str, Attend] = {
     "reference": isolate_non_finite(reference.attend),

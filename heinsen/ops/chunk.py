@@ -225,13 +225,13 @@ def fast_weights(
     exponents, r = centered_sum(q, top[..., None, :])
     qf, kf = jnp.exp(exponents), jnp.exp(k - finite(own_c)[..., None, :])
     factor = lambda shift: jnp.exp(log_share(shift, jnp.zeros((), k.dtype), top))[..., None, :]
-    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(_seen(x.of_keys for x in decays))
+    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(seen(x.of_keys for x in decays))
     parts = zip(decays, cs, strict=True)
     of_before = [(qf * factor(c)) * jnp.exp(decay.of_before)[..., None] for decay, c in parts]
     return Weights(_features(of_before), of_keys), (r, qf)
 
 
-def _seen(left: Iterable[Array]) -> Array:
+def seen(left: Iterable[Array]) -> Array:
     """What is left of each key in the direction in which a query sees it."""
     return reduce(jnp.maximum, left)
 
@@ -259,7 +259,7 @@ def exact_weights(
     pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
     # Keys keep exp(within) at queries of their block. Others keep exp(until) to where all blocks before that of a query
     # come in, and from there exp(since) to the query: shifts have the largest of them.
-    within = _seen(
+    within = seen(
         x.queries.tokens(lambda x: cut(x)[..., :, None]).left_of(x.keys.tokens(lambda x: cut(x)[..., None, :]))
         for x in decays
     )[..., None]

@@ -69,7 +69,7 @@ def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tup
 def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
     k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
-    of_keys = reduce(jnp.maximum, [decay.of_keys for decay in decays])[..., None]
+    of_keys = chunk.seen(decay.of_keys for decay in decays)[..., None]
     outside = [(sums, decay.of_before[..., None]) for sums, decay in zip(around, decays, strict=True)]
     pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
     r = jnp.max(pairs(q) + of_keys, axis=(-2, -1))
