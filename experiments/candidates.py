@@ -1,4 +1,4 @@
-"""Prototypes of three changes to the gated attention, to be deleted once they are measured.
+"""Prototypes of changes to the gated attention, to be deleted once they are measured.
 
     python experiments/candidates.py --candidate=NAME --config=experiments/forgetting/config.py --workdir=DIR ...
 
@@ -9,12 +9,16 @@ The other flags are those of train.py. NAME is
     levels       a state per power of two (log-linear attention): the weight of s at t is multiplied by
                  exp(l[t, level]) <= 1, level = the highest bit in which t and s differ, plus 1; l is computed from x_t,
                  one per head and level
+    half         queries and keys times 0.5
+    elu          features elu + 1 in place of exponentials, in the exact operator: their logarithms for q and k
+    softplus     features softplus, likewise
     baseline     the gated attention, as it is
 
 No sharding, no decoding, and for `levels` the quadratic form, of exponents that do not spread.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,6 +72,13 @@ def attend_levels(self: Heinsen[Any], q: Array, k: Array, values: Array, state: 
     return jnp.log(jnp.maximum(mean, 1e-30)) + shift_v, self._empty(*q.shape[:2])
 
 
+FEATURES: dict[str, Callable[[Array], Array]] = {
+    "half": lambda x: 0.5 * x,
+    "elu": lambda x: jnp.where(x > 0, jnp.log1p(jnp.maximum(x, 0)), jnp.minimum(x, 0)),  # log(elu(x) + 1)
+    "softplus": lambda x: jnp.log(jax.nn.softplus(jnp.maximum(x, -20))),
+}
+
+
 def decays_per_feature(self: Any, normed: Array, context: Any) -> Any:
     c = self.config
     gate = ForgetGate(c.n_heads * c.d_key, c.gate_shortest, c.gate_longest, c.dtype, self.deviation, name="gate")
@@ -91,8 +102,11 @@ def main() -> None:
         LogHeinsen._attend = attend_pairs
     elif name == "levels":
         LogHeinsen._attend, language_model.Layer.add_log_decays = attend_levels, decays_and_levels
+    elif name in FEATURES:
+        of, attend = FEATURES[name], Heinsen._attend
+        Heinsen._attend = lambda self, q, k, *rest: attend(self, of(q), of(k), *rest)
     elif name != "baseline":
-        raise SystemExit(f"--candidate={name}: choose per_feature, pairs, levels or baseline")
+        raise SystemExit(f"--candidate={name}: choose per_feature, pairs, levels, half, elu, softplus or baseline")
     from absl import app
 
     import train
