@@ -34,10 +34,9 @@ def get_config() -> ConfigDict:
                 n_heads=24,
                 d_key=32,
                 d_value=32,
-                attention="heinsen",  # or softmax, sigmoid, linear, window, delta; or a pattern: heinsen*3,softmax
+                attention="heinsen",  # or softmax, sigmoid, linear, delta; or a pattern: heinsen*3,softmax
                 sigmoid_alpha=1.0,  # sigmoid: the sum over n visible keys is divided by n^alpha
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
-                window=placeholder(int),  # window: number of last tokens that each one sees, itself included
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
                 convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
                 gate="none",  # heinsen, linear, delta: head: a forget gate, one number per head and token

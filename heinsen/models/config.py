@@ -37,7 +37,6 @@ class ModelConfig:
       attention: the kind of attention of all layers (`heinsen.models.mixers.MIXERS`), or a pattern that repeats, such
         as heinsen*3,softmax.
       sigmoid_alpha, sigmoid_bias: arguments of `heinsen.sigmoid_attention`, for sigmoid layers.
-      window: number of tokens that each one sees in window layers, itself included.
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
       convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
         on; 0: none.
@@ -67,7 +66,6 @@ class ModelConfig:
     attention: str
     sigmoid_alpha: Annotated[float, Limits(at_least=-math.inf)]
     sigmoid_bias: str
-    window: Annotated[int | None, Limits(at_least=1, below=2**28)]
     value_domain: str
     convolution: Annotated[int, Limits(at_least=0, below=65)]
     gate: str

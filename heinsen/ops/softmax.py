@@ -79,7 +79,7 @@ def softmax_attention(
     return y.swapaxes(1, 2)
 
 
-def attend_visible(
+def _attend_visible(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
@@ -114,7 +114,7 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, c
             visible = jnp.arange(here.start, here.stop)[:, None] >= jnp.arange(keys.stop)
         if ids is not None:
             visible = visible & (ids[:, here, None] == ids[:, None, keys])
-        return attend_visible(q[:, here], k[:, keys], v[:, keys], visible)
+        return _attend_visible(q[:, here], k[:, keys], v[:, keys], visible)
 
     def head(arrays: tuple[Array, Array, Array, Array | None]) -> Array:
         return jnp.concatenate([block(*arrays, start) for start in range(0, n_tokens, size)], axis=1)
@@ -168,18 +168,6 @@ def step_cached(
     """`append` one token and `attend_cached` its query, without copying the cache."""
     position = jnp.arange(cache.k.shape[-2])
     visible = (first[..., None] <= position) & (position < slots[..., None])
-    return read_and_append(q, k, v, cache, visible, slots)
-
-
-def read_and_append(
-    q: Float[Array, "B H 1 K"],
-    k: Float[Array, "B H 1 K"],
-    v: Float[Array, "B H 1 V"],
-    cache: KVCache,
-    visible: Bool[Array, "B 1 C"],
-    slots: Int[Array, "B 1"],
-) -> tuple[Float[Array, "B H 1 V"], KVCache]:
-    """Attend to what is visible of a cache and to one more token, and write that into a slot, without a copy."""
     score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     scores, own = score(cache.k), score(k)
     scores = jnp.where(visible[:, None], scores, -jnp.inf)

@@ -74,12 +74,12 @@ def draw_tokens(rng, *shape: int) -> jax.Array:
     [
         ("heinsen,softmax", 5),
         *(pytest.param(kind, None, marks=pytest.mark.long) for kind in ("heinsen", "heinsen,softmax")),
-        *(pytest.param(kind, 5, marks=pytest.mark.long) for kind in ("heinsen", "softmax", "window")),
+        *(pytest.param(kind, 5, marks=pytest.mark.long) for kind in ("heinsen", "softmax")),
     ],
 )
 def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, attention, document_token):
     """Also the steps of the decoding form, of parameters that are not stacked."""
-    config = dataclasses.replace(MODEL, attention=attention, document_token=document_token, window=6)
+    config = dataclasses.replace(MODEL, attention=attention, document_token=document_token)
     params = draw_params(rng, config)
     tokens = np.where(np.asarray(draw_tokens(rng, 2, 24)) == 5, 6, draw_tokens(rng, 2, 24))
     tokens[0, [0, 15]] = tokens[1, 4] = 5
@@ -105,8 +105,8 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
         assert np.abs(full_forward(without, params, tokens)[0] - expected).max() > 0.1
 
 
-ALL_KINDS = "heinsen,softmax,linear,sigmoid,window,delta"
-SOME_KINDS = "heinsen,softmax,window"  # sigmoid's cache is softmax's, and linear's state adds up as heinsen's does
+ALL_KINDS = "heinsen,softmax,linear,sigmoid,delta"
+SOME_KINDS = "heinsen,softmax"  # sigmoid's cache is softmax's, and linear's state adds up as heinsen's does
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ SOME_KINDS = "heinsen,softmax,window"  # sigmoid's cache is softmax's, and linea
 )
 def test_padding_is_no_token_whatever_id_begins_a_document(rng, monkeypatch, tmp_path, kinds, document_token):
     """Texts read together, saved, scored and continued: as by one forward pass over each text, without padding."""
-    changes = dict(value_domain="real") if kinds == "real" else dict(attention=kinds, window=4)
+    changes = dict(value_domain="real") if kinds == "real" else dict(attention=kinds)
     changes |= dict(n_layers=1 + kinds.count(","))
     sizes = dict(vocab_size=270, padded_vocab_size=272, document_token=document_token)
     config = model_config(**changes, **sizes, implementation="reference")

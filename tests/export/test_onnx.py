@@ -223,7 +223,7 @@ def test_only_an_earlier_export_is_replaced(rng, tmp_path):
     "changes, message",
     [
         (dict(attention="softmax"), "model.attention = 'softmax': .*train a model with attention = heinsen"),
-        (dict(attention="heinsen,window", window=4), "model.attention = 'heinsen,window'.*without --format=onnx"),
+        (dict(attention="heinsen,linear"), "model.attention = 'heinsen,linear'.*without --format=onnx"),
         (dict(objective="masked"), "model.objective = 'masked'.*needs next_token; .*objective = next_token"),
     ],
 )

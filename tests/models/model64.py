@@ -108,15 +108,13 @@ def attention64(config, kind, q, k, v, log_decays):
     """One head of one document, [T, K], [T, K], [T, V], [T]s -> [T, V]: the weights of all pairs."""
     place = np.arange(len(q))
     seen = np.tril(np.ones((len(q), len(q)))) if config.causal else np.ones((len(q), len(q)))
-    if kind == "window":
-        seen = seen * (np.abs(np.subtract.outer(place, place)) < config.window)
-    if config.position == "rotary" and kind in ("softmax", "sigmoid", "window"):
+    if config.position == "rotary" and kind in ("softmax", "sigmoid"):
         q, k = rotate64(q, place), rotate64(k, place)
     if kind == "sigmoid":
         count = seen.sum(-1, keepdims=True)
         bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
         return seen * sigmoid64(q @ k.T / np.sqrt(config.d_key) + bias) / count**config.sigmoid_alpha @ v
-    if kind in ("softmax", "window"):
+    if kind == "softmax":
         weights = np.exp(q @ k.T / np.sqrt(config.d_key))
     elif kind == "linear":
         elu = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))

@@ -55,9 +55,6 @@ VARIANTS = {
         attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
     ),
     "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
-    "window": dict(
-        attention="window,heinsen", window=3, position="rotary", block="gpt2", gate="head", document_token=DOCUMENT
-    ),
     "linear": dict(attention="linear", output_gate=True, gate="head", document_token=DOCUMENT),
     "delta": dict(attention="delta", position="none", convolution=2, gate="head", document_token=DOCUMENT, **EQUAL),
     "real": dict(
@@ -155,12 +152,11 @@ def test_pieces_and_steps_equal_the_whole(rng, config):
 
 
 def test_each_kind_has_its_own_state():
-    config = model_config(attention="heinsen,softmax,sigmoid,linear,window,delta", n_layers=6, window=7)
+    config = model_config(attention="heinsen,softmax,sigmoid,linear,delta", n_layers=5)
     states = init_model_state(config, B, 5).attention
-    assert list(map(type, states)) == [LogState, KVCache, KVCache, LinearState, KVCache, DeltaState]
+    assert list(map(type, states)) == [LogState, KVCache, KVCache, LinearState, DeltaState]
     assert config.has_cache
-    assert states[1].k.shape[2] == 5 and states[4].k.shape[2] == 7
-    assert not model_config(attention="window", window=7).has_cache
+    assert states[1].k.shape[2] == 5
     real = model_config(value_domain="real")
     assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
 
@@ -221,8 +217,6 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
             "a pattern of 3 layers, which does not divide model.n_layers = 2; choose",
         ),
         (dict(attention="softmax", d_value=8), "model.d_key = 4 and model.d_value = 8 to be equal"),
-        (dict(attention="window"), "model.attention = 'window' needs the number of tokens that each one sees"),
-        (dict(attention="window", window=0), "model.window = 0: it must be at least 1"),
         (dict(sigmoid_alpha=float("nan")), "model.sigmoid_alpha = nan: it must be finite"),
         (dict(sigmoid_alpha=float("inf")), "model.sigmoid_alpha = inf: it must be finite"),
         (dict(sigmoid_bias="log_n"), "model.sigmoid_bias = 'log_n': expected a finite number, or -log_n"),
@@ -309,7 +303,7 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
         check_mesh(config, mesh)
 
 
-NAMES = ["gpt2", "sigmoid", "window", "linear", "delta", "real", "masked"]
+NAMES = ["gpt2", "sigmoid", "linear", "delta", "real", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
 from heinsen.models.masking import mask_tokens

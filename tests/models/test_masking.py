@@ -113,9 +113,8 @@ def test_logits_and_gradients_are_those_of_the_float64_model(rng, model):
 
 def test_all_kinds_read_in_both_directions(rng):
     changes = dict(
-        attention="softmax,sigmoid,linear,window",
-        n_layers=4,
-        window=3,
+        attention="softmax,sigmoid,linear",
+        n_layers=3,
         sigmoid_bias="-log_n",
         position="rotary",
         **EQUAL,

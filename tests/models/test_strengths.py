@@ -52,5 +52,5 @@ def test_exports_are_refused():
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_only_delta_layers_have_strengths(kind):
-    layers = abstract_params(model_config(attention=kind, window=7))["layers"]
-    assert ("strength" in layers) == (kind == "delta") == MIXERS[kind](model_config(window=7)).takes_strength
+    layers = abstract_params(model_config(attention=kind))["layers"]
+    assert ("strength" in layers) == (kind == "delta") == MIXERS[kind](model_config()).takes_strength

@@ -12,7 +12,6 @@ from heinsen.models.mixers.heinsen import VALUE_DOMAINS, Heinsen
 from heinsen.models.mixers.linear import Linear
 from heinsen.models.mixers.sigmoid import Sigmoid
 from heinsen.models.mixers.softmax import Softmax
-from heinsen.models.mixers.window import Window
 
 # Names in `ModelConfig.attention`: how the mixer is built from a `ModelConfig`. Raises ValueError.
 MIXERS: dict[str, Callable[[Any], Mixer[Any]]] = {
@@ -20,7 +19,6 @@ MIXERS: dict[str, Callable[[Any], Mixer[Any]]] = {
     "softmax": Softmax.from_config,
     "sigmoid": Sigmoid.from_config,
     "linear": Linear.from_config,
-    "window": Window.from_config,
     "delta": Delta.from_config,
 }
 
