@@ -10,8 +10,6 @@ damaged, and the one before it is used.
 
 import contextlib
 import functools
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from orbax.checkpoint import v1 as ocp
 
 from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, print_warning
+from heinsen.files import seal, unseal
 from heinsen.models import Params
 from heinsen.training.checksums import checksums
 from heinsen.training.device_errors import is_device_error
@@ -125,9 +124,8 @@ class Checkpoints:
             return
         fields = _with_arrays(state._asdict())
         record = {"step": step, "position": position, "config_hash": config_hash, "arrays": _describe(fields)}
-        metadata = {"record": record, "sha256": _hash(record)}
         try:
-            response = self._open().save_checkpointables_async(step, fields, force=True, custom_metadata=metadata)
+            response = self._open().save_checkpointables_async(step, fields, force=True, custom_metadata=seal(record))
         except Exception as error:
             raise self._not_saved(step, error) from error
         self._saving = step, response
@@ -246,21 +244,15 @@ def _with_arrays(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
 
 
-def _hash(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
 class _DamagedError(Exception):
     """A checkpoint's record is missing or inconsistent."""
 
 
 def _read_record(path: Path, step: int, field: str) -> dict[str, Any]:
-    metadata = ocp.metadata(path, field).custom_metadata or {}
-    if metadata.keys() != {"record", "sha256"}:
-        raise _DamagedError("it has no record of its arrays (or an older version of the code saved it)")
-    record = metadata["record"]
-    if _hash(record) != metadata["sha256"]:
-        raise _DamagedError("its record does not have its own hash")
+    try:
+        record = unseal(ocp.metadata(path, field).custom_metadata or {})
+    except ValueError as error:
+        raise _DamagedError(f"its record is damaged, or of an older version of the code ({error})") from error
     if record["step"] != step:
         raise _DamagedError(f"it was saved as step {record['step']}")
     return record

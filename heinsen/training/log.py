@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from heinsen.evaluation.loss import bits_per_byte
 from heinsen.training.config import TrainConfig
+from heinsen.training.folder import RunError
 from heinsen.training.metrics import SAMPLE, MetricsLog, WandbLog
 from heinsen.training.optimizer import make_schedule
 from heinsen.training.plots import plot_run
@@ -129,10 +130,12 @@ class Reporter:
         peak_flops = peak_flops_per_device() * jax.device_count()
         self._tracing = False
         self._logs: list[MetricsLog | WandbLog] = []
-        if writes and config.wandb_project:
-            self._logs.append(WandbLog(config, workdir))  # it may be missing: found out before metrics.jsonl changes
-        if writes:
-            self._logs.insert(0, MetricsLog(workdir, start_step))
+        with contextlib.ExitStack() as opened:
+            if writes and config.wandb_project:  # it may be missing: found out before metrics.jsonl changes
+                self._logs.append(opened.enter_context(contextlib.closing(WandbLog(config, workdir))))
+            if writes:
+                self._logs.insert(0, opened.enter_context(contextlib.closing(MetricsLog(workdir, start_step))))
+            self._opened = opened.pop_all()
         self._console = Console(workdir.name, start_step, config.total_steps, writes)
         self._meter = ThroughputMeter(start_step, config.tokens_per_step, train_flops_per_token(n_params), peak_flops)
 
@@ -142,11 +145,11 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self._console.close()
         self._stop_trace()
-        with contextlib.suppress(OSError):  # a full disk: report the error that ended the run instead
-            for log in reversed(self._logs):
-                log.close()
-            if self._writes:
-                plot_run(self._workdir)
+        with contextlib.suppress(OSError, RunError):  # a full disk: report the error that ended the run instead
+            with contextlib.ExitStack() as opened:
+                if self._writes:
+                    opened.callback(plot_run, self._workdir)
+                opened.push(self._opened)
 
     def message(self, text: str) -> None:
         self._console.message(text)

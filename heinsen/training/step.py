@@ -1,7 +1,7 @@
 """One optimizer step as a pure function, jitted over a mesh with a donated state."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,6 @@ class TrainState(NamedTuple):
 
 
 Metrics = dict[str, jax.Array]
-
-
-@runtime_checkable
-class TrainStep(Protocol):
-    """A jitted step."""
-
-    def __call__(self, state: TrainState, batches: Any, /) -> tuple[TrainState, Metrics]: ...
-
-    def lower(self, state: TrainState, batches: Any, /) -> jax.stages.Lowered: ...
 
 
 def init_function(
@@ -68,7 +59,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     loss: Callable[..., jax.Array] | None = None,
-) -> TrainStep:
+) -> jax.stages.Wrapped:
     """Return `make_step` jitted over the mesh. The given state is donated."""
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
     return jax.jit(

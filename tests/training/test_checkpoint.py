@@ -276,11 +276,11 @@ def arrays_of_other_types(saved: Saved) -> None:
 
 
 def position(saved: Saved) -> None:
-    edit_record(saved, 30, lambda metadata: metadata["record"]["position"].update(next_index=31))
+    edit_record(saved, 30, lambda metadata: metadata["position"].update(next_index=31))
 
 
 def config_hash(saved: Saved) -> None:
-    edit_record(saved, 30, lambda metadata: metadata["record"].update(config_hash="the confih's"))
+    edit_record(saved, 30, lambda metadata: metadata.update(config_hash="the confih's"))
 
 
 def another_step(saved: Saved) -> None:
@@ -297,13 +297,13 @@ def data(saved: Saved) -> None:
     [
         (empty, ""),
         (a_file, ""),
-        (no_metadata, "no record of its arrays"),
-        (not_json, "no record of its arrays"),
+        (no_metadata, "its record is damaged, or of an older version of the code (it has no digest)"),
+        (not_json, "its record is damaged, or of an older version of the code (it has no digest)"),
         (other_types, "int"),
         (tree_lacks_a_type, "is damaged: its metadata cannot be read (KeyError: 'key_type'). Using"),
         (arrays_of_other_types, "is damaged: its metadata cannot be read ("),
-        (position, "does not have its own hash"),
-        (config_hash, "does not have its own hash"),
+        (position, "(its digest does not fit its contents)"),
+        (config_hash, "(its digest does not fit its contents)"),
         (another_step, "it was saved as step 10"),
         (data, "params"),
     ],
