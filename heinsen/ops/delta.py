@@ -17,7 +17,7 @@ Axes: `*batch` any leading axes; T tokens; K key and V value features; N chunks 
 """
 
 from functools import partial
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import check_known_tokens, check_log_decay, on_automatic_axes, prepare_inputs
+from heinsen.ops.api import check_known_tokens, check_per_token, on_automatic_axes, prepare_inputs
 from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.exact import vary_together
@@ -48,34 +48,6 @@ def init_delta_state(
     return DeltaState(jnp.zeros((*batch_shape, d_key, d_value), dtype))
 
 
-@overload
-def delta_rule(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch T K"],
-    v: Float[Array, "*batch T V"],
-    beta: Float[Array, "*batch T"],
-    *,
-    log_decay: Float[Array, "*batch T"] | None = ...,
-    state: DeltaState | None = ...,
-    segment_ids: Int[Array, "*#batch T"] | None = ...,
-    return_state: Literal[False] = ...,
-) -> Float[Array, "*batch T V"]: ...
-
-
-@overload
-def delta_rule(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch T K"],
-    v: Float[Array, "*batch T V"],
-    beta: Float[Array, "*batch T"],
-    *,
-    log_decay: Float[Array, "*batch T"] | None = ...,
-    state: DeltaState | None = ...,
-    segment_ids: Int[Array, "*#batch T"] | None = ...,
-    return_state: Literal[True],
-) -> tuple[Float[Array, "*batch T V"], DeltaState]: ...
-
-
 def delta_rule(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch T K"],
@@ -85,9 +57,8 @@ def delta_rule(
     log_decay: Float[Array, "*batch T"] | None = None,
     state: DeltaState | None = None,
     segment_ids: Int[Array, "*#batch T"] | None = None,
-    return_state: bool = False,
-) -> Float[Array, "*batch T V"] | tuple[Float[Array, "*batch T V"], DeltaState]:
-    """y [*batch, T, V] of the gated delta rule, causal.
+) -> tuple[Float[Array, "*batch T V"], DeltaState]:
+    """(y [*batch, T, V], the state after all tokens) of the gated delta rule, causal.
 
     Args:
       q, k, v: queries, keys and values of either sign. Keys have a norm of at most 1: where beta |k|^2 goes beyond 2,
@@ -97,7 +68,6 @@ def delta_rule(
       state: S before the first token, visible to all queries of the first document.
       segment_ids: packed documents. Tokens see each other only within a run of equal ids. `state` continues into the
         first run, and the returned state is that of the last run.
-      return_state: also return the `DeltaState` after all tokens.
 
     Computes in float32, or float64 for float64 inputs; y has v's dtype. A value that is not finite reaches all queries
     of its chunk and later ones.
@@ -106,7 +76,7 @@ def delta_rule(
     """
     (q, k, values), starts, log_decay = prepare_inputs(q, k, v, log_decay, True, segment_ids, "v")
     out_dtype, v = v.dtype, values
-    check_log_decay(beta, k, causal=True, name="beta")
+    check_per_token("beta", beta, k)
     check_known_tokens(q.shape[-2])
     if state is None:
         state = init_delta_state(k.shape[:-2], k.shape[-1], v.shape[-1], v.dtype)
@@ -114,8 +84,7 @@ def delta_rule(
     check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1]),), k, v)
     initial = state.memory.astype(v.dtype)
     y, final = on_automatic_axes(_attend, q, k, v, beta.astype(v.dtype), initial, starts, log_decay)
-    y = y.astype(out_dtype)
-    return (y, DeltaState(final)) if return_state else y
+    return y.astype(out_dtype), DeltaState(final)
 
 
 @jax.jit

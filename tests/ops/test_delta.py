@@ -46,7 +46,7 @@ def draw_cotangents(rng, n_tokens, d_key=K, d_value=V):
 
 
 def run(segment_ids, q, k, v, beta, state, log_decay=None):
-    given = {"log_decay": log_decay, "segment_ids": segment_ids, "return_state": True}
+    given = {"log_decay": log_decay, "segment_ids": segment_ids}
     y, end = delta_rule(q, k, v, beta, state=DeltaState(state), **given)
     return y, end.memory
 
@@ -133,7 +133,7 @@ def test_parts_handing_on_their_state_are_the_whole(rng):
         parts.append(y)
     assert_close(np.concatenate(parts, axis=2), whole, 1e-5)
     assert_close(state, end, 1e-5)
-    empty = delta_rule(*tokens, segment_ids=ids, log_decay=log_decay)
+    empty, _ = delta_rule(*tokens, segment_ids=ids, log_decay=log_decay)
     zeros = run(ids, *tokens, np.zeros_like(state), log_decay)[0]
     np.testing.assert_array_equal(empty, zeros)
     assert np.any(np.abs(empty - whole)[:, :, :3] > 1e-2), "the state before matters"
@@ -185,7 +185,7 @@ def test_float64_is_kept_and_bfloat16_computed_in_float32(rng):
             assert got.dtype == np.float64
             assert_close(got, want, 1e-13)
     *tokens, _ = (jnp.asarray(x, jnp.bfloat16) for x in arrays)
-    y, end = delta_rule(*tokens, return_state=True)
+    y, end = delta_rule(*tokens)
     assert y.dtype == jnp.bfloat16 and end.memory.dtype == jnp.float32
     want = recurrence(None, *(np.float32(x) for x in tokens), np.zeros((*BATCH, K, V), np.float32))
     np.testing.assert_allclose(np.float32(y), want[0], rtol=2**-8, atol=1e-6)
@@ -207,7 +207,7 @@ def test_memory_is_linear_in_tokens():
     def temporary(n_tokens):
         q, k, v = (jax.ShapeDtypeStruct((2, n_tokens, 32), jnp.float32) for _ in range(3))
         beta = jax.ShapeDtypeStruct((2, n_tokens), jnp.float32)
-        loss = lambda *arrays: jnp.sum(delta.delta_rule(*arrays, log_decay=-arrays[-1]))
+        loss = lambda *arrays: jnp.sum(delta.delta_rule(*arrays, log_decay=-arrays[-1])[0])
         compiled = jax.jit(jax.grad(loss, argnums=range(4))).lower(q, k, v, beta).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

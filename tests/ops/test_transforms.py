@@ -27,9 +27,11 @@ FUNCTIONS = {
 }
 
 
-def unit_delta_rule(q, k, v, **options):
+def unit_delta_rule(q, k, v, return_state=False, **options):
     """The delta rule with unit keys, and strengths that depend on them."""
-    return delta_rule(q, k / jnp.linalg.norm(k, axis=-1, keepdims=True), v, jax.nn.sigmoid(k[..., 0]), **options)
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    y, after = delta_rule(q, k, v, jax.nn.sigmoid(k[..., 0]), **options)
+    return (y, after) if return_state else y
 
 
 OF_KEYS = FUNCTIONS | {"delta": unit_delta_rule}  # of queries, keys and values

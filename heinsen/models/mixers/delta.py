@@ -68,7 +68,6 @@ class Delta(Mixer[DeltaState]):
             log_decay=context.log_decay,
             state=state,
             segment_ids=context.segment_ids,
-            return_state=True,
         )
         return y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + _RMS_EPSILON), after
 
