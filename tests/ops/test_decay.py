@@ -128,6 +128,14 @@ def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
     np.testing.assert_allclose(log_y, want, atol=1e-5)
 
 
+def test_a_large_value_that_is_forgotten_is_out_of_later_chunks(rng):
+    """Shifts fall from chunk to chunk: beside exp(100) the third chunk's values would underflow."""
+    q, k, log_v = (jnp.asarray(rng.standard_normal((2, 128, FEATURES)), jnp.float32) for _ in range(3))
+    run, decays = jax.jit(run_fast_form), jnp.full((2, 128), -0.8)
+    assert not run(q, k, log_v.at[:, 0].add(100.0), log_decay=decays)[1]
+    assert run(q, k, log_v.at[:, 0].add(100.0), log_decay=2 * decays)[1]  # too fast for a shift per chunk
+
+
 # ---- laws ------------------------------------------------------------------------------------------
 
 

@@ -88,6 +88,12 @@ for mesh in (make_mesh(MeshConfig(1, 1, 1, 4)), make_mesh(MeshConfig(1, 1, 2, 2)
     many = lambda *inputs: convolve(mesh, *inputs, places, None)
     same(value_and_gradients(many, (x, taps, last), weights), wanted, "convolution")
 
+# By batch and heads alone, with one array of heads and one of sequences in the context.
+by_heads = lambda q, k, v, s, context: (q * context[0][..., None] + context[1][:, None, :, None] * (k + s), s + k)
+arguments = q, k, log_v, k + 1, (draw(B, H, T), draw(B, T))
+for mesh in (make_mesh(MeshConfig(2, 1, 2, 1)), make_mesh(MeshConfig(1, 2, 1, 1), jax.devices()[:2])):
+    same(jax.jit(sharded.over_heads(mesh, by_heads))(*arguments), by_heads(*arguments), "heads")
+
 # Matrices: their product is associative and not commutative.
 for n in (1, 2, 3, 4):
     mesh = Mesh(np.array(jax.devices()[:n]).reshape(1, 1, 1, n), AXES)

@@ -402,3 +402,11 @@ def test_operations_of_one_name_are_counted_together():
 def test_chips_are_known_by_their_longest_name():
     assert chip_of("TPU v5 lite") is CHIPS["v5e"] and chip_of("TPU v5p") is CHIPS["v5p"]
     assert chip_of("NVIDIA H100 80GB HBM3") is CHIPS["h100"] and chip_of("cpu") is None
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_chips_have_plausible_figures(chip):
+    assert 15e9 < chip.memory < 1e12 and 0.5e12 < chip.bandwidth < 20e12 and 100e9 < chip.interconnect < 2e12
+    assert 100 * chip.bandwidth < chip.bfloat16 < 1000 * chip.bandwidth
+    if chip.platform == "gpu":
+        assert chip.tf32 == chip.bfloat16 / 2 and chip.float32 < chip.tf32 / 4
