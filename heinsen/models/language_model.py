@@ -212,7 +212,7 @@ class Layer(nn.Module):
         return q, k, values, inputs
 
     def add_log_decays(self, normed_BxTxD: Array, context: TokenContext) -> TokenContext:
-        """The tokens with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
+        """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
         c = self.config
         if c.gate == "none" or not self.mixer.takes_log_decay:
             return context
@@ -224,7 +224,7 @@ class Layer(nn.Module):
         return context._replace(log_decay=before, log_decay_after=after)
 
     def add_strength(self, normed_BxTxD: Array, context: TokenContext) -> TokenContext:
-        """The tokens with strengths sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes them."""
+        """The context with strengths sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes them."""
         if not self.mixer.takes_strength:
             return context
         c = self.config

@@ -180,7 +180,7 @@ def attend_both_ways(
     (q, k, in_float), starts, _ = prepare_inputs(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
     decays = []
     for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
-        check_log_decay(each, k, causal=True, name=name)
+        check_per_token(name, each, k)
         decays.append(each.astype(k.dtype))
     domain = REAL_DOMAIN if signed else LOG_DOMAIN
     y = chunked.attend_both_ways(domain, q, k, in_float, starts, *decays)
@@ -225,7 +225,13 @@ def prepare_inputs(
     if segment_ids is not None:
         resets = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
     if log_decay is not None:
-        check_log_decay(log_decay, k, causal)
+        check_per_token("log_decay", log_decay, k)
+        if not causal:
+            raise ValueError(
+                "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none "
+                "is before another; leave out log_decay, or attend in both directions with a gate for each by "
+                "heinsen.ops.api.attend_both_ways"
+            )
         log_decay, resets = take_resets(log_decay.astype(dtype), resets)
     return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), resets, log_decay
 
@@ -280,21 +286,15 @@ def check_known_tokens(*numbers: int) -> None:
             )
 
 
-def check_log_decay(log_decay: Array, k: Array, causal: bool, name: str = "log_decay") -> None:
-    """log_decay [*batch, T] for keys k [*batch, T, K]; the caller calls it `name`.
+def check_per_token(name: str, x: Array, k: Array) -> None:
+    """x [*batch, T], one number for each of the keys k [*batch, T, K]; the caller calls it `name`.
 
-    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or without causality.
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
     """
-    check_array(name, log_decay)
-    if not causal:
+    check_array(name, x)
+    if x.shape != k.shape[:-1]:
         raise ValueError(
-            "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none is "
-            "before another; leave out log_decay, or attend in both directions with a gate for each "
-            "by heinsen.ops.api.attend_both_ways"
-        )
-    if log_decay.shape != k.shape[:-1]:
-        raise ValueError(
-            f"{name} {log_decay.shape} does not fit k {k.shape}: expected one number for each head and token, "
+            f"{name} {x.shape} does not fit k {k.shape}: expected one number for each head and token, "
             f"[*batch, T] = {k.shape[:-1]}"
         )
 

@@ -2,7 +2,7 @@
 
 Three things happen. Keys are summed up (`summarize`). Summaries are merged (`merge`: the log-sum-exp monoid). Queries
 read the keys of their own chunk, up to their own, and a summary of all tokens before it (`query_sums`). Where they see
-later tokens too (`After`), they read all of their chunk's keys, and a summary of all tokens after it as well.
+later tokens too (`Later`), they read all of their chunk's keys, and a summary of all tokens after it as well.
 
 A summary has sums M relative to shifts: c, the largest exponent of each key feature, and b >= log v. Relative to them
 every weight is at most 1 and the largest is 1, so that M_z is at least 1:
@@ -40,7 +40,7 @@ from heinsen.ops.values import Domain, Shifts, Sums, einsum, safe_divide
 _BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 
 
-class After(NamedTuple):
+class Later(NamedTuple):
     """That queries see later tokens too, and what each token leaves of the weights after it, at queries before it."""
 
     starts: Array | None = None  # [*batch, C, 1] bool: nothing of itself either, as a document starts; None: nowhere
@@ -55,31 +55,31 @@ class Keys(NamedTuple):
     values: Array  # [*batch, C, V]
     resets: Array | None = None  # [*batch, C, 1] bool: nothing, as where a document starts; None: nowhere
     log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
-    after: After | None = None  # None: queries see the keys up to their own
+    later: Later | None = None  # that queries see later keys too; None: those up to their own
 
     @property
     def forget(self) -> bool:
         """Whether anything may be left out or counted less."""
-        return self.resets is not None or self.log_decay is not None or self.after is not None
+        return self.resets is not None or self.log_decay is not None or self.later is not None
 
     def log_decays(self) -> list[Array]:
-        """Those that there are."""
-        found = self.log_decay, None if self.after is None else self.after.log_decay
+        """The log decay of earlier tokens, and that of later ones, without those that are None."""
+        found = self.log_decay, None if self.later is None else self.later.log_decay
         return [x for x in found if x is not None]
 
     def numbers(self) -> "Keys":
-        """All but the resets and starts of documents."""
-        after = None if self.after is None else After(log_decay=self.after.log_decay)
-        return self._replace(resets=None, after=after)
+        """The keys without `resets` and `starts`: their floating-point arrays."""
+        later = None if self.later is None else Later(log_decay=self.later.log_decay)
+        return self._replace(resets=None, later=later)
 
     def decays(self) -> tuple[ChunkDecay, ...]:
         """Decay of the keys of a chunk and of all before it; and, if queries see later tokens, of all after it."""
         column = lambda x: None if x is None else x[..., 0]
         like = self.k.shape[-2], self.k.dtype
         before = chunk_decay(column(self.log_decay), column(self.resets), *like)
-        if self.after is None:
+        if self.later is None:
             return (before,)
-        starts, resets, log_decay = map(column, self.after)
+        starts, resets, log_decay = map(column, self.later)
         return before, chunk_decay_after(log_decay, resets, starts, *like)
 
 
@@ -92,10 +92,10 @@ def pad_keys(domain: Domain[Any], keys: Keys, n_missing: int) -> Keys:
         widths = [(0, 0)] * (keys.k.ndim - 2) + [(0, n_missing), (0, 0)]
         return None if x is None else jnp.pad(x, widths, constant_values=value)
 
-    k, values, resets, log_decay, after = keys
-    if after is not None:
-        after = After(pad(after.starts, False), pad(after.resets, False), pad(after.log_decay, 0.0))
-    return Keys(pad(k, NEG_INF), pad(values, domain.zero), pad(resets, False), pad(log_decay, 0.0), after)
+    k, values, resets, log_decay, later = keys
+    if later is not None:
+        later = Later(pad(later.starts, False), pad(later.resets, False), pad(later.log_decay, 0.0))
+    return Keys(pad(k, NEG_INF), pad(values, domain.zero), pad(resets, False), pad(log_decay, 0.0), later)
 
 
 # ---- summaries ------------------------------------------------------------------------------------
@@ -225,15 +225,15 @@ def fast_weights(
     exponents, r = centered_sum(q, top[..., None, :])
     qf, kf = jnp.exp(exponents), jnp.exp(k - finite(own_c)[..., None, :])
     factor = lambda shift: jnp.exp(log_share(shift, jnp.zeros((), k.dtype), top))[..., None, :]
-    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(seen(x.of_keys for x in decays))
+    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(log_left(x.of_keys for x in decays))
     parts = zip(decays, cs, strict=True)
     of_before = [(qf * factor(c)) * jnp.exp(decay.of_before)[..., None] for decay, c in parts]
     return Weights(_features(of_before), of_keys), (r, qf)
 
 
-def seen(left: Iterable[Array]) -> Array:
-    """What is left of each key in the direction in which a query sees it."""
-    return reduce(jnp.maximum, left)
+def log_left(each: Iterable[Array]) -> Array:
+    """Log of what is left of each key at each query, from that of both directions: -inf in one of them."""
+    return reduce(jnp.maximum, each)
 
 
 def _features(parts: Sequence[Array]) -> Array:
@@ -257,9 +257,9 @@ def exact_weights(
     cut = lambda x: x.reshape(*x.shape[:-1], -1, size)
     blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])  # [*batch, N, M, K]
     pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
-    # Keys keep exp(within) at queries of their block. Others keep exp(until) to where all blocks before that of a query
-    # come in, and from there exp(since) to the query: shifts have the largest of them.
-    within = seen(
+    # A key of the query's block keeps exp(within). A key of another block keeps exp(until) up to the start of the
+    # query's block, and exp(since) of that up to the query. `shifts` are the largest of those keys at the start.
+    within = log_left(
         x.queries.tokens(lambda x: cut(x)[..., :, None]).left_of(x.keys.tokens(lambda x: cut(x)[..., None, :]))
         for x in decays
     )[..., None]

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import centered_sum, finite
 from heinsen.ops import chunk, exact, logarithms
-from heinsen.ops.chunk import After, Keys
+from heinsen.ops.chunk import Keys, Later
 from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.exact import Output
 from heinsen.ops.schedule import InOrder, chunk_size, split_tokens
@@ -53,7 +53,7 @@ def attend(
         end = summarize(domain, keys, first)
         y = read(domain, q, end)
     else:
-        y, end = attend_in_order(domain, q, keys._replace(after=After(_column(resets))), first)
+        y, end = attend_in_order(domain, q, keys._replace(later=Later(_column(resets))), first)
     return y, end.denormalize()
 
 
@@ -80,7 +80,7 @@ def attend_both_ways(
     log_decay, resets = take_resets(log_decay, starts)
     log_decay_after, resets_after = take_resets(log_decay_after, None)
     keys = _keys(k, values, resets, log_decay)
-    keys = keys._replace(after=After(*map(_column, (starts, resets_after, log_decay_after))))
+    keys = keys._replace(later=Later(*map(_column, (starts, resets_after, log_decay_after))))
     return attend_in_order(domain, q, keys, _empty_state(domain, k, values)).y
 
 
@@ -105,7 +105,7 @@ def attend_in_order(
 ) -> Output[StateT]:
     """Each query reads the keys up to its own, and the state before the first one; any number of tokens.
 
-    And the later ones, if `keys.after` is not None: then never by kernels.
+    And the later ones, if `keys.later` is not None: then never by kernels.
     """
     n_tokens, form = q.shape[-2], _form(domain, keys, fused)
     if n_missing := form.split.n_tokens - n_tokens:
@@ -120,7 +120,7 @@ def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
         from heinsen.contrib import kernels  # slow to import
 
         return kernels.causal_form(domain, keys)
-    return InOrder(domain, split_tokens(keys.k.shape), backend.current(), keys.after is not None)
+    return InOrder(domain, split_tokens(keys.k.shape), backend.current(), keys.later is not None)
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------
@@ -128,16 +128,21 @@ def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
 
 def summarize(domain: Domain[StateT], keys: Keys, state: StateT) -> StateT:
     """Normalized state after all keys, from that before them."""
-    return exact.run(Summarize(domain, chunk_size(keys.k.shape[-1])), keys, state)
+    return exact.run(Summarize(domain, chunk_size(keys.k.shape[-1]), backend.current()), keys, state)
 
 
 def read(domain: Domain[StateT], q: Array, state: StateT) -> Array:
     """y or log y [*batch, T, V] of queries that all read one normalized state."""
-    return exact.run(Read(domain, chunk_size(q.shape[-1])), q, state)
+    return exact.run(Read(domain, chunk_size(q.shape[-1]), backend.current()), q, state)
 
 
-class _Differentiated(abc.ABC):
+@dataclasses.dataclass(frozen=True)
+class _Differentiated(abc.ABC, Generic[StateT]):
     """A form of `exact.run` that JAX differentiates."""
+
+    domain: Domain[StateT]
+    chunk_size: int
+    device: str  # as in `InOrder`
 
     @abc.abstractmethod
     def fast(self, *args: Any) -> tuple[Any, Array | None]:
@@ -155,12 +160,8 @@ class _Differentiated(abc.ABC):
         return exact.gradients(lambda *args: self.fast(*args)[0], args, grads, scale)
 
 
-@dataclasses.dataclass(frozen=True)
-class Summarize(_Differentiated, Generic[StateT]):
+class Summarize(_Differentiated[StateT]):
     """Sum over all tokens at once, each weighted by what is left of it at the end."""
-
-    domain: Domain[StateT]
-    chunk_size: int
 
     def exact(self, keys: Keys, state: Any) -> Any:
         return logarithms.summarize(self.chunk_size, keys, state)
@@ -177,12 +178,8 @@ class Summarize(_Differentiated, Generic[StateT]):
         ) if domain.can_lose_terms else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Read(_Differentiated, Generic[StateT]):
+class Read(_Differentiated[StateT]):
     """One product of all queries with the state."""
-
-    domain: Domain[StateT]
-    chunk_size: int
 
     def exact(self, q: Array, state: Any) -> Array:
         return logarithms.read(self.chunk_size, q, state)

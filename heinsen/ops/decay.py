@@ -48,7 +48,7 @@ def decay_sums(log_decay: Array) -> DecaySums:
 
 
 class Places(NamedTuple):
-    """Places along a direction: what is left of a weight from one to another. Where all is left, axes are missing."""
+    """Places along a direction: what is left of a weight from one to another. No `*batch` without a gate or resets."""
 
     sums: DecaySums
     document: Array  # [*batch, C], numbers of documents

@@ -120,6 +120,8 @@ class Rows(NamedTuple):
 
         def take(x: Array) -> Array:
             rows = lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
+            if backend.current() != "gpu":
+                return rows
             # As a vector, in the order of its axes: else XLA's GPU compiler copies all rows into a layout for the loop.
             return lax.optimization_barrier(rows.reshape(-1)).reshape(rows.shape)
 
@@ -203,16 +205,16 @@ def replace_nonfinite(
     domain: Domain[Any], q: Array, keys: Keys, bad_query: Array, bad_key: Array
 ) -> tuple[Array, Keys]:
     """Queries and keys with neutral ones in place of bad ones."""
-    k, values, resets, log_decay, after = keys
-    if after is not None:
-        after = after._replace(log_decay=fill_where(bad_key, after.log_decay, 0.0))
+    k, values, resets, log_decay, later = keys
+    if later is not None:
+        later = later._replace(log_decay=fill_where(bad_key, later.log_decay, 0.0))
     clean = (
         fill_where(bad_key, k, NEG_INF),
         fill_where(bad_key, values, domain.zero),
         resets,
         fill_where(bad_key, log_decay, 0.0),
     )
-    return fill_where(bad_query, q, 0.0), Keys(*clean, after)
+    return fill_where(bad_query, q, 0.0), Keys(*clean, later)
 
 
 class Clean(NamedTuple):
@@ -220,45 +222,47 @@ class Clean(NamedTuple):
 
     q: Array
     keys: Keys
-    seen: Array  # [*batch, ...]: whether a query is not finite, or sees a token that is not
-    beyond: tuple[Array, ...]  # [*batch]: whether one is seen from behind the last token; and from before the first
+    tainted: Array  # [*batch, ...]: whether a query is not finite, or sees a token that is not
+    beyond: tuple[
+        Array, ...
+    ]  # [*batch]: whether such a token is seen from behind the last one; and from before the first
 
 
-def isolate(domain: Domain[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
+def isolate(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:
     """Tokens, T of them or N chunks of C, without what is not finite.
 
-    `seen` [*batch] is whether something before them is not, which they see up to the next reset; and, where queries see
+    `tainted` [*batch] is whether something before them is not, which they see up to the next reset; where queries see
     later tokens, whether something after them is not.
     """
     bad_query, bad_key = find_nonfinite(domain, q, keys)
-    tokens_first = lambda x: jnp.moveaxis(x.reshape(*seen[0].shape, -1), -1, 0)
+    tokens_first = lambda x: jnp.moveaxis(x.reshape(*tainted[0].shape, -1), -1, 0)
 
-    def spread(seen: Array, resets: Array | None, starts: Array | None, reverse: bool) -> tuple[Array, Array]:
-        def step(seen: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
+    def spread(tainted: Array, resets: Array | None, starts: Array | None, reverse: bool) -> tuple[Array, Array]:
+        def step(tainted: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
             bad_key, reset, start = token
-            own = (seen if reset is None else seen & ~reset) | bad_key
-            return own if start is None else own & ~start, seen if reverse else own
+            own = (tainted if reset is None else tainted & ~reset) | bad_key
+            return own if start is None else own & ~start, tainted if reverse else own
 
-        seen, tokens = vary_together(seen, jax.tree.map(tokens_first, (bad_key, resets, starts)))
-        last, seen_by = lax.scan(step, seen, tokens, reverse=reverse)
-        return last, jnp.moveaxis(seen_by, 0, -1).reshape(bad_key.shape)
+        tainted, tokens = vary_together(tainted, jax.tree.map(tokens_first, (bad_key, resets, starts)))
+        last, tainted_at = lax.scan(step, tainted, tokens, reverse=reverse)
+        return last, jnp.moveaxis(tainted_at, 0, -1).reshape(bad_key.shape)
 
-    found = [spread(seen[0], keys.resets, None, reverse=False)]
-    if keys.after is not None:
-        found.append(spread(seen[1], keys.after.resets, keys.after.starts, reverse=True))
-    beyond, seen_by = zip(*found, strict=True)
+    found = [spread(tainted[0], keys.resets, None, reverse=False)]
+    if keys.later is not None:
+        found.append(spread(tainted[1], keys.later.resets, keys.later.starts, reverse=True))
+    beyond, tainted_at = zip(*found, strict=True)
     return Clean(
-        *replace_nonfinite(domain, q, keys, bad_query, bad_key), reduce(jnp.logical_or, seen_by) | bad_query, beyond
+        *replace_nonfinite(domain, q, keys, bad_query, bad_key), reduce(jnp.logical_or, tainted_at) | bad_query, beyond
     )
 
 
-def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, seen: tuple[Array, ...]) -> Clean:
+def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:
     """As `isolate`, in a loop of one iteration if there is anything, else of none, which takes no time."""
     # A sum over tokens is not finite if one of them is not. Over tokens first: XLA's CPU compiler vectorizes only that.
     q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys.numbers()))
-    is_any = reduce(jnp.logical_or, map(jnp.any, seen)) | jnp.any(jnp.stack(find_nonfinite(domain, q_sum, sums)))
-    tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), seen))[0]
-    return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: isolate(domain, x.q, x.keys, seen), tokens)
+    is_any = reduce(jnp.logical_or, map(jnp.any, tainted)) | jnp.any(jnp.stack(find_nonfinite(domain, q_sum, sums)))
+    tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), tainted))[0]
+    return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: isolate(domain, x.q, x.keys, tainted), tokens)
 
 
 def is_nonfinite_state(domain: Domain[StateT], state: StateT) -> Array:

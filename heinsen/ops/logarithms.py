@@ -50,7 +50,7 @@ def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tup
     # A chunk at a time: the gradient has all exponents of one chunk, and the sums between chunks.
     in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
     after: tuple[LogSums, ...] = ()
-    if keys.after is not None:  # those after each chunk, from the last to the first
+    if keys.later is not None:  # those after each chunk, from the last to the first
 
         def step_back(sums: LogSums, keys: Keys) -> tuple[LogSums, LogSums]:
             return _next_sums(sums, keys, keys.decays()[1]), sums
@@ -69,7 +69,7 @@ def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tup
 def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
     k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
-    of_keys = chunk.seen(decay.of_keys for decay in decays)[..., None]
+    of_keys = chunk.log_left(decay.of_keys for decay in decays)[..., None]
     outside = [(sums, decay.of_before[..., None]) for sums, decay in zip(around, decays, strict=True)]
     pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
     r = jnp.max(pairs(q) + of_keys, axis=(-2, -1))

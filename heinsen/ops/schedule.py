@@ -36,7 +36,7 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
-from heinsen.ops.chunk import After, KeyFactors, Keys, Scales, ValueScales, Weights
+from heinsen.ops.chunk import KeyFactors, Keys, Later, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import (
     MOST_ROWS,
@@ -85,7 +85,7 @@ class Residuals(NamedTuple):
     sums: Sums  # S [*batch, T, V] and Z [*batch, T] of all queries
     before: Summary  # of all before each chunk, [n_groups, *batch, N, ...]
     after: tuple[Summary, ...]  # of all after each group, [n_groups, *batch, ...], if its queries see them
-    seen: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen from before a group; and after it
+    tainted: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen before a group; after it
     inexact: Array  # [n_groups, *batch]: rows that took `chunk.exact_weights`
     end: Summary
 
@@ -249,8 +249,8 @@ def group_grad(
       before: the summary before each chunk.
       after: that after the group, if its queries see it.
       sums: S and Z of the queries.
-      pass_back: of what each chunk keeps of the sums before it, and what its queries add to their gradient, to the
-        gradients of the sums after each chunk, and of those before the first.
+      pass_back: (what each chunk keeps of the sums before it, what its queries add to their gradient) -> (gradients of
+        the sums after each chunk, gradient of those before the first).
       inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
     decays, own = keys.decays(), chunk.largest(domain, keys)
@@ -272,12 +272,12 @@ def group_grad(
     dends, dfirst = pass_back(older, dread)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dk, dvf = found.k + more.k, found.vf + more.values
-    dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.after is None else After())
+    dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.later is None else Later())
     if keys.log_decay is not None:
         dk_total = chunk.sum_features(dk)
         if found.later is not None:
             dq_total, dk_total = dq_total - found.later[0], dk_total - found.later[1]
-            dkeys = dkeys._replace(after=After(log_decay=chunk.log_decay_after_grad(*found.later)))
+            dkeys = dkeys._replace(later=Later(log_decay=chunk.log_decay_after_grad(*found.later)))
         dkept = chunk.kept_product(older, before.sums, dends)
         dkeys = dkeys._replace(log_decay=chunk.log_decay_grad(dq_total, dk_total, more.k, dkept))
     return found.q, dkeys, dfirst, dafter
@@ -291,7 +291,7 @@ def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: S
       dread: what the queries of each chunk add to the gradient of the sums after it.
       dfirst: gradient of the sums of the group and all after it.
     """
-    assert keys.after is not None
+    assert keys.later is not None
     decay, own = keys.decays()[1], chunk.largest(domain, keys)
     factors = chunk.key_factors(domain, keys, decay, own)
     (after,) = _summaries_after(domain, keys, (after,))
@@ -299,9 +299,9 @@ def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: S
     dends, dlast = _pass_back_in_turn(dfirst, older, dread, decay.backwards)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dlog_decay = None
-    if keys.after.log_decay is not None:
+    if keys.later.log_decay is not None:
         dlog_decay = chunk.log_decay_end_grad(more.k, chunk.kept_product(older, after.sums, dends))
-    return Keys(more.k, domain.factor_grad(factors.vf, more.values), None, None, After(log_decay=dlog_decay)), dlast
+    return Keys(more.k, domain.factor_grad(factors.vf, more.values), None, None, Later(log_decay=dlog_decay)), dlast
 
 
 def _summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
@@ -344,7 +344,7 @@ def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pul
     dweights = chunk.weights_grad(dsums, terms.vf, terms.around, scales)
     dq, dk = pull(dweights)
     dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
-    is_gated = keys.after is not None and keys.log_decay is not None
+    is_gated = keys.later is not None and keys.log_decay is not None
     later = chunk.later_totals(weights, dweights) if is_gated else None
     of_sums = chunk.before_grad(weights, dsums, scales)
     return _Pulled(dq, dk, of_sums, chunk.values_grad(weights, dsums, scales), later)
@@ -393,14 +393,14 @@ class _Carry(NamedTuple):
     """Handed from one group to the next."""
 
     summary: Summary
-    seen: Array  # [*batch]: whether something that is not finite is seen from there on
+    tainted: Array  # [*batch]: whether something that is not finite is seen from there on
     lost: Array  # [*batch]: whether terms were lost
     buffers: _Buffers
 
 
 @dataclasses.dataclass(frozen=True)
 class InOrder(Generic[StateT]):
-    """Attention in the order of tokens, causal or both ways (`Keys.after`), over a whole number of groups.
+    """Attention in the order of tokens, causal or both ways (`Keys.later`), over a whole number of groups.
 
     As `exact.run` takes it: what is known when it is compiled.
     """
@@ -417,10 +417,10 @@ class InOrder(Generic[StateT]):
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_nonfinite_state(self.domain, state)
-        first = (bad_state,) if keys.after is None else (bad_state, jnp.zeros_like(bad_state))
-        q, keys, seen, beyond = isolate(self.domain, q, keys, first)
+        first = (bad_state,) if keys.later is None else (bad_state, jnp.zeros_like(bad_state))
+        q, keys, tainted, beyond = isolate(self.domain, q, keys, first)
         y, end = logarithms.attend(self.split.chunk_size, q, keys, replace_state(state, bad_state))
-        return Output(fill_where(seen, y), fill_where(beyond[0], end))
+        return Output(fill_where(tainted, y), fill_where(beyond[0], end))
 
     def forward(
         self, q: Array, keys: Keys, state: StateT, save_residuals: bool
@@ -429,32 +429,32 @@ class InOrder(Generic[StateT]):
         domain, split = self.domain, self.split
 
         def step(carry: _Carry, xs: Any) -> Any:
-            i, after, seen_after = xs
-            seen = (carry.seen,) + seen_after
-            clean = isolate_if_any(domain, *take_group((q, keys), i, split), seen)
+            i, after, tainted_after = xs
+            tainted = (carry.tainted,) + tainted_after
+            clean = isolate_if_any(domain, *take_group((q, keys), i, split), tainted)
             group = read_group(domain, clean.q, clean.keys, carry.summary, after)
-            buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.seen, group.y)), i)
+            buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.tainted, group.y)), i)
             carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
-            return carry, (group.before, seen, group.inexact) if save_residuals else None
+            return carry, (group.before, tainted, group.inexact) if save_residuals else None
 
         bad_state = is_nonfinite_state(domain, state)
         summary = domain.to_summary(replace_state(state, bad_state))
         lost = ~domain.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
-        after, seen_after = self._summarize_after(keys, state)
-        xs = jnp.arange(split.n_groups), after, seen_after
-        (end, seen, lost, (y, sums)), saved = lax.scan(step, carry, xs)
+        after, tainted_after = self._summarize_after(keys, state)
+        xs = jnp.arange(split.n_groups), after, tainted_after
+        (end, tainted, lost, (y, sums)), saved = lax.scan(step, carry, xs)
         lost |= ~domain.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
             before, seen_at, inexact = saved
             residuals = Residuals(sums, before, after, seen_at, inexact, end)
-        return Output(y, fill_where(seen, domain.to_state(end))), residuals, lost if domain.can_lose_terms else None
+        return Output(y, fill_where(tainted, domain.to_state(end))), residuals, lost if domain.can_lose_terms else None
 
     def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
         """(the summary after each group, whether something there is not finite), [n_groups, *batch, ...], if read."""
-        if keys.after is None:
+        if keys.later is None:
             return (), ()
         domain, split = self.domain, self.split
 
@@ -465,14 +465,14 @@ class InOrder(Generic[StateT]):
             return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
 
         first = domain.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
-        after, seen = lax.scan(step, vary_together(first, keys)[0], jnp.arange(split.n_groups), reverse=True)[1]
-        return (after,), (seen,)
+        after, tainted = lax.scan(step, vary_together(first, keys)[0], jnp.arange(split.n_groups), reverse=True)[1]
+        return (after,), (tainted,)
 
-    def _leave_out_of_keys(self, keys: Keys, i: Array, seen_after: Array) -> Clean:
+    def _leave_out_of_keys(self, keys: Keys, i: Array, tainted_after: Array) -> Clean:
         """A group's keys, without what is not finite, as queries without features see it."""
         no_queries = keys.k[..., :0]
         return isolate_if_any(
-            self.domain, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(seen_after), seen_after)
+            self.domain, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(tainted_after), tainted_after)
         )
 
     def backward(
@@ -483,13 +483,13 @@ class InOrder(Generic[StateT]):
 
         def step(carry: Any, xs: Any) -> Any:
             dend, dq, dkeys, held = carry
-            i, shifts, after, seen, inexact = xs
+            i, shifts, after, tainted, inexact = xs
             before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
-            clean = isolate_if_any(domain, *take_group((q, keys), i, split), seen)
+            clean = isolate_if_any(domain, *take_group((q, keys), i, split), tainted)
             s = dkeys.values if domain.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
-            dy = fill_where(clean.seen, multiply(take(grads.y), 1 / scale), 0.0)
+            dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / scale), 0.0)
             pass_back = partial(_pass_back_in_turn, dend)
             *found, dend, dafter = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
@@ -501,9 +501,9 @@ class InOrder(Generic[StateT]):
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
         carry = dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
-        xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.seen, residuals.inexact
+        xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.tainted, residuals.inexact
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
-        if keys.after is not None:
+        if keys.later is not None:
             dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, scale)
         to_sums = lambda state: domain.to_summary(replace_state(state, is_nonfinite_state(domain, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
@@ -515,8 +515,8 @@ class InOrder(Generic[StateT]):
 
         def step(carry: Any, xs: Any) -> Any:
             dfirst, dkeys = carry
-            i, after, seen, dread = xs
-            clean = self._leave_out_of_keys(keys, i, seen)
+            i, after, tainted, dread = xs
+            clean = self._leave_out_of_keys(keys, i, tainted)
             more, dlast = summary_after_grad(domain, clean.keys, after, dread, dfirst)
             more = to_tokens(multiply(more, scale))
             add = lambda x, more: x + more
@@ -525,7 +525,7 @@ class InOrder(Generic[StateT]):
 
         none = jax.tree.map(jnp.zeros_like, residuals.end.sums)
         carry = vary_together((none, dkeys._replace(log_decay=None)), dafter)[0]
-        xs = jnp.arange(split.n_groups), residuals.after[0], residuals.seen[1], dafter
+        xs = jnp.arange(split.n_groups), residuals.after[0], residuals.tainted[1], dafter
         (_, found), _ = lax.scan(step, carry, xs)
         return found._replace(log_decay=dkeys.log_decay)
 
@@ -548,5 +548,5 @@ class InOrder(Generic[StateT]):
         """Buffers for the groups to overwrite, filled differently; for the gradient of the values that of S, or not."""
         dvalues = sums.s if self.domain.grad_overwrites_sums else jnp.full_like(keys.values, 2)
         like = lambda x, fill: None if x is None else jnp.full_like(x, fill)
-        after = None if keys.after is None else After(log_decay=like(keys.after.log_decay, 4))
-        return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, like(keys.log_decay, 3), after)
+        later = None if keys.later is None else Later(log_decay=like(keys.later.log_decay, 4))
+        return jnp.full_like(q, 0), Keys(jnp.full_like(keys.k, 1), dvalues, None, like(keys.log_decay, 3), later)

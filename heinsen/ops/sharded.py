@@ -87,11 +87,11 @@ def over_heads(
         )
     heads = P(BATCH, "tensor")
 
-    def divided(q: Array, k: Array, v: Array, state: Before, tokens: Any) -> tuple[Array, After]:
-        of_tokens = jax.tree.map(lambda x: heads if x.ndim == 3 and x.shape[1] == q.shape[1] else P(BATCH), tokens)
-        in_specs = heads, heads, heads, heads, of_tokens
+    def divided(q: Array, k: Array, v: Array, state: Before, context: Any) -> tuple[Array, After]:
+        of_context = jax.tree.map(lambda x: heads if x.ndim == 3 and x.shape[1] == q.shape[1] else P(BATCH), context)
+        in_specs = heads, heads, heads, heads, of_context
         result: tuple[Array, After] = on_each_device(mesh, attend, in_specs=in_specs, out_specs=(heads, heads))(
-            q, k, v, state, tokens
+            q, k, v, state, context
         )
         return result
 

@@ -83,7 +83,7 @@ class Domain(abc.ABC, Generic[StateT]):
 
     @abc.abstractmethod
     def always_zero_grad(self, dy: Array, b: Array | None) -> Array | float:
-        """Sum [*batch, T] of dy over the columns whose values were all zero, whose y changes by its log Z alone."""
+        """Sum [*batch, T] of dy over the columns whose values were all zero: there S is 0, only Z has a gradient."""
 
     @abc.abstractmethod
     def is_exact(self, sums: Sums, b: Array | None) -> Array:

@@ -57,7 +57,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
-    # Whether tokens write with `TokenContext.strength`. By a strength of 0 the layer hides padding, and not by keys.
+    # Whether tokens write with `TokenContext.strength`. A strength of 0 then hides padding, else keys do.
     takes_strength: ClassVar[bool] = False
     # Whether exports for other libraries have it: transformers (`heinsen.export.huggingface`) and ONNX.
     is_exportable: ClassVar[bool] = False
