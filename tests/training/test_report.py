@@ -8,7 +8,7 @@ import pytest
 
 from heinsen.config import ConfigError
 from heinsen.training import data as training_data
-from heinsen.training import loop
+from heinsen.training import log, loop
 from heinsen.training.folder import RunError
 from heinsen.training.loop import NonFiniteLossError, train
 from tests.runs import BATCH, CHECKPOINT_EVERY, LENGTH, checkpoint_steps, read_log, run_config
@@ -69,6 +69,23 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_checkpoint(data, tmp_path, m
 
 
 # ---- traces ----------------------------------------------------------------------------------
+
+
+def test_the_error_that_ended_a_run_is_told_whatever_its_reports_do(data, tmp_path, monkeypatch):
+    """Metrics that cannot be read for the plot; and logs that are open where one cannot be opened."""
+    config, closed = run_config(data, wandb_project="project"), []
+    wandb = types.SimpleNamespace(write=lambda *_: None, close=lambda: closed.append("W&B"))
+    monkeypatch.setattr(log, "WandbLog", lambda *_: wandb)
+    make = lambda: log.Reporter(config, tmp_path, 0, 1000, 1.0, log.LossMean(), writes=True)
+    with pytest.raises(NonFiniteLossError, match="the loss"):
+        with make():
+            (tmp_path / "metrics.jsonl").unlink()
+            (tmp_path / "metrics.jsonl").mkdir()
+            raise NonFiniteLossError("the loss is nan")
+    assert closed == ["W&B"]
+    with pytest.raises((OSError, RunError)):
+        make()
+    assert closed == 2 * ["W&B"]
 
 
 @pytest.mark.long
