@@ -9,7 +9,7 @@ The other flags are those of train.py. NAME is
     levels       a state per power of two (log-linear attention): the weight of s at t is multiplied by
                  exp(l[t, level]) <= 1, level = the highest bit in which t and s differ, plus 1; l is computed from x_t,
                  one per head and level
-    half         queries and keys times 0.5
+    half, triple queries and keys times 0.5, times 3
     elu          features elu + 1 in place of exponentials, in the exact operator: their logarithms for q and k
     softplus     features softplus, likewise
     baseline     the gated attention, as it is
@@ -74,6 +74,7 @@ def attend_levels(self: Heinsen[Any], q: Array, k: Array, values: Array, state: 
 
 FEATURES: dict[str, Callable[[Array], Array]] = {
     "half": lambda x: 0.5 * x,
+    "triple": lambda x: 3 * x,
     "elu": lambda x: jnp.where(x > 0, jnp.log1p(jnp.maximum(x, 0)), jnp.minimum(x, 0)),  # log(elu(x) + 1)
     "softplus": lambda x: jnp.log(jax.nn.softplus(jnp.maximum(x, -20))),
 }
@@ -106,7 +107,9 @@ def main() -> None:
         of, attend = FEATURES[name], Heinsen._attend
         Heinsen._attend = lambda self, q, k, *rest: attend(self, of(q), of(k), *rest)
     elif name != "baseline":
-        raise SystemExit(f"--candidate={name}: choose per_feature, pairs, levels, half, elu, softplus or baseline")
+        raise SystemExit(
+            f"--candidate={name}: choose per_feature, pairs, levels, half, triple, elu, softplus or baseline"
+        )
     from absl import app
 
     import train
