@@ -107,9 +107,7 @@ def main() -> None:
         of, attend = FEATURES[name], Heinsen._attend
         Heinsen._attend = lambda self, q, k, *rest: attend(self, of(q), of(k), *rest)
     elif name != "baseline":
-        raise SystemExit(
-            f"--candidate={name}: choose per_feature, pairs, levels, half, triple, elu, softplus or baseline"
-        )
+        raise SystemExit(f"--candidate={name}: see the top of this file")
     from absl import app
 
     import train

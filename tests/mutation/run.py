@@ -36,6 +36,7 @@ TESTS = {
     "ops": ["tests/ops", "tests/test_logspace.py"],
     "models": [
         "tests/models",
+        "tests/ops/test_sharded.py",
         "tests/test_parallel.py",
         "tests/decoding",
         "tests/training",
