@@ -151,7 +151,7 @@ def group_size(instruction: Instruction, n_devices: int) -> int:
 
 
 _NOISE = re.compile(
-    r"(while|body|cond|closed_call|checkpoint|shard_map|rematted_computation|branch_\d+_fun|.*_scan_layers|"
+    r"(while|body|cond|closed_call|eval_jaxpr|checkpoint|shard_map|rematted_computation|branch_\d+_fun|.*_scan_layers|"
     r"jit\(.*|jvp\(.*|transpose\(jvp.*|)$"
 )
 
