@@ -380,7 +380,8 @@ def test_what_a_window_does_not_say_is_as_usual(size, n_out, window, products):
 
 
 def test_names_say_the_direction_and_the_place():
-    path = "jit(step)/{}/LanguageModel._scan_layers/while/body/closed_call/{}layers/eval_jaxpr/layers.attend/w1/dot_general"
+    path = "jit(step)/{}/LanguageModel._scan_layers/while/body/closed_call/{}layers/eval_jaxpr/layers.attend/"
+    path += "w1/dot_general"
     expected = "layers.attend/w1/dot_general"
     assert describe_op_name(path.format("jvp(LanguageModel)", "")) == f"forward {expected}"
     backward = "transpose(jvp(LanguageModel))"
