@@ -408,7 +408,6 @@ class InOrder(Generic[StateT]):
     domain: Domain[StateT]
     split: Split
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
-
     both_ways: bool = False
 
     @property
@@ -459,7 +458,7 @@ class InOrder(Generic[StateT]):
         domain, split = self.domain, self.split
 
         def step(carry: tuple[Summary, Array], i: Array) -> Any:
-            clean = self._leave_out_of_keys(keys, i, carry[1])
+            clean = self._isolate_keys(keys, i, carry[1])
             decay = clean.keys.decays()[1]
             factors = chunk.key_factors(domain, clean.keys, decay, chunk.largest(domain, clean.keys))
             return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
@@ -468,7 +467,7 @@ class InOrder(Generic[StateT]):
         after, tainted = lax.scan(step, vary_together(first, keys)[0], jnp.arange(split.n_groups), reverse=True)[1]
         return (after,), (tainted,)
 
-    def _leave_out_of_keys(self, keys: Keys, i: Array, tainted_after: Array) -> Clean:
+    def _isolate_keys(self, keys: Keys, i: Array, tainted_after: Array) -> Clean:
         """A group's keys, without what is not finite, as queries without features see it."""
         no_queries = keys.k[..., :0]
         return isolate_if_any(
@@ -516,7 +515,7 @@ class InOrder(Generic[StateT]):
         def step(carry: Any, xs: Any) -> Any:
             dfirst, dkeys = carry
             i, after, tainted, dread = xs
-            clean = self._leave_out_of_keys(keys, i, tainted)
+            clean = self._isolate_keys(keys, i, tainted)
             more, dlast = summary_after_grad(domain, clean.keys, after, dread, dfirst)
             more = to_tokens(multiply(more, scale))
             add = lambda x, more: x + more

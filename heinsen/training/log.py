@@ -145,11 +145,12 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self._console.close()
         self._stop_trace()
-        with contextlib.suppress(OSError, RunError):  # a full disk: report the error that ended the run instead
-            with contextlib.ExitStack() as opened:
-                if self._writes:
-                    opened.callback(plot_run, self._workdir)
-                opened.push(self._opened)
+        unless_it_fails = contextlib.suppress(OSError, RunError)  # a full disk: report what ended the run instead
+        with unless_it_fails:
+            self._opened.close()
+        with unless_it_fails:
+            if self._writes:
+                plot_run(self._workdir)
 
     def message(self, text: str) -> None:
         self._console.message(text)
