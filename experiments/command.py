@@ -1,15 +1,19 @@
 """The flags that the experiments share."""
 
+from collections.abc import Sequence
+
 from absl import flags
 
 from scripts.cli import show_help
 
 
-def define_flags(name: str, experiment: str, reads_corpus: bool = True, has_cells: bool = False) -> None:
+def define_flags(
+    name: str, experiment: str, reads_corpus: bool = True, has_cells: bool = False, sizes: Sequence[str] = ()
+) -> None:
     """Define the flags of an experiment's run.py, whose __name__ is `name`, unless it is imported.
 
-    has_cells: whether its runs are lanes (experiments/lanes.py), and not programs in parallel. Call it before the
-    imports that take seconds: it ends the program if --help is given.
+    has_cells: whether its runs are lanes (experiments/lanes.py), and not programs in parallel. sizes: of the plan's
+    field `size`, if it has one. Call it before the imports that take seconds: it ends the program if --help is given.
     """
     if name != "__main__":
         return
@@ -22,6 +26,8 @@ def define_flags(name: str, experiment: str, reads_corpus: bool = True, has_cell
         flags.DEFINE_list("cells", None, "Numbers of the cells to run, from 1, as config.py lists them; default: all.")
     else:
         flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
+    if sizes:
+        flags.DEFINE_enum("size", sizes[0], sizes, "Of models and text.")
     flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
     flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
     show_help(name)

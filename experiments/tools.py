@@ -58,7 +58,10 @@ def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, 
         else:
             options = (given.parallel or len(visible_gpus()) or len(usable_cores()),)
         corpus = [Path(given.corpus)] if "corpus" in given else []
-        measure_all = lambda: measure(small_plan if given.small else plan, *corpus, out, *options)
+        own = small_plan if given.small else plan
+        if "size" in given:
+            own = own._replace(size=given.size)
+        measure_all = lambda: measure(own, *corpus, out, *options)
         execute(out, report, None if given.report else measure_all)
 
     app.run(main, flags_parser=parse_flags)

@@ -1,9 +1,10 @@
-"""The config that all cells share, 2M parameters, 8M bytes of text, windows of 1024, and the cells of the table.
+"""The config that all cells share, in two sizes, and the cells of the table.
 
-A cell is an attention in a block with parts. Parameters are equal within 1%: d_model is what is left for them.
+A cell is an attention in a block with parts. Parameters are equal within 1.1%: d_model is what is left for them.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -12,11 +13,25 @@ from experiments.forgetting import config as forgetting
 RATES = {"muon": (2e-3, 4e-3, 8e-3, 1.6e-2), "adamw": (1.5e-3, 3e-3, 6e-3, 1.2e-2)}
 
 
-def get_config() -> ConfigDict:
+class Size(NamedTuple):
+    """How large models are, and how much they read."""
+
+    fields: Mapping[str, int]  # of the config
+    model: Mapping[str, int]
+    n_steps: int  # of batch_size windows; a multiple of 2 lanes.CYCLES
+    n_validation: int  # windows
+
+
+SIZES = {
+    "2M": Size(dict(total_tokens=8_000_000, sequence_length=1024), dict(n_layers=8, n_heads=6), 1960, 768),
+    "0.5M": Size(dict(total_tokens=2_000_000, sequence_length=512), dict(n_layers=4, n_heads=4), 980, 192),
+}
+
+
+def get_config(size: str = "2M") -> ConfigDict:
     config = forgetting.get_config()
-    config.total_tokens = 8_000_000
-    config.sequence_length = 1024
-    config.model.update(n_layers=8, d_model=200, n_heads=6)
+    config.update(SIZES[size].fields)
+    config.model.update(SIZES[size].model)
     return config
 
 
@@ -24,37 +39,51 @@ def get_config() -> ConfigDict:
 PARTS = dict(gate="head", output_gate=True, convolution=4, position="none")
 SOFTMAX = dict(attention="softmax", position="rotary")
 SOFTMAX_PARTS = dict(**SOFTMAX, output_gate=True, convolution=4)
-GPT2 = dict(block="gpt2", n_layers=4)
+GPT2 = dict(block="gpt2")
 
 
-def _cell(optimizer: str, **model: Any) -> dict[str, Any]:
-    return dict(optimizer=optimizer, model=model)
+class Cell(NamedTuple):
+    optimizer: str
+    d_model: tuple[int, int]  # of each size
+    model: Mapping[str, Any]
+
+    def fields(self, size: str) -> dict[str, Any]:
+        """Of the model, at a size."""
+        n_layers = SIZES[size].model["n_layers"]
+        if self.model.get("block") == "gpt2":  # half as many have as many parameters
+            n_layers //= 2
+        return dict(self.model, n_layers=n_layers, d_model=dict(zip(SIZES, self.d_model, strict=True))[size])
 
 
-EXPONENTIAL = dict(**PARTS, d_model=180)
+def _cell(optimizer: str, d_model: tuple[int, int] = (200, 128), **model: Any) -> Cell:
+    return Cell(optimizer, d_model, model)
+
+
 LINEAR = dict(attention="linear")
 DELTA = dict(attention="delta")
-BEST_SOFTMAX = dict(**SOFTMAX_PARTS, **GPT2, d_model=192)
+BEST_SOFTMAX = dict(**SOFTMAX_PARTS, **GPT2)
+WITH_PARTS = 180, 118
+GPT2_PARTS = 192, 128
 # The most important ones first.
-CELLS: dict[str, dict[str, Any]] = {
-    "exponential, parts": _cell("muon", **EXPONENTIAL),
-    "linear, parts": _cell("muon", **EXPONENTIAL, **LINEAR),
-    "softmax, parts, GPT-2's block": _cell("muon", **BEST_SOFTMAX),
-    "delta rule, parts": _cell("muon", **PARTS, **DELTA, d_model=178),
+CELLS: dict[str, Cell] = {
+    "exponential, parts": _cell("muon", WITH_PARTS, **PARTS),
+    "linear, parts": _cell("muon", WITH_PARTS, **PARTS, **LINEAR),
+    "softmax, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **BEST_SOFTMAX),
+    "delta rule, parts": _cell("muon", (178, 118), **PARTS, **DELTA),
     "exponential": _cell("muon"),
-    "softmax, parts": _cell("muon", **SOFTMAX_PARTS, d_model=180),
+    "softmax, parts": _cell("muon", WITH_PARTS, **SOFTMAX_PARTS),
     "linear": _cell("muon", **LINEAR),
-    "softmax, GPT-2's block": _cell("muon", **SOFTMAX, **GPT2, d_model=202),
-    "exponential, parts, real values": _cell("muon", **EXPONENTIAL, value_domain="real"),
-    "exponential, parts, GPT-2's block": _cell("muon", **PARTS, **GPT2, d_model=192),
-    "linear, parts, GPT-2's block": _cell("muon", **PARTS, **LINEAR, **GPT2, d_model=192),
-    "delta rule, parts, GPT-2's block": _cell("muon", **PARTS, **DELTA, **GPT2, d_model=192),
-    "exponential, parts, AdamW": _cell("adamw", **EXPONENTIAL),
-    "softmax, parts, GPT-2's block, AdamW": _cell("adamw", **BEST_SOFTMAX),
-    "linear, parts, AdamW": _cell("adamw", **EXPONENTIAL, **LINEAR),
+    "softmax, GPT-2's block": _cell("muon", (202, 134), **SOFTMAX, **GPT2),
+    "exponential, parts, real values": _cell("muon", WITH_PARTS, **PARTS, value_domain="real"),
+    "exponential, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, **GPT2),
+    "linear, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, **LINEAR, **GPT2),
+    "delta rule, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, **DELTA, **GPT2),
+    "exponential, parts, AdamW": _cell("adamw", WITH_PARTS, **PARTS),
+    "softmax, parts, GPT-2's block, AdamW": _cell("adamw", GPT2_PARTS, **BEST_SOFTMAX),
+    "linear, parts, AdamW": _cell("adamw", WITH_PARTS, **PARTS, **LINEAR),
     "exponential, AdamW": _cell("adamw"),
     "exponential, gate": _cell("muon", gate="head"),
     "linear, gate": _cell("muon", **LINEAR, gate="head"),
-    "softmax": _cell("muon", **SOFTMAX, d_model=208),
+    "softmax": _cell("muon", (208, 136), **SOFTMAX),
 }
 SMALL = ("exponential, parts", "softmax, parts, GPT-2's block, AdamW")

@@ -16,15 +16,16 @@ def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     cells, settings = results["cells"], results["settings"]
     n_bytes = results["steps"] * settings["batch_size"] * settings["sequence_length"]
-    first = next(iter(cells))
+    first, parameters = next(iter(cells)), [cell["parameters"] for cell in cells.values()]
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
     missing = [f"Not run yet: {'; '.join(results['missing'])}.", ""] if results["missing"] else []
     return [
         "# One change at a time",
         "",
         f"`python experiments/attribution/run.py`, {machines(cells)}: {hours:.1f} hours. "
-        f"Models of 2M parameters, equal within 1%, on {n_bytes:,} bytes of the corpus of scripts/build_corpus.py in "
-        f"windows of {settings['sequence_length']:,}; rates tuned on half of the bytes with one seed, then "
+        f"Models of {min(parameters):,} to {max(parameters):,} parameters, on "
+        f"{n_bytes:,} bytes of the corpus of scripts/build_corpus.py in windows of {settings['sequence_length']:,}; "
+        "rates tuned on half of the bytes with one seed, then "
         f"{len(cells[first]['seeds'])} other seeds. Bits per byte of the whole test split, in windows: mean over seeds "
         "+- their standard deviation. In brackets the 95% interval of the difference to the first row, by a bootstrap "
         "over documents and seeds together. Recalled: nats per byte of the last bytes of n-grams that their window has "

@@ -1,9 +1,10 @@
-"""What the attention is worth, what the block, each part and the optimizer: one change at a time, 2M parameters.
+"""What the attention is worth, what the block, each part and the optimizer: one change at a time.
 
-    python experiments/attribution/run.py --corpus=corpus --out=runs/attribution [--cells=1,2] [--minutes=60]
+    python experiments/attribution/run.py --corpus=corpus --out=OUT [--size=2M] [--cells=1,2] [--minutes=60]
     python experiments/attribution/run.py --report --out=experiments/attribution
 
-CORPUS is what scripts/build_corpus.py builds; where OUT/text.npz is there, it is not read. config.py lists the cells.
+CORPUS is what scripts/build_corpus.py builds; where OUT/text.npz is there, it is not read. config.py lists the cells,
+and the sizes of models and text.
 The runs of a cell train side by side in one program: four learning rates on half of the bytes, more where the best is
 at the end of the grid, then four seeds at the best rate. Rerun the same command to resume, at the cell. OUT receives
 cells/, and the report of those that are done: report.md, results.json, attribution.png.
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "attribution", has_cells=True)
+define_flags(__name__, "attribution", has_cells=True, sizes=("2M", "0.5M"))
 
 import jax
 import numpy as np
@@ -33,11 +34,16 @@ class Plan(NamedTuple):
     """How much of everything."""
 
     cells: tuple[str, ...] = tuple(config.CELLS)
-    n_steps: int = 1960  # of 4 windows of 1024 bytes: 8M; a multiple of 2 lanes.CYCLES
-    n_tests: int = 10**9  # windows
+    size: str = "2M"
+    most_steps: int = 10**9
+    most_tests: int = 10**9  # windows
+
+    @property
+    def n_steps(self) -> int:
+        return min(self.most_steps, config.SIZES[self.size].n_steps)
 
 
-SMALL_PLAN = Plan(cells=config.SMALL, n_steps=120, n_tests=64)
+SMALL_PLAN = Plan(cells=config.SMALL, most_steps=120, most_tests=64)
 SEEDS = 0, 1, 2, 3, 4  # the first one tunes
 N_LANES = 4
 MOST_EXTENSIONS = 3  # of a grid of rates
@@ -47,7 +53,7 @@ def measure(
     plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    base = config.get_config()
+    base = config.get_config(plan.size)
     file = text.prepare(corpus, out, SEEDS, base.sequence_length, base.batch_size, plan.n_steps)
     with np.load(file) as loaded:
         found = {name: loaded[name] for name in loaded}
@@ -68,31 +74,32 @@ def measure(
     )
 
 
-def train_config(cell: dict[str, Any]) -> TrainConfig:
-    mapping = config.get_config()
-    mapping.optimizer.name = cell["optimizer"]
-    mapping.model.update(cell["model"])
+def train_config(cell: config.Cell, size: str) -> TrainConfig:
+    mapping = config.get_config(size)
+    mapping.optimizer.name = cell.optimizer
+    mapping.model.update(cell.fields(size))
     return from_mapping(TrainConfig, mapping.to_dict())
 
 
-def measure_cell(plan: Plan, cell: dict[str, Any], found: dict[str, np.ndarray], turn: lanes.Turn) -> dict[str, Any]:
+def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], turn: lanes.Turn) -> dict[str, Any]:
     """Tune and train a cell on the arrays of text.npz."""
-    own, begin, tuners = train_config(cell), time.monotonic(), SEEDS[:1] * N_LANES
+    own, begin, tuners = train_config(cell, plan.size), time.monotonic(), SEEDS[:1] * N_LANES
     batch_of = lambda seeds: lambda step: found["train"][list(seeds), step].astype(np.int32)
     programs = lanes.Lanes.compile(own, N_LANES, [batch_of(tuners)(0)])
-    losses_of = compile_losses(programs, plan.n_tests, found)
+    losses_of = compile_losses(programs, found)
+    n_validation = min(config.SIZES[plan.size].n_validation, plan.most_tests)
     compiled = time.monotonic()
     with turn:
-        began, tuning, rates = time.monotonic(), {}, list(config.RATES[cell["optimizer"]])
+        began, tuning, rates = time.monotonic(), {}, list(config.RATES[cell.optimizer])
         for _ in range(1 + MOST_EXTENSIONS):
             tried = [*rates, *([rates[-1]] * N_LANES)][:N_LANES]
             params, _ = programs.train(tuners, tried, batch_of(tuners), plan.n_steps // 2)
-            tuning |= dict(zip(tried, losses_of(params, "validation").mean(1).tolist(), strict=True))
+            tuning |= dict(zip(tried, losses_of(params, "validation", n_validation).mean(1).tolist(), strict=True))
             if not (rates := lanes.extend(list(tuning), list(tuning.values()))):
                 break
         rate = min(tuning, key=lambda rate: (np.isnan(tuning[rate]), tuning[rate]))
         params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of(SEEDS[1:]), plan.n_steps)
-        tested, seconds = losses_of(params, "test").astype(np.float64), time.monotonic() - began
+        tested, seconds = losses_of(params, "test", plan.most_tests).astype(np.float64), time.monotonic() - began
     document = np.searchsorted(found["starts"], np.arange(tested.shape[1]), side="right") - 1
     by_document = [np.bincount(document, nats, len(found["num_bytes"])) for nats in tested]
     bits = tested.sum(1) / np.log(2) / found["num_bytes"].sum()
@@ -100,8 +107,8 @@ def measure_cell(plan: Plan, cell: dict[str, Any], found: dict[str, np.ndarray],
     return dict(
         summary=f"{bits.mean():.4f} bits per byte +- {bits.std(ddof=1):.4f}, rate {rate:g} of "
         f"{', '.join(f'{x:g}' for x in sorted(tuning))}; compiled in {compiled - begin:.0f} s, ran {seconds:.0f} s",
-        optimizer=cell["optimizer"],
-        model=cell["model"],
+        optimizer=cell.optimizer,
+        model=cell.fields(plan.size),
         parameters=count_params(abstract_params(own.model)),
         state_numbers=state_size(own.model, own.sequence_length),
         tuning={f"{rate:g}": loss for rate, loss in sorted(tuning.items())},
@@ -116,15 +123,15 @@ def measure_cell(plan: Plan, cell: dict[str, Any], found: dict[str, np.ndarray],
     )
 
 
-def compile_losses(programs: lanes.Lanes, n_windows: int, found: dict[str, np.ndarray]) -> Any:
-    """Return the function (parameters of all lanes, split) -> the losses [L, tokens] of the first windows' targets."""
+def compile_losses(programs: lanes.Lanes, found: dict[str, np.ndarray]) -> Any:
+    """Return the function (parameters of all lanes, split, n) -> losses [L, tokens] of the first n windows' targets."""
     model, int32 = programs.config.model, lambda name: found[name].astype(np.int32)
     read_lane = lambda params, tokens, lengths: window_losses(model, params, tokens, None, lengths)
     read = jax.jit(jax.vmap(read_lane, (0, None, None)))
     windows, lengths = (found[name][: text.ROWS].astype(np.int32) for name in ("test", "test_lengths"))
     compiled = read.lower(programs.params, windows, lengths).compile()
 
-    def losses_of(params: Any, split: str) -> np.ndarray:
+    def losses_of(params: Any, split: str, n_windows: int) -> np.ndarray:
         windows, lengths = int32(split), int32(f"{split}_lengths")
         rows = [slice(i, i + text.ROWS) for i in range(0, min(len(windows), n_windows), text.ROWS)]
         losses = np.concatenate([np.asarray(compiled(params, windows[own], lengths[own])) for own in rows], axis=1)

@@ -1,5 +1,7 @@
 """Experiments that consist of cells: which are run and kept, what repeats in a text, and the report on some of them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,7 @@ def test_no_cell_is_done(tmp_path):
 def test_cells_have_as_many_parameters_as_each_other():
     rng, count = np.random.default_rng(), lambda config: count_params(abstract_params(config.model))
     for cells, train_config in (
-        (list(config.CELLS.values()), attribution.train_config),
+        *((list(config.CELLS.values()), partial(attribution.train_config, size=size)) for size in config.SIZES),
         (list(recall.config.EQUAL.values()), recall.train_config),
     ):
         counts = [count(train_config(cells[i])) for i in rng.choice(len(cells), 3, replace=False)]
