@@ -3,7 +3,7 @@
     python -m tests.mutation.run --out=tests/mutation/FILE.jsonl [--mutants=150] [--seed=0] [--jobs=1]
 
 A mutant is the package with one operator, number, condition, keyword or statement changed. They are drawn from all
-such places, as many of each package as its share of them (at least 5), and always the same for a seed and a source.
+such places, as many of each package as its share of them (at least 5), and always the same for a seed and a package.
 Every verdict is appended to FILE.jsonl as it is reached: rerun the command to resume. The tests run in copies of the
 files that git tracks, and stop at their first failure.
 """
@@ -238,12 +238,12 @@ def find_mutants(root: Path) -> dict[str, list[Mutant]]:
 
 def draw(places: dict[str, list[Mutant]], n: int, seed: int) -> list[tuple[str, Mutant]]:
     """n mutants with their packages, in an order in which every beginning is a sample too."""
-    generator, total = random.Random(seed), sum(map(len, places.values()))
+    total = sum(map(len, places.values()))
     drawn = []
     for package, mutants in sorted(places.items()):
         size = min(len(mutants), max(FEWEST, round(n * len(mutants) / total)))
-        drawn += [(package, mutant) for mutant in generator.sample(mutants, size)]
-    generator.shuffle(drawn)
+        drawn += [(package, mutant) for mutant in random.Random(f"{seed} {package}").sample(mutants, size)]
+    random.Random(seed).shuffle(drawn)
     return drawn
 
 
