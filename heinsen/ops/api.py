@@ -20,12 +20,11 @@ from heinsen.ops import chunked, reference, scan
 from heinsen.ops.checks import ARRAYS, check_array, check_fits, check_float, check_integer, check_state, not_an_array
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
-from heinsen.ops.nonfinite import Attend, isolate_non_finite
+from heinsen.ops.exact import Attend, isolate_non_finite
 from heinsen.ops.states import LogState, MeanState, State
 from heinsen.ops.values import LOG_DOMAIN, REAL_DOMAIN
 
-# Ways to compute both functions: (domain, q, k, values, causal, state, resets, log_decay) -> (output, the state
-# after all tokens). Inputs are validated, of one floating-point dtype, float32 or wider.
+# Ways to compute both functions.
 IMPLEMENTATIONS: dict[str, Attend] = {
     "reference": isolate_non_finite(reference.attend),
     "scan": isolate_non_finite(scan.attend),
@@ -101,9 +100,7 @@ def log_attention(
     arrays, resets, log_decay = prepare_inputs(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
-    attend = lambda q, k, log_v, state, resets, log_decay: run(
-        LOG_DOMAIN, q, k, log_v, causal, state, resets, log_decay
-    )
+    attend = lambda q, k, log_v, state, *decay: run(LOG_DOMAIN, q, k, log_v, causal, state, *decay)
     log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
 

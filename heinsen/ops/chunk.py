@@ -41,9 +41,9 @@ _BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pai
 
 
 class Later(NamedTuple):
-    """That queries see later tokens too, and what each token leaves of the weights after it, at queries before it."""
+    """Of keys whose queries see later tokens too: what each token leaves of those after it, for queries before it."""
 
-    starts: Array | None = None  # [*batch, C, 1] bool: nothing of itself either, as a document starts; None: nowhere
+    starts: Array | None = None  # [*batch, C, 1] bool: a document starts, so nothing, nor of itself; None: nowhere
     resets: Array | None = None  # [*batch, C, 1] bool: nothing; None: nowhere
     log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
 
@@ -55,10 +55,10 @@ class Keys(NamedTuple):
     values: Array  # [*batch, C, V]
     resets: Array | None = None  # [*batch, C, 1] bool: nothing, as where a document starts; None: nowhere
     log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
-    later: Later | None = None  # that queries see later keys too; None: those up to their own
+    later: Later | None = None  # None: queries see keys up to their own
 
     @property
-    def forget(self) -> bool:
+    def forgets(self) -> bool:
         """Whether anything may be left out or counted less."""
         return self.resets is not None or self.log_decay is not None or self.later is not None
 
@@ -109,15 +109,15 @@ class KeyFactors(NamedTuple):
     shifts: Shifts
 
 
-def largest(domain: Domain[Any], keys: Keys) -> Shifts:
+def own_shifts(domain: Domain[Any], keys: Keys) -> Shifts:
     """The largest key of each feature and the shift of the values."""
     return Shifts(lax.stop_gradient(jnp.max(keys.k, axis=-2)), domain.largest(keys.values))
 
 
 def key_factors(domain: Domain[Any], keys: Keys, decay: ChunkDecay, own: Shifts) -> KeyFactors:
     """Factors of a chunk's keys and values, whose largest are `own`, relative to shifts of their own."""
-    until_end = decay.until_end[..., None]
-    c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2)) if keys.forget else own.c
+    until_end = decay.keys_at_end[..., None]
+    c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2)) if keys.forgets else own.c
     kf = jnp.exp((keys.k - finite(c)[..., None, :]) + until_end)
     return KeyFactors(kf, domain.factor(keys.values, own.b), Shifts(c, own.b))
 
@@ -210,25 +210,30 @@ def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
 class Weights(NamedTuple):
     """Weights of all that a chunk's queries see, relative to exp(r)."""
 
-    of_before: Array  # [*batch, C, K]: of the summary before the chunk; [*batch, C, 2K] with that after it
-    of_keys: Array  # [*batch, C, C]: of the chunk's keys; 0 of those that a query does not see
+    before: Array  # [*batch, C, K]: of the summary before the chunk; [*batch, C, 2K] with that after it
+    keys: Array  # [*batch, C, C]: of the chunk's keys; 0 of those that a query does not see
+
+
+class OfQueries(NamedTuple):
+    """What the weights of each query are relative to, and how they spread over key features."""
+
+    r: Array  # [*batch, C]: about the largest exponent; -inf where a query sees nothing
+    features: Array  # [*batch, C, K]: about the weight of each feature
 
 
 def fast_weights(
     q: Array, k: Array, decays: Sequence[ChunkDecay], own_c: Array, cs: Sequence[Array]
-) -> tuple[Weights, tuple[Array, Array]]:
-    """Weights by products, for keys of which own_c [*batch, K] are the largest, and a summary with shifts c per decay.
-
-    Also r [*batch, C], -inf where a query sees nothing, and the weight [*batch, C, K] of each feature's largest key.
-    """
+) -> tuple[Weights, OfQueries]:
+    """Weights by products, for keys whose largest are own_c [*batch, K], and a summary with shifts c per decay."""
     top = reduce(jnp.maximum, (*cs, own_c))
     exponents, r = centered_sum(q, top[..., None, :])
     qf, kf = jnp.exp(exponents), jnp.exp(k - finite(own_c)[..., None, :])
     factor = lambda shift: jnp.exp(log_share(shift, jnp.zeros((), k.dtype), top))[..., None, :]
-    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * jnp.exp(log_left(x.of_keys for x in decays))
+    left = jnp.exp(log_left(decay.keys_at_queries for decay in decays))
+    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * left
     parts = zip(decays, cs, strict=True)
-    of_before = [(qf * factor(c)) * jnp.exp(decay.of_before)[..., None] for decay, c in parts]
-    return Weights(_features(of_before), of_keys), (r, qf)
+    before = [(qf * factor(c)) * jnp.exp(decay.before_at_queries)[..., None] for decay, c in parts]
+    return Weights(_features(before), of_keys), OfQueries(r, qf)
 
 
 def log_left(each: Iterable[Array]) -> Array:
@@ -241,9 +246,34 @@ def _features(parts: Sequence[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def exact_weights(
-    q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence[Array]
-) -> tuple[Weights, tuple[Array, Array]]:
+class _Outside(NamedTuple):
+    """What the queries of a block see outside of it in one direction, and logs of what is left of that.
+
+    Of a key of another block exp(to_start) is left at the start of the query's block, and exp(from_start) of that at
+    the query.
+    """
+
+    c: Array  # [*batch, 1, K]: shifts of the sums outside of the chunk
+    left: Array  # [*batch, C, 1]: of these, at queries
+    to_start: Array  # [*batch, N, C, 1]
+    from_start: Array  # [*batch, N, M, 1]
+    largest: Array  # [*batch, N, 1, K]: of the keys of other blocks, at the start of this one
+
+    @classmethod
+    def of(cls, k: Array, decay: ChunkDecay, c: Array, size: int) -> "_Outside":
+        start = decay.block_starts(size)
+        to_start = start.left_of(decay.keys.tokens(lambda x: x[..., None, :]))[..., None]
+        from_start = decay.queries.tokens(lambda x: _blocks(x, size)).left_of(start)[..., None]
+        largest = lax.stop_gradient(jnp.max(k[..., None, :, :] + to_start, axis=-2, keepdims=True))
+        return cls(c[..., None, :], decay.before_at_queries[..., None], to_start, from_start, largest)
+
+
+def _blocks(x: Array, size: int) -> Array:
+    """[..., N, M] of [..., C], in blocks of M = `size` tokens."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def exact_weights(q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence[Array]) -> tuple[Weights, OfQueries]:
     """As `fast_weights`, exact at every dynamic range. Underflow takes nothing that matters beside a query's Z.
 
     Among the few tokens of a block, every exponent of a query, a key and a feature is formed before its exponential.
@@ -254,47 +284,36 @@ def exact_weights(
     """
     n_tokens = k.shape[-2]
     size = next(size for size in range(min(_BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
-    cut = lambda x: x.reshape(*x.shape[:-1], -1, size)
     blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])  # [*batch, N, M, K]
     pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
-    # A key of the query's block keeps exp(within). A key of another block keeps exp(until) up to the start of the
-    # query's block, and exp(since) of that up to the query. `shifts` are the largest of those keys at the start.
+    at = lambda places, expand: places.tokens(lambda x: expand(_blocks(x, size)))
     within = log_left(
-        x.queries.tokens(lambda x: cut(x)[..., :, None]).left_of(x.keys.tokens(lambda x: cut(x)[..., None, :]))
-        for x in decays
-    )[..., None]
-    before = [x.of_before[..., None] for x in decays]
-    starts = [x.block_starts(size) for x in decays]
-    each = list(zip(decays, starts, strict=True))
-    until = [
-        start.left_of(x.keys.tokens(lambda x: x[..., None, :]))[..., None] for x, start in each
-    ]  # [*batch, N, C, 1]
-    since = [x.queries.tokens(cut).left_of(start)[..., None] for x, start in each]  # [*batch, N, M, 1]
-    shifts = [lax.stop_gradient(jnp.max(k[..., None, :, :] + x, axis=-2, keepdims=True)) for x in until]
+        at(x.queries, lambda x: x[..., :, None]).left_of(at(x.keys, lambda x: x[..., None, :])) for x in decays
+    )[..., None]  # [*batch, N, M, M, 1], of a key of the query's block
+    outside = [_Outside.of(k, decay, c, size) for decay, c in zip(decays, cs, strict=True)]
 
     # The largest exponent that each query sees: in its block, of other blocks, and of all outside the chunk.
     r = jnp.max(pairs(q) + within, axis=(-2, -1))
-    for shift, left in zip(shifts, since, strict=True):
-        r = jnp.maximum(r, jnp.max(blocks(q) + shift + left, axis=-1))
+    for x in outside:
+        r = jnp.maximum(r, jnp.max(blocks(q) + x.largest + x.from_start, axis=-1))
     r = r.reshape(q.shape[:-1])
-    for c, left in zip(cs, before, strict=True):
-        r = jnp.maximum(r, jnp.max(q + c[..., None, :] + left, axis=-1))
+    for x in outside:
+        r = jnp.maximum(r, jnp.max(q + x.c + x.left, axis=-1))
     r = lax.stop_gradient(r)
 
     # The weights, relative to it.
     relative, error = center_queries(q, r)
-    of_before = [jnp.exp(((relative + c[..., None, :]) + error) + x) for c, x in zip(cs, before, strict=True)]
+    before = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
     of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
     in_blocks = jnp.eye(n_tokens // size)[:, None, :, None] * jnp.sum(of_pairs, axis=-1)[..., None, :]
     of_keys = in_blocks.reshape(*q.shape[:-1], n_tokens)
-    feature_weights = jnp.sum(of_pairs, axis=-2)
-    for shift, to_start, left in zip(shifts, until, since, strict=True):
-        qf = jnp.exp(((blocks(relative) + shift) + blocks(error)) + left)
-        across = einsum("...tk,...sk->...ts", qf, jnp.exp((k[..., None, :, :] - finite(shift)) + to_start))
-        of_keys = across.reshape(*q.shape[:-1], n_tokens) + of_keys
-        feature_weights = qf + feature_weights
-    feature_weights = reduce(jnp.add, of_before) + feature_weights.reshape(q.shape)
-    return Weights(_features(of_before), of_keys), (r, feature_weights)
+    features = jnp.sum(of_pairs, axis=-2)
+    for x in outside:
+        qf = jnp.exp(((blocks(relative) + x.largest) + blocks(error)) + x.from_start)
+        kf = jnp.exp((k[..., None, :, :] - finite(x.largest)) + x.to_start)
+        of_keys = einsum("...tk,...sk->...ts", qf, kf).reshape(*q.shape[:-1], n_tokens) + of_keys
+        features = qf + features
+    return Weights(_features(before), of_keys), OfQueries(r, reduce(jnp.add, before) + features.reshape(q.shape))
 
 
 def center_queries(q: Array, r: Array) -> tuple[Array, Array]:
@@ -332,9 +351,9 @@ def value_scale(old: Array | None, new: Array | None) -> Array | None:
 
 def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sums:
     """S [*batch, C, V] and Z [*batch, C]."""
-    s, z = read_sums(weights.of_before, m)
-    own = scale_values(einsum("...ts,...sv->...tv", weights.of_keys, vf), scales.own)
-    return Sums(scale_values(s, scales.before) + own, z + jnp.sum(weights.of_keys, axis=-1))
+    s, z = read_sums(weights.before, m)
+    own = scale_values(einsum("...ts,...sv->...tv", weights.keys, vf), scales.own)
+    return Sums(scale_values(s, scales.before) + own, z + jnp.sum(weights.keys, axis=-1))
 
 
 # ---- gradients ------------------------------------------------------------------------------------
@@ -349,8 +368,8 @@ def weights_grad(dsums: Sums, vf: Array, m: Sums, scales: ValueScales) -> Weight
 
 def before_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Sums:
     """Part of the gradient of the sums before a chunk that comes from its queries."""
-    s = einsum("...tk,...tv->...kv", weights.of_before, scale_values(dsums.s, scales.before))
-    return Sums(s, einsum("...tk,...t->...k", weights.of_before, dsums.z))
+    s = einsum("...tk,...tv->...kv", weights.before, scale_values(dsums.s, scales.before))
+    return Sums(s, einsum("...tk,...t->...k", weights.before, dsums.z))
 
 
 class KeyGrads(NamedTuple):
@@ -368,13 +387,13 @@ def summary_grad(factors: KeyFactors, dsums: Sums) -> KeyGrads:
 
 def values_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Array:
     """Gradient of the factors of values, from that of the queries' S."""
-    return einsum("...ts,...tv->...sv", weights.of_keys, scale_values(dsums.s, scales.own))
+    return einsum("...ts,...tv->...sv", weights.keys, scale_values(dsums.s, scales.own))
 
 
 def later_totals(weights: Weights, dweights: Weights) -> tuple[Array, Array]:
     """Sums [*batch, C] over features of dq and dk, of what queries read of later tokens alone."""
-    of_keys = jnp.triu(weights.of_keys * dweights.of_keys, 1)
-    _, of_after = jnp.split(weights.of_before * dweights.of_before, 2, axis=-1)
+    of_keys = jnp.triu(weights.keys * dweights.keys, 1)
+    _, of_after = jnp.split(weights.before * dweights.before, 2, axis=-1)
     return sum_features(of_after) + jnp.sum(of_keys, axis=-1), jnp.sum(of_keys, axis=-2)
 
 

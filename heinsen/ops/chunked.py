@@ -156,8 +156,8 @@ class _Differentiated(abc.ABC, Generic[StateT]):
         out, lost = self.fast(*args)
         return out, None, lost
 
-    def backward(self, *args: Any, residuals: None, grads: Any, scale: Array) -> tuple[Any, ...]:
-        return exact.gradients(lambda *args: self.fast(*args)[0], args, grads, scale)
+    def backward(self, *args: Any, residuals: None, grads: Any, divisor: Array) -> tuple[Any, ...]:
+        return exact.gradients(lambda *args: self.fast(*args)[0], args, grads, divisor)
 
 
 class Summarize(_Differentiated[StateT]):
@@ -173,9 +173,8 @@ class Summarize(_Differentiated[StateT]):
         own, own_b = domain.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
         shifts, older, newer = chunk.merge(before.shifts, log_kept, Shifts(c, own_b))
         sums = chunk.add(chunk.scale(before.sums, older), chunk.scale(own, newer))
-        return domain.to_state(Summary(sums, shifts)), ~domain.is_exact(
-            sums, shifts.b
-        ) if domain.can_lose_terms else None
+        lost = ~domain.is_exact(sums, shifts.b) if domain.can_lose_terms else None
+        return domain.to_state(Summary(sums, shifts)), lost
 
 
 class Read(_Differentiated[StateT]):

@@ -71,7 +71,7 @@ class Places(NamedTuple):
 class ChunkDecay(NamedTuple):
     """Decay along one direction through a chunk: of its keys, and of all before the chunk in that direction.
 
-    Keys' weights come in at their own places, those of all before the chunk at `start`.
+    What is left is counted from places on: of a key from its own, of all before the chunk from `start`.
     """
 
     queries: Places  # [*batch, C]
@@ -81,23 +81,23 @@ class ChunkDecay(NamedTuple):
     backwards: bool  # whether the direction is from the last token to the first
 
     @property
-    def of_keys(self) -> Array:
-        """Of each key at each query, [*batch, C, C]."""
+    def keys_at_queries(self) -> Array:
+        """Log of what is left of each key at each query, [*batch, C, C]."""
         return self.queries.tokens(lambda x: x[..., :, None]).left_of(self.keys.tokens(lambda x: x[..., None, :]))
 
     @property
-    def of_before(self) -> Array:
-        """Of all before the chunk at each query, [*batch, C]."""
+    def before_at_queries(self) -> Array:
+        """Log of what is left of all before the chunk at each query, [*batch, C]."""
         return self.queries.left_of(self.start)
 
     @property
-    def until_end(self) -> Array:
-        """Of each key after the chunk, [*batch, C]."""
+    def keys_at_end(self) -> Array:
+        """Log of what is left of each key after the chunk, [*batch, C]."""
         return self.end.left_of(self.keys)
 
     @property
-    def kept(self) -> Array:
-        """Of all before the chunk, after it, [*batch]."""
+    def before_at_end(self) -> Array:
+        """Log of what is left of all before the chunk after it, [*batch]."""
         return self.end.left_of(self.start)[..., 0]
 
     def block_starts(self, size: int) -> Places:

@@ -119,8 +119,8 @@ def _in_chunks(
     q, k, v, beta = (to_chunks(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
     log_decay, starts = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
     decay = chunk_decay(log_decay, starts, size, q.dtype)
-    of_keys, kept = jnp.exp(decay.of_keys), jnp.exp(decay.kept)[..., None, None]
-    of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.of_before, decay.until_end))
+    of_keys, kept = jnp.exp(decay.keys_at_queries), jnp.exp(decay.before_at_end)[..., None, None]
+    of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.before_at_queries, decay.keys_at_end))
 
     # Corrections are `own` where the state before the chunk is 0, and else less by `answers` times it.
     across = jnp.tril(beta * of_keys * _einsum("...tk,...sk->...ts", k, k), -1)

@@ -7,10 +7,12 @@ way, a few at a time (`for_rows`). The same for the gradients, where JAX differe
 The weights of queries are exact already (`chunk.exact_weights`). What may be lost are log values, where all that a
 query or a key feature sees lies far below the largest value of its column. The exact ways are for them (`logarithms`).
 
-Products of 0 and NaN would spread what is not finite to all tokens, so neutral ones take its place first
-(`isolate_if_any`), and every output that sees it is set to NaN afterwards (`fill_where`).
+Products of 0 and NaN would spread what is not finite to all tokens. So neutral tokens take its place, and every output
+that sees one is set to NaN, with a gradient of 0: of the chunked form for each group of chunks (`isolate_if_any`), of
+other forms for each call (`isolate_non_finite`). -inf counts as finite where it stands for zero: in queries and keys,
+and in logarithms of values.
 
-Axes: `*batch` any leading axes, the rows; N chunks of a group; T tokens, C those of a chunk; K key, V value features.
+Axes: `*batch` any leading axes, the rows; N chunks of a group; T tokens, C those of a chunk; V value features.
 """
 
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops.chunk import Keys
+from heinsen.ops.documents import document_ranges
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 from heinsen.ops.values import Domain, StateT
 
@@ -55,8 +58,8 @@ class Form(Protocol):
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, Any, Array | None]:
         """(the output, what `backward` needs if it is saved, the rows [*batch] that lost terms; None: none can)."""
 
-    def backward(self, *args: Any, residuals: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
-        """Gradients of the arguments, from those of the output, divided by `scale` meanwhile."""
+    def backward(self, *args: Any, residuals: Any, grads: Any, divisor: Array) -> tuple[Any, ...]:
+        """Gradients of the arguments, from those of the output, divided by `divisor` meanwhile."""
 
     def exact(self, *args: Any) -> Any:
         """The output, of any rows."""
@@ -89,9 +92,9 @@ def run(form: Form, *args: Any) -> Any:
     def backward(saved: Any, grads: Any) -> tuple[Any, ...]:
         args, residuals, lost = saved
         grads = lax.optimization_barrier(grads)  # XLA would reduce a constant when compiling, which takes it seconds
-        scale = cotangent_scale(grads)
-        fast = form.backward(*args, residuals=residuals, grads=grads, scale=scale)
-        return replace(lost, lambda args, grads: gradients(form.exact, args, grads, scale), (args, grads), fast)
+        divisor = cotangent_divisor(grads)
+        fast = form.backward(*args, residuals=residuals, grads=grads, divisor=divisor)
+        return replace(lost, lambda args, grads: gradients(form.exact, args, grads, divisor), (args, grads), fast)
 
     compute.defvjp(forward, backward)
     return compute(*_reverse_mode_only(vary_together(*args)))
@@ -151,16 +154,16 @@ def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int
     return forward_mode_only(NAME, lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, out))[1])
 
 
-def cotangent_scale(grads: Any) -> Array:
+def cotangent_divisor(grads: Any) -> Array:
     """A divisor of the cotangents that keeps their quotients by sums in range: 1 unless some are very large."""
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(g)) for g in jax.tree.leaves(grads)]))
     return jnp.where(jnp.isfinite(largest) & (largest > LARGE_COTANGENT), largest, 1.0)
 
 
-def gradients(function: Callable[..., Any], args: Any, grads: Any, scale: Array) -> tuple[Any, ...]:
-    """Gradients of the arguments; those of the output are divided by `scale` meanwhile, and booleans have None."""
-    found = jax.vjp(function, *args)[1](multiply(grads, 1 / scale))
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * scale, found)
+def gradients(function: Callable[..., Any], args: Any, grads: Any, divisor: Array) -> tuple[Any, ...]:
+    """Gradients of the arguments; those of the output are divided by `divisor` meanwhile, and booleans have None."""
+    found = jax.vjp(function, *args)[1](multiply(grads, 1 / divisor))
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * divisor, found)
 
 
 # ---- trees of arrays ------------------------------------------------------------------------------
@@ -179,8 +182,8 @@ def vary_together(*trees: Any) -> Any:
     """
 
     def axes_of(x: Array) -> frozenset[Any]:
-        domain: Any = jax.typeof(x)
-        return domain.vma if hasattr(domain, "vma") else domain.manual_axis_type.varying  # depends on JAX's version
+        aval: Any = jax.typeof(x)
+        return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying  # depends on JAX's version
 
     def vary(x: Array) -> Array:
         missing = tuple(sorted(axes - axes_of(x)))
@@ -218,14 +221,16 @@ def replace_nonfinite(
 
 
 class Clean(NamedTuple):
-    """Tokens with neutral ones in place of those that are not finite."""
+    """Tokens with neutral ones in place of those that are not finite.
+
+    tainted: [*batch, ...], whether a query is not finite, or sees a token that is not. beyond: [*batch], whether such a
+    token is seen from behind the last one; where queries see later tokens, also from before the first.
+    """
 
     q: Array
     keys: Keys
-    tainted: Array  # [*batch, ...]: whether a query is not finite, or sees a token that is not
-    beyond: tuple[
-        Array, ...
-    ]  # [*batch]: whether such a token is seen from behind the last one; and from before the first
+    tainted: Array
+    beyond: tuple[Array, ...]
 
 
 def isolate(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:
@@ -280,3 +285,55 @@ def fill_where(bad: Array, arrays: X, fill: Any = jnp.nan) -> X:
     fills = jax.tree.map(lambda _: fill, arrays) if isinstance(fill, float) else fill
     expand = lambda x: bad.reshape(*bad.shape, *(1,) * (x.ndim - bad.ndim))
     return jax.tree.map(lambda x, fill: jnp.where(expand(x), fill, x), arrays, fills)
+
+
+class Attend(Protocol):
+    """A form of attention; inputs are validated, of one floating-point dtype, float32 or wider."""
+
+    def __call__(
+        self,
+        domain: Domain[Any],
+        q: Array,
+        k: Array,
+        values: Array,
+        causal: bool,
+        state: Any,
+        resets: Array | None,
+        log_decay: Array | None,
+    ) -> tuple[Array, Any]:
+        """(y or log y, the `LogState` or `MeanState` after all tokens)."""
+
+
+def isolate_non_finite(attend: Attend) -> Attend:
+    """`attend` with outputs of NaN where a query is not finite, or sees a key, value or log decay that is not."""
+
+    def isolated(
+        domain: Domain[Any],
+        q: Array,
+        k: Array,
+        values: Array,
+        causal: bool,
+        state: Any,
+        resets: Array | None,
+        log_decay: Array | None,
+    ) -> tuple[Array, Any]:
+        keys = Keys(k, values, None, None if log_decay is None else log_decay[..., None])
+        bad_query, bad_key = find_nonfinite(domain, q, keys)
+        q, (k, values, _, column, _) = replace_nonfinite(domain, q, keys, bad_query, bad_key)
+        y, end = attend(domain, q, k, values, causal, state, resets, None if column is None else column[..., 0])
+        seen, seen_by_last = _sees(bad_key, causal, resets)
+        return fill_where(bad_query | seen, y), fill_where(seen_by_last, end)
+
+    return isolated
+
+
+def _sees(bad: Array, causal: bool, resets: Array | None) -> tuple[Array, Array]:
+    """Whether each query [*batch, T or 1] sees a bad key, and whether the last document has one [*batch]."""
+    count = jnp.cumsum(bad, axis=-1)
+    if resets is None:
+        return (count if causal else count[..., -1:]) > 0, count[..., -1] > 0
+    first, end = document_ranges(resets)
+    at = lambda i: jnp.take_along_axis(count, i, axis=-1)
+    before_document = jnp.where(first == 0, 0, at(jnp.maximum(first - 1, 0)))
+    in_document = at(end - 1) > before_document
+    return count > before_document if causal else in_document, in_document[..., -1]

@@ -162,12 +162,12 @@ def _causal(
         own, kept = chunk
         return _scale(sums, kept[..., None, None]) + own, sums
 
-    own = _einsum("...sk,...sv->...kv", _scale(fk, decay.until_end[..., None]), v1)  # [*batch, N, K, V + 1]
-    kept = jnp.broadcast_to(decay.kept, own.shape[:-2])
+    own = _einsum("...sk,...sv->...kv", _scale(fk, decay.keys_at_end[..., None]), v1)  # [*batch, N, K, V + 1]
+    kept = jnp.broadcast_to(decay.before_at_end, own.shape[:-2])
     final, before = lax.scan(step, initial, (jnp.moveaxis(own, -3, 0), jnp.moveaxis(kept, -1, 0)))
-    weights = _scale(_einsum("...tk,...sk->...ts", fq, fk), decay.of_keys)
+    weights = _scale(_einsum("...tk,...sk->...ts", fq, fk), decay.keys_at_queries)
     read = _einsum("...ts,...sv->...tv", weights, v1)
-    fq_before = _scale(fq, decay.of_before[..., None])
+    fq_before = _scale(fq, decay.before_at_queries[..., None])
     read = read + _einsum("...tk,...kv->...tv", fq_before, jnp.moveaxis(before, 0, -3))
     return read.reshape(*read.shape[:-3], -1, v1.shape[-1])[..., :n_tokens, :], final
 

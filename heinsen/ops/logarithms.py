@@ -69,8 +69,8 @@ def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tup
 def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
     k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
-    of_keys = chunk.log_left(decay.of_keys for decay in decays)[..., None]
-    outside = [(sums, decay.of_before[..., None]) for sums, decay in zip(around, decays, strict=True)]
+    of_keys = chunk.log_left(decay.keys_at_queries for decay in decays)[..., None]
+    outside = [(sums, decay.before_at_queries[..., None]) for sums, decay in zip(around, decays, strict=True)]
     pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
     r = jnp.max(pairs(q) + of_keys, axis=(-2, -1))
     for sums, left in outside:
@@ -92,7 +92,7 @@ def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
 def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
     """The sums after a chunk, in the direction of the decay."""
     k, log_v = keys.k, _with_ones(keys.values)
-    until_end, kept = decay.until_end[..., None], decay.kept[..., None]
+    until_end, kept = decay.keys_at_end[..., None], decay.before_at_end[..., None]
     c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
     b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
     own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]

@@ -4,7 +4,8 @@ Tokens are cut into chunks of C, and chunks are taken in groups, one group after
 the products and exponentials of all its chunks are computed at once, and the sums between them in turn.
 
 Where queries see later tokens too, a pass over the keys from the last group to the first makes the summary after each
-group beforehand. The gradient of these summaries goes through a pass of its own, from the first group to the last.
+group beforehand. The gradient of these summaries goes through a pass of its own, from the first group to the last. Tuples of
+decays, of summaries and of what is not finite have an element for each direction: one, or two.
 
 What XLA forces, and why:
   * Groups. One chunk is too small to fill a device; all chunks at once leave a CPU's cache (`chunks_per_group`).
@@ -36,7 +37,7 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
-from heinsen.ops.chunk import KeyFactors, Keys, Later, Scales, ValueScales, Weights
+from heinsen.ops.chunk import KeyFactors, Keys, Later, OfQueries, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.exact import (
     MOST_ROWS,
@@ -55,7 +56,7 @@ from heinsen.ops.exact import (
 from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
-Weigh = Callable[[Array, Array], tuple[Weights, tuple[Array, Array]]]
+Weigh = Callable[[Array, Array], tuple[Weights, OfQueries]]
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
@@ -195,39 +196,67 @@ class Group(NamedTuple):
     lost: Array  # [*batch]: whether underflow took terms from sums of log values nevertheless
 
 
+class Around(NamedTuple):
+    """The summaries before and, if its queries see it, after each chunk, as they read them."""
+
+    sums: Sums  # side by side
+    cs: list[Array]
+    scales: ValueScales
+
+
 class Terms(NamedTuple):
     """All that a group's queries sum, of which a few rows are taken to be computed exactly."""
 
     q: Array
     keys: Keys
     vf: Array  # factors of values
-    around: Sums  # the sums around each chunk, side by side
-    cs: list[Array]  # their shifts
-    scales: ValueScales
+    around: Around
 
-    def exact_weights(self, q: Array, k: Array) -> tuple[Weights, tuple[Array, Array]]:
-        return chunk.exact_weights(q, k, self.keys.decays(), self.cs)
+    def exact_weights(self, q: Array, k: Array) -> tuple[Weights, OfQueries]:
+        return chunk.exact_weights(q, k, self.keys.decays(), self.around.cs)
 
 
 def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
     """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
-    decays, own = keys.decays(), chunk.largest(domain, keys)
+    decays, own = keys.decays(), chunk.own_shifts(domain, keys)
     factors = chunk.key_factors(domain, keys, decays[0], own)
     before, end = _summarize_in_turn(factors, decays[0], summary)
-    terms = Terms(q, keys, factors.vf, *_side_by_side((before, *_summaries_after(domain, keys, after)), own)[0])
-    weights, (r, _) = chunk.fast_weights(q, keys.k, decays, own.c, terms.cs)
-    sums = chunk.query_sums(weights, terms.vf, terms.around, terms.scales)
-    inexact = jnp.any((sums.z < SMALLEST_SUM) & (r > NEG_INF), axis=(-2, -1))
-    inexact |= jnp.any(~domain.is_exact(sums, terms.scales.b), axis=-1)
+    around, _ = _side_by_side((before, *_summaries_after(domain, keys, after)), own)
+    terms = Terms(q, keys, factors.vf, around)
+    weights, of_queries = chunk.fast_weights(q, keys.k, decays, own.c, around.cs)
+    sums = chunk.query_sums(weights, terms.vf, around.sums, around.scales)
+    inexact = jnp.any((sums.z < SMALLEST_SUM) & (of_queries.r > NEG_INF), axis=(-2, -1))
+    inexact |= jnp.any(~domain.is_exact(sums, around.scales.b), axis=-1)
 
     def read_exactly(rows: Rows, out: tuple[Sums, Array]) -> tuple[Sums, Array]:
         of_rows = rows.take(terms)
         weights, _ = of_rows.exact_weights(of_rows.q, of_rows.keys.k)
-        sums = chunk.query_sums(weights, of_rows.vf, of_rows.around, of_rows.scales)
-        return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, of_rows.scales.b), axis=-1)))
+        _, _, vf, (around, _, scales) = of_rows
+        sums = chunk.query_sums(weights, vf, around, scales)
+        return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, scales.b), axis=-1)))
 
     sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)))
-    return Group(domain.mean(sums, terms.scales.b), sums, before, end, inexact, lost)
+    return Group(domain.mean(sums, around.scales.b), sums, before, end, inexact, lost)
+
+
+class SumsGrads(NamedTuple):
+    """Gradients of the sums around the chunks of a group, in the direction in which they are summed."""
+
+    after: Sums  # of those after each chunk, [*batch, N, ...]
+    first: Sums  # of those before the first chunk
+
+
+# (what each chunk keeps of the sums before it, what its queries add to their gradient) -> gradients.
+PassBack = Callable[[Scales, Sums], SumsGrads]
+
+
+class GroupGrads(NamedTuple):
+    """Gradients of a group's tokens, and of the sums around it."""
+
+    q: Array
+    keys: Keys  # without what the sums after earlier chunks make: see `summary_after_grad`
+    before: Sums  # of the sums before the group
+    after: list[Sums]  # of those after each chunk, in one element, if queries read them
 
 
 def group_grad(
@@ -238,37 +267,34 @@ def group_grad(
     after: tuple[Summary, ...],
     sums: Sums,
     dy: Array,
-    pass_back: Callable[[Scales, Sums], tuple[Sums, Sums]],
+    pass_back: PassBack,
     inexact: Array | None = None,
-) -> tuple[Array, Keys, Sums, list[Sums]]:
-    """Gradients of queries, of keys, of the sums before the group, and of those after each chunk, if they are read.
-
-    Those of keys are without what the sums after earlier chunks make: see `summary_after_grad`.
+) -> GroupGrads:
+    """Gradients from those of the outputs.
 
     Args:
       before: the summary before each chunk.
       after: that after the group, if its queries see it.
       sums: S and Z of the queries.
-      pass_back: (what each chunk keeps of the sums before it, what its queries add to their gradient) -> (gradients of
-        the sums after each chunk, gradient of those before the first).
+      pass_back: from the gradient of the sums after the last chunk, which it has, to those of the sums around each.
       inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
-    decays, own = keys.decays(), chunk.largest(domain, keys)
+    decays, own = keys.decays(), chunk.own_shifts(domain, keys)
     factors = chunk.key_factors(domain, keys, decays[0], own)
     around, pull_apart = _side_by_side((before, *_summaries_after(domain, keys, after)), own)
-    terms = Terms(q, keys, factors.vf, *around)
+    terms = Terms(q, keys, factors.vf, around)
     dsums = domain.mean_grad(sums, dy)
-    dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, terms.scales.b)
+    dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
 
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
         of_rows, row_dsums, row_total = rows.take((terms, dsums, dq_total))
         return rows.write(out, _pull_back(of_rows.exact_weights, of_rows, row_dsums, row_total))
 
-    weigh = lambda q, k: chunk.fast_weights(q, k, decays, own.c, terms.cs)
+    weigh = lambda q, k: chunk.fast_weights(q, k, decays, own.c, around.cs)
     found = _pull_back(weigh, terms, dsums, dq_total)
     found = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
     dread, *dafter = pull_apart(found.around)
-    _, older, newer = chunk.merge(before.shifts, decays[0].kept, factors.shifts)
+    _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(older, dread)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dk, dvf = found.k + more.k, found.vf + more.values
@@ -280,7 +306,7 @@ def group_grad(
             dkeys = dkeys._replace(later=Later(log_decay=chunk.log_decay_after_grad(*found.later)))
         dkept = chunk.kept_product(older, before.sums, dends)
         dkeys = dkeys._replace(log_decay=chunk.log_decay_grad(dq_total, dk_total, more.k, dkept))
-    return found.q, dkeys, dfirst, dafter
+    return GroupGrads(found.q, dkeys, dfirst, dafter)
 
 
 def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: Sums, dfirst: Sums) -> tuple[Keys, Sums]:
@@ -292,10 +318,10 @@ def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: S
       dfirst: gradient of the sums of the group and all after it.
     """
     assert keys.later is not None
-    decay, own = keys.decays()[1], chunk.largest(domain, keys)
+    decay, own = keys.decays()[1], chunk.own_shifts(domain, keys)
     factors = chunk.key_factors(domain, keys, decay, own)
     (after,) = _summaries_after(domain, keys, (after,))
-    _, older, newer = chunk.merge(after.shifts, decay.kept, factors.shifts)
+    _, older, newer = chunk.merge(after.shifts, decay.before_at_end, factors.shifts)
     dends, dlast = _pass_back_in_turn(dfirst, older, dread, decay.backwards)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dlog_decay = None
@@ -306,25 +332,17 @@ def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: S
 
 def _summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
     """The summary after each chunk of a group, [*batch, N, ...], from that after the group, if queries see it."""
-    decays, own = keys.decays()[1:], chunk.largest(domain, keys)
+    decays, own = keys.decays()[1:], chunk.own_shifts(domain, keys)
     each = zip(decays, after, strict=True)
     return [_summarize_in_turn(chunk.key_factors(domain, keys, decay, own), decay, x)[0] for decay, x in each]
 
 
-class _Around(NamedTuple):
-    """The summaries around each chunk, as its queries read them."""
-
-    sums: Sums  # side by side
-    cs: list[Array]
-    scales: ValueScales
-
-
-def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[_Around, Callable[[Sums], tuple[Sums, ...]]]:
+def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[Around, Callable[[Sums], tuple[Sums, ...]]]:
     """The summaries side by side; and from the gradient of their sums to that of the sums of each."""
     shifts = [summary.shifts for summary in around]
     side_by_side = lambda *sums: chunk.side_by_side(sums, shifts)
     sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in around), has_aux=True)
-    return _Around(sums, [x.c for x in shifts], chunk.value_scales(b, own.b)), pull_apart
+    return Around(sums, [x.c for x in shifts], chunk.value_scales(b, own.b)), pull_apart
 
 
 class _Pulled(NamedTuple):
@@ -339,11 +357,11 @@ class _Pulled(NamedTuple):
 
 def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pulled:
     """Gradients from those of S and Z."""
-    keys, scales = terms.keys, terms.scales
-    weights, pull, (_, feature_weights) = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
-    dweights = chunk.weights_grad(dsums, terms.vf, terms.around, scales)
+    keys, (around, _, scales) = terms.keys, terms.around
+    weights, pull, of_queries = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
+    dweights = chunk.weights_grad(dsums, terms.vf, around, scales)
     dq, dk = pull(dweights)
-    dq = chunk.correct_query_grad(dq, feature_weights, dq_total)
+    dq = chunk.correct_query_grad(dq, of_queries.features, dq_total)
     is_gated = keys.later is not None and keys.log_decay is not None
     later = chunk.later_totals(weights, dweights) if is_gated else None
     of_sums = chunk.before_grad(weights, dsums, scales)
@@ -354,7 +372,7 @@ def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary)
     """The summaries before each chunk of a group, [*batch, N, ...], and after the last, in the decay's direction."""
     axis = summary.shifts.c.ndim - 1
     own = chunk.summarize(factors)
-    log_kept = jnp.broadcast_to(decay.kept, own.z.shape[:-1])
+    log_kept = jnp.broadcast_to(decay.before_at_end, own.z.shape[:-1])
     scan = partial(scan_chunks, axis=axis, reverse=decay.backwards)
     merge = lambda shifts, xs: chunk.merge(shifts, *xs).shifts
     end, before = scan(merge, summary.shifts, (log_kept, factors.shifts))
@@ -368,7 +386,7 @@ def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary)
     return Summary(sums, before), Summary(end_sums, end)
 
 
-def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums, backwards: bool = False) -> tuple[Sums, Sums]:
+def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums, backwards: bool = False) -> SumsGrads:
     """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk (backwards: before the first)."""
 
     def step(dend: Sums, xs: Any) -> Sums:
@@ -376,7 +394,7 @@ def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums, backwards: bool =
         return chunk.add(chunk.scale(dend, older), dread)
 
     dfirst, dends = scan_chunks(step, dend, (older, dread), dend.z.ndim - 1, reverse=not backwards)
-    return dends, dfirst
+    return SumsGrads(dends, dfirst)
 
 
 # ---- both passes ----------------------------------------------------------------------------------
@@ -390,12 +408,21 @@ class _Buffers(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """Handed from one group to the next."""
+    """Handed from one group to the next, forward."""
 
     summary: Summary
     tainted: Array  # [*batch]: whether something that is not finite is seen from there on
     lost: Array  # [*batch]: whether terms were lost
     buffers: _Buffers
+
+
+class _GradCarry(NamedTuple):
+    """Handed from one group to the one before it, backward."""
+
+    dend: Sums  # gradient of the sums after the group
+    dq: Array
+    dkeys: Keys
+    sums: Sums  # those before each chunk of all groups; of groups that are done the gradients of those after, if read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -443,13 +470,15 @@ class InOrder(Generic[StateT]):
         carry = vary_together(carry, (q, keys))[0]
         after, tainted_after = self._summarize_after(keys, state)
         xs = jnp.arange(split.n_groups), after, tainted_after
-        (end, tainted, lost, (y, sums)), saved = lax.scan(step, carry, xs)
-        lost |= ~domain.is_exact(end.sums, end.shifts.b)
+        last, saved = lax.scan(step, carry, xs)
+        end, (y, sums) = last.summary, last.buffers
+        lost = last.lost | ~domain.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
-            before, seen_at, inexact = saved
-            residuals = Residuals(sums, before, after, seen_at, inexact, end)
-        return Output(y, fill_where(tainted, domain.to_state(end))), residuals, lost if domain.can_lose_terms else None
+            before, tainted, inexact = saved
+            residuals = Residuals(sums, before, after, tainted, inexact, end)
+        out = Output(y, fill_where(last.tainted, domain.to_state(end)))
+        return out, residuals, lost if domain.can_lose_terms else None
 
     def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
         """(the summary after each group, whether something there is not finite), [n_groups, *batch, ...], if read."""
@@ -460,7 +489,7 @@ class InOrder(Generic[StateT]):
         def step(carry: tuple[Summary, Array], i: Array) -> Any:
             clean = self._isolate_keys(keys, i, carry[1])
             decay = clean.keys.decays()[1]
-            factors = chunk.key_factors(domain, clean.keys, decay, chunk.largest(domain, clean.keys))
+            factors = chunk.key_factors(domain, clean.keys, decay, chunk.own_shifts(domain, clean.keys))
             return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
 
         first = domain.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
@@ -475,40 +504,40 @@ class InOrder(Generic[StateT]):
         )
 
     def backward(
-        self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], scale: Array
+        self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], divisor: Array
     ) -> tuple[Array, Keys, StateT]:
-        """Gradients of the tokens and of the state before them; cotangents are divided by `scale` meanwhile."""
+        """Gradients of the tokens and of the state before them; cotangents are divided by `divisor` meanwhile."""
         domain, split = self.domain, self.split
 
-        def step(carry: Any, xs: Any) -> Any:
-            dend, dq, dkeys, held = carry
+        def step(carry: _GradCarry, xs: Any) -> tuple[_GradCarry, None]:
             i, shifts, after, tainted, inexact = xs
+            _, dq, dkeys, held = carry
             before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
             clean = isolate_if_any(domain, *take_group((q, keys), i, split), tainted)
             s = dkeys.values if domain.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
-            dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / scale), 0.0)
-            pass_back = partial(_pass_back_in_turn, dend)
-            *found, dend, dafter = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
-            dq, dkeys = write((dq, dkeys), to_tokens(multiply(tuple(found), scale)), i)
-            if dafter:
-                held = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), held, dafter[0])
-            return (dend, dq, dkeys, held), None
+            dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / divisor), 0.0)
+            pass_back = partial(_pass_back_in_turn, carry.dend)
+            found = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
+            dq, dkeys = write((dq, dkeys), to_tokens(multiply((found.q, found.keys), divisor)), i)
+            if found.after:
+                held = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), held, found.after[0])
+            return _GradCarry(found.before, dq, dkeys, held), None
 
         to_end = lambda m: domain.to_state(Summary(m, residuals.end.shifts))
-        (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / scale))
-        carry = dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums
+        (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / divisor))
+        carry = _GradCarry(dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums)
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
         xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.tainted, residuals.inexact
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         if keys.later is not None:
-            dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, scale)
+            dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, divisor)
         to_sums = lambda state: domain.to_summary(replace_state(state, is_nonfinite_state(domain, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
-        return dq, dkeys, multiply(dstate, scale)
+        return dq, dkeys, multiply(dstate, divisor)
 
-    def _add_grad_of_after(self, keys: Keys, residuals: Residuals, dkeys: Keys, dafter: Sums, scale: Array) -> Keys:
+    def _add_grad_of_after(self, keys: Keys, residuals: Residuals, dkeys: Keys, dafter: Sums, divisor: Array) -> Keys:
         """Gradients of keys with what the sums after chunks make, from those of the sums as queries read them."""
         domain, split = self.domain, self.split
 
@@ -517,7 +546,7 @@ class InOrder(Generic[StateT]):
             i, after, tainted, dread = xs
             clean = self._isolate_keys(keys, i, tainted)
             more, dlast = summary_after_grad(domain, clean.keys, after, dread, dfirst)
-            more = to_tokens(multiply(more, scale))
+            more = to_tokens(multiply(more, divisor))
             add = lambda x, more: x + more
             before = to_tokens(take_group(dkeys, i, split))
             return (dlast, write(dkeys, jax.tree.map(add, before, more), i)), None

@@ -78,8 +78,8 @@ def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
     got = jax.jit(lambda x: chunk_decay(x, None, 64, x.dtype))(decays)
     exact = np.cumsum(decays.astype(np.float64), axis=-1)
     of_keys = np.tril(np.exp(np.minimum(exact[..., :, None] - exact[..., None, :], 0)))
-    np.testing.assert_allclose(np.exp(got.of_keys), of_keys, rtol=2e-5, atol=1e-30)
-    np.testing.assert_allclose(got.until_end, exact[..., -1:] - exact, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(np.exp(got.keys_at_queries), of_keys, rtol=2e-5, atol=1e-30)
+    np.testing.assert_allclose(got.keys_at_end, exact[..., -1:] - exact, rtol=1e-6, atol=1e-7)
     naive = np.cumsum(decays, axis=-1)
     assert np.abs((naive[..., -1:] - naive) - (exact[..., -1:] - exact))[..., -8:].max() > 1e-6
 

@@ -648,12 +648,12 @@ class Fused(Kernels[StateT]):
         return out, saved if save_residuals else None, lost
 
     def backward(
-        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
+        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], divisor: Array
     ) -> tuple[Array, Keys, StateT]:
         domain, is_gated, keys = self.domain, keys.log_decay is not None, _with_decay(keys)
         shifts, (end, end_shifts) = residuals.shifts, residuals.end
         (dend,) = jax.vjp(lambda end: domain.to_state(Summary(end, end_shifts)), end)[1](
-            multiply(grads.state, 1 / scale)
+            multiply(grads.state, 1 / divisor)
         )
         later = jax.tree.map(following, shifts.reading, end_shifts)
         layout = _Layout.of(domain, self.split, keys)
@@ -664,7 +664,7 @@ class Fused(Kernels[StateT]):
             z=residuals.z,
             before_s=residuals.before_s,
             before_z=residuals.before_z,
-            factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
+            factors=jnp.stack([1 / divisor, divisor]).astype(jnp.float32),
         )
         written = _run_backward(layout.sizes, inputs, given, layout.state(dend))
 
@@ -673,14 +673,14 @@ class Fused(Kernels[StateT]):
             ends = jnp.sum(layout.unflatten(written.decay.ends_s)[..., : layout.d_key], axis=-1)
             ends += jnp.sum(layout.unflatten(written.decay.ends_z)[..., : layout.d_key], axis=-1)
             sums = layout.unflatten(written.decay.sums).reshape(*ends.shape, self.split.chunk_size)
-            dlog_decay = scale * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
+            dlog_decay = divisor * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
         cut = lambda x, size: layout.unflatten(x)[..., :size]
         dkeys = Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
         (_, first), to_state = jax.vjp(domain.to_summary, state)
         reading = jax.tree.map(lambda x: x[..., 0, :], shifts.reading)
         dfirst = chunk.scale(layout.sums(written.first), shift_scales(first, reading))
         (dstate,) = to_state(Summary(dfirst, jax.tree.map(jnp.zeros_like, first)))
-        return cut(written.q, layout.d_key), dkeys, multiply(dstate, scale)
+        return cut(written.q, layout.d_key), dkeys, multiply(dstate, divisor)
 
 
 def _with_decay(keys: Keys) -> Keys:
@@ -776,7 +776,7 @@ class _Layout(NamedTuple):
         if keys.resets is not None:
             starts = jnp.where(keys.resets[..., 0], jnp.arange(CHUNK, dtype=jnp.float32), 0.0)
             first = lax.cummax(starts, axis=starts.ndim - 1)
-        kept = kept_scales(left.kept[..., None], own.reading, own.after)
+        kept = kept_scales(left.before_at_end[..., None], own.reading, own.after)
         to = lambda b: None if own.own_b is None else shift_scale(own.own_b, b)
         in_tokens = lambda x: self.flatten(jnp.broadcast_to(x, units.shape).reshape(*self.batch, -1))
         return DecayVectors(
@@ -791,6 +791,6 @@ class _Layout(NamedTuple):
             unit=in_tokens(unit),
             rest=in_tokens(rest),
             first=in_tokens(first),
-            of_state=in_tokens(jnp.exp(left.of_before)),
-            until_end=in_tokens(left.until_end),
+            of_state=in_tokens(jnp.exp(left.before_at_queries)),
+            until_end=in_tokens(left.keys_at_end),
         )

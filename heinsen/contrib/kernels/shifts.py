@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import associative_scan, finite
-from heinsen.ops.chunk import Keys, Scales, largest, log_share
+from heinsen.ops.chunk import Keys, Scales, log_share, own_shifts
 from heinsen.ops.values import Domain, Shifts
 
 
@@ -29,12 +29,12 @@ class ChunkShifts(NamedTuple):
 
 def chunk_shifts(domain: Domain[Any], first: Shifts, keys: Keys) -> ChunkShifts:
     """Shifts of chunks [*batch, N, C, ...] that follow, in turn, sums relative to `first` [*batch, ...]."""
-    own = largest(domain, keys)
-    if not keys.forget:
+    own = own_shifts(domain, keys)
+    if not keys.forgets:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)
     (decay,) = keys.decays()
-    log_kept, c_end = decay.kept[..., None], jnp.max(keys.k + decay.until_end[..., None], axis=-2)
+    log_kept, c_end = decay.before_at_end[..., None], jnp.max(keys.k + decay.keys_at_end[..., None], axis=-2)
     cover = lambda first, after, own: jnp.maximum(preceding(after, first), own)
     after_c = running_max(first.c, log_kept, c_end)
     reading_c = cover(first.c, after_c, own.c)

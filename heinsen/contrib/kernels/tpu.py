@@ -32,7 +32,7 @@ from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
 from heinsen.ops.chunked import attend_in_order
 from heinsen.ops.exact import Output, multiply
-from heinsen.ops.schedule import Split, group_grad
+from heinsen.ops.schedule import Split, SumsGrads, group_grad
 from heinsen.ops.values import REAL_DOMAIN, SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
 
 LANES = 128
@@ -130,17 +130,17 @@ def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: State, out: Writ
         out.fine[...] = jnp.ones_like(out.fine)
 
     (q, keys), before = inputs.read(), out.end.read()
-    (decay,), own = keys.decays(), chunk.largest(domain, keys)
+    (decay,), own = keys.decays(), chunk.own_shifts(domain, keys)
     factors = chunk.key_factors(domain, keys, decay, own)
-    weights, (r, _) = chunk.fast_weights(q, keys.k, [decay], own.c, [before.shifts.c])
+    weights, of_queries = chunk.fast_weights(q, keys.k, [decay], own.c, [before.shifts.c])
     scales = chunk.value_scales(before.shifts.b, own.b)
     sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
     out.y[...], out.z[:, 0] = domain.mean(sums, scales.b).mT, sums.z
     if out.saved is not None:
         out.saved.s[...] = sums.s.mT
         out.saved.before.write(before)
-    out.fine[:, 0] = out.fine[:, 0] * _are_fine(sums, r, scales.b)
-    shifts, older, newer = chunk.merge(before.shifts, decay.kept, factors.shifts)
+    out.fine[:, 0] = out.fine[:, 0] * _are_fine(sums, of_queries.r, scales.b)
+    shifts, older, newer = chunk.merge(before.shifts, decay.before_at_end, factors.shifts)
     own_sums = chunk.scale(chunk.summarize(factors), newer)
     out.end.write(Summary(chunk.add(chunk.scale(before.sums, older), own_sums), shifts))
 
@@ -163,7 +163,7 @@ class Cotangents(NamedTuple):
     dy: Held  # [G, V, T]
     z: Held  # [G, 1, T]
     saved: Saved
-    factors: Held  # [2]: 1 / scale, scale
+    factors: Held  # [2]: 1 / divisor, divisor
 
 
 class Gradients(NamedTuple):
@@ -184,14 +184,14 @@ def _backward_kernel(domain: Domain[Any], inputs: Inputs, given: Cotangents, end
     (q, keys), before, dend = inputs.read(), given.saved.before.read(), out.first.read_sums()
     dy = given.dy[...].mT * given.factors[0]
     sums = Sums(given.saved.s[...].mT, given.z[:, 0])
-    pass_back = lambda older, dread: (dend, chunk.add(chunk.scale(dend, older), dread))
-    dq, dkeys, dfirst, _ = group_grad(domain, q, keys, before, (), sums, dy, pass_back)
+    pass_back = lambda older, dread: SumsGrads(dend, chunk.add(chunk.scale(dend, older), dread))
+    found = group_grad(domain, q, keys, before, (), sums, dy, pass_back)
 
-    for ref, x in ((out.q, dq), (out.k, dkeys.k), (out.values, dkeys.values)):
+    for ref, x in ((out.q, found.q), (out.k, found.keys.k), (out.values, found.keys.values)):
         ref[...] = x.mT * given.factors[1]
-    if dkeys.log_decay is not None:
-        out.log_decay[:, 0] = dkeys.log_decay[..., 0] * given.factors[1]
-    out.first.write_sums(dfirst)
+    if found.keys.log_decay is not None:
+        out.log_decay[:, 0] = found.keys.log_decay[..., 0] * given.factors[1]
+    out.first.write_sums(found.before)
 
 
 # ---- running a kernel ---------------------------------------------------------------------------------
@@ -437,16 +437,16 @@ class Fused(Kernels[StateT]):
         return Output(layout.of_tokens(y, layout.d_value), domain.to_state(last)), residuals, lost
 
     def backward(
-        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], scale: Array
+        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], divisor: Array
     ) -> tuple[Array, Keys, StateT]:
         domain, layout = self.domain, _Layout.of(self.domain, self.split, keys)
         end, shifts = layout.summary(residuals.end)
-        (dend,) = jax.vjp(lambda end: domain.to_state(Summary(end, shifts)), end)[1](multiply(grads.state, 1 / scale))
+        (dend,) = jax.vjp(lambda end: domain.to_state(Summary(end, shifts)), end)[1](multiply(grads.state, 1 / divisor))
         given = Cotangents(
             dy=layout.tokens(grads.y, layout.value_features),
             z=residuals.z,
             saved=residuals.saved,
-            factors=jnp.stack([1 / scale, scale]).astype(jnp.float32),
+            factors=jnp.stack([1 / divisor, divisor]).astype(jnp.float32),
         )
         inputs = layout.inputs(q, keys), given, layout.state(dend)
 
@@ -463,4 +463,4 @@ class Fused(Kernels[StateT]):
         dlog_decay = None if dlog_decay is None else layout.cut(dlog_decay[:, 0])[..., None]
         dkeys = Keys(layout.of_tokens(dk, layout.d_key), layout.of_tokens(dvalues, layout.d_value), None, dlog_decay)
         (dstate,) = jax.vjp(lambda state: domain.to_summary(state).sums, state)[1](layout.sums(first))
-        return layout.of_tokens(dq, layout.d_key), dkeys, multiply(dstate, scale)
+        return layout.of_tokens(dq, layout.d_key), dkeys, multiply(dstate, divisor)
