@@ -16,7 +16,6 @@ T.
 Axes: `*batch` any leading axes; T tokens; K key and V value features; N chunks of C tokens.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -30,6 +29,7 @@ from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.exact import vary_together
 from heinsen.ops.linear import to_chunks
+from heinsen.ops.values import einsum
 
 _CHUNK = 64  # tokens, a power of two
 
@@ -105,9 +105,9 @@ def _one_token(
         memory = memory * jnp.exp(log_decay)[..., None]
     if starts is not None:
         memory = jnp.where(starts[..., None], 0.0, memory)
-    corrections = beta[..., None] * (v - _einsum("...tk,...kv->...tv", k, memory))
-    memory = memory + _einsum("...tk,...tv->...kv", k, corrections)
-    return _einsum("...tk,...kv->...tv", q, memory), memory
+    corrections = beta[..., None] * (v - einsum("...tk,...kv->...tv", k, memory))
+    memory = memory + einsum("...tk,...tv->...kv", k, corrections)
+    return einsum("...tk,...kv->...tv", q, memory), memory
 
 
 def _in_chunks(
@@ -123,30 +123,30 @@ def _in_chunks(
     of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.before_at_queries, decay.keys_at_end))
 
     # Corrections are `own` where the state before the chunk is 0, and else less by `answers` times it.
-    across = jnp.tril(beta * of_keys * _einsum("...tk,...sk->...ts", k, k), -1)
+    across = jnp.tril(beta * of_keys * einsum("...tk,...sk->...ts", k, k), -1)
     solved = _solve(across, beta * jnp.concatenate([v, of_before * k], axis=-1))
     own, answers = jnp.split(solved, [v.shape[-1]], axis=-1)
     last_k = until_end * k
-    transition = kept * jnp.eye(k.shape[-1], dtype=k.dtype) - _einsum("...sk,...sj->...kj", last_k, answers)
-    added = _einsum("...sk,...sv->...kv", last_k, own)
+    transition = kept * jnp.eye(k.shape[-1], dtype=k.dtype) - einsum("...sk,...sj->...kj", last_k, answers)
+    added = einsum("...sk,...sv->...kv", last_k, own)
 
     def step(memory: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         transition, added = chunk
-        return _einsum("...kj,...jv->...kv", transition, memory) + added, memory
+        return einsum("...kj,...jv->...kv", transition, memory) + added, memory
 
     final, before = lax.scan(step, initial, (jnp.moveaxis(transition, -3, 0), jnp.moveaxis(added, -3, 0)))
     before = jnp.moveaxis(before, 0, -3)  # [*batch, N, K, V]
-    corrections = own - _einsum("...tk,...kv->...tv", answers, before)
-    weights = of_keys * _einsum("...tk,...sk->...ts", q, k)
-    y = _einsum("...ts,...sv->...tv", weights, corrections)
-    y = y + _einsum("...tk,...kv->...tv", of_before * q, before)
+    corrections = own - einsum("...tk,...kv->...tv", answers, before)
+    weights = of_keys * einsum("...tk,...sk->...ts", q, k)
+    y = einsum("...ts,...sv->...tv", weights, corrections)
+    y = y + einsum("...tk,...kv->...tv", of_before * q, before)
     return y.reshape(*y.shape[:-3], -1, y.shape[-1])[..., :n_tokens, :], final
 
 
 @jax.custom_jvp
 def _solve(a: Array, b: Array) -> Array:
     """x with (I + a) x = b, for strictly lower triangular a [*batch, C, C] and b [*batch, C, F]."""
-    return _einsum("...ts,...sf->...tf", _inverse(a), b)
+    return einsum("...ts,...sf->...tf", _inverse(a), b)
 
 
 @_solve.defjvp
@@ -154,8 +154,8 @@ def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> t
     """From (I + a) dx = db - da x, without derivatives of the inverse."""
     (a, b), (da, db) = primals, tangents
     inverse = _inverse(a)
-    x = _einsum("...ts,...sf->...tf", inverse, b)
-    return x, _einsum("...ts,...sf->...tf", inverse, db - _einsum("...ts,...sf->...tf", da, x))
+    x = einsum("...ts,...sf->...tf", inverse, b)
+    return x, einsum("...ts,...sf->...tf", inverse, db - einsum("...ts,...sf->...tf", da, x))
 
 
 def _inverse(a: Array) -> Array:
@@ -171,9 +171,6 @@ def _inverse(a: Array) -> Array:
     halves = jnp.stack([a[..., :half, :half], a[..., half:, half:]])
     # With axes of batches in one, as XLA's CPU library ends the process at a rank of 8.
     first, second = _inverse(halves.reshape(-1, half, half)).reshape(halves.shape)
-    below = -_einsum("...ts,...sr,...rq->...tq", second, a[..., half:, :half], first)
+    below = -einsum("...ts,...sr,...rq->...tq", second, a[..., half:, :half], first)
     above = jnp.zeros_like(below)
     return jnp.concatenate([jnp.concatenate(x, axis=-1) for x in ((first, above), (below, second))], axis=-2)
-
-
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

@@ -26,6 +26,7 @@ from heinsen.ops.checks import check_fits, check_float, check_state
 from heinsen.ops.decay import chunk_decay
 from heinsen.ops.documents import document_ends
 from heinsen.ops.exact import vary_together
+from heinsen.ops.values import einsum
 
 _CHUNK = 64  # tokens
 
@@ -125,8 +126,8 @@ def _attend(
         return _causal(fq, fk, v1, initial, starts, log_decay)
     if starts is not None:
         return _within_documents(fq, fk, v1, initial, starts)
-    final = initial + _einsum("...sk,...sv->...kv", fk, v1)
-    return _einsum("...tk,...kv->...tv", fq, final), final
+    final = initial + einsum("...sk,...sv->...kv", fk, v1)
+    return einsum("...tk,...kv->...tv", fq, final), final
 
 
 def _features(x: Array) -> Array:
@@ -141,7 +142,7 @@ def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, starts: A
     from_end = jnp.flip(document_ends(starts), axis=-1)
     later, _ = _causal(flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), from_end, None)
     # Both directions have counted the query's own token.
-    own = _einsum("...tk,...tk->...t", fq, fk)[..., None] * v1
+    own = einsum("...tk,...tk->...t", fq, fk)[..., None] * v1
     return numerators + jnp.flip(later, axis=-2) - own, final
 
 
@@ -162,13 +163,13 @@ def _causal(
         own, kept = chunk
         return _scale(sums, kept[..., None, None]) + own, sums
 
-    own = _einsum("...sk,...sv->...kv", _scale(fk, decay.keys_at_end[..., None]), v1)  # [*batch, N, K, V + 1]
+    own = einsum("...sk,...sv->...kv", _scale(fk, decay.keys_at_end[..., None]), v1)  # [*batch, N, K, V + 1]
     kept = jnp.broadcast_to(decay.before_at_end, own.shape[:-2])
     final, before = lax.scan(step, initial, (jnp.moveaxis(own, -3, 0), jnp.moveaxis(kept, -1, 0)))
-    weights = _scale(_einsum("...tk,...sk->...ts", fq, fk), decay.keys_at_queries)
-    read = _einsum("...ts,...sv->...tv", weights, v1)
+    weights = _scale(einsum("...tk,...sk->...ts", fq, fk), decay.keys_at_queries)
+    read = einsum("...ts,...sv->...tv", weights, v1)
     fq_before = _scale(fq, decay.before_at_queries[..., None])
-    read = read + _einsum("...tk,...kv->...tv", fq_before, jnp.moveaxis(before, 0, -3))
+    read = read + einsum("...tk,...kv->...tv", fq_before, jnp.moveaxis(before, 0, -3))
     return read.reshape(*read.shape[:-3], -1, v1.shape[-1])[..., :n_tokens, :], final
 
 
@@ -184,6 +185,3 @@ def to_chunks(x: Array, size: int, axis: int) -> Array:
     widths[axis] = (0, -x.shape[axis] % size)
     axis += x.ndim
     return jnp.pad(x, widths).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-
-
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)

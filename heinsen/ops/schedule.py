@@ -4,8 +4,8 @@ Tokens are cut into chunks of C, and chunks are taken in groups, one group after
 the products and exponentials of all its chunks are computed at once, and the sums between them in turn.
 
 Where queries see later tokens too, a pass over the keys from the last group to the first makes the summary after each
-group beforehand. The gradient of these summaries goes through a pass of its own, from the first group to the last. Tuples of
-decays, of summaries and of what is not finite have an element for each direction: one, or two.
+group beforehand. The gradient of these summaries goes through a pass of its own, from the first group to the last.
+Tuples of decays, of summaries and of what is not finite have an element for each direction.
 
 What XLA forces, and why:
   * Groups. One chunk is too small to fill a device; all chunks at once leave a CPU's cache (`chunks_per_group`).

@@ -31,6 +31,7 @@ from heinsen.ops.checks import check_array, check_integer
 from heinsen.ops.documents import document_ranges, document_starts
 from heinsen.ops.exact import vary_together
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
+from heinsen.ops.values import einsum
 
 Bias = float | Literal["-log_n"]
 
@@ -192,7 +193,7 @@ def _sum_keys(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Fo
         def key_block(j: Array, y_i: Array) -> Array:
             keys = _key_block(j, k, v, form.block)
             weights, _ = _sigmoid(queries, keys)
-            return y_i + _einsum("...ts,...sv->...tv", weights * queries.scale, keys.v)
+            return y_i + einsum("...ts,...sv->...tv", weights * queries.scale, keys.v)
 
         zeros = vary_together(jnp.zeros((*queries.q.shape[:-1], v.shape[-1]), v.dtype), q)[0]
         return _add(y, lax.fori_loop(queries.first_block, queries.stop_block, key_block, zeros), queries.start)
@@ -221,10 +222,10 @@ def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Ar
             dq_i, dk, dv = grads
             keys = _key_block(j, k, v, form.block)
             weights, slopes = _sigmoid(queries, keys)
-            dx = slopes * _einsum("...tv,...sv->...ts", g_i, keys.v)
-            dq_i = dq_i + _einsum("...ts,...sk->...tk", dx, keys.k)
-            dk = _add(dk, _einsum("...ts,...tk->...sk", dx, queries.q), keys.start)
-            return dq_i, dk, _add(dv, _einsum("...ts,...tv->...sv", weights, g_i), keys.start)
+            dx = slopes * einsum("...tv,...sv->...ts", g_i, keys.v)
+            dq_i = dq_i + einsum("...ts,...sk->...tk", dx, keys.k)
+            dk = _add(dk, einsum("...ts,...tk->...sk", dx, queries.q), keys.start)
+            return dq_i, dk, _add(dv, einsum("...ts,...tv->...sv", weights, g_i), keys.start)
 
         dq, dk, dv = grads
         dq_i = vary_together(jnp.zeros_like(queries.q), q)[0]
@@ -277,7 +278,7 @@ def _key_block(j: Array, k: Array, v: Array, block: int) -> _KeyBlock:
 def _sigmoid(queries: _QueryBlock, keys: _KeyBlock) -> tuple[Array, Array]:
     """sigmoid(x) and its slope at the logits x = q . k + shift, [*batch, C, D]; 0 for keys that are not visible."""
     mask = queries.mask(keys.positions)
-    x = _einsum("...tk,...sk->...ts", queries.q, keys.k) + queries.shift
+    x = einsum("...tk,...sk->...ts", queries.q, keys.k) + queries.shift
     e = jnp.exp(-jnp.abs(x))
     weights = jnp.where(x < 0, e, 1.0) / (1.0 + e)
     return jnp.where(mask, weights, 0.0), jnp.where(mask, e / (1.0 + e) ** 2, 0.0)
@@ -304,6 +305,3 @@ def _add(x: Array, part: Array, start: Array) -> Array:
     """Add `part` to the tokens of x from `start` on."""
     part = part + _slice(x, start, part.shape[-2])
     return lax.dynamic_update_slice_in_dim(x, part, start, axis=-2)
-
-
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
