@@ -18,7 +18,7 @@ def format_split(result: SplitResult) -> str:
     if result.sources is not None:
         tables.append(_source_table(_name_sources(result.sources)))
     if result.positions is not None:
-        tables.append(_position_table(result.positions))
+        tables.append(format_positions(result.positions))
     return "\n\n".join(tables)
 
 
@@ -85,7 +85,7 @@ def _source_table(sources: dict[str, Estimate]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _position_table(positions: ByPosition) -> str:
+def format_positions(positions: ByPosition) -> str:
     """Format, by ranges of positions, the losses of the same tokens in windows and streaming, and the conclusion."""
     context_losses = {context.first: f"{context.loss:.4f}" for context in positions.contexts}
     ranges = {r.first: r for r in positions.ranges}

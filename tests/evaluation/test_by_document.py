@@ -15,7 +15,8 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.evaluation import by_document
 from heinsen.evaluation.bootstrap import estimate, estimate_sources
 from heinsen.evaluation.by_document import N_RANGES, DocumentLosses, measure_streaming, measure_windows
-from heinsen.evaluation.positions import Comparison, compare_positions, plot_positions
+from heinsen.evaluation.positions import ByPosition, Comparison, Context, compare_positions, plot_positions
+from heinsen.evaluation.tables import format_positions
 from heinsen.files import seal
 from heinsen.models import abstract_params, forward, init_params
 from heinsen.parallel import make_mesh
@@ -303,3 +304,9 @@ def test_without_long_documents_nothing_is_said_of_long_contexts(rng, tmp_path):
     result = compare_positions([(1.0, sums)], [(1.0, sums)])
     assert result.far is None and [r.last for r in result.ranges] == [1, 2, 4, 8, 16]
     assert result.ranges[-1].difference_interval is None, "a single document"
+
+
+def test_the_table_of_positions_has_contexts_that_no_document_is_long_enough_for():
+    """In windows over several documents a token sees more tokens than its own document has before it."""
+    found = ByPosition(window=4, ranges=[], contexts=[Context(2, 3, tokens=5, loss=1.25)], far=None)
+    assert ["2-3", "1.2500"] in [line.split() for line in format_positions(found).splitlines()]

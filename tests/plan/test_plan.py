@@ -118,6 +118,7 @@ def test_the_report_says_what_a_step_costs_and_whether_it_fits(bounded):
     overflow = str(dataclasses.replace(found, costs=None, bytes_step=2 * 10**9))
     assert "of 953.7 MiB: IT DOES NOT FIT" in overflow and "whole run" not in overflow
     assert json.loads(overflow.splitlines()[-1])["fits"] is False
+    assert not str(dataclasses.replace(found, target=None, costs=None)).splitlines()[-1].startswith("{")
 
 
 def test_an_overflow_of_a_compiler_is_understood():
@@ -126,6 +127,8 @@ def test_an_overflow_of_a_compiler_is_understood():
     message = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (65.57G) "
     message += "exceeds available HBM (15.75G)."
     assert find_overflow(message) == (int(65.57 * 2**30), int(15.75 * 2**30))
+    for given, required in (("1.5K", 1.5 * 2**10), ("2.5M", 2.5 * 2**20), ("0.5T", 2**39), ("300", 300)):
+        assert find_overflow(f"Used {given} of 2.0T hbm.") == (int(required), 2**41)
     assert find_overflow("INTERNAL: something else") is None
 
 
