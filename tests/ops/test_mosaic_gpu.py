@@ -38,12 +38,12 @@ def run_interpreted(case, signed, cotangents):
 
 
 CASES = {
-    "real": dict(signed=True, n_queries=70, d_key=16, d_value=64, state=True),
+    "real gate": dict(signed=True, n_queries=70, d_key=16, d_value=64, state=True, decay=True),
 }
 LONG_CASES = {
     "gate": dict(signed=False, n_queries=130, d_key=32, d_value=16, decay=True, mean_length=30, state=True),
     "plain": dict(signed=False, n_queries=130, d_key=32, d_value=32),
-    "real gate": dict(signed=True, n_queries=70, d_key=64, d_value=16, decay=True),
+    "real": dict(signed=True, n_queries=70, d_key=64, d_value=16),
     "documents": dict(signed=False, n_queries=140, d_key=24, d_value=40, mean_length=30),
     "both ways": dict(signed=False, n_queries=70, d_key=16, d_value=16, mean_length=20, causal=False),
     "wide": dict(signed=False, n_queries=70, d_key=16, d_value=16, scale=30.0),  # terms are lost: exact
