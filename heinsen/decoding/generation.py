@@ -5,7 +5,7 @@ Axes: B sequences, N tokens drawn.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def decode(
     keys: Key[Array, " B"],
     sampling: Sampling,
     n_tokens: int,
-    first: int = 0,
+    n_drawn: int = 0,
     stop_id: int | None = None,
     seen: Bool[Array | np.ndarray, "B vocab"] | None = None,
     buffer: int | None = None,
@@ -57,7 +57,7 @@ def decode(
       params: from `step_params`.
       prefix: what was read; its caches are donated.
       keys: one random key per row; token i of a text is drawn with fold_in(key, i).
-      first: number of tokens of the text drawn before.
+      n_drawn: number of tokens of the text drawn before.
       stop_id: a row ends before this token; its tokens are -1 from there on.
       seen: which tokens are in the texts, for the repetition penalty (None: no penalty).
       buffer: compile for so many tokens, of which n_tokens are drawn (None: n_tokens).
@@ -69,30 +69,40 @@ def decode(
     buffer = n_tokens if buffer is None else buffer
     caches, rest = split_caches(config, with_room(config, prefix.state, n_tokens))
     prefix = prefix._replace(state=rest)
-    run = partial(_decode, config, sampling, buffer)
-    arguments = (prefix, keys, first, n_tokens, stop_id, seen)
-    tokens, after, after_seen, is_exact = run(False, params, caches, *arguments)
+    arguments = (prefix, keys, n_tokens, n_drawn, stop_id, seen, buffer)
+    tokens, after, after_seen, is_exact = _decode(config, sampling, params, caches, *arguments, exact=False)
     if not bool(is_exact):
         # An average underflowed: draw again without the fast form. What the caches hold of these tokens is overwritten.
         caches, _ = split_caches(config, after.state)
-        tokens, after, after_seen, _ = run(True, params, caches, *arguments)
+        tokens, after, after_seen, _ = _decode(config, sampling, params, caches, *arguments, exact=True)
     return np.asarray(tokens)[:, :n_tokens], after, after_seen
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+class _Drawing(NamedTuple):
+    """Carry of the decode loop: the n tokens drawn so far, -1 beyond them, and the text with them."""
+
+    n: Int[Array, ""]
+    tokens: Int[Array, "B N"]
+    prefix: Prefix
+    seen: Bool[Array, "B vocab"] | None
+    ended: Bool[Array, " B"]
+
+
+@partial(jax.jit, static_argnames=("config", "sampling", "buffer", "exact"), donate_argnames="caches")
 def _decode(
     config: ModelConfig,
     sampling: Sampling,
-    buffer: int,
-    exact: bool,
     params: Params,
     caches: tuple[Any, ...],
     prefix: Prefix,
     keys: Array,
-    first: Array,
     n_tokens: Array,
+    n_drawn: Array,
     stop_id: Array | None,
     seen: Array | None,
+    buffer: int,
+    *,
+    exact: bool,
 ) -> tuple[Array, Prefix, Array | None, Array]:
     """Draw tokens by steps in their fast form, or in the `exact` one: (tokens, prefix, seen, whether it was exact)."""
     state = join_caches(caches, prefix.state)
@@ -100,24 +110,24 @@ def _decode(
         state = begin_steps(config, state)
     n_rows = prefix.logits.shape[0]
 
-    def goes_on(carry: tuple[Any, ...]) -> Array:
-        return (carry[0] < n_tokens) & ~jnp.all(carry[-1])
+    def goes_on(drawing: _Drawing) -> Array:
+        return (drawing.n < n_tokens) & ~jnp.all(drawing.ended)
 
-    def draw(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, tokens, logits, state, seen, ended = carry
-        token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, first + i)
+    def draw(drawing: _Drawing) -> _Drawing:
+        n, tokens, (logits, state), seen, ended = drawing
+        token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, n_drawn + n)
         token = sample(token_keys, logits, sampling, config.vocab_size, seen)
         if stop_id is not None:
             ended = ended | (token == stop_id)
-        tokens = tokens.at[:, i].set(jnp.where(ended, -1, token))
+        tokens = tokens.at[:, n].set(jnp.where(ended, -1, token))
         if seen is not None:
             seen = seen.at[jnp.arange(n_rows), token].set(True)
         logits, state = forward(config, params, token[:, None], state, last_only=True)
-        return i + 1, tokens, logits, state, seen, ended
+        return _Drawing(n + 1, tokens, Prefix(logits, state), seen, ended)
 
-    tokens = jnp.full((n_rows, buffer), -1, jnp.int32)
-    carry = (0, tokens, prefix.logits, state, seen, jnp.zeros(n_rows, bool))
-    _, tokens, logits, state, seen, _ = jax.lax.while_loop(goes_on, draw, carry)
+    tokens, ended = jnp.full((n_rows, buffer), -1, jnp.int32), jnp.zeros(n_rows, bool)
+    start = _Drawing(jnp.zeros((), jnp.int32), tokens, Prefix(prefix.logits, state), seen, ended)
+    _, tokens, (logits, state), seen, _ = jax.lax.while_loop(goes_on, draw, start)
     is_exact = jnp.ones((), bool)
     if not exact:
         state, is_exact = end_steps(config, state)

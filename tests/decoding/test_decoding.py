@@ -369,14 +369,13 @@ def test_texts_of_extreme_exponents_are_decoded_exactly(rng, params):
     }
     params["layers"]["w2"]["kernel"] = params["layers"]["w2"]["kernel"] / 100
     own, tokens = step_params(MODEL, params), draw_tokens(rng, 1, 40)
-    exact = []
-    wrapped = generation._decode
+    tried, wrapped = [], generation._decode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_decode", lambda *args: (exact.append(args[3]), wrapped(*args))[1])
+        patch.setattr(generation, "_decode", lambda *args, exact: (tried.append(exact), wrapped(*args, exact=exact))[1])
         written, after, _ = decode(
             MODEL, own, prefill(MODEL, params, tokens), jax.random.split(jax.random.key(0), 1), GREEDY, 8
         )
-    assert exact == [False, True]
+    assert tried == [False, True]
     text = jnp.concatenate([tokens, written], axis=1)
     logits, state = full_forward(MODEL, params, text)
     np.testing.assert_array_equal(jnp.argmax(logits[:, 39:-1, :257], axis=-1), written)
