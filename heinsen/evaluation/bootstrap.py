@@ -19,7 +19,7 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 Interval = tuple[float, float]
-MixtureLosses = Sequence[tuple[float, DocumentLosses]]  # each dataset's share of the tokens, and its losses
+MixtureLosses = Sequence[tuple[DocumentLosses, float]]  # each dataset's losses, and its share of the tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Estimate:
 
 def estimate(mixture: MixtureLosses) -> Estimate:
     """Return the loss over all documents of a mixture."""
-    n_documents = sum(len(losses.documents) for _, losses in mixture)
+    n_documents = sum(len(losses.documents) for losses, _ in mixture)
     return _estimate_groups(mixture, np.zeros(n_documents, np.int64), 1)[0]
 
 
 def estimate_sources(mixture: MixtureLosses) -> dict[str | None, Estimate] | None:
     """Return the loss over the documents of each source, largest first; None if no document names its source."""
-    if not any(losses.documents.dataset.has_sources for _, losses in mixture):
+    if not any(losses.documents.dataset.has_sources for losses, _ in mixture):
         return None
     group_of: dict[str | None, int] = {}  # documents without a source are the group None
     groups = []
-    for _, losses in mixture:
+    for losses, _ in mixture:
         documents = losses.documents
         own = np.array([group_of.setdefault(name, len(group_of)) for name in documents.names])
         groups.append(own[np.zeros(len(documents), int) if documents.sources is None else documents.sources])
@@ -74,7 +74,7 @@ def _estimate_groups(mixture: MixtureLosses, groups: Int[np.ndarray, " D"], n_gr
     losses, bits = ratio(sums[0], sums[1]), ratio(sums[0], sums[2] * math.log(2))
     resampled_losses = ratio(resampled[:, 0], resampled[:, 1])
     resampled_bits = ratio(resampled[:, 0], resampled[:, 2] * math.log(2))
-    lengths = np.concatenate([losses.documents.lengths for _, losses in mixture])
+    lengths = np.concatenate([losses.documents.lengths for losses, _ in mixture])
     estimates = []
     for group in range(n_groups):
         own, loss = groups == group, float(losses[group])
@@ -104,7 +104,7 @@ def resample(
     The draws are the same in every call.
     """
     rng = np.random.default_rng(0)
-    sizes = [len(losses.documents) for _, losses in mixture]
+    sizes = [len(losses.documents) for losses, _ in mixture]
 
     def draw_counts() -> np.ndarray:
         return np.concatenate([np.bincount(rng.integers(0, n, n), minlength=n) for n in sizes])
@@ -128,11 +128,11 @@ def ratio(
 
 def token_weights(mixture: MixtureLosses) -> list[float]:
     """Return the weight of a token of each dataset, by which the dataset has its share of all datasets' tokens."""
-    n_tokens = [losses.documents.lengths.sum() for _, losses in mixture]
-    return [share * sum(n_tokens) / n for (share, _), n in zip(mixture, n_tokens, strict=True)]
+    n_tokens = [losses.documents.lengths.sum() for losses, _ in mixture]
+    return [share * sum(n_tokens) / n for (_, share), n in zip(mixture, n_tokens, strict=True)]
 
 
 def weigh(mixture: MixtureLosses, by_document: Callable[[DocumentLosses], np.ndarray]) -> Float[np.ndarray, "D ..."]:
     """Return sums by document of all datasets, weighted by `token_weights`."""
     weights = token_weights(mixture)
-    return np.concatenate([weight * by_document(losses) for weight, (_, losses) in zip(weights, mixture, strict=True)])
+    return np.concatenate([weight * by_document(losses) for weight, (losses, _) in zip(weights, mixture, strict=True)])

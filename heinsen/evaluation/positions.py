@@ -84,7 +84,7 @@ def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> ByPos
     columns = weigh(windows, tokens_of), weigh(windows, nats_of), weigh(streaming, nats_of)
     sums = np.array([x.sum(axis=0) for x in columns])
     resampled = resample(windows, lambda counts: np.array([counts @ x for x in columns]))
-    n_tokens = np.concatenate([tokens_of(losses) for _, losses in windows])
+    n_tokens = np.concatenate([tokens_of(losses) for losses, _ in windows])
     *by_range, far = [_compare(n_tokens[:, i], sums[:, i], resampled[:, :, i]) for i in range(N_RANGES + 1)]
 
     lasts = [*LAST_POSITIONS.tolist(), None]
@@ -95,16 +95,16 @@ def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> ByPos
         if found is not None
     ]
 
-    weighted = list(zip(token_weights(windows), [losses for _, losses in windows], strict=True))
+    weighted = list(zip(token_weights(windows), [losses for losses, _ in windows], strict=True))
     nats = np.sum([weight * losses.context_nats for weight, losses in weighted], axis=0)
     tokens = np.sum([weight * losses.context_tokens for weight, losses in weighted], axis=0)
-    n_context = np.sum([losses.context_tokens for _, losses in windows], axis=0)
+    n_context = np.sum([losses.context_tokens for losses, _ in windows], axis=0)
     contexts = [
         Context(first, last, int(n), float(loss))
         for first, last, n, loss in zip(firsts, lasts, n_context, ratio(nats, tokens), strict=True)
         if n
     ]
-    return ByPosition(windows[0][1].window, ranges, contexts, far)
+    return ByPosition(windows[0][0].window, ranges, contexts, far)
 
 
 def _compare(

@@ -68,13 +68,13 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
     mesh = mesh_for_reading(config)
     step, params = load_params(folder, config.model, mesh)
     tokenizer = _find_tokenizer(datasets[0][0])
-    documents = [(share, find_documents(dataset, tokenizer)) for dataset, share in datasets]
+    documents = [(find_documents(dataset, tokenizer), share) for dataset, share in datasets]
     # As many sequences as training holds at a time, rounded up to a multiple of the devices.
     batch_size = round_up(config.sequences_per_pass, n_batch_parts(mesh))
     options = dict(window=config.sequence_length, batch_size=batch_size)
 
     def measure(measure_documents: Callable[..., DocumentLosses]) -> MixtureLosses:
-        return [(share, measure_documents(config.model, params, mesh, own, **options)) for share, own in documents]
+        return [(measure_documents(config.model, params, mesh, each, **options), share) for each, share in documents]
 
     in_windows = measure(measure_windows) if with_positions or not streaming else []
     in_streams = measure(measure_streaming) if with_positions or streaming else []
@@ -89,7 +89,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
         split=split,
         streaming=streaming,
         n_bytes=sum(dataset.n_bytes for dataset, _ in datasets),
-        dataset_losses=[(x.documents.dataset.path.parent.name, share, x.loss) for share, x in measured],
+        dataset_losses=[(x.documents.dataset.path.parent.name, share, x.loss) for x, share in measured],
         total=total,
         sources=estimate_sources(measured),
         positions=compare_positions(in_windows, in_streams) if with_positions else None,

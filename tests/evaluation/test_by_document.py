@@ -182,7 +182,7 @@ def test_intervals_are_those_of_the_mean_of_many_documents(rng, tmp_path):
     """The loss of D equally long documents is a mean of D values: its interval is 1.96 deviations / sqrt(D)."""
     documents = draw_documents(rng, tmp_path / "split", [11] * 400)
     sums, losses = filled(documents, rng)
-    result = estimate([(1.0, sums)])
+    result = estimate([(sums, 1.0)])
     assert (result.documents, result.tokens) == (400, 4400)
     assert result.loss == pytest.approx(losses.mean(), rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(losses.mean()), rel=1e-5)
@@ -197,12 +197,12 @@ def test_documents_and_not_tokens_are_drawn(rng, tmp_path):
     documents = draw_documents(rng, tmp_path / "split", [1000] * 30)
     sums, own = DocumentLosses(documents, WINDOW, False), rng.standard_normal(30) + 5
     sums.add(np.arange(30_000), np.repeat(own, 1000))
-    low, high = estimate([(1.0, sums)]).loss_interval
+    low, high = estimate([(sums, 1.0)]).loss_interval
     assert 0.5 < (high - low) / (2 * 1.96 * own.std() / math.sqrt(30)) < 1.5
 
 
 def test_one_document_has_no_interval(rng, tmp_path):
-    result = estimate([(1.0, filled(draw_documents(rng, tmp_path / "split", [50]), rng)[0])])
+    result = estimate([(filled(draw_documents(rng, tmp_path / "split", [50]), rng)[0], 1.0)])
     assert result.loss_interval is None and result.bits_per_byte_interval is None
 
 
@@ -210,14 +210,14 @@ def test_sources_are_estimated_alone_and_a_mixture_by_shares(rng, tmp_path):
     named = draw_documents(rng, tmp_path / "a", rng.integers(2, 50, 40), [*["x", "y", None, "x"] * 10])
     plain = draw_documents(rng, tmp_path / "b", [*rng.integers(2, 90, 30), 1])
     (one, losses), (other, other_losses) = filled(named, rng), filled(plain, rng, scale=3.0)
-    parts = [(0.3, one), (0.7, other)]
+    parts = [(one, 0.3), (other, 0.7)]
     result = estimate(parts)
     assert result.loss == pytest.approx(0.3 * losses.mean() + 0.7 * other_losses.mean(), rel=1e-6)
     bytes_per_token = 0.3 * named.dataset.bytes_per_token + 0.7 * plain.dataset.bytes_per_token
     assert result.bits_per_byte == pytest.approx(result.loss / math.log(2) / bytes_per_token, rel=1e-6)
     assert result.loss_interval[0] < result.loss < result.loss_interval[1]
 
-    sources = estimate_sources([(1.0, one)])
+    sources = estimate_sources([(one, 1.0)])
     each = np.split(losses, named.starts[1:-1])
     assert list(sources) == sorted(sources, key=lambda name: -sources[name].tokens) and len(sources) == 3
     for name, found in sources.items():
@@ -229,11 +229,11 @@ def test_sources_are_estimated_alone_and_a_mixture_by_shares(rng, tmp_path):
         assert found.loss_interval[0] < found.loss < found.loss_interval[1]
     assert estimate_sources(parts)["x"].loss == pytest.approx(sources["x"].loss, rel=1e-9)
     assert estimate_sources(parts)[None].documents == sources[None].documents + 31
-    assert estimate_sources([(1.0, other)]) is None
+    assert estimate_sources([(other, 1.0)]) is None
 
 
 def test_empty_documents_have_no_bits_per_byte(rng, tmp_path):
-    result = estimate([(1.0, filled(draw_documents(rng, tmp_path / "split", [1, 1, 1]), rng)[0])])
+    result = estimate([(filled(draw_documents(rng, tmp_path / "split", [1, 1, 1]), rng)[0], 1.0)])
     assert result.tokens == 3 and result.bits_per_byte is None and result.bits_per_byte_interval is None
 
 
@@ -251,7 +251,7 @@ def test_positions_and_what_a_long_context_brings(rng, tmp_path, gain, verdict):
     streamed = losses + np.where(positions > WINDOW, gain, 0) + 0.1 * rng.standard_normal(len(losses)) * (gain == 0)
     streaming = DocumentLosses(documents, WINDOW, False)
     streaming.add(np.arange(len(losses)), streamed)
-    result = compare_positions([(1.0, windows)], [(1.0, streaming)])
+    result = compare_positions([(windows, 1.0)], [(streaming, 1.0)])
     assert [(r.first, r.last) for r in result.ranges][:4] == [(1, 1), (2, 2), (3, 4), (5, 8)]
     assert sum(r.tokens for r in result.ranges) == len(losses) == sum(c.tokens for c in result.contexts)
     assert result.contexts[-1].last == WINDOW == result.window
@@ -301,7 +301,7 @@ def test_a_difference_is_one_where_its_interval_excludes_0(interval, verdict):
 def test_without_long_documents_nothing_is_said_of_long_contexts(rng, tmp_path):
     documents = draw_documents(rng, tmp_path / "split", [5, 16])
     sums, _ = filled(documents, rng)
-    result = compare_positions([(1.0, sums)], [(1.0, sums)])
+    result = compare_positions([(sums, 1.0)], [(sums, 1.0)])
     assert result.far is None and [r.last for r in result.ranges] == [1, 2, 4, 8, 16]
     assert result.ranges[-1].difference_interval is None, "a single document"
 
