@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from heinsen.evaluation.by_document import DocumentLosses
+from heinsen.evaluation.loss import perplexity
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -85,7 +86,7 @@ def _estimate_groups(mixture: MixtureLosses, groups: Int[np.ndarray, " D"], n_gr
                 tokens=int(lengths[own].sum()),
                 loss=loss,
                 loss_interval=interval(resampled_losses[:, group]) if has_interval else None,
-                perplexity=math.exp(min(loss, 700.0)),
+                perplexity=perplexity(loss),
                 bits_per_byte=float(bits[group]) if has_text else None,
                 bits_per_byte_interval=interval(resampled_bits[:, group]) if has_interval and has_text else None,
             )

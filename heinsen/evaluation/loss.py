@@ -31,6 +31,11 @@ class Evaluation:
     tokens: int
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss), or exp(700) where that is less: beyond 709 the result would overflow."""
+    return math.exp(min(loss, 700.0))
+
+
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     """Convert nats per token to bits per byte of text, by the data's bytes per token."""
     return loss / (math.log(2) * bytes_per_token)
@@ -43,7 +48,7 @@ def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: floa
     """
     loss = sum(share * part.loss for share, part in parts)
     tokens = sum(part.tokens for _, part in parts)
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte(loss, bytes_per_token), tokens)
+    return Evaluation(loss, perplexity(loss), bits_per_byte(loss, bytes_per_token), tokens)
 
 
 def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
@@ -77,4 +82,4 @@ def evaluate(
         nats += float(np.asarray(eval_step(params, placed), np.float64).sum())
         tokens += int(jnp.sum(placed["mask"]))
     loss = nats / tokens
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits_per_byte(loss, bytes_per_token), tokens)
+    return Evaluation(loss, perplexity(loss), bits_per_byte(loss, bytes_per_token), tokens)

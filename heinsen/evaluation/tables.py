@@ -1,10 +1,10 @@
 """Results of evaluations as tables and as JSON."""
 
 import dataclasses
-import math
 from typing import Any
 
 from heinsen.evaluation.bootstrap import Estimate, Interval
+from heinsen.evaluation.loss import perplexity
 from heinsen.evaluation.positions import ByPosition, Comparison, Context, PositionRange
 from heinsen.evaluation.split import SplitResult
 from heinsen.evaluation.tasks import TaskResult
@@ -49,9 +49,9 @@ def _name_sources(sources: dict[str | None, Estimate]) -> dict[str, Estimate]:
 
 
 def _total_table(result: SplitResult) -> str:
-    total, perplexity = result.total, _perplexity_name(result)
+    total, label = result.total, _perplexity_name(result)
     bounds = total.loss_interval
-    perplexity_interval = None if bounds is None else (math.exp(bounds[0]), math.exp(bounds[1]))
+    perplexity_interval = None if bounds is None else (perplexity(bounds[0]), perplexity(bounds[1]))
     way = "streaming, documents whole" if result.streaming else f"windows of {result.config.sequence_length} tokens"
     rows = [
         ("run", f"{result.workdir}, step {result.step}"),
@@ -64,11 +64,11 @@ def _total_table(result: SplitResult) -> str:
         rows += [(name, f"{loss:.4f} nats per token, share {share:.3g}") for name, share, loss in result.dataset_losses]
     rows += [
         ("loss", f"{total.loss:.4f} nats per token{_format_interval(total.loss_interval)}"),
-        (perplexity, f"{total.perplexity:.3f}{_format_interval(perplexity_interval, 3)}"),
+        (label, f"{total.perplexity:.3f}{_format_interval(perplexity_interval, 3)}"),
     ]
     if total.bits_per_byte is not None:
         rows.append(("bits per byte", f"{total.bits_per_byte:.4f}{_format_interval(total.bits_per_byte_interval)}"))
-    width = max(14, len(perplexity))
+    width = max(14, len(label))
     return "\n".join(f"{name:<{width}} {value}" for name, value in rows)
 
 
