@@ -241,9 +241,7 @@ class Contest(NamedTuple):
 
     def losses(self, name: str, tuning: Sequence[RunView]) -> dict[float, float | None]:
         """Return a contestant's last validation loss by learning rate, None for crashed runs."""
-        done = lambda run: run.state == "finished" and is_finite(run.validation_loss)
-        own = self.runs_of(name, tuning)
-        return dict(sorted((run.run.point[RATE], run.validation_loss if done(run) else None) for run in own))
+        return dict(sorted((run.run.point[RATE], run.result) for run in self.runs_of(name, tuning)))
 
     def best_rate(self, name: str, tuning: Sequence[RunView]) -> float:
         """Return the learning rate with the lowest validation loss. Raises ExperimentError."""

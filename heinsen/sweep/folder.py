@@ -14,7 +14,7 @@ from heinsen.config import differences
 from heinsen.files import LockedError, hold_lock, seal, unseal, write_atomically
 from heinsen.sweep.definition import Definition, changes
 from heinsen.sweep.job import LOG_FILE, STATUS_FILE, is_alive, read_status, slurm_holds
-from heinsen.sweep.runs import ENDED, RunView, SweepRun
+from heinsen.sweep.runs import ENDED, SETTLED, RunView, SweepRun
 from heinsen.sweep.space import SweepError, format_value
 from heinsen.training.metrics import METRICS_FILE, read_metrics
 
@@ -116,7 +116,7 @@ class SweepFolder:
     def is_going_on(self, views: Sequence[RunView]) -> bool:
         """Return whether runs may still end or, by a search, be added."""
         is_whole = not self.definition.strategy.adaptive or len(views) >= (self.definition.trials or 0)
-        return not is_whole or any(view.state not in (*ENDED, "crashed") for view in views)
+        return not is_whole or any(view.state not in SETTLED for view in views)
 
     def views(self) -> list[RunView]:
         """Return a view of each run, in order. Raises SweepError if a status.json is damaged."""

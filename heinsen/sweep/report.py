@@ -54,11 +54,7 @@ def mean_of(results: Sequence[Result]) -> float:
 
 def find_results(views: Sequence[RunView]) -> list[Result]:
     """Return the results of the finished runs whose validation loss is finite."""
-    return [
-        Result(view.run.point, view.validation_loss)
-        for view in views
-        if view.state == "finished" and view.validation_loss is not None and is_finite(view.validation_loss)
-    ]
+    return [Result(view.run.point, view.result) for view in views if view.result is not None]
 
 
 def find_effects(definition: Definition, results: Sequence[Result]) -> Effects:

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tqdm import tqdm
 
@@ -12,6 +13,7 @@ from heinsen.sweep.space import Point, folder_name
 # In the order in which a run goes through them. "refused": the config rejects a point that a search has proposed.
 STATES = ("waiting", "queued", "running", "interrupted", "crashed", "refused", "pruned", "finished")
 ENDED = ("finished", "pruned", "refused")  # for good; crashed and interrupted runs may be started again
+SETTLED = (*ENDED, "crashed")  # a sweep does nothing more with them by itself
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,18 @@ class RunView:
         return self.run.name
 
     @property
+    def result(self) -> float | None:
+        """The validation loss of a finished run; None for the others, and where it is not finite."""
+        return self.validation_loss if self.state == "finished" and is_finite(self.validation_loss) else None
+
+    @property
     def tokens_left(self) -> int:
         return (self.run.total_steps - self.step) * self.run.tokens_per_step
 
 
 def best_of(views: Sequence[RunView]) -> RunView | None:
-    """Return the finished run with the lowest validation loss."""
-    losses = [(view.validation_loss, i) for i, view in enumerate(views) if view.state == "finished"]
-    finite = [(loss, i) for loss, i in losses if is_finite(loss)]
-    return views[min(finite)[1]] if finite else None
+    """Return the run with the lowest result, the first of several; None if there is no result."""
+    return min((view for view in views if view.result is not None), key=attrgetter("result"), default=None)
 
 
 def is_finite(x: float | None) -> bool:
@@ -98,7 +103,7 @@ def summary(views: Sequence[RunView], at_a_time: int | None = None) -> str:
     counts = {state: sum(view.state == state for view in views) for state in STATES}
     text = f"{len(views)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
     if best := best_of(views):
-        so_far = "" if all(view.state in (*ENDED, "crashed") for view in views) else " so far"
+        so_far = "" if all(view.state in SETTLED for view in views) else " so far"
         text += f"; best{so_far} {best.validation_loss:.4f} ({best.name})"
     seconds = _seconds_left(views, counts["running"] if at_a_time is None else at_a_time)
     return text if seconds is None else f"{text}; ETA {tqdm.format_interval(seconds)}"
@@ -106,7 +111,7 @@ def summary(views: Sequence[RunView], at_a_time: int | None = None) -> str:
 
 def _seconds_left(views: Sequence[RunView], at_a_time: int) -> float | None:
     """Return the seconds until all runs have ended, if they take as long per token as others have so far."""
-    going = [view for view in views if view.state not in (*ENDED, "crashed")]
+    going = [view for view in views if view.state not in SETTLED]
     rates = [rate for view in views if (rate := _rate(view))]
     if not going or not rates or not at_a_time:
         return None

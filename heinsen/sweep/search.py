@@ -91,8 +91,8 @@ class OptunaSearch(Search):
         state = self._optuna.trial.TrialState
         for trial in self._trials.pop(view.name, []):
             self._report(trial, view)
-            if view.state == "finished" and is_finite(view.validation_loss):
-                self._study.tell(trial, view.validation_loss)
+            if view.result is not None:
+                self._study.tell(trial, view.result)
             elif view.state == "pruned" and view.validations:
                 self._study.tell(trial, state=state.PRUNED)
             elif view.state != "interrupted":  # an interrupted run continues when the sweep is resumed
