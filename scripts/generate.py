@@ -73,12 +73,12 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error():
         try:
-            task = prepare()
+            continuation = prepare()
         except ValueError as error:  # a flag's value that the library rejects
             raise InputError(str(error)) from error
-        prefix = task.prefix if task.max_tokens == 0 else write_texts(task)
+        prefix = continuation.prefix if continuation.max_tokens == 0 else write_texts(continuation)
         if SAVE_STATE.value is not None:
-            save(task, prefix)
+            save(continuation, prefix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +184,10 @@ def encode(tokenizer: Tokenizer, model: ModelConfig, text: str | None) -> Sequen
 class Output:
     """The texts of all rows: a single one is printed as it is generated, several at the end."""
 
-    def __init__(self, task: Continuation):
-        self._texts, self._streamed = list(task.texts), task.is_streamed
-        self._decoders = [task.tokenizer.stream_decoder() for _ in task.texts]
-        self._stops = [StopStrings(STOP.value) for _ in task.texts]
+    def __init__(self, continuation: Continuation):
+        self._texts, self._streamed = list(continuation.texts), continuation.is_streamed
+        self._decoders = [continuation.tokenizer.stream_decoder() for _ in continuation.texts]
+        self._stops = [StopStrings(STOP.value) for _ in continuation.texts]
         if self._streamed:
             print(self._texts[0], end="", flush=True)
 
@@ -218,22 +218,22 @@ class Output:
             print(text, end="", flush=True)
 
 
-def write_texts(task: Continuation) -> Prefix:
+def write_texts(continuation: Continuation) -> Prefix:
     """Generate and print the texts; return the prefix after the last tokens. Ctrl-C ends the texts."""
-    prefix = task.prefix
+    prefix = continuation.prefix
     pieces = continue_texts(
-        task.model,
-        task.params,
+        continuation.model,
+        continuation.params,
         prefix,
-        task.sampling,
+        continuation.sampling,
         SEED.value,
-        task.max_tokens,
-        stop_id=task.tokenizer.eot_id if STOP_AT_EOT.value else None,
-        texts=task.prompts,
-        tokens_per_call=8 if task.is_streamed else 32,
+        continuation.max_tokens,
+        stop_id=continuation.tokenizer.eot_id if STOP_AT_EOT.value else None,
+        texts=continuation.prompts,
+        tokens_per_call=8 if continuation.is_streamed else 32,
     )
     try:
-        output = Output(task)
+        output = Output(continuation)
         for tokens, prefix in pieces:  # noqa: B007 (returned after the loop)
             output.add(tokens)
             if output.stopped:
@@ -246,11 +246,11 @@ def write_texts(task: Continuation) -> Prefix:
     return prefix
 
 
-def save(task: Continuation, prefix: Prefix) -> None:
+def save(continuation: Continuation, prefix: Prefix) -> None:
     """Write --save_state. Raises InputError."""
     path = Path(SAVE_STATE.value)
     try:
-        save_prefix(path, task.model, task.params_hash, prefix)
+        save_prefix(path, continuation.model, continuation.params_hash, prefix)
     except OSError as error:
         raise InputError(f"the state cannot be saved: {describe(error)}. Give another --save_state") from error
     size = format_bytes(path.stat().st_size)

@@ -33,10 +33,10 @@ def step_params(config: ModelConfig, params: Params, donate: bool = False) -> Pa
             x.delete()
         return converted
 
-    own = unstack(config, jax.tree_util.tree_map_with_path(cast, params), donate)
+    unstacked = unstack(config, jax.tree_util.tree_map_with_path(cast, params), donate)
     # Tokens are looked up in the embedding as it is; the product that makes logits reads it in config.dtype.
-    embedding = own["embedding"]
-    return own | {"head": embedding if embedding.dtype == config.dtype else embedding.astype(config.dtype)}
+    embedding = unstacked["embedding"]
+    return unstacked | {"head": embedding if embedding.dtype == config.dtype else embedding.astype(config.dtype)}
 
 
 def decode(
@@ -196,6 +196,6 @@ def generate(
     Raises ValueError for an empty prompt or ids outside the vocabulary.
     """
     prefix = read(config, params, [prompt])
-    own = step_params(config, params)
-    for tokens, _ in continue_texts(config, own, prefix, sampling, seed, max_tokens, stop_id, [prompt]):
+    decode_params = step_params(config, params)
+    for tokens, _ in continue_texts(config, decode_params, prefix, sampling, seed, max_tokens, stop_id, [prompt]):
         yield from (int(token) for token in tokens[0] if token >= 0)

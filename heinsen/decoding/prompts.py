@@ -55,8 +55,8 @@ def prefill(
     state = init_model_state(config, n_rows) if state is None else state
     state = _make_room(config, state, tokens, lengths)
     prefix = Prefix(jnp.zeros((n_rows, config.padded_vocab_size), state.position.dtype), state)
-    for _, own, piece in _pieces(tokens, lengths, _SHORTEST_PIECE):
-        prefix = _prefill_piece(config, params, piece, prefix, None if own.min() == piece.shape[1] else own)
+    for _, counts, piece in _pieces(tokens, lengths, _SHORTEST_PIECE):
+        prefix = _prefill_piece(config, params, piece, prefix, None if counts.min() == piece.shape[1] else counts)
     return prefix
 
 
@@ -110,8 +110,8 @@ def score(
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     log_p, likeliest = np.zeros(tokens.shape), np.zeros(tokens.shape, bool)
     prefix = prefix._replace(state=_make_room(config, prefix.state, tokens, lengths))
-    for start, own, piece in _pieces(tokens, lengths):
-        piece_log_p, piece_likeliest, prefix = _score_piece(config, params, piece, prefix, own)
+    for start, counts, piece in _pieces(tokens, lengths):
+        piece_log_p, piece_likeliest, prefix = _score_piece(config, params, piece, prefix, counts)
         width = min(piece.shape[1], tokens.shape[1] - start)
         log_p[:, start : start + width] = np.asarray(piece_log_p)[:, :width]
         likeliest[:, start : start + width] = np.asarray(piece_likeliest)[:, :width]
@@ -141,9 +141,9 @@ def _score_piece(
 def _pieces(tokens: np.ndarray, lengths: np.ndarray, shortest: int = 1) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(first column, each row's number of tokens, the tokens), padded to a power of two: few compiled programs."""
     for start in range(0, int(lengths.max()), PREFILL_PIECE):
-        own = np.clip(lengths - start, 0, PREFILL_PIECE)
-        padded = min(PREFILL_PIECE, max(shortest, 1 << int(own.max() - 1).bit_length()))
-        yield start, own, np.pad(tokens[:, start : start + own.max()], [(0, 0), (0, padded - own.max())])
+        counts = np.clip(lengths - start, 0, PREFILL_PIECE)
+        padded = min(PREFILL_PIECE, max(shortest, 1 << int(counts.max() - 1).bit_length()))
+        yield start, counts, np.pad(tokens[:, start : start + counts.max()], [(0, 0), (0, padded - counts.max())])
 
 
 def with_room(config: ModelConfig, state: ModelState, n_more: Int[np.ndarray, " B"] | int) -> ModelState:

@@ -61,8 +61,8 @@ class Answers:
             for start in range(0, len(asked), self.batch_size):
                 part = asked[start : start + self.batch_size]
                 rows = np.array([row for row, _, _ in part])
-                own = jax.tree.map(lambda x, rows=rows: x[rows], prefix)
-                scores = self._score(own, [after for _, _, after in part])
+                rows_prefix = jax.tree.map(lambda x, rows=rows: x[rows], prefix)
+                scores = self._score(rows_prefix, [after for _, _, after in part])
                 for (_, i, _), (log_p, is_greedy) in zip(part, scores, strict=True):
                     answers[i] = answers[i][0] + log_p, answers[i][1] and is_greedy
         return answers
@@ -92,7 +92,7 @@ class Answers:
         alike: dict[tuple[Sampling, tuple[str, ...], int], list[int]] = {}
         for i, (_, arguments) in enumerate(requests):
             alike.setdefault(_parse_generation(arguments), []).append(i)
-        own, positions = step_params(self.config, self.params), self.config.max_positions
+        decode_params, positions = step_params(self.config, self.params), self.config.max_positions
         for (sampling, until, max_tokens), members in alike.items():
             prompts = {i: self._begin(self.tokenizer.encode(requests[i][0])) for i in members}
             if positions is not None:
@@ -102,14 +102,14 @@ class Answers:
                 self.n_truncated += sum(not is_short or len(prompt) > room for prompt in prompts.values())
                 prompts = {i: prompt[-room:] for i, prompt in prompts.items()}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
-                texts = self._write(own, [prompts[i] for i in part], sampling, until, max_tokens)
+                texts = self._write(decode_params, [prompts[i] for i in part], sampling, until, max_tokens)
                 for i, text in zip(part, texts, strict=True):
                     answers[i] = text
         return answers
 
     def _write(
         self,
-        own: Params,
+        decode_params: Params,
         prompts: list[list[int]],
         sampling: Sampling,
         until: tuple[str, ...],
@@ -119,7 +119,9 @@ class Answers:
         prefix, texts = read(self.config, self.params, prompts), [""] * len(prompts)
         stops = [StopStrings(until) for _ in prompts]
         decoders = [self.tokenizer.stream_decoder() for _ in prompts]
-        for tokens, _ in continue_texts(self.config, own, prefix, sampling, 0, max_tokens, self.tokenizer.eot_id):
+        for tokens, _ in continue_texts(
+            self.config, decode_params, prefix, sampling, 0, max_tokens, self.tokenizer.eot_id
+        ):
             for i, row in enumerate(tokens):
                 for token in row[row >= 0]:
                     texts[i] += stops[i].feed(decoders[i].feed(int(token)))
