@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Complex, Float
+from jaxtyping import Array, Complex, Float
 
 from heinsen import backend
 
@@ -130,24 +130,18 @@ def _logaddexp_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) 
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _logsumexp(x: Array, axis: int) -> Array:
+def logsumexp(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
+    """log of the sum of exp(x) along `axis`, with finite gradients at -inf."""
     top = jnp.max(x, axis=axis, keepdims=True)
     shift = finite(top)
     return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))
 
 
-@_logsumexp.defjvp
+@logsumexp.defjvp
 def _logsumexp_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
-    out = _logsumexp(x, axis)
+    out = logsumexp(x, axis)
     return out, jnp.sum(posterior(x, jnp.expand_dims(out, axis)) * dx, axis=axis)
-
-
-def logsumexp(x: Float[Array, "..."], axis: int = -1, where: Bool[Array, "..."] | None = None) -> Float[Array, "..."]:
-    """log of the sum of exp(x) along `axis`; entries where `where` is false count as exp(-inf) = 0."""
-    if where is not None:
-        x = jnp.where(where, x, NEG_INF)
-    return _logsumexp(x, axis)
 
 
 def log_matmul(log_a: Float[Array, "*#batch T K"], log_b: Float[Array, "*#batch K S"]) -> Float[Array, "*#batch T S"]:

@@ -150,16 +150,6 @@ def test_gradient_of_logsumexp_is_the_posterior_weight(rng, axis):
     assert_close(got, np.expand_dims(g, axis) * weights64(x, np.expand_dims(total, axis)))
 
 
-def test_logsumexp_where_leaves_out_entries(rng):
-    x, where = normal(rng, 4, 6), rng.random((4, 6)) < 0.5
-    where[0], where[1] = False, [True] * 3 + [False] * 3
-    masked = np.where(where, x, -INF)
-    assert_close(logsumexp(x, where=where), lse64(masked, -1))
-    g = normal(rng, 4)
-    (got,) = pull(lambda x: logsumexp(x, where=where), (x,), g)
-    assert_close(got, g[:, None] * weights64(masked, lse64(masked, -1)[:, None]))
-
-
 def test_posterior_is_at_most_one_and_zero_in_an_empty_sum(rng):
     x = with_zeros(rng, normal(rng, 50, 4, scale=1e3))
     x[0] = -INF
