@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
 from heinsen.training.step import TrainState, init_function, make_step
 
 CYCLES = 10  # of steps, in one call of the program
+MOST_EXTENSIONS = 3  # of a grid of learning rates
 
 Batch = Any  # a tree of arrays [L, B, ...]
 Loss = Callable[..., jax.Array]  # (model, params, batch, mesh) -> scalar
@@ -103,19 +104,24 @@ class Lanes:
         return states.params, np.concatenate(losses)
 
 
-def extend(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
-    """Rates that extend a grid on the side where its best is at the end; [] where it is inside.
+def grids(rates: Sequence[float], n: int, losses: Mapping[float, float]) -> Iterator[list[float]]:
+    """Yield a grid of rates, and up to `MOST_EXTENSIONS` extensions of it, each filled up to n with its last rate.
 
-    losses: of the rates; NaN for runs that crashed.
+    losses: of the rates so far, which the caller adds; NaN for runs that crashed.
     """
-    order = np.argsort(rates)
-    rates, losses = np.asarray(rates)[order], np.asarray(losses)[order]
-    if np.isnan(losses).all():
-        return [float(rates[0] / 2), float(rates[0] / 4)]
-    best = int(np.nanargmin(losses))
-    if best == 0:
-        return [float(rates[0] / 2), float(rates[0] / 4)]
-    return [float(rates[-1] * 2), float(rates[-1] * 4)] if best == len(rates) - 1 else []
+    for _ in range(1 + MOST_EXTENSIONS):
+        yield [*rates, *[rates[-1]] * n][:n]
+        if not (rates := extend(losses)):
+            break
+
+
+def extend(losses: Mapping[float, float]) -> list[float]:
+    """Rates that extend a grid on the side where its best is at the end; [] where it is inside."""
+    rates = sorted(losses)
+    best = min(rates, key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
+    if best == rates[0]:
+        return [best / 2, best / 4]
+    return [best * 2, best * 4] if best == rates[-1] else []
 
 
 class Turn:

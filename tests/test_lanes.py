@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from experiments import lanes
-from experiments.lanes import Lanes, extend
+from experiments.lanes import Lanes, extend, grids
 from experiments.recall_by_state import run as recall
 from heinsen.evaluation.probes import answer_loss
 from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
@@ -56,7 +56,16 @@ def test_lanes_are_the_runs_that_they_stand_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_grid_is_extended_where_its_best_is_at_the_end() -> None:
-    assert extend([1.0, 2.0, 4.0], [3.0, 2.0, 2.5]) == []
-    assert extend([4.0, 1.0, 2.0], [1.0, 3.0, 2.0]) == [8.0, 16.0]
-    assert extend([1.0, 2.0, 4.0], [1.0, 2.0, np.nan]) == [0.5, 0.25]
-    assert extend([1.0, 2.0], [np.nan, np.nan]) == [0.5, 0.25]
+    assert extend({1.0: 3.0, 2.0: 2.0, 4.0: 2.5}) == []
+    assert extend({4.0: 1.0, 1.0: 3.0, 2.0: 2.0}) == [8.0, 16.0]
+    assert extend({1.0: 1.0, 2.0: 2.0, 4.0: np.nan}) == [0.5, 0.25]
+    assert extend({2.0: np.nan, 1.0: np.nan}) == [0.5, 0.25]
+
+
+def test_a_grid_is_extended_while_its_best_is_at_the_end_and_three_times_at_most() -> None:
+    losses, tried = {}, []
+    for rates in grids([1.0, 2.0, 3.0], 4, losses):
+        tried.append(rates)
+        losses |= {rate: abs(rate - 6) for rate in rates}
+    assert tried == [[1.0, 2.0, 3.0, 3.0], [6.0, 12.0, 12.0, 12.0]]
+    assert len(list(grids([1.0], 1, {1.0: np.nan}))) == 4

@@ -46,7 +46,6 @@ class Plan(NamedTuple):
 SMALL_PLAN = Plan(cells=config.SMALL, most_steps=120, most_tests=64)
 SEEDS = 0, 1, 2, 3, 4  # the first one tunes
 N_LANES = 4
-MOST_EXTENSIONS = 3  # of a grid of rates
 
 
 def measure(
@@ -90,13 +89,10 @@ def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], tu
     n_validation = min(config.SIZES[plan.size].n_validation, plan.most_tests)
     compiled = time.monotonic()
     with turn:
-        began, tuning, rates = time.monotonic(), {}, list(config.RATES[cell.optimizer])
-        for _ in range(1 + MOST_EXTENSIONS):
-            tried = [*rates, *([rates[-1]] * N_LANES)][:N_LANES]
+        began, tuning = time.monotonic(), {}
+        for tried in lanes.grids(config.RATES[cell.optimizer], N_LANES, tuning):
             params, _ = programs.train(tuners, tried, batch_of(tuners), plan.n_steps // 2)
             tuning |= dict(zip(tried, losses_of(params, "validation", n_validation).mean(1).tolist(), strict=True))
-            if not (rates := lanes.extend(list(tuning), list(tuning.values()))):
-                break
         rate = min(tuning, key=lambda rate: (np.isnan(tuning[rate]), tuning[rate]))
         params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of(SEEDS[1:]), plan.n_steps)
         tested, seconds = losses_of(params, "test", plan.most_tests).astype(np.float64), time.monotonic() - began

@@ -40,7 +40,6 @@ class Plan(NamedTuple):
 SMALL_PLAN = Plan(cells=config.SMALL, n_steps=120, n_tests=32)
 PAIRS = 4, 8, 16, 32
 SEEDS = 0, 1, 2
-MOST_EXTENSIONS = 3  # of the grid of rates
 
 
 def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str] | None) -> dict[str, Any]:
@@ -78,13 +77,13 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
     test = {n: right.lower(programs.params, tests[n]).compile() for n in PAIRS}
     compiled = time.monotonic()
     points: dict[float, list[dict[str, Any]]] = {}
+    score: dict[float, float] = {}
     with turn:
-        began, rates = time.monotonic(), list(config.RATES)
-        for _ in range(1 + MOST_EXTENSIONS):
-            own = [*rates, *([rates[-1]] * n_rates)][:n_rates]
-            params, losses = programs.train(np.repeat(SEEDS, n_rates), own * len(SEEDS), batch_of, plan.n_steps)
+        began = time.monotonic()
+        for tried in lanes.grids(config.RATES, n_rates, score):
+            params, losses = programs.train(np.repeat(SEEDS, n_rates), tried * len(SEEDS), batch_of, plan.n_steps)
             accuracy = np.stack([np.asarray(test[n](params, tests[n])) for n in PAIRS], axis=1)
-            for i, rate in enumerate(own):
+            for i, rate in enumerate(tried):
                 points[rate] = [
                     dict(
                         seed=seed,
@@ -96,9 +95,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
                     )
                     for s, seed in enumerate(SEEDS)
                 ]
-            score = {rate: -np.mean([run["right"][-1] for run in runs]) for rate, runs in points.items()}
-            if not (rates := lanes.extend(list(score), list(score.values()))):
-                break
+            score |= {rate: -np.mean([run["right"][-1] for run in runs]) for rate, runs in points.items()}
         seconds = time.monotonic() - began
     best = min(score, key=lambda rate: score[rate])
     shown = "; ".join(
