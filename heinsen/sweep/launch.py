@@ -148,7 +148,6 @@ class SlurmLauncher(Launcher):
         self._executor.update_parameters(
             name=f"sweep-{folder.path.absolute().name}",
             timeout_min=options.minutes,
-            nodes=1,
             tasks_per_node=1,
             cpus_per_task=options.cpus_per_run,
             stderr_to_stdout=True,
