@@ -486,6 +486,24 @@ def test_other_and_damaged_files_are_no_states(saved, tmp_path):
             load_prefix(tmp_path / name, config, params)
 
 
+class Pickled:
+    """An object whose pickle creates a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_objects_in_a_state_are_never_unpickled(saved, tmp_path):
+    config, params, _, header, arrays = saved
+    write_state(tmp_path / "state", header, [np.array([Pickled(tmp_path / "loaded")]), *arrays[1:]])
+    with pytest.raises(StateError, match="state is no saved state, or a damaged one"):
+        load_prefix(tmp_path / "state", config, params)
+    assert not (tmp_path / "loaded").exists()
+
+
 # ---- stop strings ----------------------------------------------------------------------------
 
 

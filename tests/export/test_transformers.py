@@ -92,6 +92,12 @@ def test_an_export_of_other_files_is_not_overwritten(tmp_path):
         save(tmp_path / "export", config, params, overwrite=True)
 
 
+def test_merges_of_long_tokens_follow_the_order_of_ids():
+    from heinsen.export.huggingface import _merges
+
+    assert _merges([b"a", b"b", b"c", b"bc", b"ab", b"abc", b"abcbc"])[2:] == [(b"a", b"bc"), (b"abc", b"bc")]
+
+
 @pytest.mark.long
 def test_merges_of_gpt2_are_those_of_its_file():
     from heinsen.export.huggingface import _tokenizer_json
