@@ -133,7 +133,7 @@ def token_weights(mixture: MixtureLosses) -> list[float]:
     return [share * sum(n_tokens) / n for (_, share), n in zip(mixture, n_tokens, strict=True)]
 
 
-def weigh(mixture: MixtureLosses, by_document: Callable[[DocumentLosses], np.ndarray]) -> Float[np.ndarray, "D ..."]:
-    """Return sums by document of all datasets, weighted by `token_weights`."""
+def weigh(mixture: MixtureLosses, sums: Callable[[DocumentLosses], np.ndarray]) -> Float[np.ndarray, "N ..."]:
+    """Return the sums of all datasets, each [n, ...] by document or [1, ...] in all, weighted by `token_weights`."""
     weights = token_weights(mixture)
-    return np.concatenate([weight * by_document(losses) for weight, (losses, _) in zip(weights, mixture, strict=True)])
+    return np.concatenate([weight * sums(losses) for weight, (losses, _) in zip(weights, mixture, strict=True)])

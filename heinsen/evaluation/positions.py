@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from heinsen.evaluation.bootstrap import Interval, MixtureLosses, interval, ratio, resample, token_weights, weigh
+from heinsen.evaluation.bootstrap import Interval, MixtureLosses, interval, ratio, resample, weigh
 from heinsen.evaluation.by_document import LAST_POSITIONS, N_RANGES
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_figure
@@ -95,9 +95,8 @@ def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> ByPos
         if found is not None
     ]
 
-    weighted = list(zip(token_weights(windows), [losses for losses, _ in windows], strict=True))
-    nats = np.sum([weight * losses.context_nats for weight, losses in weighted], axis=0)
-    tokens = np.sum([weight * losses.context_tokens for weight, losses in weighted], axis=0)
+    nats = weigh(windows, lambda losses: losses.context_nats[None]).sum(axis=0)
+    tokens = weigh(windows, lambda losses: losses.context_tokens[None]).sum(axis=0)
     n_context = np.sum([losses.context_tokens for losses, _ in windows], axis=0)
     contexts = [
         Context(first, last, int(n), float(loss))
