@@ -1,8 +1,7 @@
 """Run tasks of the lm-evaluation-harness on a run's newest parameters."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.errors import HeinsenError
@@ -71,7 +70,8 @@ def run_tasks(
         step, params = load_params(run, config.model, make_mesh())
         tokenizer = get_tokenizer(load_tokenizer_name(run), run)
         model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)  # its own may have more ids
-        answers = Answers(model, params, tokenizer, batch_size, _track_batches, add_bos_token)
+        progress = lambda batches, label: track(batches, label, sum(map(len, batches)), len, "texts")
+        answers = Answers(model, params, tokenizer, batch_size, progress, add_bos_token)
         results = lm_eval.simple_evaluate(
             model=as_lm(answers), tasks=list(names), task_manager=manager, num_fewshot=num_fewshot, limit=limit
         )["results"]
@@ -84,7 +84,3 @@ def run_tasks(
         for task, values in results.items()
     }
     return TaskResult(workdir, step, metrics, answers.n_truncated)
-
-
-def _track_batches(batches: Any, label: str) -> Iterator[Any]:
-    return track(batches, label, sum(map(len, batches)), len, "texts")
