@@ -55,8 +55,8 @@ def estimate_sources(mixture: MixtureLosses) -> dict[str | None, Estimate] | Non
     groups = []
     for losses, _ in mixture:
         documents = losses.documents
-        own = np.array([group_of.setdefault(name, len(group_of)) for name in documents.names])
-        groups.append(own[np.zeros(len(documents), int) if documents.sources is None else documents.sources])
+        group_of_name = np.array([group_of.setdefault(name, len(group_of)) for name in documents.names])
+        groups.append(group_of_name[np.zeros(len(documents), int) if documents.sources is None else documents.sources])
     estimates = zip(group_of, _estimate_groups(mixture, np.concatenate(groups), len(group_of)), strict=True)
     found = [(name, estimate) for name, estimate in estimates if estimate.documents]
     return dict(sorted(found, key=lambda item: -item[1].tokens))
@@ -78,17 +78,17 @@ def _estimate_groups(mixture: MixtureLosses, groups: Int[np.ndarray, " D"], n_gr
     lengths = np.concatenate([losses.documents.lengths for losses, _ in mixture])
     estimates = []
     for group in range(n_groups):
-        own, loss = groups == group, float(losses[group])
-        has_text, has_interval = bool(sums[2, group] > 0), int(own.sum()) > 1
+        in_group, loss = groups == group, float(losses[group])
+        n_documents, has_text = int(in_group.sum()), bool(sums[2, group] > 0)
         estimates.append(
             Estimate(
-                documents=int(own.sum()),
-                tokens=int(lengths[own].sum()),
+                documents=n_documents,
+                tokens=int(lengths[in_group].sum()),
                 loss=loss,
-                loss_interval=interval(resampled_losses[:, group]) if has_interval else None,
+                loss_interval=interval(resampled_losses[:, group]) if n_documents > 1 else None,
                 perplexity=perplexity(loss),
                 bits_per_byte=float(bits[group]) if has_text else None,
-                bits_per_byte_interval=interval(resampled_bits[:, group]) if has_interval and has_text else None,
+                bits_per_byte_interval=interval(resampled_bits[:, group]) if n_documents > 1 and has_text else None,
             )
         )
     return estimates

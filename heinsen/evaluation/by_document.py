@@ -64,15 +64,15 @@ class DocumentLosses:
         if self.forgets:
             context = np.minimum(context, position)
         # Only the cells that these tokens belong to: there may be millions of documents.
-        cells, own = np.unique(document * N_RANGES + np.searchsorted(LAST_POSITIONS, position), return_inverse=True)
-        self.nats.reshape(-1)[cells] += np.bincount(own, losses)
+        cells, cell_of = np.unique(document * N_RANGES + np.searchsorted(LAST_POSITIONS, position), return_inverse=True)
+        self.nats.reshape(-1)[cells] += np.bincount(cell_of, losses)
         context_range = np.searchsorted(LAST_POSITIONS, context)
         self.context_nats += np.bincount(context_range, losses, N_RANGES)
         self.context_tokens += np.bincount(context_range, minlength=N_RANGES)
         is_far = (position > self.window) & (2 * context >= self.window)
-        documents, own = np.unique(document[is_far], return_inverse=True)
-        self.far_nats[documents] += np.bincount(own, losses[is_far])
-        self.far_tokens[documents] += np.bincount(own)
+        documents, document_of = np.unique(document[is_far], return_inverse=True)
+        self.far_nats[documents] += np.bincount(document_of, losses[is_far])
+        self.far_tokens[documents] += np.bincount(document_of)
 
     @property
     def tokens(self) -> Int[np.ndarray, "D P"]:
