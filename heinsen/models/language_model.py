@@ -39,13 +39,9 @@ from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import (
     LayerState,
     ModelState,
-    find_padding,
-    forget_at_document_start,
     layer_states,
     locate_tokens,
-    mark_document_starts,
     state_after,
-    state_without_layers,
 )
 from heinsen.parallel import BATCH, constrain
 
@@ -75,23 +71,15 @@ class LanguageModel(nn.Module):
     ) -> tuple[Float[Array, "B T D"], ModelState | None]:
         """Return the last hidden states, of which the embedding makes logits, and the state after all tokens."""
         c = self.config
-        n_batch, n_tokens = tokens_BxT.shape
         keep_state = keep_state and c.causal
         deviation = LAYERS[c.block].deviation
         embedding = self.param("embedding", weight_init(c.d_model, deviation), (c.padded_vocab_size, c.d_model))
         x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
 
-        valid_BxT = find_padding(n_tokens, lengths_B)
-        begins_BxT = mark_document_starts(c, tokens_BxT, valid_BxT)
-        # Without a state the layers get None rather than empty states, which would exist for all layers at once.
-        before = state_without_layers(c, n_batch) if state is None else state
-        if begins_BxT is not None and state is not None:
-            before = forget_at_document_start(c, before, begins_BxT[:, 0], n_tokens)
-        context = locate_tokens(before, n_tokens, valid_BxT, begins_BxT, c.causal)
-
+        before, context = locate_tokens(c, tokens_BxT, state, lengths_B)
         x_BxTxD = constrain_stream(self.mesh, x_BxTxD)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
-        x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, context, begins_BxT)
+        x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, context)
         states = layer_states(before)
         if self.stacked:
             x_BxTxD, states = self._scan_layers(x_BxTxD, states, context, keep_state)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from heinsen.logspace import NEG_INF, logaddexp
 from heinsen.models.config import ModelConfig, check_room
@@ -33,16 +33,9 @@ class Position(nn.Module):
     deviation: float | None = None
 
     def __call__(
-        self,
-        x_BxTxD: Float[Array, "B T D"],
-        before_BxD: Float[Array, "B D"],
-        context: TokenContext,
-        begins_BxT: Bool[Array, "B T"] | None,
+        self, x_BxTxD: Float[Array, "B T D"], before_BxD: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
-        """Add positions to the embedding x: (x, e after the last token).
-
-        `before_BxD` is e before the first token; begins_BxT says which tokens begin a document, if any can.
-        """
+        """Add positions to the embedding x, with e before the first token: (x, e after the last token)."""
         return x_BxTxD, before_BxD
 
     @staticmethod
@@ -61,19 +54,15 @@ class RecurrentPosition(Position):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: Float[Array, "B T D"],
-        before_BxD: Float[Array, "B D"],
-        context: TokenContext,
-        begins_BxT: Bool[Array, "B T"] | None,
+        self, x_BxTxD: Float[Array, "B T D"], before_BxD: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         n_maps = 2 if self.config.causal else 4
         maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), n_maps, axis=-1)
-        e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, begins_BxT, context.valid)
+        e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, context.begins, context.valid)
         if not self.config.causal:
             flip: Callable[[Array], Array] = lambda x: jnp.flip(x, axis=1)
             # From the end, a document begins with its last token.
-            ends = None if begins_BxT is None else flip(jnp.pad(begins_BxT[:, 1:], [(0, 0), (0, 1)]))
+            ends = None if context.begins is None else flip(jnp.pad(context.begins[:, 1:], [(0, 0), (0, 1)]))
             valid = None if context.valid is None else flip(context.valid)
             e_BxTxD = e_BxTxD + flip(self._recurrence(flip(maps[2]), flip(maps[3]), before_BxD, ends, valid))
         return x_BxTxD + e_BxTxD, e_BxTxD[:, -1]
@@ -99,14 +88,10 @@ class LearnedPosition(Position):
 
     @nn.compact
     def __call__(
-        self,
-        x_BxTxD: Float[Array, "B T D"],
-        before_BxD: Float[Array, "B D"],
-        context: TokenContext,
-        begins_BxT: Bool[Array, "B T"] | None,
+        self, x_BxTxD: Float[Array, "B T D"], before_BxD: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         c, places_BxT = self.config, context.place
-        if begins_BxT is None and context.valid is None:
+        if context.begins is None and context.valid is None:
             check_room(c, x_BxTxD.shape[1])
         if context.valid is not None:  # padding may lie beyond the table
             places_BxT = jnp.where(context.valid, places_BxT, 0)

@@ -96,45 +96,38 @@ def forget_at_document_start(
     return jax.lax.cond(jnp.any(begins), lambda state: forget(config, state, begins), lambda state: state, state)
 
 
-def find_padding(n_tokens: int, lengths: Int[Array, " B"] | None) -> Bool[Array, "B T"] | None:
-    """Return which of n_tokens are tokens (false: padding after a row's own `lengths`); None without padding.
-
-    An id says nothing about that: padding has the ids of tokens.
-    """
-    return None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
-
-
-def mark_document_starts(
-    config: ModelConfig, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None
-) -> Bool[Array, "B T"] | None:
-    """Return which tokens begin a document; None where none can. Padding begins none."""
-    if config.document_token is None:
-        return None
-    begins = tokens == config.document_token
-    return begins if valid is None else begins & valid
-
-
 def locate_tokens(
-    before: ModelState,
-    n_tokens: int,
-    valid: Bool[Array, "B T"] | None,
-    begins: Bool[Array, "B T"] | None,
-    causal: bool = True,
-) -> TokenContext:
-    """Return where the tokens stand after `before`, with `valid` from `find_padding`, `begins` from
-    `mark_document_starts`.
+    config: ModelConfig,
+    tokens: Int[Array, "B T"],
+    state: ModelState | None = None,
+    lengths: Int[Array, " B"] | None = None,
+) -> tuple[ModelState, TokenContext]:
+    """Return the state before the tokens, by `forget_at_document_start`, and where they stand after it.
 
     No token sees the padding after it if the model is causal; else padding is a document of its own.
+
+    Args:
+      state: what came before (None: nothing).
+      lengths: number of tokens of each row, if rows are padded at their end, with any ids (None: T).
     """
+    n_batch, n_tokens = tokens.shape
+    valid = None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
+    begins = None if config.document_token is None else tokens == config.document_token
+    if begins is not None and valid is not None:
+        begins = begins & valid
+    # Without a state the layers get None rather than empty states, which would exist for all layers at once.
+    before = state_without_layers(config, n_batch) if state is None else state
+    if begins is not None and state is not None:
+        before = forget_at_document_start(config, before, begins[:, 0], n_tokens)
     slot = before.n_tokens[:, None] + jnp.arange(n_tokens)
     first = jnp.broadcast_to(before.document_start[:, None], slot.shape)
     segment_ids = None
     if begins is not None:
         first = jax.lax.cummax(jnp.where(begins, slot, first), axis=1)
         segment_ids = jnp.cumsum(begins, axis=-1)[:, None]
-    if valid is not None and not causal:
+    if valid is not None and not config.causal:
         segment_ids = jnp.where(valid[:, None], 0 if segment_ids is None else segment_ids, -1)
-    return TokenContext(slot, first, valid, segment_ids)
+    return before, TokenContext(slot, first, valid, segment_ids, begins)
 
 
 def state_after(

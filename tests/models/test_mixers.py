@@ -92,10 +92,10 @@ def test_without_registration_it_is_no_kind():
 
 
 def test_it_computes_its_equation(registered, rng):
-    mixer = model_config(attention="moving_average").mixers[0]
+    config = model_config(attention="moving_average")
     values, m = np.float32(rng.standard_normal((2, 2, 6, 4))), np.zeros((2, 2, 4))
-    state = init_model_state(model_config(attention="moving_average"), 2)
-    y, _ = mixer.parallel(values, values, values, None, locate_tokens(state, 6, None, None), None)
+    _, context = locate_tokens(config, jnp.zeros((2, 6), jnp.int32))
+    y, _ = config.mixers[0].parallel(values, values, values, None, context, None)
     for t in range(6):
         m = DECAY * m + (1 - DECAY) * values[:, :, t]
         np.testing.assert_allclose(y[:, :, t], m, atol=1e-6)

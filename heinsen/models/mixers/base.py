@@ -30,6 +30,7 @@ class TokenContext(NamedTuple):
     first: Int[Array, "B T"]  # slot of the first token that each one sees
     valid: Bool[Array, "B T"] | None  # false for padding at a row's end; None: there is no padding
     segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
+    begins: Bool[Array, "B T"] | None = None  # whether each begins a document; None: none can
     log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
     log_decay_after: Float[Array, "B H T"] | None = None  # the gate by which later tokens decay; None if causal
     strength: Float[Array, "B H T"] | None = None  # from 0 to 1, how much a token writes, for mixers that take it
