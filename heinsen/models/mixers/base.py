@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.logspace import NEG_INF
+from heinsen.ops.sharded import over_heads
 
 MixerState = TypeVar("MixerState")
 AnyMixer = TypeVar("AnyMixer", bound="Mixer[Any]")
@@ -45,7 +46,8 @@ class TokenContext(NamedTuple):
 class Mixer(abc.ABC, Generic[MixerState]):
     """One kind of attention. A state is a tree of arrays with leading axes [B, H].
 
-    Subclasses must define `init_state` and `parallel`; the other methods have defaults for a state of constant size.
+    Subclasses must define `init_state`, and `_attend` or `parallel`; the other methods have defaults for a state of
+    constant size.
     """
 
     n_heads: int
@@ -102,7 +104,6 @@ class Mixer(abc.ABC, Generic[MixerState]):
     def init_state(self, batch_size: int, capacity: int) -> MixerState:
         """Return the state before any token. A cache has room for `capacity` tokens."""
 
-    @abc.abstractmethod
     def parallel(
         self,
         q: Float[Array, "B H T K"],
@@ -117,6 +118,13 @@ class Mixer(abc.ABC, Generic[MixerState]):
         `state` is what came before (None: nothing). On a mesh the batch and the heads are divided, and tokens too if
         `splits_sequences`.
         """
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
+
+    def _attend(
+        self, q: Array, k: Array, v: Array, state: MixerState | None, context: TokenContext
+    ) -> tuple[Array, MixerState]:
+        """Compute `parallel` on one device, for its share of the batch and of the heads."""
+        raise NotImplementedError
 
     def step(
         self,

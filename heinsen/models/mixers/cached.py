@@ -7,12 +7,10 @@ import abc
 import dataclasses
 from typing import ClassVar
 
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.ops import softmax
-from heinsen.ops.sharded import over_heads
 from heinsen.ops.softmax import KVCache
 
 
@@ -25,17 +23,6 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
 
     def init_state(self, batch_size: int, capacity: int) -> KVCache:
         return softmax.init_cache(batch_size, self.n_heads, capacity, self.d_key, self.d_value, self.dtype)
-
-    def parallel(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: KVCache | None,
-        context: TokenContext,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], KVCache]:
-        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
         self, q: Array, k: Array, v: Array, state: KVCache | None, context: TokenContext

@@ -13,12 +13,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.ops.delta import DeltaState, delta_rule, init_delta_state
-from heinsen.ops.sharded import over_heads
 
 _NORM_EPSILON = 1e-6  # added to the sum of squares of a query or a key
 _RMS_EPSILON = 1e-5  # added to the mean of squares of an output, as in layer norms
@@ -43,17 +41,6 @@ class Delta(Mixer[DeltaState]):
 
     def init_state(self, batch_size: int, capacity: int) -> DeltaState:
         return init_delta_state((batch_size, self.n_heads), self.d_key, self.d_value, dtype=self.accumulator_dtype)
-
-    def parallel(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: DeltaState | None,
-        context: TokenContext,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], DeltaState]:
-        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
         self, q: Array, k: Array, v: Array, state: DeltaState | None, context: TokenContext

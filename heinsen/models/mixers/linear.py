@@ -7,12 +7,10 @@ Axes: B batch, H heads, T tokens, K key features, V value features.
 
 import dataclasses
 
-from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from heinsen.models.mixers.base import Mixer, TokenContext
 from heinsen.ops.linear import LinearState, init_linear_state, linear_attention
-from heinsen.ops.sharded import over_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +23,6 @@ class Linear(Mixer[LinearState]):
 
     def init_state(self, batch_size: int, capacity: int) -> LinearState:
         return init_linear_state((batch_size, self.n_heads), self.d_key, self.d_value, dtype=self.accumulator_dtype)
-
-    def parallel(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: LinearState | None,
-        context: TokenContext,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], LinearState]:
-        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def _attend(
         self, q: Array, k: Array, v: Array, state: LinearState | None, context: TokenContext
