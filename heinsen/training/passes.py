@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import process_rows
@@ -37,12 +37,10 @@ def make_passes(config: TrainConfig, windows: Int[np.ndarray, "N T"], step: int,
     return jax.tree.map(lambda x: x.reshape(config.accumulation_steps, -1, *x.shape[1:]), batch)
 
 
-def scale_weights(batches: Any) -> Any:
+def scale_weights(batches: dict[str, Array]) -> dict[str, Array]:
     """Scale a masked model's "weights": the mean over the passes becomes the mean over all hidden tokens.
 
-    Passes hide different numbers of tokens. Batches without weights are returned as they are.
+    Passes hide different numbers of tokens.
     """
-    if not isinstance(batches, dict) or "weights" not in batches:
-        return batches
     weights = batches["weights"]
     return batches | {"weights": weights * (len(weights) / jnp.maximum(jnp.sum(weights), 1))}

@@ -92,7 +92,8 @@ def make_step(
     value_and_grad = jax.value_and_grad(lambda params, batch: pass_loss(model, params, batch, mesh))
 
     def loss_and_grads(params: Params, batches: Any) -> tuple[jax.Array, Params]:
-        batches = scale_weights(batches)
+        if pass_loss is masked_loss:
+            batches = scale_weights(batches)
         n_passes = jax.tree.leaves(batches)[0].shape[0]
         if n_passes == 1:
             return value_and_grad(params, jax.tree.map(lambda x: x[0], batches))
