@@ -25,7 +25,6 @@ def next_token_losses(
     The logits of all tokens are never in memory at once. Raises ValueError for masked models.
     """
     check_causal(config)
-    tokens = jnp.asarray(tokens)
     x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
     return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
 
@@ -39,7 +38,6 @@ def next_token_losses_with_state(
 ) -> tuple[Float[Array, "B N-1"], ModelState]:
     """Return `next_token_losses` after `state`, and the state after all tokens but the last."""
     check_causal(config)
-    tokens = jnp.asarray(tokens)
     x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state)
     return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh), after
 
@@ -49,7 +47,6 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """Return the mean of `next_token_losses`. Fast to differentiate."""
     check_causal(config)
-    tokens = jnp.asarray(tokens)
     x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
     return _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh)
 
@@ -68,12 +65,14 @@ def mean_loss_at(
     masked models.
     """
     check_causal(config)
-    x_BxTxD, embedding, _ = _hidden_states(config, params, jnp.asarray(tokens), mesh)
+    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
     x_BxAxD = jnp.take_along_axis(x_BxTxD, jnp.asarray(places)[..., None], axis=1)
-    return _plain_mean(config, x_BxAxD, embedding, jnp.asarray(targets), mesh)
+    return _plain_mean(config, x_BxAxD, embedding, targets, mesh)
 
 
-def _plain_mean(config: ModelConfig, x_BxTxD: Array, embedding: Array, targets_BxT: Array, mesh: Mesh | None) -> Array:
+def _plain_mean(
+    config: ModelConfig, x_BxTxD: Array, embedding: Array, targets_BxT: Array | np.ndarray, mesh: Mesh | None
+) -> Array:
     weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
 
@@ -99,7 +98,7 @@ def masked_losses(
     lengths: number of tokens of each row, if rows are padded at their end, where losses mean nothing (None: T).
     """
     x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh, lengths=lengths)
-    return token_losses(x_BxTxD, embedding, jnp.asarray(targets), config.dtype, mesh)
+    return token_losses(x_BxTxD, embedding, targets, config.dtype, mesh)
 
 
 def masked_loss(
@@ -107,7 +106,7 @@ def masked_loss(
 ) -> Float[Array, ""]:
     """Return the sum of `masked_losses` of batch "tokens" and "targets" times "weights". Fast to differentiate."""
     x_BxTxD, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
-    weights_BxT = jnp.asarray(batch["weights"]).astype(x_BxTxD.dtype)
+    weights_BxT = batch["weights"].astype(x_BxTxD.dtype)
     return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
 
 
