@@ -1,4 +1,4 @@
-"""Checkpoints of a run: its state and the data's position, together, atomic, with checksums. The only Orbax import.
+"""Checkpoints of a run: its state and its progress, together, atomic, with checksums. The only Orbax import.
 
     WORKDIR/checkpoints/<step>/            a folder per checkpoint: the newest `keep`, and every `keep_every` steps
     WORKDIR/damaged_checkpoints/<step>/    moved here when a run resumed from an older one
@@ -45,11 +45,11 @@ class _NamedTuple(Protocol):
 
 
 class Restored(NamedTuple):
-    """A checkpoint's contents: the state is of the type that was asked for, position is the data iterator's."""
+    """A checkpoint's contents, with the state of the type that was asked for."""
 
     step: int
     state: Any
-    position: dict[str, Any]
+    progress: dict[str, Any]  # as it was saved
 
 
 class Checkpoints:
@@ -108,12 +108,12 @@ class Checkpoints:
                 self._open().wait()  # Orbax raises it a second time
             raise self._not_saved(step, error) from error
 
-    def save(self, step: int, state: _NamedTuple, position: dict[str, Any], config_hash: str) -> None:
+    def save(self, step: int, state: _NamedTuple, progress: dict[str, Any], config_hash: str) -> None:
         """Start saving a step, unless it is saved already; `state` may be donated as soon as this returns.
 
         Args:
           state: a NamedTuple of pytrees of arrays; each field can be restored alone.
-          position: of the data iterator, as JSON.
+          progress: what else the run continues from, such as the data iterator's position, as JSON.
           config_hash: identifies the run's config to `restore_newest`.
 
         Raises:
@@ -123,7 +123,7 @@ class Checkpoints:
         if self.latest == step:
             return
         fields = _with_arrays(state._asdict())
-        record = {"step": step, "position": position, "config_hash": config_hash, "arrays": _describe(fields)}
+        record = {"step": step, "position": progress, "config_hash": config_hash, "arrays": _describe(fields)}
         try:
             response = self._open().save_checkpointables_async(step, fields, force=True, custom_metadata=seal(record))
         except Exception as error:

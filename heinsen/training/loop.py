@@ -81,9 +81,9 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
         StopSignals() as signals,
     ):
         if (restored := checkpoints.restore_newest(abstract, config.fingerprint)) is not None:
-            start_step, state, position = restored
-            losses = LossMean(position.pop("losses"))
-            data.batches.set_state(position)
+            start_step, state, progress = restored
+            losses = LossMean(progress.pop("losses"))
+            data.batches.set_state(progress)
         else:
             start_step, losses = 0, LossMean()
             state = init_train_state(config.model, optimizer, config.seed, mesh)
@@ -188,8 +188,8 @@ class _Loop:
                 self.reporter.report_validation(step, validation_metrics)
             if saves:
                 with self.reporter.pause():
-                    position = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}
-                    self.checkpoints.save(step, state, position, c.fingerprint)
+                    progress = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}
+                    self.checkpoints.save(step, state, progress, c.fingerprint)
                 if self.mirror is not None:
                     self.mirror.start(step)
             if stopping is not None and not is_last:

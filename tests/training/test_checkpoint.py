@@ -67,8 +67,8 @@ class Saved(NamedTuple):
         """Restore and compare with what was saved; return the step and the warnings."""
         warnings = []
         with Checkpoints(self.workdir, KEEP, warn=warnings.append) as checkpoints:
-            step, state, position = checkpoints.restore_newest(placed(self.states[STEPS[0]]), config_hash)
-        assert bits(state) == bits(self.states[step]) and position == {"next_index": step}
+            step, state, progress = checkpoints.restore_newest(placed(self.states[STEPS[0]]), config_hash)
+        assert bits(state) == bits(self.states[step]) and progress == {"next_index": step}
         assert jax.tree.structure(state) == jax.tree.structure(self.states[step])
         return step, warnings
 
@@ -171,7 +171,7 @@ def test_the_newest_stay_and_every_so_many_steps(tmp_path, rng):
         assert checkpoints.latest == 55
     assert checkpoint_steps(tmp_path) == [20, 40, 50, 55]
     with Checkpoints(tmp_path, 2) as checkpoints:
-        assert checkpoints.restore_newest(placed(state), HASH).position == {}
+        assert checkpoints.restore_newest(placed(state), HASH).progress == {}
 
 
 def test_parameters_are_read_alone(saved):
@@ -473,8 +473,8 @@ with Checkpoints(workdir, KEEP, warn=warnings.append) as checkpoints:
         for part in parts:
             part.write_bytes(part.read_bytes()[:100])
     multihost_utils.sync_global_devices("damaged")
-    step, state, position = checkpoints.restore_newest(abstract, HASH)
-    assert (step, position) == (20, {"next_index": 20})
+    step, state, progress = checkpoints.restore_newest(abstract, HASH)
+    assert (step, progress) == (20, {"next_index": 20})
     for shard in state.params["w"].addressable_shards:
         np.testing.assert_array_equal(shard.data, values[shard.index])
     checkpoints.save(30, state, {"next_index": 30}, HASH)

@@ -79,13 +79,13 @@ def config(data: Path) -> TrainConfig:
 
 
 def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.ndarray], dict]:
-    """Return its step, all arrays of parameters and optimizer state, and the data's position."""
+    """Return its step, all arrays of parameters and optimizer state, and its progress."""
     mesh = make_mesh()
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     abstract = abstract_train_state(config.model, optimizer, mesh)
     with Checkpoints(workdir, KEEP, warn=pytest.fail) as checkpoints:
         restored = checkpoints.restore_newest(abstract, config.fingerprint)
-    return restored.step, [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)], restored.position
+    return restored.step, [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)], restored.progress
 
 
 @pytest.fixture(scope="module")
