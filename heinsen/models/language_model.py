@@ -297,19 +297,19 @@ def unstack(config: ModelConfig, params: Params, donate: bool = False) -> Params
     places = [params["layers"][f"layer_{j}"] for j in range(period)] if period > 1 else [params["layers"]]
 
     def split(stack: Array) -> list[Array]:
-        own = [stack[i] for i in range(config.n_layers // period)]
+        layers = [stack[i] for i in range(config.n_layers // period)]
         if donate:
-            jax.block_until_ready(own)
+            jax.block_until_ready(layers)
             stack.delete()
-        return own
+        return layers
 
     is_split = lambda x: isinstance(x, list)
     split_places = [jax.tree.map(split, place) for place in places]
-    own = {
+    by_name = {
         f"layer_{i}": jax.tree.map(lambda x, i=i: x[i // period], split_places[i % period], is_leaf=is_split)
         for i in range(config.n_layers)
     }
-    return {name: x for name, x in params.items() if name != "layers"} | own
+    return {name: x for name, x in params.items() if name != "layers"} | by_name
 
 
 def count_params(params: Params) -> int:

@@ -48,9 +48,9 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
         layout="constrained",
     )  # fmt: skip
     for axes, layer in zip(grid.flat, layers, strict=False):
-        own = [name for name in names if _numbers(name)[0] == layer]
-        for j, name in enumerate(own):
-            color = plt.get_cmap("viridis")(j / max(1, len(own) - 1))
+        heads = [name for name in names if _numbers(name)[0] == layer]
+        for j, name in enumerate(heads):
+            color = plt.get_cmap("viridis")(j / max(1, len(heads) - 1))
             label = f"head {_numbers(name)[1]}"
             axes.plot(*zip(*metric_points(entries, name), strict=True), ".-", color=color, lw=1, ms=3, label=label)
         count_tokens(axes.xaxis)
