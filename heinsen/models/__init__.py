@@ -13,12 +13,7 @@ from heinsen.models.language_model import (
     layer_records,
     unstack,
 )
-from heinsen.models.losses import (
-    masked_loss,
-    mean_loss,
-    next_token_losses,
-    next_token_losses_with_state,
-)
+from heinsen.models.losses import masked_loss, mean_loss, next_token_losses, next_token_losses_with_state
 from heinsen.models.state import ModelState, forget, init_model_state, state_size
 
 __all__ = [

@@ -36,13 +36,7 @@ from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
 from heinsen.models.positions import POSITION_CLASSES
-from heinsen.models.state import (
-    LayerState,
-    ModelState,
-    layer_states,
-    locate_tokens,
-    state_after,
-)
+from heinsen.models.state import LayerState, ModelState, layer_states, locate_tokens, state_after
 from heinsen.parallel import BATCH, constrain
 
 Params = dict[str, Any]

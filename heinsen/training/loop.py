@@ -27,13 +27,7 @@ from heinsen.training.log import LossMean, Reporter
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.passes import make_passes
 from heinsen.training.signals import StopSignals
-from heinsen.training.step import (
-    Metrics,
-    TrainState,
-    abstract_train_state,
-    init_train_state,
-    make_train_step,
-)
+from heinsen.training.step import Metrics, TrainState, abstract_train_state, init_train_state, make_train_step
 from heinsen.training.validation import Validator
 from heinsen.weights import load_initial_params
 

@@ -9,12 +9,7 @@ from jax.sharding import Mesh
 
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.decoding import Sampling, generate
-from heinsen.evaluation.loss import (
-    Evaluation,
-    evaluate,
-    make_eval_step,
-    mean_of_mixture,
-)
+from heinsen.evaluation.loss import Evaluation, evaluate, make_eval_step, mean_of_mixture
 from heinsen.models import ModelConfig, Params
 from heinsen.models.language_model import layer_records
 from heinsen.parallel import place_batch, replicated, split_batch
