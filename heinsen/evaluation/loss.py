@@ -41,13 +41,13 @@ def bits_per_byte(loss: float, bytes_per_token: float) -> float:
     return loss / (math.log(2) * bytes_per_token)
 
 
-def mean_of_mixture(parts: list[tuple[float, Evaluation]], bytes_per_token: float) -> Evaluation:
-    """Combine (share, evaluation) of each dataset into the evaluation of tokens drawn by these shares.
+def mean_of_mixture(parts: list[tuple[Evaluation, float]], bytes_per_token: float) -> Evaluation:
+    """Combine (evaluation, share) of each dataset into the evaluation of tokens drawn by these shares.
 
     bytes_per_token: that of the mixture (`heinsen.data.mixture.bytes_per_token`).
     """
-    loss = sum(share * part.loss for share, part in parts)
-    tokens = sum(part.tokens for _, part in parts)
+    loss = sum(share * part.loss for part, share in parts)
+    tokens = sum(part.tokens for part, _ in parts)
     return Evaluation(loss, perplexity(loss), bits_per_byte(loss, bytes_per_token), tokens)
 
 

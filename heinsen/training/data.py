@@ -73,16 +73,16 @@ class RunData:
         per_pass = config.sequences_per_pass
         evaluated = length, per_pass, process_rows(mesh, per_pass), config.validation_tokens
         return cls(
-            batches,
-            rows,
-            tokenizer,
-            training[0][0].path,
-            bytes_per_token(training),
-            [
+            batches=batches,
+            rows=rows,
+            tokenizer=tokenizer,
+            tokenizer_folder=training[0][0].path,
+            bytes_per_token=bytes_per_token(training),
+            validation=[
                 ValidationSet(name, share, evaluation_batches(dataset, *evaluated))
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],
-            bytes_per_token(validation),
+            validation_bytes_per_token=bytes_per_token(validation),
         )
 
 

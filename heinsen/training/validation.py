@@ -36,7 +36,7 @@ class Validator:
             for _, _, batches in self._data.validation
         ]
         shares = [share for _, share, _ in self._data.validation]
-        mean = mean_of_mixture(list(zip(shares, results, strict=True)), self._data.validation_bytes_per_token)
+        mean = mean_of_mixture(list(zip(results, shares, strict=True)), self._data.validation_bytes_per_token)
         metrics: dict[str, float | str] = {
             "validation_loss": mean.loss,
             "validation_bits_per_byte": mean.bits_per_byte,
