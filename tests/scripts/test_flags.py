@@ -124,7 +124,8 @@ def test_help_is_shown_without_importing_jax():
     assert [program for program, *_ in shown] == PROGRAMS, end.stderr
     for program, slow, n_flags in shown:
         text = (ROOT / program).read_text()
-        of_experiments = 5 - ("reads_corpus=False" in text) + ("has_cells=True" in text)  # experiments/command.py
+        options = ("has_cells=True" in text) + ("True, sizes=" in text) - ("reads_corpus=False" in text)
+        of_experiments = 5 + options  # experiments/command.py
         n_defined = text.count("flags.DEFINE_") or of_experiments
         assert slow == [] and n_flags == n_defined, program
 
