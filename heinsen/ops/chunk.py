@@ -34,14 +34,14 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF, centered_sum, finite, two_sum
-from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after, decay_after_grad, decay_grad
+from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after
 from heinsen.ops.values import Domain, Shifts, Sums, einsum, safe_divide
 
 _BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 
 
 class Later(NamedTuple):
-    """Of keys whose queries see later tokens too: what each token leaves of those after it, for queries before it."""
+    """Visibility and decay of later tokens, for queries that see them: what a token leaves of all after it."""
 
     starts: Array | None = None  # [*batch, C, 1] bool: a document starts, so nothing, nor of itself; None: nowhere
     resets: Array | None = None  # [*batch, C, 1] bool: nothing; None: nowhere
@@ -149,18 +149,15 @@ def merge(older: Shifts, log_kept: Array, newer: Shifts) -> Merged:
     No mean keeps a larger share than the largest, so the shift b of a part may fall by as much. Shifts are constants.
     """
     c = lax.stop_gradient(jnp.maximum(older.c + log_kept[..., None], newer.c))
-    parts = [(older, log_kept[..., None]), (newer, jnp.zeros((), c.dtype))]
-    shares = [log_share(part.c, kept, c) for part, kept in parts]
-    largest = [jnp.max(share, axis=-1, keepdims=True) for share in shares]
-    b = None
-    if older.b is not None and newer.b is not None:
-        b = lax.stop_gradient(jnp.maximum(older.b + largest[0], newer.b + largest[1]))
-    scales = []
-    for (part, _), share, top in zip(parts, shares, largest, strict=True):
-        if b is None or part.b is None:
-            scales.append(Scales(jnp.exp(share), None, jnp.exp(share)))
-        else:
-            scales.append(Scales(jnp.exp(share - finite(top)), jnp.exp(log_share(part.b, top, b)), jnp.exp(share)))
+    shares = log_share(older.c, log_kept[..., None], c), log_share(newer.c, jnp.zeros((), c.dtype), c)
+    if older.b is None or newer.b is None:
+        return Merged(Shifts(c, None), *(Scales(jnp.exp(share), None, jnp.exp(share)) for share in shares))
+    tops = [jnp.max(share, axis=-1, keepdims=True) for share in shares]
+    b = lax.stop_gradient(jnp.maximum(older.b + tops[0], newer.b + tops[1]))
+    scales = [
+        Scales(jnp.exp(share - finite(top)), jnp.exp(log_share(old, top, b)), jnp.exp(share))
+        for old, share, top in zip((older.b, newer.b), shares, tops, strict=True)
+    ]
     return Merged(Shifts(c, b), *scales)
 
 
@@ -196,14 +193,6 @@ def side_by_side(sums: Sequence[Sums], shifts: Sequence[Shifts]) -> tuple[Sums, 
     return Sums(jnp.concatenate(s, axis=-2), jnp.concatenate([each.z for each in sums], axis=-1)), b
 
 
-def kept_product(kept: Scales, m: Sums, dend: Sums) -> Array:
-    """Sum [*batch] over all features of what is kept of the sums m, times the gradients of the sums after the chunk."""
-    v = jnp.ones(m.s.shape[-1:], m.s.dtype) if kept.v is None else kept.v
-    # The factors first: where nothing is kept, the gradient times the sum may be beyond float32.
-    s = einsum("...kv,...v->...k", (m.s * kept.s[..., None]) * dend.s, v)
-    return sum_features(s + (m.z * kept.z) * dend.z)
-
-
 # ---- what queries read ----------------------------------------------------------------------------
 
 
@@ -215,7 +204,7 @@ class Weights(NamedTuple):
 
 
 class OfQueries(NamedTuple):
-    """What the weights of each query are relative to, and how they spread over key features."""
+    """The exponent that the weights of each query are relative to, and their share by key feature."""
 
     r: Array  # [*batch, C]: about the largest exponent; -inf where a query sees nothing
     features: Array  # [*batch, C, K]: about the weight of each feature
@@ -247,7 +236,7 @@ def _features(parts: Sequence[Array]) -> Array:
 
 
 class _Outside(NamedTuple):
-    """What the queries of a block see outside of it in one direction, and logs of what is left of that.
+    """All that the queries of a block see outside of it in one direction, and logs of what is left of that.
 
     Of a key of another block exp(to_start) is left at the start of the query's block, and exp(from_start) of that at
     the query.
@@ -397,35 +386,17 @@ def later_totals(weights: Weights, dweights: Weights) -> tuple[Array, Array]:
     return sum_features(of_after) + jnp.sum(of_keys, axis=-1), jnp.sum(of_keys, axis=-2)
 
 
-def log_decay_grad(dq_total: Array, dk_total: Array, dend: Array, dkept: Array) -> Array:
-    """Gradient [*batch, C, 1] of a chunk's log decays.
-
-    Their sums G enter as q + G, k - G, and in the sums after the chunk.
+def end_total(kept: Scales, m: Sums, dend: Sums, dk: Array) -> Array:
+    """Gradient [*batch] of the log of all that is left after a chunk, of the sums m before it and of its keys.
 
     Args:
-      dq_total, dk_total: sums [*batch, C] of dq and dk over features, without what queries read of later tokens.
-      dend: the part [*batch, C, K] of dk that the sums after the chunk make.
-      dkept: sum [*batch] of the sums kept from before the chunk, times their gradients.
+      kept: what the chunk keeps of the sums m.
+      dend: gradient of the sums after the chunk; dk: the part [*batch, C, K] of the keys' gradient that it makes.
     """
-    return decay_grad(dq_total - dk_total, _end_total(dend, dkept))[..., None]
-
-
-def log_decay_after_grad(dq_total: Array, dk_total: Array) -> Array:
-    """The part of the gradient [*batch, C, 1] of the log decays of later tokens that comes from a chunk's queries.
-
-    dq_total, dk_total: sums [*batch, C] of dq and dk over features, of what queries read of later tokens alone.
-    """
-    return decay_after_grad(dq_total, dk_total, 0.0)[..., None]
-
-
-def log_decay_end_grad(dend: Array, dkept: Array) -> Array:
-    """The other part, from the sums at the chunk's first token; arguments as in `log_decay_grad`."""
-    of_keys = sum_features(dend)
-    return decay_after_grad(jnp.zeros_like(of_keys), of_keys, _end_total(dend, dkept)[..., None])[..., None]
-
-
-def _end_total(dend: Array, dkept: Array) -> Array:
-    return dkept + jnp.sum(sum_features(dend), axis=-1)
+    v = jnp.ones(m.s.shape[-1:], m.s.dtype) if kept.v is None else kept.v
+    # The factors first: where nothing is kept, the gradient times the sum may be beyond float32.
+    s = einsum("...kv,...v->...k", (m.s * kept.s[..., None]) * dend.s, v)
+    return sum_features(s + (m.z * kept.z) * dend.z) + jnp.sum(sum_features(dk), axis=-1)
 
 
 def correct_query_grad(dq: Array, feature_weights: Array, total: Array | float) -> Array:

@@ -173,7 +173,10 @@ def prefix_sums(x: Array, reverse: bool = False) -> Array:
 
 
 def decay_grad(dsums: Array, dtotal: Array) -> Array:
-    """Gradient of log_decay [*batch, C] from those of its sums G [*batch, C] and of the last of them [*batch]."""
+    """Gradient of log_decay [*batch, C] from those of its sums G [*batch, C] and of the last of them [*batch].
+
+    G enters as q + G and k - G, and its last entry in what is left after the chunk (`chunk.end_total`).
+    """
     return prefix_sums(dsums, reverse=True) + dtotal[..., None]
 
 

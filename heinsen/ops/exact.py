@@ -240,25 +240,32 @@ def isolate(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...
     later tokens, whether something after them is not.
     """
     bad_query, bad_key = find_nonfinite(domain, q, keys)
-    tokens_first = lambda x: jnp.moveaxis(x.reshape(*tainted[0].shape, -1), -1, 0)
-
-    def spread(tainted: Array, resets: Array | None, starts: Array | None, reverse: bool) -> tuple[Array, Array]:
-        def step(tainted: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
-            bad_key, reset, start = token
-            own = (tainted if reset is None else tainted & ~reset) | bad_key
-            return own if start is None else own & ~start, tainted if reverse else own
-
-        tainted, tokens = vary_together(tainted, jax.tree.map(tokens_first, (bad_key, resets, starts)))
-        last, tainted_at = lax.scan(step, tainted, tokens, reverse=reverse)
-        return last, jnp.moveaxis(tainted_at, 0, -1).reshape(bad_key.shape)
-
-    found = [spread(tainted[0], keys.resets, None, reverse=False)]
+    found = [_spread(tainted[0], bad_key, keys.resets, None, reverse=False)]
     if keys.later is not None:
-        found.append(spread(tainted[1], keys.later.resets, keys.later.starts, reverse=True))
+        found.append(_spread(tainted[1], bad_key, keys.later.resets, keys.later.starts, reverse=True))
     beyond, tainted_at = zip(*found, strict=True)
-    return Clean(
-        *replace_nonfinite(domain, q, keys, bad_query, bad_key), reduce(jnp.logical_or, tainted_at) | bad_query, beyond
-    )
+    q, keys = replace_nonfinite(domain, q, keys, bad_query, bad_key)
+    return Clean(q, keys, reduce(jnp.logical_or, tainted_at) | bad_query, beyond)
+
+
+def _spread(
+    tainted: Array, bad_key: Array, resets: Array | None, starts: Array | None, reverse: bool
+) -> tuple[Array, Array]:
+    """(whether a bad token is seen after the last token, whether one is at each), in one direction.
+
+    The last token is the first one if `reverse`: then a token does not see its own key, and none before a start.
+    """
+
+    def step(tainted: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
+        bad_key, reset, start = token
+        after = (tainted if reset is None else tainted & ~reset) | bad_key
+        return after if start is None else after & ~start, tainted if reverse else after
+
+    tokens_first = lambda x: jnp.moveaxis(x.reshape(*tainted.shape, -1), -1, 0)
+    tokens = jax.tree.map(tokens_first, (bad_key, resets, starts))
+    tainted, tokens = vary_together(tainted, tokens)
+    last, at_tokens = lax.scan(step, tainted, tokens, reverse=reverse)
+    return last, jnp.moveaxis(at_tokens, 0, -1).reshape(bad_key.shape)
 
 
 def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:

@@ -38,7 +38,7 @@ from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
 from heinsen.ops.chunk import KeyFactors, Keys, Later, OfQueries, Scales, ValueScales, Weights
-from heinsen.ops.decay import ChunkDecay
+from heinsen.ops.decay import ChunkDecay, decay_after_grad, decay_grad
 from heinsen.ops.exact import (
     MOST_ROWS,
     Clean,
@@ -167,8 +167,8 @@ def scan_chunks(
         for at in reversed(range(size)) if reverse else range(size):
             before[at] = carry
             carry = step(carry, take(block, at))
-        write = lambda x, *parts: lax.dynamic_update_slice_in_dim(x, jnp.stack(parts, axis), i * size, axis)
-        return carry, jax.tree.map(write, out, *before)
+        store = lambda x, *parts: lax.dynamic_update_slice_in_dim(x, jnp.stack(parts, axis), i * size, axis)
+        return carry, jax.tree.map(store, out, *before)
 
     out = jax.tree.map(lambda x: jnp.zeros((*x.shape[:axis], n, *x.shape[axis:]), x.dtype), carry)
     out, carry, _ = vary_together(out, carry, chunks)
@@ -229,11 +229,10 @@ def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, afte
     inexact |= jnp.any(~domain.is_exact(sums, around.scales.b), axis=-1)
 
     def read_exactly(rows: Rows, out: tuple[Sums, Array]) -> tuple[Sums, Array]:
-        of_rows = rows.take(terms)
-        weights, _ = of_rows.exact_weights(of_rows.q, of_rows.keys.k)
-        _, _, vf, (around, _, scales) = of_rows
-        sums = chunk.query_sums(weights, vf, around, scales)
-        return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, scales.b), axis=-1)))
+        some = rows.take(terms)
+        weights, _ = some.exact_weights(some.q, some.keys.k)
+        sums = chunk.query_sums(weights, some.vf, some.around.sums, some.around.scales)
+        return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, some.around.scales.b), axis=-1)))
 
     sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)))
     return Group(domain.mean(sums, around.scales.b), sums, before, end, inexact, lost)
@@ -287,26 +286,26 @@ def group_grad(
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
 
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
-        of_rows, row_dsums, row_total = rows.take((terms, dsums, dq_total))
-        return rows.write(out, _pull_back(of_rows.exact_weights, of_rows, row_dsums, row_total))
+        some, row_dsums, row_total = rows.take((terms, dsums, dq_total))
+        return rows.write(out, _pull_back(some.exact_weights, some, row_dsums, row_total))
 
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, own.c, around.cs)
-    found = _pull_back(weigh, terms, dsums, dq_total)
-    found = found if inexact is None else for_rows(inexact, pull_back_exactly, found)
-    dread, *dafter = pull_apart(found.around)
+    pulled = _pull_back(weigh, terms, dsums, dq_total)
+    pulled = pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled)
+    dread, *dafter = pull_apart(pulled.around)
     _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(older, dread)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
-    dk, dvf = found.k + more.k, found.vf + more.values
+    dk, dvf = pulled.k + more.k, pulled.vf + more.values
     dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.later is None else Later())
     if keys.log_decay is not None:
         dk_total = chunk.sum_features(dk)
-        if found.later is not None:
-            dq_total, dk_total = dq_total - found.later[0], dk_total - found.later[1]
-            dkeys = dkeys._replace(later=Later(log_decay=chunk.log_decay_after_grad(*found.later)))
-        dkept = chunk.kept_product(older, before.sums, dends)
-        dkeys = dkeys._replace(log_decay=chunk.log_decay_grad(dq_total, dk_total, more.k, dkept))
-    return GroupGrads(found.q, dkeys, dfirst, dafter)
+        if pulled.later is not None:
+            dq_total, dk_total = dq_total - pulled.later[0], dk_total - pulled.later[1]
+            dkeys = dkeys._replace(later=Later(log_decay=decay_after_grad(*pulled.later, 0.0)[..., None]))
+        total = chunk.end_total(older, before.sums, dends, more.k)
+        dkeys = dkeys._replace(log_decay=decay_grad(dq_total - dk_total, total)[..., None])
+    return GroupGrads(pulled.q, dkeys, dfirst, dafter)
 
 
 def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: Sums, dfirst: Sums) -> tuple[Keys, Sums]:
@@ -326,7 +325,8 @@ def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: S
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dlog_decay = None
     if keys.later.log_decay is not None:
-        dlog_decay = chunk.log_decay_end_grad(more.k, chunk.kept_product(older, after.sums, dends))
+        of_keys, total = chunk.sum_features(more.k), chunk.end_total(older, after.sums, dends, more.k)
+        dlog_decay = decay_after_grad(jnp.zeros_like(of_keys), of_keys, total[..., None])[..., None]
     return Keys(more.k, domain.factor_grad(factors.vf, more.values), None, None, Later(log_decay=dlog_decay)), dlast
 
 
@@ -357,9 +357,9 @@ class _Pulled(NamedTuple):
 
 def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pulled:
     """Gradients from those of S and Z."""
-    keys, (around, _, scales) = terms.keys, terms.around
+    keys, before, scales = terms.keys, terms.around.sums, terms.around.scales
     weights, pull, of_queries = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
-    dweights = chunk.weights_grad(dsums, terms.vf, around, scales)
+    dweights = chunk.weights_grad(dsums, terms.vf, before, scales)
     dq, dk = pull(dweights)
     dq = chunk.correct_query_grad(dq, of_queries.features, dq_total)
     is_gated = keys.later is not None and keys.log_decay is not None
@@ -422,7 +422,9 @@ class _GradCarry(NamedTuple):
     dend: Sums  # gradient of the sums after the group
     dq: Array
     dkeys: Keys
-    sums: Sums  # those before each chunk of all groups; of groups that are done the gradients of those after, if read
+    before: (
+        Sums  # the sums before each chunk of all groups; of a group that is done the gradients of those after, if read
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -511,19 +513,19 @@ class InOrder(Generic[StateT]):
 
         def step(carry: _GradCarry, xs: Any) -> tuple[_GradCarry, None]:
             i, shifts, after, tainted, inexact = xs
-            _, dq, dkeys, held = carry
-            before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), held), shifts)
+            _, dq, dkeys, of_all = carry
+            before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), of_all), shifts)
             clean = isolate_if_any(domain, *take_group((q, keys), i, split), tainted)
             s = dkeys.values if domain.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / divisor), 0.0)
             pass_back = partial(_pass_back_in_turn, carry.dend)
-            found = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
-            dq, dkeys = write((dq, dkeys), to_tokens(multiply((found.q, found.keys), divisor)), i)
-            if found.after:
-                held = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), held, found.after[0])
-            return _GradCarry(found.before, dq, dkeys, held), None
+            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
+            dq, dkeys = write((dq, dkeys), to_tokens(multiply((grad.q, grad.keys), divisor)), i)
+            if grad.after:
+                of_all = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), of_all, grad.after[0])
+            return _GradCarry(grad.before, dq, dkeys, of_all), None
 
         to_end = lambda m: domain.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / divisor))
