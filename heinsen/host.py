@@ -1,4 +1,4 @@
-"""What the machine keeps for later: compiled programs for the next process, freed memory for the next step."""
+"""Things that the machine keeps for later: compiled programs for the next process, freed memory for the next step."""
 
 import contextlib
 import ctypes

@@ -119,7 +119,7 @@ def linear_attention(
 def _attend(
     fq: Array, fk: Array, v: Array, initial: Array, starts: Array | None, log_decay: Array | None, causal: bool
 ) -> tuple[Array, Array]:
-    """What each query reads, with the denominator last, and the sums after all tokens. Jitted: see `exact.run`."""
+    """Sums that each query reads, the denominator last, and those after all tokens. Jitted: see `exact.run`."""
     fq, fk, v, initial, starts, log_decay = vary_together(fq, fk, v, initial, starts, log_decay)
     v1 = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     if causal:

@@ -71,7 +71,7 @@ LARGEST_HEAD = 64  # features: what fits into the registers and the shared memor
 
 
 class Sizes(NamedTuple):
-    """What is known of a kernel when it is compiled."""
+    """Static sizes of a kernel."""
 
     n_chunks: int
     d_key: int  # 16, 32 or 64
@@ -222,7 +222,7 @@ class _Chunk(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the forward kernel writes."""
+    """Outputs of the forward kernel."""
 
     y: Held  # [G, T, V]
     s: Held  # [G, T, V]: S, with 1 where it is rightly 0
@@ -377,7 +377,7 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
 
 
 class Cotangents(NamedTuple):
-    """What the backward kernel reads besides the inputs, whose `moved_k` and `moved_v` are those after each chunk."""
+    """Inputs of the backward kernel beside those of the forward kernel, whose `moved_k` and `moved_v` are those after each chunk."""
 
     dy: Held  # [G, T, V]
     s: Held  # [G, T, V], as written by the forward kernel
@@ -388,7 +388,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward kernel writes."""
+    """Outputs of the backward kernel."""
 
     q: Held  # [G, T, K]
     k: Held  # [G, T, K]
@@ -587,7 +587,7 @@ def _like(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str, Any], n_copies: int) -> Any:
-    """What `kernel` writes, of the shapes `out`: one block for each head."""
+    """Run `kernel`, which writes arrays of the shapes `out`: one block for each head."""
     leaves, out_leaves = jax.tree.leaves(inputs), jax.tree.leaves(out)
     unflatten = lambda like, leaves: jax.tree.unflatten(jax.tree.structure(like), leaves)
 
@@ -613,7 +613,7 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
 
 
 class _Residuals(NamedTuple):
-    """What the forward pass saves for the backward pass; tokens are as the kernels have them."""
+    """Arrays that the forward pass saves for the backward pass; tokens are as the kernels have them."""
 
     s: Array  # [G, T, V]
     z: Array  # [G, T]

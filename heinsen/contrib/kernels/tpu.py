@@ -107,14 +107,14 @@ class Before(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward kernel writes for the backward kernel."""
+    """Outputs of the forward kernel for the backward kernel."""
 
     s: Held  # [G, V, T]: S of each query
     before: Before
 
 
 class Written(NamedTuple):
-    """What the forward kernel writes."""
+    """Outputs of the forward kernel."""
 
     y: Held  # [G, V, T]
     z: Held  # [G, 1, T]: Z of each query
@@ -158,7 +158,7 @@ def _are_fine(sums: Sums, r: Array, b: Array | None) -> Array:
 
 
 class Cotangents(NamedTuple):
-    """What the backward kernel reads besides the inputs."""
+    """Inputs of the backward kernel beside those of the forward kernel."""
 
     dy: Held  # [G, V, T]
     z: Held  # [G, 1, T]
@@ -167,7 +167,7 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward kernel writes."""
+    """Outputs of the backward kernel."""
 
     q: Held  # [G, K, T]
     k: Held  # [G, K, T]
@@ -288,19 +288,19 @@ class _Layout(NamedTuple):
     # ---- blocks ----
 
     def blocks_of_tokens(self, width: int, backwards: bool = False) -> _Block:
-        """Of an array [G, width, T]."""
+        """Blocks of an array [G, width, T]."""
         at, size = self._chunk(backwards), self.split.chunk_size
         shape, block = (width, self.split.n_tokens), (width, size)
         return _Block((self.n_heads, *shape), (self.heads_per_block, *block), lambda g, i: (g, 0, at(i)))
 
     def blocks_of_chunks(self, rows: int, columns: int, backwards: bool = False, heads: int = 1) -> _Block:
-        """Of an array [G / heads, N, rows, columns]."""
+        """Blocks of an array [G / heads, N, rows, columns]."""
         at, shape = self._chunk(backwards), (rows, columns)
         whole, block = (self.n_heads // heads, self.split.n_chunks), (self.heads_per_block // heads, 1)
         return _Block((*whole, *shape), (*block, *shape), lambda g, i: (g, at(i), 0, 0))
 
     def blocks_of_heads(self, rows: int, columns: int) -> _Block:
-        """Of an array [G, rows, columns]."""
+        """Blocks of an array [G, rows, columns]."""
         shape = rows, columns
         return _Block((self.n_heads, *shape), (self.heads_per_block, *shape), lambda g, i: (g, 0, 0))
 
@@ -345,7 +345,7 @@ def _fill(x: Array, size: int, axis: int, fill: float) -> Array:
 def _run_kernel(
     kernel: Any, layout: _Layout, inputs: Any, blocks: Any, out: Any, *, pair_products: int, sum_products: int
 ) -> Any:
-    """What a kernel writes to `out`, from `inputs` in `blocks`.
+    """Run a kernel that writes `out`, from `inputs` in `blocks`.
 
     It makes so many products with matrices [C, C], and with M [K, V], of each chunk.
     """
@@ -387,7 +387,7 @@ def _run_kernel(
 
 
 class _Residuals(NamedTuple):
-    """What the forward pass saves for the backward pass, as the kernels have it."""
+    """Arrays that the forward pass saves for the backward pass, as the kernels have them."""
 
     saved: Saved
     z: Array  # [G, 1, T]

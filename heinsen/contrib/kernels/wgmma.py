@@ -80,7 +80,7 @@ class Operand(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """What differs where a kernel is interpreted."""
+    """Differences where a kernel is interpreted."""
 
     interpret: bool
 
