@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.ops import chunked, reference, scan
 from heinsen.ops.checks import ARRAYS, check_array, check_fits, check_float, check_integer, check_state, not_an_array
+from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.exact import Attend, isolate_non_finite
@@ -100,7 +101,7 @@ def log_attention(
     arrays, resets, log_decay = prepare_inputs(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
-    attend = lambda q, k, log_v, state, *decay: run(LOG_DOMAIN, q, k, log_v, causal, state, *decay)
+    attend = lambda q, k, log_v, state, *left: run(LOG_DOMAIN, q, Keys.of_tokens(k, log_v, *left), causal, state)
     log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
 
@@ -152,7 +153,7 @@ def attention(
     arrays, resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
-    attend = lambda q, k, v, state, *decay: run(REAL_DOMAIN, q, k, v, causal, state, *decay)
+    attend = lambda q, k, v, state, *left: run(REAL_DOMAIN, q, Keys.of_tokens(k, v, *left), causal, state)
     y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y

@@ -57,6 +57,17 @@ class Keys(NamedTuple):
     log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
     later: Later | None = None  # None: queries see keys up to their own
 
+    @classmethod
+    def of_tokens(cls, k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> "Keys":
+        """Keys [*batch, T, ...] with resets and log decays [*batch, T]."""
+        resets, log_decay = (None if x is None else x[..., None] for x in (resets, log_decay))
+        return cls(k, values, resets, log_decay)
+
+    def of_each(self) -> tuple[Array | None, Array | None]:
+        """Resets and log decays, [*batch, T] each."""
+        resets, log_decay = (None if x is None else x[..., 0] for x in (self.resets, self.log_decay))
+        return resets, log_decay
+
     @property
     def forgets(self) -> bool:
         """Whether anything may be left out or counted less."""

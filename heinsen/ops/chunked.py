@@ -32,36 +32,30 @@ from heinsen.ops.values import LOG_DOMAIN, Domain, Shifts, StateT, Summary
 def attend(
     domain: Domain[Any],
     q: Array,
-    k: Array,
-    values: Array,
+    keys: Keys,
     causal: bool,
     state: Any,
-    resets: Array | None,
-    log_decay: Array | None = None,
     *,
     fused: bool = False,
 ) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens). `fused`: by one kernel per pass."""
     if state is None:
-        first = _empty_state(domain, k, values)
+        first = _empty_state(domain, keys.k, keys.values)
     else:
-        first = jax.tree.map(lambda part: part.astype(k.dtype), state).normalize()
-    keys = _keys(k, values, resets, log_decay)
+        first = jax.tree.map(lambda part: part.astype(keys.k.dtype), state).normalize()
     if causal:
         y, end = attend_in_order(domain, q, keys, first, fused=fused)
-    elif resets is None:
+    elif keys.resets is None:
         end = summarize(domain, keys, first)
         y = read(domain, q, end)
     else:
-        y, end = attend_in_order(domain, q, keys._replace(later=Later(_column(resets))), first)
+        y, end = attend_in_order(domain, q, keys._replace(later=Later(keys.resets)), first)
     return y, end.denormalize()
 
 
-def state_after(
-    k: Array, log_v: Array, state: LogState, resets: Array | None, log_decay: Array | None = None
-) -> LogState:
+def state_after(keys: Keys, state: LogState) -> LogState:
     """The `LogState` after all tokens, without outputs."""
-    return summarize(LOG_DOMAIN, _keys(k, log_v, resets, log_decay), state.normalize()).denormalize()
+    return summarize(LOG_DOMAIN, keys, state.normalize()).denormalize()
 
 
 def attend_both_ways(
@@ -79,7 +73,7 @@ def attend_both_ways(
     """
     log_decay, resets = take_resets(log_decay, starts)
     log_decay_after, resets_after = take_resets(log_decay_after, None)
-    keys = _keys(k, values, resets, log_decay)
+    keys = Keys.of_tokens(k, values, resets, log_decay)
     keys = keys._replace(later=Later(*map(_column, (starts, resets_after, log_decay_after))))
     return attend_in_order(domain, q, keys, _empty_state(domain, k, values)).y
 
@@ -87,10 +81,6 @@ def attend_both_ways(
 def _empty_state(domain: Domain[StateT], k: Array, values: Array) -> StateT:
     # XLA would spend seconds folding what follows from so large a constant.
     return lax.optimization_barrier(domain.empty_state(k, values))
-
-
-def _keys(k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> Keys:
-    return Keys(k, values, _column(resets), _column(log_decay))
 
 
 def _column(x: Array | None) -> Array | None:

@@ -301,12 +301,9 @@ class Attend(Protocol):
         self,
         domain: Domain[Any],
         q: Array,
-        k: Array,
-        values: Array,
+        keys: Keys,
         causal: bool,
         state: Any,
-        resets: Array | None,
-        log_decay: Array | None,
     ) -> tuple[Array, Any]:
         """(y or log y, the `LogState` or `MeanState` after all tokens)."""
 
@@ -314,21 +311,11 @@ class Attend(Protocol):
 def isolate_non_finite(attend: Attend) -> Attend:
     """`attend` with outputs of NaN where a query is not finite, or sees a key, value or log decay that is not."""
 
-    def isolated(
-        domain: Domain[Any],
-        q: Array,
-        k: Array,
-        values: Array,
-        causal: bool,
-        state: Any,
-        resets: Array | None,
-        log_decay: Array | None,
-    ) -> tuple[Array, Any]:
-        keys = Keys(k, values, None, None if log_decay is None else log_decay[..., None])
+    def isolated(domain: Domain[Any], q: Array, keys: Keys, causal: bool, state: Any) -> tuple[Array, Any]:
         bad_query, bad_key = find_nonfinite(domain, q, keys)
-        q, (k, values, _, column, _) = replace_nonfinite(domain, q, keys, bad_query, bad_key)
-        y, end = attend(domain, q, k, values, causal, state, resets, None if column is None else column[..., 0])
-        seen, seen_by_last = _sees(bad_key, causal, resets)
+        q, keys = replace_nonfinite(domain, q, keys, bad_query, bad_key)
+        y, end = attend(domain, q, keys, causal, state)
+        seen, seen_by_last = _sees(bad_key, causal, keys.of_each()[0])
         return fill_where(bad_query | seen, y), fill_where(seen_by_last, end)
 
     return isolated

@@ -25,6 +25,7 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.chunk import Keys
 from heinsen.ops.documents import document_numbers, mask_cross_document
 from heinsen.ops.states import AnyState, LogState, MeanState, merge_states
 from heinsen.ops.values import LOG_DOMAIN, Domain
@@ -80,29 +81,22 @@ def _lse(x: Array, axis: int) -> Array:
 def attend(
     domain: Domain[Any],
     q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    values: Float[Array, "*batch S V"],
+    keys: Keys,
     causal: bool,
     state: Any,
-    resets: Bool[Array, "*batch T"] | None,
-    log_decay: Float[Array, "*batch T"] | None = None,
 ) -> tuple[Float[Array, "*batch T V"], Any]:
     """Eq. (1): log y or y, and the `LogState` or `MeanState` after all tokens."""
     by_kind: Any = _attend_log_values if domain is LOG_DOMAIN else _attend_real_values
-    result: tuple[Array, Any] = by_kind(q, k, values, causal, state, resets, log_decay)
+    result: tuple[Array, Any] = by_kind(q, keys, causal, state)
     return result
 
 
 def _attend_log_values(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    log_v: Float[Array, "*batch S V"],
-    causal: bool,
-    state: LogState | None,
-    resets: Bool[Array, "*batch T"] | None,
-    log_decay: Float[Array, "*batch T"] | None = None,
+    q: Float[Array, "*batch T K"], keys: Keys, causal: bool, state: LogState | None
 ) -> tuple[Float[Array, "*batch T V"], LogState]:
     """Eq. (1) in logarithms: log y, and the state after all tokens."""
+    k, log_v = keys.k, keys.values
+    resets, log_decay = keys.of_each()
     log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
@@ -115,15 +109,11 @@ def _attend_log_values(
 
 
 def _attend_real_values(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    v: Float[Array, "*batch S V"],
-    causal: bool,
-    state: MeanState | None,
-    resets: Bool[Array, "*batch T"] | None,
-    log_decay: Float[Array, "*batch T"] | None = None,
+    q: Float[Array, "*batch T K"], keys: Keys, causal: bool, state: MeanState | None
 ) -> tuple[Float[Array, "*batch T V"], MeanState]:
     """Eq. (1): y, and the state after all tokens."""
+    k, v = keys.k, keys.values
+    resets, log_decay = keys.of_each()
     log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:

@@ -26,23 +26,17 @@ from heinsen.logspace import (
     log_shares,
     logaddexp,
 )
+from heinsen.ops.chunk import Keys
 from heinsen.ops.documents import last_tokens, mask_starts
 from heinsen.ops.states import NormalizedMeanState, NormalizedState, read_all, whole_shift
 from heinsen.ops.values import LOG_DOMAIN, Domain, StateT
 
 
-@partial(jax.checkpoint, static_argnums=(0, 4))
-def attend(
-    domain: Domain[StateT],
-    q: Array,
-    k: Array,
-    values: Array,
-    causal: bool,
-    state: Any,
-    resets: Array | None,
-    log_decay: Array | None = None,
-) -> tuple[Array, Any]:
+@partial(jax.checkpoint, static_argnums=(0, 3))
+def attend(domain: Domain[StateT], q: Array, keys: Keys, causal: bool, state: Any) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens)."""
+    k, values = keys.k, keys.values
+    resets, log_decay = keys.of_each()
     past = domain.empty_state(k, values) if state is None else state.normalize()
     if not causal and resets is None:
         end = past.merge(domain.state_of_tokens(k, values))

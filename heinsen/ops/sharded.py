@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from heinsen import logspace
 from heinsen.ops import chunked
 from heinsen.ops.api import log_attention as on_one_device
+from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
@@ -120,7 +121,7 @@ def _state_before(
         total = jnp.sum(log_decay, axis=-1)
     if resets is not None:
         total = jnp.where(jnp.any(resets, axis=-1), logspace.NEG_INF, total)
-    own = chunked.state_after(k, log_v, begin, resets, log_decay)
+    own = chunked.state_after(Keys.of_tokens(k, log_v, resets, log_decay), begin)
 
     Part = tuple[Array, LogState]  # (total, the state after these tokens)
 

@@ -377,7 +377,7 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
 
 
 class Cotangents(NamedTuple):
-    """Inputs of the backward kernel beside those of the forward kernel, whose `moved_k` and `moved_v` are those after each chunk."""
+    """Inputs of the backward kernel beside those of the forward kernel; `moved_k`, `moved_v` are after each chunk."""
 
     dy: Held  # [G, T, V]
     s: Held  # [G, T, V], as written by the forward kernel

@@ -80,7 +80,7 @@ class Operand(NamedTuple):
 
 
 class Registers(NamedTuple):
-    """Differences where a kernel is interpreted."""
+    """Products and barriers of registers, compiled or interpreted."""
 
     interpret: bool
 
