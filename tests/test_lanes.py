@@ -21,6 +21,7 @@ SIZES = dict(n_layers=1, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=7
 STEPS = 4  # in two blocks of one cycle
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compile_cache")
 def test_lanes_are_the_runs_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kind whose functions have most for vmap to transform, by the optimizer that compiles soonest."""

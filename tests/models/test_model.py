@@ -119,6 +119,7 @@ def test_remat_changes_neither_loss_nor_gradients(params, tokens, policy):
         assert_close(got, np.float64(want), 1e-5)
 
 
+@pytest.mark.long
 def test_products_that_remat_saves_are_not_computed_again(params, tokens):
     def flops(remat):
         config = dataclasses.replace(SMALL, remat=remat)

@@ -33,7 +33,8 @@ def test_memory_is_linear_in_tokens_with_few_buffers_and_no_copies_in_loops(func
     assert not [line for line in loops if shape in line.split(" copy(")[0] and " copy(" in line]
 
 
-@pytest.mark.parametrize("function", [pytest.param("log_attention", marks=pytest.mark.long), "attention"])
+@pytest.mark.long
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
 def test_both_ways_within_documents_need_hardly_more_memory_than_causal_attention(function):
     n_tokens = 16384
     ids = jax.numpy.arange(n_tokens) // 1000
