@@ -62,19 +62,25 @@ def prefill(
 
 @partial(jax.jit, static_argnums=0)
 def _prefill_piece(
-    config: ModelConfig, params: Params, tokens_BxT: Array, prefix: Prefix, lengths_B: Array | None
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    prefix: Prefix,
+    lengths: Int[Array, " B"] | None,
 ) -> Prefix:
-    logits, state = forward(config, params, tokens_BxT, prefix.state, lengths_B, last_only=True)
-    if lengths_B is not None:
-        logits = jnp.where((lengths_B > 0)[:, None], logits, prefix.logits)
+    logits, state = forward(config, params, tokens, prefix.state, lengths, last_only=True)
+    if lengths is not None:
+        logits = jnp.where((lengths > 0)[:, None], logits, prefix.logits)
     return Prefix(logits, state)
 
 
-def _make_room(config: ModelConfig, state: ModelState, tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> ModelState:
+def _make_room(
+    config: ModelConfig, state: ModelState, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, " B"]
+) -> ModelState:
     """Return the state with room for these tokens. Raises ValueError where they go beyond learned positions."""
     if config.max_positions is not None:  # else nobody need wait for the state
-        check_room(config, longest_document(config, state, tokens_BxT, lengths_B))
-    return with_room(config, state, lengths_B)
+        check_room(config, longest_document(config, state, tokens, lengths))
+    return with_room(config, state, lengths)
 
 
 def longest_document(
@@ -120,9 +126,9 @@ def score(
 
 @partial(jax.jit, static_argnums=0)
 def _score_piece(
-    config: ModelConfig, params: Params, tokens_BxT: Array, prefix: Prefix, lengths_B: Array
+    config: ModelConfig, params: Params, tokens: Int[Array, "B T"], prefix: Prefix, lengths: Int[Array, " B"]
 ) -> tuple[Array, Array, Prefix]:
-    x_BxTxD, state = hidden_states(config, params, tokens_BxT, prefix.state, lengths_B)
+    x, state = hidden_states(config, params, tokens, prefix.state, lengths)
 
     def next_token(logits: Array, token: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, target = token
@@ -130,11 +136,11 @@ def _score_piece(
         likeliest = jnp.argmax(logits[:, : config.vocab_size], axis=-1)
         return logits_of(config, params, x), (log_p, likeliest == target)
 
-    steps = x_BxTxD.swapaxes(0, 1), tokens_BxT.T
+    steps = x.swapaxes(0, 1), tokens.T
     _, (log_p, likeliest) = jax.lax.scan(next_token, prefix.logits, steps)
-    within = jnp.arange(tokens_BxT.shape[1]) < lengths_B[:, None]
-    last = jnp.take_along_axis(x_BxTxD, jnp.maximum(lengths_B - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = jnp.where((lengths_B > 0)[:, None], logits_of(config, params, last), prefix.logits)
+    within = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = jnp.where((lengths > 0)[:, None], logits_of(config, params, last), prefix.logits)
     return jnp.where(within, log_p.T, 0.0), within & likeliest.T, Prefix(logits, state)
 
 

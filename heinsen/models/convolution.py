@@ -31,11 +31,11 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxHxTxF: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, context: TokenContext
+        self, x: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, context: TokenContext
     ) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
         """Return (y, the last inputs), where `before` are the inputs before the first token (None: there are none)."""
-        taps = self.param("taps", random_taps, (x_BxHxTxF.shape[1], self.n_taps, x_BxHxTxF.shape[-1]))
-        return convolve(self.mesh, x_BxHxTxF, taps, before, context.place, context.valid)
+        taps = self.param("taps", random_taps, (x.shape[1], self.n_taps, x.shape[-1]))
+        return convolve(self.mesh, x, taps, before, context.place, context.valid)
 
 
 def random_taps(key: Array, shape: tuple[int, ...]) -> Float[Array, "H N F"]:

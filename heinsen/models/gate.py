@@ -28,15 +28,15 @@ class ForgetGate(nn.Module):
     deviation: float | None = None  # of the initial W: see `weight_init`
 
     @nn.compact
-    def __call__(self, x_BxTxD: Float[Array, "B T D"]) -> Float[Array, "B H T"]:
-        d_model = x_BxTxD.shape[-1]
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B H T"]:
+        d_model = x.shape[-1]
         kernel = self.param("kernel", weight_init(d_model, self.deviation), (d_model, self.n_heads))
         bias = self.param("bias", lambda _: spread_biases(self.shortest, self.longest, (self.n_heads,)))
         scale = self.param("scale", nn.initializers.ones, (self.n_heads,))
-        log_gate_BxTxH = log_sigmoid(matmul(x_BxTxD, kernel, self.dtype) + bias)
+        log_gate = log_sigmoid(matmul(x, kernel, self.dtype) + bias)
         # At least 0, with the gradient of the identity: a head whose scale is 0 can begin to forget.
         scale = scale + jax.lax.stop_gradient(jnp.maximum(scale, 0) - scale)
-        return jnp.swapaxes(scale * log_gate_BxTxH, 1, 2)
+        return jnp.swapaxes(scale * log_gate, 1, 2)
 
 
 def spread_biases(shortest: float, longest: float, shape: tuple[int, ...]) -> Float[Array, "*stack H"]:

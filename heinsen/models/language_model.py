@@ -58,9 +58,9 @@ class LanguageModel(nn.Module):
     @nn.compact
     def __call__(
         self,
-        tokens_BxT: Int[Array, "B T"],
+        tokens: Int[Array, "B T"],
         state: ModelState | None = None,
-        lengths_B: Int[Array, " B"] | None = None,
+        lengths: Int[Array, " B"] | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Array, "B T D"], ModelState | None]:
         """Return the last hidden states, of which the embedding makes logits, and the state after all tokens."""
@@ -68,24 +68,24 @@ class LanguageModel(nn.Module):
         keep_state = keep_state and c.causal
         deviation = LAYERS[c.block].deviation
         embedding = self.param("embedding", weight_init(c.d_model, deviation), (c.padded_vocab_size, c.d_model))
-        x_BxTxD = jnp.take(embedding, tokens_BxT, axis=0)
+        x = jnp.take(embedding, tokens, axis=0)
 
-        before, context = locate_tokens(c, tokens_BxT, state, lengths_B)
-        x_BxTxD = constrain_stream(self.mesh, x_BxTxD)
+        before, context = locate_tokens(c, tokens, state, lengths)
+        x = constrain_stream(self.mesh, x)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
-        x_BxTxD, position_BxD = add_position(x_BxTxD, before.position, context)
+        x, position = add_position(x, before.position, context)
         states = layer_states(before)
         if self.stacked:
-            x_BxTxD, states = self._scan_layers(x_BxTxD, states, context, keep_state)
+            x, states = self._scan_layers(x, states, context, keep_state)
         else:
-            x_BxTxD, states = run_layers(c, c.layer_mixers, self.mesh, x_BxTxD, states, context, keep_state)
-        x_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        after = state_after(before, context, lengths_B, position_BxD, states) if keep_state else None
-        return x_BxTxD, after
+            x, states = run_layers(c, c.layer_mixers, self.mesh, x, states, context, keep_state)
+        x = nn.LayerNorm(epsilon=1e-5, name="norm")(x)
+        after = state_after(before, context, lengths, position, states) if keep_state else None
+        return x, after
 
     def _scan_layers(
-        self, x_BxTxD: Array, states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
-    ) -> tuple[Array, tuple[LayerState, ...]]:
+        self, x: Float[Array, "B T D"], states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
+    ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
         """Scan over repetitions of the pattern, with the states of each of its places stacked."""
         c, period = self.config, len(self.config.mixers)
         module, arguments = (LAYERS[c.block], (c, c.mixers[0])) if period == 1 else (Period, (c,))
@@ -101,11 +101,9 @@ class LanguageModel(nn.Module):
         )
         stacks = tuple(jax.tree.map(lambda *x: jnp.stack(x), *states[j::period]) for j in range(period))
         run = scan(*arguments, self.mesh, name="layers")
-        x_BxTxD, after = run(x_BxTxD, stacks if period > 1 else stacks[0], context, keep_state)
+        x, after = run(x, stacks if period > 1 else stacks[0], context, keep_state)
         stacks = after if period > 1 else (after,)
-        return x_BxTxD, tuple(
-            jax.tree.map(lambda x, i=i: x[i // period], stacks[i % period]) for i in range(c.n_layers)
-        )
+        return x, tuple(jax.tree.map(lambda x, i=i: x[i // period], stacks[i % period]) for i in range(c.n_layers))
 
 
 class Period(nn.Module):
@@ -116,17 +114,17 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
+        self, x: Float[Array, "B T D"], states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
         c = self.config
-        return run_layers(c, c.mixers, self.mesh, x_BxTxD, states, context, keep_state)
+        return run_layers(c, c.mixers, self.mesh, x, states, context, keep_state)
 
 
 def run_layers(
     config: ModelConfig,
     mixers: tuple[Mixer[Any], ...],
     mesh: Mesh | None,
-    x_BxTxD: Float[Array, "B T D"],
+    x: Float[Array, "B T D"],
     states: tuple[LayerState, ...],
     context: TokenContext,
     keep_state: bool,
@@ -135,9 +133,9 @@ def run_layers(
     after = []
     for i, (mixer, state) in enumerate(zip(mixers, states, strict=True)):
         layer = LAYERS[config.block](config, mixer, mesh, name=f"layer_{i}")
-        x_BxTxD, state = layer(x_BxTxD, state, context, keep_state)
+        x, state = layer(x, state, context, keep_state)
         after.append(state)
-    return x_BxTxD, tuple(after)
+    return x, tuple(after)
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -159,73 +157,73 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], state: LayerState, context: TokenContext, keep_state: bool
+        self, x: Float[Array, "B T D"], state: LayerState, context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
-        normed_BxTxD = nn.LayerNorm(epsilon=1e-5, name="norm")(x_BxTxD)
-        q, k, values, inputs = self.project(normed_BxTxD, state.convolution, context)
-        context = self.add_log_decays(normed_BxTxD, context)
-        context = self.add_strength(normed_BxTxD, context)
+        normed = nn.LayerNorm(epsilon=1e-5, name="norm")(x)
+        q, k, values, inputs = self.project(normed, state.convolution, context)
+        context = self.add_log_decays(normed, context)
+        context = self.add_strength(normed, context)
         if self.mixer.takes_log_decay and self.config.causal:
             k, context = hide_padding(k, context)
         is_step = state.attention is not None and context.slot.shape[1] == 1
         mix = self.mixer.step if is_step else self.mixer.parallel
-        y_BxHxTxV, attention = mix(q, k, values, state.attention, context, self.mesh)
-        y = self.output(y_BxHxTxV, normed_BxTxD)
+        y, attention = mix(q, k, values, state.attention, context, self.mesh)
+        y = self.output(y, normed)
         self.record("attention", lambda: self.rms(y))
-        x_BxTxD = self.feed(x_BxTxD, y)
-        self.record("residual", lambda: self.rms(x_BxTxD))
+        x = self.feed(x, y)
+        self.record("residual", lambda: self.rms(x))
         after = LayerState(attention, inputs) if keep_state else LayerState(None, None)
-        return constrain_stream(self.mesh, x_BxTxD), after
+        return constrain_stream(self.mesh, x), after
 
     def project(
-        self, normed_BxTxD: Array, inputs: Array | None, context: TokenContext
+        self, normed: Float[Array, "B T D"], inputs: Array | None, context: TokenContext
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
-        n_batch, n_tokens, _ = normed_BxTxD.shape
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed_BxTxD)
-        h_BxHxTxC = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
+        n_batch, n_tokens, _ = normed.shape
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed)
+        h = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         if c.convolution:
-            h_BxHxTxC, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h_BxHxTxC, inputs, context)
-        q, k, values = jnp.split(h_BxHxTxC, (c.d_key, 2 * c.d_key), axis=-1)
+            h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
+        q, k, values = jnp.split(h, (c.d_key, 2 * c.d_key), axis=-1)
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, context)
         return q, k, values, inputs
 
-    def add_log_decays(self, normed_BxTxD: Array, context: TokenContext) -> TokenContext:
+    def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
         c = self.config
         if c.gate == "none" or not self.mixer.takes_log_decay:
             return context
         gate = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation)
-        before = gate(name="gate")(normed_BxTxD)
-        after = None if c.causal else gate(name="gate_after")(normed_BxTxD)
+        before = gate(name="gate")(normed)
+        after = None if c.causal else gate(name="gate_after")(normed)
         decays = before if after is None else jnp.concatenate([before, after], axis=1)
         self.record("decay", lambda: jnp.mean(jnp.exp(decays), axis=(0, 2)))
         return context._replace(log_decay=before, log_decay_after=after)
 
-    def add_strength(self, normed_BxTxD: Array, context: TokenContext) -> TokenContext:
+    def add_strength(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with strengths sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes them."""
         if not self.mixer.takes_strength:
             return context
         c = self.config
-        strength = Dense(c.n_heads, c.dtype, deviation=self.deviation, name="strength")(normed_BxTxD)
+        strength = Dense(c.n_heads, c.dtype, deviation=self.deviation, name="strength")(normed)
         return context._replace(strength=nn.sigmoid(strength).swapaxes(1, 2))
 
-    def output(self, y_BxHxTxV: Array, normed_BxTxD: Array) -> Array:
+    def output(self, y: Float[Array, "B H T V"], normed: Float[Array, "B T D"]) -> Array:
         """The attention of all heads side by side [B, T, H V], times the output gate if there is one."""
-        y = y_BxHxTxV.swapaxes(1, 2).reshape(*normed_BxTxD.shape[:2], -1)
+        y = y.swapaxes(1, 2).reshape(*normed.shape[:2], -1)
         if not self.config.output_gate:
             return y
-        gate = Dense(y.shape[-1], self.config.dtype, deviation=self.deviation, name="output_gate")(normed_BxTxD)
+        gate = Dense(y.shape[-1], self.config.dtype, deviation=self.deviation, name="output_gate")(normed)
         return y * (2 * nn.sigmoid(gate))
 
-    def feed(self, x_BxTxD: Array, y: Array) -> Array:
+    def feed(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
         """x + W3 GLU(W2 y)."""
         c = self.config
         h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(y))
-        return x_BxTxD + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
+        return x + Dense(c.d_model, c.dtype, use_bias=False, name="w3")(h)
 
     def record(self, name: str, compute: Callable[[], Array]) -> None:
         """Record a value where `layer_records` asks for it."""
@@ -246,14 +244,14 @@ class GPT2Layer(Layer):
 
     deviation: ClassVar[float | None] = 0.02
 
-    def feed(self, x_BxTxD: Array, y: Array) -> Array:
+    def feed(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
         """x' = x + Wo y;  x' + Wout gelu(Win LayerNorm(x'))."""
         c = self.config
         residual = 0.02 / math.sqrt(2 * c.n_layers)
-        x_BxTxD = x_BxTxD + Dense(c.d_model, c.dtype, deviation=residual, name="attention_out")(y)
-        h = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(constrain_stream(self.mesh, x_BxTxD))
+        x = x + Dense(c.d_model, c.dtype, deviation=residual, name="attention_out")(y)
+        h = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(constrain_stream(self.mesh, x))
         h = nn.gelu(Dense(4 * c.d_model, c.dtype, deviation=0.02, name="mlp_in")(h), approximate=True)
-        return x_BxTxD + Dense(c.d_model, c.dtype, deviation=residual, name="mlp_out")(h)
+        return x + Dense(c.d_model, c.dtype, deviation=residual, name="mlp_out")(h)
 
 
 LAYERS: dict[str, type[Layer]] = {"heinsen": Layer, "gpt2": GPT2Layer}  # the names in heinsen.models.config.BLOCKS

@@ -25,8 +25,8 @@ def next_token_losses(
     The logits of all tokens are never in memory at once. Raises ValueError for masked models.
     """
     check_causal(config)
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
-    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh)
+    x, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    return token_losses(x, embedding, tokens[:, 1:], config.dtype, mesh)
 
 
 def next_token_losses_with_state(
@@ -38,8 +38,8 @@ def next_token_losses_with_state(
 ) -> tuple[Float[Array, "B N-1"], ModelState]:
     """Return `next_token_losses` after `state`, and the state after all tokens but the last."""
     check_causal(config)
-    x_BxTxD, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state)
-    return token_losses(x_BxTxD, embedding, tokens[:, 1:], config.dtype, mesh), after
+    x, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state)
+    return token_losses(x, embedding, tokens[:, 1:], config.dtype, mesh), after
 
 
 def mean_loss(
@@ -47,8 +47,8 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """Return the mean of `next_token_losses`. Fast to differentiate."""
     check_causal(config)
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
-    return _plain_mean(config, x_BxTxD, embedding, tokens[:, 1:], mesh)
+    x, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    return _plain_mean(config, x, embedding, tokens[:, 1:], mesh)
 
 
 def mean_loss_at(
@@ -65,24 +65,28 @@ def mean_loss_at(
     masked models.
     """
     check_causal(config)
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
-    x_BxAxD = jnp.take_along_axis(x_BxTxD, jnp.asarray(places)[..., None], axis=1)
-    return _plain_mean(config, x_BxAxD, embedding, targets, mesh)
+    x, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    x = jnp.take_along_axis(x, jnp.asarray(places)[..., None], axis=1)
+    return _plain_mean(config, x, embedding, targets, mesh)
 
 
 def _plain_mean(
-    config: ModelConfig, x_BxTxD: Array, embedding: Array, targets_BxT: Array | np.ndarray, mesh: Mesh | None
-) -> Array:
-    weights_BxT = jnp.full(targets_BxT.shape, 1 / targets_BxT.size, x_BxTxD.dtype)
-    return weighted_loss(x_BxTxD, embedding, targets_BxT, weights_BxT, config.dtype, mesh)
+    config: ModelConfig,
+    x: Float[Array, "B T D"],
+    embedding: Array,
+    targets: Int[Array | np.ndarray, "B T"],
+    mesh: Mesh | None,
+) -> Float[Array, ""]:
+    weights = jnp.full(targets.shape, 1 / targets.size, x.dtype)
+    return weighted_loss(x, embedding, targets, weights, config.dtype, mesh)
 
 
 def masked_logits(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> Float[Array, "B T padded_vocab"]:
     """Return a masked model's logits for every token, in its own place; `config.mask_token` stands for unknown ones."""
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh)
-    return token_logits(x_BxTxD, embedding, config.dtype)
+    x, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    return token_logits(x, embedding, config.dtype)
 
 
 def masked_losses(
@@ -97,17 +101,17 @@ def masked_losses(
 
     lengths: number of tokens of each row, if rows are padded at their end, where losses mean nothing (None: T).
     """
-    x_BxTxD, embedding, _ = _hidden_states(config, params, tokens, mesh, lengths=lengths)
-    return token_losses(x_BxTxD, embedding, targets, config.dtype, mesh)
+    x, embedding, _ = _hidden_states(config, params, tokens, mesh, lengths=lengths)
+    return token_losses(x, embedding, targets, config.dtype, mesh)
 
 
 def masked_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
     """Return the sum of `masked_losses` of batch "tokens" and "targets" times "weights". Fast to differentiate."""
-    x_BxTxD, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
-    weights_BxT = batch["weights"].astype(x_BxTxD.dtype)
-    return weighted_loss(x_BxTxD, embedding, batch["targets"], weights_BxT, config.dtype, mesh)
+    x, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
+    weights = batch["weights"].astype(x.dtype)
+    return weighted_loss(x, embedding, batch["targets"], weights, config.dtype, mesh)
 
 
 def _hidden_states(
@@ -117,7 +121,7 @@ def _hidden_states(
     mesh: Mesh | None,
     state: ModelState | None = None,
     lengths: Array | np.ndarray | None = None,
-) -> tuple[Array, Array, Any]:
+) -> tuple[Float[Array, "B T D"], Array, Any]:
     """Return the last hidden states, the embedding, gathered once for both of its uses, and the state after `state`.
 
     Without a state there is none after.
@@ -126,5 +130,5 @@ def _hidden_states(
     model = LanguageModel(config, mesh)
     lengths = None if lengths is None else jnp.asarray(lengths)
     result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, lengths, state is not None)
-    x_BxTxD, after = result
-    return x_BxTxD, params["embedding"], after
+    x, after = result
+    return x, params["embedding"], after

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.logspace import NEG_INF, logaddexp
 from heinsen.models.config import ModelConfig, check_room
@@ -33,10 +33,10 @@ class Position(nn.Module):
     deviation: float | None = None
 
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], before_BxD: Float[Array, "B D"], context: TokenContext
+        self, x: Float[Array, "B T D"], before: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         """Add positions to the embedding x, with e before the first token: (x, e after the last token)."""
-        return x_BxTxD, before_BxD
+        return x, before
 
     @staticmethod
     def rotate(
@@ -54,33 +54,38 @@ class RecurrentPosition(Position):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], before_BxD: Float[Array, "B D"], context: TokenContext
+        self, x: Float[Array, "B T D"], before: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         n_maps = 2 if self.config.causal else 4
-        maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x_BxTxD), n_maps, axis=-1)
-        e_BxTxD = self._recurrence(maps[0], maps[1], before_BxD, context.begins, context.valid)
+        maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x), n_maps, axis=-1)
+        e = self._recurrence(maps[0], maps[1], before, context.begins, context.valid)
         if not self.config.causal:
             flip: Callable[[Array], Array] = lambda x: jnp.flip(x, axis=1)
             # From the end, a document begins with its last token.
             ends = None if context.begins is None else flip(jnp.pad(context.begins[:, 1:], [(0, 0), (0, 1)]))
             valid = None if context.valid is None else flip(context.valid)
-            e_BxTxD = e_BxTxD + flip(self._recurrence(flip(maps[2]), flip(maps[3]), before_BxD, ends, valid))
-        return x_BxTxD + e_BxTxD, e_BxTxD[:, -1]
+            e = e + flip(self._recurrence(flip(maps[2]), flip(maps[3]), before, ends, valid))
+        return x + e, e[:, -1]
 
     def _recurrence(
-        self, c: Array, log_b: Array, before_BxD: Array, begins_BxT: Array | None, valid_BxT: Array | None
-    ) -> Array:
+        self,
+        c: Float[Array, "B T D"],
+        log_b: Float[Array, "B T D"],
+        before: Float[Array, "B D"],
+        begins: Bool[Array, "B T"] | None,
+        valid: Bool[Array, "B T"] | None,
+    ) -> Float[Array, "B T D"]:
         log_a = nn.log_sigmoid(c)
-        if begins_BxT is not None:  # e_{t-1} is 0 there, as before any token
-            begins = begins_BxT[..., None]
+        if begins is not None:  # e_{t-1} is 0 there, as before any token
+            begins = begins[..., None]
             log_b = jnp.where(begins, logaddexp(log_a, log_b), log_b)
             log_a = jnp.where(begins, NEG_INF, log_a)
-        if valid_BxT is not None:  # padding changes nothing
-            log_a = jnp.where(valid_BxT[..., None], log_a, 0.0)
-            log_b = jnp.where(valid_BxT[..., None], log_b, NEG_INF)
+        if valid is not None:  # padding changes nothing
+            log_a = jnp.where(valid[..., None], log_a, 0.0)
+            log_b = jnp.where(valid[..., None], log_b, NEG_INF)
         if log_b.shape[1] == 1:
-            return logaddexp(before_BxD[:, None] + log_a, log_b)
-        return sharded.log_linear_recurrence(self.mesh, log_a, log_b, before_BxD)
+            return logaddexp(before[:, None] + log_a, log_b)
+        return sharded.log_linear_recurrence(self.mesh, log_a, log_b, before)
 
 
 class LearnedPosition(Position):
@@ -88,15 +93,15 @@ class LearnedPosition(Position):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: Float[Array, "B T D"], before_BxD: Float[Array, "B D"], context: TokenContext
+        self, x: Float[Array, "B T D"], before: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
-        c, places_BxT = self.config, context.place
+        c, places = self.config, context.place
         if context.begins is None and context.valid is None:
-            check_room(c, x_BxTxD.shape[1])
+            check_room(c, x.shape[1])
         if context.valid is not None:  # padding may lie beyond the table
-            places_BxT = jnp.where(context.valid, places_BxT, 0)
+            places = jnp.where(context.valid, places, 0)
         table = self.param("embedding", weight_init(c.d_model, self.deviation), (c.n_positions, c.d_model))
-        return x_BxTxD + jnp.take(table, places_BxT, axis=0, mode="fill", fill_value=jnp.nan), before_BxD
+        return x + jnp.take(table, places, axis=0, mode="fill", fill_value=jnp.nan), before
 
 
 class RotaryPosition(Position):
@@ -122,10 +127,10 @@ def _angles(places: Array, rates: Array) -> Array:
     return angles
 
 
-def _rotate_pairs(x_BxHxTxK: Array, places_BxT: Array) -> Array:
-    half = x_BxHxTxK.shape[-1] // 2
-    angles = _angles(places_BxT[:, None, :, None], 10000.0 ** (-jnp.arange(half) / half))
-    a, b = x_BxHxTxK[..., :half], x_BxHxTxK[..., half:]
+def _rotate_pairs(x: Float[Array, "B H T K"], places: Int[Array, "B T"]) -> Float[Array, "B H T K"]:
+    half = x.shape[-1] // 2
+    angles = _angles(places[:, None, :, None], 10000.0 ** (-jnp.arange(half) / half))
+    a, b = x[..., :half], x[..., half:]
     cos, sin = jnp.cos(angles).astype(a.dtype), jnp.sin(angles).astype(a.dtype)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
