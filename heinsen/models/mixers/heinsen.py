@@ -55,19 +55,6 @@ class Heinsen(Mixer[MixerState], Generic[MixerState]):
         """The state before any token of this many sequences and heads."""
         return states.init_state(shape, self.d_key, self.d_value, signed=self.signed, dtype=self.accumulator_dtype)
 
-    def parallel(
-        self,
-        q: Float[Array, "B H T K"],
-        k: Float[Array, "B H T K"],
-        values: Float[Array, "B H T V"],
-        state: MixerState | None,
-        context: TokenContext,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], MixerState]:
-        if mesh is not None and mesh.shape["sequence"] > 1 and self.splits_sequences:
-            return self._split_sequences(mesh, q, k, values, state, context)
-        return over_heads(mesh, self._attend)(q, k, values, state, context)
-
     def _attend(self, q: Array, k: Array, values: Array, state: Any, context: TokenContext) -> tuple[Array, Any]:
         log_decay, segment_ids = context.log_decay, context.segment_ids
         if context.log_decay_after is not None:  # a model that is not causal, and keeps no state
@@ -89,12 +76,6 @@ class Heinsen(Mixer[MixerState], Generic[MixerState]):
         )
         return y, after
 
-    def _split_sequences(
-        self, mesh: Mesh, q: Array, k: Array, values: Array, state: Any, context: TokenContext
-    ) -> tuple[Array, Any]:
-        given: dict[str, Any] = {"log_decay": context.log_decay, "implementation": self.implementation}
-        return sharded.log_attention(mesh, q, k, values, state, context.segment_ids, **given)
-
 
 @dataclasses.dataclass(frozen=True)
 class LogHeinsen(Heinsen[LogState | RunningState]):
@@ -107,6 +88,21 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     @property
     def splits_sequences(self) -> bool:
         return self.causal
+
+    def parallel(
+        self,
+        q: Float[Array, "B H T K"],
+        k: Float[Array, "B H T K"],
+        values: Float[Array, "B H T V"],
+        state: LogState | RunningState | None,
+        context: TokenContext,
+        mesh: Mesh | None,
+    ) -> tuple[Float[Array, "B H T V"], LogState | RunningState]:
+        if mesh is not None and mesh.shape["sequence"] > 1 and self.causal:
+            assert not isinstance(state, RunningState)
+            segment_ids, log_decay = context.segment_ids, context.log_decay
+            return sharded.log_attention(mesh, q, k, values, state, segment_ids, self.implementation, log_decay)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def step(
         self,
