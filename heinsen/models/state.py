@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
 from heinsen.models.mixers import TokenContext
-from heinsen.models.mixers.base import select_rows
+from heinsen.ops.exact import fill_where
 
 
 class LayerState(NamedTuple):
@@ -81,7 +81,7 @@ def forget(config: ModelConfig, state: ModelState, rows: Bool[Array, " B"]) -> M
     check_causal(config)
     attention = _map_layers(lambda mixer, layer: mixer.forget(layer, rows), config, state.attention)
     fresh = state_without_layers(config, rows.shape[0])._replace(attention=(), convolution=())
-    selected = select_rows(rows, fresh, state._replace(attention=(), convolution=()))
+    selected = fill_where(rows, state._replace(attention=(), convolution=()), fresh)
     # The last inputs may stay: a convolution sees those of its own document alone.
     return selected._replace(attention=attention, convolution=state.convolution)
 

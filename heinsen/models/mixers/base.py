@@ -12,12 +12,12 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.logspace import NEG_INF
+from heinsen.ops.exact import fill_where
 from heinsen.ops.sharded import over_heads
 
 MixerState = TypeVar("MixerState")
@@ -153,7 +153,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
 
     def forget(self, state: MixerState, rows: Bool[Array, " B"]) -> MixerState:
         """Return the state with those rows as before any token."""
-        return select_rows(rows, self.init_state(rows.shape[0], 0), state)
+        return fill_where(rows, state, self.init_state(rows.shape[0], 0))
 
 
 def hide_padding(k: Float[Array, "B H T K"], context: TokenContext) -> tuple[Float[Array, "B H T K"], TokenContext]:
@@ -171,9 +171,3 @@ def hide_padding(k: Float[Array, "B H T K"], context: TokenContext) -> tuple[Flo
 def read_fields(mixer: type[AnyMixer], config: Any) -> AnyMixer:
     """Build a mixer of this class from the attributes of `config` that have its fields' names."""
     return mixer(**{field.name: getattr(config, field.name) for field in dataclasses.fields(mixer)})
-
-
-def select_rows(rows: Bool[Array, " B"], new: MixerState, old: MixerState) -> MixerState:
-    """Take `rows` of all arrays [B, ...] from `new`, and the others from `old`."""
-    pick = lambda new, old: jnp.where(rows.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
-    return jax.tree.map(pick, new, old)

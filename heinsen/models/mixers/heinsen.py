@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Generic
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
-from heinsen.models.mixers.base import Mixer, MixerState, TokenContext, read_fields, select_rows
+from heinsen.models.mixers.base import Mixer, MixerState, TokenContext, read_fields
 from heinsen.ops import running, sharded, states
 from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention, log_attention
+from heinsen.ops.exact import fill_where
 from heinsen.ops.running import RunningState
 from heinsen.ops.sharded import over_heads
 from heinsen.ops.states import LogState, MeanState
@@ -131,9 +132,9 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     def forget(self, state: LogState | RunningState, rows: Bool[Array, " B"]) -> LogState | RunningState:
         empty = self.init_state(rows.shape[0], 0)
         if isinstance(state, LogState):
-            return select_rows(rows, empty, state)
+            return fill_where(rows, state, empty)
         # What was inexact before the rows forget it stays so.
-        return select_rows(rows, self.begin_steps(empty)._replace(smallest=state.smallest), state)
+        return fill_where(rows, state, self.begin_steps(empty)._replace(smallest=state.smallest))
 
 
 @dataclasses.dataclass(frozen=True)
