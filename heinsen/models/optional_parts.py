@@ -30,26 +30,21 @@ class OptionalPart:
     identity: Mapping[str, Callable[[ModelConfig, tuple[int, ...]], Array]]
 
 
+def _zeros(config: ModelConfig, shape: tuple[int, ...]) -> Array:
+    return jnp.zeros(shape)
+
+
+_GATE = {  # with a scale of 0; the other parameters learn once it has left 0
+    "scale": _zeros,
+    "kernel": _zeros,
+    "bias": lambda config, shape: spread_biases(config.gate_shortest, config.gate_longest, shape),
+}
+
 OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
-    "gate": OptionalPart(  # with a scale of 0; the other parameters learn once it has left 0
-        "none",
-        {
-            f"/{name}/{parameter}": identity
-            for name in ("gate", "gate_after")
-            for parameter, identity in {
-                "scale": lambda config, shape: jnp.zeros(shape),
-                "kernel": lambda config, shape: jnp.zeros(shape),
-                "bias": lambda config, shape: spread_biases(config.gate_shortest, config.gate_longest, shape),
-            }.items()
-        },
+    "gate": OptionalPart(
+        "none", {f"/{name}/{end}": identity for name in ("gate", "gate_after") for end, identity in _GATE.items()}
     ),
-    "output_gate": OptionalPart(  # 2 sigmoid(0) = 1
-        False,
-        {
-            "output_gate/kernel": lambda config, shape: jnp.zeros(shape),
-            "output_gate/bias": lambda config, shape: jnp.zeros(shape),
-        },
-    ),
+    "output_gate": OptionalPart(False, {"output_gate/kernel": _zeros, "output_gate/bias": _zeros}),  # 2 sigmoid(0) = 1
     "convolution": OptionalPart(0, {"convolution/taps": lambda config, shape: identity_taps(shape)}),
 }
 
