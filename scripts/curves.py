@@ -66,7 +66,7 @@ def _hours(log: RunLog, tokens: np.ndarray) -> np.ndarray:
 
 AXES = {
     "tokens": Axis("tokens", lambda log, tokens: tokens),
-    "steps": Axis("steps", lambda log, tokens: tokens / (log.config.batch_size * log.config.sequence_length)),
+    "steps": Axis("steps", lambda log, tokens: tokens / log.config.tokens_per_step),
     "flops": Axis("FLOPs (6 N per token)", lambda log, tokens: tokens * train_flops_per_token(log.n_params)),
     "time": Axis("hours of training", _hours),
 }

@@ -222,7 +222,7 @@ def _facts(config: TrainConfig, workdir: Path, step: int, n_params: int) -> list
         ("initial weights", config.init_from or f"random, seed {config.seed}"),
         (
             "tokens seen",
-            f"{step * config.batch_size * config.sequence_length:,}: step {step:,} of {config.total_steps:,}, each of "
+            f"{step * config.tokens_per_step:,}: step {step:,} of {config.total_steps:,}, each of "
             f"{config.batch_size} sequences of {config.sequence_length:,} tokens",
         ),
         ("training loss", _last(entries, "loss", "bits_per_byte")),

@@ -78,16 +78,13 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
     with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
         out = Path(OUT.value or f"runs/recall/{TASK.value}")
-        try:
-            config = read_train_config()
-            lengths = parse_counts("lengths", LENGTHS.value)
-            test_lengths = parse_counts("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
-            task = Task(TASK.value, config.model.vocab_size)
-            for length in {*lengths, *test_lengths}:
-                task.check(length)
-            mesh = choose_mesh(config)
-        except ValueError as error:  # a flag's value that the library rejects
-            raise InputError(str(error)) from error
+        config = read_train_config()
+        lengths = parse_counts("lengths", LENGTHS.value)
+        test_lengths = parse_counts("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
+        task = Task(TASK.value, config.model.vocab_size)
+        for length in {*lengths, *test_lengths}:
+            task.check(length)
+        mesh = choose_mesh(config)
         make_folder(out)
         configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(SEEDS.value)]
         runs = [run(each, task, lengths, test_lengths, mesh, out) for each in configs]

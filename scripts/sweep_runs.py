@@ -36,7 +36,7 @@ class RunFactory:
             ((dataset, _), *_) = open_split(config, TRAIN_SPLIT)
             open_split(config, config.data.validation_split, dataset.tokenizer_name)
             self._seen.add((config.data, config.model))
-        return SweepRun(point, config.total_steps, config.batch_size * config.sequence_length)
+        return SweepRun(point, config.total_steps, config.tokens_per_step)
 
     def make_or_refuse(self, point: Point) -> SweepRun:
         """Return the run of a point; if `make` raises, a run that is marked as refused."""

@@ -22,7 +22,7 @@ from heinsen.training.device_errors import explain_device_errors
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.passes import make_passes
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
-from heinsen.training.throughput import available_bytes, compiled_bytes, peak_flops_per_device
+from heinsen.training.throughput import available_bytes, bytes_per_device, compiled_bytes, peak_flops_per_device
 
 _MAX_SECONDS = 300.0  # for the timed steps
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -121,7 +121,6 @@ class _Step:
     def plan_of(self, compiled: jax.stages.Compiled | None, chip: Chip | None, peak_flops: float) -> Plan:
         """The plan without times; compiled: None if the step does not fit."""
         config, n_devices = self.config, self.mesh.size
-        bytes_per_device = lambda x: x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
         costs = None
         if compiled is not None and chip is not None:
             from heinsen.contrib.hlo_cost import count_costs  # the only use of this part of contrib in the core
@@ -136,7 +135,7 @@ class _Step:
             sequence_length=config.sequence_length,
             total_tokens=config.total_tokens,
             total_steps=config.total_steps,
-            bytes_state=sum(map(bytes_per_device, jax.tree.leaves(self.state))),
+            bytes_state=bytes_per_device(self.state),
             bytes_step=0 if compiled is None else compiled_bytes(compiled),
             peak_flops=peak_flops * n_devices,
             costs=costs,

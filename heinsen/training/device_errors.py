@@ -1,7 +1,6 @@
 """Errors of devices and of other processes, with what to do about them."""
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from heinsen.errors import HeinsenError
 from heinsen.parallel import n_batch_parts
 from heinsen.training.config import TrainConfig
 from heinsen.training.step import TrainState
-from heinsen.training.throughput import available_bytes, format_bytes
+from heinsen.training.throughput import available_bytes, bytes_per_device, format_bytes
 
 
 class DeviceError(HeinsenError, RuntimeError):
@@ -63,8 +62,7 @@ def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
       state: the shapes and shardings of what a step updates.
     """
     available = available_bytes()
-    n_bytes = lambda x: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-    n_state = sum(map(n_bytes, jax.tree.leaves(state)))
+    n_state = bytes_per_device(state)
     n_tokens = config.sequences_per_pass * config.sequence_length // (n_batch_parts(mesh) * mesh.shape["sequence"])
     n_step = n_state + 4 * n_tokens * config.model.d_model
     if available is not None and n_step > available:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ from heinsen.chips import chip_of
 def train_flops_per_token(n_params: int) -> float:
     """Return 6 N: two FLOPs per parameter forward, four backward. N counts the tied embedding once (as the head)."""
     return 6.0 * n_params
+
+
+def bytes_per_device(arrays: Any) -> int:
+    """Return the memory per device of a tree of arrays, or of their shapes, by their shardings."""
+    n_bytes = lambda x: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+    return sum(map(n_bytes, jax.tree.leaves(arrays)))
 
 
 def compiled_bytes(compiled: jax.stages.Compiled) -> int:

@@ -32,7 +32,7 @@ def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
     take_step, n_params, compiled = prepare_step(config)
     product_dtype = "float32" if jax.default_backend() == "cpu" else config.model.dtype
     times = measure.time_in_turn({"step": take_step, "product": prepare_product(product_dtype)}, repeats)
-    n_devices, n_tokens = jax.device_count(), config.batch_size * config.sequence_length
+    n_devices, n_tokens = jax.device_count(), config.tokens_per_step
     per_step = statistics.median(times["step"])
     product_rate = 2 * _SIZE**3 / statistics.median(times["product"]) * n_devices
     peak_rate = peak_flops_per_device() * n_devices
