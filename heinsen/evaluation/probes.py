@@ -37,20 +37,20 @@ _POWER = 0.01  # there, of the distances from the context's end to the queries: 
 
 
 class Probe(NamedTuple):
-    """Sequences with their answers: `targets` are to be predicted after the tokens at `places`.
+    """Sequences with their answers: `targets` are to be predicted after the tokens at `indices`.
 
     `answers` has the number of the answer, from 0 on, that each target belongs to.
     """
 
     tokens: Int[np.ndarray, "B T"]
-    places: Int[np.ndarray, "B A"]
+    indices: Int[np.ndarray, "B A"]
     targets: Int[np.ndarray, "B A"]
     answers: Int[np.ndarray, " A"]
 
     @property
     def batch(self) -> dict[str, np.ndarray]:
         """The arrays with an axis B: what `answer_loss` reads."""
-        return {"tokens": self.tokens, "places": self.places, "targets": self.targets}
+        return {"tokens": self.tokens, "indices": self.indices, "targets": self.targets}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,11 +124,11 @@ def _mqar(task: Task, rng: np.random.Generator, batch_size: int, length: int) ->
     # Distances without replacement, each key's after those of the keys before it: the largest of log p + Gumbel noise.
     log_p = (_POWER - 1) * np.log(np.arange(1, (n_tokens - n_context) // 2 + 1))
     order = np.argsort(-log_p - rng.gumbel(size=(batch_size, len(log_p))), axis=1)
-    places = n_context + 2 * order[:, :length]
+    indices = n_context + 2 * order[:, :length]
     tokens = np.full((batch_size, n_tokens), _START)
     tokens[:, 0:n_context:2], tokens[:, 1:n_context:2] = keys, values
-    np.put_along_axis(tokens, places, keys, axis=1)
-    return Probe(tokens.astype(np.int32), places.astype(np.int32), values.astype(np.int32), np.arange(length))
+    np.put_along_axis(tokens, indices, keys, axis=1)
+    return Probe(tokens.astype(np.int32), indices.astype(np.int32), values.astype(np.int32), np.arange(length))
 
 
 TASKS: dict[str, Callable[[Task, np.random.Generator, int, int], Probe]] = {
@@ -172,13 +172,13 @@ def answer_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
     """Return the loss of the answers, in nats per token; only they have logits. `batch` is a `Probe.batch`."""
-    return mean_loss_at(config, params, batch["tokens"], batch["places"], batch["targets"], mesh)
+    return mean_loss_at(config, params, batch["tokens"], batch["indices"], batch["targets"], mesh)
 
 
 def right_answers(config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray]) -> Bool[Array, "B A"]:
-    """Return whether each target is the likeliest id, given the tokens up to its place."""
+    """Return whether each target is the likeliest id, given the tokens up to its index."""
     x, _ = hidden_states(config, params, batch["tokens"])
-    x = jnp.take_along_axis(x, jnp.asarray(batch["places"])[..., None], axis=1)
+    x = jnp.take_along_axis(x, jnp.asarray(batch["indices"])[..., None], axis=1)
     logits = logits_of(config, params, x.reshape(-1, x.shape[-1]))[:, : config.vocab_size]
     return jnp.argmax(logits, axis=-1).reshape(x.shape[:-1]) == batch["targets"]
 

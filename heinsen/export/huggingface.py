@@ -47,10 +47,8 @@ def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
         if found is None:
             tensors.append(Tensor(name, ours, None))
             continue
-        place = int(found[1] or 0)  # in the pattern of layers
-        tensors += [
-            Tensor(f"layers.{i * period + place}.{found[2]}", ours, i) for i in range(config.n_layers // period)
-        ]
+        j = int(found[1] or 0)  # the layer of the pattern
+        tensors += [Tensor(f"layers.{i * period + j}.{found[2]}", ours, i) for i in range(config.n_layers // period)]
     return tensors
 
 

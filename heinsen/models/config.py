@@ -186,7 +186,7 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[Mixer[Any], ...]:
-        """Mixers of the layers that repeat, one for each place of `pattern`."""
+        """Mixers of the layers that repeat, one for each layer of `pattern`."""
         return tuple(MIXERS[name](self) for name in self.pattern)
 
     @property

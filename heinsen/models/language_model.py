@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
     def _scan_layers(
         self, x: Float[Array, "B T D"], states: tuple[LayerState, ...], context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], tuple[LayerState, ...]]:
-        """Scan over repetitions of the pattern, with the states of each of its places stacked."""
+        """Scan over repetitions of the pattern, with the states of each layer of the pattern stacked."""
         c, period = self.config, len(self.config.mixers)
         module, arguments = (LAYERS[c.block], (c, c.mixers[0])) if period == 1 else (Period, (c,))
         if c.remat != "none":
@@ -269,8 +269,7 @@ def constrain_stream(mesh: Mesh | None, x: Float[Array, "B T D"]) -> Float[Array
 def init_params(config: ModelConfig, key: Array) -> Params:
     """Draw float32 parameters, in nested dicts; those of the layers are stacked along a leading axis. Jitted.
 
-    For a pattern of P > 1 layers, `params["layers"]["layer_0"]` to `["layer_{P-1}"]` hold the L / P layers of each
-    place.
+    For a pattern of P > 1 layers, `params["layers"]["layer_0"]` to `["layer_{P-1}"]` each hold L / P layers.
     """
     return LanguageModel(config).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
@@ -286,7 +285,7 @@ def unstack(config: ModelConfig, params: Params, donate: bool = False) -> Params
     donate: delete each array of the stack once its layers are copied, so that memory holds only one of them twice.
     """
     period = len(config.pattern)
-    places = [params["layers"][f"layer_{j}"] for j in range(period)] if period > 1 else [params["layers"]]
+    stacks = [params["layers"][f"layer_{j}"] for j in range(period)] if period > 1 else [params["layers"]]
 
     def split(stack: Array) -> list[Array]:
         layers = [stack[i] for i in range(config.n_layers // period)]
@@ -296,9 +295,9 @@ def unstack(config: ModelConfig, params: Params, donate: bool = False) -> Params
         return layers
 
     is_split = lambda x: isinstance(x, list)
-    split_places = [jax.tree.map(split, place) for place in places]
+    split_stacks = [jax.tree.map(split, each) for each in stacks]
     by_name = {
-        f"layer_{i}": jax.tree.map(lambda x, i=i: x[i // period], split_places[i % period], is_leaf=is_split)
+        f"layer_{i}": jax.tree.map(lambda x, i=i: x[i // period], split_stacks[i % period], is_leaf=is_split)
         for i in range(config.n_layers)
     }
     return {name: x for name, x in params.items() if name != "layers"} | by_name
@@ -375,9 +374,9 @@ def layer_records(
     model = LanguageModel(config, mesh)
     found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
     period, layers = len(config.pattern), found[_RECORDS]["layers"]
-    places = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
+    stacks = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
     records: dict[str, dict[int, Array]] = {"attention": {}, "residual": {}, "decay": {}}
     for layer in range(config.n_layers):
-        for name, stack in places[layer % period].items():
-            records[name][layer] = stack[layer // period]
+        for name, values in stacks[layer % period].items():
+            records[name][layer] = values[layer // period]
     return records

@@ -55,18 +55,18 @@ def mean_loss_at(
     config: ModelConfig,
     params: Params,
     tokens: Int[Array | np.ndarray, "B T"],
-    places: Int[Array | np.ndarray, "B A"],
+    indices: Int[Array | np.ndarray, "B A"],
     targets: Int[Array | np.ndarray, "B A"],
     mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
-    """Return the mean of -log p(targets[b, a] | tokens[b, :places[b, a] + 1]). Fast to differentiate.
+    """Return the mean of -log p(targets[b, a] | tokens[b, :indices[b, a] + 1]). Fast to differentiate.
 
-    Only these places have logits: with few of them the embedding's share of the work is small. Raises ValueError for
+    Only these tokens have logits: with few of them the embedding's share of the work is small. Raises ValueError for
     masked models.
     """
     check_causal(config)
     x, embedding, _ = _hidden_states(config, params, tokens, mesh)
-    x = jnp.take_along_axis(x, jnp.asarray(places)[..., None], axis=1)
+    x = jnp.take_along_axis(x, jnp.asarray(indices)[..., None], axis=1)
     return _plain_mean(config, x, embedding, targets, mesh)
 
 

@@ -69,10 +69,10 @@ def window_losses(
         return next_token_losses(model, params, tokens, mesh)
     targets = jnp.asarray(tokens)[:, 1:]
     visible = jnp.zeros(targets.shape, bool) if model.document_token is None else targets == model.document_token
-    place = jnp.arange(targets.shape[1]) % ROUNDS
+    turn = jnp.arange(targets.shape[1]) % ROUNDS
 
     def add_round(losses: Array, i: Array) -> tuple[Array, None]:
-        hidden = (place == i) & ~visible
+        hidden = (turn == i) & ~visible
         seen = jnp.where(hidden, model.mask_token, targets)
         return losses + jnp.where(hidden, masked_losses(model, params, seen, targets, mesh, lengths), 0), None
 

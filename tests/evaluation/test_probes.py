@@ -42,11 +42,11 @@ def recalled(task, row):
 @pytest.mark.parametrize("length", [1, 2, 9, 14])
 def test_answers_stand_in_the_context(rng, name, length):
     task, batch = Task(name, VOCAB), 20
-    tokens, places, targets, answers = task.draw(rng, batch, length)
+    tokens, indices, targets, answers = task.draw(rng, batch, length)
     assert tokens.dtype == np.int32 and tokens.min() == 0 and tokens.max() < VOCAB
-    assert places.shape == targets.shape == (batch, len(answers))
-    assert places.max() == tokens.shape[1] - 1
-    for row, at, own in zip(tokens, places, targets, strict=True):
+    assert indices.shape == targets.shape == (batch, len(answers))
+    assert indices.max() == tokens.shape[1] - 1
+    for row, at, own in zip(tokens, indices, targets, strict=True):
         assert own.tolist() == recalled(name, [*row.tolist(), own[-1]])
         assert row[at[1:]][np.diff(at) == 1].tolist() == own[:-1][np.diff(at) == 1].tolist(), "answers are tokens"
     expected = {"associative": length, "phonebook": min(length, 8), "copy": 1}[name]
@@ -65,10 +65,10 @@ def check_draws_repeat(task, batch, length):
 def test_mqar_answers_every_key_by_its_value(rng, length):
     """Every token is read one by one: pairs first, then fillers, and every key once more, where its value is due."""
     task, batch = Task("mqar", VOCAB), 20
-    tokens, places, targets, answers = task.draw(rng, batch, length)
-    assert tokens.shape == (batch, 16 * length) and tokens.dtype == places.dtype == targets.dtype == np.int32
+    tokens, indices, targets, answers = task.draw(rng, batch, length)
+    assert tokens.shape == (batch, 16 * length) and tokens.dtype == indices.dtype == targets.dtype == np.int32
     assert answers.tolist() == list(range(length))
-    for row, at, own in zip(tokens.tolist(), places.tolist(), targets.tolist(), strict=True):
+    for row, at, own in zip(tokens.tolist(), indices.tolist(), targets.tolist(), strict=True):
         book, due = {}, {}
         for key, value in zip(row[0 : 2 * length : 2], row[1 : 2 * length : 2], strict=True):
             assert 0 < key < value < VOCAB and key not in book and value not in book.values()
@@ -84,9 +84,9 @@ def test_mqar_answers_every_key_by_its_value(rng, length):
 def test_mqar_asks_soon_by_a_power_law(rng):
     """The first key's distance has p(d) ~ d^-0.99, d = 1 to 7 n pairs of tokens after the context."""
     length, batch = 3, 3000
-    places = Task("mqar", VOCAB).draw(rng, batch, length).places
-    distances = (places[:, 0] - 2 * length) // 2 + 1
-    assert (places % 2 == 0).all()
+    indices = Task("mqar", VOCAB).draw(rng, batch, length).indices
+    distances = (indices[:, 0] - 2 * length) // 2 + 1
+    assert (indices % 2 == 0).all()
     p = np.arange(1, 7 * length + 1) ** -0.99
     counts = np.bincount(distances, minlength=len(p) + 1)[1:]
     expected = batch * p / p.sum()
@@ -123,10 +123,10 @@ def test_accuracy_counts_answers_of_which_every_token_is_right():
 def test_only_answers_count(rng):
     """Loss, gradient and right answers are those of the logits of all tokens, where only the answers weigh anything."""
     params = jax.tree.map(lambda x: rng.normal(0, 0.5, x.shape).astype(np.float32), abstract_params(MODEL))
-    tokens, places, targets, _ = Task("mqar", MODEL.vocab_size).draw(rng, 2, 2)
-    batch, rows = {"tokens": tokens, "places": places, "targets": targets}, np.arange(2)[:, None]
+    tokens, indices, targets, _ = Task("mqar", MODEL.vocab_size).draw(rng, 2, 2)
+    batch, rows = {"tokens": tokens, "indices": indices, "targets": targets}, np.arange(2)[:, None]
     is_answer, target_of = np.zeros(tokens.shape, bool), np.zeros_like(tokens)
-    is_answer[rows, places], target_of[rows, places] = True, targets
+    is_answer[rows, indices], target_of[rows, indices] = True, targets
 
     def masked(params):
         logits = forward(MODEL, params, tokens)[0]
@@ -136,11 +136,11 @@ def test_only_answers_count(rng):
     (_, logits), want_grads = jax.jit(jax.value_and_grad(masked, has_aux=True))(params)
     log_p = np.float64(logits) - np.logaddexp.reduce(np.float64(logits), axis=-1, keepdims=True)
     loss, grads = jax.jit(jax.value_and_grad(lambda params: answer_loss(MODEL, params, batch)))(params)
-    assert loss == pytest.approx(-np.mean(log_p[rows, places, targets]), rel=1e-5)
+    assert loss == pytest.approx(-np.mean(log_p[rows, indices, targets]), rel=1e-5)
     for got, want in zip(*map(jax.tree.leaves, (grads, want_grads)), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
-    likeliest = np.argmax(log_p[rows, places, : MODEL.vocab_size], axis=-1)
+    likeliest = np.argmax(log_p[rows, indices, : MODEL.vocab_size], axis=-1)
     mixed = np.where(rng.random(targets.shape) < 0.5, likeliest, targets)
     right = jax.jit(lambda params, batch: right_answers(MODEL, params, batch))
     np.testing.assert_array_equal(right(params, batch | {"targets": mixed}), likeliest == mixed)
