@@ -74,7 +74,7 @@ def check_grid(rng, n_tokens, sigmas_k, sigmas_v):
 
 
 def test_dynamic_ranges(rng):
-    for sigma_k, sigma_v in [(0.1, 64), (1, 1), (8, 8), (32, 4), (64, 64)]:
+    for sigma_k, sigma_v in [(0.1, 64), (8, 8), (64, 64)]:
         bar = 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4
         check(draw(rng, LONG, sigma_k, sigma_v, batch=()), bar)
 

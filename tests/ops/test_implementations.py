@@ -205,7 +205,7 @@ def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
     check(form, draw(rng, name), rng)
 
 
-@pytest.mark.parametrize("scale", [1, 16, 32])
+@pytest.mark.parametrize("scale", [1, pytest.param(16, marks=pytest.mark.long), 32])
 @pytest.mark.parametrize("function", ["log_attention", "attention"])
 @pytest.mark.parametrize("name", [name for name in PORTABLE if name not in ("reference", "scan")])
 def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, scale):

@@ -11,7 +11,10 @@ import heinsen
 from heinsen import backend
 
 
-@pytest.mark.parametrize("name, lowering, call", [("tpu", "tpu", "tpu_custom_call"), ("gpu", "cuda", "mosaic_gpu")])
+@pytest.mark.parametrize(
+    "name, lowering, call",
+    [("tpu", "tpu", "tpu_custom_call"), pytest.param("gpu", "cuda", "mosaic_gpu", marks=pytest.mark.long)],
+)
 def test_both_passes_are_lowered_for_the_device(name, lowering, call):
     def loss(q, k, log_v, log_decay):
         return jnp.sum(heinsen.log_attention(q, k, log_v, log_decay=log_decay, implementation="pallas"))
