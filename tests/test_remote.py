@@ -243,6 +243,10 @@ def test_mirrors_of_other_runs_are_refused(finished, address, tmp_path):
     behind = copy_run(workdir, tmp_path / "behind", keep=lambda step: step < STEPS)
     with pytest.raises(RunError, match=f"holds step {STEPS} of this run, .*behind step {STEPS - 10}: give an empty"):
         RunMirror(address, behind).prepare(config.fingerprint)
+    (tmp_path / "config.json").write_text("{")
+    Remote(address).upload(tmp_path / "config.json", "config.json")
+    with pytest.raises(RunError, match="memory://.* holds something else than this run"):
+        RunMirror(address, tmp_path / "empty").prepare(config.fingerprint)
     assert not (tmp_path / "empty").exists()
 
 

