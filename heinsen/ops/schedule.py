@@ -417,14 +417,16 @@ class _Carry(NamedTuple):
 
 
 class _GradCarry(NamedTuple):
-    """Handed from one group to the one before it, backward."""
+    """Handed from one group to the one before it, backward.
+
+    before: the sums before each chunk of all groups; where queries see later tokens, a group that is done leaves there
+    the gradients of the sums after its chunks.
+    """
 
     dend: Sums  # gradient of the sums after the group
     dq: Array
     dkeys: Keys
-    before: (
-        Sums  # the sums before each chunk of all groups; of a group that is done the gradients of those after, if read
-    )
+    before: Sums
 
 
 @dataclasses.dataclass(frozen=True)
