@@ -101,7 +101,10 @@ def log_attention(
     arrays, resets, log_decay = prepare_inputs(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
-    attend = lambda q, k, log_v, state, *left: run(LOG_DOMAIN, q, Keys.of_tokens(k, log_v, *left), causal, state)
+
+    def attend(q: Array, k: Array, log_v: Array, state: Any, resets: Any, log_decay: Any) -> tuple[Array, Any]:
+        return run(LOG_DOMAIN, q, Keys.of_tokens(k, log_v, resets, log_decay), causal, state)
+
     log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
 
@@ -153,7 +156,10 @@ def attention(
     arrays, resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
     run = _choose(implementation, q.shape[-2], k.shape[-2])
-    attend = lambda q, k, v, state, *left: run(REAL_DOMAIN, q, Keys.of_tokens(k, v, *left), causal, state)
+
+    def attend(q: Array, k: Array, v: Array, state: Any, resets: Any, log_decay: Any) -> tuple[Array, Any]:
+        return run(REAL_DOMAIN, q, Keys.of_tokens(k, v, resets, log_decay), causal, state)
+
     y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y

@@ -73,28 +73,30 @@ class Form(Protocol):
 def run(form: Form, *args: Any) -> Any:
     """The output of a form, exact, with gradients. Jitted, so that a second call outside jit compiles nothing."""
 
-    def replace(lost: Array | None, compute: Callable[..., X], args: Any, out: X) -> X:
+    def recompute_lost(lost: Array | None, exactly: Callable[..., X], args: Any, out: X) -> X:
+        """The output, with the rows that lost terms computed by `exactly`."""
         if lost is None:
             return out
         args = vary_together(lost, args, out)[1]
-        update = lambda rows, out: rows.write(out, compute(*rows.take(args)))
+        update = lambda rows, out: rows.write(out, exactly(*rows.take(args)))
         return for_rows(lost, update, out, form.most_rows)
 
     @jax.custom_vjp
     def compute(*args: Any) -> Any:
         out, _, lost = form.forward(*args, save_residuals=False)
-        return replace(lost, form.exact, args, out)
+        return recompute_lost(lost, form.exact, args, out)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         out, residuals, lost = form.forward(*args, save_residuals=True)
-        return replace(lost, form.exact, args, out), (args, residuals, lost)
+        return recompute_lost(lost, form.exact, args, out), (args, residuals, lost)
 
     def backward(saved: Any, grads: Any) -> tuple[Any, ...]:
         args, residuals, lost = saved
         grads = lax.optimization_barrier(grads)  # XLA would reduce a constant when compiling, which takes it seconds
         divisor = cotangent_divisor(grads)
         fast = form.backward(*args, residuals=residuals, grads=grads, divisor=divisor)
-        return replace(lost, lambda args, grads: gradients(form.exact, args, grads, divisor), (args, grads), fast)
+        exactly = lambda args, grads: gradients(form.exact, args, grads, divisor)
+        return recompute_lost(lost, exactly, (args, grads), fast)
 
     compute.defvjp(forward, backward)
     return compute(*_reverse_mode_only(vary_together(*args)))
