@@ -17,7 +17,7 @@ from heinsen import LogState, logspace
 from heinsen.models.convolution import convolve
 from heinsen.ops import sharded
 from heinsen.ops.api import log_attention
-from heinsen.parallel import AXES, MeshConfig, make_mesh, on_each_device, scan_before
+from heinsen.parallel import AXES, MeshConfig, MeshError, make_mesh, on_each_device, scan_before
 
 rng = np.random.default_rng(int(sys.argv[1]))
 draw = lambda *shape: jnp.asarray(rng.normal(size=shape))
@@ -93,6 +93,11 @@ by_heads = lambda q, k, v, s, context: (q * context[0][..., None] + context[1][:
 arguments = q, k, log_v, k + 1, (draw(B, H, T), draw(B, T))
 for mesh in (make_mesh(MeshConfig(2, 1, 2, 1)), make_mesh(MeshConfig(1, 2, 1, 1), jax.devices()[:2])):
     same(jax.jit(sharded.over_heads(mesh, by_heads))(*arguments), by_heads(*arguments), "heads")
+try:
+    sharded.over_heads(make_mesh(MeshConfig(1, 1, 2, 2)), by_heads)
+    raise AssertionError("no sequence can be divided")
+except MeshError as error:
+    assert "mesh.sequence = 2 divides the tokens" in str(error)
 
 # Matrices: their product is associative and not commutative.
 for n in (1, 2, 3, 4):
