@@ -28,7 +28,7 @@ SIZES = {
 }
 
 
-def get_config(size: str = "2M") -> ConfigDict:
+def get_config(size: str) -> ConfigDict:
     config = forgetting.get_config()
     config.update(SIZES[size].fields)
     config.model.update(SIZES[size].model)
@@ -43,6 +43,8 @@ GPT2 = dict(block="gpt2")
 
 
 class Cell(NamedTuple):
+    """A model in all sizes, and its optimizer."""
+
     optimizer: str
     d_model: tuple[int, int]  # of each size
     model: Mapping[str, Any]

@@ -56,6 +56,12 @@ def measure(
     file = text.prepare(corpus, out, SEEDS, base.sequence_length, base.batch_size, plan.n_steps)
     with np.load(file) as loaded:
         found = {name: loaded[name] for name in loaded}
+    wanted = len(SEEDS), plan.n_steps, base.batch_size, base.sequence_length + 1
+    if found["train"].shape != wanted:
+        raise tools.ExperimentError(
+            f"{file} has training windows {found['train'].shape} where --size={plan.size} reads {wanted}: give each "
+            "size an --out of its own"
+        )
     cells = {name: config.CELLS[name] for name in plan.cells}
     run = lambda cell, turn: measure_cell(plan, cell, found, turn)
     return dict(

@@ -63,7 +63,7 @@ class Keys(NamedTuple):
         resets, log_decay = (None if x is None else x[..., None] for x in (resets, log_decay))
         return cls(k, values, resets, log_decay)
 
-    def of_each(self) -> tuple[Array | None, Array | None]:
+    def per_token(self) -> tuple[Array | None, Array | None]:
         """Resets and log decays, [*batch, T] each."""
         resets, log_decay = (None if x is None else x[..., 0] for x in (self.resets, self.log_decay))
         return resets, log_decay

@@ -299,14 +299,7 @@ def fill_where(bad: Array, arrays: X, fill: Any = jnp.nan) -> X:
 class Attend(Protocol):
     """A form of attention; inputs are validated, of one floating-point dtype, float32 or wider."""
 
-    def __call__(
-        self,
-        domain: Domain[Any],
-        q: Array,
-        keys: Keys,
-        causal: bool,
-        state: Any,
-    ) -> tuple[Array, Any]:
+    def __call__(self, domain: Domain[Any], q: Array, keys: Keys, causal: bool, state: Any) -> tuple[Array, Any]:
         """(y or log y, the `LogState` or `MeanState` after all tokens)."""
 
 
@@ -317,7 +310,7 @@ def isolate_non_finite(attend: Attend) -> Attend:
         bad_query, bad_key = find_nonfinite(domain, q, keys)
         q, keys = replace_nonfinite(domain, q, keys, bad_query, bad_key)
         y, end = attend(domain, q, keys, causal, state)
-        seen, seen_by_last = _sees(bad_key, causal, keys.of_each()[0])
+        seen, seen_by_last = _sees(bad_key, causal, keys.per_token()[0])
         return fill_where(bad_query | seen, y), fill_where(seen_by_last, end)
 
     return isolated

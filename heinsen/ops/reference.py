@@ -79,11 +79,7 @@ def _lse(x: Array, axis: int) -> Array:
 
 
 def attend(
-    domain: Domain[Any],
-    q: Float[Array, "*batch T K"],
-    keys: Keys,
-    causal: bool,
-    state: Any,
+    domain: Domain[Any], q: Float[Array, "*batch T K"], keys: Keys, causal: bool, state: Any
 ) -> tuple[Float[Array, "*batch T V"], Any]:
     """Eq. (1): log y or y, and the `LogState` or `MeanState` after all tokens."""
     by_kind: Any = _attend_log_values if domain is LOG_DOMAIN else _attend_real_values
@@ -96,7 +92,7 @@ def _attend_log_values(
 ) -> tuple[Float[Array, "*batch T V"], LogState]:
     """Eq. (1) in logarithms: log y, and the state after all tokens."""
     k, log_v = keys.k, keys.values
-    resets, log_decay = keys.of_each()
+    resets, log_decay = keys.per_token()
     log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
@@ -113,7 +109,7 @@ def _attend_real_values(
 ) -> tuple[Float[Array, "*batch T V"], MeanState]:
     """Eq. (1): y, and the state after all tokens."""
     k, v = keys.k, keys.values
-    resets, log_decay = keys.of_each()
+    resets, log_decay = keys.per_token()
     log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:

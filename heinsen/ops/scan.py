@@ -36,7 +36,7 @@ from heinsen.ops.values import LOG_DOMAIN, Domain, StateT
 def attend(domain: Domain[StateT], q: Array, keys: Keys, causal: bool, state: Any) -> tuple[Array, Any]:
     """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens)."""
     k, values = keys.k, keys.values
-    resets, log_decay = keys.of_each()
+    resets, log_decay = keys.per_token()
     past = domain.empty_state(k, values) if state is None else state.normalize()
     if not causal and resets is None:
         end = past.merge(domain.state_of_tokens(k, values))

@@ -34,7 +34,7 @@ class MovingAverage(Mixer[jax.Array]):
     def init_state(self, batch_size, capacity):
         return jnp.zeros((batch_size, self.n_heads, self.d_value), self.accumulator_dtype)
 
-    def parallel(self, q, k, values, state, tokens, mesh):
+    def _attend(self, q, k, values, state, tokens):
         n_batch, _, n_tokens, _ = values.shape
         begins = jnp.zeros((n_batch, n_tokens), bool)
         if tokens.segment_ids is not None:
@@ -94,8 +94,9 @@ def test_without_registration_it_is_no_kind():
 def test_it_computes_its_equation(registered, rng):
     config = model_config(attention="moving_average")
     values, m = np.float32(rng.standard_normal((2, 2, 6, 4))), np.zeros((2, 2, 4))
+    qkv = 3 * [jnp.asarray(values)]
     _, context = locate_tokens(config, jnp.zeros((2, 6), jnp.int32))
-    y, _ = config.mixers[0].parallel(values, values, values, None, context, None)
+    y, _ = config.mixers[0].parallel(*qkv, None, context, None)
     for t in range(6):
         m = DECAY * m + (1 - DECAY) * values[:, :, t]
         np.testing.assert_allclose(y[:, :, t], m, atol=1e-6)

@@ -46,8 +46,7 @@ class TokenContext(NamedTuple):
 class Mixer(abc.ABC, Generic[MixerState]):
     """One kind of attention. A state is a tree of arrays with leading axes [B, H].
 
-    Subclasses must define `init_state`, and `_attend` or `parallel`; the other methods have defaults for a state of
-    constant size.
+    Subclasses must define `init_state` and `_attend`; the other methods have defaults for a state of constant size.
     """
 
     n_heads: int
@@ -120,11 +119,11 @@ class Mixer(abc.ABC, Generic[MixerState]):
         """
         return over_heads(mesh, self._attend)(q, k, values, state, context)
 
+    @abc.abstractmethod
     def _attend(
         self, q: Array, k: Array, v: Array, state: MixerState | None, context: TokenContext
     ) -> tuple[Array, MixerState]:
         """Compute `parallel` on one device, for its share of the batch and of the heads."""
-        raise NotImplementedError
 
     def step(
         self,
