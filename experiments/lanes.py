@@ -133,12 +133,19 @@ class Turn:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if time.monotonic() > self._end:
+        try:
+            self.check()
+        except NoTimeError:
             self._lock.release()
-            raise NoTimeError
+            raise
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
+
+    def check(self) -> None:
+        """Raise NoTimeError where no time is left."""
+        if time.monotonic() > self._end:
+            raise NoTimeError
 
 
 class NoTimeError(ExperimentError):
@@ -158,7 +165,7 @@ def run_cells(
     time; `measure` trains when it is its turn.
 
     Args:
-      minutes, numbers: of the flags --minutes and --cells.
+      minutes, numbers: of the flags --minutes and --cells, in this order.
 
     Raises ExperimentError if there is no such number, or no cell is done.
     """
@@ -167,12 +174,12 @@ def run_cells(
     file = lambda name: out / "cells" / f"{name.replace(' ', '_').replace(',', '')}.json"
     found = {name: dict(read_results(file(name))) for name in cells if file(name).exists()}
     (out / "cells").mkdir(parents=True, exist_ok=True)
-    chosen = [name for i, name in enumerate(cells, start=1) if numbers is None or str(i) in numbers]
+    names = list(cells)
+    chosen = names if numbers is None else [names[int(number) - 1] for number in numbers]
     turn = Turn(minutes)
 
     def run(name: str) -> None:
-        with turn:  # is there time to compile?
-            pass
+        turn.check()  # before it compiles
         write_atomically(file(name), json.dumps(describe_machine() | measure(cells[name], turn)) + "\n")
 
     with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 4) as pool:
