@@ -37,7 +37,7 @@ from heinsen.logspace import NEG_INF, centered_sum, finite, two_sum
 from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after
 from heinsen.ops.values import Domain, Shifts, Sums, einsum, safe_divide
 
-_BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
+BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 
 
 class Later(NamedTuple):
@@ -283,7 +283,7 @@ def exact_weights(q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence
     Axes: N blocks of M tokens.
     """
     n_tokens = k.shape[-2]
-    size = next(size for size in range(min(_BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
+    size = next(size for size in range(min(BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
     blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])  # [*batch, N, M, K]
     pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
     at = lambda places, expand: places.tokens(lambda x: expand(_blocks(x, size)))

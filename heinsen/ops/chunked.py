@@ -140,7 +140,7 @@ class _Differentiated(abc.ABC, Generic[StateT]):
 
     @property
     def most_rows(self) -> int:
-        return exact.MOST_ROWS
+        return exact.rows_together(self.chunk_size**3)  # tokens of a chunk, with features of keys and values
 
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:
         out, lost = self.fast(*args)

@@ -15,7 +15,7 @@ and in logarithms of values.
 Axes: `*batch` any leading axes, the rows; N chunks of a group; T tokens, C those of a chunk; V value features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -27,6 +27,7 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops.chunk import Keys
+from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.documents import document_ranges
 from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
 from heinsen.ops.values import Domain, StateT
@@ -34,9 +35,9 @@ from heinsen.ops.values import Domain, StateT
 # Cotangents are divided by sums of at least values.SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
 LARGE_COTANGENT = 1e6
 
-# Rows that are computed exactly at a time, on CPUs. With few, a loop's steps cost more than their work; with many,
-# rows that lost nothing are computed beside one that did, and all need memory at once.
+# Rows that are computed exactly at a time on CPUs, and the numbers in their largest array on accelerators.
 MOST_ROWS = 4
+_MOST_NUMBERS = 2**24
 
 NAME = Name("this implementation of attention", ', or pass implementation="scan" or "reference"')  # in errors
 
@@ -66,7 +67,7 @@ class Form(Protocol):
 
     @property
     def most_rows(self) -> int:
-        """Rows that are computed exactly at a time, on CPUs."""
+        """Rows that are computed exactly at a time."""
 
 
 @partial(jax.jit, static_argnums=0)
@@ -103,28 +104,27 @@ def run(form: Form, *args: Any) -> Any:
 
 
 class Rows(NamedTuple):
-    """The place of some rows in arrays [*batch, ...]: n neighbors along the last of the batch axes."""
+    """The place of some rows in arrays [*batch, ...]: a block of neighbors along the batch axes."""
 
     at: tuple[Array, ...]
-    n: int
+    sizes: tuple[int, ...]
 
     @classmethod
-    def first(cls, rows: Array, n: int) -> "Rows":
-        """The block of n rows, counted from the beginning, that holds the first true one of `rows` [*batch]."""
+    def first(cls, rows: Array, sizes: tuple[int, ...]) -> "Rows":
+        """The block of these sizes, counted from the beginning, that holds the first true one of `rows` [*batch]."""
         flat, at = jnp.argmax(rows), []
         for size in reversed(rows.shape[1:]):
             at.append(flat % size)
             flat = flat // size
         at = [flat, *reversed(at)][: rows.ndim]
-        return cls((*at[:-1], *(x // n * n for x in at[-1:])), n)
+        return cls(tuple(x // n * n for x, n in zip(at, sizes, strict=True)), sizes)
 
     def take(self, arrays: X) -> X:
-        """The rows, [1, ..., n, ...]."""
-        n_axes = len(self.at)
-        sizes = [1] * (n_axes - 1) + [self.n] * min(n_axes, 1)
+        """The rows, [*sizes, ...]."""
 
         def take(x: Array) -> Array:
-            rows = lax.dynamic_slice(x, (*self.at, *(0,) * (x.ndim - n_axes)), (*sizes, *x.shape[n_axes:]))
+            rest = x.shape[len(self.at) :]
+            rows = lax.dynamic_slice(x, (*self.at, *(0,) * len(rest)), (*self.sizes, *rest))
             if backend.current() != "gpu":
                 return rows
             # As a vector, in the order of its axes: else XLA's GPU compiler copies all rows into a layout for the loop.
@@ -133,27 +133,44 @@ class Rows(NamedTuple):
         return jax.tree.map(take, arrays)
 
     def write(self, arrays: X, parts: X) -> X:
-        """Arrays with the rows overwritten by parts [1, ..., n, ...]."""
+        """Arrays with the rows overwritten by parts [*sizes, ...]."""
         at = lambda x: (*self.at, *(0,) * (x.ndim - len(self.at)))
         return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, at(x)), arrays, parts)
 
 
-def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int = MOST_ROWS) -> X:
-    """out = update(some rows, out) in turn, until all are done where `rows` [*batch] is true.
+def rows_together(size: int) -> int:
+    """Rows to compute exactly at a time, if the largest array has so many numbers for each.
+
+    With few, a loop's steps cost more than their work (on GPUs, launching kernels); with many, rows that lost nothing
+    are computed beside one that did, and all need memory at once.
+    """
+    return MOST_ROWS if backend.current() == "cpu" else max(1, _MOST_NUMBERS // size)
+
+
+def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int) -> X:
+    """out = update(some rows, out) in turn, at most so many, until all are done where `rows` [*batch] is true.
 
     A loop, as it takes no time without such rows, and writes in place where `lax.cond` would have buffers for both.
     """
     rows, out = vary_together(rows, out)
-    n_rows = rows.shape[-1] if rows.ndim else 1
-    most = most_rows if backend.current() == "cpu" and isinstance(n_rows, int) else 1
-    n = next(n for n in range(most, 0, -1) if n_rows % n == 0) if isinstance(n_rows, int) else 1
+    sizes = _block_sizes(rows.shape, most_rows)
 
     def body(carry: tuple[Array, X]) -> tuple[Array, X]:
         left, out = carry
-        some = Rows.first(left, n)
+        some = Rows.first(left, sizes)
         return some.write(left, jnp.zeros_like(some.take(left))), update(some, out)
 
     return forward_mode_only(NAME, lax.while_loop(lambda carry: jnp.any(carry[0]), body, (rows, out))[1])
+
+
+def _block_sizes(shape: Sequence[Any], most: int) -> tuple[int, ...]:
+    """Sizes of equal blocks of at most so many neighbors, along the last axes; 1 where a size is symbolic."""
+    sizes: list[int] = []
+    for size in reversed(shape):
+        n = next(n for n in range(most, 0, -1) if size % n == 0) if isinstance(size, int) else 1
+        sizes.append(n)
+        most = most // n if n == size else 1
+    return tuple(reversed(sizes))
 
 
 def cotangent_divisor(grads: Any) -> Array:
@@ -225,8 +242,8 @@ def replace_nonfinite(
 class Clean(NamedTuple):
     """Tokens with neutral ones in place of those that are not finite.
 
-    tainted: [*batch, ...], whether a query is not finite, or sees a token that is not. beyond: [*batch], whether such a
-    token is seen from behind the last one; where queries see later tokens, also from before the first.
+    tainted: [*batch, N, C], whether a query is not finite, or sees a token that is not. beyond: [*batch], whether such
+    a token is seen from behind the last one; where queries see later tokens, also from before the first.
     """
 
     q: Array
@@ -236,38 +253,34 @@ class Clean(NamedTuple):
 
 
 def isolate(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:
-    """Tokens, T of them or N chunks of C, without what is not finite.
+    """The tokens of N chunks, [*batch, N, C, ...], without what is not finite.
 
     `tainted` [*batch] is whether something before them is not, which they see up to the next reset; where queries see
     later tokens, whether something after them is not.
     """
     bad_query, bad_key = find_nonfinite(domain, q, keys)
-    found = [_spread(tainted[0], bad_key, keys.resets, None, reverse=False)]
-    if keys.later is not None:
-        found.append(_spread(tainted[1], bad_key, keys.later.resets, keys.later.starts, reverse=True))
-    beyond, tainted_at = zip(*found, strict=True)
+    later = None if keys.later is None else keys.later._replace(log_decay=None)
+    # With bad_key: else XLA computes what resets alone decide in front of the loop that hardly ever runs, each time.
+    bad_key, resets, later = lax.optimization_barrier((bad_key, keys.resets, later))
+    decays = keys._replace(resets=resets, log_decay=None, later=later).decays()
+    beyond, seen = zip(*(_spread(*each, bad_key) for each in zip(tainted, decays, strict=True)), strict=True)
     q, keys = replace_nonfinite(domain, q, keys, bad_query, bad_key)
-    return Clean(q, keys, reduce(jnp.logical_or, tainted_at) | bad_query, beyond)
+    return Clean(q, keys, reduce(jnp.logical_or, seen) | bad_query, beyond)
 
 
-def _spread(
-    tainted: Array, bad_key: Array, resets: Array | None, starts: Array | None, reverse: bool
-) -> tuple[Array, Array]:
-    """(whether a bad token is seen after the last token, whether one is at each), in one direction.
+def _spread(tainted: Array, decay: ChunkDecay, bad_key: Array) -> tuple[Array, Array]:
+    """(whether a bad token is seen after the last chunk, whether one is seen by each query), in the decay's direction.
 
-    The last token is the first one if `reverse`: then a token does not see its own key, and none before a start.
+    The decay is that by resets alone. `tainted` is whether one is seen before the first chunk.
     """
-
-    def step(tainted: Array, token: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
-        bad_key, reset, start = token
-        after = (tainted if reset is None else tainted & ~reset) | bad_key
-        return after if start is None else after & ~start, tainted if reverse else after
-
-    tokens_first = lambda x: jnp.moveaxis(x.reshape(*tainted.shape, -1), -1, 0)
-    tokens = jax.tree.map(tokens_first, (bad_key, resets, starts))
-    tainted, tokens = vary_together(tainted, tokens)
-    last, at_tokens = lax.scan(step, tainted, tokens, reverse=reverse)
-    return last, jnp.moveaxis(at_tokens, 0, -1).reshape(bad_key.shape)
+    seen = lambda log_left: log_left > NEG_INF
+    from_chunk = jnp.any(seen(decay.keys_at_end) & bad_key, axis=-1)
+    chunks = jnp.broadcast_to(seen(decay.before_at_end), from_chunk.shape), from_chunk
+    tainted, chunks = vary_together(tainted, jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), chunks))
+    step = lambda tainted, chunk: ((tainted & chunk[0]) | chunk[1], tainted)
+    last, before = lax.scan(step, tainted, chunks, reverse=decay.backwards)
+    before = jnp.moveaxis(before, 0, -1)[..., None] & seen(decay.before_at_queries)
+    return last, before | jnp.any(seen(decay.keys_at_queries) & bad_key[..., None, :], axis=-1)
 
 
 def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:

@@ -40,7 +40,6 @@ from heinsen.ops import chunk, logarithms
 from heinsen.ops.chunk import KeyFactors, Keys, Later, OfQueries, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay, decay_after_grad, decay_grad
 from heinsen.ops.exact import (
-    MOST_ROWS,
     Clean,
     Output,
     Rows,
@@ -51,6 +50,7 @@ from heinsen.ops.exact import (
     isolate_if_any,
     multiply,
     replace_state,
+    rows_together,
     vary_together,
 )
 from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
@@ -78,6 +78,9 @@ class Split(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return self.n_groups * self.group_size
+
+    def in_one_group(self) -> "Split":
+        return Split(1, self.n_groups * self.n_chunks, self.chunk_size)
 
 
 class Residuals(NamedTuple):
@@ -216,6 +219,11 @@ class Terms(NamedTuple):
         return chunk.exact_weights(q, k, self.keys.decays(), self.around.cs)
 
 
+def _most_rows(shape: tuple[int, ...]) -> int:
+    """Rows that take `chunk.exact_weights` together, of queries of this shape, [*batch, N, C, K]."""
+    return rows_together(math.prod(shape[-3:]) * chunk.BLOCK)
+
+
 def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
     """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
     decays, own = keys.decays(), chunk.own_shifts(domain, keys)
@@ -234,7 +242,7 @@ def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, afte
         sums = chunk.query_sums(weights, some.vf, some.around.sums, some.around.scales)
         return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, some.around.scales.b), axis=-1)))
 
-    sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)))
+    sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)), _most_rows(q.shape))
     return Group(domain.mean(sums, around.scales.b), sums, before, end, inexact, lost)
 
 
@@ -291,7 +299,7 @@ def group_grad(
 
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, own.c, around.cs)
     pulled = _pull_back(weigh, terms, dsums, dq_total)
-    pulled = pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled)
+    pulled = pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled, _most_rows(q.shape))
     dread, *dafter = pull_apart(pulled.around)
     _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(older, dread)
@@ -443,14 +451,16 @@ class InOrder(Generic[StateT]):
 
     @property
     def most_rows(self) -> int:
-        return MOST_ROWS // 2 if self.both_ways else MOST_ROWS  # as each has sums in both directions
+        n = rows_together(self.split.chunk_size**3)  # pairs of a chunk's tokens, with features
+        return n // 2 if self.both_ways else n  # as each has sums in both directions
 
     def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_nonfinite_state(self.domain, state)
         first = (bad_state,) if keys.later is None else (bad_state, jnp.zeros_like(bad_state))
-        q, keys, tainted, beyond = isolate(self.domain, q, keys, first)
+        clean = isolate(self.domain, *take_group((q, keys), 0, self.split.in_one_group()), first)
+        q, keys = to_tokens((clean.q, clean.keys))
         y, end = logarithms.attend(self.split.chunk_size, q, keys, replace_state(state, bad_state))
-        return Output(fill_where(tainted, y), fill_where(beyond[0], end))
+        return Output(fill_where(to_tokens(clean.tainted, axis=-1), y), fill_where(clean.beyond[0], end))
 
     def forward(
         self, q: Array, keys: Keys, state: StateT, save_residuals: bool

@@ -15,7 +15,7 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, backend, init_state
-from heinsen.ops import schedule
+from heinsen.ops import exact, schedule
 from heinsen.ops.api import IMPLEMENTATIONS
 from tests.ops.common import PORTABLE
 from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
@@ -221,6 +221,16 @@ def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch):
     with backend.compiling_for("gpu"):
         assert schedule._steps_together(-(-LONG["n_queries"] // chunk)) == 12
         check(Form("log_attention", "chunked", -chunk), case, rng)  # -chunk: a program of its own
+
+
+def test_the_rows_that_accelerators_take_together_are_the_truth(rng, monkeypatch):
+    """There they are neighbors along several axes: here blocks of 2 x 3."""
+    monkeypatch.setattr(exact, "rows_together", lambda size: 7)
+    monkeypatch.setattr(schedule, "rows_together", lambda size: 7)
+    assert exact._block_sizes((2, 4, 3), 7) == (1, 2, 3)
+    case = draw_case(rng, **LONG | dict(batch=(2, 4, 3)), scale=32, decay=True)
+    with backend.compiling_for("gpu"):
+        check_wide(Form("log_attention", "chunked", -7), case, rng)
 
 
 @pytest.mark.parametrize("scale", [pytest.param(16, marks=pytest.mark.long), 32])
