@@ -1,4 +1,4 @@
-"""report.md and attribution.png, from results.json."""
+"""report.md and its figures, from results.json."""
 
 import math
 from typing import Any
@@ -41,6 +41,8 @@ def report(results: Results) -> list[str]:
         "State: numbers per sequence after a window, in all layers.",
         "",
         "![Bits per byte](attribution.png)",
+        "",
+        "![Training loss by seed](onset.png)",
         "",
         *tuning_section({name: cell["tuning"] for name, cell in cells.items()}, runs="runs of half the bytes"),
     ]
@@ -99,4 +101,26 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-FIGURES = {"attribution.png": draw}
+def draw_onset(results: Results) -> Figure:
+    """Draw the training loss of each cell's seeds: where it falls at once, a seed has learned to recall."""
+    cells, settings = results["cells"], results["settings"]
+    n_columns = min(len(cells), 4)
+    n_rows = math.ceil(len(cells) / n_columns)
+    size = 2.8 * n_columns, 0.6 + 1.9 * n_rows
+    figure, axes = make_figure(n_rows, n_columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    n_bytes = results["steps"] * settings["batch_size"] * settings["sequence_length"]
+    for place, (name, cell) in zip(axes.flat, cells.items(), strict=False):
+        blocks = np.asarray(cell["training"]).T[1:]  # the first has the losses of untrained models
+        at = n_bytes / 1e6 * np.arange(2, len(blocks) + 2) / (len(blocks) + 1)
+        for seed, losses in zip(cell["seeds"], blocks.T, strict=True):
+            place.plot(at, losses / math.log(2), lw=1.2, label=f"seed {seed}")
+        place.set_title(name, fontsize=8)
+        place.grid(alpha=0.3)
+    for place in list(axes.flat)[len(cells) :]:
+        place.set_axis_off()
+    figure.supxlabel("bytes read, millions", fontsize=9)
+    figure.supylabel("training loss, bits per byte", fontsize=9)
+    return figure
+
+
+FIGURES = {"attribution.png": draw, "onset.png": draw_onset}

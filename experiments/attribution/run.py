@@ -7,7 +7,7 @@ CORPUS is what scripts/build_corpus.py builds; where OUT/text.npz is there, it i
 and the sizes of models and text.
 The runs of a cell train side by side in one program: four learning rates on half of the bytes, more where the best is
 at the end of the grid, then four seeds at the best rate. Rerun the same command to resume, at the cell. OUT receives
-cells/, and the report of those that are done: report.md, results.json, attribution.png.
+cells/, and the report of those that are done: report.md, results.json and figures.
 """
 
 import time

@@ -32,6 +32,12 @@ def test_cells_are_kept_and_others_named(tmp_path, capsys):
     assert "d: ValueError: fails" in capsys.readouterr().err
 
 
+def test_cells_run_in_the_order_of_their_numbers(tmp_path):
+    seen = []
+    lanes.run_cells(CELLS, lambda cell, turn: seen.append(cell) or measure(cell, turn), tmp_path, None, ["2", "1"])
+    assert seen == [2, 1]
+
+
 @pytest.mark.parametrize("numbers, message", [(["0"], "--cells=0: there are cells 1 to 3"), (["x", "1"], "--cells=x:")])
 def test_cells_that_are_not_there(numbers, message, tmp_path):
     with pytest.raises(ExperimentError, match=message):

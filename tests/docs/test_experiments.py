@@ -40,6 +40,7 @@ EXPERIMENTS = {
     name: importlib.import_module(f"experiments.{name}.run")
     for name in (
         "associative_recall",
+        "attribution",
         "comparison_2m",
         "forgetting",
         "ladder",
