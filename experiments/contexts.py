@@ -14,7 +14,7 @@ import zstandard
 from matplotlib.figure import Figure
 
 from experiments.reports import make_figure, table
-from experiments.tools import Contest, ExperimentError, prepare_bytes, test_runs
+from experiments.tools import Contest, ExperimentError, evaluate_runs, prepare_bytes
 from heinsen.files import write_atomically
 from heinsen.sweep.runs import RunView
 
@@ -76,7 +76,7 @@ def measure(
     """
     has_cache = {name: contest.train_config(name).model.has_cache for name in owners}
     splits = {run.name: documents.shorter if has_cache[name] else documents.long for name, run in owners.items()}
-    tested = test_runs(folder, [*owners.values()], out, parallel, splits)
+    tested = evaluate_runs(folder, [*owners.values()], out, parallel, splits)
     positions = {}
     for name, run in owners.items():
         found, last = tested[run.name]["by_position"], documents.n_bytes // (8 if has_cache[name] else 1)

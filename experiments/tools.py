@@ -185,7 +185,7 @@ def run_sweep(
     return SweepFolder.load(out).views()
 
 
-def test_runs(
+def evaluate_runs(
     folder: Path, runs: Sequence[RunView], out: Path, parallel: int, splits: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return {run: summary of eval.py}, on the test split or by position on a split each; kept in out/RUN.json."""

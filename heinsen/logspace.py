@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Complex, Float
+from jaxtyping import Array, Float
 
 from heinsen import backend
 
@@ -153,19 +153,6 @@ def log_divide(log_a: Float[Array, "*#shape"], log_b: Float[Array, "*#shape"]) -
     """log(a / b) = log_a - log_b, with log(0 / 0) = -inf: the mean over no tokens counts as zero."""
     empty = log_b == NEG_INF
     return jnp.where(empty, NEG_INF, log_a - jnp.where(empty, 0.0, log_b))
-
-
-def complex_log(x: Float[Array, "*shape"]) -> Complex[Array, "*shape"]:
-    """log x for real x of either sign: log|x| + i*pi where x < 0 (the paper's complex logarithms, section 1.2)."""
-    magnitude = jnp.log(jnp.abs(x))
-    return jax.lax.complex(magnitude, jnp.where(x < 0, jnp.pi, 0.0).astype(magnitude.dtype))
-
-
-def complex_logsumexp(z: Complex[Array, "..."], axis: int = -1) -> Complex[Array, "..."]:
-    """log-sum-exp of complex logarithms, shifted by the largest real part; the terms may cancel."""
-    top = jnp.max(z.real, axis=axis, keepdims=True)
-    shift = finite(top)
-    return jnp.squeeze(shift, axis) + jnp.log(jnp.sum(jnp.exp(z - shift), axis=axis))
 
 
 # ---- scans -----------------------------------------------------------------------------------

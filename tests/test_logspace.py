@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from heinsen import logspace
 from tests.arrays import takes_numpy
 
-complex_log = takes_numpy(logspace.complex_log)
-complex_logsumexp = takes_numpy(logspace.complex_logsumexp)
 cumulative_logsumexp = takes_numpy(logspace.cumulative_logsumexp)
 gated_sum = takes_numpy(logspace.gated_sum)
 log_divide = takes_numpy(logspace.log_divide)
@@ -218,35 +216,6 @@ def test_log_divide_is_a_difference_and_nothing_over_nothing_is_nothing():
     da, db = pull(log_divide, (a, b), np.ones(4))
     assert_close(da, [1, 1, 0, 1])
     assert_close(db, [-1, -1, 0, -1])
-
-
-def test_complex_log_is_a_logarithm_of_numbers_of_either_sign(rng):
-    x = normal(rng, 100, scale=10)
-    x[0] = 0
-    z = np.asarray(complex_log(x))
-    assert np.any(x < 0) and np.any(x > 0)
-    assert_close(z.real[1:], np.log(np.abs(x[1:].astype(np.float64))))
-    assert_close(z.imag, np.where(x < 0, np.pi, 0))
-    assert z.real[0] == -INF
-    np.testing.assert_allclose(np.exp(z.astype(np.complex128)), x, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shift", [0, 1e4])
-def test_complex_logsumexp_sums_numbers_of_either_sign(rng, shift):
-    x = normal(rng, 3, 20)
-    x[0, 3:8] = 0
-    x[1] = 0
-    assert np.any(x < 0)
-    tolerance = 1e-6 + 2 * FLOAT32_EPS * shift
-    out = np.asarray(complex_logsumexp(complex_log(x) + np.float32(shift)), np.complex128) - shift
-    np.testing.assert_allclose(np.exp(out), x.astype(np.float64).sum(-1), atol=20 * tolerance)
-    assert out[1].real == -INF
-
-
-def test_gradient_of_a_complex_sum(rng):
-    x = normal(rng, 7)
-    (got,) = pull(lambda x: jnp.exp(complex_logsumexp(complex_log(x) + 0.5)).real, (x,), 1.0)
-    assert_close(got, np.full(7, np.exp(0.5)), 1e-5)
 
 
 # ---- scans -------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
     first = {
         name: run for name in contest.contestants for run in contest.runs_of(name, final) if run.run.point[SEED] == 1
     }
-    tested = tools.test_runs(out / "final", final, out / "test", parallel)
+    tested = tools.evaluate_runs(out / "final", final, out / "test", parallel)
     runs = [*tuning, *final]
     recall = measure_recall(contest, plan.recall_steps, out / "recall", parallel)
     return contest.results(tuning, final, tested) | dict(

@@ -64,7 +64,7 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
         tuning = contest.tune(folder, plan.rates, parallel, data, f"--config.total_tokens={plan.tuning_tokens}")
         options = data, length, "--config.seed=1", f"--seeds={plan.n_seeds}"
         final = contest.train(folder / "final", contest.contestants, tuning, parallel, *options)
-        tested = tools.test_runs(folder / "final", final, folder / "test", parallel)
+        tested = tools.evaluate_runs(folder / "final", final, folder / "test", parallel)
         sizes = {
             name: [state_size(contest.train_config(name), n) for n in report.CONTEXTS] for name in contest.contestants
         }

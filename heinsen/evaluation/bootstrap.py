@@ -127,13 +127,11 @@ def ratio(
     return np.divide(numerator, denominator, out=np.full(np.shape(numerator), np.nan), where=denominator > 0)
 
 
-def token_weights(mixture: MixtureLosses) -> list[float]:
-    """Return the weight of a token of each dataset, by which the dataset has its share of all datasets' tokens."""
-    n_tokens = [losses.documents.lengths.sum() for losses, _ in mixture]
-    return [share * sum(n_tokens) / n for (_, share), n in zip(mixture, n_tokens, strict=True)]
-
-
 def weigh(mixture: MixtureLosses, sums: Callable[[DocumentLosses], np.ndarray]) -> Float[np.ndarray, "N ..."]:
-    """Return the sums of all datasets, each [n, ...] by document or [1, ...] in all, weighted by `token_weights`."""
-    weights = token_weights(mixture)
-    return np.concatenate([weight * sums(losses) for weight, (losses, _) in zip(weights, mixture, strict=True)])
+    """Return the sums of all datasets, each [n, ...] by document or [1, ...] in all.
+
+    They are weighted so that each dataset has its share of all datasets' tokens.
+    """
+    n_tokens = [losses.documents.lengths.sum() for losses, _ in mixture]
+    weighted = zip(mixture, n_tokens, strict=True)
+    return np.concatenate([share * sum(n_tokens) / n * sums(losses) for (losses, share), n in weighted])

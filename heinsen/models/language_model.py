@@ -36,7 +36,7 @@ from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
 from heinsen.models.positions import POSITION_CLASSES
-from heinsen.models.state import LayerState, ModelState, layer_states, locate_tokens, state_after
+from heinsen.models.state import LayerState, ModelState, locate_tokens, state_after
 from heinsen.parallel import BATCH, constrain
 
 Params = dict[str, Any]
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         x = constrain_stream(self.mesh, x)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
         x, position = add_position(x, before.position, context)
-        states = layer_states(before)
+        states = tuple(map(LayerState, before.attention, before.convolution))
         if self.stacked:
             x, states = self._scan_layers(x, states, context, keep_state)
         else:

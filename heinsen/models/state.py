@@ -56,11 +56,6 @@ def state_without_layers(config: ModelConfig, batch_size: int) -> ModelState:
     return ModelState(position, nothing, nothing, zeros, zeros)
 
 
-def layer_states(state: ModelState) -> tuple[LayerState, ...]:
-    """Return the state of each layer."""
-    return tuple(map(LayerState, state.attention, state.convolution))
-
-
 def state_size(config: ModelConfig, n_tokens: int) -> int:
     """Return how many numbers one sequence's state has after n_tokens; without caches that does not depend on them."""
     state = jax.eval_shape(lambda: init_model_state(config, 1, n_tokens))

@@ -21,14 +21,14 @@ from heinsen.ops.checks import ARRAYS, check_array, check_fits, check_float, che
 from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
-from heinsen.ops.exact import Attend, isolate_non_finite
+from heinsen.ops.exact import Attend, isolate_nonfinite
 from heinsen.ops.states import LogState, MeanState, State
 from heinsen.ops.values import LOG_DOMAIN, REAL_DOMAIN
 
 # Ways to compute both functions.
 IMPLEMENTATIONS: dict[str, Attend] = {
-    "reference": isolate_non_finite(reference.attend),
-    "scan": isolate_non_finite(scan.attend),
+    "reference": isolate_nonfinite(reference.attend),
+    "scan": isolate_nonfinite(scan.attend),
     "chunked": chunked.attend,
     "pallas": partial(chunked.attend, fused=True),
 }

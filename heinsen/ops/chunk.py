@@ -40,6 +40,15 @@ from heinsen.ops.values import Domain, Shifts, Sums, einsum, safe_divide
 BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 
 
+def with_axis(x: Array | None) -> Array | None:
+    """Numbers of tokens [*batch, C] as a column [*batch, C, 1]."""
+    return None if x is None else x[..., None]
+
+
+def without_axis(x: Array | None) -> Array | None:
+    return None if x is None else x[..., 0]
+
+
 class Later(NamedTuple):
     """Visibility and decay of later tokens, for queries that see them: what a token leaves of all after it."""
 
@@ -60,13 +69,11 @@ class Keys(NamedTuple):
     @classmethod
     def of_tokens(cls, k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> "Keys":
         """Keys [*batch, T, ...] with resets and log decays [*batch, T]."""
-        resets, log_decay = (None if x is None else x[..., None] for x in (resets, log_decay))
-        return cls(k, values, resets, log_decay)
+        return cls(k, values, with_axis(resets), with_axis(log_decay))
 
     def per_token(self) -> tuple[Array | None, Array | None]:
         """Resets and log decays, [*batch, T] each."""
-        resets, log_decay = (None if x is None else x[..., 0] for x in (self.resets, self.log_decay))
-        return resets, log_decay
+        return without_axis(self.resets), without_axis(self.log_decay)
 
     @property
     def forgets(self) -> bool:
@@ -85,12 +92,11 @@ class Keys(NamedTuple):
 
     def decays(self) -> tuple[ChunkDecay, ...]:
         """Decay of the keys of a chunk and of all before it; and, if queries see later tokens, of all after it."""
-        column = lambda x: None if x is None else x[..., 0]
         like = self.k.shape[-2], self.k.dtype
-        before = chunk_decay(column(self.log_decay), column(self.resets), *like)
+        before = chunk_decay(without_axis(self.log_decay), without_axis(self.resets), *like)
         if self.later is None:
             return (before,)
-        starts, resets, log_decay = map(column, self.later)
+        starts, resets, log_decay = map(without_axis, self.later)
         return before, chunk_decay_after(log_decay, resets, starts, *like)
 
 
@@ -118,6 +124,7 @@ class KeyFactors(NamedTuple):
     kf: Array  # [*batch, C, K]: weights of keys at the end of the chunk, relative to c
     vf: Array  # [*batch, C, V]: factors of values, relative to b
     shifts: Shifts
+    own: Shifts  # as `own_shifts`: c without a decay
 
 
 def own_shifts(domain: Domain[Any], keys: Keys) -> Shifts:
@@ -125,12 +132,12 @@ def own_shifts(domain: Domain[Any], keys: Keys) -> Shifts:
     return Shifts(lax.stop_gradient(jnp.max(keys.k, axis=-2)), domain.largest(keys.values))
 
 
-def key_factors(domain: Domain[Any], keys: Keys, decay: ChunkDecay, own: Shifts) -> KeyFactors:
-    """Factors of a chunk's keys and values, whose largest are `own`, relative to shifts of their own."""
-    until_end = decay.keys_at_end[..., None]
+def key_factors(domain: Domain[Any], keys: Keys, decay: ChunkDecay) -> KeyFactors:
+    """Factors of a chunk's keys and values, relative to shifts of their own."""
+    own, until_end = own_shifts(domain, keys), decay.keys_at_end[..., None]
     c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2)) if keys.forgets else own.c
     kf = jnp.exp((keys.k - finite(c)[..., None, :]) + until_end)
-    return KeyFactors(kf, domain.factor(keys.values, own.b), Shifts(c, own.b))
+    return KeyFactors(kf, domain.factor(keys.values, own.b), Shifts(c, own.b), own)
 
 
 def summarize(factors: KeyFactors) -> Sums:
@@ -160,19 +167,19 @@ def merge(older: Shifts, log_kept: Array, newer: Shifts) -> Merged:
     No mean keeps a larger share than the largest, so the shift b of a part may fall by as much. Shifts are constants.
     """
     c = lax.stop_gradient(jnp.maximum(older.c + log_kept[..., None], newer.c))
-    shares = log_share(older.c, log_kept[..., None], c), log_share(newer.c, jnp.zeros((), c.dtype), c)
+    shares = log_share(older.c, c, log_kept[..., None]), log_share(newer.c, c)
     if older.b is None or newer.b is None:
         return Merged(Shifts(c, None), *(Scales(jnp.exp(share), None, jnp.exp(share)) for share in shares))
     tops = [jnp.max(share, axis=-1, keepdims=True) for share in shares]
     b = lax.stop_gradient(jnp.maximum(older.b + tops[0], newer.b + tops[1]))
     scales = [
-        Scales(jnp.exp(share - finite(top)), jnp.exp(log_share(old, top, b)), jnp.exp(share))
+        Scales(jnp.exp(share - finite(top)), jnp.exp(log_share(old, b, top)), jnp.exp(share))
         for old, share, top in zip((older.b, newer.b), shares, tops, strict=True)
     ]
     return Merged(Shifts(c, b), *scales)
 
 
-def log_share(old: Array, log_kept: Array, new: Array) -> Array:
+def log_share(old: Array, new: Array, log_kept: Array | float = 0.0) -> Array:
     """Logarithm of the factor <= 1 that takes what is relative to `old` to `new` >= old + log_kept.
 
     Differences of shifts are exact where their sums with a decay would be rounded.
@@ -200,7 +207,7 @@ def side_by_side(sums: Sequence[Sums], shifts: Sequence[Shifts]) -> tuple[Sums, 
     b = reduce(jnp.maximum, bs) if bs else None
     if len(sums) == 1:
         return sums[0], b
-    s = [scale_values(each.s, value_scale(part.b, b)) for each, part in zip(sums, shifts, strict=True)]
+    s = [scale_values(each.s, rescaling(part.b, b)) for each, part in zip(sums, shifts, strict=True)]
     return Sums(jnp.concatenate(s, axis=-2), jnp.concatenate([each.z for each in sums], axis=-1)), b
 
 
@@ -210,7 +217,7 @@ def side_by_side(sums: Sequence[Sums], shifts: Sequence[Shifts]) -> tuple[Sums, 
 class Weights(NamedTuple):
     """Weights of all that a chunk's queries see, relative to exp(r)."""
 
-    before: Array  # [*batch, C, K]: of the summary before the chunk; [*batch, C, 2K] with that after it
+    outside: Array  # [*batch, C, K]: of the summary before the chunk; [*batch, C, 2K] with that after it
     keys: Array  # [*batch, C, C]: of the chunk's keys; 0 of those that a query does not see
 
 
@@ -228,7 +235,7 @@ def fast_weights(
     top = reduce(jnp.maximum, (*cs, own_c))
     exponents, r = centered_sum(q, top[..., None, :])
     qf, kf = jnp.exp(exponents), jnp.exp(k - finite(own_c)[..., None, :])
-    factor = lambda shift: jnp.exp(log_share(shift, jnp.zeros((), k.dtype), top))[..., None, :]
+    factor = lambda shift: jnp.exp(log_share(shift, top))[..., None, :]
     left = jnp.exp(log_left(decay.keys_at_queries for decay in decays))
     of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * left
     parts = zip(decays, cs, strict=True)
@@ -335,25 +342,25 @@ class ValueScales(NamedTuple):
     """The shift of values that queries read, and the factors of both parts; None for real values."""
 
     b: Array | None  # [*batch, V]
-    before: Array | None
+    outside: Array | None
     own: Array | None
 
+    @classmethod
+    def of(cls, outside: Array | None, own: Array | None) -> "ValueScales":
+        b = None if outside is None or own is None else jnp.maximum(outside, own)
+        return cls(b, rescaling(outside, b), rescaling(own, b))
 
-def value_scales(before: Array | None, own: Array | None) -> ValueScales:
-    b = None if before is None or own is None else jnp.maximum(before, own)
-    return ValueScales(b, value_scale(before, b), value_scale(own, b))
 
-
-def value_scale(old: Array | None, new: Array | None) -> Array | None:
-    """The factor of sums of values relative to the shift `old` that makes them relative to `new` >= `old`."""
-    return None if old is None or new is None else jnp.exp(log_share(old, jnp.zeros((), new.dtype), new))
+def rescaling(old: Array | None, new: Array | None) -> Array | None:
+    """The factor that makes what is relative to the shift `old` relative to `new` >= `old`."""
+    return None if old is None or new is None else jnp.exp(log_share(old, new))
 
 
 def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sums:
     """S [*batch, C, V] and Z [*batch, C]."""
-    s, z = read_sums(weights.before, m)
+    s, z = read_sums(weights.outside, m)
     own = scale_values(einsum("...ts,...sv->...tv", weights.keys, vf), scales.own)
-    return Sums(scale_values(s, scales.before) + own, z + jnp.sum(weights.keys, axis=-1))
+    return Sums(scale_values(s, scales.outside) + own, z + jnp.sum(weights.keys, axis=-1))
 
 
 # ---- gradients ------------------------------------------------------------------------------------
@@ -361,15 +368,15 @@ def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sum
 
 def weights_grad(dsums: Sums, vf: Array, m: Sums, scales: ValueScales) -> Weights:
     """Gradients of the weights, from those of the queries' S and Z."""
-    of_before = einsum("...tv,...kv->...tk", scale_values(dsums.s, scales.before), m.s)
+    of_outside = einsum("...tv,...kv->...tk", scale_values(dsums.s, scales.outside), m.s)
     of_keys = einsum("...tv,...sv->...ts", scale_values(dsums.s, scales.own), vf)
-    return Weights(of_before + dsums.z[..., None] * m.z[..., None, :], of_keys + dsums.z[..., None])
+    return Weights(of_outside + dsums.z[..., None] * m.z[..., None, :], of_keys + dsums.z[..., None])
 
 
-def before_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Sums:
-    """Part of the gradient of the sums before a chunk that comes from its queries."""
-    s = einsum("...tk,...tv->...kv", weights.before, scale_values(dsums.s, scales.before))
-    return Sums(s, einsum("...tk,...t->...k", weights.before, dsums.z))
+def outside_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Sums:
+    """Part of the gradient of the sums around a chunk that comes from its queries."""
+    s = einsum("...tk,...tv->...kv", weights.outside, scale_values(dsums.s, scales.outside))
+    return Sums(s, einsum("...tk,...t->...k", weights.outside, dsums.z))
 
 
 class KeyGrads(NamedTuple):
@@ -393,7 +400,7 @@ def values_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Array:
 def later_totals(weights: Weights, dweights: Weights) -> tuple[Array, Array]:
     """Sums [*batch, C] over features of dq and dk, of what queries read of later tokens alone."""
     of_keys = jnp.triu(weights.keys * dweights.keys, 1)
-    _, of_after = jnp.split(weights.before * dweights.before, 2, axis=-1)
+    _, of_after = jnp.split(weights.outside * dweights.outside, 2, axis=-1)
     return sum_features(of_after) + jnp.sum(of_keys, axis=-1), jnp.sum(of_keys, axis=-2)
 
 

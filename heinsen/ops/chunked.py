@@ -74,17 +74,13 @@ def attend_both_ways(
     log_decay, resets = take_resets(log_decay, starts)
     log_decay_after, resets_after = take_resets(log_decay_after, None)
     keys = Keys.of_tokens(k, values, resets, log_decay)
-    keys = keys._replace(later=Later(*map(_column, (starts, resets_after, log_decay_after))))
+    keys = keys._replace(later=Later(*map(chunk.with_axis, (starts, resets_after, log_decay_after))))
     return attend_in_order(domain, q, keys, _empty_state(domain, k, values)).y
 
 
 def _empty_state(domain: Domain[StateT], k: Array, values: Array) -> StateT:
     # XLA would spend seconds folding what follows from so large a constant.
     return lax.optimization_barrier(domain.empty_state(k, values))
-
-
-def _column(x: Array | None) -> Array | None:
-    return None if x is None else x[..., None]
 
 
 # ---- attention in the order of tokens -------------------------------------------------------------
@@ -153,7 +149,7 @@ class _Differentiated(abc.ABC, Generic[StateT]):
 class Summarize(_Differentiated[StateT]):
     """Sum over all tokens at once, each weighted by what is left of it at the end."""
 
-    def exact(self, keys: Keys, state: Any) -> Any:
+    def recompute(self, keys: Keys, state: Any) -> Any:
         return logarithms.summarize(self.chunk_size, keys, state)
 
     def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
@@ -170,7 +166,7 @@ class Summarize(_Differentiated[StateT]):
 class Read(_Differentiated[StateT]):
     """One product of all queries with the state."""
 
-    def exact(self, q: Array, state: Any) -> Array:
+    def recompute(self, q: Array, state: Any) -> Array:
         return logarithms.read(self.chunk_size, q, state)
 
     def fast(self, q: Array, state: StateT) -> tuple[Array, Array | None]:

@@ -9,7 +9,7 @@ query or a key feature sees lies far below the largest value of its column. The 
 
 Products of 0 and NaN would spread what is not finite to all tokens. So neutral tokens take its place, and every output
 that sees one is set to NaN, with a gradient of 0: of the chunked form for each group of chunks (`isolate_if_any`), of
-other forms for each call (`isolate_non_finite`). -inf counts as finite where it stands for zero: in queries and keys,
+other forms for each call (`isolate_nonfinite`). -inf counts as finite where it stands for zero: in queries and keys,
 and in logarithms of values.
 
 Axes: `*batch` any leading axes, the rows; N chunks of a group; T tokens, C those of a chunk; V value features.
@@ -62,7 +62,7 @@ class Form(Protocol):
     def backward(self, *args: Any, residuals: Any, grads: Any, divisor: Array) -> tuple[Any, ...]:
         """Gradients of the arguments, from those of the output, divided by `divisor` meanwhile."""
 
-    def exact(self, *args: Any) -> Any:
+    def recompute(self, *args: Any) -> Any:
         """The output, of any rows."""
 
     @property
@@ -85,18 +85,18 @@ def run(form: Form, *args: Any) -> Any:
     @jax.custom_vjp
     def compute(*args: Any) -> Any:
         out, _, lost = form.forward(*args, save_residuals=False)
-        return recompute_lost(lost, form.exact, args, out)
+        return recompute_lost(lost, form.recompute, args, out)
 
     def forward(*args: Any) -> tuple[Any, Any]:
         out, residuals, lost = form.forward(*args, save_residuals=True)
-        return recompute_lost(lost, form.exact, args, out), (args, residuals, lost)
+        return recompute_lost(lost, form.recompute, args, out), (args, residuals, lost)
 
     def backward(saved: Any, grads: Any) -> tuple[Any, ...]:
         args, residuals, lost = saved
         grads = lax.optimization_barrier(grads)  # XLA would reduce a constant when compiling, which takes it seconds
         divisor = cotangent_divisor(grads)
         fast = form.backward(*args, residuals=residuals, grads=grads, divisor=divisor)
-        exactly = lambda args, grads: gradients(form.exact, args, grads, divisor)
+        exactly = lambda args, grads: gradients(form.recompute, args, grads, divisor)
         return recompute_lost(lost, exactly, (args, grads), fast)
 
     compute.defvjp(forward, backward)
@@ -316,7 +316,7 @@ class Attend(Protocol):
         """(y or log y, the `LogState` or `MeanState` after all tokens)."""
 
 
-def isolate_non_finite(attend: Attend) -> Attend:
+def isolate_nonfinite(attend: Attend) -> Attend:
     """`attend` with outputs of NaN where a query is not finite, or sees a key, value or log decay that is not."""
 
     def isolated(domain: Domain[Any], q: Array, keys: Keys, causal: bool, state: Any) -> tuple[Array, Any]:

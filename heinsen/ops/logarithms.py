@@ -96,7 +96,7 @@ def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
     c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
     b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
     own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
-    older = (sums.rest + chunk.log_share(sums.c, kept, c)[..., None]) + difference(sums.b, b)[..., None, :]
+    older = (sums.rest + chunk.log_share(sums.c, c, kept)[..., None]) + difference(sums.b, b)[..., None, :]
     return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
 
 

@@ -1,8 +1,7 @@
-"""The paper's equations, literally: slow, short, and the yardstick for every other implementation.
+"""The paper's equation (1): slow, short, and the yardstick for every other implementation.
 
-`equation_1` to `equation_4` take values as the paper writes them (complex logarithms for values of either sign) and no
-state. `attend` is eq. (1) with states, masks and the -inf policy of `heinsen.logspace`, exact
-at every dynamic range by `log_matmul`, in T*S*K memory.
+With states, masks and the -inf policy of `heinsen.logspace`, exact at every dynamic range by `log_matmul`, in T*S*K
+memory.
 
 Axes: `*batch` any leading axes; T queries, S keys; K key and V value features. `resets` [*batch, T] is true where
 nothing is left of the tokens before, as where a document starts, except the first, which continues the state.
@@ -14,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, Float
 
 from heinsen.logspace import (
     NEG_INF,
-    complex_logsumexp,
     log_divide,
     log_matmul,
     logaddexp,
@@ -31,51 +29,6 @@ from heinsen.ops.states import AnyState, LogState, MeanState, merge_states
 from heinsen.ops.values import LOG_DOMAIN, Domain
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `values.einsum`
-
-
-def equation_1(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    v: Float[Array, "*batch S V"],
-    *,
-    c: float | Float[Array, ""] = 0.0,
-    mask: Bool[Array, "*#batch T S"] | None = None,
-) -> Float[Array, "*batch T V"]:
-    """Eq. (1): Softmax(log(exp(Q) exp(K)^T / exp(c))) V, with `mask` true where a query sees a key."""
-    logits = log_matmul(q, jnp.swapaxes(k, -1, -2)) - c
-    if mask is not None:
-        logits = jnp.where(mask, logits, NEG_INF)
-    return _matmul(jax.nn.softmax(logits, axis=-1), v)
-
-
-def equation_2(log_s: Inexact[Array, "*batch T V"], log_z: Float[Array, "*batch T"]) -> Float[Array, "*batch T V"]:
-    """Eq. (2): exp(log S - log Z), real even where log S is complex."""
-    return jnp.exp(log_s - log_z[..., None]).real
-
-
-def equation_3(
-    q: Float[Array, "*batch T K"], k: Float[Array, "*batch S K"], log_v: Inexact[Array, "*batch S V"]
-) -> tuple[Inexact[Array, "*batch T V"], Float[Array, "*batch T"]]:
-    """Eq. (3): log S and log Z over all keys; log S is complex if log V is."""
-    h_s = _lse(k[..., :, None] + log_v[..., None, :], axis=-3)
-    h_z = _lse(k, axis=-2)
-    return _lse(q[..., None] + h_s[..., None, :, :], axis=-2), _lse(q + h_z[..., None, :], axis=-1)
-
-
-def equation_4(
-    q: Float[Array, "*batch T K"], k: Float[Array, "*batch T K"], log_v: Inexact[Array, "*batch T V"]
-) -> tuple[Inexact[Array, "*batch T V"], Float[Array, "*batch T"]]:
-    """Eq. (4): log S and log Z of each query over the keys up to its own, in T*T*K*V memory."""
-    n_tokens = q.shape[-2]
-    mask = jnp.tril(jnp.ones((n_tokens, n_tokens), bool))
-    k_prefixes = jnp.where(mask[..., None], k[..., None, :, :], NEG_INF)
-    h_s = _lse(k_prefixes[..., None] + log_v[..., None, :, None, :], axis=-3)
-    h_z = _lse(k_prefixes, axis=-2)
-    return _lse(q[..., None] + h_s, axis=-2), _lse(q + h_z, axis=-1)
-
-
-def _lse(x: Array, axis: int) -> Array:
-    return complex_logsumexp(x, axis) if jnp.iscomplexobj(x) else logsumexp(x, axis)
 
 
 def attend(
@@ -152,15 +105,10 @@ def _keys_at_end(k: Array, resets: Array | None, log_decay: Array | None) -> Arr
     """k [*batch, T, K], less what it has decayed by the end, -inf outside the last document."""
     if log_decay is not None:
         k = k + _decay_between(log_decay)[..., -1, :, None]
-    return jnp.where(_last_document(resets), k, NEG_INF)
-
-
-def _last_document(resets: Array | None) -> Array | bool:
-    """Whether a token belongs to the last document, [*batch, T, 1]; True without documents."""
     if resets is None:
-        return True
+        return k
     document = document_numbers(resets)
-    return (document == document[..., -1:])[..., None]
+    return jnp.where((document == document[..., -1:])[..., None], k, NEG_INF)
 
 
 def _continue(state: AnyState | None, end: AnyState, resets: Array | None, log_decay: Array | None) -> AnyState:

@@ -79,9 +79,6 @@ class Split(NamedTuple):
     def n_tokens(self) -> int:
         return self.n_groups * self.group_size
 
-    def in_one_group(self) -> "Split":
-        return Split(1, self.n_groups * self.n_chunks, self.chunk_size)
-
 
 class Residuals(NamedTuple):
     """Saved by the forward pass for the backward pass."""
@@ -226,12 +223,12 @@ def _most_rows(shape: tuple[int, ...]) -> int:
 
 def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
     """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
-    decays, own = keys.decays(), chunk.own_shifts(domain, keys)
-    factors = chunk.key_factors(domain, keys, decays[0], own)
+    decays = keys.decays()
+    factors = chunk.key_factors(domain, keys, decays[0])
     before, end = _summarize_in_turn(factors, decays[0], summary)
-    around, _ = _side_by_side((before, *_summaries_after(domain, keys, after)), own)
+    around, _ = _side_by_side((before, *_summaries_after(domain, keys, after)), factors.own)
     terms = Terms(q, keys, factors.vf, around)
-    weights, of_queries = chunk.fast_weights(q, keys.k, decays, own.c, around.cs)
+    weights, of_queries = chunk.fast_weights(q, keys.k, decays, factors.own.c, around.cs)
     sums = chunk.query_sums(weights, terms.vf, around.sums, around.scales)
     inexact = jnp.any((sums.z < SMALLEST_SUM) & (of_queries.r > NEG_INF), axis=(-2, -1))
     inexact |= jnp.any(~domain.is_exact(sums, around.scales.b), axis=-1)
@@ -286,9 +283,9 @@ def group_grad(
       pass_back: from the gradient of the sums after the last chunk, which it has, to those of the sums around each.
       inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
-    decays, own = keys.decays(), chunk.own_shifts(domain, keys)
-    factors = chunk.key_factors(domain, keys, decays[0], own)
-    around, pull_apart = _side_by_side((before, *_summaries_after(domain, keys, after)), own)
+    decays = keys.decays()
+    factors = chunk.key_factors(domain, keys, decays[0])
+    around, pull_apart = _side_by_side((before, *_summaries_after(domain, keys, after)), factors.own)
     terms = Terms(q, keys, factors.vf, around)
     dsums = domain.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
@@ -297,12 +294,12 @@ def group_grad(
         some, row_dsums, row_total = rows.take((terms, dsums, dq_total))
         return rows.write(out, _pull_back(some.exact_weights, some, row_dsums, row_total))
 
-    weigh = lambda q, k: chunk.fast_weights(q, k, decays, own.c, around.cs)
+    weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
     pulled = _pull_back(weigh, terms, dsums, dq_total)
     pulled = pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled, _most_rows(q.shape))
-    dread, *dafter = pull_apart(pulled.around)
+    from_queries, *dafter = pull_apart(pulled.around)
     _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
-    dends, dfirst = pass_back(older, dread)
+    dends, dfirst = pass_back(older, from_queries)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dk, dvf = pulled.k + more.k, pulled.vf + more.values
     dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.later is None else Later())
@@ -316,20 +313,22 @@ def group_grad(
     return GroupGrads(pulled.q, dkeys, dfirst, dafter)
 
 
-def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: Sums, dfirst: Sums) -> tuple[Keys, Sums]:
+def summary_after_grad(
+    domain: Domain[Any], keys: Keys, after: Summary, from_queries: Sums, dfirst: Sums
+) -> tuple[Keys, Sums]:
     """The part of the gradients of a group's keys that the sums after chunks make, and of the sums after the group.
 
     Args:
       after: the summary after the group.
-      dread: what the queries of each chunk add to the gradient of the sums after it.
+      from_queries: what the queries of each chunk add to the gradient of the sums after it.
       dfirst: gradient of the sums of the group and all after it.
     """
     assert keys.later is not None
-    decay, own = keys.decays()[1], chunk.own_shifts(domain, keys)
-    factors = chunk.key_factors(domain, keys, decay, own)
+    decay = keys.decays()[1]
+    factors = chunk.key_factors(domain, keys, decay)
     (after,) = _summaries_after(domain, keys, (after,))
     _, older, newer = chunk.merge(after.shifts, decay.before_at_end, factors.shifts)
-    dends, dlast = _pass_back_in_turn(dfirst, older, dread, decay.backwards)
+    dends, dlast = _pass_back_in_turn(dfirst, older, from_queries, decay.backwards)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
     dlog_decay = None
     if keys.later.log_decay is not None:
@@ -340,9 +339,8 @@ def summary_after_grad(domain: Domain[Any], keys: Keys, after: Summary, dread: S
 
 def _summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
     """The summary after each chunk of a group, [*batch, N, ...], from that after the group, if queries see it."""
-    decays, own = keys.decays()[1:], chunk.own_shifts(domain, keys)
-    each = zip(decays, after, strict=True)
-    return [_summarize_in_turn(chunk.key_factors(domain, keys, decay, own), decay, x)[0] for decay, x in each]
+    each = zip(keys.decays()[1:], after, strict=True)
+    return [_summarize_in_turn(chunk.key_factors(domain, keys, decay), decay, x)[0] for decay, x in each]
 
 
 def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[Around, Callable[[Sums], tuple[Sums, ...]]]:
@@ -350,7 +348,7 @@ def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[Around, Cal
     shifts = [summary.shifts for summary in around]
     side_by_side = lambda *sums: chunk.side_by_side(sums, shifts)
     sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in around), has_aux=True)
-    return Around(sums, [x.c for x in shifts], chunk.value_scales(b, own.b)), pull_apart
+    return Around(sums, [x.c for x in shifts], ValueScales.of(b, own.b)), pull_apart
 
 
 class _Pulled(NamedTuple):
@@ -365,14 +363,14 @@ class _Pulled(NamedTuple):
 
 def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pulled:
     """Gradients from those of S and Z."""
-    keys, before, scales = terms.keys, terms.around.sums, terms.around.scales
+    keys, around, scales = terms.keys, terms.around.sums, terms.around.scales
     weights, pull, of_queries = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
-    dweights = chunk.weights_grad(dsums, terms.vf, before, scales)
+    dweights = chunk.weights_grad(dsums, terms.vf, around, scales)
     dq, dk = pull(dweights)
     dq = chunk.correct_query_grad(dq, of_queries.features, dq_total)
     is_gated = keys.later is not None and keys.log_decay is not None
     later = chunk.later_totals(weights, dweights) if is_gated else None
-    of_sums = chunk.before_grad(weights, dsums, scales)
+    of_sums = chunk.outside_grad(weights, dsums, scales)
     return _Pulled(dq, dk, of_sums, chunk.values_grad(weights, dsums, scales), later)
 
 
@@ -394,14 +392,14 @@ def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary)
     return Summary(sums, before), Summary(end_sums, end)
 
 
-def _pass_back_in_turn(dend: Sums, older: Scales, dread: Sums, backwards: bool = False) -> SumsGrads:
+def _pass_back_in_turn(dend: Sums, older: Scales, from_queries: Sums, backwards: bool = False) -> SumsGrads:
     """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk (backwards: before the first)."""
 
     def step(dend: Sums, xs: Any) -> Sums:
-        older, dread = xs
-        return chunk.add(chunk.scale(dend, older), dread)
+        older, from_queries = xs
+        return chunk.add(chunk.scale(dend, older), from_queries)
 
-    dfirst, dends = scan_chunks(step, dend, (older, dread), dend.z.ndim - 1, reverse=not backwards)
+    dfirst, dends = scan_chunks(step, dend, (older, from_queries), dend.z.ndim - 1, reverse=not backwards)
     return SumsGrads(dends, dfirst)
 
 
@@ -454,10 +452,11 @@ class InOrder(Generic[StateT]):
         n = rows_together(self.split.chunk_size**3)  # pairs of a chunk's tokens, with features
         return n // 2 if self.both_ways else n  # as each has sums in both directions
 
-    def exact(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
+    def recompute(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_nonfinite_state(self.domain, state)
         first = (bad_state,) if keys.later is None else (bad_state, jnp.zeros_like(bad_state))
-        clean = isolate(self.domain, *take_group((q, keys), 0, self.split.in_one_group()), first)
+        whole = Split(1, self.split.n_groups * self.split.n_chunks, self.split.chunk_size)
+        clean = isolate(self.domain, *take_group((q, keys), 0, whole), first)
         q, keys = to_tokens((clean.q, clean.keys))
         y, end = logarithms.attend(self.split.chunk_size, q, keys, replace_state(state, bad_state))
         return Output(fill_where(to_tokens(clean.tainted, axis=-1), y), fill_where(clean.beyond[0], end))
@@ -503,7 +502,7 @@ class InOrder(Generic[StateT]):
         def step(carry: tuple[Summary, Array], i: Array) -> Any:
             clean = self._isolate_keys(keys, i, carry[1])
             decay = clean.keys.decays()[1]
-            factors = chunk.key_factors(domain, clean.keys, decay, chunk.own_shifts(domain, clean.keys))
+            factors = chunk.key_factors(domain, clean.keys, decay)
             return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
 
         first = domain.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
@@ -557,9 +556,9 @@ class InOrder(Generic[StateT]):
 
         def step(carry: Any, xs: Any) -> Any:
             dfirst, dkeys = carry
-            i, after, tainted, dread = xs
+            i, after, tainted, from_queries = xs
             clean = self._isolate_keys(keys, i, tainted)
-            more, dlast = summary_after_grad(domain, clean.keys, after, dread, dfirst)
+            more, dlast = summary_after_grad(domain, clean.keys, after, from_queries, dfirst)
             more = to_tokens(multiply(more, divisor))
             add = lambda x, more: x + more
             before = to_tokens(take_group(dkeys, i, split))

@@ -123,9 +123,6 @@ class LogState(NamedTuple):
         """State of the same tokens, their weights multiplied by exp(log_decay); -inf gives the empty state."""
         return LogState(_scale(self.h_s, log_decay[..., None, None]), _scale(self.h_z, log_decay[..., None]))
 
-    def query(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
-        return read_all(self.normalize(), q)[0]
-
     def normalize(self) -> NormalizedState:
         log_mean = log_divide(self.h_s, self.h_z[..., None])
         b = whole_shift(jnp.max(log_mean, axis=-2))
@@ -149,9 +146,6 @@ class MeanState(NamedTuple):
         """State of the same tokens, their weights multiplied by exp(log_decay); -inf gives the empty state."""
         mean = jnp.where((log_decay == NEG_INF)[..., None, None], 0.0, self.mean)
         return MeanState(mean, _scale(self.h_z, log_decay[..., None]))
-
-    def query(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
-        return read_all(self.normalize(), q)[0]
 
     def normalize(self) -> NormalizedMeanState:
         return NormalizedMeanState(self.mean, ShiftedLog.of(self.h_z))
@@ -260,7 +254,7 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
         return query_state(state, q[..., None, :])[..., 0, :]
     if q.shape[:-2] + q.shape[-1:] != state.h_z.shape:
         raise ValueError(f"queries {q.shape} do not fit a state with h_z {state.h_z.shape}: expected [*batch, (T,) K]")
-    return state.query(q)
+    return read_all(state.normalize(), q)[0]
 
 
 def extend_context(

@@ -209,12 +209,9 @@ class Reporter:
         memory = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in memory:
             measured["peak_device_bytes"] = memory["peak_bytes_in_use"]
-        self._write(step, measured)
+        self.write(step, measured)
 
-    def report_validation(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        self._write(step, metrics)
-
-    def _write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         metrics = {"tokens": step * self._config.tokens_per_step, **metrics}
         for log in self._logs:
             log.write(step, metrics)

@@ -179,7 +179,7 @@ class _Loop:
                 pending = None
             if validates:
                 result, validation_metrics = self.validate(step, state.params)
-                self.reporter.report_validation(step, validation_metrics)
+                self.reporter.write(step, validation_metrics)
             if saves:
                 with self.reporter.pause():
                     progress = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}

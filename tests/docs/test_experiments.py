@@ -425,7 +425,7 @@ def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path
         assert [splits[run.name] for run in runs] == ["long", "shorter"]
         return {run.name: dict(by_position=dict(window=512, ranges=ranges)) for run in runs}
 
-    monkeypatch.setattr(contexts, "test_runs", fake_test)
+    monkeypatch.setattr(contexts, "evaluate_runs", fake_test)
     documents = contexts.Documents("long", "shorter", 1024)
     positions = contexts.measure(CONTESTS["combined"], owners, tmp_path, documents, tmp_path / "out", 1)
     assert positions[names[0]] == dict(window=512, ranges=ranges[:11]), "1024 is in the range from 513"

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen import LogState, MeanState, init_state, logspace
-from heinsen.ops import reference
+from heinsen import LogState, MeanState, init_state
 from tests.arrays import takes_numpy
+from tests.ops import equations
 from tests.ops.truth import assert_close
 
 T, K, V = 7, 4, 3
 
-complex_log = takes_numpy(logspace.complex_log)
+complex_log = takes_numpy(equations.complex_log)
 
 # Compiled once for all tests.
-equation_1, equation_2 = jax.jit(reference.equation_1), jax.jit(reference.equation_2)
-equation_3, equation_4 = jax.jit(reference.equation_3), jax.jit(reference.equation_4)
+equation_1, equation_2 = jax.jit(equations.equation_1), jax.jit(equations.equation_2)
+equation_3, equation_4 = jax.jit(equations.equation_3), jax.jit(equations.equation_4)
 update_state, query_state = jax.jit(heinsen.update_state), jax.jit(heinsen.query_state)
 log_attention, attention = (
     jax.jit(function, static_argnames=("causal", "implementation", "return_state"))

@@ -19,7 +19,7 @@ class Kernels(InOrder[StateT]):
 
     interpret: Any = None  # parameters of JAX's interpret mode, or None: compiled
 
-    def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
+    def recompute(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         return attend_in_order(self.domain, q, keys, state)
 
     def lost_between(self, state: StateT, first: Summary, end: Summary) -> Array:

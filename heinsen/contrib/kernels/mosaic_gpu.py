@@ -39,7 +39,6 @@ from heinsen.contrib.kernels.shifts import (
     following,
     kept_scales,
     preceding,
-    shift_scale,
     shift_scales,
 )
 from heinsen.contrib.kernels.wgmma import (
@@ -57,7 +56,7 @@ from heinsen.contrib.kernels.wgmma import (
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, finite, two_sum
 from heinsen.ops import chunk
-from heinsen.ops.chunk import Keys
+from heinsen.ops.chunk import Keys, rescaling
 from heinsen.ops.decay import decay_grad
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, take_group
@@ -777,7 +776,6 @@ class _Layout(NamedTuple):
             starts = jnp.where(keys.resets[..., 0], jnp.arange(CHUNK, dtype=jnp.float32), 0.0)
             first = lax.cummax(starts, axis=starts.ndim - 1)
         kept = kept_scales(left.before_at_end[..., None], own.reading, own.after)
-        to = lambda b: None if own.own_b is None else shift_scale(own.own_b, b)
         in_tokens = lambda x: self.flatten(jnp.broadcast_to(x, units.shape).reshape(*self.batch, -1))
         return DecayVectors(
             kept_k=self.keys_vectors(kept.s),
@@ -785,8 +783,8 @@ class _Layout(NamedTuple):
             kept_z=self.keys_vectors(kept.z),
             after_c=self.fill(self.fill(own.after.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows),
             own_b=self.values_vectors(own.own_b, NEG_INF),
-            to_reading=self.values_vectors(to(own.reading.b)),
-            to_after=self.values_vectors(to(own.after.b)),
+            to_reading=self.values_vectors(rescaling(own.own_b, own.reading.b)),
+            to_after=self.values_vectors(rescaling(own.own_b, own.after.b)),
             units=in_tokens(units),
             unit=in_tokens(unit),
             rest=in_tokens(rest),

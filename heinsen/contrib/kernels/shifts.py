@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import associative_scan, finite
-from heinsen.ops.chunk import Keys, Scales, log_share, own_shifts
+from heinsen.ops.chunk import Keys, Scales, log_share, own_shifts, rescaling
 from heinsen.ops.values import Domain, Shifts
 
 
@@ -72,23 +72,18 @@ def largest_share(c: Array, log_kept: Array, after_c: Array) -> Array:
 
     No mean keeps a larger share of its older values, so their shift b may fall by as much.
     """
-    return jnp.max(log_share(c, log_kept, after_c), axis=-1, keepdims=True)
-
-
-def shift_scale(old: Array, new: Array) -> Array:
-    """exp(old - new): the factor that takes what is relative to the shift `old` to `new` >= `old`."""
-    return jnp.exp(log_share(old, jnp.zeros((), old.dtype), new))
+    return jnp.max(log_share(c, after_c, log_kept), axis=-1, keepdims=True)
 
 
 def shift_scales(old: Shifts, new: Shifts) -> Scales:
     """Factors that make sums relative to the shifts `old` relative to `new` >= `old`; or gradients the other way."""
-    c = shift_scale(old.c, new.c)
-    return Scales(c, jax.tree.map(shift_scale, old.b, new.b), c)
+    c = jnp.exp(log_share(old.c, new.c))
+    return Scales(c, rescaling(old.b, new.b), c)
 
 
 def kept_scales(log_kept: Array, old: Shifts, new: Shifts) -> Scales:
     """Factors of what is kept, with logarithm log_kept [*batch, 1], of sums relative to `old`, relative to `new`."""
-    share, top = log_share(old.c, log_kept, new.c), largest_share(old.c, log_kept, new.c)
+    share, top = log_share(old.c, new.c, log_kept), largest_share(old.c, log_kept, new.c)
     # The shifts of weights and values move together: each factor is at most 1.
-    v = jax.tree.map(lambda old, new: jnp.exp(log_share(old, top, new)), old.b, new.b)
+    v = jax.tree.map(lambda old, new: jnp.exp(log_share(old, new, top)), old.b, new.b)
     return Scales(jnp.exp(share if v is None else share - finite(top)), v, jnp.exp(share))

@@ -29,7 +29,7 @@ from heinsen.contrib.kernels.form import Kernels
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk
-from heinsen.ops.chunk import Keys
+from heinsen.ops.chunk import Keys, ValueScales
 from heinsen.ops.chunked import attend_in_order
 from heinsen.ops.exact import Output, multiply
 from heinsen.ops.schedule import Split, SumsGrads, group_grad
@@ -130,10 +130,10 @@ def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: State, out: Writ
         out.fine[...] = jnp.ones_like(out.fine)
 
     (q, keys), before = inputs.read(), out.end.read()
-    (decay,), own = keys.decays(), chunk.own_shifts(domain, keys)
-    factors = chunk.key_factors(domain, keys, decay, own)
-    weights, of_queries = chunk.fast_weights(q, keys.k, [decay], own.c, [before.shifts.c])
-    scales = chunk.value_scales(before.shifts.b, own.b)
+    (decay,) = keys.decays()
+    factors = chunk.key_factors(domain, keys, decay)
+    weights, of_queries = chunk.fast_weights(q, keys.k, [decay], factors.own.c, [before.shifts.c])
+    scales = ValueScales.of(before.shifts.b, factors.own.b)
     sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
     out.y[...], out.z[:, 0] = domain.mean(sums, scales.b).mT, sums.z
     if out.saved is not None:
@@ -184,7 +184,7 @@ def _backward_kernel(domain: Domain[Any], inputs: Inputs, given: Cotangents, end
     (q, keys), before, dend = inputs.read(), given.saved.before.read(), out.first.read_sums()
     dy = given.dy[...].mT * given.factors[0]
     sums = Sums(given.saved.s[...].mT, given.z[:, 0])
-    pass_back = lambda older, dread: SumsGrads(dend, chunk.add(chunk.scale(dend, older), dread))
+    pass_back = lambda older, from_queries: SumsGrads(dend, chunk.add(chunk.scale(dend, older), from_queries))
     found = group_grad(domain, q, keys, before, (), sums, dy, pass_back)
 
     for ref, x in ((out.q, found.q), (out.k, found.keys.k), (out.values, found.keys.values)):
@@ -406,7 +406,7 @@ class Fused(Kernels[StateT]):
             )
         return cls(domain, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "tpu", interpret=interpret.params())
 
-    def exact(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
+    def recompute(self, q: Array, keys: Keys, state: StateT) -> Output[StateT]:
         # Else XLA may copy y, and gradients, of all rows into the layout that they have here, and out of it.
         tokens_last = Layout((*range(q.ndim - 2), q.ndim - 1, q.ndim - 2))
         q, k, values = (with_layout_constraint(x, tokens_last) for x in (q, keys.k, keys.values))

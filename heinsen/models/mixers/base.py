@@ -135,7 +135,11 @@ class Mixer(abc.ABC, Generic[MixerState]):
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], MixerState]:
         """Mix one more token: (output, state after it)."""
-        return self.parallel(q, k, values, state, context, mesh)
+        return over_heads(mesh, self._step)(q, k, values, state, context)
+
+    def _step(self, q: Array, k: Array, v: Array, state: MixerState, context: TokenContext) -> tuple[Array, MixerState]:
+        """Compute `step` on one device, for its share of the batch and of the heads."""
+        return self._attend(q, k, v, state, context)
 
     # ---- decoding ----
 

@@ -50,19 +50,16 @@ class Heinsen(Mixer[MixerState], Generic[MixerState]):
         return True
 
     def init_state(self, batch_size: int, capacity: int) -> MixerState:
-        return self._empty(batch_size, self.n_heads)
-
-    def _empty(self, *shape: int) -> Any:
-        """The state before any token of this many sequences and heads."""
-        return states.init_state(shape, self.d_key, self.d_value, signed=self.signed, dtype=self.accumulator_dtype)
+        shape, dtype = (batch_size, self.n_heads), self.accumulator_dtype
+        state: Any = states.init_state(shape, self.d_key, self.d_value, signed=self.signed, dtype=dtype)
+        return state
 
     def _attend(self, q: Array, k: Array, values: Array, state: Any, context: TokenContext) -> tuple[Array, Any]:
         log_decay, segment_ids = context.log_decay, context.segment_ids
         if context.log_decay_after is not None:  # a model that is not causal, and keeps no state
             assert log_decay is not None
             decays = {"log_decay": log_decay, "log_decay_after": context.log_decay_after}
-            y = attend_both_ways(q, k, values, **decays, segment_ids=segment_ids, signed=self.signed)
-            return y, self._empty(*q.shape[:2])
+            return attend_both_ways(q, k, values, **decays, segment_ids=segment_ids, signed=self.signed), None
         function: Any = attention if self.signed else log_attention
         y, after = function(
             q,
@@ -150,19 +147,8 @@ class RealHeinsen(Heinsen[MeanState]):
                 f"{attention!r} has none: set it to log"
             )
 
-    def step(
-        self,
-        q: Float[Array, "B H 1 K"],
-        k: Float[Array, "B H 1 K"],
-        values: Float[Array, "B H 1 V"],
-        state: MeanState,
-        context: TokenContext,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H 1 V"], MeanState]:
-        """Equations (6) and (5): update the state, then read it."""
-        return over_heads(mesh, self._step)(q, k, values, state, context)
-
     def _step(self, q: Array, k: Array, v: Array, state: MeanState, context: TokenContext) -> tuple[Array, MeanState]:
+        """Equations (6) and (5): update the state, then read it."""
         state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_of_token(context))
         return states.query_state(state, q), state
 

@@ -7,13 +7,11 @@ Axes: B batch, H heads, T tokens, K features of keys and values alike.
 
 import dataclasses
 
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from heinsen.models.mixers.base import TokenContext
 from heinsen.models.mixers.cached import CachedMixer
 from heinsen.ops import softmax
-from heinsen.ops.sharded import over_heads
 from heinsen.ops.softmax import KVCache
 
 
@@ -37,20 +35,9 @@ class Softmax(CachedMixer):
     ) -> Float[Array, "B H T K"]:
         return softmax.attend_cached(q, cache, context.slot, context.first)
 
-    def step(
-        self,
-        q: Float[Array, "B H 1 K"],
-        k: Float[Array, "B H 1 K"],
-        values: Float[Array, "B H 1 K"],
-        state: KVCache,
-        context: TokenContext,
-        mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H 1 K"], KVCache]:
-        """Mix one more token without a copy of the cache, where all rows have one."""
-        if context.valid is not None:
-            return self.parallel(q, k, values, state, context, mesh)
-        return over_heads(mesh, self._step)(q, k, values, state, context)
-
     def _step(self, q: Array, k: Array, v: Array, state: KVCache, context: TokenContext) -> tuple[Array, KVCache]:
+        """Without a copy of the cache, where all rows have one more token."""
+        if context.valid is not None:
+            return self._attend(q, k, v, state, context)
         q, k, v = self._cast(q, k, v)
         return softmax.step_cached(q, k, v, state, context.slot, context.first)
