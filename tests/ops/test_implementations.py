@@ -213,24 +213,17 @@ def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, 
     check_wide(Form(function, name, None), draw_case(rng, **LONG, scale=scale), rng)
 
 
-def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch):
-    """There the body of a loop over chunks takes several: here 24 of them in blocks of 12."""
-    chunk = 3
-    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: chunk)
-    case = draw_case(rng, **LONG, mean_length=20, decay=True)
+@pytest.mark.parametrize("scale", [1, 32])
+def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch, scale):
+    """There the body of a loop over chunks takes several, and blocks of rows have several axes: here 2 x 3."""
+    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: 3)
+    monkeypatch.setattr(schedule, "_MOST_STEPS", 4)
+    for module in (exact, schedule):
+        monkeypatch.setattr(module, "rows_together", lambda size: 7)
+    case = draw_case(rng, (2, 4, 3), 24, d_key=4, d_value=3, mean_length=9, decay=True, state=True, scale=scale)
     with backend.compiling_for("gpu"):
-        assert schedule._steps_together(-(-LONG["n_queries"] // chunk)) == 12
-        check(Form("log_attention", "chunked", -chunk), case, rng)  # -chunk: a program of its own
-
-
-def test_the_rows_that_accelerators_take_together_are_the_truth(rng, monkeypatch):
-    """There they are neighbors along several axes: here blocks of 2 x 3."""
-    monkeypatch.setattr(exact, "rows_together", lambda size: 7)
-    monkeypatch.setattr(schedule, "rows_together", lambda size: 7)
-    assert exact._block_sizes((2, 4, 3), 7) == (1, 2, 3)
-    case = draw_case(rng, **LONG | dict(batch=(2, 4, 3)), scale=32, decay=True)
-    with backend.compiling_for("gpu"):
-        check_wide(Form("log_attention", "chunked", -7), case, rng)
+        assert schedule._steps_together(8) == 4 and exact._block_sizes((2, 4, 3), 7) == (1, 2, 3)
+        (check_wide if scale > 1 else check)(Form("log_attention", "chunked", -3), case, rng)  # -3: programs of its own
 
 
 @pytest.mark.parametrize("scale", [pytest.param(16, marks=pytest.mark.long), 32])
