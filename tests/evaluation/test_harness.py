@@ -58,6 +58,7 @@ def test_likelihoods_are_those_of_the_forward_pass_and_contexts_are_read_once(rn
     assert len(contexts) == len(set(contexts)) == len({context.rstrip() for context, _ in requests})
 
 
+@pytest.mark.long
 def test_whole_texts_are_scored_from_their_first_token_without_a_limit(rng, answers, monkeypatch):
     texts = ["a", "".join(map(chr, rng.integers(97, 120, 20))), "", "some text"]
     got = answers.loglikelihood_rolling(texts)
@@ -104,6 +105,7 @@ def draw_text(rng, n: int) -> str:
     return "".join(map(chr, rng.integers(97, 120, n)))
 
 
+@pytest.mark.long
 def test_a_text_of_as_many_tokens_as_there_are_positions_is_whole(rng, short_answers):
     text = draw_text(rng, ROOM)
     expected, best = direct(short_answers, text, ROOM)
