@@ -92,11 +92,12 @@ def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], tu
     batch_of = lambda seeds: lambda step: found["train"][list(seeds), step].astype(np.int32)
     programs = lanes.Lanes.compile(own, N_LANES, [batch_of(tuners)(0)])
     losses_of = compile_losses(programs, found)
-    n_validation = min(config.SIZES[plan.size].n_validation, plan.most_tests)
+    size = config.SIZES[plan.size]
+    n_validation = min(size.n_validation, plan.most_tests)
     compiled = time.monotonic()
     with turn:
         began, tuning = time.monotonic(), {}
-        for tried in lanes.grids(config.RATES[cell.optimizer], N_LANES, tuning):
+        for tried in lanes.grids(size.rates[cell.optimizer], N_LANES, tuning):
             params, _ = programs.train(tuners, tried, batch_of(tuners), plan.n_steps // 2)
             tuning |= dict(zip(tried, losses_of(params, "validation", n_validation).mean(1).tolist(), strict=True))
         rate = min(tuning, key=lambda rate: (np.isnan(tuning[rate]), tuning[rate]))
