@@ -42,7 +42,7 @@ def posterior(term: Array, total: Array) -> Array:
     return jnp.exp(term - finite(total))
 
 
-def difference(a: Array, b: Array) -> Array:
+def constant_difference(a: Array, b: Array) -> Array:
     """a - b, a constant; 0 where both are -inf."""
     return jax.lax.stop_gradient(jnp.where(a == b, 0.0, a - finite(b)))
 
@@ -69,7 +69,7 @@ class ShiftedLog(NamedTuple):
     def add(self, other: "ShiftedLog") -> "ShiftedLog":
         """The monoid's operation."""
         shift = jnp.maximum(self.shift, other.shift)
-        rest, other_rest = (x.rest + difference(x.shift, shift) for x in (self, other))
+        rest, other_rest = (x.rest + constant_difference(x.shift, shift) for x in (self, other))
         return ShiftedLog(logaddexp(rest, other_rest), shift)
 
     def scale(self, log_factor: Array) -> "ShiftedLog":

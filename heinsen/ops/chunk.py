@@ -85,11 +85,6 @@ class Keys(NamedTuple):
         found = self.log_decay, None if self.later is None else self.later.log_decay
         return [x for x in found if x is not None]
 
-    def numbers(self) -> "Keys":
-        """The keys without `resets` and `starts`: their floating-point arrays."""
-        later = None if self.later is None else Later(log_decay=self.later.log_decay)
-        return self._replace(resets=None, later=later)
-
     def decays(self) -> tuple[ChunkDecay, ...]:
         """Decay of the keys of a chunk and of all before it; and, if queries see later tokens, of all after it."""
         like = self.k.shape[-2], self.k.dtype
@@ -140,7 +135,7 @@ def key_factors(domain: Domain[Any], keys: Keys, decay: ChunkDecay) -> KeyFactor
     return KeyFactors(kf, domain.factor(keys.values, own.b), Shifts(c, own.b), own)
 
 
-def summarize(factors: KeyFactors) -> Sums:
+def own_sums(factors: KeyFactors) -> Sums:
     """A chunk's own M_s [*batch, K, V] and M_z [*batch, K]."""
     return Sums(einsum("...sk,...sv->...kv", factors.kf, factors.vf), jnp.sum(factors.kf, axis=-2))
 
@@ -218,19 +213,19 @@ class Weights(NamedTuple):
     """Weights of all that a chunk's queries see, relative to exp(r)."""
 
     outside: Array  # [*batch, C, K]: of the summary before the chunk; [*batch, C, 2K] with that after it
-    keys: Array  # [*batch, C, C]: of the chunk's keys; 0 of those that a query does not see
+    inside: Array  # [*batch, C, C]: of the chunk's keys; 0 of those that a query does not see
 
 
-class OfQueries(NamedTuple):
-    """The exponent that the weights of each query are relative to, and their share by key feature."""
+class QueryWeights(NamedTuple):
+    """The exponent that the weights of each query are relative to, and their sums by key feature."""
 
     r: Array  # [*batch, C]: about the largest exponent; -inf where a query sees nothing
-    features: Array  # [*batch, C, K]: about the weight of each feature
+    by_feature: Array  # [*batch, C, K]: about the weight of each feature
 
 
 def fast_weights(
     q: Array, k: Array, decays: Sequence[ChunkDecay], own_c: Array, cs: Sequence[Array]
-) -> tuple[Weights, OfQueries]:
+) -> tuple[Weights, QueryWeights]:
     """Weights by products, for keys whose largest are own_c [*batch, K], and a summary with shifts c per decay."""
     top = reduce(jnp.maximum, (*cs, own_c))
     exponents, r = centered_sum(q, top[..., None, :])
@@ -239,18 +234,13 @@ def fast_weights(
     left = jnp.exp(log_left(decay.keys_at_queries for decay in decays))
     of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * left
     parts = zip(decays, cs, strict=True)
-    before = [(qf * factor(c)) * jnp.exp(decay.before_at_queries)[..., None] for decay, c in parts]
-    return Weights(_features(before), of_keys), OfQueries(r, qf)
+    of_outside = [(qf * factor(c)) * jnp.exp(decay.before_at_queries)[..., None] for decay, c in parts]
+    return Weights(jnp.concatenate(of_outside, axis=-1), of_keys), QueryWeights(r, qf)
 
 
 def log_left(each: Iterable[Array]) -> Array:
     """Log of what is left of each key at each query, from that of both directions: -inf in one of them."""
     return reduce(jnp.maximum, each)
-
-
-def _features(parts: Sequence[Array]) -> Array:
-    """Arrays [..., K] side by side; one array itself."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
 class _Outside(NamedTuple):
@@ -280,7 +270,9 @@ def _blocks(x: Array, size: int) -> Array:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def exact_weights(q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence[Array]) -> tuple[Weights, OfQueries]:
+def exact_weights(
+    q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence[Array]
+) -> tuple[Weights, QueryWeights]:
     """As `fast_weights`, exact at every dynamic range. Underflow takes nothing that matters beside a query's Z.
 
     Among the few tokens of a block, every exponent of a query, a key and a feature is formed before its exponential.
@@ -310,7 +302,7 @@ def exact_weights(q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence
 
     # The weights, relative to it.
     relative, error = center_queries(q, r)
-    before = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
+    of_outside = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
     of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
     in_blocks = jnp.eye(n_tokens // size)[:, None, :, None] * jnp.sum(of_pairs, axis=-1)[..., None, :]
     of_keys = in_blocks.reshape(*q.shape[:-1], n_tokens)
@@ -320,7 +312,8 @@ def exact_weights(q: Array, k: Array, decays: Sequence[ChunkDecay], cs: Sequence
         kf = jnp.exp((k[..., None, :, :] - finite(x.largest)) + x.to_start)
         of_keys = einsum("...tk,...sk->...ts", qf, kf).reshape(*q.shape[:-1], n_tokens) + of_keys
         features = qf + features
-    return Weights(_features(before), of_keys), OfQueries(r, reduce(jnp.add, before) + features.reshape(q.shape))
+    by_feature = reduce(jnp.add, of_outside) + features.reshape(q.shape)
+    return Weights(jnp.concatenate(of_outside, axis=-1), of_keys), QueryWeights(r, by_feature)
 
 
 def center_queries(q: Array, r: Array) -> tuple[Array, Array]:
@@ -359,8 +352,8 @@ def rescaling(old: Array | None, new: Array | None) -> Array | None:
 def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sums:
     """S [*batch, C, V] and Z [*batch, C]."""
     s, z = read_sums(weights.outside, m)
-    own = scale_values(einsum("...ts,...sv->...tv", weights.keys, vf), scales.own)
-    return Sums(scale_values(s, scales.outside) + own, z + jnp.sum(weights.keys, axis=-1))
+    own = scale_values(einsum("...ts,...sv->...tv", weights.inside, vf), scales.own)
+    return Sums(scale_values(s, scales.outside) + own, z + jnp.sum(weights.inside, axis=-1))
 
 
 # ---- gradients ------------------------------------------------------------------------------------
@@ -394,12 +387,12 @@ def summary_grad(factors: KeyFactors, dsums: Sums) -> KeyGrads:
 
 def values_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Array:
     """Gradient of the factors of values, from that of the queries' S."""
-    return einsum("...ts,...tv->...sv", weights.keys, scale_values(dsums.s, scales.own))
+    return einsum("...ts,...tv->...sv", weights.inside, scale_values(dsums.s, scales.own))
 
 
 def later_totals(weights: Weights, dweights: Weights) -> tuple[Array, Array]:
     """Sums [*batch, C] over features of dq and dk, of what queries read of later tokens alone."""
-    of_keys = jnp.triu(weights.keys * dweights.keys, 1)
+    of_keys = jnp.triu(weights.inside * dweights.inside, 1)
     _, of_after = jnp.split(weights.outside * dweights.outside, 2, axis=-1)
     return sum_features(of_after) + jnp.sum(of_keys, axis=-1), jnp.sum(of_keys, axis=-2)
 

@@ -21,12 +21,12 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import centered_sum, finite
 from heinsen.ops import chunk, exact, logarithms
+from heinsen.ops.both_ways import BothWays
 from heinsen.ops.chunk import Keys, Later
 from heinsen.ops.decay import log_kept_until_end, take_resets
 from heinsen.ops.exact import Output
 from heinsen.ops.schedule import InOrder, chunk_size, split_tokens
-from heinsen.ops.states import LogState
-from heinsen.ops.values import LOG_DOMAIN, Domain, Shifts, StateT, Summary
+from heinsen.ops.values import Domain, Shifts, StateT, Summary
 
 
 def attend(
@@ -51,11 +51,6 @@ def attend(
     else:
         y, end = attend_in_order(domain, q, keys._replace(later=Later(keys.resets)), first)
     return y, end.denormalize()
-
-
-def state_after(keys: Keys, state: LogState) -> LogState:
-    """The `LogState` after all tokens, without outputs."""
-    return summarize(LOG_DOMAIN, keys, state.normalize()).denormalize()
 
 
 def attend_both_ways(
@@ -106,7 +101,8 @@ def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
         from heinsen.contrib import kernels  # slow to import
 
         return kernels.causal_form(domain, keys)
-    return InOrder(domain, split_tokens(keys.k.shape), backend.current(), keys.later is not None)
+    form: type[InOrder[StateT]] = InOrder if keys.later is None else BothWays
+    return form(domain, split_tokens(keys.k.shape), backend.current())
 
 
 # ---- summaries and what is read of them -----------------------------------------------------------

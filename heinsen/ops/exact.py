@@ -286,7 +286,7 @@ def _spread(tainted: Array, decay: ChunkDecay, bad_key: Array) -> tuple[Array, A
 def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Array, ...]) -> Clean:
     """As `isolate`, in a loop of one iteration if there is anything, else of none, which takes no time."""
     # A sum over tokens is not finite if one of them is not. Over tokens first: XLA's CPU compiler vectorizes only that.
-    q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys.numbers()))
+    q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys))
     is_any = reduce(jnp.logical_or, map(jnp.any, tainted)) | jnp.any(jnp.stack(find_nonfinite(domain, q_sum, sums)))
     tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), tainted))[0]
     return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: isolate(domain, x.q, x.keys, tainted), tokens)

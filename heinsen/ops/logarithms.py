@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import ShiftedLog, difference, finite, log_divide, log_matmul, logaddexp, logsumexp
+from heinsen.logspace import ShiftedLog, constant_difference, finite, log_divide, log_matmul, logaddexp, logsumexp
 from heinsen.ops import chunk
 from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import ChunkDecay
@@ -83,7 +83,7 @@ def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     shift = reduce(jnp.maximum, [*(sums.b for sums in around), whole_shift(jnp.max(log_v, axis=-2))])
     columns = [
         log_v - finite(shift)[..., None, :],
-        *(sums.rest + difference(sums.b, shift)[..., None, :] for sums in around),
+        *(sums.rest + constant_difference(sums.b, shift)[..., None, :] for sums in around),
     ]
     log_sums = log_matmul(jnp.concatenate(log_weights, axis=-1), jnp.concatenate(columns, axis=-2))
     return log_divide(log_sums[..., :-1], log_sums[..., -1:]) + finite(shift)[..., None, :-1]
@@ -96,7 +96,7 @@ def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
     c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
     b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
     own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
-    older = (sums.rest + chunk.log_share(sums.c, c, kept)[..., None]) + difference(sums.b, b)[..., None, :]
+    older = (sums.rest + chunk.log_share(sums.c, c, kept)[..., None]) + constant_difference(sums.b, b)[..., None, :]
     return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
 
 

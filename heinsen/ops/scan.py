@@ -18,8 +18,8 @@ from jaxtyping import Array
 
 from heinsen.logspace import (
     ShiftedLog,
+    constant_difference,
     cumulative_logsumexp,
-    difference,
     finite,
     gated_sum,
     log_linear_recurrence,
@@ -38,12 +38,11 @@ def attend(domain: Domain[StateT], q: Array, keys: Keys, causal: bool, state: An
     k, values = keys.k, keys.values
     resets, log_decay = keys.per_token()
     past = domain.empty_state(k, values) if state is None else state.normalize()
-    if not causal and resets is None:
-        end = past.merge(domain.state_of_tokens(k, values))
-        return read_all(end, q)[0], end.denormalize()
     accumulate: Any = _accumulate_log_values if domain is LOG_DOMAIN else _accumulate_real_values
     states, end = accumulate(*_scan_weights(k, past.h_z.value(), resets, log_decay), values, past)
-    if not causal and resets is not None:
+    if not causal:
+        if resets is None:
+            return read_all(end, q)[0], end.denormalize()
         at, axis = last_tokens(resets), q.ndim - 2
         at_end = lambda x: jnp.take_along_axis(x, at.reshape(at.shape + (1,) * (x.ndim - at.ndim)), axis)
         states = jax.tree.map(lambda x: x if x.shape[axis] == 1 else at_end(x), states)  # the shift b has one for all
@@ -76,7 +75,7 @@ def _accumulate_log_values(
     """(the state after each token, the state after all)."""
     b = jnp.maximum(past.b, whole_shift(jnp.max(log_v, axis=-2)))
     update = own_share + (log_v - finite(b)[..., None, :])[..., None, :]
-    initial = past.log_mean + difference(past.b, b)[..., None, :]
+    initial = past.log_mean + constant_difference(past.b, b)[..., None, :]
     log_mean = log_linear_recurrence(past_share, update, h_z.ndim - 2, initial=initial, method="associative")
     end = NormalizedState(log_mean[..., -1, :, :], ShiftedLog.of(h_z[..., -1, :]), b)
     return NormalizedState(log_mean, ShiftedLog.of(h_z), b[..., None, :]), end

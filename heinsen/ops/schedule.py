@@ -3,9 +3,8 @@
 Tokens are cut into chunks of C, and chunks are taken in groups, one group after the other (`lax.scan`). Within a group
 the products and exponentials of all its chunks are computed at once, and the sums between them in turn.
 
-Where queries see later tokens too, a pass over the keys from the last group to the first makes the summary after each
-group beforehand. The gradient of these summaries goes through a pass of its own, from the first group to the last.
-Tuples of decays, of summaries and of what is not finite have an element for each direction.
+Where queries see later tokens too (`both_ways`), tuples of decays, of summaries and of what is not finite have an
+element for each direction.
 
 What XLA forces, and why:
   * Groups. One chunk is too small to fill a device; all chunks at once leave a CPU's cache (`chunks_per_group`).
@@ -37,10 +36,9 @@ from jaxtyping import Array
 from heinsen import backend
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk, logarithms
-from heinsen.ops.chunk import KeyFactors, Keys, Later, OfQueries, Scales, ValueScales, Weights
+from heinsen.ops.chunk import KeyFactors, Keys, Later, QueryWeights, Scales, ValueScales, Weights
 from heinsen.ops.decay import ChunkDecay, decay_after_grad, decay_grad
 from heinsen.ops.exact import (
-    Clean,
     Output,
     Rows,
     fill_where,
@@ -56,7 +54,7 @@ from heinsen.ops.exact import (
 from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Sums
 
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
-Weigh = Callable[[Array, Array], tuple[Weights, OfQueries]]
+Weigh = Callable[[Array, Array], tuple[Weights, QueryWeights]]
 
 _MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
 
@@ -212,7 +210,7 @@ class Terms(NamedTuple):
     vf: Array  # factors of values
     around: Around
 
-    def exact_weights(self, q: Array, k: Array) -> tuple[Weights, OfQueries]:
+    def exact_weights(self, q: Array, k: Array) -> tuple[Weights, QueryWeights]:
         return chunk.exact_weights(q, k, self.keys.decays(), self.around.cs)
 
 
@@ -225,8 +223,8 @@ def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, afte
     """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
-    before, end = _summarize_in_turn(factors, decays[0], summary)
-    around, _ = _side_by_side((before, *_summaries_after(domain, keys, after)), factors.own)
+    before, end = summarize_in_turn(factors, decays[0], summary)
+    around, _ = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
     terms = Terms(q, keys, factors.vf, around)
     weights, of_queries = chunk.fast_weights(q, keys.k, decays, factors.own.c, around.cs)
     sums = chunk.query_sums(weights, terms.vf, around.sums, around.scales)
@@ -246,7 +244,7 @@ def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, afte
 class SumsGrads(NamedTuple):
     """Gradients of the sums around the chunks of a group, in the direction in which they are summed."""
 
-    after: Sums  # of those after each chunk, [*batch, N, ...]
+    ends: Sums  # of those after each chunk, [*batch, N, ...]
     first: Sums  # of those before the first chunk
 
 
@@ -258,9 +256,9 @@ class GroupGrads(NamedTuple):
     """Gradients of a group's tokens, and of the sums around it."""
 
     q: Array
-    keys: Keys  # without what the sums after earlier chunks make: see `summary_after_grad`
-    before: Sums  # of the sums before the group
-    after: list[Sums]  # of those after each chunk, in one element, if queries read them
+    keys: Keys  # without what the sums after earlier chunks make: see `both_ways`
+    first: Sums  # of the sums before the group
+    ends_after: list[Sums]  # of those after each chunk, in one element, if queries read them
 
 
 def group_grad(
@@ -285,7 +283,7 @@ def group_grad(
     """
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
-    around, pull_apart = _side_by_side((before, *_summaries_after(domain, keys, after)), factors.own)
+    around, pull_apart = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
     terms = Terms(q, keys, factors.vf, around)
     dsums = domain.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
@@ -297,7 +295,7 @@ def group_grad(
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
     pulled = _pull_back(weigh, terms, dsums, dq_total)
     pulled = pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled, _most_rows(q.shape))
-    from_queries, *dafter = pull_apart(pulled.around)
+    from_queries, *dafter = pull_apart(pulled.m)
     _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(older, from_queries)
     more = chunk.summary_grad(factors, chunk.scale(dends, newer))
@@ -313,71 +311,47 @@ def group_grad(
     return GroupGrads(pulled.q, dkeys, dfirst, dafter)
 
 
-def summary_after_grad(
-    domain: Domain[Any], keys: Keys, after: Summary, from_queries: Sums, dfirst: Sums
-) -> tuple[Keys, Sums]:
-    """The part of the gradients of a group's keys that the sums after chunks make, and of the sums after the group.
-
-    Args:
-      after: the summary after the group.
-      from_queries: what the queries of each chunk add to the gradient of the sums after it.
-      dfirst: gradient of the sums of the group and all after it.
-    """
-    assert keys.later is not None
-    decay = keys.decays()[1]
-    factors = chunk.key_factors(domain, keys, decay)
-    (after,) = _summaries_after(domain, keys, (after,))
-    _, older, newer = chunk.merge(after.shifts, decay.before_at_end, factors.shifts)
-    dends, dlast = _pass_back_in_turn(dfirst, older, from_queries, decay.backwards)
-    more = chunk.summary_grad(factors, chunk.scale(dends, newer))
-    dlog_decay = None
-    if keys.later.log_decay is not None:
-        of_keys, total = chunk.sum_features(more.k), chunk.end_total(older, after.sums, dends, more.k)
-        dlog_decay = decay_after_grad(jnp.zeros_like(of_keys), of_keys, total[..., None])[..., None]
-    return Keys(more.k, domain.factor_grad(factors.vf, more.values), None, None, Later(log_decay=dlog_decay)), dlast
-
-
-def _summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
+def summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
     """The summary after each chunk of a group, [*batch, N, ...], from that after the group, if queries see it."""
     each = zip(keys.decays()[1:], after, strict=True)
-    return [_summarize_in_turn(chunk.key_factors(domain, keys, decay), decay, x)[0] for decay, x in each]
+    return [summarize_in_turn(chunk.key_factors(domain, keys, decay), decay, x)[0] for decay, x in each]
 
 
-def _side_by_side(around: tuple[Summary, ...], own: Shifts) -> tuple[Around, Callable[[Sums], tuple[Sums, ...]]]:
+def _side_by_side(summaries: tuple[Summary, ...], own: Shifts) -> tuple[Around, Callable[[Sums], tuple[Sums, ...]]]:
     """The summaries side by side; and from the gradient of their sums to that of the sums of each."""
-    shifts = [summary.shifts for summary in around]
+    shifts = [summary.shifts for summary in summaries]
     side_by_side = lambda *sums: chunk.side_by_side(sums, shifts)
-    sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in around), has_aux=True)
+    sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in summaries), has_aux=True)
     return Around(sums, [x.c for x in shifts], ValueScales.of(b, own.b)), pull_apart
 
 
 class _Pulled(NamedTuple):
-    """Gradients of a group's queries, keys, the sums around each chunk and the factors of values."""
+    """Gradients of a group's queries, keys, the sums m around each chunk and the factors of values."""
 
     q: Array
     k: Array
-    around: Sums
+    m: Sums
     vf: Array
     later: tuple[Array, Array] | None  # `chunk.later_totals`, for the gradients of log decays
 
 
 def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pulled:
     """Gradients from those of S and Z."""
-    keys, around, scales = terms.keys, terms.around.sums, terms.around.scales
+    keys, m, scales = terms.keys, terms.around.sums, terms.around.scales
     weights, pull, of_queries = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
-    dweights = chunk.weights_grad(dsums, terms.vf, around, scales)
+    dweights = chunk.weights_grad(dsums, terms.vf, m, scales)
     dq, dk = pull(dweights)
-    dq = chunk.correct_query_grad(dq, of_queries.features, dq_total)
+    dq = chunk.correct_query_grad(dq, of_queries.by_feature, dq_total)
     is_gated = keys.later is not None and keys.log_decay is not None
     later = chunk.later_totals(weights, dweights) if is_gated else None
-    of_sums = chunk.outside_grad(weights, dsums, scales)
-    return _Pulled(dq, dk, of_sums, chunk.values_grad(weights, dsums, scales), later)
+    dm = chunk.outside_grad(weights, dsums, scales)
+    return _Pulled(dq, dk, dm, chunk.values_grad(weights, dsums, scales), later)
 
 
-def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
+def summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
     """The summaries before each chunk of a group, [*batch, N, ...], and after the last, in the decay's direction."""
     axis = summary.shifts.c.ndim - 1
-    own = chunk.summarize(factors)
+    own = chunk.own_sums(factors)
     log_kept = jnp.broadcast_to(decay.before_at_end, own.z.shape[:-1])
     scan = partial(scan_chunks, axis=axis, reverse=decay.backwards)
     merge = lambda shifts, xs: chunk.merge(shifts, *xs).shifts
@@ -392,7 +366,7 @@ def _summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary)
     return Summary(sums, before), Summary(end_sums, end)
 
 
-def _pass_back_in_turn(dend: Sums, older: Scales, from_queries: Sums, backwards: bool = False) -> SumsGrads:
+def pass_back_in_turn(dend: Sums, older: Scales, from_queries: Sums, backwards: bool = False) -> SumsGrads:
     """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk (backwards: before the first)."""
 
     def step(dend: Sums, xs: Any) -> Sums:
@@ -437,7 +411,7 @@ class _GradCarry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InOrder(Generic[StateT]):
-    """Attention in the order of tokens, causal or both ways (`Keys.later`), over a whole number of groups.
+    """Attention in the order of tokens over a whole number of groups, causal; `both_ways.BothWays` sees later ones.
 
     As `exact.run` takes it: what is known when it is compiled.
     """
@@ -445,12 +419,10 @@ class InOrder(Generic[StateT]):
     domain: Domain[StateT]
     split: Split
     device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
-    both_ways: bool = False
 
     @property
     def most_rows(self) -> int:
-        n = rows_together(self.split.chunk_size**3)  # pairs of a chunk's tokens, with features
-        return n // 2 if self.both_ways else n  # as each has sums in both directions
+        return rows_together(self.split.chunk_size**3)  # pairs of a chunk's tokens, with features
 
     def recompute(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
         bad_state = is_nonfinite_state(self.domain, state)
@@ -481,7 +453,7 @@ class InOrder(Generic[StateT]):
         lost = ~domain.is_exact(summary.sums, summary.shifts.b)
         carry = _Carry(summary, bad_state, lost, self._make_buffers(summary.sums, save_residuals))
         carry = vary_together(carry, (q, keys))[0]
-        after, tainted_after = self._summarize_after(keys, state)
+        after, tainted_after = self.summarize_after(keys, state)
         xs = jnp.arange(split.n_groups), after, tainted_after
         last, saved = lax.scan(step, carry, xs)
         end, (y, sums) = last.summary, last.buffers
@@ -493,28 +465,9 @@ class InOrder(Generic[StateT]):
         out = Output(y, fill_where(last.tainted, domain.to_state(end)))
         return out, residuals, lost if domain.can_lose_terms else None
 
-    def _summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
+    def summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
         """(the summary after each group, whether something there is not finite), [n_groups, *batch, ...], if read."""
-        if keys.later is None:
-            return (), ()
-        domain, split = self.domain, self.split
-
-        def step(carry: tuple[Summary, Array], i: Array) -> Any:
-            clean = self._isolate_keys(keys, i, carry[1])
-            decay = clean.keys.decays()[1]
-            factors = chunk.key_factors(domain, clean.keys, decay)
-            return (_summarize_in_turn(factors, decay, carry[0])[1], clean.beyond[1]), carry
-
-        first = domain.to_summary(state.empty()), jnp.zeros(keys.k.shape[:-2], bool)
-        after, tainted = lax.scan(step, vary_together(first, keys)[0], jnp.arange(split.n_groups), reverse=True)[1]
-        return (after,), (tainted,)
-
-    def _isolate_keys(self, keys: Keys, i: Array, tainted_after: Array) -> Clean:
-        """A group's keys, without what is not finite, as queries without features see it."""
-        no_queries = keys.k[..., :0]
-        return isolate_if_any(
-            self.domain, *take_group((no_queries, keys), i, self.split), (jnp.zeros_like(tainted_after), tainted_after)
-        )
+        return (), ()
 
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], divisor: Array
@@ -531,12 +484,12 @@ class InOrder(Generic[StateT]):
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / divisor), 0.0)
-            pass_back = partial(_pass_back_in_turn, carry.dend)
+            pass_back = partial(pass_back_in_turn, carry.dend)
             grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply((grad.q, grad.keys), divisor)), i)
-            if grad.after:
-                of_all = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), of_all, grad.after[0])
-            return _GradCarry(grad.before, dq, dkeys, of_all), None
+            for ends in grad.ends_after:
+                of_all = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), of_all, ends)
+            return _GradCarry(grad.first, dq, dkeys, of_all), None
 
         to_end = lambda m: domain.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / divisor))
@@ -544,31 +497,14 @@ class InOrder(Generic[StateT]):
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
         xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.tainted, residuals.inexact
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
-        if keys.later is not None:
-            dkeys = self._add_grad_of_after(keys, residuals, dkeys, dafter, divisor)
+        dkeys = self.add_grad_of_after(keys, residuals, dkeys, dafter, divisor)
         to_sums = lambda state: domain.to_summary(replace_state(state, is_nonfinite_state(domain, state))).sums
         (dstate,) = jax.vjp(to_sums, state)[1](dfirst)
         return dq, dkeys, multiply(dstate, divisor)
 
-    def _add_grad_of_after(self, keys: Keys, residuals: Residuals, dkeys: Keys, dafter: Sums, divisor: Array) -> Keys:
+    def add_grad_of_after(self, keys: Keys, residuals: Residuals, dkeys: Keys, dafter: Sums, divisor: Array) -> Keys:
         """Gradients of keys with what the sums after chunks make, from those of the sums as queries read them."""
-        domain, split = self.domain, self.split
-
-        def step(carry: Any, xs: Any) -> Any:
-            dfirst, dkeys = carry
-            i, after, tainted, from_queries = xs
-            clean = self._isolate_keys(keys, i, tainted)
-            more, dlast = summary_after_grad(domain, clean.keys, after, from_queries, dfirst)
-            more = to_tokens(multiply(more, divisor))
-            add = lambda x, more: x + more
-            before = to_tokens(take_group(dkeys, i, split))
-            return (dlast, write(dkeys, jax.tree.map(add, before, more), i)), None
-
-        none = jax.tree.map(jnp.zeros_like, residuals.end.sums)
-        carry = vary_together((none, dkeys._replace(log_decay=None)), dafter)[0]
-        xs = jnp.arange(split.n_groups), residuals.after[0], residuals.tainted[1], dafter
-        (_, found), _ = lax.scan(step, carry, xs)
-        return found._replace(log_decay=dkeys.log_decay)
+        return dkeys
 
     def _make_buffers(self, m: Sums, save_residuals: bool) -> _Buffers:
         """Buffers for the groups to overwrite, filled differently: see the module's top."""

@@ -27,6 +27,7 @@ from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
+from heinsen.ops.values import LOG_DOMAIN
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
@@ -121,7 +122,8 @@ def _state_before(
         total = jnp.sum(log_decay, axis=-1)
     if resets is not None:
         total = jnp.where(jnp.any(resets, axis=-1), logspace.NEG_INF, total)
-    own = chunked.state_after(Keys.of_tokens(k, log_v, resets, log_decay), begin)
+    keys = Keys.of_tokens(k, log_v, resets, log_decay)
+    own = chunked.summarize(LOG_DOMAIN, keys, begin.normalize()).denormalize()
 
     Part = tuple[Array, LogState]  # (total, the state after these tokens)
 

@@ -130,16 +130,14 @@ def attend_cached(
     q: Float[Array, "B H T K"], cache: KVCache, slots: Int[Array, "B T"], first: Int[Array, "B T"]
 ) -> Float[Array, "B H T V"]:
     """Attend to the cache: each query sees the slots from `first` to its own, all filled by `append`."""
-    n_batch, n_heads, n_tokens, d_key = q.shape
+    n_batch, n_heads, n_tokens, _ = q.shape
     capacity = cache.k.shape[-2]
 
     def block(queries: tuple[Array, Array, Array]) -> Array:
         q, slots, first = queries  # [B, H, t, K], [B, t], [B, t]
-        scores = jnp.einsum("bhtk,bhck->bhtc", q, cache.k, preferred_element_type=jnp.float32) * d_key**-0.5
         position = jnp.arange(capacity)
         visible = (first[..., None] <= position) & (position <= slots[..., None])
-        p = jax.nn.softmax(jnp.where(visible[:, None], scores, jnp.finfo(scores.dtype).min), axis=-1)
-        return jnp.einsum("bhtc,bhcv->bhtv", p.astype(cache.v.dtype), cache.v, preferred_element_type=q.dtype)
+        return _attend_visible(q, cache.k, cache.v, visible[:, None])
 
     size = max(1, _BLOCK_SCORES // (n_batch * n_heads * capacity))
     if n_tokens <= size:

@@ -27,7 +27,7 @@ from heinsen.logspace import (
     NEG_INF,
     ShiftedLog,
     centered_sum,
-    difference,
+    constant_difference,
     finite,
     log_divide,
     log_shares,
@@ -50,15 +50,15 @@ class NormalizedState(NamedTuple):
         """The state whose log means are `log_mean` relative to any b."""
         largest = finite(lax.stop_gradient(jnp.max(log_mean, axis=-2)))
         whole = jnp.where(b == NEG_INF, NEG_INF, jnp.ceil(b + largest))
-        return cls(log_mean + difference(b, whole)[..., None, :], h_z, whole)
+        return cls(log_mean + constant_difference(b, whole)[..., None, :], h_z, whole)
 
     def merge(self, other: "NormalizedState") -> "NormalizedState":
         """State of two disjoint sets of tokens. Their shares add up to 1 whatever the rounding of h_z."""
         share, other_share = (x[..., None] for x in log_shares(self.h_z, other.h_z))
         b = jnp.maximum(self.b, other.b)
         log_mean = logaddexp(
-            (self.log_mean + share) + difference(self.b, b)[..., None, :],
-            (other.log_mean + other_share) + difference(other.b, b)[..., None, :],
+            (self.log_mean + share) + constant_difference(self.b, b)[..., None, :],
+            (other.log_mean + other_share) + constant_difference(other.b, b)[..., None, :],
         )
         return self.of(log_mean, self.h_z.add(other.h_z), b)
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import NEG_INF, ShiftedLog, finite, log_divide, logsumexp
-from heinsen.ops.states import NormalizedMeanState, NormalizedState, init_state, whole_shift
+from heinsen.logspace import NEG_INF, ShiftedLog, finite, log_divide
+from heinsen.ops.states import NormalizedMeanState, NormalizedState, init_state
 
 # Underflow takes at most 1e-38 per term from a scaled sum, and a sum has some 1e4 terms: the tokens of a chunk and its
 # state, times K. Sums of at least 1e-27 are then right to 1e-7, float32's rounding (docs/attention.md).
@@ -102,10 +102,6 @@ class Domain(abc.ABC, Generic[StateT]):
         """Summary of a normalized state, relative to its log weights and its largest mean, which are constants."""
 
     @abc.abstractmethod
-    def state_of_tokens(self, k: Array, values: Array) -> StateT:
-        """Normalized state of all tokens k [*batch, T, K], values [*batch, T, V]."""
-
-    @abc.abstractmethod
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, Array | None]:
         """Sums over T tokens with log_weights [*batch, T, K] <= 0, and the shift b of the sums."""
 
@@ -156,12 +152,6 @@ class LogValues(Domain[NormalizedState]):
     def to_summary(self, state: NormalizedState) -> Summary:
         z = jnp.exp(state.h_z.rest)
         return Summary(Sums(jnp.exp(state.log_mean) * z[..., None], z), Shifts(state.h_z.shift, state.b))
-
-    def state_of_tokens(self, k: Array, values: Array) -> NormalizedState:
-        log_shares, h_z = _log_shares_in_sum(k)
-        b = whole_shift(jnp.max(values, axis=-2))
-        log_mean = logsumexp(log_shares[..., None] + (values - finite(b)[..., None, :])[..., None, :], axis=-3)
-        return NormalizedState.of(log_mean, h_z, b)
 
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, Array | None]:
         # A token's largest weight goes with its value, so that what is forgotten does not raise the shift.
@@ -214,10 +204,6 @@ class RealValues(Domain[NormalizedMeanState]):
         z = jnp.exp(state.h_z.rest)
         return Summary(Sums(state.mean * z[..., None], z), Shifts(state.h_z.shift, None))
 
-    def state_of_tokens(self, k: Array, values: Array) -> NormalizedMeanState:
-        log_shares, h_z = _log_shares_in_sum(k)
-        return NormalizedMeanState(einsum("...sk,...sv->...kv", jnp.exp(log_shares), values), h_z)
-
     def sum_tokens(self, log_weights: Array, values: Array) -> tuple[Sums, None]:
         weights = jnp.exp(log_weights)
         s = einsum("...sk,...sv->...kv", weights, values)
@@ -225,14 +211,6 @@ class RealValues(Domain[NormalizedMeanState]):
 
 
 LOG_DOMAIN, REAL_DOMAIN = LogValues(), RealValues()
-
-
-def _log_shares_in_sum(k: Array) -> tuple[Array, ShiftedLog]:
-    """(the log share [*batch, T, K] of each token in the sum h_z over all, h_z)."""
-    top = lax.stop_gradient(jnp.max(k, axis=-2))
-    below = k - finite(top)[..., None, :]
-    rest = logsumexp(below, axis=-2)
-    return below - finite(rest)[..., None, :], ShiftedLog(rest, top)
 
 
 def _log_weight(z: Array, c: Array) -> ShiftedLog:

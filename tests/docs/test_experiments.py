@@ -73,15 +73,16 @@ def check_figures(report, out):
 # ---- committed results ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_committed_report_follows_from_its_results(experiment, tmp_path, capsys):
-    committed = ROOT / "experiments" / experiment
-    (tmp_path / "results.json").write_text((committed / "results.json").read_text())
-    report = EXPERIMENTS[experiment].report
+@pytest.mark.parametrize(
+    "folder", sorted(file.parent for file in (ROOT / "experiments").rglob("results.json")), ids=lambda x: x.name
+)
+def test_the_committed_report_follows_from_its_results(folder, tmp_path, capsys):
+    (tmp_path / "results.json").write_text((folder / "results.json").read_text())
+    report = EXPERIMENTS[folder.relative_to(ROOT / "experiments").parts[0]].report
     tools.execute(tmp_path, report, None)
     check_figures(report, tmp_path)
     for file in ("report.md", "results.json"):
-        assert (tmp_path / file).read_text() == (committed / file).read_text()
+        assert (tmp_path / file).read_text() == (folder / file).read_text()
     assert (tmp_path / "report.md").read_text() in capsys.readouterr().out
 
 

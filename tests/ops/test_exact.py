@@ -42,13 +42,13 @@ def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, 
     of_features = np.exp(q[:, None, :] + k[None, :, :] + of_keys[..., None] - r[:, None, None])
     decays_that_count = of_keys[of_features.max(axis=-1) > 1e-7]  # large ones where the largest key is far behind
     rounding = 3e-7 * max(10, np.abs(q).max(), -decays_that_count.min(initial=0))  # of exponents of that size
-    posterior = of_features * np.float64(cotangents.keys)[..., None]
+    posterior = of_features * np.float64(cotangents.inside)[..., None]
     dq = posterior.sum(axis=1)
     dq += (of_outside * np.float64(cotangents.outside)).reshape(n_tokens, -1, FEATURES).sum(axis=1)
     want = of_outside, of_features.sum(axis=-1), dq, posterior.sum(axis=0)
     for got, wanted in zip((*weights, *jax.jit(pull)(cotangents)), want, strict=True):
         np.testing.assert_allclose(got, wanted, atol=rounding * max(1, np.abs(wanted).max()))
-    assert np.all(weights.keys.sum(axis=-1) + weights.outside.sum(axis=-1) >= 0.9), "the largest is 1"
+    assert np.all(weights.inside.sum(axis=-1) + weights.outside.sum(axis=-1) >= 0.9), "the largest is 1"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])

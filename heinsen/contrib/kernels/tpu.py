@@ -141,7 +141,7 @@ def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: State, out: Writ
         out.saved.before.write(before)
     out.fine[:, 0] = out.fine[:, 0] * _are_fine(sums, of_queries.r, scales.b)
     shifts, older, newer = chunk.merge(before.shifts, decay.before_at_end, factors.shifts)
-    own_sums = chunk.scale(chunk.summarize(factors), newer)
+    own_sums = chunk.scale(chunk.own_sums(factors), newer)
     out.end.write(Summary(chunk.add(chunk.scale(before.sums, older), own_sums), shifts))
 
 
@@ -191,7 +191,7 @@ def _backward_kernel(domain: Domain[Any], inputs: Inputs, given: Cotangents, end
         ref[...] = x.mT * given.factors[1]
     if found.keys.log_decay is not None:
         out.log_decay[:, 0] = found.keys.log_decay[..., 0] * given.factors[1]
-    out.first.write_sums(found.before)
+    out.first.write_sums(found.first)
 
 
 # ---- running a kernel ---------------------------------------------------------------------------------
