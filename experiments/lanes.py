@@ -200,3 +200,8 @@ def run_cells(
 def machines(cells: Mapping[str, Any]) -> str:
     """Where cells were measured, for a report."""
     return " and ".join(sorted({f"{cell['machine']}, jax {cell['jax']}" for cell in cells.values()}))
+
+
+def not_run(results: Mapping[str, Any]) -> list[str]:
+    """The lines of a report that name the cells without results, if any."""
+    return [f"Not run yet: {'; '.join(results['missing'])}.", ""] if results["missing"] else []

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lanes import machines
+from experiments.lanes import machines, not_run
 from experiments.reports import Results, make_figure, table, tuning_section
 
 RESAMPLES = 2000
@@ -18,7 +18,6 @@ def report(results: Results) -> list[str]:
     n_bytes = results["steps"] * settings["batch_size"] * settings["sequence_length"]
     first, parameters = next(iter(cells)), [cell["parameters"] for cell in cells.values()]
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
-    missing = [f"Not run yet: {'; '.join(results['missing'])}.", ""] if results["missing"] else []
     return [
         "# One change at a time",
         "",
@@ -31,7 +30,7 @@ def report(results: Results) -> list[str]:
         "over documents and seeds together. Recalled: nats per byte of the last bytes of n-grams that their window has "
         "had before, and training text hardly has.",
         "",
-        *missing,
+        *not_run(results),
         *table(
             ["", "bits per byte", f"above {first}", "parameters", "state", "rate"]
             + [f"recalled, n = {n}" for n in results["n_grams"]],

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.lanes import machines
+from experiments.lanes import machines, not_run
 from experiments.reports import Results, make_figure, table
 
 
@@ -12,7 +12,6 @@ def report(results: Results) -> list[str]:
     cells, pairs, settings = results["cells"], results["pairs"], results["settings"]
     runs = sum(len(runs) for cell in cells.values() for runs in cell["runs"].values())
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
-    missing = [f"Not run yet: {'; '.join(results['missing'])}.", ""] if results["missing"] else []
     return [
         "# Recall by the size of the state",
         "",
@@ -24,7 +23,7 @@ def report(results: Results) -> list[str]:
         f"{results['tests']} sequences of each number of pairs: the mean of the seeds, and each seed. State: numbers "
         "per sequence, in all layers.",
         "",
-        *missing,
+        *not_run(results),
         *table(
             ["", "parameters", "state", "rate", *(f"{n} pairs" for n in pairs), f"{pairs[-1]} pairs by seed"],
             [row(results, name) for name in cells],
