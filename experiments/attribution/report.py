@@ -21,7 +21,7 @@ def report(results: Results) -> list[str]:
     return [
         "# One change at a time",
         "",
-        f"`python experiments/attribution/run.py`, {machines(cells)}: {hours:.1f} hours. "
+        f"`python experiments/attribution/run.py --size={results['size']}`, {machines(cells)}: {hours:.1f} hours. "
         f"Models of {min(parameters):,} to {max(parameters):,} parameters, on "
         f"{n_bytes:,} bytes of the corpus of scripts/build_corpus.py in windows of {settings['sequence_length']:,}; "
         "rates tuned on half of the bytes with one seed, then "

@@ -66,6 +66,7 @@ def measure(
     run = lambda cell, turn: measure_cell(plan, cell, found, turn)
     return dict(
         settings=base.to_dict(),
+        size=plan.size,
         steps=plan.n_steps,
         n_grams=text.N_GRAMS,
         recalled=found["recalled"].sum(1).tolist(),

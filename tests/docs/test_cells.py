@@ -81,7 +81,7 @@ def test_the_report_on_some_cells():
         document_nats=(base + rng.random((2, 5))).tolist(), recalled_nats=[[2.0], [4.0]], tuning={0.5: 1.0, 1.0: 2.0},
     )  # fmt: skip
     results = dict(
-        cells={"one": cell(8.0), "two": cell(9.0)}, missing=["three"], steps=2, n_grams=[4], recalled=[10],
+        cells={"one": cell(8.0), "two": cell(9.0)}, missing=["three"], size="1M", steps=2, n_grams=[4], recalled=[10],
         settings=dict(batch_size=3, sequence_length=4), documents=dict(num_bytes=[10.0] * 5),
     )  # fmt: skip
     lines = report.report(results)
