@@ -14,7 +14,7 @@ OTHERS = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGE
 
 def on_files(files: Files, config: Any) -> Files:
     """Add pages and pictures that are not in docs/."""
-    patterns = ("experiments/*/*.md", "experiments/*/*.png", "examples/*.ipynb")
+    patterns = ("experiments/**/*.md", "experiments/**/*.png", "examples/*.ipynb")
     others = [path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)]
     pages = OTHERS | {path: path for path in others}
     for source, target in pages.items():

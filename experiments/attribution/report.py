@@ -19,7 +19,7 @@ def report(results: Results) -> list[str]:
     first, parameters = next(iter(cells)), [cell["parameters"] for cell in cells.values()]
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
     return [
-        "# One change at a time",
+        f"# One change at a time, {results['size']} parameters",
         "",
         f"`python experiments/attribution/run.py --size={results['size']}`, {machines(cells)}: {hours:.1f} hours. "
         f"Models of {min(parameters):,} to {max(parameters):,} parameters, on "
