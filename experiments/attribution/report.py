@@ -117,8 +117,7 @@ def draw_onset(results: Results) -> Figure:
         place.grid(alpha=0.3)
     for place in list(axes.flat)[len(cells) :]:
         place.set_axis_off()
-    figure.supxlabel("bytes read, millions", fontsize=9)
-    figure.supylabel("training loss, bits per byte", fontsize=9)
+    figure.suptitle("training loss in bits per byte, by millions of bytes read", fontsize=9)
     return figure
 
 
