@@ -304,7 +304,8 @@ def exact_weights(
     relative, error = center_queries(q, r)
     of_outside = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
     of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
-    in_blocks = jnp.eye(n_tokens // size)[:, None, :, None] * jnp.sum(of_pairs, axis=-1)[..., None, :]
+    diagonal = jnp.eye(n_tokens // size, dtype=q.dtype)[:, None, :, None]
+    in_blocks = diagonal * jnp.sum(of_pairs, axis=-1)[..., None, :]
     of_keys = in_blocks.reshape(*q.shape[:-1], n_tokens)
     features = jnp.sum(of_pairs, axis=-2)
     for x in outside:

@@ -150,7 +150,7 @@ class Summarize(_Differentiated[StateT]):
 
     def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
         domain, before = self.domain, self.domain.to_summary(state)
-        until_end, log_kept = log_kept_until_end(keys.resets, keys.log_decay)
+        until_end, log_kept = log_kept_until_end(keys.resets, keys.log_decay, keys.k.dtype)
         c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2))
         own, own_b = domain.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
         shifts, older, newer = chunk.merge(before.shifts, log_kept, Shifts(c, own_b))

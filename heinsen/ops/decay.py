@@ -148,13 +148,13 @@ def _preceding(x: Array) -> Array:
     return jnp.pad(x[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
 
 
-def log_kept_until_end(resets: Array | None, log_decay: Array | None) -> tuple[Array, Array]:
+def log_kept_until_end(resets: Array | None, log_decay: Array | None, dtype: jnp.dtype) -> tuple[Array, Array]:
     """(log of the weight that each token [*batch, T, 1] keeps to the end, that which the state before keeps [*batch]).
 
     log_decay (finite) and resets are [*batch, T, 1], or None. Where much is left the sums have few large terms, and are
     hardly rounded.
     """
-    until_end = total = jnp.zeros(())
+    until_end = total = jnp.zeros((), dtype)
     if log_decay is not None:
         later = lax.cumsum(log_decay, axis=log_decay.ndim - 2, reverse=True)
         until_end = jnp.concatenate([later[..., 1:, :], jnp.zeros_like(later[..., :1, :])], axis=-2)

@@ -75,6 +75,26 @@ def test_empty_axes_are_refused(function, n_tokens, d_key, d_value, causal):
         function(q, k, values, causal=causal)
 
 
+@pytest.mark.parametrize("implementation", PORTABLE)
+@pytest.mark.parametrize(
+    "options", [{}, {"log_decay"}, {"segment_ids"}, {"state"}, {"log_decay", "segment_ids", "state"}]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_float32_stays_float32_where_float64_is_enabled(function, implementation, options, causal):
+    q, v = zeros(2, 3, 9, K), zeros(2, 3, 9, V)
+    given = dict(log_decay=q[..., 0], segment_ids=zeros(2, 1, 9, dtype=jnp.int32))
+    given["state"] = init_state((2, 3), K, V, signed=function.__name__ == "attention")
+    given = {name: given[name] for name in options if causal or name != "log_decay"}
+
+    def run(q, k, v):
+        y, state = function(q, k, v, causal=causal, implementation=implementation, return_state=True, **given)
+        return jnp.sum(y), (y, state)
+
+    with jax.enable_x64(True):
+        found = jax.eval_shape(jax.grad(run, (0, 1, 2), has_aux=True), q, q, v)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
+
+
 @pytest.mark.parametrize("position", range(3))
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, bool, jnp.float8_e4m3fn, jnp.float8_e5m2])
 @pytest.mark.wrong_types
