@@ -289,7 +289,8 @@ def isolate_if_any(domain: Domain[Any], q: Array, keys: Keys, tainted: tuple[Arr
     q_sum, sums = jax.tree.map(lambda x: jnp.sum(x, axis=-2), (q, keys))
     is_any = reduce(jnp.logical_or, map(jnp.any, tainted)) | jnp.any(jnp.stack(find_nonfinite(domain, q_sum, sums)))
     tokens = vary_together(Clean(q, keys, jnp.zeros(q.shape[:-1], bool), tainted))[0]
-    return lax.fori_loop(0, is_any.astype(jnp.int32), lambda _, x: isolate(domain, x.q, x.keys, tainted), tokens)
+    clean = lambda _, x: vary_together(isolate(domain, x.q, x.keys, tainted), x)[0]
+    return lax.fori_loop(0, is_any.astype(jnp.int32), clean, tokens)
 
 
 def is_nonfinite_state(domain: Domain[StateT], state: StateT) -> Array:
