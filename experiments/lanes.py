@@ -133,19 +133,17 @@ class Turn:
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        try:
-            self.check()
-        except NoTimeError:
+        if self.is_over:
             self._lock.release()
-            raise
+            raise NoTimeError
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
 
-    def check(self) -> None:
-        """Raise NoTimeError where no time is left."""
-        if time.monotonic() > self._end:
-            raise NoTimeError
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() > self._end
 
 
 class NoTimeError(ExperimentError):
@@ -179,7 +177,8 @@ def run_cells(
     turn = Turn(minutes)
 
     def run(name: str) -> None:
-        turn.check()  # before it compiles
+        if turn.is_over:  # before it compiles
+            raise NoTimeError
         write_atomically(file(name), json.dumps(describe_machine() | measure(cells[name], turn)) + "\n")
 
     with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 4) as pool:

@@ -10,6 +10,8 @@ from ml_collections import ConfigDict
 
 from experiments.forgetting import config as forgetting
 
+ADAMW_RATES = 1.5e-3, 3e-3, 6e-3, 1.2e-2
+
 
 class Size(NamedTuple):
     """How large models are, and how much they read."""
@@ -27,14 +29,14 @@ SIZES = {
         dict(n_layers=8, n_heads=6),
         1960,
         768,
-        dict(muon=(1e-3, 2e-3, 4e-3, 8e-3), adamw=(1.5e-3, 3e-3, 6e-3, 1.2e-2)),
+        dict(muon=(1e-3, 2e-3, 4e-3, 8e-3), adamw=ADAMW_RATES),
     ),
     "0.5M": Size(
         dict(total_tokens=2_000_000, sequence_length=512),
         dict(n_layers=4, n_heads=4),
         980,
         192,
-        dict(muon=(2e-3, 4e-3, 8e-3, 1.6e-2), adamw=(1.5e-3, 3e-3, 6e-3, 1.2e-2)),
+        dict(muon=(2e-3, 4e-3, 8e-3, 1.6e-2), adamw=ADAMW_RATES),
     ),
 }
 
