@@ -19,6 +19,7 @@ from heinsen.ops import running, sharded, states
 from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention, log_attention
 from heinsen.ops.exact import fill_where
 from heinsen.ops.running import RunningState
+from heinsen.ops.sharded import over_heads
 from heinsen.ops.states import LogState, MeanState
 
 
@@ -99,7 +100,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
             assert not isinstance(state, RunningState)
             segment_ids, log_decay = context.segment_ids, context.log_decay
             return sharded.log_attention(mesh, q, k, values, state, segment_ids, self.implementation, log_decay)
-        return super().parallel(q, k, values, state, context, mesh)
+        return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def step(
         self,
