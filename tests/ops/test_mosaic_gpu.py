@@ -47,6 +47,8 @@ LONG_CASES = {
     "real": dict(signed=True, n_queries=70, d_key=64, d_value=16),
     "documents": dict(signed=False, n_queries=140, d_key=24, d_value=40, mean_length=30),
     "both ways": dict(signed=False, n_queries=70, d_key=16, d_value=16, mean_length=20, causal=False),
+    "no leading axes": dict(signed=False, batch=(), n_queries=30, d_key=16, d_value=16, state=True, decay=True),
+    "one row, one chunk": dict(signed=False, batch=(1, 1), n_queries=60, d_key=32, d_value=16, state=True),
     "wide": dict(signed=False, n_queries=70, d_key=16, d_value=16, scale=30.0),  # terms are lost: exact
 }
 
@@ -58,8 +60,10 @@ def test_values_states_and_gradients_are_the_truth(name, rng, monkeypatch):
         spoil_exact_form(monkeypatch, mosaic_gpu.Fused)
     options = (CASES | LONG_CASES)[name].copy()
     signed = options.pop("signed")
-    case = draw_case(rng, batch=(2,), **options)
-    shapes = (2, case.q.shape[1], case.values.shape[2]), (2, case.k.shape[2], case.values.shape[2]), case.k.shape[::2]
+    batch = options.pop("batch", (2,))
+    case = draw_case(rng, batch=batch, **options)
+    d_key, d_value = case.k.shape[-1], case.values.shape[-1]
+    shapes = (*batch, case.q.shape[-2], d_value), (*batch, d_key, d_value), (*batch, d_key)
     cotangents = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     y, state, gradients = run_interpreted(case, signed, cotangents)
     want = truth(case, signed, cotangents)

@@ -707,6 +707,13 @@ def _check(keys: Keys) -> None:
             raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
 
 
+def _pad(x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
+    """x with `axis` filled up to `size`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=with_)
+
+
 class _Layout(NamedTuple):
     """How arrays [*batch, ...] become those of the kernels, and back."""
 
@@ -731,20 +738,20 @@ class _Layout(NamedTuple):
         return x.reshape(*self.batch, *x.shape[1:])
 
     def fill(self, x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
-        """An array, flattened unless it is, with `axis` filled up to `size`."""
-        x = self.flatten(x) if x.shape[: len(self.batch)] == self.batch else x
-        widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, size - x.shape[axis])
-        return jnp.pad(x, widths, constant_values=with_) if size > x.shape[axis] else x
+        """An array, flattened, with `axis` filled up to `size`."""
+        return _pad(self.flatten(x), size, axis, with_)
 
     def keys_vectors(self, x: Array) -> Array:
         return self.fill(x, self.sizes.n_rows)
+
+    def exponents(self, c: Array) -> Array:
+        return _pad(self.fill(c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
 
     def values_vectors(self, x: Array | None, with_: float = 0.0) -> Array | None:
         return None if x is None else self.fill(x, self.sizes.d_value, with_=with_)
 
     def state(self, m: Sums) -> State:
-        s = self.fill(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
+        s = _pad(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
         return State(s, self.fill(m.z, self.sizes.d_key))
 
     def sums(self, m: State) -> Sums:
@@ -753,7 +760,7 @@ class _Layout(NamedTuple):
     def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
         k, values, _, log_decay, _ = keys
         zero = NEG_INF if self.sizes.log_values else 0.0
-        c = self.fill(self.fill(own.reading.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
+        c = self.exponents(own.reading.c)
         moved_v = self.values_vectors(moved.v)
         decay = None
         if log_decay is not None:
@@ -781,7 +788,7 @@ class _Layout(NamedTuple):
             kept_k=self.keys_vectors(kept.s),
             kept_v=self.values_vectors(kept.v),
             kept_z=self.keys_vectors(kept.z),
-            after_c=self.fill(self.fill(own.after.c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows),
+            after_c=self.exponents(own.after.c),
             own_b=self.values_vectors(own.own_b, NEG_INF),
             to_reading=self.values_vectors(rescaling(own.own_b, own.reading.b)),
             to_after=self.values_vectors(rescaling(own.own_b, own.after.b)),
