@@ -192,6 +192,7 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
         laws={kind: coefficients(best, others) for kind, (best, others, _) in laws.items()},
         bootstrap={kind: [dataclasses.astuple(x) for x in (best, *others)] for kind, (best, others, _) in laws.items()},
         residuals={kind: float(np.std(residuals)) for kind, (_, _, residuals) in laws.items()},
+        predicted=dict(size=str(plan.next), tokens=plan.tokens_of(plan.next, most)),
         prediction=prediction,
         next=last,
         tuning={str(size): losses for size, losses in rule.tuning.items()},

@@ -304,8 +304,9 @@ def exact_weights(
     relative, error = center_queries(q, r)
     of_outside = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
     of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
-    diagonal = jnp.eye(n_tokens // size, dtype=q.dtype)[:, None, :, None]
-    in_blocks = diagonal * jnp.sum(of_pairs, axis=-1)[..., None, :]
+    # Chosen, not multiplied: with a batch of 1, jaxlib 0.10.2 crashes on CPUs in the gradient of a product by a mask.
+    is_own_block = jnp.eye(n_tokens // size, dtype=bool)[:, None, :, None]
+    in_blocks = jnp.where(is_own_block, jnp.sum(of_pairs, axis=-1)[..., None, :], 0)
     of_keys = in_blocks.reshape(*q.shape[:-1], n_tokens)
     features = jnp.sum(of_pairs, axis=-2)
     for x in outside:

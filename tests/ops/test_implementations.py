@@ -126,7 +126,7 @@ COVERED = (
     "decay, one token, state",
     "all keys",
 )
-LONG = dict(batch=(1,), n_queries=70, d_key=8, d_value=6, state=True)
+LONG = dict(batch=(1, 4), n_queries=70, d_key=8, d_value=6, state=True)
 
 
 def draw(rng, name, **changes):
