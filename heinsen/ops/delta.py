@@ -74,7 +74,7 @@ def delta_rule(
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    (q, k, values), starts, log_decay = prepare_inputs(q, k, v, log_decay, True, segment_ids, "v")
+    (q, k, values), resets, log_decay = prepare_inputs(q, k, v, log_decay, True, segment_ids, "v")
     out_dtype, v = v.dtype, values
     check_per_token("beta", beta, k)
     check_known_tokens(q.shape[-2])
@@ -83,42 +83,42 @@ def delta_rule(
     check_state("state", state, DeltaState)
     check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1]),), k, v)
     initial = state.memory.astype(v.dtype)
-    y, final = on_automatic_axes(_attend, q, k, v, beta.astype(v.dtype), initial, starts, log_decay)
+    y, final = on_automatic_axes(_attend, q, k, v, beta.astype(v.dtype), initial, resets, log_decay)
     return y.astype(out_dtype), DeltaState(final)
 
 
 @jax.jit
 def _attend(
-    q: Array, k: Array, v: Array, beta: Array, initial: Array, starts: Array | None, log_decay: Array | None
+    q: Array, k: Array, v: Array, beta: Array, initial: Array, resets: Array | None, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """The outputs and S after all tokens. Jitted: see `exact.run`."""
-    arguments = vary_together(q, k, v, beta, initial, starts, log_decay)
+    arguments = vary_together(q, k, v, beta, initial, resets, log_decay)
     run = _one_token if q.shape[-2] == 1 else _in_chunks
     return run(*arguments)
 
 
 def _one_token(
-    q: Array, k: Array, v: Array, beta: Array, memory: Array, starts: Array | None, log_decay: Array | None
+    q: Array, k: Array, v: Array, beta: Array, memory: Array, resets: Array | None, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """The recurrence itself."""
     if log_decay is not None:
         memory = memory * jnp.exp(log_decay)[..., None]
-    if starts is not None:
-        memory = jnp.where(starts[..., None], 0.0, memory)
+    if resets is not None:
+        memory = jnp.where(resets[..., None], 0.0, memory)
     corrections = beta[..., None] * (v - einsum("...tk,...kv->...tv", k, memory))
     memory = memory + einsum("...tk,...tv->...kv", k, corrections)
     return einsum("...tk,...kv->...tv", q, memory), memory
 
 
 def _in_chunks(
-    q: Array, k: Array, v: Array, beta: Array, initial: Array, starts: Array | None, log_decay: Array | None
+    q: Array, k: Array, v: Array, beta: Array, initial: Array, resets: Array | None, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """Chunk by chunk. Tokens that fill up the last one write nothing."""
     n_tokens = q.shape[-2]
     size = min(_CHUNK, 1 << (n_tokens - 1).bit_length())
     q, k, v, beta = (to_chunks(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
-    log_decay, starts = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
-    decay = chunk_decay(log_decay, starts, size, q.dtype)
+    log_decay, resets = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, resets))  # [*batch, N, C]
+    decay = chunk_decay(log_decay, resets, size, q.dtype)
     of_keys, kept = jnp.exp(decay.keys_at_queries), jnp.exp(decay.before_at_end)[..., None, None]
     of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.before_at_queries, decay.keys_at_end))
 

@@ -100,7 +100,7 @@ def linear_attention(
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    (q, k, values), starts, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
+    (q, k, values), resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
     out_dtype, v = v.dtype, values
     check_known_tokens(q.shape[-2], k.shape[-2])
     if state is None:
@@ -109,7 +109,7 @@ def linear_attention(
     check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1] + 1),), k, v)
     attend = partial(_attend, causal=causal)
     initial = state.sums.astype(v.dtype)
-    numerators, final = on_automatic_axes(attend, _features(q), _features(k), v, initial, starts, log_decay)
+    numerators, final = on_automatic_axes(attend, _features(q), _features(k), v, initial, resets, log_decay)
     z = numerators[..., -1:]
     y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(out_dtype)
     return (y, LinearState(final)) if return_state else y
@@ -117,15 +117,15 @@ def linear_attention(
 
 @partial(jax.jit, static_argnames="causal")
 def _attend(
-    fq: Array, fk: Array, v: Array, initial: Array, starts: Array | None, log_decay: Array | None, causal: bool
+    fq: Array, fk: Array, v: Array, initial: Array, resets: Array | None, log_decay: Array | None, causal: bool
 ) -> tuple[Array, Array]:
     """Sums that each query reads, the denominator last, and those after all tokens. Jitted: see `exact.run`."""
-    fq, fk, v, initial, starts, log_decay = vary_together(fq, fk, v, initial, starts, log_decay)
+    fq, fk, v, initial, resets, log_decay = vary_together(fq, fk, v, initial, resets, log_decay)
     v1 = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     if causal:
-        return _causal(fq, fk, v1, initial, starts, log_decay)
-    if starts is not None:
-        return _within_documents(fq, fk, v1, initial, starts)
+        return _causal(fq, fk, v1, initial, resets, log_decay)
+    if resets is not None:
+        return _within_documents(fq, fk, v1, initial, resets)
     final = initial + einsum("...sk,...sv->...kv", fk, v1)
     return einsum("...tk,...kv->...tv", fq, final), final
 
@@ -147,7 +147,7 @@ def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, starts: A
 
 
 def _causal(
-    fq: Array, fk: Array, v1: Array, initial: Array, starts: Array | None, log_decay: Array | None
+    fq: Array, fk: Array, v1: Array, initial: Array, resets: Array | None, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """Sum over each document's tokens up to the query's own, chunk by chunk.
 
@@ -156,8 +156,8 @@ def _causal(
     n_tokens = fq.shape[-2]
     size = min(_CHUNK, n_tokens)
     fq, fk, v1 = (to_chunks(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
-    log_decay, starts = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, starts))  # [*batch, N, C]
-    decay = chunk_decay(log_decay, starts, size, fq.dtype)
+    log_decay, resets = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, resets))  # [*batch, N, C]
+    decay = chunk_decay(log_decay, resets, size, fq.dtype)
 
     def step(sums: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         own, kept = chunk

@@ -56,8 +56,7 @@ def log_attention(
     def on_each(
         q: Array, k: Array, log_v: Array, state: LogState | None, segment_ids: Array | None, log_decay: Array | None
     ) -> tuple[Array, LogState]:
-        if mesh.shape["sequence"] > 1:
-            state = _state_before(k, log_v, state, segment_ids, log_decay)
+        state = _state_before(k, log_v, state, segment_ids, log_decay)
         given: dict[str, Any] = {"log_decay": log_decay, "segment_ids": segment_ids, "implementation": implementation}
         log_y, end = on_one_device(q, k, log_v, state=state, **given, return_state=True)
         return log_y, jax.tree.map(lambda x: x[None], end)

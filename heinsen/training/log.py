@@ -111,7 +111,7 @@ class Reporter:
     in `compiling`.
 
     Args:
-      losses: the state of the mean loss at `start_step`.
+      losses: the mean loss, as it was at `start_step`.
     """
 
     def __init__(

@@ -146,7 +146,8 @@ class _Loop:
     """The steps of a run.
 
     A step's metrics are fetched while the next step runs, and the batch after that is made meanwhile: the device does
-    not wait for Python. The loop waits for a step itself only to save, to validate or to end a trace.
+    not wait for Python. The loop waits for a step itself only to save, to validate, to end a trace, and on CPUs that
+    several devices share.
     """
 
     config: TrainConfig

@@ -49,14 +49,14 @@ class Inputs(NamedTuple):
     q: Held  # [G, K, T]
     k: Held  # [G, K, T]
     values: Held  # [G, V, T]
-    starts: Held  # [G, 1, T], 0 or 1; None: one document
+    resets: Held  # [G, 1, T], 0 or 1; None: one document
     log_decay: Held  # [G, 1, T]; None: 0
 
     def read(self) -> tuple[Array, Keys]:
         """A chunk's queries and keys [C, ...]."""
-        starts = None if self.starts is None else self.starts[:, 0][..., None] > 0
+        resets = None if self.resets is None else self.resets[:, 0][..., None] > 0
         log_decay = None if self.log_decay is None else self.log_decay[:, 0][..., None]
-        return self.q[...].mT, Keys(self.k[...].mT, self.values[...].mT, starts, log_decay)
+        return self.q[...].mT, Keys(self.k[...].mT, self.values[...].mT, resets, log_decay)
 
 
 class State(NamedTuple):
@@ -213,7 +213,7 @@ class _Layout(NamedTuple):
     batch: tuple[int, ...]
     d_key: int
     d_value: int
-    starts: bool
+    resets: bool
     log_decay: bool
 
     @classmethod
@@ -262,12 +262,12 @@ class _Layout(NamedTuple):
         return x.reshape(*self.batch, *x.shape[1:])[(..., *map(slice, sizes))]
 
     def inputs(self, q: Array, keys: Keys) -> Inputs:
-        k, values, starts, log_decay, _ = keys
+        k, values, resets, log_decay, _ = keys
         return Inputs(
             self.tokens(q, self.key_features),
             self.tokens(k, self.key_features, NEG_INF),
             self.tokens(values, self.value_features, self.domain.zero),
-            None if starts is None else self.row(starts.astype(k.dtype)),
+            None if resets is None else self.row(resets.astype(k.dtype)),
             None if log_decay is None else self.row(log_decay),
         )
 
@@ -306,9 +306,9 @@ class _Layout(NamedTuple):
 
     def blocks_of_inputs(self, backwards: bool = False) -> Inputs:
         tokens = partial(self.blocks_of_tokens, backwards=backwards)
-        starts, log_decay = tokens(1) if self.starts else None, tokens(1) if self.log_decay else None
+        resets, log_decay = tokens(1) if self.resets else None, tokens(1) if self.log_decay else None
         return Inputs(
-            tokens(self.key_features), tokens(self.key_features), tokens(self.value_features), starts, log_decay
+            tokens(self.key_features), tokens(self.key_features), tokens(self.value_features), resets, log_decay
         )
 
     def blocks_of_sums(self) -> State:
