@@ -8,12 +8,12 @@ from scripts.cli import show_help
 
 
 def define_flags(
-    name: str, experiment: str, reads_corpus: bool = True, has_cells: bool = False, sizes: Sequence[str] = ()
+    name: str, experiment: str, reads_corpus: bool = True, runs: str = "programs", sizes: Sequence[str] = ()
 ) -> None:
     """Define the flags of an experiment's run.py, whose __name__ is `name`, unless it is imported.
 
-    has_cells: whether its runs are lanes (experiments/lanes.py), and not programs in parallel. sizes: of the plan's
-    field `size`, if it has one. Call it before the imports that take seconds: it ends the program if --help is given.
+    runs: "programs" in parallel, "cells" of lanes (experiments/lanes.py), or all "here". sizes: of the plan's field
+    `size`, if it has one. Call it before the imports that take seconds: it ends the program if --help is given.
     """
     if name != "__main__":
         return
@@ -21,10 +21,10 @@ def define_flags(
     if reads_corpus:
         flags.DEFINE_string("corpus", "corpus", "Folder of {train-*,validation,test}.jsonl.zst.")
     flags.DEFINE_string("out", f"runs/{experiment}", "Folder of the experiment.")
-    if has_cells:
+    if runs == "cells":
         flags.DEFINE_float("minutes", None, "No cell is begun after so many minutes; default: no limit.", lower_bound=0)
         flags.DEFINE_list("cells", None, "Numbers of the cells to run, from 1, as config.py lists them; default: all.")
-    else:
+    elif runs == "programs":
         flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
     if sizes:
         flags.DEFINE_enum("size", sizes[0], sizes, "Of models and text.")

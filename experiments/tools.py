@@ -46,16 +46,17 @@ class ExperimentError(HeinsenError, RuntimeError):
 def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, report: ModuleType) -> None:
     """Run an experiment as its flags say (experiments/command.py).
 
-    measure: (plan, the corpus if it reads one, folder, then runs at a time, or minutes and cells for experiments that
-    have cells) -> results; does what is left of the plan.
+    measure: (plan, the corpus if it reads one, folder, then runs at a time for experiments of programs, minutes and
+    cells for those of cells) -> results; does what is left of the plan.
     """
 
     def main(argv: list[str]) -> None:
         given = flags.FLAGS
         out = Path(f"{given.out}_small" if given.small else given.out)
+        options: tuple[Any, ...] = ()
         if "cells" in given:
             options = given.minutes, given.cells
-        else:
+        elif "parallel" in given:
             options = (given.parallel or len(visible_gpus()) or len(usable_cores()),)
         corpus = [Path(given.corpus)] if "corpus" in given else []
         own = small_plan if given.small else plan

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "attribution", has_cells=True, sizes=("2M", "0.5M"))
+define_flags(__name__, "attribution", runs="cells", sizes=("2M", "0.5M"))
 
 import jax
 import numpy as np

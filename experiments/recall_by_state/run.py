@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "recall_by_state", reads_corpus=False, has_cells=True)
+define_flags(__name__, "recall_by_state", reads_corpus=False, runs="cells")
 
 import jax
 import numpy as np

@@ -1,17 +1,41 @@
-"""Measurements of output norms, convergence and doubling, and the exponents fitted to them."""
+"""Measurements of output norms, convergence and doubling, and the exponents fitted to them.
+
+Axes: H heads, N tokens to draw from, n keys, Q queries, d features.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from experiments.sigmoid_scaling.forms import Form, Run, norms_by_law
-from experiments.sigmoid_scaling.tokens import FEATURES, Tokens
 
-QUERIES = 16
+HEADS, FEATURES, QUERIES = 2, 32, 16
+WIDTH, VOCABULARY = 256, 4096  # of tokens
+MEAN = 1.0  # length of the tokens' mean relative to their spread
 _DOUBLED = 1024  # tokens that are doubled, at most
 _KEYS_PER_CALL = 2**19  # over all sequences
+
+
+class Tokens(NamedTuple):
+    """Tokens as the heads see them."""
+
+    q: np.ndarray  # [H, N, d]
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def random(cls, rng: np.random.Generator, mean: float = MEAN) -> "Tokens":
+        """Random maps of normal vectors around a common mean, `mean` times as long as their spread, of order 1."""
+        x = rng.standard_normal((VOCABULARY, WIDTH)) + mean * rng.standard_normal(WIDTH)
+        x /= np.sqrt(1 + mean**2)
+        maps = rng.standard_normal((3, HEADS, WIDTH, FEATURES)) / np.sqrt(WIDTH)
+        return cls(*np.einsum("nw,phwd->phnd", x, maps, optimize=True))
+
+    def draw(self, rng: np.random.Generator, n_sequences: int, n: int) -> np.ndarray:
+        """The indices of the tokens of random sequences, [n_sequences, n]."""
+        return rng.integers(self.k.shape[1], size=(n_sequences, n))
 
 
 def moments(tokens: Tokens, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +68,7 @@ def measure_outputs(
     q = tokens.q[:, queries]
     limits = {name: y if forms[name].converges else np.nan for name, y in run(q, tokens.k, tokens.v).items()}
     found: dict[str, dict[str, list[np.ndarray]]] = {name: {"norm": [], "error": []} for name in forms}
-    for n in tqdm(lengths, tokens.name):
+    for n in tqdm(lengths, "numbers of keys"):
         most = min(n_sequences, max(1, _KEYS_PER_CALL // n))
         per_call = next(m for m in range(most, 0, -1) if n_sequences % m == 0)
         parts = []
@@ -100,7 +124,7 @@ def study(
     n_sequences: int,
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Return all measurements with one kind of tokens, ready for JSON; `run` is `compile_together(forms)`."""
+    """Return all measurements, ready for JSON; `run` is `compile_together(forms)`."""
     queries = rng.choice(tokens.k.shape[1], QUERIES, replace=False)
     integral, variances = moments(tokens, queries)
     square, variance = float(np.mean(np.sum(integral**2, axis=-1))), float(np.mean(variances))
@@ -127,7 +151,9 @@ def study(
             )
         )
     return dict(
-        tokens=tokens.name,
+        heads=HEADS,
+        features=FEATURES,
+        queries=QUERIES,
         population=tokens.k.shape[1],
         lengths=lengths,
         fitted_long=long,
@@ -136,5 +162,5 @@ def study(
         variance_of_one=variance,
         crossover=variance / square,
         growth_of_fluctuation=[fluctuation(lengths), fluctuation(long)],
-        results=rows,
+        forms=rows,
     )

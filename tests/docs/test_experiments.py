@@ -45,6 +45,7 @@ EXPERIMENTS = {
         "forgetting",
         "ladder",
         "recall_by_state",
+        "sigmoid_scaling",
         "sigmoid_training",
     )  # fmt: skip
 }

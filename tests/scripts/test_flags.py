@@ -124,7 +124,8 @@ def test_help_is_shown_without_importing_jax():
     assert [program for program, *_ in shown] == PROGRAMS, end.stderr
     for program, slow, n_flags in shown:
         text = (ROOT / program).read_text()
-        options = ("has_cells=True" in text) + ("True, sizes=" in text) - ("reads_corpus=False" in text)
+        more, fewer = ('runs="cells"', '", sizes='), ('runs="here"', "reads_corpus=False")
+        options = sum(option in text for option in more) - sum(option in text for option in fewer)
         of_experiments = 5 + options  # experiments/command.py
         n_defined = text.count("flags.DEFINE_") or of_experiments
         assert slow == [] and n_flags == n_defined, program
