@@ -6,13 +6,12 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 _DIGEST = "digest"
 _POLL_SECONDS = 0.2
@@ -150,16 +149,9 @@ class LockedError(BlockingIOError):
     """Another process holds a lock; the message says which process."""
 
 
-class Lock(NamedTuple):
-    """A lock that this process holds: the open file, which a child process may inherit, and a random token in it."""
-
-    file: IO[str]
-    token: str
-
-
 @contextlib.contextmanager
-def hold_lock(path: Path, patience: float = 2.0) -> Iterator[Lock]:
-    """Hold the lock on a file, which is made if it is missing, and name this process in it.
+def hold_lock(path: Path, patience: float = 2.0) -> Iterator[IO[str]]:
+    """Hold the lock on a file, which is made if it is missing, and name this process in it; yield the open file.
 
     It is a lock of the operating system: it ends with the process that holds it and its children that inherited the
     file, however they end. Linux extends it to all machines that mount the same NFS folder. The file stays, empty,
@@ -173,12 +165,12 @@ def hold_lock(path: Path, patience: float = 2.0) -> Iterator[Lock]:
       OSError: the file cannot be written, or its file system has no locks.
     """
     with _lock(path, time.monotonic() + patience) as file:
-        token, now = secrets.token_hex(8), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         with name_errors(path):
             file.truncate(0)
-            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}, since {now}\n{token}\n".encode())
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode())
         try:
-            yield Lock(file, token)
+            yield file
         finally:
             file.truncate(0)
 
@@ -203,12 +195,10 @@ def _lock(path: Path, deadline: float) -> IO[str]:
             raise
 
 
-def is_held(path: Path, token: str | None = None) -> bool:
-    """Return whether a process holds the lock on a file, and its token there is `token` if that is given."""
+def is_held(path: Path) -> bool:
+    """Return whether a process holds the lock on a file."""
     try:
         with path.open() as file:
-            if token is not None and token not in file.read().split():
-                return False
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -60,7 +60,7 @@ def start_run(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            pass_fds=[lock.file.fileno()],  # the run holds the lock from now on
+            pass_fds=[lock.fileno()],  # the run holds the lock from now on
             start_new_session=True,  # a terminal's Ctrl-C is for the sweep, which then stops its runs
         )
 
