@@ -159,8 +159,8 @@ def run_cells(
 ) -> dict[str, Any]:
     """Return "cells" of results.json, {name: what `measure` finds of the cell}, and "missing", the names of the others.
 
-    What is found is kept in OUT/cells/NAME.json, and not measured again. On accelerators several cells compile at a
-    time; `measure` trains when it is its turn.
+    What is found is kept in OUT/cells/NAME.json, and not measured again, nor is what OUT/results.json has. On
+    accelerators several cells compile at a time; `measure` trains when it is its turn.
 
     Args:
       minutes, numbers: of the flags --minutes and --cells, in this order.
@@ -170,7 +170,9 @@ def run_cells(
     if wrong := [number for number in numbers or () if number not in map(str, range(1, len(cells) + 1))]:
         raise ExperimentError(f"--cells={','.join(wrong)}: there are cells 1 to {len(cells)}: {'; '.join(cells)}")
     file = lambda name: out / "cells" / f"{name.replace(' ', '_').replace(',', '')}.json"
-    found = {name: dict(read_results(file(name))) for name in cells if file(name).exists()}
+    results = out / "results.json"
+    found = dict(read_results(results)["cells"]) if results.exists() else {}
+    found |= {name: dict(read_results(file(name))) for name in cells if file(name).exists()}
     (out / "cells").mkdir(parents=True, exist_ok=True)
     names = list(cells)
     chosen = names if numbers is None else [names[int(number) - 1] for number in numbers]

@@ -6,8 +6,8 @@
 CORPUS is what scripts/build_corpus.py builds; where OUT/text.npz is there, it is not read. config.py lists the cells,
 and the sizes of models and text.
 The runs of a cell train side by side in one program: four learning rates on half of the bytes, more where the best is
-at the end of the grid, then four seeds at the best rate. Rerun the same command to resume, at the cell. OUT receives
-cells/, and the report of those that are done: report.md, results.json and figures.
+at the end of the grid, then four seeds at the best rate. Rerun the same command to resume, at the cell; the cells of
+OUT/results.json are done. OUT receives cells/, and the report of those that are done: report.md, results.json, figures.
 """
 
 import time
@@ -24,6 +24,7 @@ import numpy as np
 
 from experiments import lanes, tools
 from experiments.attribution import config, report, text
+from experiments.reports import read_results
 from heinsen.config import from_mapping
 from heinsen.models import abstract_params, count_params, state_size
 from heinsen.models.masking import window_losses
@@ -52,7 +53,9 @@ def measure(
     plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    base = config.get_config(plan.size)
+    base, results = config.get_config(plan.size), out / "results.json"
+    if results.exists() and (size := read_results(results)["size"]) != plan.size:
+        raise tools.ExperimentError(f"{out} has results of --size={size}: give --size={plan.size} an --out of its own")
     file = text.prepare(corpus, out, SEEDS, base.sequence_length, base.batch_size, plan.n_steps)
     with np.load(file) as loaded:
         found = {name: loaded[name] for name in loaded}

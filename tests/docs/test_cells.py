@@ -1,5 +1,6 @@
 """Experiments that consist of cells: which are run and kept, what repeats in a text, and the report on some of them."""
 
+import json
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,9 @@ def test_cells_are_kept_and_others_named(tmp_path, capsys):
     assert list(found["cells"]) == ["a"]
     found = lanes.run_cells(CELLS, measure, tmp_path, None, None)
     assert list(found["cells"]) == ["a", "b, c"] and found["missing"] == ["d"]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "results.json").write_text(json.dumps(found))
+    assert lanes.run_cells(CELLS, None, tmp_path / "elsewhere", 0.0, None) == found
     assert "d: ValueError: fails" in capsys.readouterr().err
 
 
@@ -47,6 +51,12 @@ def test_cells_that_are_not_there(numbers, message, tmp_path):
 def test_no_cell_is_done(tmp_path):
     with pytest.raises(ExperimentError, match="no cell is done"):
         lanes.run_cells(CELLS, measure, tmp_path, None, ["3"])
+
+
+def test_results_of_another_size_are_refused(tmp_path):
+    (tmp_path / "results.json").write_text('{"size": "0.5M"}')
+    with pytest.raises(ExperimentError, match=r"has results of --size=0\.5M: give --size=2M an --out of its own"):
+        attribution.measure(attribution.Plan(), tmp_path / "corpus", tmp_path, None, None)
 
 
 def test_cells_have_as_many_parameters_as_each_other():
