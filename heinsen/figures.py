@@ -17,14 +17,14 @@ def pyplot() -> Any:
 
 def place_legend(figure: Any) -> None:
     """Put one legend below all panels of a figure of constrained layout, with each label once: as wide as fits."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    for n_rows in range(1, len(found) + 1):
-        options = dict(loc="outside lower center", ncols=-(-len(found) // n_rows), fontsize="small")
-        legend = figure.legend(found.values(), found.keys(), **options)
-        if n_rows == len(found) or legend.get_window_extent().width <= 0.98 * figure.bbox.width:
+        entries |= dict(zip(labels, handles, strict=True))
+    for n_rows in range(1, len(entries) + 1):
+        options = dict(loc="outside lower center", ncols=-(-len(entries) // n_rows), fontsize="small")
+        legend = figure.legend(entries.values(), entries.keys(), **options)
+        if n_rows == len(entries) or legend.get_window_extent().width <= 0.98 * figure.bbox.width:
             break
         legend.remove()
 

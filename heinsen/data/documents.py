@@ -84,11 +84,11 @@ def _scan(dataset: TokenDataset, sizes: np.ndarray | None) -> tuple[np.ndarray, 
     ends, bytes_before, total = [], [], 0
     for start in range(0, dataset.n_tokens, _BLOCK):
         tokens = dataset.read(start, min(start + _BLOCK, dataset.n_tokens))
-        found = np.flatnonzero(tokens == dataset.eot_id)
-        ends.append(start + found + 1)
+        eots = np.flatnonzero(tokens == dataset.eot_id)
+        ends.append(start + eots + 1)
         if sizes is not None:
             up_to = total + np.cumsum(sizes[tokens])
-            bytes_before.append(up_to[found])
+            bytes_before.append(up_to[eots])
             total = int(up_to[-1])
     if not len(ends[-1]) or ends[-1][-1] < dataset.n_tokens:  # tokens after the last end of text
         ends.append(np.array([dataset.n_tokens]))

@@ -30,7 +30,7 @@ def parse_mixture(path: str) -> list[tuple[str, float]]:
         raise _bad_mixture(path, "there is an empty entry")
     if len(entries) == 1 and ":" not in path.split("://")[-1]:
         entries = [f"{entries[0]}:1"]
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for entry in entries:
         folder, colon, text = entry.rpartition(":")
         has_weight = colon and not text.startswith("//")
@@ -43,11 +43,11 @@ def parse_mixture(path: str) -> list[tuple[str, float]]:
         if not (math.isfinite(weight) and weight > 0):
             raise _bad_mixture(path, f"the weight {text} of '{folder}' is not positive and finite")
         folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
-        if folder in found:
+        if folder in weights:
             raise _bad_mixture(path, f"'{folder}' is named twice")
-        found[folder] = weight
-    total = sum(map(Fraction, found.values()))
-    return [(folder, float(Fraction(weight) / total)) for folder, weight in found.items()]
+        weights[folder] = weight
+    total = sum(map(Fraction, weights.values()))
+    return [(folder, float(Fraction(weight) / total)) for folder, weight in weights.items()]
 
 
 def _bad_mixture(path: str, what: str) -> DatasetError:

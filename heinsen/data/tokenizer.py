@@ -197,13 +197,13 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         text.encode("utf-8")  # raises what the library does not
-        found = self._library.encode(text, add_special_tokens=False)
-        ids = np.array(found.ids, np.int32)
+        encoding = self._library.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32)
         if not (is_eot := ids == self.eot_id).any():
             return ids
         # Models of whole words and unigrams know special tokens as words: cut them in two.
         pieces, begin = [], 0
-        for start, stop in np.array(found.offsets)[is_eot].tolist():
+        for start, stop in np.array(encoding.offsets)[is_eot].tolist():
             middle = (start + stop) // 2
             pieces.append(text[begin:middle])
             begin = max(middle, start + 1)  # what is one character is left out
@@ -256,15 +256,15 @@ def get_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     """
     if name in TOKENIZERS:
         return TOKENIZERS[name]()
-    found = _NAME_OF_FILE.fullmatch(name)
-    if found is None or folder is None:
-        needs = "" if found is None else "; it needs the folder that holds its file"
+    match = _NAME_OF_FILE.fullmatch(name)
+    if match is None or folder is None:
+        needs = "" if match is None else "; it needs the folder that holds its file"
         raise UnknownTokenizerError(
             f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}{needs}"
         )
     content = read_tokenizer_file(name, folder)
     assert content is not None
-    return FileTokenizer(content, _parse(content, folder / TOKENIZER_FILE), int(found[2]))
+    return FileTokenizer(content, _parse(content, folder / TOKENIZER_FILE), int(match[2]))
 
 
 def open_tokenizer_file(path: Path, end_of_text: str | None = None) -> FileTokenizer:
@@ -319,8 +319,8 @@ def is_tokenizer_name(name: Any) -> bool:
 
 def digest_of_file(name: str) -> str | None:
     """Return the beginning of the SHA-256 of the file that the tokenizer called `name` is; None where it is none."""
-    found = _NAME_OF_FILE.fullmatch(name)
-    return None if found is None else found[1]
+    match = _NAME_OF_FILE.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def read_tokenizer_file(name: str, folder: Path) -> bytes | None:

@@ -43,12 +43,12 @@ def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
     for ours in parameter_names(config):
         # Linear's and LayerNorm's names for flax's: w1.kernel is w1.weight, norm.scale is norm.weight.
         name = re.sub(r"(?<=norm\.)scale$|kernel$", "weight", re.sub(r"embedding$", "embedding.weight", ours))
-        found = re.fullmatch(r"layers\.(?:layer_(\d+)\.)?(.*)", name)
-        if found is None:
+        match = re.fullmatch(r"layers\.(?:layer_(\d+)\.)?(.*)", name)
+        if match is None:
             tensors.append(Tensor(name, ours, None))
             continue
-        j = int(found[1] or 0)  # the layer of the pattern
-        tensors += [Tensor(f"layers.{i * period + j}.{found[2]}", ours, i) for i in range(config.n_layers // period)]
+        j = int(match[1] or 0)  # the layer of the pattern
+        tensors += [Tensor(f"layers.{i * period + j}.{match[2]}", ours, i) for i in range(config.n_layers // period)]
     return tensors
 
 

@@ -175,13 +175,13 @@ class ModelConfig:
         """Parts of the pattern: heinsen*3,softmax gives (heinsen, 3) and (softmax, 1). Raises ValueError."""
         parts = []
         for part in self.attention.split(","):
-            found = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*([1-9]\d*)\s*)?", part)
-            if not found or found[1] not in MIXERS:
+            match = re.fullmatch(r"\s*(\w+)\s*(?:\*\s*([1-9]\d*)\s*)?", part)
+            if not match or match[1] not in MIXERS:
                 raise ValueError(
                     f"model.attention = {self.attention!r}: {part!r} is no kind of attention; choose "
                     f"{', '.join(MIXERS)}, or a pattern such as heinsen*3,softmax"
                 )
-            parts.append((found[1], int(found[2] or 1)))
+            parts.append((match[1], int(match[2] or 1)))
         return parts
 
     @property

@@ -372,8 +372,8 @@ def layer_records(
     gates for earlier tokens, then those for later ones. `params` are stacked, as from `init_params`.
     """
     model = LanguageModel(config, mesh)
-    found: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
-    period, layers = len(config.pattern), found[_RECORDS]["layers"]
+    variables: Any = model.apply({"params": params}, jnp.asarray(tokens), keep_state=False, mutable=[_RECORDS])[1]
+    period, layers = len(config.pattern), variables[_RECORDS]["layers"]
     stacks = [layers] if period == 1 else [layers[f"layer_{j}"] for j in range(period)]
     records: dict[str, dict[int, Array]] = {"attention": {}, "residual": {}, "decay": {}}
     for layer in range(config.n_layers):

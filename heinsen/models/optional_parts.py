@@ -52,12 +52,12 @@ OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
 def identity_params(config: ModelConfig) -> Params:
     """Return the parameters of the optional parts with which they do nothing, and no others, as in `init_params`."""
     identities = [each for part in OPTIONAL_PARTS.values() for each in part.identity.items()]
-    found: Params = {}
+    params: Params = {}
     for path, x in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
         *groups, name = (key.key for key in path)
         if identity := next((f for end, f in identities if "/".join([*groups, name]).endswith(end)), None):
-            group = found
+            group = params
             for each in groups:
                 group = group.setdefault(each, {})
             group[name] = identity(config, x.shape)
-    return found
+    return params

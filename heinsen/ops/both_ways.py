@@ -64,8 +64,8 @@ class BothWays(InOrder[StateT]):
         none = jax.tree.map(jnp.zeros_like, residuals.end.sums)
         carry = vary_together((none, dkeys._replace(log_decay=None)), dafter)[0]
         xs = jnp.arange(split.n_groups), residuals.after[0], residuals.tainted[1], dafter
-        (_, found), _ = lax.scan(step, carry, xs)
-        return found._replace(log_decay=dkeys.log_decay)
+        (_, with_after), _ = lax.scan(step, carry, xs)
+        return with_after._replace(log_decay=dkeys.log_decay)
 
     def _isolate_keys(self, keys: Keys, i: Array, tainted_after: Array) -> Clean:
         """A group's keys, without what is not finite, as queries without features see it."""

@@ -26,7 +26,7 @@ Axes: C tokens of the chunk, K key features, V value features; `*batch` is any l
 """
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -283,27 +283,17 @@ def exact_weights(
     """
     n_tokens = k.shape[-2]
     size = next(size for size in range(min(BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
-    blocks = lambda x: x.reshape(*x.shape[:-2], -1, size, x.shape[-1])  # [*batch, N, M, K]
-    pairs = lambda q: blocks(q)[..., :, None, :] + blocks(k)[..., None, :, :]  # [*batch, N, M, M, K]
     at = lambda places, expand: places.tokens(lambda x: expand(_blocks(x, size)))
     within = log_left(
         at(x.queries, lambda x: x[..., :, None]).left_of(at(x.keys, lambda x: x[..., None, :])) for x in decays
     )[..., None]  # [*batch, N, M, M, 1], of a key of the query's block
     outside = [_Outside.of(k, decay, c, size) for decay, c in zip(decays, cs, strict=True)]
+    r = _largest_exponents(q, k, within, outside)
 
-    # The largest exponent that each query sees: in its block, of other blocks, and of all outside the chunk.
-    r = jnp.max(pairs(q) + within, axis=(-2, -1))
-    for x in outside:
-        r = jnp.maximum(r, jnp.max(blocks(q) + x.largest + x.from_start, axis=-1))
-    r = r.reshape(q.shape[:-1])
-    for x in outside:
-        r = jnp.maximum(r, jnp.max(q + x.c + x.left, axis=-1))
-    r = lax.stop_gradient(r)
-
-    # The weights, relative to it.
     relative, error = center_queries(q, r)
+    blocks = partial(_blocks_of_tokens, size=size)
     of_outside = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
-    of_pairs = jnp.exp((pairs(relative) + blocks(error)[..., :, None, :]) + within)
+    of_pairs = jnp.exp((pairs(blocks(relative), blocks(k)) + blocks(error)[..., :, None, :]) + within)
     # Chosen, not multiplied: with a batch of 1, jaxlib 0.10.2 crashes on CPUs in the gradient of a product by a mask.
     is_own_block = jnp.eye(n_tokens // size, dtype=bool)[:, None, :, None]
     in_blocks = jnp.where(is_own_block, jnp.sum(of_pairs, axis=-1)[..., None, :], 0)
@@ -316,6 +306,28 @@ def exact_weights(
         features = qf + features
     by_feature = reduce(jnp.add, of_outside) + features.reshape(q.shape)
     return Weights(jnp.concatenate(of_outside, axis=-1), of_keys), QueryWeights(r, by_feature)
+
+
+def _largest_exponents(q: Array, k: Array, within: Array, outside: Sequence[_Outside]) -> Array:
+    """The largest exponent that each query sees, [*batch, C]: in its block, of other blocks, and outside the chunk."""
+    blocks = partial(_blocks_of_tokens, size=within.shape[-2])
+    r = jnp.max(pairs(blocks(q), blocks(k)) + within, axis=(-2, -1))
+    for x in outside:
+        r = jnp.maximum(r, jnp.max(blocks(q) + x.largest + x.from_start, axis=-1))
+    r = r.reshape(q.shape[:-1])
+    for x in outside:
+        r = jnp.maximum(r, jnp.max(q + x.c + x.left, axis=-1))
+    return lax.stop_gradient(r)
+
+
+def _blocks_of_tokens(x: Array, size: int) -> Array:
+    """[*batch, N, M, K] of [*batch, C, K]."""
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
+def pairs(q: Array, k: Array) -> Array:
+    """Exponents of all pairs of a query and a key, by feature: [..., M, M, K] of [..., M, K]."""
+    return q[..., :, None, :] + k[..., None, :, :]
 
 
 def center_queries(q: Array, r: Array) -> tuple[Array, Array]:

@@ -181,8 +181,8 @@ def cotangent_divisor(grads: Any) -> Array:
 
 def gradients(function: Callable[..., Any], args: Any, grads: Any, divisor: Array) -> tuple[Any, ...]:
     """Gradients of the arguments; those of the output are divided by `divisor` meanwhile, and booleans have None."""
-    found = jax.vjp(function, *args)[1](multiply(grads, 1 / divisor))
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * divisor, found)
+    cotangents = jax.vjp(function, *args)[1](multiply(grads, 1 / divisor))
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * divisor, cotangents)
 
 
 # ---- trees of arrays ------------------------------------------------------------------------------

@@ -71,13 +71,12 @@ def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
     of_keys = chunk.log_left(decay.keys_at_queries for decay in decays)[..., None]
     outside = [(sums, decay.before_at_queries[..., None]) for sums, decay in zip(around, decays, strict=True)]
-    pairs = lambda q: q[..., :, None, :] + k[..., None, :, :]
-    r = jnp.max(pairs(q) + of_keys, axis=(-2, -1))
+    r = jnp.max(chunk.pairs(q, k) + of_keys, axis=(-2, -1))
     for sums, left in outside:
         r = jnp.maximum(r, jnp.max((q + sums.c[..., None, :]) + left, axis=-1))
     relative, error = chunk.center_queries(q, lax.stop_gradient(r))
     log_weights = [
-        logsumexp((pairs(relative) + error[..., :, None, :]) + of_keys, axis=-1),
+        logsumexp((chunk.pairs(relative, k) + error[..., :, None, :]) + of_keys, axis=-1),
         *(((relative + sums.c[..., None, :]) + error) + left for sums, left in outside),
     ]
     shift = reduce(jnp.maximum, [*(sums.b for sums in around), whole_shift(jnp.max(log_v, axis=-2))])

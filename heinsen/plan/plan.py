@@ -93,10 +93,10 @@ _OVERFLOWS = (
 
 def find_overflow(message: str) -> tuple[int, int] | None:
     """Bytes that a step needs at least and that there are, of a compiler's error; None if it says something else."""
-    found = next(filter(None, (re.search(pattern, message) for pattern in _OVERFLOWS)), None)
-    if found is None:
+    match = next(filter(None, (re.search(pattern, message) for pattern in _OVERFLOWS)), None)
+    if match is None:
         return None
-    return int(float(found[1]) * _UNITS[found[2]]), int(float(found[3]) * _UNITS[found[4]])
+    return int(float(match[1]) * _UNITS[match[2]]), int(float(match[3]) * _UNITS[match[4]])
 
 
 class _Step:

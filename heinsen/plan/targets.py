@@ -60,20 +60,20 @@ class Target:
         _check_compiler(self.chip)
         _use_compilers_only()
         if self.chip.platform == "gpu":
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 platform="cuda", target_config=_describe_gpu(self.chip), topology=self.topology
             )
         else:
             shape = tuple(map(int, self.topology.split("x")))
             per_host = min(2, shape[0]), min(2, shape[1]), 1
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 platform="tpu",
                 topology_name=f"{self.chip.name}:{self.topology}",
                 chip_config_name="default" if len(shape) == 2 else "megacore",
                 chips_per_host_bounds=per_host,
                 num_slices=1,
             )
-        return list(found.devices)
+        return list(topology.devices)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -84,11 +84,11 @@ class Target:
 
 def find_target(name: str) -> Target:
     """Return the machine of a name: h100, h100-8, v5e-4, v5p-8. Raises TargetError."""
-    found = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
-    chip = CHIPS.get(found[1]) if found else None
-    if found is None or chip is None:
+    match = re.fullmatch(r"(\w+?)(?:-(\d+))?", name)
+    chip = CHIPS.get(match[1]) if match else None
+    if match is None or chip is None:
         raise TargetError(f"--target={name}: there is no such machine. There are {_describe_names()}")
-    number = int(found[2] or 1)
+    number = int(match[2] or 1)
     if chip.platform == "gpu":
         hosts, rest = divmod(number, _GPUS_PER_HOST)
         if not 1 <= number <= _GPUS_PER_HOST and (rest or not hosts):
@@ -98,7 +98,7 @@ def find_target(name: str) -> Target:
         topology = f"1x1x{number}" if number <= _GPUS_PER_HOST else f"1x{hosts}x{_GPUS_PER_HOST}"
         return Target(name, chip, number, topology)
     slices = _SLICES[chip.name]
-    if found[2] is None or number not in slices:
+    if match[2] is None or number not in slices:
         raise TargetError(f"--target={name}: slices of {chip.name} are {_describe_slices(chip.name)}")
     n_devices = number // 2 if slices is _CUBES else number
     return Target(name, chip, n_devices, slices[number])

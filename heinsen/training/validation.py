@@ -54,8 +54,8 @@ class Validator:
         if self._time_constants_step is None:
             return {}
         tokens = next(iter(self._data.validation[0].batches))["tokens"]
-        found = self._time_constants_step(params, place_batch(self._mesh, tokens))
-        return {name: float(x) for name, x in jax.device_get(found).items()}
+        time_constants = self._time_constants_step(params, place_batch(self._mesh, tokens))
+        return {name: float(x) for name, x in jax.device_get(time_constants).items()}
 
     def _write_sample(self, params: Params, tokenizer: Tokenizer) -> str:
         """Return a new document of `sample_tokens` tokens, always drawn with the same random numbers.

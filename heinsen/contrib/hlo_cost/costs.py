@@ -137,14 +137,14 @@ class _Counter:
 def group_size(instruction: Instruction, n_devices: int) -> int:
     """Number of devices that exchange data in a collective: of its first group. Raises ValueError."""
     text = instruction.attributes
-    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
-        return int(found[1])
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])  # a part of an axis: 'a':(2)4
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]<=", text):
+        return int(match[1])
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", match[1]))
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", match[2])  # a part of an axis: 'a':(2)4
         return math.prod(int(part or sizes[name]) for name, part in axes)
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return len(found[1].split(","))
+    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return len(match[1].split(","))
     if "replica_groups=" not in text or "replica_groups={}" in text:
         return n_devices
     raise ValueError(f"the groups of a collective are written in an unknown form: {text[:200]}")

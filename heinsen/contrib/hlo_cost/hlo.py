@@ -62,18 +62,18 @@ class Instruction:
 
     def names(self, key: str) -> list[str]:
         """Computations that an attribute names: to_apply=%a, or branch_computations={%a, %b}; [] without it."""
-        found = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", self.attributes)
-        return [] if found is None else [x.strip().lstrip("%") for x in (found[1] or found[2]).split(",")]
+        match = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))", self.attributes)
+        return [] if match is None else [x.strip().lstrip("%") for x in (match[1] or match[2]).split(",")]
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """An attribute of numbers in braces: dimensions={0,1}; () without it."""
-        found = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
-        return () if found is None or not found[1] else tuple(map(int, found[1].split(",")))
+        match = re.search(rf"\b{key}=\{{([\d,]*)\}}", self.attributes)
+        return () if match is None or not match[1] else tuple(map(int, match[1].split(",")))
 
     def text(self, pattern: str) -> str:
         """The first group of a pattern in the attributes; "" without it."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -145,37 +145,37 @@ def parse_module(text: str) -> Module:
 
 def parse_instruction(line: str) -> Instruction:
     """Parse one line: `%name = type opcode(operands), attributes`. Raises ValueError."""
-    found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
-    if found is None:
+    match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+    if match is None:
         raise ValueError(f"not an instruction of HLO: {line.strip()[:200]}")
-    start = found.end()
+    start = match.end()
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opening = line.index("(", end)
     closing = _closing(line, opening)
     inside = line[opening + 1 : closing]
     opcode = line[end:opening].strip()
     operands = () if opcode in ("parameter", "constant", "iota") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(found[1], opcode, parse_arrays(line[start:end]), operands, inside, line[closing + 1 :])
+    return Instruction(match[1], opcode, parse_arrays(line[start:end]), operands, inside, line[closing + 1 :])
 
 
 def parse_arrays(text: str) -> tuple[ArrayType, ...]:
     """Parse a type, `f32[8,128]{1,0:T(8,128)S(1)}` or a tuple of such, to the arrays in it."""
     numbers = lambda text: tuple(int(x) for x in text.replace("<=", "").split(",") if x)
-    found = []
+    arrays = []
     for dtype, shape, order, layout in _ARRAY.findall(text):
         tile, space = re.search(r"T\(([\d,]*)\)", layout), re.search(r"S\((\d+)\)", layout)
         padding = numbers(tile[1]) if tile else ()
-        found.append(ArrayType(dtype, numbers(shape), numbers(order), padding, int(space[1]) if space else 0))
-    return tuple(found)
+        arrays.append(ArrayType(dtype, numbers(shape), numbers(order), padding, int(space[1]) if space else 0))
+    return tuple(arrays)
 
 
 def _closing(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in re.finditer(r'"(?:\\.|[^"\\])*"|[()]', text[start:]):
-        depth += {"(": 1, ")": -1}.get(found[0], 0)
+    for match in re.finditer(r'"(?:\\.|[^"\\])*"|[()]', text[start:]):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
-            return start + found.start()
+            return start + match.start()
     raise ValueError(f"unbalanced parentheses: {text.strip()[:200]}")
 
 
@@ -183,12 +183,12 @@ def _parse_sources(text: str) -> dict[int, str]:
     """Read the tables FileNames, FileLocations and StackFrames, where the text has them."""
 
     def table(title: str) -> dict[int, str]:
-        found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.M)
-        return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1] for line in found[1].splitlines()} if found else {}
+        match = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.M)
+        return {int(line.split(" ", 1)[0]): line.split(" ", 1)[1] for line in match[1].splitlines()} if match else {}
 
     def field(entry: str, name: str) -> int:
-        found = re.search(rf"\b{name}=(\d+)", entry)
-        return int(found[1]) if found else 0
+        match = re.search(rf"\b{name}=(\d+)", entry)
+        return int(match[1]) if match else 0
 
     files, locations = table("FileNames"), table("FileLocations")
     sources = {}

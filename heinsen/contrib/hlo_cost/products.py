@@ -58,8 +58,8 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
     window = instruction.text(r"\bwindow=\{([^}]*)\}")
 
     def numbers(key: str, default: str, n: int) -> list[str]:
-        found = re.search(rf"\b{key}=([\dx_\-]+)", window)
-        return found[1].split("x") if found else [default] * n
+        match = re.search(rf"\b{key}=([\dx_\-]+)", window)
+        return match[1].split("x") if match else [default] * n
 
     n_spatial = len(inputs) - 2
     strides, dilations, holes = (numbers(key, "1", n_spatial) for key in ("stride", "rhs_dilate", "lhs_dilate"))

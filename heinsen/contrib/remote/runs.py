@@ -52,16 +52,16 @@ class RunMirror(Mirror):
           RunError: the address holds a run with another config, or one that is further than the run in the folder.
           RemoteError: it cannot be read.
         """
-        found = self._remote.list()
+        listed = self._remote.list()
         if (theirs := self._read_fingerprint()) is None:
             return
         if theirs != fingerprint:
             raise RunError(f"{self._remote.address} holds a run with another config: give another --mirror")
-        newest = max(_whole_steps(found), default=0)
+        newest = max(_whole_steps(listed), default=0)
         if not (self._workdir / CONFIG_FILE).exists():
             print(f"{self._workdir} holds no run: fetching step {newest}", file=sys.stderr, flush=True)
-            names = [name for name in found if name.startswith(f"{CHECKPOINTS}/{newest}/")]
-            _fetch(self._remote, [*names, *_small_files(found)], self._workdir)
+            names = [name for name in listed if name.startswith(f"{CHECKPOINTS}/{newest}/")]
+            _fetch(self._remote, [*names, *_small_files(listed)], self._workdir)
         elif newest > (here := max(checkpoint_steps(self._workdir), default=0)):
             raise RunError(
                 f"{self._remote.address} holds step {newest} of this run, {self._workdir} step {here}: give an empty "
@@ -93,16 +93,16 @@ class RunMirror(Mirror):
 
     def copy(self) -> None:
         """Copy what the address lacks, checkpoints first; remove checkpoints that the folder no longer holds."""
-        found, steps = self._remote.list(), checkpoint_steps(self._workdir)
+        listed, steps = self._remote.list(), checkpoint_steps(self._workdir)
         for step in steps:
-            if f"{CHECKPOINTS}/{step}.whole" not in found:
+            if f"{CHECKPOINTS}/{step}.whole" not in listed:
                 self._copy_checkpoint(step)
         own = (CHECKPOINTS, DAMAGED)
         for path in sorted(self._workdir.rglob("*")):
             name = path.relative_to(self._workdir).as_posix()
             if name.split("/")[0] not in own and name != LOCK_FILE and not name.endswith(".tmp") and path.is_file():
                 self._copy_if_new(path, name)
-        gone = [name for name in found if name.startswith(f"{CHECKPOINTS}/") and _step_of(name) not in steps]
+        gone = [name for name in listed if name.startswith(f"{CHECKPOINTS}/") and _step_of(name) not in steps]
         self._remote.remove(sorted(gone, key=lambda name: _WHOLE.fullmatch(name) is None))  # no longer whole first
 
     def _copy_checkpoint(self, step: int) -> None:
@@ -148,12 +148,12 @@ def fetch_run(address: str) -> Path:
     Raises RemoteError.
     """
     remote = Remote(address)
-    found = remote.list()
-    if CONFIG_FILE not in found:
+    listed = remote.list()
+    if CONFIG_FILE not in listed:
         raise RemoteError(f"{address} holds no run and no export: it has no {CONFIG_FILE}")
-    newest = max(_whole_steps(found), default=None)
-    names = [name for name in found if name.startswith(f"{CHECKPOINTS}/{newest}/")] + _small_files(found)
-    version = json.dumps({name: found[name] for name in names}, sort_keys=True)
+    newest = max(_whole_steps(listed), default=None)
+    names = [name for name in listed if name.startswith(f"{CHECKPOINTS}/{newest}/")] + _small_files(listed)
+    version = json.dumps({name: listed[name] for name in names}, sort_keys=True)
     folder = cache_folder("runs", remote.address) / remote.address.rsplit("/", 1)[-1]
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder.parent / "lock", PATIENCE):
@@ -173,14 +173,14 @@ def _fetch(remote: Remote, names: list[str], folder: Path) -> None:
         remote.download(name, folder / name)
 
 
-def _small_files(found: dict[str, str]) -> list[str]:
-    return [name for name in found if not name.startswith(f"{CHECKPOINTS}/")]
+def _small_files(listed: dict[str, str]) -> list[str]:
+    return [name for name in listed if not name.startswith(f"{CHECKPOINTS}/")]
 
 
-def _whole_steps(found: dict[str, str]) -> list[int]:
+def _whole_steps(listed: dict[str, str]) -> list[int]:
     """Return the steps whose checkpoints are whole at the address; a copy by other means says nothing of that."""
-    whole = [int(match[1]) for name in found if (match := _WHOLE.fullmatch(name))]
-    return whole or sorted({step for name in found if (step := _step_of(name)) is not None})
+    whole = [int(match[1]) for name in listed if (match := _WHOLE.fullmatch(name))]
+    return whole or sorted({step for name in listed if (step := _step_of(name)) is not None})
 
 
 def _step_of(name: str) -> int | None:
