@@ -66,7 +66,7 @@ class Lanes:
         def run_cycle(states: TrainState, given: tuple[Array, tuple[Batch, ...]]) -> tuple[TrainState, Array]:
             losses = []
             for rates, batches in zip(*given, strict=True):
-                states, each = jax.vmap(step)(states, rates, batches)
+                states, each = over_lanes(step)(states, rates, batches)
                 losses.append(each)
             return states, jnp.stack(losses)
 
@@ -102,6 +102,13 @@ class Lanes:
             states, each = self.run(states, block_rates, batches)
             losses.append(np.asarray(each).reshape(-1, self.n_lanes))
         return states.params, np.concatenate(losses)
+
+
+def over_lanes(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.vmap(step)`; on CPUs lanes in turn, so that none computes again what only another one has lost."""
+    if jax.default_backend() != "cpu":
+        return jax.vmap(step)
+    return lambda *lanes: jax.lax.map(lambda lane: step(*lane), lanes)
 
 
 def grids(rates: Sequence[float], n: int, losses: Mapping[float, float]) -> Iterator[list[float]]:

@@ -1,6 +1,7 @@
 """Runs side by side in one program (experiments/lanes.py) against runs by the training step alone."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,11 @@ STEPS = 4  # in two blocks of one cycle
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("over_lanes", [lanes.over_lanes, jax.vmap])
 @pytest.mark.usefixtures("compile_cache")
-def test_lanes_are_the_runs_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_are_the_runs_that_they_stand_for(monkeypatch: pytest.MonkeyPatch, over_lanes: Any) -> None:
     """Of the kind whose functions have most for vmap to transform, by the optimizer that compiles soonest."""
+    monkeypatch.setattr(lanes, "over_lanes", over_lanes)
     monkeypatch.setattr(lanes, "CYCLES", 1)
     monkeypatch.setattr(recall, "PAIRS", (1, 2))
     config = recall.train_config(recall.config.KINDS["delta rule"] | SIZES | dict(batch_size=4))
