@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from heinsen import logspace
 from heinsen.ops import chunked
-from heinsen.ops.api import log_attention as on_one_device
+from heinsen.ops.api import log_attention
 from heinsen.ops.chunk import Keys
 from heinsen.ops.decay import take_resets
 from heinsen.ops.documents import document_starts
@@ -38,7 +38,7 @@ Before = TypeVar("Before")
 After = TypeVar("After")
 
 
-def log_attention(
+def log_attention_on_mesh(
     mesh: Mesh,
     q: Float[Array, "B H T K"],
     k: Float[Array, "B H T K"],
@@ -58,7 +58,7 @@ def log_attention(
     ) -> tuple[Array, LogState]:
         state = _state_before(k, log_v, state, segment_ids, log_decay)
         given: dict[str, Any] = {"log_decay": log_decay, "segment_ids": segment_ids, "implementation": implementation}
-        log_y, end = on_one_device(q, k, log_v, state=state, **given, return_state=True)
+        log_y, end = log_attention(q, k, log_v, state=state, **given, return_state=True)
         return log_y, jax.tree.map(lambda x: x[None], end)
 
     segments, decays = P(BATCH, None, "sequence"), P(BATCH, "tensor", "sequence")

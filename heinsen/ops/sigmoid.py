@@ -137,15 +137,15 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
     dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
     q = q.astype(dtype) * k.shape[-1] ** -0.5
     check_known_tokens(q.shape[-2], k.shape[-2])
-    form = _Form(alpha, bias, _block_size(math.prod(n for n in k.shape[:-2] if isinstance(n, int))))
-    attend = lambda *arrays: (_attend_jitted(form, *arrays), ())
+    options = _Options(alpha, bias, _block_size(math.prod(n for n in k.shape[:-2] if isinstance(n, int))))
+    attend = lambda *arrays: (_attend_jitted(options, *arrays), ())
     return on_automatic_axes(attend, q, k.astype(dtype), v.astype(dtype), first, stop)[0].astype(v.dtype)
 
 
 @partial(jax.jit, static_argnums=0)
-def _attend_jitted(form: "_Form", *arrays: Array) -> Array:
+def _attend_jitted(options: "_Options", *arrays: Array) -> Array:
     """Jitted, so that a second call outside jit compiles nothing."""
-    return _attend(*_reverse_mode_only(vary_together(*arrays)), form)
+    return _attend(*_reverse_mode_only(vary_together(*arrays)), options)
 
 
 def _check_number(name: str, x: object, alternative: str = "") -> None:
@@ -171,7 +171,7 @@ NAME = Name("sigmoid attention")  # in errors
 _reverse_mode_only = reverse_mode_only(NAME)
 
 
-class _Form(NamedTuple):
+class _Options(NamedTuple):
     """The static part of the computation."""
 
     alpha: float
@@ -180,18 +180,18 @@ class _Form(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form) -> Array:
+def _attend(q: Array, k: Array, v: Array, first: Array, stop: Array, options: _Options) -> Array:
     """y of queries that are already scaled, where query t sees the keys first[t] to stop[t] - 1."""
-    return _sum_keys(q, k, v, first, stop, form)
+    return _sum_keys(q, k, v, first, stop, options)
 
 
-def _sum_keys(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form) -> Array:
+def _sum_keys(q: Array, k: Array, v: Array, first: Array, stop: Array, options: _Options) -> Array:
 
     def query_block(i: Array, y: Array) -> Array:
-        queries = _query_block(i, q, first, stop, k.shape[-2], form)
+        queries = _query_block(i, q, first, stop, k.shape[-2], options)
 
         def key_block(j: Array, y_i: Array) -> Array:
-            keys = _key_block(j, k, v, form.block)
+            keys = _key_block(j, k, v, options.block)
             weights, _ = _sigmoid(queries, keys)
             return y_i + einsum("...ts,...sv->...tv", weights * queries.scale, keys.v)
 
@@ -199,28 +199,28 @@ def _sum_keys(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Fo
         return _add(y, lax.fori_loop(queries.first_block, queries.stop_block, key_block, zeros), queries.start)
 
     y = vary_together(jnp.zeros((*q.shape[:-1], v.shape[-1]), v.dtype), q)[0]
-    return forward_mode_only(NAME, lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, y))
+    return forward_mode_only(NAME, lax.fori_loop(0, _count(q.shape[-2], options.block), query_block, y))
 
 
 _Residuals = tuple[Array, Array, Array, Array, Array]  # the arrays that `_attend` takes
 _Grads = tuple[Array, Array, Array]  # of q, k, v
 
 
-def _attend_fwd(q: Array, k: Array, v: Array, first: Array, stop: Array, form: _Form) -> tuple[Array, _Residuals]:
-    return _sum_keys(q, k, v, first, stop, form), (q, k, v, first, stop)
+def _attend_fwd(q: Array, k: Array, v: Array, first: Array, stop: Array, options: _Options) -> tuple[Array, _Residuals]:
+    return _sum_keys(q, k, v, first, stop, options), (q, k, v, first, stop)
 
 
-def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Array, Array, None, None]:
+def _attend_bwd(options: _Options, residuals: _Residuals, g: Array) -> tuple[Array, Array, Array, None, None]:
     """For each logit x let dx = scale sigmoid'(x) g . v. Then dq = dx k, dk = dx^T q, dv = (scale weights)^T g."""
     q, k, v, first, stop = residuals
 
     def query_block(i: Array, grads: _Grads) -> _Grads:
-        queries = _query_block(i, q, first, stop, k.shape[-2], form)
+        queries = _query_block(i, q, first, stop, k.shape[-2], options)
         g_i = _slice(g, queries.start, queries.q.shape[-2]) * queries.scale
 
         def key_block(j: Array, grads: _Grads) -> _Grads:
             dq_i, dk, dv = grads
-            keys = _key_block(j, k, v, form.block)
+            keys = _key_block(j, k, v, options.block)
             weights, slopes = _sigmoid(queries, keys)
             dx = slopes * einsum("...tv,...sv->...ts", g_i, keys.v)
             dq_i = dq_i + einsum("...ts,...sk->...tk", dx, keys.k)
@@ -233,7 +233,7 @@ def _attend_bwd(form: _Form, residuals: _Residuals, g: Array) -> tuple[Array, Ar
         return _add(dq, dq_i, queries.start), dk, dv
 
     zeros = vary_together(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), q)[:3]
-    grads = lax.fori_loop(0, _count(q.shape[-2], form.block), query_block, zeros)
+    grads = lax.fori_loop(0, _count(q.shape[-2], options.block), query_block, zeros)
     return *forward_mode_only(NAME, grads), None, None
 
 
@@ -257,16 +257,16 @@ class _KeyBlock(NamedTuple):
     positions: Array  # [D]; -1 for keys that belong to the block before
 
 
-def _query_block(i: Array, q: Array, first: Array, stop: Array, n_keys: int, form: _Form) -> _QueryBlock:
-    start, positions, own = _locate(i, form.block, q.shape[-2])
+def _query_block(i: Array, q: Array, first: Array, stop: Array, n_keys: int, options: _Options) -> _QueryBlock:
+    start, positions, own = _locate(i, options.block, q.shape[-2])
     first, stop = _slice(first, start, len(positions), axis=-1), _slice(stop, start, len(positions), axis=-1)
     n = jnp.maximum(stop - first, 1).astype(q.dtype)[..., None]
-    shift = -jnp.log(n) if form.bias == "-log_n" else form.bias
+    shift = -jnp.log(n) if options.bias == "-log_n" else options.bias
     stop = jnp.where(own, stop, 0)
     mask = lambda keys: (first[..., None] <= keys) & (keys < stop[..., None])
-    size = min(form.block, n_keys)
+    size = min(options.block, n_keys)
     first_block, stop_block = jnp.min(first) // size, (jnp.max(stop) + size - 1) // size
-    return _QueryBlock(start, _slice(q, start, len(positions)), mask, shift, n**-form.alpha, first_block, stop_block)
+    return _QueryBlock(start, _slice(q, start, len(positions)), mask, shift, n**-options.alpha, first_block, stop_block)
 
 
 def _key_block(j: Array, k: Array, v: Array, block: int) -> _KeyBlock:

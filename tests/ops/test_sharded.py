@@ -58,7 +58,7 @@ options = dict(segment_ids=segments, return_state=True, implementation="referenc
 ATTENTION = """
 one = lambda q, k, v, s: log_attention(q, k, v, state=s, **options)
 wanted = value_and_gradients(one, (q, k, log_v, before), weights)
-many = lambda q, k, v, s: sharded.log_attention(mesh, q, k, v, s, segments, None)
+many = lambda q, k, v, s: sharded.log_attention_on_mesh(mesh, q, k, v, s, segments, None)
 same(value_and_gradients(many, (q, k, log_v, before), weights), wanted, "attention")
 """
 
@@ -66,7 +66,7 @@ ATTENTION_WITH_DECAYS = """
 decays = -jnp.exp(draw(B, H, T)).at[0, 1, jnp.array([3, 6, 12])].set(jnp.inf)
 one = lambda q, k, v, g, s: log_attention(q, k, v, log_decay=g, state=s, **options)
 wanted = value_and_gradients(one, (q, k, log_v, decays, before), weights)
-many = lambda q, k, v, g, s: sharded.log_attention(mesh, q, k, v, s, segments, None, log_decay=g)
+many = lambda q, k, v, g, s: sharded.log_attention_on_mesh(mesh, q, k, v, s, segments, None, log_decay=g)
 same(value_and_gradients(many, (q, k, log_v, decays, before), weights), wanted, "attention with decays")
 """
 

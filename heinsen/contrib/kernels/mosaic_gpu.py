@@ -127,7 +127,7 @@ class Inputs(NamedTuple):
     vectors: ChunkVectors
 
 
-class State(NamedTuple):
+class KernelSums(NamedTuple):
     """Sums M or their gradients."""
 
     s: Held  # [G, R, V]
@@ -229,7 +229,7 @@ class Written(NamedTuple):
     least: Held  # [G, T]: the smallest of each query's sums that must not lose terms
     before_s: Held  # [G, N, K, V]: M_s before each chunk
     before_z: Held  # [G, N, K]
-    end: State
+    end: KernelSums
 
 
 class _ForwardOperands(NamedTuple):
@@ -251,7 +251,7 @@ class _ForwardOperands(NamedTuple):
 
 
 def _forward_kernel(
-    sizes: Sizes, inputs: Inputs, first: State, out: Written, *, copied: Any, zero: Ref, smem: Any
+    sizes: Sizes, inputs: Inputs, first: KernelSums, out: Written, *, copied: Any, zero: Ref, smem: Any
 ) -> None:
     g, n = lax.axis_index("g"), sizes.n_chunks
     d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
@@ -264,7 +264,7 @@ def _forward_kernel(
         for source, to in ((inputs.q, smem["q"]), (inputs.k, smem["k"]), (inputs.values, smem["values"])):
             plgpu.copy_gmem_to_smem(source.at[g, tokens], to, copied)
 
-    def step(i: Array, m: State) -> State:
+    def step(i: Array, m: KernelSums) -> KernelSums:
         def addresses() -> tuple[_Chunk, Any, _ForwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
@@ -317,13 +317,13 @@ def _forward_kernel(
             m_s = at.scale(m_s, decay.kept_k, decay.kept_v)
             more = at.scale_values(more, decay.to_after)
         plgpu.wait_smem_to_gmem(0)
-        return State(m_s + more, m_z)
+        return KernelSums(m_s + more, m_z)
 
     zero[0] = zero[1] = 0
     copy(0, jax.tree.map(lambda x: x.at[0], smem))
     if n_rows != d_key:  # keys of the features that are missing, which the matrix units want
         Operand(smem["kf" if decay is None else "kf_end"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
-    m = State(registers.load(first.s.at[g], MATRIX), registers.load(first.z.at[g], COLUMNS))
+    m = KernelSums(registers.load(first.s.at[g], MATRIX), registers.load(first.z.at[g], COLUMNS))
     m = lax.fori_loop(0, n, step, m)
     store(out.end.s.at[g], m.s)
     store(out.end.z.at[g], m.z)
@@ -349,13 +349,13 @@ def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None
     store(out.least.at[at.g, at.tokens], least)
 
 
-def _run_forward(sizes: Sizes, inputs: Inputs, first: State) -> Written:
+def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> Written:
     heads, n_tokens, d_key = inputs.q.shape
     d_value, n_chunks = sizes.d_value, sizes.n_chunks
     array = lambda *shape: jax.ShapeDtypeStruct((heads, *shape), jnp.float32)
     tokens, values = array(n_tokens), array(n_tokens, d_value)
     before = array(n_chunks, d_key, d_value), array(n_chunks, d_key)
-    out = Written(values, values, tokens, tokens, *before, State(*map(_like, first)))
+    out = Written(values, values, tokens, tokens, *before, KernelSums(*map(_like, first)))
     smem = {
         "q": smem_float32(CHUNK, d_key),
         "k": smem_float32(CHUNK, d_key),
@@ -392,7 +392,7 @@ class Gradients(NamedTuple):
     q: Held  # [G, T, K]
     k: Held  # [G, T, K]
     values: Held  # [G, T, V]
-    first: State  # of the sums before the first chunk, relative to its shifts
+    first: KernelSums  # of the sums before the first chunk, relative to its shifts
     decay: Any  # DecayGradients, or None
 
 
@@ -422,7 +422,15 @@ class DecayGradients(NamedTuple):
 
 
 def _backward_kernel(
-    sizes: Sizes, inputs: Inputs, given: Cotangents, end: State, out: Gradients, *, copied: Any, zero: Ref, smem: Any
+    sizes: Sizes,
+    inputs: Inputs,
+    given: Cotangents,
+    end: KernelSums,
+    out: Gradients,
+    *,
+    copied: Any,
+    zero: Ref,
+    smem: Any,
 ) -> None:
     g, n = lax.axis_index("g"), sizes.n_chunks
     d_key, n_rows, registers = sizes.d_key, sizes.n_rows, sizes.registers
@@ -436,7 +444,7 @@ def _backward_kernel(
             plgpu.copy_gmem_to_smem(source.at[g, tokens], smem[name], copied)
         plgpu.copy_gmem_to_smem(given.before_s.at[g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
 
-    def step(j: Array, dm: State) -> State:
+    def step(j: Array, dm: KernelSums) -> KernelSums:
         def addresses() -> tuple[_Chunk, Any, _BackwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
@@ -533,13 +541,13 @@ def _backward_kernel(
             dm_s = at.scale(dm_s, decay.kept_k, decay.kept_v)
             dm_z = dm_z * at.keys_vector(decay.kept_z)
         dm_s = dm_s + registers.matmul((q._replace(n_columns=n_rows).mT, ds))
-        return State(dm_s, dm_z + jnp.sum(qf * rows(dz, d_key), axis=0))
+        return KernelSums(dm_s, dm_z + jnp.sum(qf * rows(dz, d_key), axis=0))
 
     zero[0] = zero[1] = 0
     copy(n - 1, jax.tree.map(lambda x: x.at[0], smem))
     if n_rows != d_key:
         Operand(smem["qf"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
-    dm = State(registers.load(end.s.at[g], MATRIX), registers.load(end.z.at[g], COLUMNS))
+    dm = KernelSums(registers.load(end.s.at[g], MATRIX), registers.load(end.z.at[g], COLUMNS))
     dm = lax.fori_loop(0, n, step, dm)
     store(out.first.s.at[g], dm.s)
     store(out.first.z.at[g], dm.z)
@@ -556,12 +564,12 @@ def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, A
     return dy / s, -jnp.sum(dy, axis=1) / z, -jnp.sum(jnp.where(always_zero, dy, 0.0), axis=1)
 
 
-def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: State) -> Gradients:
+def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: KernelSums) -> Gradients:
     d_key, d_value = sizes.d_key, sizes.d_value
     decay = None
     if inputs.vectors.decay is not None:
         decay = DecayGradients(*map(_like, (given.z, inputs.vectors.c, given.before_z)))
-    out = Gradients(_like(inputs.q), _like(inputs.k), _like(inputs.values), State(*map(_like, end)), decay)
+    out = Gradients(_like(inputs.q), _like(inputs.k), _like(inputs.values), KernelSums(*map(_like, end)), decay)
     smem = {
         "q": smem_float32(CHUNK, d_key),
         "k": smem_float32(CHUNK, d_key),
@@ -750,11 +758,11 @@ class _Layout(NamedTuple):
     def values_vectors(self, x: Array | None, with_: float = 0.0) -> Array | None:
         return None if x is None else self.fill(x, self.sizes.d_value, with_=with_)
 
-    def state(self, m: Sums) -> State:
+    def state(self, m: Sums) -> KernelSums:
         s = _pad(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
-        return State(s, self.fill(m.z, self.sizes.d_key))
+        return KernelSums(s, self.fill(m.z, self.sizes.d_key))
 
-    def sums(self, m: State) -> Sums:
+    def sums(self, m: KernelSums) -> Sums:
         return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
 
     def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:

@@ -59,7 +59,7 @@ class Inputs(NamedTuple):
         return self.q[...].mT, Keys(self.k[...].mT, self.values[...].mT, resets, log_decay)
 
 
-class State(NamedTuple):
+class KernelSums(NamedTuple):
     """A summary between chunks, or gradients of its sums."""
 
     s: Held  # [G, K, V]
@@ -119,11 +119,11 @@ class Written(NamedTuple):
     y: Held  # [G, V, T]
     z: Held  # [G, 1, T]: Z of each query
     fine: Held  # [G, 1, C]: 0 where a sum may have lost terms, in any chunk, else 1
-    end: State
+    end: KernelSums
     saved: Any  # `Saved`, or None
 
 
-def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: State, out: Written) -> None:
+def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: KernelSums, out: Written) -> None:
     @pl.when(pl.program_id(1) == 0)
     def start() -> None:
         out.end.write(first.read())
@@ -173,10 +173,10 @@ class Gradients(NamedTuple):
     k: Held  # [G, K, T]
     values: Held  # [G, V, T]
     log_decay: Held  # [G, 1, T]; None without log decays
-    first: State  # of the sums before the first chunk
+    first: KernelSums  # of the sums before the first chunk
 
 
-def _backward_kernel(domain: Domain[Any], inputs: Inputs, given: Cotangents, end: State, out: Gradients) -> None:
+def _backward_kernel(domain: Domain[Any], inputs: Inputs, given: Cotangents, end: KernelSums, out: Gradients) -> None:
     @pl.when(pl.program_id(1) == 0)
     def start() -> None:
         out.first.write_sums(end.read_sums())
@@ -271,17 +271,17 @@ class _Layout(NamedTuple):
             None if log_decay is None else self.row(log_decay),
         )
 
-    def state(self, m: Sums, shifts: Shifts | None = None) -> State:
+    def state(self, m: Sums, shifts: Shifts | None = None) -> KernelSums:
         s = _fill(self.features(m.s, self.value_features), self.key_features, -2, 0.0)
         row = lambda x, size, fill: None if x is None else self.features(x, size, fill)[:, None]
         c, b = (None, None) if shifts is None else shifts
         c, b = row(c, self.key_features, NEG_INF), row(b, self.value_features, NEG_INF)
-        return State(s, row(m.z, self.key_features, 0.0), c, b)
+        return KernelSums(s, row(m.z, self.key_features, 0.0), c, b)
 
-    def sums(self, state: State) -> Sums:
+    def sums(self, state: KernelSums) -> Sums:
         return Sums(self.cut(state.s, self.d_key, self.d_value), self.cut(state.z[:, 0], self.d_key))
 
-    def summary(self, state: State) -> Summary:
+    def summary(self, state: KernelSums) -> Summary:
         b = None if state.b is None else self.cut(state.b[:, 0], self.d_value)
         return Summary(self.sums(state), Shifts(self.cut(state.c[:, 0], self.d_key), b))
 
@@ -311,11 +311,13 @@ class _Layout(NamedTuple):
             tokens(self.key_features), tokens(self.key_features), tokens(self.value_features), resets, log_decay
         )
 
-    def blocks_of_sums(self) -> State:
+    def blocks_of_sums(self) -> KernelSums:
         key_features = self.key_features
-        return State(self.blocks_of_heads(key_features, self.value_features), self.blocks_of_heads(1, key_features))
+        return KernelSums(
+            self.blocks_of_heads(key_features, self.value_features), self.blocks_of_heads(1, key_features)
+        )
 
-    def blocks_of_state(self) -> State:
+    def blocks_of_state(self) -> KernelSums:
         sums, b = self.blocks_of_sums(), None
         if self.domain is not REAL_DOMAIN:
             b = self.blocks_of_heads(1, self.value_features)
@@ -391,7 +393,7 @@ class _Residuals(NamedTuple):
 
     saved: Saved
     z: Array  # [G, 1, T]
-    end: State
+    end: KernelSums
 
 
 class Fused(Kernels[StateT]):

@@ -29,21 +29,21 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
     ) -> tuple[Array, KVCache]:
         q, k, v = self._cast(q, k, v)
         if state is None:
-            return self.attend(q, k, v, context), KVCache(k, v)
+            return self.attend_whole(q, k, v, context), KVCache(k, v)
         cache = softmax.append(state, k, v, context.slot, context.valid)
-        return self.attend_cached(q, cache, context), cache
+        return self.attend_cache(q, cache, context), cache
 
     def _cast(self, *arrays: Array) -> list[Array]:
         return [x.astype(self.dtype) for x in arrays]
 
     @abc.abstractmethod
-    def attend(
+    def attend_whole(
         self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], context: TokenContext
     ) -> Float[Array, "B H T V"]:
         """Return the attention of tokens with nothing before them."""
 
     @abc.abstractmethod
-    def attend_cached(
+    def attend_cache(
         self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T V"]:
         """Return what queries read from a cache that holds their own tokens already."""

@@ -99,7 +99,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         if mesh is not None and mesh.shape["sequence"] > 1 and self.causal:
             assert not isinstance(state, RunningState)
             segment_ids, log_decay = context.segment_ids, context.log_decay
-            return sharded.log_attention(mesh, q, k, values, state, segment_ids, self.implementation, log_decay)
+            return sharded.log_attention_on_mesh(mesh, q, k, values, state, segment_ids, self.implementation, log_decay)
         return over_heads(mesh, self._attend)(q, k, values, state, context)
 
     def step(
@@ -113,7 +113,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     ) -> tuple[Float[Array, "B H 1 V"], LogState | RunningState]:
         if isinstance(state, LogState):
             return self.parallel(q, k, values, state, context, mesh)
-        log_y, state = running.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _of_token(context))
+        log_y, state = running.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _decay_of_token(context))
         return log_y[:, :, None], state
 
     def begin_steps(self, state: LogState | RunningState) -> RunningState:
@@ -149,11 +149,11 @@ class RealHeinsen(Heinsen[MeanState]):
 
     def _step(self, q: Array, k: Array, v: Array, state: MeanState, context: TokenContext) -> tuple[Array, MeanState]:
         """Equations (6) and (5): update the state, then read it."""
-        state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_of_token(context))
+        state = states.update_state(state, k[:, :, 0], v[:, :, 0], log_decay=_decay_of_token(context))
         return states.query_state(state, q), state
 
 
-def _of_token(context: TokenContext) -> Float[Array, "B H"] | None:
+def _decay_of_token(context: TokenContext) -> Float[Array, "B H"] | None:
     """log_decay of a single token."""
     return None if context.log_decay is None else context.log_decay[:, :, 0]
 

@@ -39,7 +39,7 @@ class Sigmoid(CachedMixer):
         """The number that sigmoid_bias names, or "-log_n" for -log n[t]."""
         return "-log_n" if self.sigmoid_bias == "-log_n" else float(self.sigmoid_bias)
 
-    def attend(
+    def attend_whole(
         self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T V"], context: TokenContext
     ) -> Float[Array, "B H T V"]:
         return sigmoid_attention(
@@ -52,7 +52,7 @@ class Sigmoid(CachedMixer):
             segment_ids=context.segment_ids,
         )
 
-    def attend_cached(
+    def attend_cache(
         self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T V"]:
         return sigmoid_attention_cached(

@@ -25,12 +25,12 @@ class Softmax(CachedMixer):
                 f"softmax attention needs model.d_key = {self.d_key} and model.d_value = {self.d_value} to be equal"
             )
 
-    def attend(
+    def attend_whole(
         self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], context: TokenContext
     ) -> Float[Array, "B H T K"]:
         return softmax.softmax_attention(q, k, v, context.segment_ids, self.causal)
 
-    def attend_cached(
+    def attend_cache(
         self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T K"]:
         return softmax.attend_cached(q, cache, context.slot, context.first)
