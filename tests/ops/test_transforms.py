@@ -173,7 +173,8 @@ def test_the_scan_has_derivatives_in_both_modes_and_of_every_order(rng, name, op
                     np.testing.assert_allclose(eager, found[0]["forward"], rtol=1e-7, atol=1e-10)
         got, want = found
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-7, atol=1e-10), got, want)
-        assert abs(want["forward"]) > 1e-4
+        # Of many numbers: a single derivative along one direction can be small by chance.
+        assert all(jnp.max(jnp.abs(x)) > 1e-4 for x in want["forward over reverse"])
         for way in ("reverse over reverse", "reverse over forward"):
             assert_same(got[way], got["forward over reverse"])
 
