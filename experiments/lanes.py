@@ -178,7 +178,8 @@ def run_cells(
         raise ExperimentError(f"--cells={','.join(wrong)}: there are cells 1 to {len(cells)}: {'; '.join(cells)}")
     file = lambda name: out / "cells" / f"{name.replace(' ', '_').replace(',', '')}.json"
     results = out / "results.json"
-    found = dict(read_results(results)["cells"]) if results.exists() else {}
+    earlier = read_results(results)["cells"] if results.exists() else {}
+    found = {name: earlier[name] for name in cells if name in earlier}
     found |= {name: dict(read_results(file(name))) for name in cells if file(name).exists()}
     (out / "cells").mkdir(parents=True, exist_ok=True)
     names = list(cells)

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from experiments.reports import Results, read_results, write_report
 from heinsen.config import from_mapping
 from heinsen.errors import HeinsenError, exit_on_error
-from heinsen.files import write_atomically
+from heinsen.files import make_folder, write_atomically
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.launch import divide, usable_cores, visible_gpus
@@ -75,6 +75,7 @@ def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None
     """
     with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
         if measure is not None:
+            make_folder(out)
             os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
             results: Results = {**describe_machine(), **measure()}
         elif (out / "results.json").exists():

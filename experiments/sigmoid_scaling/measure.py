@@ -40,13 +40,10 @@ class Tokens(NamedTuple):
 
 def moments(tokens: Tokens, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean I of sigmoid(q . k / sqrt(d)) v over all tokens, [H, Q, d], and its variance C, [H, Q]."""
-    q = tokens.q[:, queries].astype(np.float64)
-    first, second, n_tokens = 0.0, 0.0, tokens.k.shape[1]
-    for begin in range(0, n_tokens, 2**16):
-        k, v = (x[:, begin : begin + 2**16].astype(np.float64) for x in (tokens.k, tokens.v))
-        weights = 1 / (1 + np.exp(-(q @ k.swapaxes(-1, -2)) / np.sqrt(FEATURES)))
-        first = first + weights @ v / n_tokens
-        second = second + np.einsum("hqn,hn->hq", weights**2, np.sum(v**2, axis=-1)) / n_tokens
+    weights = 1 / (1 + np.exp(-(tokens.q[:, queries] @ tokens.k.swapaxes(-1, -2)) / np.sqrt(FEATURES)))
+    n_tokens = tokens.k.shape[1]
+    first = weights @ tokens.v / n_tokens
+    second = np.einsum("hqn,hn->hq", weights**2, np.sum(tokens.v**2, axis=-1)) / n_tokens
     return first, second - np.sum(first**2, axis=-1)
 
 

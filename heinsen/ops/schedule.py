@@ -286,7 +286,8 @@ def group_grad(
     around, pull_apart = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
     dsums = domain.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
-    pulled = _read_grad(Terms(q, keys, factors.vf, around), factors.own.c, dsums, dq_total, inexact)
+    weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
+    pulled = _read_grad(weigh, Terms(q, keys, factors.vf, around), dsums, dq_total, inexact)
     from_queries, *dafter = pull_apart(pulled.m)
     _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(older, from_queries)
@@ -327,15 +328,13 @@ class _Pulled(NamedTuple):
     later: tuple[Array, Array] | None  # `chunk.later_totals`, for the gradients of log decays
 
 
-def _read_grad(terms: Terms, own_c: Array, dsums: Sums, dq_total: Array, inexact: Array | None) -> _Pulled:
-    """Gradients from those of S and Z, of `inexact` rows by exact weights; own_c are the largest keys of chunks."""
+def _read_grad(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array, inexact: Array | None) -> _Pulled:
+    """As `_pull_back`, of `inexact` rows by exact weights."""
 
     def pull_back_exactly(rows: Rows, out: Any) -> Any:
         some, row_dsums, row_total = rows.take((terms, dsums, dq_total))
         return rows.write(out, _pull_back(some.exact_weights, some, row_dsums, row_total))
 
-    decays = terms.keys.decays()
-    weigh = lambda q, k: chunk.fast_weights(q, k, decays, own_c, terms.around.cs)
     pulled = _pull_back(weigh, terms, dsums, dq_total)
     return pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled, _most_rows(terms.q.shape))
 

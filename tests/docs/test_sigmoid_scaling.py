@@ -6,10 +6,13 @@ import math
 import numpy as np
 import pytest
 
+from experiments import tools
+from experiments.sigmoid_scaling import report as report_module
 from experiments.sigmoid_scaling.forms import FORMS, Form, compile_together
 from experiments.sigmoid_scaling.measure import FEATURES, HEADS, Tokens, fit_exponent, measure_doubling, moments, study
 from experiments.sigmoid_scaling.report import plot_norms, report
 
+pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 
@@ -60,7 +63,7 @@ def test_doubling_tells_whether_its_law_holds(tokens, rng):
     assert abs(found["sigmoid, bias = -log n"]["ratio"] - 1) > 1e-4
 
 
-def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path):
+def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path, monkeypatch):
     """Norms and errors of independent draws are those of their closed form; all tokens together are the limit."""
     forms = some("sigmoid, alpha = 0.5", "sigmoid, alpha = 1", "softmax")
     found = json.loads(json.dumps(study(forms, compile_together(forms), tokens, [8, 32, 128], 16, rng)))
@@ -84,6 +87,9 @@ def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path
     assert "drawn from 40 random tokens" in text and text.count("\n| ") == 1 + len(forms)
     assert "| 0.50 | 1.414214 | 1.414214 |" in text
     assert len(plot_norms(found).axes[0].lines) == 2 * 3 + 1
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # which the experiment sets
+    tools.execute(tmp_path / "new", report_module, lambda: found)
+    assert {file.name for file in (tmp_path / "new").iterdir()} == {"report.md", "results.json", "norms.png"}
 
 
 def test_sequences_are_drawn_from_all_tokens(tokens, rng):

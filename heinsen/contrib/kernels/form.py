@@ -28,3 +28,12 @@ class Kernels(InOrder[StateT]):
         is_exact = domain.is_exact(first.sums, first.shifts.b) & domain.is_exact(end.sums, end.shifts.b)
         # What is not finite in keys and values is so in the sums at the end, too: no factor makes it a number again.
         return is_nonfinite_state(domain, state) | ~is_exact | ~jnp.all(jnp.isfinite(end.sums.s), axis=(-2, -1))
+
+
+def pad_axis(x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
+    """x with `axis` filled up to `size`."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=with_)

@@ -32,7 +32,7 @@ from jaxtyping import Array
 
 from heinsen import backend
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.form import Kernels
+from heinsen.contrib.kernels.form import Kernels, pad_axis
 from heinsen.contrib.kernels.shifts import (
     ChunkShifts,
     chunk_shifts,
@@ -715,13 +715,6 @@ def _check(keys: Keys) -> None:
             raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
 
 
-def _pad(x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
-    """x with `axis` filled up to `size`."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=with_)
-
-
 class _Layout(NamedTuple):
     """How arrays [*batch, ...] become those of the kernels, and back."""
 
@@ -747,19 +740,19 @@ class _Layout(NamedTuple):
 
     def fill(self, x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
         """An array, flattened, with `axis` filled up to `size`."""
-        return _pad(self.flatten(x), size, axis, with_)
+        return pad_axis(self.flatten(x), size, axis, with_)
 
     def keys_vectors(self, x: Array) -> Array:
         return self.fill(x, self.sizes.n_rows)
 
     def exponents(self, c: Array) -> Array:
-        return _pad(self.fill(c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
+        return pad_axis(self.fill(c, self.sizes.d_key, with_=NEG_INF), self.sizes.n_rows)
 
     def values_vectors(self, x: Array | None, with_: float = 0.0) -> Array | None:
         return None if x is None else self.fill(x, self.sizes.d_value, with_=with_)
 
     def state(self, m: Sums) -> KernelSums:
-        s = _pad(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
+        s = pad_axis(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
         return KernelSums(s, self.fill(m.z, self.sizes.d_key))
 
     def sums(self, m: KernelSums) -> Sums:

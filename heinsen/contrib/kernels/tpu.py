@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.form import Kernels
+from heinsen.contrib.kernels.form import Kernels, pad_axis
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF
 from heinsen.ops import chunk
@@ -251,7 +251,7 @@ class _Layout(NamedTuple):
 
     def features(self, x: Array, size: int, fill: float = 0.0) -> Array:
         """[G, ..., size] of x [*batch, ..., at most size]."""
-        return _fill(x.reshape(self.n_heads, *x.shape[len(self.batch) :]), size, -1, fill)
+        return pad_axis(x.reshape(self.n_heads, *x.shape[len(self.batch) :]), size, with_=fill)
 
     def row(self, x: Array) -> Array:
         """[G, 1, T] of x [*batch, T]."""
@@ -272,7 +272,7 @@ class _Layout(NamedTuple):
         )
 
     def state(self, m: Sums, shifts: Shifts | None = None) -> KernelSums:
-        s = _fill(self.features(m.s, self.value_features), self.key_features, -2, 0.0)
+        s = pad_axis(self.features(m.s, self.value_features), self.key_features, -2)
         row = lambda x, size, fill: None if x is None else self.features(x, size, fill)[:, None]
         c, b = (None, None) if shifts is None else shifts
         c, b = row(c, self.key_features, NEG_INF), row(b, self.value_features, NEG_INF)
@@ -333,15 +333,6 @@ class _Layout(NamedTuple):
 
     def _chunk(self, backwards: bool) -> Callable[[Any], Any]:
         return (lambda i: self.split.n_chunks - 1 - i) if backwards else (lambda i: i)
-
-
-def _fill(x: Array, size: int, axis: int, fill: float) -> Array:
-    """x with `axis` filled up to `size`."""
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=fill)
 
 
 def _run_kernel(
