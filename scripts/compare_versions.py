@@ -1,6 +1,6 @@
 """Time the attention of this checkout beside that of another commit, in one process.
 
-    python scripts/compare_versions.py --old=COMMIT [--repeats=41] [--tokens=1024]
+    python scripts/compare_versions.py --old=COMMIT [--repeats=41] [--tokens=1024] [--heads=16]
 
 The other commit's package is imported under another name. Calls of the two alternate, forward and with gradients, and
 each row prints the ratio of their medians, new over old, the new median, and the seconds that compiling took.
@@ -27,6 +27,7 @@ from scripts.cli import parse_flags, show_help
 OLD = flags.DEFINE_string("old", None, "Commit to compare with.", required=True)
 REPEATS = flags.DEFINE_integer("repeats", 41, "Timed calls of each.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens of a sequence.", lower_bound=1)
+HEADS = flags.DEFINE_integer("heads", 16, "Heads of a sequence.", lower_bound=1)
 show_help(__name__)
 
 import jax
@@ -37,7 +38,7 @@ import heinsen
 from heinsen.host import keep_host_memory
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADS, FEATURES = 16, 30
+FEATURES = 30
 
 # (function, options); a name in place of a value stands for an array that is drawn
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,9 +60,9 @@ def main(argv: list[str]) -> None:
         old = import_old(Path(folder))
         rng = np.random.default_rng(0)
         draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-        q, k, values = (draw(1, HEADS, TOKENS.value, FEATURES) for _ in range(3))
+        q, k, values = (draw(1, HEADS.value, TOKENS.value, FEATURES) for _ in range(3))
         arrays = {
-            "decays": -0.1 * jnp.abs(draw(1, HEADS, TOKENS.value)),
+            "decays": -0.1 * jnp.abs(draw(1, HEADS.value, TOKENS.value)),
             "documents": jnp.asarray(np.sort(rng.integers(0, 5, (1, 1, TOKENS.value)))),
         }
         print(f"{'':24}  forward: ratio, ms, compiled in s   with gradients")
