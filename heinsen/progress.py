@@ -31,10 +31,8 @@ def track(items: Iterable[T], label: str, total: int, size: Callable[[T], int], 
         if bar is not None:
             bar.update(size(item))
         elif now - last >= LOG_SECONDS or (done == total and last > start):
-            last, rate = now, done / (now - start)
-            eta = tqdm.format_interval((total - done) / rate)
-            print(
-                f"{label}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s, ETA {eta}", file=sys.stderr, flush=True
-            )
+            last, per_second = now, done / (now - start)
+            rate, eta = tqdm.format_sizeof(per_second), tqdm.format_interval((total - done) / per_second)
+            print(f"{label}: {done:,} of {total:,} {unit}, {rate} {unit}/s, ETA {eta}", file=sys.stderr, flush=True)
     if bar is not None:
         bar.close()
