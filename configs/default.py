@@ -48,7 +48,7 @@ def get_config() -> ConfigDict:
                 n_positions=placeholder(int),  # learned: number of positions, at least sequence_length
                 objective="next_token",  # or masked: a bidirectional model that fills in masked tokens
                 dtype="float32",  # of matmul inputs; bfloat16 on accelerators
-                remat="none",  # what the backward pass recomputes: full (layers), dots (all but matmuls)
+                remat="none",  # what is recomputed for the backward pass: none, full (layers), dots (all but matmuls)
                 implementation=placeholder(str),  # of attention: chunked, pallas, scan, reference
                 document_token=placeholder(int),  # resets the state at this id (gpt2: 50256, bytes: 256); None: never
             ),

@@ -1,7 +1,7 @@
 """Convert nested mappings (a config file, a run's config.json) to frozen dataclasses, with strict checks.
 
-Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type. A number with
-other limits than being positive is annotated with `Limits`.
+Locked ConfigDicts let None and True pass for integers. Here a value must have exactly its field's type; an integer
+may stand for a float. A number with other limits than being positive is annotated with `Limits`.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Limits:
     """Limits of a number, as in `seed: Annotated[int, Limits(at_least=0)]`.
 
     Attributes:
-      at_least, below: without any the number must be positive.
+      at_least, below: without `at_least` the number must be positive.
       unlimited: infinity is allowed, and stands for no limit.
     """
 

@@ -29,7 +29,7 @@ Out = TypeVar("Out")
 
 Method = Literal["associative", "sequential"]  # the two ways to compute a recurrence
 
-_BLOCKS = range(64, 31, -1)  # tokens of a block of an associative scan on CPUs, if they divide all
+_PIECES = range(64, 31, -1)  # tokens of a piece of an associative scan on CPUs, if they divide all
 
 
 def finite(shift: Array) -> Array:
@@ -176,7 +176,7 @@ def gated_sum(
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] * later[0], earlier[1] * later[0] + later[1]
 
-        return _scan_in_blocks(combine, (gate, x), axis, reverse)[1]
+        return _scan_in_pieces(combine, (gate, x), axis, reverse)[1]
 
     def sequential(gate: Array, x: Array) -> Array:
         def step(y: Array, token: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -214,7 +214,7 @@ def cumulative_logsumexp(x: Float[Array, "..."], axis: int) -> Float[Array, "...
     The derivative is the recurrence dh[t] = exp(h[t-1] - h[t]) dh[t-1] + exp(x[t] - h[t]) dx[t]; every weight is at
     most 1.
     """
-    return _scan_in_blocks(logaddexp, x, axis)
+    return _scan_in_pieces(logaddexp, x, axis)
 
 
 @cumulative_logsumexp.defjvp
@@ -255,7 +255,7 @@ def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int
         def combine(earlier: tuple[Array, Array], later: tuple[Array, Array]) -> tuple[Array, Array]:
             return earlier[0] + later[0], logaddexp(earlier[1] + later[0], later[1])
 
-        decay, out = _scan_in_blocks(combine, (log_a, log_b), axis)
+        decay, out = _scan_in_pieces(combine, (log_a, log_b), axis)
         return logaddexp(jnp.expand_dims(initial, axis) + decay, out)
 
     def sequential(log_a: Array, log_b: Array, initial: Array) -> Array:
@@ -296,23 +296,23 @@ def associative_scan(combine: Callable[[Out, Out], Out], x: Out, axis: int) -> O
     return jax.lax.associative_scan(combine_some, x, axis=axis)
 
 
-def _scan_in_blocks(combine: Callable[[Out, Out], Out], x: Out, axis: int, reverse: bool = False) -> Out:
-    """`associative_scan`; on CPUs within blocks of tokens, whose totals are combined one after the other.
+def _scan_in_pieces(combine: Callable[[Out, Out], Out], x: Out, axis: int, reverse: bool = False) -> Out:
+    """`associative_scan`; on CPUs within pieces of the tokens, whose totals are combined one after the other.
 
     The program of an associative scan grows with the logarithm of its tokens, and CPUs compile a large one for half a
-    minute. A number of tokens that no block divides is scanned at once.
+    minute. A number of tokens that no piece divides is scanned at once.
     """
     if reverse:
         flip = partial(jax.tree.map, lambda x: jnp.flip(x, axis))
-        return flip(_scan_in_blocks(combine, flip(x), axis))
+        return flip(_scan_in_pieces(combine, flip(x), axis))
     n_tokens = jax.tree.leaves(x)[0].shape[axis]
-    size = next((n for n in _BLOCKS if n_tokens % n == 0), n_tokens)
+    size = next((n for n in _PIECES if n_tokens % n == 0), n_tokens)
     if size == n_tokens or backend.current() != "cpu":
         return associative_scan(combine, x, axis)
     axis %= jax.tree.leaves(x)[0].ndim
     map_all, at = jax.tree.map, (slice(None),) * axis
-    blocks = map_all(lambda x: x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), x)
-    within = associative_scan(combine, blocks, axis + 1)
+    pieces = map_all(lambda x: x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), x)
+    within = associative_scan(combine, pieces, axis + 1)
     totals = map_all(lambda x: jnp.moveaxis(x[(*at, slice(None), -1)], axis, 0), within)
     first, others = map_all(lambda x: x[0], totals), map_all(lambda x: x[1:], totals)
     _, before = jax.lax.scan(lambda before, total: (combine(before, total), before), first, others)

@@ -13,10 +13,10 @@ from heinsen.errors import InputError
 from heinsen.models.dense import PRODUCT
 from heinsen.models.mixers import MIXERS, Mixer
 
-# What each layer saves for the backward pass, which computes the rest again.
+# What each layer saves for the backward pass, which recomputes the rest, by the name of what is recomputed.
 REMAT_POLICIES = {
-    "none": None,  # everything: nothing is computed again
-    "full": None,  # the layer's input
+    "none": None,  # everything
+    "full": None,  # its input
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # also the products with its matrices
 }
 
@@ -49,7 +49,7 @@ class ModelConfig:
       n_positions: number of learned positions.
       objective: "next_token", or "masked" for a bidirectional model.
       dtype: dtype of the inputs of matrix products.
-      remat: what each layer saves for the backward pass, a key of REMAT_POLICIES.
+      remat: what the backward pass recomputes, a key of REMAT_POLICIES.
       implementation: the argument of `heinsen.log_attention`, for heinsen layers (None: the fastest).
       document_token: the id that begins a document. There the model forgets everything before it (None: never).
 

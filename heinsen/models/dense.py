@@ -17,28 +17,29 @@ PRODUCT = "product"  # the name of every product, for policies of remat
 class Dense(nn.Module):
     """y = x W + b, with inputs of the product in `dtype`; y and its accumulator are float32 at least.
 
-    W and b start uniform in (-1, 1) / sqrt(fan_in); with a `deviation`, W starts normal with it and b zero.
+    W and b start uniform in (-1, 1) / sqrt(fan_in); with an `init_std`, W starts normal with
+    this standard deviation, and b zero.
     """
 
     features: int
     dtype: str
     use_bias: bool = True
-    deviation: float | None = None
+    init_std: float | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch fan_in"]) -> Float[Array, "*batch {self.features}"]:
         fan_in = x.shape[-1]
-        kernel = self.param("kernel", weight_init(fan_in, self.deviation), (fan_in, self.features))
+        kernel = self.param("kernel", weight_init(fan_in, self.init_std), (fan_in, self.features))
         y = matmul(x, kernel, self.dtype)
         if not self.use_bias:
             return y
-        bias_init = uniform_init(fan_in) if self.deviation is None else nn.initializers.zeros
+        bias_init = uniform_init(fan_in) if self.init_std is None else nn.initializers.zeros
         return y + self.param("bias", bias_init, (self.features,))
 
 
-def weight_init(fan_in: int, deviation: float | None) -> Initializer:
-    """Initializer of matrices and embeddings: normal with this deviation, or `uniform_init` (None)."""
-    return uniform_init(fan_in) if deviation is None else nn.initializers.normal(deviation)
+def weight_init(fan_in: int, init_std: float | None) -> Initializer:
+    """Initializer of matrices and embeddings: normal with this standard deviation, or `uniform_init` (None)."""
+    return uniform_init(fan_in) if init_std is None else nn.initializers.normal(init_std)
 
 
 def uniform_init(fan_in: int) -> Initializer:

@@ -25,12 +25,12 @@ class ForgetGate(nn.Module):
     shortest: float
     longest: float
     dtype: str
-    deviation: float | None = None  # of the initial W: see `weight_init`
+    init_std: float | None = None  # of the initial W: see `weight_init`
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B H T"]:
         d_model = x.shape[-1]
-        kernel = self.param("kernel", weight_init(d_model, self.deviation), (d_model, self.n_heads))
+        kernel = self.param("kernel", weight_init(d_model, self.init_std), (d_model, self.n_heads))
         bias = self.param("bias", lambda _: spread_biases(self.shortest, self.longest, (self.n_heads,)))
         scale = self.param("scale", nn.initializers.ones, (self.n_heads,))
         log_gate = log_sigmoid(matmul(x, kernel, self.dtype) + bias)

@@ -66,13 +66,13 @@ class LanguageModel(nn.Module):
         """Return the last hidden states, of which the embedding makes logits, and the state after all tokens."""
         c = self.config
         keep_state = keep_state and c.causal
-        deviation = LAYERS[c.block].deviation
-        embedding = self.param("embedding", weight_init(c.d_model, deviation), (c.padded_vocab_size, c.d_model))
+        init_std = LAYERS[c.block].init_std
+        embedding = self.param("embedding", weight_init(c.d_model, init_std), (c.padded_vocab_size, c.d_model))
         x = jnp.take(embedding, tokens, axis=0)
 
         before, context = locate_tokens(c, tokens, state, lengths)
         x = constrain_stream(self.mesh, x)
-        add_position = POSITION_CLASSES[c.position](c, self.mesh, deviation, name="position")
+        add_position = POSITION_CLASSES[c.position](c, self.mesh, init_std, name="position")
         x, position = add_position(x, before.position, context)
         states = tuple(map(LayerState, before.attention, before.convolution))
         if self.stacked:
@@ -153,7 +153,7 @@ class Layer(nn.Module):
     mixer: Mixer[Any]
     mesh: Mesh | None = None
 
-    deviation: ClassVar[float | None] = None  # of initial weights: see `weight_init`
+    init_std: ClassVar[float | None] = None  # of initial weights: see `weight_init`
 
     @nn.compact
     def __call__(
@@ -168,12 +168,12 @@ class Layer(nn.Module):
             k, context = hide_padding(k, context)
         is_step = state.attention is not None and context.slot.shape[1] == 1
         mix = self.mixer.step if is_step else self.mixer.parallel
-        y, attention = mix(q, k, values, state.attention, context, self.mesh)
-        y = self.output(y, normed)
+        y, mixer_state = mix(q, k, values, state.attention, context, self.mesh)
+        y = self.merge_heads(y, normed)
         self.record("attention", lambda: self.rms(y))
-        x = self.feed(x, y)
+        x = self.add_to_residual(x, y)
         self.record("residual", lambda: self.rms(x))
-        after = LayerState(attention, inputs) if keep_state else LayerState(None, None)
+        after = LayerState(mixer_state, inputs) if keep_state else LayerState(None, None)
         return constrain_stream(self.mesh, x), after
 
     def project(
@@ -182,7 +182,7 @@ class Layer(nn.Module):
         """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
         n_batch, n_tokens, _ = normed.shape
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, deviation=self.deviation, name="w1")(normed)
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, init_std=self.init_std, name="w1")(normed)
         h = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         if c.convolution:
             h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
@@ -196,7 +196,7 @@ class Layer(nn.Module):
         c = self.config
         if c.gate == "none" or not self.mixer.takes_log_decay:
             return context
-        gate = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.deviation)
+        gate = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.init_std)
         before = gate(name="gate")(normed)
         after = None if c.causal else gate(name="gate_after")(normed)
         decays = before if after is None else jnp.concatenate([before, after], axis=1)
@@ -208,18 +208,18 @@ class Layer(nn.Module):
         if not self.mixer.takes_strength:
             return context
         c = self.config
-        strength = Dense(c.n_heads, c.dtype, deviation=self.deviation, name="strength")(normed)
+        strength = Dense(c.n_heads, c.dtype, init_std=self.init_std, name="strength")(normed)
         return context._replace(strength=nn.sigmoid(strength).swapaxes(1, 2))
 
-    def output(self, y: Float[Array, "B H T V"], normed: Float[Array, "B T D"]) -> Array:
+    def merge_heads(self, y: Float[Array, "B H T V"], normed: Float[Array, "B T D"]) -> Array:
         """The attention of all heads side by side [B, T, H V], times the output gate if there is one."""
         y = y.swapaxes(1, 2).reshape(*normed.shape[:2], -1)
         if not self.config.output_gate:
             return y
-        gate = Dense(y.shape[-1], self.config.dtype, deviation=self.deviation, name="output_gate")(normed)
+        gate = Dense(y.shape[-1], self.config.dtype, init_std=self.init_std, name="output_gate")(normed)
         return y * (2 * nn.sigmoid(gate))
 
-    def feed(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
+    def add_to_residual(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
         """x + W3 GLU(W2 y)."""
         c = self.config
         h = nn.glu(Dense(2 * c.d_model, c.dtype, name="w2")(y))
@@ -239,19 +239,19 @@ class GPT2Layer(Layer):
     """GPT-2's layer: x = x + Wo mix(split(W1 LayerNorm(x)));  x + Wout gelu(Win LayerNorm(x)).
 
     Shapes: Wo [H V, D], Win [D, 4D], Wout [4D, D]. Weights start normal; those of the 2 L matrices whose output is
-    added to the residual stream have a deviation smaller by 1/sqrt(2 L).
+    added to the residual stream have a standard deviation smaller by 1/sqrt(2 L).
     """
 
-    deviation: ClassVar[float | None] = 0.02
+    init_std: ClassVar[float | None] = 0.02
 
-    def feed(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
+    def add_to_residual(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
         """x' = x + Wo y;  x' + Wout gelu(Win LayerNorm(x'))."""
         c = self.config
-        residual = 0.02 / math.sqrt(2 * c.n_layers)
-        x = x + Dense(c.d_model, c.dtype, deviation=residual, name="attention_out")(y)
+        residual_std = 0.02 / math.sqrt(2 * c.n_layers)
+        x = x + Dense(c.d_model, c.dtype, init_std=residual_std, name="attention_out")(y)
         h = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(constrain_stream(self.mesh, x))
-        h = nn.gelu(Dense(4 * c.d_model, c.dtype, deviation=0.02, name="mlp_in")(h), approximate=True)
-        return x + Dense(c.d_model, c.dtype, deviation=residual, name="mlp_out")(h)
+        h = nn.gelu(Dense(4 * c.d_model, c.dtype, init_std=0.02, name="mlp_in")(h), approximate=True)
+        return x + Dense(c.d_model, c.dtype, init_std=residual_std, name="mlp_out")(h)
 
 
 LAYERS: dict[str, type[Layer]] = {"heinsen": Layer, "gpt2": GPT2Layer}  # the names in heinsen.models.config.BLOCKS

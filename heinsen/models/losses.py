@@ -25,7 +25,7 @@ def next_token_losses(
     The logits of all tokens are never in memory at once. Raises ValueError for masked models.
     """
     check_causal(config)
-    x, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    x, embedding, _ = _apply_model(config, params, tokens[:, :-1], mesh)
     return token_losses(x, embedding, tokens[:, 1:], config.dtype, mesh)
 
 
@@ -38,7 +38,7 @@ def next_token_losses_with_state(
 ) -> tuple[Float[Array, "B N-1"], ModelState]:
     """Return `next_token_losses` after `state`, and the state after all tokens but the last."""
     check_causal(config)
-    x, embedding, after = _hidden_states(config, params, tokens[:, :-1], mesh, state)
+    x, embedding, after = _apply_model(config, params, tokens[:, :-1], mesh, state)
     return token_losses(x, embedding, tokens[:, 1:], config.dtype, mesh), after
 
 
@@ -47,7 +47,7 @@ def mean_loss(
 ) -> Float[Array, ""]:
     """Return the mean of `next_token_losses`. Fast to differentiate."""
     check_causal(config)
-    x, embedding, _ = _hidden_states(config, params, tokens[:, :-1], mesh)
+    x, embedding, _ = _apply_model(config, params, tokens[:, :-1], mesh)
     return _plain_mean(config, x, embedding, tokens[:, 1:], mesh)
 
 
@@ -65,7 +65,7 @@ def mean_loss_at(
     masked models.
     """
     check_causal(config)
-    x, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    x, embedding, _ = _apply_model(config, params, tokens, mesh)
     x = jnp.take_along_axis(x, jnp.asarray(indices)[..., None], axis=1)
     return _plain_mean(config, x, embedding, targets, mesh)
 
@@ -85,7 +85,7 @@ def masked_logits(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> Float[Array, "B T padded_vocab"]:
     """Return a masked model's logits for every token, in its own place; `config.mask_token` stands for unknown ones."""
-    x, embedding, _ = _hidden_states(config, params, tokens, mesh)
+    x, embedding, _ = _apply_model(config, params, tokens, mesh)
     return token_logits(x, embedding, config.dtype)
 
 
@@ -101,7 +101,7 @@ def masked_losses(
 
     lengths: number of tokens of each row, if rows are padded at their end, where losses mean nothing (None: T).
     """
-    x, embedding, _ = _hidden_states(config, params, tokens, mesh, lengths=lengths)
+    x, embedding, _ = _apply_model(config, params, tokens, mesh, lengths=lengths)
     return token_losses(x, embedding, targets, config.dtype, mesh)
 
 
@@ -109,12 +109,12 @@ def masked_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
     """Return the sum of `masked_losses` of batch "tokens" and "targets" times "weights". Fast to differentiate."""
-    x, embedding, _ = _hidden_states(config, params, batch["tokens"], mesh)
+    x, embedding, _ = _apply_model(config, params, batch["tokens"], mesh)
     weights = batch["weights"].astype(x.dtype)
     return weighted_loss(x, embedding, batch["targets"], weights, config.dtype, mesh)
 
 
-def _hidden_states(
+def _apply_model(
     config: ModelConfig,
     params: Params,
     tokens: Array | np.ndarray,

@@ -25,12 +25,12 @@ from heinsen.ops import sharded
 class Position(nn.Module):
     """No positions, and the interface of all others.
 
-    `deviation` is that of the embedding's initialization (`heinsen.models.dense.weight_init`).
+    `init_std` is that of the embedding (`heinsen.models.dense.weight_init`).
     """
 
     config: ModelConfig
     mesh: Mesh | None = None
-    deviation: float | None = None
+    init_std: float | None = None
 
     def __call__(
         self, x: Float[Array, "B T D"], before: Float[Array, "B D"], context: TokenContext
@@ -100,7 +100,7 @@ class LearnedPosition(Position):
             check_room(c, x.shape[1])
         if context.valid is not None:  # padding may lie beyond the table
             places = jnp.where(context.valid, places, 0)
-        table = self.param("embedding", weight_init(c.d_model, self.deviation), (c.n_positions, c.d_model))
+        table = self.param("embedding", weight_init(c.d_model, self.init_std), (c.n_positions, c.d_model))
         return x + jnp.take(table, places, axis=0, mode="fill", fill_value=jnp.nan), before
 
 

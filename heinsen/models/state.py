@@ -74,7 +74,7 @@ def _map_layers(function: Callable[..., Any], config: ModelConfig, *layers: tupl
 def forget(config: ModelConfig, state: ModelState, rows: Bool[Array, " B"]) -> ModelState:
     """Return the state with those rows as before any token."""
     check_causal(config)
-    attention = _map_layers(lambda mixer, layer: mixer.forget(layer, rows), config, state.attention)
+    attention = _map_layers(lambda mixer, layer: mixer.reset_rows(layer, rows), config, state.attention)
     fresh = state_without_layers(config, rows.shape[0])._replace(attention=(), convolution=())
     selected = fill_where(rows, state._replace(attention=(), convolution=()), fresh)
     # The last inputs may stay: a convolution sees those of its own document alone.
@@ -115,14 +115,14 @@ def locate_tokens(
     if begins is not None and state is not None:
         before = forget_at_document_start(config, before, begins[:, 0], n_tokens)
     slot = before.n_tokens[:, None] + jnp.arange(n_tokens)
-    first = jnp.broadcast_to(before.document_start[:, None], slot.shape)
+    document_start = jnp.broadcast_to(before.document_start[:, None], slot.shape)
     segment_ids = None
     if begins is not None:
-        first = jax.lax.cummax(jnp.where(begins, slot, first), axis=1)
+        document_start = jax.lax.cummax(jnp.where(begins, slot, document_start), axis=1)
         segment_ids = jnp.cumsum(begins, axis=-1)[:, None]
     if valid is not None and not config.causal:
         segment_ids = jnp.where(valid[:, None], 0 if segment_ids is None else segment_ids, -1)
-    return before, TokenContext(slot, first, valid, segment_ids, begins)
+    return before, TokenContext(slot, document_start, valid, segment_ids, begins)
 
 
 def state_after(
@@ -135,7 +135,7 @@ def state_after(
     """Return the state after the tokens that follow `before`, with these states of positions and layers."""
     n_seen = before.n_tokens + (context.slot.shape[1] if lengths is None else lengths)
     last = jnp.maximum(n_seen - before.n_tokens - 1, 0)
-    document_start = jnp.take_along_axis(context.first, last[:, None], axis=1)[:, 0]
+    document_start = jnp.take_along_axis(context.document_start, last[:, None], axis=1)[:, 0]
     attention, convolution = zip(*layers, strict=True)
     return ModelState(position, attention, convolution, n_seen, document_start)
 

@@ -88,10 +88,10 @@ def log_attention(
         returned is the last run's. Needs S = T.
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
         "pallas" (the same as one kernel for each pass: on TPUs, and for heads of at most 64 features on Hopper GPUs; in
-        float32; never chosen by itself),
+        float32; never chosen by itself, and "chunked" where causal=False),
         "scan" (one associative scan over the log-sum-exp monoid, `T*K*V` memory), "reference" (eq. 1, quadratic), or
-        None for the best one for the input. All have gradients (`jax.grad`), and these derivatives in forward mode;
-        "scan" and "reference" have all others (`jax.jvp`, `jax.linearize`, `jax.hessian`, `jax.grad` twice).
+        None for the best one for the input. All have gradients, and `jax.jvp` of `jax.grad`; "scan" and "reference"
+        also have forward mode and higher derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`, `jax.grad` twice).
       return_state: also return the `LogState` after all tokens.
 
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
@@ -100,10 +100,10 @@ def log_attention(
     """
     arrays, resets, log_decay = prepare_inputs(q, k, log_v, log_decay, causal, segment_ids, "log_v")
     _check_state(state, k, log_v, LogState)
-    run = _choose(implementation, q.shape[-2], k.shape[-2])
+    chosen = _choose(implementation, q.shape[-2], k.shape[-2])
 
     def attend(q: Array, k: Array, log_v: Array, state: Any, resets: Any, log_decay: Any) -> tuple[Array, Any]:
-        return run(LOG_DOMAIN, q, Keys.of_tokens(k, log_v, resets, log_decay), causal, state)
+        return chosen(LOG_DOMAIN, q, Keys.of_tokens(k, log_v, resets, log_decay), causal, state)
 
     log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     return (log_y, end) if return_state else log_y
@@ -155,10 +155,10 @@ def attention(
     """
     arrays, resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
     _check_state(state, k, v, MeanState)
-    run = _choose(implementation, q.shape[-2], k.shape[-2])
+    chosen = _choose(implementation, q.shape[-2], k.shape[-2])
 
     def attend(q: Array, k: Array, v: Array, state: Any, resets: Any, log_decay: Any) -> tuple[Array, Any]:
-        return run(REAL_DOMAIN, q, Keys.of_tokens(k, v, resets, log_decay), causal, state)
+        return chosen(REAL_DOMAIN, q, Keys.of_tokens(k, v, resets, log_decay), causal, state)
 
     y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
     y = y.astype(v.dtype)
@@ -181,13 +181,13 @@ def attend_both_ways(
     query t < s. -inf in either forgets all on its side. For models: dtypes, other arguments and errors are those of
     `log_attention` and `attention`; there is no forward-mode derivative.
     """
-    (q, k, in_float), starts, _ = prepare_inputs(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
+    (q, k, promoted), resets, _ = prepare_inputs(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
     decays = []
     for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
         check_per_token(name, each, k)
         decays.append(each.astype(k.dtype))
     domain = REAL_DOMAIN if signed else LOG_DOMAIN
-    y = chunked.attend_both_ways(domain, q, k, in_float, starts, *decays)
+    y = chunked.attend_both_ways(domain, q, k, promoted, resets, *decays)
     return y.astype(values.dtype) if signed else y
 
 
@@ -221,7 +221,7 @@ def prepare_inputs(
 ) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
     """(q, k and values in the dtype of the arithmetic, resets [*batch, T], log_decay), validated: see `check_inputs`.
 
-    A reset is where nothing is left of the tokens before: a document starts, or log_decay, 0 there, is -inf.
+    resets is true where a token erases all earlier ones: a document starts, or log_decay is -inf (returned as 0 there).
     """
     check_inputs(q, k, values, causal, segment_ids, values_name)
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
@@ -236,14 +236,14 @@ def prepare_inputs(
                 "is before another; leave out log_decay, or attend in both directions with a gate for each by "
                 "heinsen.ops.api.attend_both_ways"
             )
-        log_decay, resets = take_resets(log_decay.astype(dtype), resets)
+        resets, log_decay = take_resets(resets, log_decay.astype(dtype))
     return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), resets, log_decay
 
 
 def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str) -> None:
-    """q [*batch, T, K], k [*batch, S, K] and values [*batch, S, V], which the caller calls `values_name`.
+    """Check that q [*batch, T, K], k [*batch, S, K], values [*batch, S, V] and segment_ids fit each other.
 
-    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
+    Raises TypeError for dtypes that are not floating point, ValueError for shapes; they call values `values_name`.
     """
     for name, x in (("q", q), ("k", k), (values_name, values)):
         if not isinstance(x, ARRAYS):

@@ -32,8 +32,8 @@ class BothWays(InOrder[StateT]):
     """`InOrder` with summaries after each chunk as well."""
 
     @property
-    def most_rows(self) -> int:
-        return super().most_rows // 2  # as each has sums in both directions
+    def max_rows(self) -> int:
+        return super().max_rows // 2  # as each has sums in both directions
 
     def summarize_after(self, keys: Keys, state: StateT) -> tuple[tuple[Summary, ...], tuple[Array, ...]]:
         domain, split = self.domain, self.split
@@ -89,11 +89,11 @@ def _summary_after_grad(
     decay = keys.decays()[1]
     factors = chunk.key_factors(domain, keys, decay)
     (after,) = summaries_after(domain, keys, (after,))
-    _, older, newer = chunk.merge(after.shifts, decay.before_at_end, factors.shifts)
-    dends, dlast = pass_back_in_turn(dfirst, older, from_queries, decay.backwards)
-    more = chunk.summary_grad(factors, chunk.scale(dends, newer))
+    _, scale_older, scale_newer = chunk.merge(after.shifts, decay.before_at_end, factors.shifts)
+    dends, dlast = pass_back_in_turn(dfirst, scale_older, from_queries, decay.backwards)
+    more = chunk.summary_grad(factors, chunk.scale(dends, scale_newer))
     dlog_decay = None
     if keys.later.log_decay is not None:
-        of_keys, total = chunk.sum_features(more.k), chunk.end_total(older, after.sums, dends, more.k)
-        dlog_decay = decay_after_grad(jnp.zeros_like(of_keys), of_keys, total[..., None])[..., None]
+        dk_total, total = chunk.sum_features(more.k), chunk.end_total(scale_older, after.sums, dends, more.k)
+        dlog_decay = decay_after_grad(jnp.zeros_like(dk_total), dk_total, total[..., None])[..., None]
     return Keys(more.k, domain.factor_grad(factors.vf, more.values), None, None, Later(log_decay=dlog_decay)), dlast

@@ -1,11 +1,12 @@
 """The mathematics of one chunk of tokens: no loops, no buffers. Derivation: docs/attention.md.
 
-Three things happen. Keys are summed up (`summarize`). Summaries are merged (`merge`: the log-sum-exp monoid). Queries
-read the keys of their own chunk, up to their own, and a summary of all tokens before it (`query_sums`). Where they see
-later tokens too (`Later`), they read all of their chunk's keys, and a summary of all tokens after it as well.
+Three things happen. Keys are summed up (`key_factors`, `own_sums`). Summaries are merged (`merge`: the log-sum-exp
+monoid). Queries read the keys of their own chunk, up to their own, and a summary of all tokens before it
+(`query_sums`). Where they see later tokens too (`Later`), they read all of their chunk's keys, and a summary of all
+tokens after it as well.
 
-A summary has sums M relative to shifts: c, the largest exponent of each key feature, and b >= log v. Relative to them
-every weight is at most 1 and the largest is 1, so that M_z is at least 1:
+A summary has sums M relative to shifts: c, the largest exponent of each key feature, and b, such that no product of a
+weight and a value exceeds exp(b). The largest weight is 1, so that M_z is at least 1:
 
     M_s = sum_s exp(k[s] - c) exp(log v[s] - b)         M_z = sum_s exp(k[s] - c)
 
@@ -19,7 +20,7 @@ A query's weights are relative to a number r of its own, at least about its larg
 chunk spread by more than some 60, underflow takes terms from them, which shows in Z. Then `exact_weights` takes their
 place. JAX differentiates both; shifts are constants, and every gradient is a sum of weights <= 1 times cotangents.
 
-A forget gate multiplies weights by what is left of them (`decay`). For real values v itself is summed, and b is None.
+A forget gate multiplies weights by their decay (`decay`). For real values v itself is summed, and b is None.
 What differs between the two kinds is in `values`. `naive_chunk` has the same mathematics on one page.
 
 Axes: C tokens of the chunk, K key features, V value features; `*batch` is any leading axes, the chunks of a group too.
@@ -37,43 +38,44 @@ from heinsen.logspace import NEG_INF, centered_sum, finite, two_sum
 from heinsen.ops.decay import ChunkDecay, chunk_decay, chunk_decay_after
 from heinsen.ops.values import Domain, Shifts, Sums, einsum, safe_divide
 
-BLOCK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
+SUBCHUNK = 8  # tokens at most, if C is a multiple, whose weights are computed pair by pair
 
 
-def with_axis(x: Array | None) -> Array | None:
+def as_column(x: Array | None) -> Array | None:
     """Numbers of tokens [*batch, C] as a column [*batch, C, 1]."""
     return None if x is None else x[..., None]
 
 
-def without_axis(x: Array | None) -> Array | None:
+def from_column(x: Array | None) -> Array | None:
     return None if x is None else x[..., 0]
 
 
 class Later(NamedTuple):
-    """Visibility and decay of later tokens, for queries that see them: what a token leaves of all after it."""
+    """How the weights of later tokens decay, for queries that see them. Causal attention has none of this."""
 
-    starts: Array | None = None  # [*batch, C, 1] bool: a document starts, so nothing, nor of itself; None: nowhere
-    resets: Array | None = None  # [*batch, C, 1] bool: nothing; None: nowhere
-    log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
+    # [*batch, C, 1] bool: a document starts, so earlier queries see neither this token nor any after it; None: nowhere.
+    starts: Array | None = None
+    resets: Array | None = None  # [*batch, C, 1] bool: true where a token erases all later ones; None: no token does
+    log_decay: Array | None = None  # [*batch, C, 1]: log factor of the weights of all later tokens; None: no gate
 
 
 class Keys(NamedTuple):
-    """Keys with their values, and what each leaves of the weights before it. All are sliced along axis -2."""
+    """Keys with their values, and how each makes earlier weights decay. All are sliced along axis -2."""
 
     k: Array  # [*batch, C, K]
     values: Array  # [*batch, C, V]
-    resets: Array | None = None  # [*batch, C, 1] bool: nothing, as where a document starts; None: nowhere
-    log_decay: Array | None = None  # [*batch, C, 1], 0 at resets; None: all of it
+    resets: Array | None = None  # [*batch, C, 1] bool: true where a token erases all earlier ones; None: no token does
+    log_decay: Array | None = None  # [*batch, C, 1]: log factor of the weights of all earlier tokens, 0 at resets
     later: Later | None = None  # None: queries see keys up to their own
 
     @classmethod
     def of_tokens(cls, k: Array, values: Array, resets: Array | None, log_decay: Array | None) -> "Keys":
         """Keys [*batch, T, ...] with resets and log decays [*batch, T]."""
-        return cls(k, values, with_axis(resets), with_axis(log_decay))
+        return cls(k, values, as_column(resets), as_column(log_decay))
 
     def per_token(self) -> tuple[Array | None, Array | None]:
         """Resets and log decays, [*batch, T] each."""
-        return without_axis(self.resets), without_axis(self.log_decay)
+        return from_column(self.resets), from_column(self.log_decay)
 
     @property
     def forgets(self) -> bool:
@@ -88,11 +90,11 @@ class Keys(NamedTuple):
     def decays(self) -> tuple[ChunkDecay, ...]:
         """Decay of the keys of a chunk and of all before it; and, if queries see later tokens, of all after it."""
         like = self.k.shape[-2], self.k.dtype
-        before = chunk_decay(without_axis(self.log_decay), without_axis(self.resets), *like)
+        before = chunk_decay(*self.per_token(), *like)
         if self.later is None:
             return (before,)
-        starts, resets, log_decay = map(without_axis, self.later)
-        return before, chunk_decay_after(log_decay, resets, starts, *like)
+        starts, resets, log_decay = map(from_column, self.later)
+        return before, chunk_decay_after(starts, resets, log_decay, *like)
 
 
 def pad_keys(domain: Domain[Any], keys: Keys, n_missing: int) -> Keys:
@@ -124,7 +126,7 @@ class KeyFactors(NamedTuple):
 
 def own_shifts(domain: Domain[Any], keys: Keys) -> Shifts:
     """The largest key of each feature and the shift of the values."""
-    return Shifts(lax.stop_gradient(jnp.max(keys.k, axis=-2)), domain.largest(keys.values))
+    return Shifts(lax.stop_gradient(jnp.max(keys.k, axis=-2)), domain.value_shift(keys.values))
 
 
 def key_factors(domain: Domain[Any], keys: Keys, decay: ChunkDecay) -> KeyFactors:
@@ -149,37 +151,38 @@ class Scales(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """The shifts of a merged summary, and what becomes of the two parts."""
+    """The shifts of a merged summary, and the factors of the sums of both parts."""
 
     shifts: Shifts
-    older: Scales
-    newer: Scales
+    scale_older: Scales
+    scale_newer: Scales
 
 
-def merge(older: Shifts, log_kept: Array, newer: Shifts) -> Merged:
-    """How summaries merge, the older one's weights multiplied by exp(log_kept [*batch]) <= 1.
+def merge(older: Shifts, log_decay: Array, newer: Shifts) -> Merged:
+    """How summaries merge, the older one's weights multiplied by exp(log_decay [*batch]) <= 1.
 
-    No mean keeps a larger share than the largest, so the shift b of a part may fall by as much. Shifts are constants.
+    Where all weights of a part become smaller, what its values add does too, so its shift b falls by as much as its
+    largest weight. Shifts are constants.
     """
-    c = lax.stop_gradient(jnp.maximum(older.c + log_kept[..., None], newer.c))
-    shares = log_share(older.c, c, log_kept[..., None]), log_share(newer.c, c)
+    c = lax.stop_gradient(jnp.maximum(older.c + log_decay[..., None], newer.c))
+    factors = log_rescaling(older.c, c, log_decay[..., None]), log_rescaling(newer.c, c)
     if older.b is None or newer.b is None:
-        return Merged(Shifts(c, None), *(Scales(jnp.exp(share), None, jnp.exp(share)) for share in shares))
-    tops = [jnp.max(share, axis=-1, keepdims=True) for share in shares]
+        return Merged(Shifts(c, None), *(Scales(jnp.exp(x), None, jnp.exp(x)) for x in factors))
+    tops = [jnp.max(x, axis=-1, keepdims=True) for x in factors]
     b = lax.stop_gradient(jnp.maximum(older.b + tops[0], newer.b + tops[1]))
     scales = [
-        Scales(jnp.exp(share - finite(top)), jnp.exp(log_share(old, b, top)), jnp.exp(share))
-        for old, share, top in zip((older.b, newer.b), shares, tops, strict=True)
+        Scales(jnp.exp(x - finite(top)), jnp.exp(log_rescaling(old, b, top)), jnp.exp(x))
+        for old, x, top in zip((older.b, newer.b), factors, tops, strict=True)
     ]
     return Merged(Shifts(c, b), *scales)
 
 
-def log_share(old: Array, new: Array, log_kept: Array | float = 0.0) -> Array:
-    """Logarithm of the factor <= 1 that takes what is relative to `old` to `new` >= old + log_kept.
+def log_rescaling(old: Array, new: Array, log_decay: Array | float = 0.0) -> Array:
+    """Logarithm of the factor <= 1 that takes what is relative to `old` to `new` >= old + log_decay.
 
     Differences of shifts are exact where their sums with a decay would be rounded.
     """
-    return jnp.where(old == NEG_INF, NEG_INF, (finite(old) - finite(new)) + log_kept)
+    return jnp.where(old == NEG_INF, NEG_INF, (finite(old) - finite(new)) + log_decay)
 
 
 def scale(sums: Sums, scales: Scales) -> Sums:
@@ -230,43 +233,42 @@ def fast_weights(
     top = reduce(jnp.maximum, (*cs, own_c))
     exponents, r = centered_sum(q, top[..., None, :])
     qf, kf = jnp.exp(exponents), jnp.exp(k - finite(own_c)[..., None, :])
-    factor = lambda shift: jnp.exp(log_share(shift, top))[..., None, :]
-    left = jnp.exp(log_left(decay.keys_at_queries for decay in decays))
-    of_keys = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * left
+    factor = lambda shift: jnp.exp(log_rescaling(shift, top))[..., None, :]
+    between = jnp.exp(visible_log_decay(decay.keys_at_queries for decay in decays))
+    inside = einsum("...tk,...sk->...ts", qf * factor(own_c), kf) * between
     parts = zip(decays, cs, strict=True)
-    of_outside = [(qf * factor(c)) * jnp.exp(decay.before_at_queries)[..., None] for decay, c in parts]
-    return Weights(jnp.concatenate(of_outside, axis=-1), of_keys), QueryWeights(r, qf)
+    outside = [(qf * factor(c)) * jnp.exp(decay.before_at_queries)[..., None] for decay, c in parts]
+    return Weights(jnp.concatenate(outside, axis=-1), inside), QueryWeights(r, qf)
 
 
-def log_left(each: Iterable[Array]) -> Array:
-    """Log of what is left of each key at each query, from that of both directions: -inf in one of them."""
+def visible_log_decay(each: Iterable[Array]) -> Array:
+    """Log decay of each key at each query, from that in each direction: -inf in all but the one that it is seen in."""
     return reduce(jnp.maximum, each)
 
 
 class _Outside(NamedTuple):
-    """All that the queries of a block see outside of it in one direction, and logs of what is left of that.
+    """All that the queries of a subchunk see outside of it in one direction, with log decays.
 
-    Of a key of another block exp(to_start) is left at the start of the query's block, and exp(from_start) of that at
-    the query.
+    A key of another subchunk decays by to_start until the start of the query's subchunk, then by from_start.
     """
 
     c: Array  # [*batch, 1, K]: shifts of the sums outside of the chunk
-    left: Array  # [*batch, C, 1]: of these, at queries
+    log_decay: Array  # [*batch, C, 1]: of these, at queries
     to_start: Array  # [*batch, N, C, 1]
     from_start: Array  # [*batch, N, M, 1]
-    largest: Array  # [*batch, N, 1, K]: of the keys of other blocks, at the start of this one
+    largest: Array  # [*batch, N, 1, K]: of the keys of other subchunks, at the start of this one
 
     @classmethod
     def of(cls, k: Array, decay: ChunkDecay, c: Array, size: int) -> "_Outside":
-        start = decay.block_starts(size)
-        to_start = start.left_of(decay.keys.tokens(lambda x: x[..., None, :]))[..., None]
-        from_start = decay.queries.tokens(lambda x: _blocks(x, size)).left_of(start)[..., None]
+        start = decay.subchunk_starts(size)
+        to_start = start.log_decay_since(decay.keys.tokens(lambda x: x[..., None, :]))[..., None]
+        from_start = decay.queries.tokens(lambda x: _subchunks(x, size)).log_decay_since(start)[..., None]
         largest = lax.stop_gradient(jnp.max(k[..., None, :, :] + to_start, axis=-2, keepdims=True))
         return cls(c[..., None, :], decay.before_at_queries[..., None], to_start, from_start, largest)
 
 
-def _blocks(x: Array, size: int) -> Array:
-    """[..., N, M] of [..., C], in blocks of M = `size` tokens."""
+def _subchunks(x: Array, size: int) -> Array:
+    """[..., N, M] of [..., C], in subchunks of M = `size` tokens."""
     return x.reshape(*x.shape[:-1], -1, size)
 
 
@@ -275,52 +277,52 @@ def exact_weights(
 ) -> tuple[Weights, QueryWeights]:
     """As `fast_weights`, exact at every dynamic range. Underflow takes nothing that matters beside a query's Z.
 
-    Among the few tokens of a block, every exponent of a query, a key and a feature is formed before its exponential.
-    All keys of earlier blocks are seen by all queries of a block, so that there a product of factors, relative to the
-    largest of these keys, takes nothing from the largest weight. So are those of later blocks, if they are seen.
+    Among the few tokens of a subchunk, every exponent of a query, a key and a feature is formed before its exponential.
+    All keys of earlier subchunks are seen by all queries of one, so that there a product of factors, relative to the
+    largest of these keys, takes nothing from the largest weight. So are those of later subchunks, if they are seen.
 
-    Axes: N blocks of M tokens.
+    Axes: N subchunks of M tokens.
     """
     n_tokens = k.shape[-2]
-    size = next(size for size in range(min(BLOCK, n_tokens), 0, -1) if n_tokens % size == 0)
-    at = lambda places, expand: places.tokens(lambda x: expand(_blocks(x, size)))
-    within = log_left(
-        at(x.queries, lambda x: x[..., :, None]).left_of(at(x.keys, lambda x: x[..., None, :])) for x in decays
-    )[..., None]  # [*batch, N, M, M, 1], of a key of the query's block
+    size = next(size for size in range(min(SUBCHUNK, n_tokens), 0, -1) if n_tokens % size == 0)
+    at = lambda places, expand: places.tokens(lambda x: expand(_subchunks(x, size)))
+    within = visible_log_decay(
+        at(x.queries, lambda x: x[..., :, None]).log_decay_since(at(x.keys, lambda x: x[..., None, :])) for x in decays
+    )[..., None]  # [*batch, N, M, M, 1], of a key of the query's subchunk
     outside = [_Outside.of(k, decay, c, size) for decay, c in zip(decays, cs, strict=True)]
     r = _largest_exponents(q, k, within, outside)
 
     relative, error = center_queries(q, r)
-    blocks = partial(_blocks_of_tokens, size=size)
-    of_outside = [jnp.exp(((relative + x.c) + error) + x.left) for x in outside]
-    of_pairs = jnp.exp((pairs(blocks(relative), blocks(k)) + blocks(error)[..., :, None, :]) + within)
+    cut = partial(_subchunks_of_tokens, size=size)
+    weights_outside = [jnp.exp(((relative + x.c) + error) + x.log_decay) for x in outside]
+    weights_within = jnp.exp((pairs(cut(relative), cut(k)) + cut(error)[..., :, None, :]) + within)
     # Chosen, not multiplied: with a batch of 1, jaxlib 0.10.2 crashes on CPUs in the gradient of a product by a mask.
-    is_own_block = jnp.eye(n_tokens // size, dtype=bool)[:, None, :, None]
-    in_blocks = jnp.where(is_own_block, jnp.sum(of_pairs, axis=-1)[..., None, :], 0)
-    of_keys = in_blocks.reshape(*q.shape[:-1], n_tokens)
-    features = jnp.sum(of_pairs, axis=-2)
+    is_own_subchunk = jnp.eye(n_tokens // size, dtype=bool)[:, None, :, None]
+    inside = jnp.where(is_own_subchunk, jnp.sum(weights_within, axis=-1)[..., None, :], 0)
+    inside = inside.reshape(*q.shape[:-1], n_tokens)
+    features = jnp.sum(weights_within, axis=-2)
     for x in outside:
-        qf = jnp.exp(((blocks(relative) + x.largest) + blocks(error)) + x.from_start)
+        qf = jnp.exp(((cut(relative) + x.largest) + cut(error)) + x.from_start)
         kf = jnp.exp((k[..., None, :, :] - finite(x.largest)) + x.to_start)
-        of_keys = einsum("...tk,...sk->...ts", qf, kf).reshape(*q.shape[:-1], n_tokens) + of_keys
+        inside = einsum("...tk,...sk->...ts", qf, kf).reshape(*q.shape[:-1], n_tokens) + inside
         features = qf + features
-    by_feature = reduce(jnp.add, of_outside) + features.reshape(q.shape)
-    return Weights(jnp.concatenate(of_outside, axis=-1), of_keys), QueryWeights(r, by_feature)
+    by_feature = reduce(jnp.add, weights_outside) + features.reshape(q.shape)
+    return Weights(jnp.concatenate(weights_outside, axis=-1), inside), QueryWeights(r, by_feature)
 
 
 def _largest_exponents(q: Array, k: Array, within: Array, outside: Sequence[_Outside]) -> Array:
-    """The largest exponent that each query sees, [*batch, C]: in its block, of other blocks, and outside the chunk."""
-    blocks = partial(_blocks_of_tokens, size=within.shape[-2])
-    r = jnp.max(pairs(blocks(q), blocks(k)) + within, axis=(-2, -1))
+    """The largest exponent that each query sees, [*batch, C]: in its subchunk, of others, and outside the chunk."""
+    cut = partial(_subchunks_of_tokens, size=within.shape[-2])
+    r = jnp.max(pairs(cut(q), cut(k)) + within, axis=(-2, -1))
     for x in outside:
-        r = jnp.maximum(r, jnp.max(blocks(q) + x.largest + x.from_start, axis=-1))
+        r = jnp.maximum(r, jnp.max(cut(q) + x.largest + x.from_start, axis=-1))
     r = r.reshape(q.shape[:-1])
     for x in outside:
-        r = jnp.maximum(r, jnp.max(q + x.c + x.left, axis=-1))
+        r = jnp.maximum(r, jnp.max(q + x.c + x.log_decay, axis=-1))
     return lax.stop_gradient(r)
 
 
-def _blocks_of_tokens(x: Array, size: int) -> Array:
+def _subchunks_of_tokens(x: Array, size: int) -> Array:
     """[*batch, N, M, K] of [*batch, C, K]."""
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
@@ -360,7 +362,7 @@ class ValueScales(NamedTuple):
 
 def rescaling(old: Array | None, new: Array | None) -> Array | None:
     """The factor that makes what is relative to the shift `old` relative to `new` >= `old`."""
-    return None if old is None or new is None else jnp.exp(log_share(old, new))
+    return None if old is None or new is None else jnp.exp(log_rescaling(old, new))
 
 
 def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sums:
@@ -375,9 +377,9 @@ def query_sums(weights: Weights, vf: Array, m: Sums, scales: ValueScales) -> Sum
 
 def weights_grad(dsums: Sums, vf: Array, m: Sums, scales: ValueScales) -> Weights:
     """Gradients of the weights, from those of the queries' S and Z."""
-    of_outside = einsum("...tv,...kv->...tk", scale_values(dsums.s, scales.outside), m.s)
-    of_keys = einsum("...tv,...sv->...ts", scale_values(dsums.s, scales.own), vf)
-    return Weights(of_outside + dsums.z[..., None] * m.z[..., None, :], of_keys + dsums.z[..., None])
+    outside = einsum("...tv,...kv->...tk", scale_values(dsums.s, scales.outside), m.s)
+    inside = einsum("...tv,...sv->...ts", scale_values(dsums.s, scales.own), vf)
+    return Weights(outside + dsums.z[..., None] * m.z[..., None, :], inside + dsums.z[..., None])
 
 
 def outside_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Sums:
@@ -406,22 +408,22 @@ def values_grad(weights: Weights, dsums: Sums, scales: ValueScales) -> Array:
 
 def later_totals(weights: Weights, dweights: Weights) -> tuple[Array, Array]:
     """Sums [*batch, C] over features of dq and dk, of what queries read of later tokens alone."""
-    of_keys = jnp.triu(weights.inside * dweights.inside, 1)
-    _, of_after = jnp.split(weights.outside * dweights.outside, 2, axis=-1)
-    return sum_features(of_after) + jnp.sum(of_keys, axis=-1), jnp.sum(of_keys, axis=-2)
+    inside = jnp.triu(weights.inside * dweights.inside, 1)
+    _, after = jnp.split(weights.outside * dweights.outside, 2, axis=-1)
+    return sum_features(after) + jnp.sum(inside, axis=-1), jnp.sum(inside, axis=-2)
 
 
-def end_total(kept: Scales, m: Sums, dend: Sums, dk: Array) -> Array:
-    """Gradient [*batch] of the log of all that is left after a chunk, of the sums m before it and of its keys.
+def end_total(scales: Scales, m: Sums, dend: Sums, dk: Array) -> Array:
+    """Gradient [*batch] of the log decay until the end of a chunk, of the sums m before it and of its keys alike.
 
     Args:
-      kept: what the chunk keeps of the sums m.
+      scales: the factors of the sums m in those after the chunk.
       dend: gradient of the sums after the chunk; dk: the part [*batch, C, K] of the keys' gradient that it makes.
     """
-    v = jnp.ones(m.s.shape[-1:], m.s.dtype) if kept.v is None else kept.v
+    v = jnp.ones(m.s.shape[-1:], m.s.dtype) if scales.v is None else scales.v
     # The factors first: where nothing is kept, the gradient times the sum may be beyond float32.
-    s = einsum("...kv,...v->...k", (m.s * kept.s[..., None]) * dend.s, v)
-    return sum_features(s + (m.z * kept.z) * dend.z) + jnp.sum(sum_features(dk), axis=-1)
+    s = einsum("...kv,...v->...k", (m.s * scales.s[..., None]) * dend.s, v)
+    return sum_features(s + (m.z * scales.z) * dend.z) + jnp.sum(sum_features(dk), axis=-1)
 
 
 def correct_query_grad(dq: Array, feature_weights: Array, total: Array | float) -> Array:

@@ -5,8 +5,7 @@ of `chunk`), the state that keys leave behind (`Summarize`), and what queries re
 is not causal is a summary and a read; within packed documents, and with a forget gate for each direction, it takes the
 tokens in order as well, and queries see those after them too.
 
-Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there; `resets` [*batch, T] is true
-where nothing is left of the tokens before, as where a packed document starts. Axes as in `chunk`.
+Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there. Axes as in `chunk`.
 """
 
 import abc
@@ -23,9 +22,9 @@ from heinsen.logspace import centered_sum, finite
 from heinsen.ops import chunk, exact, logarithms
 from heinsen.ops.both_ways import BothWays
 from heinsen.ops.chunk import Keys, Later
-from heinsen.ops.decay import log_kept_until_end, take_resets
+from heinsen.ops.decay import log_decay_until_end, take_resets
 from heinsen.ops.exact import Output
-from heinsen.ops.schedule import InOrder, chunk_size, split_tokens
+from heinsen.ops.schedule import InOrder, choose_chunk_size, split_tokens
 from heinsen.ops.values import Domain, Shifts, StateT, Summary
 
 
@@ -38,7 +37,10 @@ def attend(
     *,
     fused: bool = False,
 ) -> tuple[Array, Any]:
-    """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens). `fused`: by one kernel per pass."""
+    """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens).
+
+    `fused`: causal attention by one kernel for each pass; other attention has none.
+    """
     if state is None:
         first = _empty_state(domain, keys.k, keys.values)
     else:
@@ -66,10 +68,10 @@ def attend_both_ways(
 
     The weights of earlier tokens decay by log_decay, those of later tokens by log_decay_after, each [*batch, T].
     """
-    log_decay, resets = take_resets(log_decay, starts)
-    log_decay_after, resets_after = take_resets(log_decay_after, None)
+    resets, log_decay = take_resets(starts, log_decay)
+    resets_after, log_decay_after = take_resets(None, log_decay_after)
     keys = Keys.of_tokens(k, values, resets, log_decay)
-    keys = keys._replace(later=Later(*map(chunk.with_axis, (starts, resets_after, log_decay_after))))
+    keys = keys._replace(later=Later(*map(chunk.as_column, (starts, resets_after, log_decay_after))))
     return attend_in_order(domain, q, keys, _empty_state(domain, k, values)).y
 
 
@@ -110,12 +112,12 @@ def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
 
 def summarize(domain: Domain[StateT], keys: Keys, state: StateT) -> StateT:
     """Normalized state after all keys, from that before them."""
-    return exact.run(Summarize(domain, chunk_size(keys.k.shape[-1]), backend.current()), keys, state)
+    return exact.run(Summarize(domain, choose_chunk_size(keys.k.shape[-1]), backend.current()), keys, state)
 
 
 def read(domain: Domain[StateT], q: Array, state: StateT) -> Array:
     """y or log y [*batch, T, V] of queries that all read one normalized state."""
-    return exact.run(Read(domain, chunk_size(q.shape[-1]), backend.current()), q, state)
+    return exact.run(Read(domain, choose_chunk_size(q.shape[-1]), backend.current()), q, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +126,14 @@ class _Differentiated(abc.ABC, Generic[StateT]):
 
     domain: Domain[StateT]
     chunk_size: int
-    device: str  # as in `InOrder`
+    platform: str  # as in `InOrder`
 
     @abc.abstractmethod
     def fast(self, *args: Any) -> tuple[Any, Array | None]:
         """(the output, the rows that lost terms)."""
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         return exact.rows_together(self.chunk_size**3)  # tokens of a chunk, with features of keys and values
 
     def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:
@@ -143,18 +145,18 @@ class _Differentiated(abc.ABC, Generic[StateT]):
 
 
 class Summarize(_Differentiated[StateT]):
-    """Sum over all tokens at once, each weighted by what is left of it at the end."""
+    """Sum over all tokens at once, each weighted by its decay until the end."""
 
     def recompute(self, keys: Keys, state: Any) -> Any:
         return logarithms.summarize(self.chunk_size, keys, state)
 
     def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
         domain, before = self.domain, self.domain.to_summary(state)
-        until_end, log_kept = log_kept_until_end(keys.resets, keys.log_decay, keys.k.dtype)
+        until_end, log_decay = log_decay_until_end(keys.resets, keys.log_decay, keys.k.dtype)
         c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2))
         own, own_b = domain.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
-        shifts, older, newer = chunk.merge(before.shifts, log_kept, Shifts(c, own_b))
-        sums = chunk.add(chunk.scale(before.sums, older), chunk.scale(own, newer))
+        shifts, scale_older, scale_newer = chunk.merge(before.shifts, log_decay, Shifts(c, own_b))
+        sums = chunk.add(chunk.scale(before.sums, scale_older), chunk.scale(own, scale_newer))
         lost = ~domain.is_exact(sums, shifts.b) if domain.can_lose_terms else None
         return domain.to_state(Summary(sums, shifts)), lost
 

@@ -19,17 +19,17 @@ from jaxtyping import Array
 from heinsen.logspace import NEG_INF
 
 # Units in the sum of a chunk's decays, at most: float32 holds every whole number up to 2^24.
-_MOST_UNITS = 2.0**22
+_MAX_UNITS = 2.0**22
 
 
-def take_resets(log_decay: Array, starts: Array | None) -> tuple[Array, Array]:
-    """(log_decay [*batch, T] with 0 where nothing is left of the tokens before, where that is).
+def take_resets(starts: Array | None, log_decay: Array) -> tuple[Array, Array]:
+    """(where a token erases all earlier ones: a document starts, or log_decay is -inf; log_decay with 0 there).
 
-    There a document starts, or log_decay is -inf.
+    All are [*batch, T].
     """
     resets = log_decay == NEG_INF
     resets = resets if starts is None else resets | starts
-    return jnp.where(resets, 0.0, log_decay), resets
+    return resets, jnp.where(resets, 0.0, log_decay)
 
 
 class DecaySums(NamedTuple):
@@ -42,104 +42,110 @@ class DecaySums(NamedTuple):
 
 def decay_sums(log_decay: Array) -> DecaySums:
     """Sums of log_decay [*batch, C], all finite, up to each token."""
-    unit = lax.stop_gradient(jnp.max(jnp.abs(log_decay), axis=-1, keepdims=True)) * (log_decay.shape[-1] / _MOST_UNITS)
+    unit = lax.stop_gradient(jnp.max(jnp.abs(log_decay), axis=-1, keepdims=True)) * (log_decay.shape[-1] / _MAX_UNITS)
     units = jnp.round(lax.stop_gradient(log_decay) / jnp.where(unit > 0, unit, 1.0))
     return DecaySums(prefix_sums(units), unit, prefix_sums(log_decay - units * unit))
 
 
-class Places(NamedTuple):
-    """Places along a direction: what is left of a weight from one to another. No `*batch` without a gate or resets."""
+class DecayPositions(NamedTuple):
+    """Positions along one direction. `a.log_decay_since(b)` is the log of what remains at a of a weight written at b.
+
+    Without a gate or resets there is no `*batch`.
+    """
 
     sums: DecaySums
     document: Array  # [*batch, C], numbers of documents
     position: Array  # [C]
 
-    def tokens(self, cut: Callable[[Array], Array]) -> "Places":
-        """Some of the places, or all in another shape: `cut` acts on their axis, the last one."""
+    def tokens(self, cut: Callable[[Array], Array]) -> "DecayPositions":
+        """Some of the positions, or all in another shape: `cut` acts on their axis, the last one."""
         (units, unit, rest), document, position = self
-        unit = jnp.broadcast_to(unit, units.shape)  # one for each place
-        return Places(DecaySums(*map(cut, (units, unit, rest))), cut(document), cut(position))
+        unit = jnp.broadcast_to(unit, units.shape)  # one for each position
+        return DecayPositions(DecaySums(*map(cut, (units, unit, rest))), cut(document), cut(position))
 
-    def left_of(self, earlier: "Places") -> Array:
-        """Log of what is left here of weights from other places, whose shape broadcasts; -inf from later ones."""
+    def log_decay_since(self, earlier: "DecayPositions") -> Array:
+        """Log of what remains here of weights written at `earlier`, whose shape broadcasts; -inf if it is later."""
         (units, unit, rest), document, position = self
-        left = (units - earlier.sums.units) * unit + (rest - earlier.sums.rest)
+        log_decay = (units - earlier.sums.units) * unit + (rest - earlier.sums.rest)
         seen = (position >= earlier.position) & (document == earlier.document)
-        return jnp.where(seen, left, NEG_INF)
+        return jnp.where(seen, log_decay, NEG_INF)
 
 
 class ChunkDecay(NamedTuple):
     """Decay along one direction through a chunk: of its keys, and of all before the chunk in that direction.
 
-    What is left is counted from places on: of a key from its own, of all before the chunk from `start`.
+    A key decays from its own position on, all before the chunk from `start` on.
     """
 
-    queries: Places  # [*batch, C]
-    keys: Places  # [*batch, C]
-    start: Places  # [*batch, 1], or without axes
-    end: Places  # [*batch, 1]
+    queries: DecayPositions  # [*batch, C]
+    keys: DecayPositions  # [*batch, C]
+    start: DecayPositions  # [*batch, 1], or without axes
+    end: DecayPositions  # [*batch, 1]
     backwards: bool  # whether the direction is from the last token to the first
 
     @property
     def keys_at_queries(self) -> Array:
-        """Log of what is left of each key at each query, [*batch, C, C]."""
-        return self.queries.tokens(lambda x: x[..., :, None]).left_of(self.keys.tokens(lambda x: x[..., None, :]))
+        """Log decay of each key at each query, [*batch, C, C]; -inf where the query does not see it."""
+        return self.queries.tokens(lambda x: x[..., :, None]).log_decay_since(
+            self.keys.tokens(lambda x: x[..., None, :])
+        )
 
     @property
     def before_at_queries(self) -> Array:
-        """Log of what is left of all before the chunk at each query, [*batch, C]."""
-        return self.queries.left_of(self.start)
+        """Log decay of all before the chunk at each query, [*batch, C]."""
+        return self.queries.log_decay_since(self.start)
 
     @property
     def keys_at_end(self) -> Array:
-        """Log of what is left of each key after the chunk, [*batch, C]."""
-        return self.end.left_of(self.keys)
+        """Log decay of each key at the end of the chunk, [*batch, C]."""
+        return self.end.log_decay_since(self.keys)
 
     @property
     def before_at_end(self) -> Array:
-        """Log of what is left of all before the chunk after it, [*batch]."""
-        return self.end.left_of(self.start)[..., 0]
+        """Log decay of all before the chunk at its end, [*batch]."""
+        return self.end.log_decay_since(self.start)[..., 0]
 
-    def block_starts(self, size: int) -> Places:
-        """Where all before a block of `size` tokens comes in, [*batch, N, 1]; nothing for the first block."""
+    def subchunk_starts(self, size: int) -> DecayPositions:
+        """Where all before each subchunk of `size` tokens comes in, [*batch, N, 1]; before the first is nothing."""
         ends = self.queries.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size)[..., -1:])
-        if self.backwards:  # what the last token sees is all after its block
+        if self.backwards:  # what the last token sees is all after its subchunk
             return ends
         return ends.tokens(
             lambda x: jnp.pad(x[..., :-1, :], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
         )
 
 
-def chunk_decay(log_decay: Array | None, resets: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
+def chunk_decay(resets: Array | None, log_decay: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
     """Decay from the first token of a chunk to its last.
 
-    log_decay [*batch, C], all finite, and `resets` [*batch, C] act on all before a token; None: all is left.
+    `resets` and log_decay [*batch, C], all finite, act on all before a token; None: nothing decays.
     """
     none = jnp.zeros(n_tokens, dtype)
     sums = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
     document = none if resets is None else prefix_sums(resets.astype(dtype))
-    places = Places(sums, document, jnp.arange(n_tokens))
+    positions = DecayPositions(sums, document, jnp.arange(n_tokens))
     zero = jnp.zeros((), dtype)
-    start = Places(DecaySums(zero, zero, zero), zero, jnp.zeros((), int))
-    return ChunkDecay(places, places, start, places.tokens(lambda x: x[..., -1:]), backwards=False)
+    start = DecayPositions(DecaySums(zero, zero, zero), zero, jnp.zeros((), int))
+    return ChunkDecay(positions, positions, start, positions.tokens(lambda x: x[..., -1:]), backwards=False)
 
 
 def chunk_decay_after(
-    log_decay: Array | None, resets: Array | None, starts: Array | None, n_tokens: int, dtype: jnp.dtype
+    starts: Array | None, resets: Array | None, log_decay: Array | None, n_tokens: int, dtype: jnp.dtype
 ) -> ChunkDecay:
     """Decay from the last token of a chunk to its first, of keys at queries before them.
 
-    A token's log_decay, finite, and `resets` act on all after it, at all before it: key s keeps G[s-1] - G[t] at query
-    t < s. Documents that start at s and later are not seen before s. Each is [*batch, C], or None.
+    A token's `resets` and log_decay, finite, act on the weights of all after it, for all queries before it: key s has
+    log decay G[s-1] - G[t] at query t < s. What `starts` a document at s is not seen before s. Each is [*batch, C], or
+    None.
     """
     none, before = jnp.zeros(n_tokens, dtype), _preceding
     up_to, unit, rest = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
     gates, documents = (none if x is None else prefix_sums(x.astype(dtype)) for x in (resets, starts))
     position = jnp.arange(n_tokens)
-    queries = Places(DecaySums(-up_to, unit, -rest), gates + documents, -position)
-    keys = Places(DecaySums(-before(up_to), unit, -before(rest)), before(gates) + documents, 1 - position)
+    queries = DecayPositions(DecaySums(-up_to, unit, -rest), gates + documents, -position)
+    keys = DecayPositions(DecaySums(-before(up_to), unit, -before(rest)), before(gates) + documents, 1 - position)
     zero = jnp.zeros(1, dtype)
-    end = Places(DecaySums(zero, unit, zero), zero, jnp.ones(1, int))
+    end = DecayPositions(DecaySums(zero, unit, zero), zero, jnp.ones(1, int))
     return ChunkDecay(queries, keys, queries.tokens(lambda x: x[..., -1:]), end, backwards=True)
 
 
@@ -148,11 +154,11 @@ def _preceding(x: Array) -> Array:
     return jnp.pad(x[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
 
 
-def log_kept_until_end(resets: Array | None, log_decay: Array | None, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """(log of the weight that each token [*batch, T, 1] keeps to the end, that which the state before keeps [*batch]).
+def log_decay_until_end(resets: Array | None, log_decay: Array | None, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Log decay until the end, (of each token [*batch, T, 1], of the state before the first [*batch]).
 
-    log_decay (finite) and resets are [*batch, T, 1], or None. Where much is left the sums have few large terms, and are
-    hardly rounded.
+    log_decay (finite) and resets are [*batch, T, 1], or None. Where little decays the sums have few large terms, and
+    are hardly rounded.
     """
     until_end = total = jnp.zeros((), dtype)
     if log_decay is not None:
@@ -175,11 +181,11 @@ def prefix_sums(x: Array, reverse: bool = False) -> Array:
 def decay_grad(dsums: Array, dtotal: Array) -> Array:
     """Gradient of log_decay [*batch, C] from those of its sums G [*batch, C] and of the last of them [*batch].
 
-    G enters as q + G and k - G, and its last entry in what is left after the chunk (`chunk.end_total`).
+    G enters as q + G and k - G, and its last entry in the decay until the end of the chunk (`chunk.end_total`).
     """
     return prefix_sums(dsums, reverse=True) + dtotal[..., None]
 
 
-def decay_after_grad(of_queries: Array, of_keys: Array, dtotal: Array | float) -> Array:
-    """As `decay_grad`, of `chunk_decay_after`: from the gradients of all that is left at queries, and of keys."""
-    return (_preceding(prefix_sums(of_queries)) - prefix_sums(of_keys)) + dtotal
+def decay_after_grad(dq_total: Array, dk_total: Array, dtotal: Array | float) -> Array:
+    """As `decay_grad`, of `chunk_decay_after`: from the sums over features [*batch, C] of dq and dk."""
+    return (_preceding(prefix_sums(dq_total)) - prefix_sums(dk_total)) + dtotal

@@ -117,13 +117,13 @@ def _in_chunks(
     n_tokens = q.shape[-2]
     size = min(_CHUNK, 1 << (n_tokens - 1).bit_length())
     q, k, v, beta = (to_chunks(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
-    log_decay, resets = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, resets))  # [*batch, N, C]
-    decay = chunk_decay(log_decay, resets, size, q.dtype)
-    of_keys, kept = jnp.exp(decay.keys_at_queries), jnp.exp(decay.before_at_end)[..., None, None]
+    resets, log_decay = (None if x is None else to_chunks(x, size, -1) for x in (resets, log_decay))  # [*batch, N, C]
+    decay = chunk_decay(resets, log_decay, size, q.dtype)
+    between, kept = jnp.exp(decay.keys_at_queries), jnp.exp(decay.before_at_end)[..., None, None]
     of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.before_at_queries, decay.keys_at_end))
 
     # Corrections are `own` where the state before the chunk is 0, and else less by `answers` times it.
-    across = jnp.tril(beta * of_keys * einsum("...tk,...sk->...ts", k, k), -1)
+    across = jnp.tril(beta * between * einsum("...tk,...sk->...ts", k, k), -1)
     solved = _solve(across, beta * jnp.concatenate([v, of_before * k], axis=-1))
     own, answers = jnp.split(solved, [v.shape[-1]], axis=-1)
     last_k = until_end * k
@@ -137,7 +137,7 @@ def _in_chunks(
     final, before = lax.scan(step, initial, (jnp.moveaxis(transition, -3, 0), jnp.moveaxis(added, -3, 0)))
     before = jnp.moveaxis(before, 0, -3)  # [*batch, N, K, V]
     corrections = own - einsum("...tk,...kv->...tv", answers, before)
-    weights = of_keys * einsum("...tk,...sk->...ts", q, k)
+    weights = between * einsum("...tk,...sk->...ts", q, k)
     y = einsum("...ts,...sv->...tv", weights, corrections)
     y = y + einsum("...tk,...kv->...tv", of_before * q, before)
     return y.reshape(*y.shape[:-3], -1, y.shape[-1])[..., :n_tokens, :], final

@@ -4,8 +4,9 @@ A form (`Form`) is one function of arrays with a fast and an exact way to comput
 The fast way also says which rows lost terms to underflow, which their sums show; `run` computes those again the exact
 way, a few at a time (`for_rows`). The same for the gradients, where JAX differentiates the exact way.
 
-The weights of queries are exact already (`chunk.exact_weights`). What may be lost are log values, where all that a
-query or a key feature sees lies far below the largest value of its column. The exact ways are for them (`logarithms`).
+Underflow is repaired in two places. Of weights: within a group of chunks, by `chunk.exact_weights`. Of log values,
+where all that a query or a key feature sees lies far below the largest value of its column: here, where `run` computes
+the whole row in logarithms (`logarithms`).
 
 Products of 0 and NaN would spread what is not finite to all tokens. So neutral tokens take its place, and every output
 that sees one is set to NaN, with a gradient of 0: of the chunked form for each group of chunks (`isolate_if_any`), of
@@ -36,8 +37,8 @@ from heinsen.ops.values import Domain, StateT
 LARGE_COTANGENT = 1e6
 
 # Rows that are computed exactly at a time on CPUs, and the numbers in their largest array on accelerators.
-MOST_ROWS = 4
-_MOST_NUMBERS = 2**24
+MAX_ROWS = 4
+_MAX_ELEMENTS = 2**24
 
 NAME = Name("this implementation of attention", ', or pass implementation="scan" or "reference"')  # in errors
 
@@ -60,13 +61,13 @@ class Form(Protocol):
         """(the output, what `backward` needs if it is saved, the rows [*batch] that lost terms; None: none can)."""
 
     def backward(self, *args: Any, residuals: Any, grads: Any, divisor: Array) -> tuple[Any, ...]:
-        """Gradients of the arguments, from those of the output, divided by `divisor` meanwhile."""
+        """Gradients of the arguments, computed from those of the output divided by `divisor`."""
 
     def recompute(self, *args: Any) -> Any:
         """The output, of any rows."""
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Rows that are computed exactly at a time."""
 
 
@@ -80,7 +81,7 @@ def run(form: Form, *args: Any) -> Any:
             return out
         args = vary_together(lost, args, out)[1]
         update = lambda rows, out: rows.write(out, exactly(*rows.take(args)))
-        return for_rows(lost, update, out, form.most_rows)
+        return for_rows(lost, update, out, form.max_rows)
 
     @jax.custom_vjp
     def compute(*args: Any) -> Any:
@@ -144,16 +145,16 @@ def rows_together(size: int) -> int:
     With few, a loop's steps cost more than their work (on GPUs, launching kernels); with many, rows that lost nothing
     are computed beside one that did, and all need memory at once.
     """
-    return MOST_ROWS if backend.current() == "cpu" else max(1, _MOST_NUMBERS // size)
+    return MAX_ROWS if backend.current() == "cpu" else max(1, _MAX_ELEMENTS // size)
 
 
-def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, most_rows: int) -> X:
+def for_rows(rows: Array, update: Callable[[Rows, X], X], out: X, max_rows: int) -> X:
     """out = update(some rows, out) in turn, at most so many, until all are done where `rows` [*batch] is true.
 
     A loop, as it takes no time without such rows, and writes in place where `lax.cond` would have buffers for both.
     """
     rows, out = vary_together(rows, out)
-    sizes = _block_sizes(rows.shape, most_rows)
+    sizes = _block_sizes(rows.shape, max_rows)
 
     def body(carry: tuple[Array, X]) -> tuple[Array, X]:
         left, out = carry
@@ -180,7 +181,7 @@ def cotangent_divisor(grads: Any) -> Array:
 
 
 def gradients(function: Callable[..., Any], args: Any, grads: Any, divisor: Array) -> tuple[Any, ...]:
-    """Gradients of the arguments; those of the output are divided by `divisor` meanwhile, and booleans have None."""
+    """Gradients of the arguments, computed from those of the output divided by `divisor`; booleans have None."""
     cotangents = jax.vjp(function, *args)[1](multiply(grads, 1 / divisor))
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g * divisor, cotangents)
 
@@ -273,7 +274,7 @@ def _spread(tainted: Array, decay: ChunkDecay, bad_key: Array) -> tuple[Array, A
 
     The decay is that by resets alone. `tainted` is whether one is seen before the first chunk.
     """
-    seen = lambda log_left: log_left > NEG_INF
+    seen = lambda log_decay: log_decay > NEG_INF
     from_chunk = jnp.any(seen(decay.keys_at_end) & bad_key, axis=-1)
     chunks = jnp.broadcast_to(seen(decay.before_at_end), from_chunk.shape), from_chunk
     tainted, chunks = vary_together(tainted, jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), chunks))

@@ -156,8 +156,8 @@ def _causal(
     n_tokens = fq.shape[-2]
     size = min(_CHUNK, n_tokens)
     fq, fk, v1 = (to_chunks(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
-    log_decay, resets = (None if x is None else to_chunks(x, size, -1) for x in (log_decay, resets))  # [*batch, N, C]
-    decay = chunk_decay(log_decay, resets, size, fq.dtype)
+    resets, log_decay = (None if x is None else to_chunks(x, size, -1) for x in (resets, log_decay))  # [*batch, N, C]
+    decay = chunk_decay(resets, log_decay, size, fq.dtype)
 
     def step(sums: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         own, kept = chunk
@@ -173,10 +173,10 @@ def _causal(
     return read.reshape(*read.shape[:-3], -1, v1.shape[-1])[..., :n_tokens, :], final
 
 
-def _scale(x: Array, log_left: Array) -> Array:
-    """x times exp(log_left), and 0 where nothing is left, of inf too."""
-    left = jnp.exp(log_left)
-    return jnp.where(left > 0, x, 0.0) * left
+def _scale(x: Array, log_decay: Array) -> Array:
+    """x times exp(log_decay), and 0 where that is 0, of inf too."""
+    decay = jnp.exp(log_decay)
+    return jnp.where(decay > 0, x, 0.0) * decay
 
 
 def to_chunks(x: Array, size: int, axis: int) -> Array:

@@ -69,15 +69,15 @@ def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tup
 def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
     k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
-    of_keys = chunk.log_left(decay.keys_at_queries for decay in decays)[..., None]
+    log_decay = chunk.visible_log_decay(decay.keys_at_queries for decay in decays)[..., None]
     outside = [(sums, decay.before_at_queries[..., None]) for sums, decay in zip(around, decays, strict=True)]
-    r = jnp.max(chunk.pairs(q, k) + of_keys, axis=(-2, -1))
-    for sums, left in outside:
-        r = jnp.maximum(r, jnp.max((q + sums.c[..., None, :]) + left, axis=-1))
+    r = jnp.max(chunk.pairs(q, k) + log_decay, axis=(-2, -1))
+    for sums, decay_outside in outside:
+        r = jnp.maximum(r, jnp.max((q + sums.c[..., None, :]) + decay_outside, axis=-1))
     relative, error = chunk.center_queries(q, lax.stop_gradient(r))
     log_weights = [
-        logsumexp((chunk.pairs(relative, k) + error[..., :, None, :]) + of_keys, axis=-1),
-        *(((relative + sums.c[..., None, :]) + error) + left for sums, left in outside),
+        logsumexp((chunk.pairs(relative, k) + error[..., :, None, :]) + log_decay, axis=-1),
+        *(((relative + sums.c[..., None, :]) + error) + decay_outside for sums, decay_outside in outside),
     ]
     shift = reduce(jnp.maximum, [*(sums.b for sums in around), whole_shift(jnp.max(log_v, axis=-2))])
     columns = [
@@ -91,11 +91,13 @@ def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
 def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
     """The sums after a chunk, in the direction of the decay."""
     k, log_v = keys.k, _with_ones(keys.values)
-    until_end, kept = decay.keys_at_end[..., None], decay.before_at_end[..., None]
-    c = lax.stop_gradient(jnp.maximum(sums.c + kept, jnp.max(k + until_end, axis=-2)))
+    until_end, log_decay = decay.keys_at_end[..., None], decay.before_at_end[..., None]
+    c = lax.stop_gradient(jnp.maximum(sums.c + log_decay, jnp.max(k + until_end, axis=-2)))
     b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
     own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
-    older = (sums.rest + chunk.log_share(sums.c, c, kept)[..., None]) + constant_difference(sums.b, b)[..., None, :]
+    older = (sums.rest + chunk.log_rescaling(sums.c, c, log_decay)[..., None]) + constant_difference(sums.b, b)[
+        ..., None, :
+    ]
     return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
 
 

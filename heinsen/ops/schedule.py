@@ -56,7 +56,7 @@ from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Su
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
 Weigh = Callable[[Array, Array], tuple[Weights, QueryWeights]]
 
-_MOST_STEPS = 16  # of a loop over chunks that are written out, on GPUs
+_MAX_UNROLL = 16  # of a loop over chunks that are written out, on GPUs
 
 X = TypeVar("X")
 Carry = TypeVar("Carry")
@@ -85,14 +85,14 @@ class Residuals(NamedTuple):
     before: Summary  # of all before each chunk, [n_groups, *batch, N, ...]
     after: tuple[Summary, ...]  # of all after each group, [n_groups, *batch, ...], if its queries see them
     tainted: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen before a group; after it
-    inexact: Array  # [n_groups, *batch]: rows that took `chunk.exact_weights`
+    underflowed: Array  # [n_groups, *batch]: rows whose weights underflowed, and took `chunk.exact_weights`
     end: Summary
 
 
 # ---- splitting ------------------------------------------------------------------------------------
 
 
-def chunk_size(d_key: int) -> int:
+def choose_chunk_size(d_key: int) -> int:
     """Tokens in a chunk, for d_key key features per head."""
     return 32 if d_key < 64 and backend.current() == "cpu" else 64
 
@@ -109,7 +109,7 @@ def chunks_per_group(elements: int) -> int:
 def split_tokens(shape: tuple[int, ...]) -> Split:
     """Split of queries or keys of shape [*batch, T, K]; it may hold more tokens than T. The batch may be symbolic."""
     *batch, n_tokens, d_key = shape
-    size = min(chunk_size(d_key), n_tokens)
+    size = min(choose_chunk_size(d_key), n_tokens)
     n_chunks = -(-n_tokens // size)
     limit = chunks_per_group(math.prod(n for n in batch if isinstance(n, int)) * size * d_key)
     for in_group in range(min(limit, n_chunks), limit // 2, -1):
@@ -153,31 +153,31 @@ def scan_chunks(
 ) -> tuple[Carry, Carry]:
     """(the carry after all chunks of a group, which stay along `axis`, and that before each step)."""
     n = jax.tree.leaves(chunks)[0].shape[axis]
-    size = _steps_together(n)
-    n_blocks = n // size
-    block_of = lambda i: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, axis), chunks)
-    take = lambda block, i: jax.tree.map(lambda x: lax.index_in_dim(x, i, axis, keepdims=False), block)
+    unroll = _unroll_factor(n)
+    n_iterations = n // unroll
+    take_some = lambda i: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * unroll, unroll, axis), chunks)
+    take_one = lambda some, i: jax.tree.map(lambda x: lax.index_in_dim(x, i, axis, keepdims=False), some)
 
     def body(j: Array, carry_and_out: tuple[Carry, Carry]) -> tuple[Carry, Carry]:
         carry, out = carry_and_out
-        i = n_blocks - 1 - j if reverse else j
-        block, before = block_of(i), cast(list[Carry], [None] * size)
-        for at in reversed(range(size)) if reverse else range(size):
+        i = n_iterations - 1 - j if reverse else j
+        some, before = take_some(i), cast(list[Carry], [None] * unroll)
+        for at in reversed(range(unroll)) if reverse else range(unroll):
             before[at] = carry
-            carry = step(carry, take(block, at))
-        store = lambda x, *parts: lax.dynamic_update_slice_in_dim(x, jnp.stack(parts, axis), i * size, axis)
+            carry = step(carry, take_one(some, at))
+        store = lambda x, *parts: lax.dynamic_update_slice_in_dim(x, jnp.stack(parts, axis), i * unroll, axis)
         return carry, jax.tree.map(store, out, *before)
 
     out = jax.tree.map(lambda x: jnp.zeros((*x.shape[:axis], n, *x.shape[axis:]), x.dtype), carry)
     out, carry, _ = vary_together(out, carry, chunks)
-    return lax.fori_loop(0, n_blocks, body, (carry, out))
+    return lax.fori_loop(0, n_iterations, body, (carry, out))
 
 
-def _steps_together(n: int) -> int:
+def _unroll_factor(n: int) -> int:
     """Steps of n that the body of a loop over chunks takes: a divisor of n."""
     if backend.current() != "gpu":
         return 1
-    return next(size for size in range(min(n, _MOST_STEPS), 0, -1) if n % size == 0)
+    return next(size for size in range(min(n, _MAX_UNROLL), 0, -1) if n % size == 0)
 
 
 # ---- one group of chunks --------------------------------------------------------------------------
@@ -190,8 +190,8 @@ class Group(NamedTuple):
     sums: Sums  # S and Z of its queries
     before: Summary  # of all before each chunk, [*batch, N, ...]
     end: Summary  # of all before and in the group
-    inexact: Array  # [*batch]: rows that took `chunk.exact_weights`
-    lost: Array  # [*batch]: whether underflow took terms from sums of log values nevertheless
+    underflowed: Array  # [*batch]: rows whose weights underflowed, and took `chunk.exact_weights`
+    lost: Array  # [*batch]: rows whose sums of log values lost terms to underflow nevertheless
 
 
 class Around(NamedTuple):
@@ -202,7 +202,7 @@ class Around(NamedTuple):
     scales: ValueScales
 
 
-class Terms(NamedTuple):
+class ReadInputs(NamedTuple):
     """All that a group's queries sum, of which a few rows are taken to be computed exactly."""
 
     q: Array
@@ -214,31 +214,31 @@ class Terms(NamedTuple):
         return chunk.exact_weights(q, k, self.keys.decays(), self.around.cs)
 
 
-def _most_rows(shape: tuple[int, ...]) -> int:
+def _max_rows(shape: tuple[int, ...]) -> int:
     """Rows that take `chunk.exact_weights` together, of queries of this shape, [*batch, N, C, K]."""
-    return rows_together(math.prod(shape[-3:]) * chunk.BLOCK)
+    return rows_together(math.prod(shape[-3:]) * chunk.SUBCHUNK)
 
 
 def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
-    """Read the group itself, a summary of all before it, and one of all after it, with its queries; all are finite."""
+    """Let the queries of a group read its own keys and the summaries before and after it. All inputs are finite."""
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
     before, end = summarize_in_turn(factors, decays[0], summary)
     around, _ = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
-    terms = Terms(q, keys, factors.vf, around)
-    weights, of_queries = chunk.fast_weights(q, keys.k, decays, factors.own.c, around.cs)
-    sums = chunk.query_sums(weights, terms.vf, around.sums, around.scales)
-    inexact = jnp.any((sums.z < SMALLEST_SUM) & (of_queries.r > NEG_INF), axis=(-2, -1))
-    inexact |= jnp.any(~domain.is_exact(sums, around.scales.b), axis=-1)
+    inputs = ReadInputs(q, keys, factors.vf, around)
+    weights, query_weights = chunk.fast_weights(q, keys.k, decays, factors.own.c, around.cs)
+    sums = chunk.query_sums(weights, inputs.vf, around.sums, around.scales)
+    underflowed = jnp.any((sums.z < SMALLEST_SUM) & (query_weights.r > NEG_INF), axis=(-2, -1))
+    underflowed |= jnp.any(~domain.is_exact(sums, around.scales.b), axis=-1)
 
     def read_exactly(rows: Rows, out: tuple[Sums, Array]) -> tuple[Sums, Array]:
-        some = rows.take(terms)
+        some = rows.take(inputs)
         weights, _ = some.exact_weights(some.q, some.keys.k)
         sums = chunk.query_sums(weights, some.vf, some.around.sums, some.around.scales)
         return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, some.around.scales.b), axis=-1)))
 
-    sums, lost = for_rows(inexact, read_exactly, (sums, jnp.zeros_like(inexact)), _most_rows(q.shape))
-    return Group(domain.mean(sums, around.scales.b), sums, before, end, inexact, lost)
+    sums, lost = for_rows(underflowed, read_exactly, (sums, jnp.zeros_like(underflowed)), _max_rows(q.shape))
+    return Group(domain.mean(sums, around.scales.b), sums, before, end, underflowed, lost)
 
 
 class SumsGrads(NamedTuple):
@@ -270,7 +270,7 @@ def group_grad(
     sums: Sums,
     dy: Array,
     pass_back: PassBack,
-    inexact: Array | None = None,
+    underflowed: Array | None = None,
 ) -> GroupGrads:
     """Gradients from those of the outputs.
 
@@ -278,30 +278,31 @@ def group_grad(
       before: the summary before each chunk.
       after: that after the group, if its queries see it.
       sums: S and Z of the queries.
-      pass_back: from the gradient of the sums after the last chunk, which it has, to those of the sums around each.
-      inexact: the rows [*batch] that take `chunk.exact_weights`; None: none does.
+      pass_back: maps (the factors of the sums before each chunk, what its queries add to their gradient) to
+        `SumsGrads`; the gradient of the sums after the last chunk is bound in it.
+      underflowed: the rows [*batch] that take `chunk.exact_weights`; None: none does.
     """
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
-    around, pull_apart = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
+    around, side_by_side_vjp = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
     dsums = domain.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
-    pulled = _read_grad(weigh, Terms(q, keys, factors.vf, around), dsums, dq_total, inexact)
-    from_queries, *dafter = pull_apart(pulled.m)
-    _, older, newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
-    dends, dfirst = pass_back(older, from_queries)
-    more = chunk.summary_grad(factors, chunk.scale(dends, newer))
-    dk, dvf = pulled.k + more.k, pulled.vf + more.values
+    grads = _read_grads(weigh, ReadInputs(q, keys, factors.vf, around), dsums, dq_total, underflowed)
+    from_queries, *dafter = side_by_side_vjp(grads.m)
+    _, scale_older, scale_newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
+    dends, dfirst = pass_back(scale_older, from_queries)
+    more = chunk.summary_grad(factors, chunk.scale(dends, scale_newer))
+    dk, dvf = grads.k + more.k, grads.vf + more.values
     dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.later is None else Later())
     if keys.log_decay is not None:
         dk_total = chunk.sum_features(dk)
-        if pulled.later is not None:
-            dq_total, dk_total = dq_total - pulled.later[0], dk_total - pulled.later[1]
-            dkeys = dkeys._replace(later=Later(log_decay=decay_after_grad(*pulled.later, 0.0)[..., None]))
-        total = chunk.end_total(older, before.sums, dends, more.k)
+        if grads.later is not None:
+            dq_total, dk_total = dq_total - grads.later[0], dk_total - grads.later[1]
+            dkeys = dkeys._replace(later=Later(log_decay=decay_after_grad(*grads.later, 0.0)[..., None]))
+        total = chunk.end_total(scale_older, before.sums, dends, more.k)
         dkeys = dkeys._replace(log_decay=decay_grad(dq_total - dk_total, total)[..., None])
-    return GroupGrads(pulled.q, dkeys, dfirst, dafter)
+    return GroupGrads(grads.q, dkeys, dfirst, dafter)
 
 
 def summaries_after(domain: Domain[Any], keys: Keys, after: tuple[Summary, ...]) -> list[Summary]:
@@ -314,11 +315,11 @@ def _side_by_side(summaries: tuple[Summary, ...], own: Shifts) -> tuple[Around, 
     """The summaries side by side; and from the gradient of their sums to that of the sums of each."""
     shifts = [summary.shifts for summary in summaries]
     side_by_side = lambda *sums: chunk.side_by_side(sums, shifts)
-    sums, pull_apart, b = jax.vjp(side_by_side, *(summary.sums for summary in summaries), has_aux=True)
-    return Around(sums, [x.c for x in shifts], ValueScales.of(b, own.b)), pull_apart
+    sums, side_by_side_vjp, b = jax.vjp(side_by_side, *(summary.sums for summary in summaries), has_aux=True)
+    return Around(sums, [x.c for x in shifts], ValueScales.of(b, own.b)), side_by_side_vjp
 
 
-class _Pulled(NamedTuple):
+class _ReadGrads(NamedTuple):
     """Gradients of a group's queries, keys, the sums m around each chunk and the factors of values."""
 
     q: Array
@@ -328,56 +329,58 @@ class _Pulled(NamedTuple):
     later: tuple[Array, Array] | None  # `chunk.later_totals`, for the gradients of log decays
 
 
-def _read_grad(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array, inexact: Array | None) -> _Pulled:
-    """As `_pull_back`, of `inexact` rows by exact weights."""
+def _read_grads(
+    weigh: Weigh, inputs: ReadInputs, dsums: Sums, dq_total: Array, underflowed: Array | None
+) -> _ReadGrads:
+    """As `_read_vjp`, by exact weights for the rows that underflowed."""
 
-    def pull_back_exactly(rows: Rows, out: Any) -> Any:
-        some, row_dsums, row_total = rows.take((terms, dsums, dq_total))
-        return rows.write(out, _pull_back(some.exact_weights, some, row_dsums, row_total))
+    def read_exactly(rows: Rows, out: Any) -> Any:
+        some, row_dsums, row_total = rows.take((inputs, dsums, dq_total))
+        return rows.write(out, _read_vjp(some.exact_weights, some, row_dsums, row_total))
 
-    pulled = _pull_back(weigh, terms, dsums, dq_total)
-    return pulled if inexact is None else for_rows(inexact, pull_back_exactly, pulled, _most_rows(terms.q.shape))
+    grads = _read_vjp(weigh, inputs, dsums, dq_total)
+    return grads if underflowed is None else for_rows(underflowed, read_exactly, grads, _max_rows(inputs.q.shape))
 
 
-def _pull_back(weigh: Weigh, terms: Terms, dsums: Sums, dq_total: Array) -> _Pulled:
+def _read_vjp(weigh: Weigh, inputs: ReadInputs, dsums: Sums, dq_total: Array) -> _ReadGrads:
     """Gradients from those of S and Z."""
-    keys, m, scales = terms.keys, terms.around.sums, terms.around.scales
-    weights, pull, of_queries = jax.vjp(weigh, terms.q, keys.k, has_aux=True)
-    dweights = chunk.weights_grad(dsums, terms.vf, m, scales)
+    keys, m, scales = inputs.keys, inputs.around.sums, inputs.around.scales
+    weights, pull, query_weights = jax.vjp(weigh, inputs.q, keys.k, has_aux=True)
+    dweights = chunk.weights_grad(dsums, inputs.vf, m, scales)
     dq, dk = pull(dweights)
-    dq = chunk.correct_query_grad(dq, of_queries.by_feature, dq_total)
+    dq = chunk.correct_query_grad(dq, query_weights.by_feature, dq_total)
     is_gated = keys.later is not None and keys.log_decay is not None
     later = chunk.later_totals(weights, dweights) if is_gated else None
     dm = chunk.outside_grad(weights, dsums, scales)
-    return _Pulled(dq, dk, dm, chunk.values_grad(weights, dsums, scales), later)
+    return _ReadGrads(dq, dk, dm, chunk.values_grad(weights, dsums, scales), later)
 
 
 def summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
     """The summaries before each chunk of a group, [*batch, N, ...], and after the last, in the decay's direction."""
     axis = summary.shifts.c.ndim - 1
     own = chunk.own_sums(factors)
-    log_kept = jnp.broadcast_to(decay.before_at_end, own.z.shape[:-1])
+    log_decay = jnp.broadcast_to(decay.before_at_end, own.z.shape[:-1])
     scan = partial(scan_chunks, axis=axis, reverse=decay.backwards)
     merge = lambda shifts, xs: chunk.merge(shifts, *xs).shifts
-    end, before = scan(merge, summary.shifts, (log_kept, factors.shifts))
-    _, older, newer = chunk.merge(before, log_kept, factors.shifts)
+    end, before = scan(merge, summary.shifts, (log_decay, factors.shifts))
+    _, *scales = chunk.merge(before, log_decay, factors.shifts)
 
     def add(sums: Sums, xs: Any) -> Sums:
-        older, newer, own = xs
-        return chunk.add(chunk.scale(sums, older), chunk.scale(own, newer))
+        (scale_older, scale_newer), own = xs
+        return chunk.add(chunk.scale(sums, scale_older), chunk.scale(own, scale_newer))
 
-    end_sums, sums = scan(add, summary.sums, (older, newer, own))
+    end_sums, sums = scan(add, summary.sums, (scales, own))
     return Summary(sums, before), Summary(end_sums, end)
 
 
-def pass_back_in_turn(dend: Sums, older: Scales, from_queries: Sums, backwards: bool = False) -> SumsGrads:
+def pass_back_in_turn(dend: Sums, scale_older: Scales, from_queries: Sums, backwards: bool = False) -> SumsGrads:
     """`pass_back` of `group_grad`, from the gradient of the sums after the last chunk (backwards: before the first)."""
 
     def step(dend: Sums, xs: Any) -> Sums:
-        older, from_queries = xs
-        return chunk.add(chunk.scale(dend, older), from_queries)
+        scale_older, from_queries = xs
+        return chunk.add(chunk.scale(dend, scale_older), from_queries)
 
-    dfirst, dends = scan_chunks(step, dend, (older, from_queries), dend.z.ndim - 1, reverse=not backwards)
+    dfirst, dends = scan_chunks(step, dend, (scale_older, from_queries), dend.z.ndim - 1, reverse=not backwards)
     return SumsGrads(dends, dfirst)
 
 
@@ -417,15 +420,15 @@ class _GradCarry(NamedTuple):
 class InOrder(Generic[StateT]):
     """Attention in the order of tokens over a whole number of groups, causal; `both_ways.BothWays` sees later ones.
 
-    As `exact.run` takes it: what is known when it is compiled.
+    A form for `exact.run`: its fields are constants when it is compiled.
     """
 
     domain: Domain[StateT]
     split: Split
-    device: str  # the platform, on which chunks, groups and loops depend: what was traced for another is not used
+    platform: str  # chunks, groups and loops depend on it: what was traced for another is not used
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         return rows_together(self.split.chunk_size**3)  # pairs of a chunk's tokens, with features
 
     def recompute(self, q: Array, keys: Keys, state: Any) -> Output[Any]:
@@ -450,7 +453,7 @@ class InOrder(Generic[StateT]):
             group = read_group(domain, clean.q, clean.keys, carry.summary, after)
             buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.tainted, group.y)), i)
             carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
-            return carry, (group.before, tainted, group.inexact) if save_residuals else None
+            return carry, (group.before, tainted, group.underflowed) if save_residuals else None
 
         bad_state = is_nonfinite_state(domain, state)
         summary = domain.to_summary(replace_state(state, bad_state))
@@ -464,8 +467,8 @@ class InOrder(Generic[StateT]):
         lost = last.lost | ~domain.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
-            before, tainted, inexact = saved
-            residuals = Residuals(sums, before, after, tainted, inexact, end)
+            before, tainted, underflowed = saved
+            residuals = Residuals(sums, before, after, tainted, underflowed, end)
         out = Output(y, fill_where(last.tainted, domain.to_state(end)))
         return out, residuals, lost if domain.can_lose_terms else None
 
@@ -476,30 +479,37 @@ class InOrder(Generic[StateT]):
     def backward(
         self, q: Array, keys: Keys, state: StateT, residuals: Residuals, grads: Output[StateT], divisor: Array
     ) -> tuple[Array, Keys, StateT]:
-        """Gradients of the tokens and of the state before them; cotangents are divided by `divisor` meanwhile."""
+        """Gradients of the tokens and of the state before them, computed from cotangents divided by `divisor`."""
         domain, split = self.domain, self.split
 
         def step(carry: _GradCarry, xs: Any) -> tuple[_GradCarry, None]:
-            i, shifts, after, tainted, inexact = xs
-            _, dq, dkeys, of_all = carry
-            before = Summary(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), of_all), shifts)
+            i, shifts, after, tainted, underflowed = xs
+            _, dq, dkeys, all_sums = carry
+            sums = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), all_sums)
+            before = Summary(sums, shifts)
             clean = isolate_if_any(domain, *take_group((q, keys), i, split), tainted)
             s = dkeys.values if domain.grad_overwrites_sums else residuals.sums.s
             take = partial(take_group, i=i, split=split)
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / divisor), 0.0)
             pass_back = partial(pass_back_in_turn, carry.dend)
-            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, inexact)
+            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, underflowed)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply((grad.q, grad.keys), divisor)), i)
             for ends in grad.ends_after:
-                of_all = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), of_all, ends)
-            return _GradCarry(grad.first, dq, dkeys, of_all), None
+                all_sums = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), all_sums, ends)
+            return _GradCarry(grad.first, dq, dkeys, all_sums), None
 
         to_end = lambda m: domain.to_state(Summary(m, residuals.end.shifts))
         (dend,) = jax.vjp(to_end, residuals.end.sums)[1](multiply(grads.state, 1 / divisor))
         carry = _GradCarry(dend, *self._make_grad_buffers(q, keys, residuals.sums), residuals.before.sums)
         carry = vary_together(carry, (q, keys, residuals, grads))[0]
-        xs = jnp.arange(split.n_groups), residuals.before.shifts, residuals.after, residuals.tainted, residuals.inexact
+        xs = (
+            jnp.arange(split.n_groups),
+            residuals.before.shifts,
+            residuals.after,
+            residuals.tainted,
+            residuals.underflowed,
+        )
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         dkeys = self.add_grad_of_after(keys, residuals, dkeys, dafter, divisor)
         to_sums = lambda state: domain.to_summary(replace_state(state, is_nonfinite_state(domain, state))).sums

@@ -117,7 +117,7 @@ def _state_before(
         resets = starts
     total = jnp.zeros(k.shape[:-2], k.dtype)  # log of what these tokens leave of the state before them
     if log_decay is not None:
-        log_decay, resets = take_resets(log_decay.astype(k.dtype), starts)
+        resets, log_decay = take_resets(starts, log_decay.astype(k.dtype))
         total = jnp.sum(log_decay, axis=-1)
     if resets is not None:
         total = jnp.where(jnp.any(resets, axis=-1), logspace.NEG_INF, total)

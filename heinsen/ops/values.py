@@ -1,6 +1,6 @@
 """Log and real values: the two kinds of values that the chunked form sums, and all that differs between them.
 
-Log values are non-negative numbers given by their logarithms; their sums are kept relative to a shift b >= log v. Real
+Log values are non-negative numbers given by their logarithms; their sums are kept relative to a shift b. Real
 values have either sign and need no shift: there b is None. Each kind supplies the factor that enters a matmul, the
 mean that a query reads and the gradients of both, so that all others are written once.
 
@@ -30,7 +30,10 @@ StateT = TypeVar("StateT", NormalizedState, NormalizedMeanState)
 
 
 class Shifts(NamedTuple):
-    """The largest exponent so far of each key feature and of each log value; -inf before any."""
+    """Numbers that sums are relative to, so that no term exceeds 1; -inf before any token.
+
+    c is the largest exponent of each key feature, b at least every log value plus the log of its largest weight.
+    """
 
     c: Array  # [*batch, K]
     b: Array | None  # [*batch, V]; None for real values
@@ -62,8 +65,8 @@ class Domain(abc.ABC, Generic[StateT]):
         """Normalized state before any of the tokens k [*batch, T, K], values [*batch, T, V]."""
 
     @abc.abstractmethod
-    def largest(self, values: Array) -> Array | None:
-        """Shift that covers values [*batch, T, V]."""
+    def value_shift(self, values: Array) -> Array | None:
+        """The shift b of values [*batch, T, V], their largest; None for real values."""
 
     @abc.abstractmethod
     def factor(self, values: Array, b: Array | None) -> Array:
@@ -114,7 +117,7 @@ class LogValues(Domain[NormalizedState]):
     def empty_state(self, k: Array, values: Array) -> NormalizedState:
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], dtype=k.dtype).normalize()
 
-    def largest(self, values: Array) -> Array | None:
+    def value_shift(self, values: Array) -> Array | None:
         return jnp.max(values, axis=-2)
 
     def factor(self, values: Array, b: Any) -> Array:
@@ -153,7 +156,7 @@ class LogValues(Domain[NormalizedState]):
         # A token's largest weight goes with its value, so that what is forgotten does not raise the shift.
         largest = lax.stop_gradient(jnp.max(log_weights, axis=-1, keepdims=True))
         weights, values = jnp.exp(log_weights - finite(largest)), values + largest
-        b = lax.stop_gradient(self.largest(values))
+        b = lax.stop_gradient(self.value_shift(values))
         z = einsum("...sk,...s->...k", weights, jnp.exp(largest[..., 0]))
         return Sums(einsum("...sk,...sv->...kv", weights, self.factor(values, b)), z), b
 
@@ -166,7 +169,7 @@ class RealValues(Domain[NormalizedMeanState]):
     def empty_state(self, k: Array, values: Array) -> NormalizedMeanState:
         return init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=True, dtype=k.dtype).normalize()
 
-    def largest(self, values: Array) -> Array | None:
+    def value_shift(self, values: Array) -> Array | None:
         return None
 
     def factor(self, values: Array, b: Array | None) -> Array:

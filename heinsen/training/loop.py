@@ -97,8 +97,8 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
                 reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
             for change in changes:
                 reporter.message(f"{change}: continuing with the command's")
-            step = make_train_step(config.model, optimizer, mesh)
-            loop = _Loop(config, mesh, data, step, validator, checkpoints, mirror, signals, reporter)
+            train_step = make_train_step(config.model, optimizer, mesh)
+            loop = _Loop(config, mesh, data, train_step, validator, checkpoints, mirror, signals, reporter)
             return loop.run(state, start_step)
 
 
@@ -195,7 +195,7 @@ class _Loop:
         return result or self.validate(c.total_steps, state.params)[0]
 
     def next_batches(self, step: int) -> Any:
-        """Return the batches [A, B, ...] of a step, placed on the mesh."""
+        """Return the batches [A, R, ...] of a step, placed on the mesh."""
         with self.reporter.waiting_for_data():
             windows = next(self.data.batches)["tokens"]
             return place_batch(self.mesh, make_passes(self.config, windows, step, self.data.rows), axis=1)

@@ -76,10 +76,10 @@ def make_step(
     mesh: Mesh | None = None,
     loss: Callable[..., jax.Array] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """Return the step (state, batches [A, B, ...]) -> (state, metrics), a pure function.
+    """Return the step (state, batches [A, R, ...]) -> (state, metrics), a pure function.
 
-    The batches are of `make_passes`. The loss is the mean over A accumulated passes of B rows. A step whose loss or
-    gradient is not finite only counts itself as skipped.
+    The batches are of `make_passes`. The loss is the mean over A accumulated passes of R rows. A step with a loss
+    or gradient that is not finite changes neither parameters nor optimizer state, and is counted as skipped.
 
     Args:
       loss: (model, params, batch, mesh) -> scalar; None: that of the model's objective.
@@ -103,9 +103,9 @@ def make_step(
         return jax.tree.map(lambda x: x / n_passes, total)
 
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
-        value, grads = loss_and_grads(state.params, batches)
+        mean, grads = loss_and_grads(state.params, batches)
         grad_norm = optax.tree.norm(grads)
-        is_finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
+        is_finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         updated = optax.apply_updates(state.params, updates), opt_state
         params, opt_state = jax.tree.map(
@@ -115,7 +115,7 @@ def make_step(
             "all": state.skipped["all"] + ~is_finite,
             "in_a_row": jnp.where(is_finite, 0, state.skipped["in_a_row"] + 1),
         }
-        metrics = {"loss": value, "grad_norm": grad_norm, "param_norm": optax.tree.norm(params)}
+        metrics = {"loss": mean, "grad_norm": grad_norm, "param_norm": optax.tree.norm(params)}
         metrics |= {"skipped": skipped["all"], "skipped_in_a_row": skipped["in_a_row"]}
         return TrainState(params, opt_state, skipped), metrics
 

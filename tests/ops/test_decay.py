@@ -75,7 +75,7 @@ def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
     decays = draw_decays(rng, (50, 64))
     decays[np.isneginf(decays)] = -50.0
     decays[..., -8:] *= 1e-4
-    got = jax.jit(lambda x: chunk_decay(x, None, 64, x.dtype))(decays)
+    got = jax.jit(lambda x: chunk_decay(None, x, 64, x.dtype))(decays)
     exact = np.cumsum(decays.astype(np.float64), axis=-1)
     of_keys = np.tril(np.exp(np.minimum(exact[..., :, None] - exact[..., None, :], 0)))
     np.testing.assert_allclose(np.exp(got.keys_at_queries), of_keys, rtol=2e-5, atol=1e-30)

@@ -26,9 +26,9 @@ def test_exact_weights_are_the_definition_at_every_dynamic_range(rng, n_tokens, 
     k = k + np.float32(offset * rng.standard_normal((n_tokens, 1)))
     log_decay = lambda: -jnp.float32(5 * rng.random(n_tokens)) if forgets else None
     where = lambda: jnp.asarray(rng.random(n_tokens) < 0.1) if forgets else None
-    decays = [decay.chunk_decay(log_decay(), where(), n_tokens, q.dtype)]
+    decays = [decay.chunk_decay(where(), log_decay(), n_tokens, q.dtype)]
     if both_ways:
-        decays.append(decay.chunk_decay_after(log_decay(), where(), where(), n_tokens, q.dtype))
+        decays.append(decay.chunk_decay_after(where(), where(), log_decay(), n_tokens, q.dtype))
     weigh = lambda q, k: chunk.exact_weights(q, k, decays, list(map(jnp.asarray, cs)))
     weights, pull, (r, _) = jax.jit(lambda q, k: jax.vjp(weigh, q, k, has_aux=True))(q, k)
     cotangents = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), weights)
@@ -83,11 +83,11 @@ def test_mixtures_of_heads_that_spread_and_heads_that_do_not(seed, rng):
 
 
 def test_a_head_that_spreads_leaves_the_others_to_the_fast_form(rng):
-    heads = 3 * exact.MOST_ROWS
+    heads = 3 * exact.MAX_ROWS
     q, k, v = (np.float32(rng.standard_normal((heads, 64, FEATURES))) for _ in range(3))
     wide = k.copy()
     wide[0] = 1000 * np.sort(k[0], axis=0)  # of each feature the largest key comes last
     run = jax.jit(functools.partial(heinsen.attention, implementation="chunked"))
-    np.testing.assert_array_equal(run(q, wide, v)[exact.MOST_ROWS :], run(q, k, v)[exact.MOST_ROWS :])
+    np.testing.assert_array_equal(run(q, wide, v)[exact.MAX_ROWS :], run(q, k, v)[exact.MAX_ROWS :])
     fast, lost = jax.jit(functools.partial(run_fast_form, signed=True))(q, wide, v)
     assert lost and not np.allclose(fast[0], run(q, wide, v)[0], atol=0.1)

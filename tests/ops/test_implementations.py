@@ -217,12 +217,12 @@ def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, 
 def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch, scale):
     """There the body of a loop over chunks takes several, and blocks of rows have several axes: here 2 x 3."""
     monkeypatch.setattr(schedule, "chunk_size", lambda d_key: 3)
-    monkeypatch.setattr(schedule, "_MOST_STEPS", 4)
+    monkeypatch.setattr(schedule, "_MAX_UNROLL", 4)
     for module in (exact, schedule):
         monkeypatch.setattr(module, "rows_together", lambda size: 7)
     case = draw_case(rng, (2, 4, 3), 24, d_key=4, d_value=3, mean_length=9, decay=True, state=True, scale=scale)
     with backend.compiling_for("gpu"):
-        assert schedule._steps_together(8) == 4 and exact._block_sizes((2, 4, 3), 7) == (1, 2, 3)
+        assert schedule._unroll_factor(8) == 4 and exact._block_sizes((2, 4, 3), 7) == (1, 2, 3)
         (check_wide if scale > 1 else check)(Form("log_attention", "chunked", -3), case, rng)  # -3: programs of its own
 
 

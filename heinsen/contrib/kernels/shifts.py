@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import associative_scan, finite
-from heinsen.ops.chunk import Keys, Scales, log_share, own_shifts, rescaling
+from heinsen.ops.chunk import Keys, Scales, log_rescaling, own_shifts, rescaling
 from heinsen.ops.values import Domain, Shifts
 
 
@@ -34,12 +34,12 @@ def chunk_shifts(domain: Domain[Any], first: Shifts, keys: Keys) -> ChunkShifts:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)
     (decay,) = keys.decays()
-    log_kept, c_end = decay.before_at_end[..., None], jnp.max(keys.k + decay.keys_at_end[..., None], axis=-2)
+    log_decay, c_end = decay.before_at_end[..., None], jnp.max(keys.k + decay.keys_at_end[..., None], axis=-2)
     cover = lambda first, after, own: jnp.maximum(preceding(after, first), own)
-    after_c = running_max(first.c, log_kept, c_end)
+    after_c = running_max(first.c, log_decay, c_end)
     reading_c = cover(first.c, after_c, own.c)
-    share = largest_share(reading_c, log_kept, after_c)
-    after_b = jax.tree.map(lambda b, own: running_max(b, share, own), first.b, own.b)
+    largest = largest_log_weight(reading_c, log_decay, after_c)
+    after_b = jax.tree.map(lambda b, own: running_max(b, largest, own), first.b, own.b)
     reading_b = jax.tree.map(cover, first.b, after_b, own.b)
     return ChunkShifts(Shifts(reading_c, reading_b), Shifts(after_c, after_b), own.b)
 
@@ -67,23 +67,23 @@ def following(x: Array, last: Array) -> Array:
     return jnp.concatenate([x[..., 1:, :], last[..., None, :]], axis=-2)
 
 
-def largest_share(c: Array, log_kept: Array, after_c: Array) -> Array:
+def largest_log_weight(c: Array, log_decay: Array, after_c: Array) -> Array:
     """Log [*batch, 1] of the largest share of older weights in the sums after a chunk.
 
     No mean keeps a larger share of its older values, so their shift b may fall by as much.
     """
-    return jnp.max(log_share(c, after_c, log_kept), axis=-1, keepdims=True)
+    return jnp.max(log_rescaling(c, after_c, log_decay), axis=-1, keepdims=True)
 
 
 def shift_scales(old: Shifts, new: Shifts) -> Scales:
     """Factors that make sums relative to the shifts `old` relative to `new` >= `old`; or gradients the other way."""
-    c = jnp.exp(log_share(old.c, new.c))
+    c = jnp.exp(log_rescaling(old.c, new.c))
     return Scales(c, rescaling(old.b, new.b), c)
 
 
-def kept_scales(log_kept: Array, old: Shifts, new: Shifts) -> Scales:
-    """Factors of what is kept, with logarithm log_kept [*batch, 1], of sums relative to `old`, relative to `new`."""
-    share, top = log_share(old.c, new.c, log_kept), largest_share(old.c, log_kept, new.c)
+def kept_scales(log_decay: Array, old: Shifts, new: Shifts) -> Scales:
+    """Factors of what is kept, with logarithm log_decay [*batch, 1], of sums relative to `old`, relative to `new`."""
+    rescaled, top = log_rescaling(old.c, new.c, log_decay), largest_log_weight(old.c, log_decay, new.c)
     # The shifts of weights and values move together: each factor is at most 1.
-    v = jax.tree.map(lambda old, new: jnp.exp(log_share(old, new, top)), old.b, new.b)
-    return Scales(jnp.exp(share if v is None else share - finite(top)), v, jnp.exp(share))
+    v = jax.tree.map(lambda old, new: jnp.exp(log_rescaling(old, new, top)), old.b, new.b)
+    return Scales(jnp.exp(rescaled if v is None else rescaled - finite(top)), v, jnp.exp(rescaled))

@@ -132,17 +132,17 @@ def _forward_kernel(domain: Domain[Any], inputs: Inputs, first: KernelSums, out:
     (q, keys), before = inputs.read(), out.end.read()
     (decay,) = keys.decays()
     factors = chunk.key_factors(domain, keys, decay)
-    weights, of_queries = chunk.fast_weights(q, keys.k, [decay], factors.own.c, [before.shifts.c])
+    weights, query_weights = chunk.fast_weights(q, keys.k, [decay], factors.own.c, [before.shifts.c])
     scales = ValueScales.of(before.shifts.b, factors.own.b)
     sums = chunk.query_sums(weights, factors.vf, before.sums, scales)
     out.y[...], out.z[:, 0] = domain.mean(sums, scales.b).mT, sums.z
     if out.saved is not None:
         out.saved.s[...] = sums.s.mT
         out.saved.before.write(before)
-    out.fine[:, 0] = out.fine[:, 0] * _are_fine(sums, of_queries.r, scales.b)
-    shifts, older, newer = chunk.merge(before.shifts, decay.before_at_end, factors.shifts)
-    own_sums = chunk.scale(chunk.own_sums(factors), newer)
-    out.end.write(Summary(chunk.add(chunk.scale(before.sums, older), own_sums), shifts))
+    out.fine[:, 0] = out.fine[:, 0] * _are_fine(sums, query_weights.r, scales.b)
+    shifts, scale_older, scale_newer = chunk.merge(before.shifts, decay.before_at_end, factors.shifts)
+    own_sums = chunk.scale(chunk.own_sums(factors), scale_newer)
+    out.end.write(Summary(chunk.add(chunk.scale(before.sums, scale_older), own_sums), shifts))
 
 
 def _are_fine(sums: Sums, r: Array, b: Array | None) -> Array:

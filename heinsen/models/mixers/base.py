@@ -28,7 +28,7 @@ class TokenContext(NamedTuple):
     """Facts about each token that layers need besides its features: cache slot, document, padding, gates."""
 
     slot: Int[Array, "B T"]  # number of tokens before each, since the state was empty
-    first: Int[Array, "B T"]  # slot of the first token that each one sees
+    document_start: Int[Array, "B T"]  # slot of the first token that each one sees
     valid: Bool[Array, "B T"] | None  # false for padding at a row's end; None: there is no padding
     segment_ids: Int[Array, "B 1 T"] | None  # tokens see each other within a run of equal ids; None: one document
     begins: Bool[Array, "B T"] | None = None  # whether each begins a document; None: none can
@@ -39,7 +39,7 @@ class TokenContext(NamedTuple):
     @property
     def place(self) -> Int[Array, "B T"]:
         """Place of each token in its document, from 0."""
-        return self.slot - self.first
+        return self.slot - self.document_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +154,13 @@ class Mixer(abc.ABC, Generic[MixerState]):
         """
         return state, jnp.ones((), bool)
 
-    def forget(self, state: MixerState, rows: Bool[Array, " B"]) -> MixerState:
+    def reset_rows(self, state: MixerState, rows: Bool[Array, " B"]) -> MixerState:
         """Return the state with those rows as before any token."""
         return fill_where(rows, state, self.init_state(rows.shape[0], 0))
 
 
 def hide_padding(k: Float[Array, "B H T K"], context: TokenContext) -> tuple[Float[Array, "B H T K"], TokenContext]:
-    """Tokens without weight and log decays of 0 where a row has padding: a causal state passes it unchanged."""
+    """Keys without weight and log decays of 0 where a row has padding, so that a causal state passes over it."""
     valid = context.valid
     if valid is None:
         return k, context

@@ -48,6 +48,6 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
     ) -> Float[Array, "B H T V"]:
         """Return what queries read from a cache that holds their own tokens already."""
 
-    def forget(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
-        """The cache as it is: `TokenContext.first` says what is seen, and its slots are free again."""
+    def reset_rows(self, state: KVCache, rows: Bool[Array, " B"]) -> KVCache:
+        """The cache as it is: `TokenContext.document_start` says what is seen, and its slots are free again."""
         return state

@@ -126,7 +126,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         assert isinstance(state, RunningState)
         return running.end_steps(state)
 
-    def forget(self, state: LogState | RunningState, rows: Bool[Array, " B"]) -> LogState | RunningState:
+    def reset_rows(self, state: LogState | RunningState, rows: Bool[Array, " B"]) -> LogState | RunningState:
         empty = self.init_state(rows.shape[0], 0)
         if isinstance(state, LogState):
             return fill_where(rows, state, empty)

@@ -61,7 +61,7 @@ class Sigmoid(CachedMixer):
             cache.v,
             context.slot[:, -1:] + 1,
             offset=context.slot[:, :1],
-            first=context.first[:, None],
+            first=context.document_start[:, None],
             alpha=self.sigmoid_alpha,
             bias=self.bias,
         )

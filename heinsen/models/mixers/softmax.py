@@ -33,11 +33,11 @@ class Softmax(CachedMixer):
     def attend_cache(
         self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
     ) -> Float[Array, "B H T K"]:
-        return softmax.attend_cached(q, cache, context.slot, context.first)
+        return softmax.attend_cached(q, cache, context.slot, context.document_start)
 
     def _step(self, q: Array, k: Array, v: Array, state: KVCache, context: TokenContext) -> tuple[Array, KVCache]:
         """Without a copy of the cache, where all rows have one more token."""
         if context.valid is not None:
             return self._attend(q, k, v, state, context)
         q, k, v = self._cast(q, k, v)
-        return softmax.step_cached(q, k, v, state, context.slot, context.first)
+        return softmax.step_cached(q, k, v, state, context.slot, context.document_start)
