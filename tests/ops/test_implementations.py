@@ -91,7 +91,7 @@ def form(request, implementation, monkeypatch):
     """Each function in each implementation, with small chunks, two in a group."""
     if implementation != "chunked":
         return Form(request.param, implementation, None)
-    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: SMALL_CHUNK)
+    monkeypatch.setattr(schedule, "choose_chunk_size", lambda d_key: SMALL_CHUNK)
     monkeypatch.setattr(schedule, "chunks_per_group", lambda elements: 2)
     return Form(request.param, implementation, SMALL_CHUNK)
 
@@ -216,7 +216,7 @@ def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, 
 @pytest.mark.parametrize("scale", [1, 32])
 def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch, scale):
     """There the body of a loop over chunks takes several, and blocks of rows have several axes: here 2 x 3."""
-    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: 3)
+    monkeypatch.setattr(schedule, "choose_chunk_size", lambda d_key: 3)
     monkeypatch.setattr(schedule, "_MAX_UNROLL", 4)
     for module in (exact, schedule):
         monkeypatch.setattr(module, "rows_together", lambda size: 7)

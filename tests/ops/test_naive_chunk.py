@@ -19,7 +19,7 @@ naive = functools.partial(naive_chunk.log_attention, chunk_size=4)
 @pytest.fixture
 def small_chunks(monkeypatch):
     """The fast form in chunks of 4, two in a group, as the naive form takes them."""
-    monkeypatch.setattr(schedule, "chunk_size", lambda d_key: 4)
+    monkeypatch.setattr(schedule, "choose_chunk_size", lambda d_key: 4)
     monkeypatch.setattr(schedule, "chunks_per_group", lambda elements: 2)
 
 

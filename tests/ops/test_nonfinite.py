@@ -19,7 +19,7 @@ forms = pytest.mark.parametrize("function, implementation", FORMS)
 def run(function, implementation, arrays, segment_ids, g):
     """Output, and gradients of its product with g; several chunks and groups."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "chunk_size", lambda d_key: 4)
+        patch.setattr(schedule, "choose_chunk_size", lambda d_key: 4)
         patch.setattr(schedule, "chunks_per_group", lambda elements: 2)
         attend = functools.partial(
             getattr(heinsen, function), implementation=implementation, segment_ids=segment_ids, return_state=True

@@ -31,7 +31,7 @@ def inputs(draw):
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def _attend(q, k, log_v, size, in_group):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "chunk_size", lambda d_key: size)
+        patch.setattr(schedule, "choose_chunk_size", lambda d_key: size)
         patch.setattr(schedule, "chunks_per_group", lambda elements: in_group)
         return heinsen.log_attention(q, k, log_v, implementation="chunked", return_state=True)
 
