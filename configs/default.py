@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
                 b1=0.9,
                 b2=0.95,
                 eps=1e-8,
-                weight_decay=0.1,  # of matrices and the embedding only
+                weight_decay=0.1,  # of matrices and embeddings only
                 clip_norm=1.0,  # maximum global norm of the gradient; inf: none
             ),
             log_every=10,  # steps

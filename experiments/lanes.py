@@ -32,7 +32,7 @@ from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
 from heinsen.training.step import TrainState, init_function, make_step
 
 CYCLES = 10  # of steps, in one call of the program
-MOST_EXTENSIONS = 3  # of a grid of learning rates
+MOST_GRID_EXTENSIONS = 3  # of a grid of learning rates
 
 Batch = Any  # a tree of arrays [L, B, ...]
 Loss = Callable[..., jax.Array]  # (model, params, batch, mesh) -> scalar
@@ -105,18 +105,18 @@ class Lanes:
 
 
 def over_lanes(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.vmap(step)`; on CPUs lanes in turn, so that none computes again what only another one has lost."""
+    """`jax.vmap(step)`; on CPUs lanes in turn, so that rows that one computes exactly do not slow the others."""
     if jax.default_backend() != "cpu":
         return jax.vmap(step)
     return lambda *lanes: jax.lax.map(lambda lane: step(*lane), lanes)
 
 
 def grids(rates: Sequence[float], n: int, losses: Mapping[float, float]) -> Iterator[list[float]]:
-    """Yield a grid of rates, and up to `MOST_EXTENSIONS` extensions of it, each filled up to n with its last rate.
+    """Yield a grid of rates, and up to `MOST_GRID_EXTENSIONS` extensions of it, each filled up to n with its last rate.
 
     losses: of the rates so far, which the caller adds; NaN for runs that crashed.
     """
-    for _ in range(1 + MOST_EXTENSIONS):
+    for _ in range(1 + MOST_GRID_EXTENSIONS):
         yield [*rates, *[rates[-1]] * n][:n]
         if not (rates := extend(losses)):
             break

@@ -1,5 +1,6 @@
 """What the experiments share: programs and sweeps in parallel, and contestants that are tuned alike."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -8,7 +9,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
@@ -76,13 +77,25 @@ def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None
     with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
         if measure is not None:
             make_folder(out)
-            os.environ["JAX_COMPILATION_CACHE_DIR"] = str((out / "compiled").absolute())
-            results: Results = {**describe_machine(), **measure()}
+            with _keep_compilations(out / "compiled"):
+                results: Results = {**describe_machine(), **measure()}
         elif (out / "results.json").exists():
             results = read_results(out / "results.json")
         else:
             raise ExperimentError(f"{out} has no results.json: run the experiment without --report")
         print(write_report(out, results, report))
+
+
+@contextlib.contextmanager
+def _keep_compilations(folder: Path) -> Iterator[None]:
+    """Keep what this process and the programs that it starts compile in a folder."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder.absolute())
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))  # which read the variable when it started
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def describe_machine() -> dict[str, str]:

@@ -98,7 +98,7 @@ def _format_sizes(sizes: Sequence[int]) -> str:
 
 
 def make_mesh(config: MeshConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh of the devices, None: of all of all processes. Raises MeshError if their number or topology does not fit."""
+    """Mesh of the devices (None: all, of all processes). Raises MeshError if their number or topology does not fit."""
     devices = jax.devices() if devices is None else devices
     sizes = (config or MeshConfig()).sizes(len(devices))
     try:

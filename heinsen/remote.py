@@ -42,7 +42,7 @@ def open_mirror(address: str, workdir: Path) -> Mirror:
 def local_run(path: str) -> Path:
     """Return the folder of a run or an export that is to be read, after copying it from an address into the cache.
 
-    Of a run that are its config, its metrics and its newest checkpoint. Raises RemoteError.
+    Of a run that are its newest checkpoint and all files outside of checkpoints/. Raises RemoteError.
     """
     if not is_remote(path):
         return Path(path)

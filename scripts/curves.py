@@ -58,7 +58,7 @@ class Axis(NamedTuple):
 
 
 def _hours(log: RunLog, tokens: np.ndarray) -> np.ndarray:
-    """Hours of training steps by the logged rates: includes compilation, not validations and checkpoints."""
+    """Hours of training steps by the logged rates, without compilation, validations and checkpoints."""
     seen, rates = log.points("tokens_per_second")
     hours = np.cumsum(np.diff(seen, prepend=0.0) / rates) / 3600
     return np.interp(tokens, np.concatenate([[0.0], seen]), np.concatenate([[0.0], hours]))

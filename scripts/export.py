@@ -28,7 +28,9 @@ from heinsen.errors import exit_on_error
 from scripts.cli import parse_flags, refuse, refuse_address, show_help
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder of train.py.", required=True)
-OUT = flags.DEFINE_string("out", None, "Folder to write; must be new or empty.", required=True)
+OUT = flags.DEFINE_string(
+    "out", None, "Folder to write: new, empty, or an earlier export (--overwrite).", required=True
+)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ("float32", "bfloat16"), "Dtype on disk; float32 is lossless.")
 FORMAT = flags.DEFINE_enum(
     "format", "heinsen", ("heinsen", "hf", "onnx"), "hf: a folder that transformers loads; onnx: one decoding step."
@@ -128,6 +130,7 @@ def model_card(config: TrainConfig, workdir: Path, place: str, step: int, n_para
     return _CARD.format(
         front_matter=_FRONT_MATTER if for_transformers else "",
         name=workdir.resolve().name,
+        attention=config.model.attention,
         rows=rows,
         command=textwrap.indent(command(config, workdir), "    "),
         transformers_use=use,
@@ -140,8 +143,8 @@ def model_card(config: TrainConfig, workdir: Path, place: str, step: int, n_para
 _CARD = """\
 {front_matter}# {name}
 
-A language model whose attention is softmax attention with constant cost per token, trained by heinsen
-(https://github.com/glassroom/heinsen_attention has the method's paper and its published module).
+A language model with {attention} attention, trained by heinsen
+(https://github.com/glassroom/heinsen_attention has the paper and the published module of the attention of that name).
 
 | | |
 |---|---|

@@ -9,6 +9,7 @@ A long document is read once, kept as a state of constant size, and continued or
     python scripts/generate.py --workdir=RUN --load_state=document.state --prompt="In short, " --samples=4
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -158,6 +159,8 @@ def check_flags(n_prompts: int) -> None:
             )
         if n_texts > 1:
             raise InputError("--save_state saves one text: give one prompt and --samples=1")
+        if STOP.value:
+            raise InputError("--save_state saves what was read, tokens after a --stop too: leave one of both out")
     if STREAM.value and n_texts > 1:
         raise InputError("--stream shows one text as it is generated: give one prompt and --samples=1")
     if MAX_TOKENS.value == 0 and SAVE_STATE.value is None and not is_streamed(n_texts):
@@ -219,7 +222,7 @@ class Output:
 
 
 def write_texts(continuation: Continuation) -> Prefix:
-    """Generate and print the texts; return the prefix after the last tokens. Ctrl-C ends the texts."""
+    """Generate and print the texts; return the prefix after the last tokens. Ctrl-C, or no reader, ends the texts."""
     prefix = continuation.prefix
     pieces = continue_texts(
         continuation.model,
@@ -234,15 +237,14 @@ def write_texts(continuation: Continuation) -> Prefix:
     )
     try:
         output = Output(continuation)
-        for tokens, prefix in pieces:  # noqa: B007 (returned after the loop)
-            output.add(tokens)
-            if output.stopped:
-                break
+        with contextlib.suppress(KeyboardInterrupt):
+            for tokens, prefix in pieces:  # noqa: B007 (returned after the loop)
+                output.add(tokens)
+                if output.stopped:
+                    break
         output.close()
     except BrokenPipeError:
-        sys.exit(0)
-    except KeyboardInterrupt:
-        print(flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it exits
     return prefix
 
 

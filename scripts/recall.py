@@ -12,6 +12,7 @@ of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
 Models are saved every --config.checkpoint_every steps: rerun the same command to resume.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -93,7 +94,10 @@ def main(argv: list[str]) -> None:
         print("\n".join([*(line for each in runs for line in format_results(each)), json.dumps(results)]))
         write_atomically(out / "results.json", json.dumps(results) + "\n")
         plot(runs, out / "accuracy.png")
-        shutil.rmtree(checkpoints_of(out))
+        for each in configs:
+            shutil.rmtree(checkpoints_of(out) / find_fingerprint(each, task, lengths))
+        with contextlib.suppress(OSError):  # others are another command's
+            checkpoints_of(out).rmdir()
         print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
 
 

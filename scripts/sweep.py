@@ -12,7 +12,7 @@ values are checked before the first run starts. Rerun the same command to resume
 finished runs are not repeated. Each run is a run folder of train.py, such as DIR/learning_rate=0.001__seed=0. Beside
 them are sweep.json, sweep.csv and report.html.
 
-Exits with status 3 if runs have crashed, 75 if the sweep was interrupted, 1 if the command is wrong.
+Exits with status 3 if runs have not finished, 75 if the sweep was interrupted, 1 if the command is wrong.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ from heinsen.sweep.search import make_search
 from heinsen.sweep.space import SweepError, parse_space
 from scripts.sweep_runs import RunFactory
 
-EXIT_UNFINISHED = 3  # runs have crashed
+EXIT_UNFINISHED = 3  # some runs have not finished
 _REDRAW_SECONDS = 2.0  # of --status in a terminal
 
 FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the command line: {field: text}

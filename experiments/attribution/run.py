@@ -1,4 +1,4 @@
-"""What the attention is worth, what the block, each part and the optimizer: one change at a time.
+"""The worth of the attention, the block, each part and the optimizer: one change at a time.
 
     python experiments/attribution/run.py --corpus=corpus --out=OUT [--size=2M] [--cells=1,2] [--minutes=60]
     python experiments/attribution/run.py --report --out=experiments/attribution

@@ -14,6 +14,7 @@ from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.loader import evaluation_batches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
+from heinsen.files import atomic_writer
 from scripts.corpus.duplicates import hash_n_grams
 
 N_GRAMS = 4, 8, 16  # bytes, powers of two
@@ -46,7 +47,8 @@ def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_si
     arrays |= dict(names=np.array([str(name) for name in documents.names]))
     most = RARE * len(seeds)
     recalled = [find_recalled(arrays["test"], arrays["test_lengths"], train, n, most) for n in N_GRAMS]
-    np.savez_compressed(file, **arrays, recalled=np.stack(recalled))
+    with atomic_writer(file) as out_file:
+        np.savez_compressed(out_file, **arrays, recalled=np.stack(recalled))
     return file
 
 

@@ -2,7 +2,7 @@
 
 The parent process reads the inputs in order (`sources`) and sends batches of raw documents to worker processes, which
 parse and tokenize them (`tokenize`). It takes the results in the same order, closes a shard at the first document
-boundary at or after `shard_tokens` tokens, and records each finished shard with its position in the inputs (`shards`).
+boundary at or after `shard_tokens` tokens, and records each finished shard with its position in the inputs (`writer`).
 The output is a function of inputs and settings alone, however often it was interrupted.
 
 Several machines that share a file system may each prepare a part of a split: every N-th input, into a folder of its

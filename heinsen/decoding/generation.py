@@ -51,7 +51,7 @@ def decode(
     seen: Bool[Array | np.ndarray, "B vocab"] | None = None,
     buffer: int | None = None,
 ) -> tuple[Int[np.ndarray, "B N"], Prefix, Bool[Array, "B vocab"] | None]:
-    """Draw n_tokens tokens in one compiled loop: (the tokens, the prefix with them, `seen` with them).
+    """Draw n_tokens tokens in one compiled loop: (the tokens, the prefix and `seen` with all that were drawn).
 
     Args:
       params: from `step_params`.

@@ -54,6 +54,8 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
         header, arrays = _read_file(path)
     except FileNotFoundError as error:
         raise StateError(f"{path} does not exist: save a state there first (--save_state)") from error
+    except PermissionError as error:
+        raise StateError(f"{path} cannot be read: {error.strerror}") from error
     except StateError:
         raise
     except Exception as error:  # NumPy, zipfile and json raise errors of many types for bytes that are not theirs

@@ -71,7 +71,7 @@ def evaluate(
     mesh: Mesh,
     bytes_per_token: float,
 ) -> Evaluation:
-    """Average over the targets of `batches` (heinsen.data.evaluation_batches) where their mask is 1, in float64.
+    """Average over the targets of `batches` (heinsen.data.loader.evaluation_batches) where their mask is 1, in float64.
 
     eval_step is of `make_eval_step`.
     """

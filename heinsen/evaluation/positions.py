@@ -147,9 +147,7 @@ def plot_positions(result: ByPosition, title: str, path: Path) -> None:
     above.set(title=title, ylabel="loss (nats per token)")
     _draw(below, ranges, "difference", None, "C1")
     below.axhline(0, color="0.5", lw=0.8)
-    explained = "in windows, the first tokens of a document follow the end of another one, which helps"
-    below.set(xlabel=f"position (tokens before it; {explained})", ylabel="streaming minus windows")
-    below.xaxis.label.set_size("small")
+    below.set(xlabel="position (tokens before it in the document)", ylabel="streaming minus windows")
     below.set_xscale("log", base=2)
     for axes in (above, below):
         axes.axvline(window, color="0.5", lw=0.8, ls=":")

@@ -29,12 +29,15 @@ def summarize_split(result: SplitResult) -> dict[str, Any]:
         "step": result.step,
         "split": result.split,
         "mode": "streaming" if result.streaming else "windows",
+        "bytes": result.n_bytes,
         **dataclasses.asdict(result.total),
     }
     summary[_perplexity_name(result).replace("-", "_")] = summary.pop("perplexity")
     if result.sources is not None:
         named = _name_sources(result.sources)
         summary["sources"] = {name: dataclasses.asdict(source) for name, source in named.items()}
+    if len(result.dataset_losses) > 1:
+        summary["datasets"] = {name: dict(share=share, loss=loss) for name, share, loss in result.dataset_losses}
     if result.positions is not None:
         summary["by_position"] = dataclasses.asdict(result.positions)
     return summary

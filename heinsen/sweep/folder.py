@@ -54,7 +54,10 @@ class SweepFolder:
 
     @classmethod
     def open_or_create(cls, path: Path, definition: Definition, runs: Sequence[SweepRun]) -> "SweepFolder":
-        """Resume the sweep in the folder, or create it. Raises SweepError if the folder holds something else."""
+        """Resume the sweep in the folder, or create it.
+
+        Raises SweepError if the folder holds something else, or another command is running its sweep.
+        """
         if (path / SWEEP_FILE).exists():
             old = cls.load(path)
             base = differences(old.definition.base, definition.base)
@@ -64,8 +67,12 @@ class SweepFolder:
                     f"{path} holds another sweep:\n  " + "\n  ".join(lines) + "\nGive another --workdir, or rerun the "
                     "command of that sweep to resume it."
                 )
-            runs = runs or old.runs
-        elif path.exists() and (not path.is_dir() or any(each.name != LOCK_FILE for each in path.iterdir())):
+            folder = cls(path, definition, runs)
+            with folder.lock():
+                folder.runs = folder.runs or cls.load(path).runs
+                folder.save()
+            return folder
+        if path.exists() and (not path.is_dir() or any(each.name != LOCK_FILE for each in path.iterdir())):
             raise SweepError(f"{path} exists and holds no sweep: give another --workdir")
         folder = cls(path, definition, runs)
         folder.save()

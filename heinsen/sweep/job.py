@@ -132,7 +132,7 @@ class SlurmTask:
         return submitit.helpers.DelayedSubmission(SlurmTask(self.command, self.folder))
 
 
-@functools.cache  # submitit asks SLURM about all jobs together, and not more often than is good for it
+@functools.cache  # submitit asks SLURM about all jobs together, at a limited rate
 def slurm_job(jobs: Path, job_id: str) -> submitit.SlurmJob[int]:
     """Return a job that has been submitted from the folder `jobs`, perhaps by another process."""
     return submitit.SlurmJob(jobs, job_id)

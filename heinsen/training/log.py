@@ -32,7 +32,7 @@ _COLUMNS = (
 
 
 class Console:
-    """Progress of a run on stderr: on a terminal a bar with loss, rate and ETA, in a log file lines of them.
+    """Progress of a run on stderr: loss, rate and ETA, as a bar on a terminal and as lines in a log file.
 
     Without `enabled` it prints nothing.
     """

@@ -1,4 +1,4 @@
-"""The paper's recipe: AdamW, weight decay on matrices and embedding only, clipping, linear warm-up, then cosine.
+"""The paper's recipe: AdamW, weight decay on matrices and embeddings only, clipping, linear warm-up, then cosine.
 
 Or Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for the matrices of the layers: their
 momentum, orthogonalized. Its updates have the size of Adam's (Liu et al., 2025, "Muon is scalable for LLM training")
@@ -57,7 +57,7 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
 
 
 def decay_mask(params: Params) -> Any:
-    """Return a tree of booleans: True for matrices and the embedding, which decay; biases and scales do not."""
+    """Return a tree of booleans: True for matrices and embeddings, which decay; biases and scales do not."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 

@@ -33,7 +33,7 @@ def compiled_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 def available_bytes() -> int | None:
-    """Return the memory of a device, of which a CPU's devices share the machine's; None if it is not known."""
+    """Return the memory of one device, None if it is not known. A CPU's devices share the machine's equally."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]

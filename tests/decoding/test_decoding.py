@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from heinsen.decoding import (
     read,
     sample,
     save_prefix,
+    saved_state,
     score,
     step_params,
 )
@@ -454,6 +456,13 @@ def test_any_change_of_a_state_is_told_by_its_digest(rng, saved, tmp_path):
         write_state(tmp_path / "state", header | change, arrays)
         with refused:
             load_prefix(tmp_path / "state", config, params)
+
+
+def test_a_file_that_may_not_be_read_is_no_damaged_one(saved, tmp_path, monkeypatch):
+    config, params, *_ = saved
+    monkeypatch.setattr(saved_state, "_read_file", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(StateError, match="state cannot be read: Permission denied"):
+        load_prefix(tmp_path / "state", config, params)
 
 
 @pytest.mark.parametrize("header", [[], 5, None, {}, "x"])

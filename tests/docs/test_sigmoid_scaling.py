@@ -3,6 +3,7 @@
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -88,7 +89,14 @@ def test_a_study_finds_the_law_and_writes_table_and_figure(tokens, rng, tmp_path
     assert "| 0.50 | 1.414214 | 1.414214 |" in text
     assert len(plot_norms(found).axes[0].lines) == 2 * 3 + 1
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")  # which the experiment sets
-    tools.execute(tmp_path / "new", report_module, lambda: found)
+
+    def measure():
+        assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "new" / "compiled")
+        return found
+
+    before = jax.config.values["jax_compilation_cache_dir"]
+    tools.execute(tmp_path / "new", report_module, measure)
+    assert jax.config.values["jax_compilation_cache_dir"] == before
     assert {file.name for file in (tmp_path / "new").iterdir()} == {"report.md", "results.json", "norms.png"}
 
 

@@ -157,14 +157,15 @@ def reports(run, other_data, plot, commands):
 
 def test_last_line_of_eval_is_the_result_in_json(reports, run, measure, dataset):
     assert BATCH % 3
-    keys = {"workdir", "step", "split", "mode", "documents", "tokens"}
+    keys = {"workdir", "step", "split", "mode", "documents", "tokens", "bytes"}
     keys |= {"loss", "loss_interval", "perplexity", "bits_per_byte", "bits_per_byte_interval"}
     _, expected = measure()
     for name in ("own", "three devices"):
         result = json.loads(reports[name][-1])
         assert result.keys() == keys | ({"by_position"} if name == "three devices" else set())
         assert (result["workdir"], result["step"], result["split"]) == (str(run.workdir), STEPS, "validation")
-        assert (result["tokens"], result["documents"]) == (dataset.n_tokens, dataset.n_documents)
+        assert (result["tokens"], result["bytes"]) == (dataset.n_tokens, dataset.n_bytes)
+        assert result["documents"] == dataset.n_documents
         assert result["mode"] == "windows"
         assert result["loss_interval"][0] < result["loss"] < result["loss_interval"][1]
         for field in ("loss", "perplexity", "bits_per_byte"):

@@ -172,9 +172,10 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     step_of = lambda folder: sorted(path.name for path in folder.glob("checkpoints/*"))
     saved = lambda: sorted(map(step_of, tmp_path.glob("killed/unfinished/*"))) == [["30"], ["40"]]
     stop_when(commands.start(*arguments), saved, signal.SIGKILL)
+    (other := tmp_path / "killed/unfinished/another_config").mkdir()
     end = commands.run(*arguments)
     assert end.returncode == 0 and "seed 0 step" not in end.stderr and "seed 1 step 20/40" not in end.stderr, end.stderr
     runs = json.loads(end.stdout.splitlines()[-1])["runs"]
-    assert [run["seed"] for run in runs] == [0, 1] and not (tmp_path / "killed/unfinished").exists()
+    assert [run["seed"] for run in runs] == [0, 1] and list(other.parent.iterdir()) == [other]
     assert runs[0]["accuracy"] == result["accuracy"] != runs[1]["accuracy"]
     assert runs[0]["loss"] == result["loss"] and runs[0]["tokens"] == result["tokens"]

@@ -85,6 +85,10 @@ BAD_COMMANDS = {
         ["scripts/generate.py", "--workdir={run}", "--save_state={new}/state"],
         ["error: --save_state={new}/state: {new} is no folder that can be written to"],
     ),
+    "generate: a state after a stop": (
+        ["scripts/generate.py", "--workdir={run}", "--save_state={all}/state", "--stop=x", "--max_tokens=9"],
+        ["error: --save_state saves what was read, tokens after a --stop too"],
+    ),
 }
 
 
@@ -155,7 +159,8 @@ def test_a_last_update_that_breaks_the_model_is_not_reported_as_a_finished_run(r
 
 
 # generate.py once for each of the commands {name: [arguments, text on stdin]}, in one process, which loads and compiles
-# for all of them. Prints what each wrote, and how many bytes all arrays had when the first began to write.
+# for all of them. Prints what each wrote, and how many bytes all arrays had when the first began to write. Ctrl-C
+# arrives after the first tokens of the commands named "interrupted ...".
 GENERATE_ALL = """
 import contextlib, io, json, sys
 import jax
@@ -164,7 +169,10 @@ from scripts import generate
 write, n_bytes = generate.continue_texts, []
 def count_bytes(*args, **kwargs):
     n_bytes.append(sum(x.nbytes for x in jax.live_arrays()))
-    return write(*args, **kwargs)
+    for piece in write(*args, **kwargs):
+        yield piece
+        if name.startswith("interrupted"):
+            raise KeyboardInterrupt
 generate.continue_texts = count_bytes
 written = {}
 for name, (arguments, text) in json.loads(sys.argv[1]).items():
@@ -191,6 +199,8 @@ def written(run, commands, tmp_path_factory):
         "document": [[*same, "--stop_at_eot", "--max_tokens=400"], ""],
         "samples": [[*same, "--prompt=some text", "--samples=2", "--min_p=0.05", "--stop=e"], ""],
         "state": [[*same, f"--load_state={state}", "--prompt=xt", "--temperature=0"], ""],
+        "interrupted samples": [[*same, *greedy, "--samples=2"], ""],
+        "interrupted stream": [[same[0], *greedy, "--max_tokens=0"], ""],
     }
     before = snapshot(run.workdir)
     end = commands.run("-c", GENERATE_ALL, json.dumps(cases))
@@ -245,12 +255,19 @@ def test_generate_writes_several_samples_up_to_a_stop_string(run, written):
     assert not any("e" in text.removeprefix("some text") for text in samples)
 
 
-def test_generate_streams_valid_utf8_without_end_until_the_reader_leaves(run, commands):
+def test_generate_prints_what_it_has_when_it_is_interrupted(run, written):
+    first = expected_text(run, "some text", Sampling(0.0), 0, 32)
+    assert written["interrupted samples"] == f"---- 1 of 2\n{first}---- 2 of 2\n{first}"
+    assert written["interrupted stream"] == expected_text(run, "some text", Sampling(0.0), 0, 8)
+
+
+def test_generate_streams_valid_utf8_until_the_reader_leaves_and_saves_the_state(run, commands, tmp_path):
     """At a high temperature all bytes are nearly equally likely: most are not UTF-8, some are half a character."""
-    process = commands.start("scripts/generate.py", f"--workdir={run.workdir}", "--max_tokens=0", "--temperature=100")
+    where = [f"--workdir={run.workdir}", f"--save_state={tmp_path / 'state'}"]
+    process = commands.start("scripts/generate.py", *where, "--max_tokens=1000000", "--temperature=100")
     decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
     pieces = [decoder.decode(process.stdout.read1()) for _ in range(200)]
-    assert process.poll() is None, "it writes without end"
+    assert process.poll() is None, "it goes on"
     text = "".join(pieces)
     assert sum(map(bool, pieces)) > 100, "in pieces, as they are drawn"
     assert "\N{REPLACEMENT CHARACTER}" in text and any(letter in text for letter in "abcdefghijklm")
@@ -258,3 +275,4 @@ def test_generate_streams_valid_utf8_without_end_until_the_reader_leaves(run, co
     process.stdout = None
     end = finish(process)
     assert end.returncode == 0 and "Traceback" not in end.stderr and "BrokenPipe" not in end.stderr
+    assert (tmp_path / "state").exists() and "the state after" in end.stderr

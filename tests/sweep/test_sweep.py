@@ -168,8 +168,11 @@ def test_two_commands_do_not_run_one_sweep(ended, monkeypatch):
     with folder.lock():
         assert is_held(folder.path / "sweep.lock")
         monkeypatch.setattr("heinsen.sweep.folder.hold_lock", functools.partial(hold_lock, patience=0.0))
-        with pytest.raises(SweepError, match=rf"another command is running.*process {os.getpid()} on "), folder.lock():
-            pass
+        before = (folder.path / "sweep.json").read_bytes()
+        for use in (folder.lock().__enter__, lambda: SweepFolder.open_or_create(folder.path, folder.definition, [])):
+            with pytest.raises(SweepError, match=rf"another command is running.*process {os.getpid()} on "):
+                use()
+        assert (folder.path / "sweep.json").read_bytes() == before
     assert not is_held(folder.path / "sweep.lock")
 
 

@@ -61,7 +61,7 @@ class RunMirror(Mirror):
         if not (self._workdir / CONFIG_FILE).exists():
             print(f"{self._workdir} holds no run: fetching step {newest}", file=sys.stderr, flush=True)
             names = [name for name in listed if name.startswith(f"{CHECKPOINTS}/{newest}/")]
-            _fetch(self._remote, [*names, *_small_files(listed)], self._workdir)
+            _fetch(self._remote, [*names, *_outside_checkpoints(listed)], self._workdir)
         elif newest > (here := max(checkpoint_steps(self._workdir), default=0)):
             raise RunError(
                 f"{self._remote.address} holds step {newest} of this run, {self._workdir} step {here}: give an empty "
@@ -152,7 +152,7 @@ def fetch_run(address: str) -> Path:
     if CONFIG_FILE not in listed:
         raise RemoteError(f"{address} holds no run and no export: it has no {CONFIG_FILE}")
     newest = max(_whole_steps(listed), default=None)
-    names = [name for name in listed if name.startswith(f"{CHECKPOINTS}/{newest}/")] + _small_files(listed)
+    names = [name for name in listed if name.startswith(f"{CHECKPOINTS}/{newest}/")] + _outside_checkpoints(listed)
     version = json.dumps({name: listed[name] for name in names}, sort_keys=True)
     folder = cache_folder("runs", remote.address) / remote.address.rsplit("/", 1)[-1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _fetch(remote: Remote, names: list[str], folder: Path) -> None:
         remote.download(name, folder / name)
 
 
-def _small_files(listed: dict[str, str]) -> list[str]:
+def _outside_checkpoints(listed: dict[str, str]) -> list[str]:
     return [name for name in listed if not name.startswith(f"{CHECKPOINTS}/")]
 
 
