@@ -5,7 +5,7 @@
 
 If --workdir holds a run, train.py resumes it. On Ctrl-C, SIGTERM, SIGUSR1, SIGHUP or a cluster's preemption notice it
 saves a checkpoint and exits with status 75: rerun the same command to resume. --plan compiles the step, times it and
-prints what the whole run would cost; with --target=h200-8, v5p-8, ... for a machine that is not there, by its compiler
+prints what the whole run would cost; with --target=h200-8, v5p-8, ... for another machine, by its compiler
 and without timing (docs/planning.md).
 
 On several hosts start one process per host with the same command. Started by srun or mpirun they find each other; on a

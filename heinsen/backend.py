@@ -1,7 +1,7 @@
 """The backend that programs are compiled for: that of the devices here, unless a plan names another.
 
 Chunk sizes, blocks and kernels are chosen while a program is traced, before a compiler says for what. A plan compiles
-for devices that are not there (`compiling_for`); whatever chooses by backend asks `current`, not JAX's default backend.
+for devices of other machines (`compiling_for`); whatever chooses by backend asks `current`, not JAX's default backend.
 """
 
 from collections.abc import Iterator

@@ -46,6 +46,9 @@ PARAMETER_RULES: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = (
     ("/gate/kernel", (None, None, "tensor")),  # [L, D, H]
     ("/gate/bias", (None, "tensor")),
     ("/gate/scale", (None, "tensor")),
+    ("/gate_after/kernel", (None, None, "tensor")),  # as those of `gate`, of models that see both directions
+    ("/gate_after/bias", (None, "tensor")),
+    ("/gate_after/scale", (None, "tensor")),
     ("strength/kernel", (None, None, "tensor")),  # [L, D, H]
     ("strength/bias", (None, "tensor")),
     ("output_gate/kernel", (None, "fsdp", "tensor")),  # [L, D, H V], head by head

@@ -4,14 +4,17 @@ import signal
 import socket
 import time
 
+import jax
 import pytest
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
-from heinsen.parallel import MeshConfig, make_mesh
+from heinsen.models import abstract_params
+from heinsen.parallel import AXES, MeshConfig, make_mesh, shardings
 from heinsen.training.folder import load_run
 from heinsen.training.loop import train
 from heinsen.weights import load_params
+from tests.model_configs import model_config
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
@@ -223,7 +226,8 @@ assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * size(state)
 COMMUNICATION = """
 import jax, numpy as np
 from heinsen.models import mean_loss
-from heinsen.parallel import MeshConfig, make_mesh, split_batch
+from heinsen.models import abstract_params
+from heinsen.parallel import AXES, MeshConfig, make_mesh, shardings, split_batch
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state
 from tests.runs import run_config
@@ -284,6 +288,21 @@ def test_arrays_lie_where_the_mesh_says_and_a_mesh_that_does_not_fit_is_refused(
         f"error: {BATCH} sequences per pass (batch_size {BATCH} / accumulation_steps 1) do not divide over 3 devices"
     )
     assert done.stderr.startswith(message) and snapshot(workdir) == before
+
+
+@pytest.mark.wrong_types  # a mesh without devices
+@pytest.mark.parametrize("parts", [dict(objective="masked"), dict(attention="delta"), dict(block="gpt2")])
+def test_parameters_with_an_axis_of_heads_are_divided_by_heads(parts):
+    config = model_config(n_heads=6, gate="head", output_gate=True, convolution=3, **parts)
+    abstract = abstract_params(config)
+    where = shardings(jax.sharding.AbstractMesh((1, 1, 2, 1), AXES), abstract)
+    specs = {
+        jax.tree_util.keystr(path): dict(enumerate(sharding.spec)).get(x.shape.index(6))
+        for (path, x), sharding in zip(jax.tree.leaves_with_path(abstract), jax.tree.leaves(where), strict=True)
+        if 6 in x.shape
+    }
+    assert any("gate" in name for name in specs)
+    assert {name: axes for name, axes in specs.items() if axes != "tensor"} == {}
 
 
 def test_the_axis_that_takes_the_rest():

@@ -272,7 +272,9 @@ def _differences(recorded: dict[str, list[str]], wanted: dict[str, Any]) -> list
 # ---- finding a whole checkpoint --------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _Whole(NamedTuple):
+    """A checkpoint that is whole."""
+
     step: int
     record: dict[str, Any]
     fields: dict[str, Any]
@@ -289,7 +291,7 @@ def _steps(directory: Path) -> list[int]:
 
 def _find_newest(
     directory: Path, wanted: dict[str, Any], config_hash: str | None = None
-) -> tuple[_Found | None, dict[int, str]]:
+) -> tuple[_Whole | None, dict[int, str]]:
     """Return the newest whole checkpoint, None if there are no checkpoints, and {newer step: its damage}.
 
     All processes return the same: what one of them cannot read counts as damaged for all, and the rest follows from the
@@ -306,7 +308,7 @@ def _find_newest(
         if record is not None and fields is not None:
             changed = [name for name, x in _describe(fields).items() if record["arrays"][name] != x]
             if not changed:
-                return _Found(step, record, fields), damaged
+                return _Whole(step, record, fields), damaged
             reason = f"{len(changed)} arrays are not as they were saved: {_join_first(changed)}"
         damaged[step] = str(reason)
     if not damaged:

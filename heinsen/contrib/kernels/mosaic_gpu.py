@@ -63,7 +63,7 @@ from heinsen.ops.schedule import Split, take_group
 from heinsen.ops.values import LOG_DOMAIN, SMALLEST_SUM, Domain, StateT, Summary, Sums
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
-Held = Any
+KernelArray = Any
 
 CHUNK = 64  # tokens: the rows of the matrix units
 LARGEST_HEAD = 64  # features: what fits into the registers and the shared memory of a block
@@ -92,46 +92,46 @@ class Sizes(NamedTuple):
 class DecayVectors(NamedTuple):
     """Vectors of each chunk for log decays or document starts; those of value features are None for real values."""
 
-    kept_k: Held  # [G, N, R]: factors of M_s, with kept_v, after the chunk
-    kept_v: Held  # [G, N, V]
-    kept_z: Held  # [G, N, R]: of M_z
-    after_c: Held  # [G, N, R]: shift of the keys as they enter the sums
-    own_b: Held  # [G, N, V]: shift of the values
-    to_reading: Held  # [G, N, V]: exp(own_b - b)
-    to_after: Held  # [G, N, V]: exp(own_b - b after the chunk)
-    units: Held  # [G, T]: `decay.DecaySums`
-    unit: Held  # [G, T]
-    rest: Held  # [G, T]
-    first: Held  # [G, T]: position in the chunk of the first token of each query's document
-    of_state: Held  # [G, T]: factor of the sums before the chunk at each query
-    until_end: Held  # [G, T]: log decay of each key at the chunk's end
+    kept_k: KernelArray  # [G, N, R]: factors of M_s, with kept_v, after the chunk
+    kept_v: KernelArray  # [G, N, V]
+    kept_z: KernelArray  # [G, N, R]: of M_z
+    after_c: KernelArray  # [G, N, R]: shift of the keys as they enter the sums
+    own_b: KernelArray  # [G, N, V]: shift of the values
+    to_reading: KernelArray  # [G, N, V]: exp(own_b - b)
+    to_after: KernelArray  # [G, N, V]: exp(own_b - b after the chunk)
+    units: KernelArray  # [G, T]: `decay.DecaySums`
+    unit: KernelArray  # [G, T]
+    rest: KernelArray  # [G, T]
+    first: KernelArray  # [G, T]: position in the chunk of the first token of each query's document
+    of_state: KernelArray  # [G, T]: factor of the sums before the chunk at each query
+    until_end: KernelArray  # [G, T]: log decay of each key at the chunk's end
 
 
 class ChunkVectors(NamedTuple):
     """Vectors of each chunk. Key features are filled up to the R rows of M."""
 
-    c: Held  # [G, N, R]: shifts of the sums that queries read
-    b: Held  # [G, N, V]
-    moved_k: Held  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
-    moved_v: Held  # [G, N, V]
-    positions: Held  # [N, C]: of tokens in their chunk
+    c: KernelArray  # [G, N, R]: shifts of the sums that queries read
+    b: KernelArray  # [G, N, V]
+    moved_k: KernelArray  # [G, N, R]: factors that bring M, or in the backward pass its gradient, to the chunk's shifts
+    moved_v: KernelArray  # [G, N, V]
+    positions: KernelArray  # [N, C]: of tokens in their chunk
     decay: DecayVectors | None
 
 
 class Inputs(NamedTuple):
     """A call's arrays as the kernels read them."""
 
-    q: Held  # [G, T, K]
-    k: Held  # [G, T, K]
-    values: Held  # [G, T, V]
+    q: KernelArray  # [G, T, K]
+    k: KernelArray  # [G, T, K]
+    values: KernelArray  # [G, T, V]
     vectors: ChunkVectors
 
 
 class KernelSums(NamedTuple):
     """Sums M or their gradients."""
 
-    s: Held  # [G, R, V]
-    z: Held  # [G, K]
+    s: KernelArray  # [G, R, V]
+    z: KernelArray  # [G, K]
 
 
 class _Chunk(NamedTuple):
@@ -223,12 +223,12 @@ class _Chunk(NamedTuple):
 class Written(NamedTuple):
     """Outputs of the forward kernel."""
 
-    y: Held  # [G, T, V]
-    s: Held  # [G, T, V]: S, with 1 where it is rightly 0
-    z: Held  # [G, T]: Z, the same
-    least: Held  # [G, T]: the smallest of each query's sums that must not lose terms
-    before_s: Held  # [G, N, K, V]: M_s before each chunk
-    before_z: Held  # [G, N, K]
+    y: KernelArray  # [G, T, V]
+    s: KernelArray  # [G, T, V]: S, with 1 where it is rightly 0
+    z: KernelArray  # [G, T]: Z, the same
+    least: KernelArray  # [G, T]: the smallest of each query's sums that must not lose terms
+    before_s: KernelArray  # [G, N, K, V]: M_s before each chunk
+    before_z: KernelArray  # [G, N, K]
     end: KernelSums
 
 
@@ -378,20 +378,20 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> Written:
 class Cotangents(NamedTuple):
     """Inputs of the backward kernel beside those of the forward kernel; `moved_k`, `moved_v` are after each chunk."""
 
-    dy: Held  # [G, T, V]
-    s: Held  # [G, T, V], as written by the forward kernel
-    z: Held  # [G, T]
-    before_s: Held  # [G, N, K, V]
-    before_z: Held  # [G, N, K]
-    factors: Held  # [2]: of the cotangents in the kernel, and of the gradients that it writes
+    dy: KernelArray  # [G, T, V]
+    s: KernelArray  # [G, T, V], as written by the forward kernel
+    z: KernelArray  # [G, T]
+    before_s: KernelArray  # [G, N, K, V]
+    before_z: KernelArray  # [G, N, K]
+    factors: KernelArray  # [2]: of the cotangents in the kernel, and of the gradients that it writes
 
 
 class Gradients(NamedTuple):
     """Outputs of the backward kernel."""
 
-    q: Held  # [G, T, K]
-    k: Held  # [G, T, K]
-    values: Held  # [G, T, V]
+    q: KernelArray  # [G, T, K]
+    k: KernelArray  # [G, T, K]
+    values: KernelArray  # [G, T, V]
     first: KernelSums  # of the sums before the first chunk, relative to its shifts
     decay: Any  # DecayGradients, or None
 
@@ -416,9 +416,9 @@ class _BackwardOperands(NamedTuple):
 class DecayGradients(NamedTuple):
     """Gradients of the sums of log decays, before they are scaled."""
 
-    sums: Held  # [G, T]: of the sum up to each token
-    ends_s: Held  # [G, N, R]: of the last sum of each chunk: the total of these two
-    ends_z: Held  # [G, N, K]
+    sums: KernelArray  # [G, T]: of the sum up to each token
+    ends_s: KernelArray  # [G, N, R]: of the last sum of each chunk: the total of these two
+    ends_z: KernelArray  # [G, N, K]
 
 
 def _backward_kernel(

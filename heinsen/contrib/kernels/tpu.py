@@ -40,17 +40,17 @@ CHUNK = LANES  # tokens
 SUBLANES = 8
 VMEM_BYTES = 32 * 2**20
 
-Held = Any  # an array, its type and block, or a kernel's reference to it
+KernelArray = Any  # an array, its type and block, or a kernel's reference to it
 
 
 class Inputs(NamedTuple):
     """A call's tokens."""
 
-    q: Held  # [G, K, T]
-    k: Held  # [G, K, T]
-    values: Held  # [G, V, T]
-    resets: Held  # [G, 1, T], 0 or 1; None: one document
-    log_decay: Held  # [G, 1, T]; None: 0
+    q: KernelArray  # [G, K, T]
+    k: KernelArray  # [G, K, T]
+    values: KernelArray  # [G, V, T]
+    resets: KernelArray  # [G, 1, T], 0 or 1; None: one document
+    log_decay: KernelArray  # [G, 1, T]; None: 0
 
     def read(self) -> tuple[Array, Keys]:
         """A chunk's queries and keys [C, ...]."""
@@ -62,10 +62,10 @@ class Inputs(NamedTuple):
 class KernelSums(NamedTuple):
     """A summary between chunks, or gradients of its sums."""
 
-    s: Held  # [G, K, V]
-    z: Held  # [G, 1, K]
-    c: Held = None  # [G, 1, K]; None for gradients
-    b: Held = None  # [G, 1, V]; None for gradients and real values
+    s: KernelArray  # [G, K, V]
+    z: KernelArray  # [G, 1, K]
+    c: KernelArray = None  # [G, 1, K]; None for gradients
+    b: KernelArray = None  # [G, 1, V]; None for gradients and real values
 
     def read_sums(self) -> Sums:
         return Sums(self.s[...], self.z[:, 0])
@@ -86,8 +86,8 @@ class KernelSums(NamedTuple):
 class Before(NamedTuple):
     """Summaries before each chunk. The P heads of a block share the lanes of M_s."""
 
-    s: Held  # [G / P, N, K, P V]
-    z: Held  # [G, N, 1, K]
+    s: KernelArray  # [G / P, N, K, P V]
+    z: KernelArray  # [G, N, 1, K]
     shifts: Any  # `Shifts` of [G, N, 1, ...]
 
     def read(self) -> Summary:
@@ -96,7 +96,7 @@ class Before(NamedTuple):
         return Summary(Sums(jnp.stack([s[:, i : i + d_value] for i in range(0, s.shape[1], d_value)]), z), shifts)
 
     def write(self, summary: Summary) -> None:
-        def write_one(ref: Held, x: Array) -> None:
+        def write_one(ref: KernelArray, x: Array) -> None:
             ref[:, 0, 0] = x
 
         self.s[0, 0] = jnp.concatenate(list(summary.sums.s), axis=-1)
@@ -109,16 +109,16 @@ class Before(NamedTuple):
 class Saved(NamedTuple):
     """Outputs of the forward kernel for the backward kernel."""
 
-    s: Held  # [G, V, T]: S of each query
+    s: KernelArray  # [G, V, T]: S of each query
     before: Before
 
 
 class Written(NamedTuple):
     """Outputs of the forward kernel."""
 
-    y: Held  # [G, V, T]
-    z: Held  # [G, 1, T]: Z of each query
-    fine: Held  # [G, 1, C]: 0 where a sum may have lost terms, in any chunk, else 1
+    y: KernelArray  # [G, V, T]
+    z: KernelArray  # [G, 1, T]: Z of each query
+    fine: KernelArray  # [G, 1, C]: 0 where a sum may have lost terms, in any chunk, else 1
     end: KernelSums
     saved: Any  # `Saved`, or None
 
@@ -160,19 +160,19 @@ def _are_fine(sums: Sums, r: Array, b: Array | None) -> Array:
 class Cotangents(NamedTuple):
     """Inputs of the backward kernel beside those of the forward kernel."""
 
-    dy: Held  # [G, V, T]
-    z: Held  # [G, 1, T]
+    dy: KernelArray  # [G, V, T]
+    z: KernelArray  # [G, 1, T]
     saved: Saved
-    factors: Held  # [2]: 1 / divisor, divisor
+    factors: KernelArray  # [2]: 1 / divisor, divisor
 
 
 class Gradients(NamedTuple):
     """Outputs of the backward kernel."""
 
-    q: Held  # [G, K, T]
-    k: Held  # [G, K, T]
-    values: Held  # [G, V, T]
-    log_decay: Held  # [G, 1, T]; None without log decays
+    q: KernelArray  # [G, K, T]
+    k: KernelArray  # [G, K, T]
+    values: KernelArray  # [G, V, T]
+    log_decay: KernelArray  # [G, 1, T]; None without log decays
     first: KernelSums  # of the sums before the first chunk
 
 
