@@ -285,7 +285,7 @@ def exact_weights(
     """
     n_tokens = k.shape[-2]
     size = next(size for size in range(min(SUBCHUNK, n_tokens), 0, -1) if n_tokens % size == 0)
-    at = lambda places, expand: places.tokens(lambda x: expand(_subchunks(x, size)))
+    at = lambda positions, expand: positions.tokens(lambda x: expand(_subchunks(x, size)))
     within = visible_log_decay(
         at(x.queries, lambda x: x[..., :, None]).log_decay_since(at(x.keys, lambda x: x[..., None, :])) for x in decays
     )[..., None]  # [*batch, N, M, M, 1], of a key of the query's subchunk
