@@ -143,8 +143,8 @@ def model_card(config: TrainConfig, workdir: Path, place: str, step: int, n_para
 _CARD = """\
 {front_matter}# {name}
 
-A language model with {attention} attention, trained by heinsen
-(https://github.com/glassroom/heinsen_attention has the paper and the published module of the attention of that name).
+A language model with {attention} attention, trained by heinsen, which implements the paper of
+https://github.com/glassroom/heinsen_attention.
 
 | | |
 |---|---|

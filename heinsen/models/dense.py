@@ -17,8 +17,8 @@ PRODUCT = "product"  # the name of every product, for policies of remat
 class Dense(nn.Module):
     """y = x W + b, with inputs of the product in `dtype`; y and its accumulator are float32 at least.
 
-    W and b start uniform in (-1, 1) / sqrt(fan_in); with an `init_std`, W starts normal with
-    this standard deviation, and b zero.
+    W and b start uniform in (-1, 1) / sqrt(fan_in); with an `init_std`, W starts normal with this
+    standard deviation, and b zero.
     """
 
     features: int

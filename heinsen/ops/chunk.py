@@ -56,7 +56,7 @@ class Later(NamedTuple):
     # [*batch, C, 1] bool: a document starts, so earlier queries see neither this token nor any after it; None: nowhere.
     starts: Array | None = None
     resets: Array | None = None  # [*batch, C, 1] bool: true where a token erases all later ones; None: no token does
-    log_decay: Array | None = None  # [*batch, C, 1]: log factor of the weights of all later tokens; None: no gate
+    log_decay: Array | None = None  # [*batch, C, 1]: log factor of all later weights, 0 at resets; None: no gate
 
 
 class Keys(NamedTuple):
@@ -65,7 +65,7 @@ class Keys(NamedTuple):
     k: Array  # [*batch, C, K]
     values: Array  # [*batch, C, V]
     resets: Array | None = None  # [*batch, C, 1] bool: true where a token erases all earlier ones; None: no token does
-    log_decay: Array | None = None  # [*batch, C, 1]: log factor of the weights of all earlier tokens, 0 at resets
+    log_decay: Array | None = None  # [*batch, C, 1]: log factor of all earlier weights, 0 at resets; None: no gate
     later: Later | None = None  # None: queries see keys up to their own
 
     @classmethod

@@ -68,10 +68,7 @@ def following(x: Array, last: Array) -> Array:
 
 
 def largest_log_weight(c: Array, log_decay: Array, after_c: Array) -> Array:
-    """Log [*batch, 1] of the largest share of older weights in the sums after a chunk.
-
-    No mean keeps a larger share of its older values, so their shift b may fall by as much.
-    """
+    """Log [*batch, 1] of the largest weight, after a chunk, of all before it; their shift b falls by as much."""
     return jnp.max(log_rescaling(c, after_c, log_decay), axis=-1, keepdims=True)
 
 
