@@ -1,11 +1,14 @@
-"""Time the attention of this checkout beside that of another commit, in one process.
+"""Time the attention of this checkout, or its training step, beside that of another commit, in one process.
 
     python scripts/compare_versions.py --old=COMMIT [--repeats=41] [--tokens=1024] [--heads=16]
+    python scripts/compare_versions.py --old=COMMIT --config=configs/NAME.py [--repeats=41 --config.any.field=value ...]
 
-The other commit's package is imported under another name. Calls of the two alternate, forward and with gradients, and
-each row prints the ratio of their medians, new over old, the new median, and the seconds that compiling took.
+The other commit's package is imported under another name. Calls of the two alternate, attention forward and with
+gradients, and each row prints the ratio of their medians, new over old, the new median, and the seconds that compiling
+took. With --config it is the training step of that config, on random tokens.
 """
 
+import importlib
 import importlib.util
 import io
 import re
@@ -22,11 +25,12 @@ from typing import Any
 from absl import app, flags, logging
 
 from heinsen.errors import InputError, exit_on_error
-from scripts.cli import parse_flags, show_help
+from scripts.cli import parse_flags, read_config, show_help
 
 OLD = flags.DEFINE_string("old", None, "Commit to compare with.", required=True)
 REPEATS = flags.DEFINE_integer("repeats", 41, "Timed calls of each.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", 1024, "Tokens of a sequence.", lower_bound=1)
+CONFIG = flags.DEFINE_string("config", None, "Compare training steps of this file of configs/, which both can read.")
 HEADS = flags.DEFINE_integer("heads", 16, "Heads of a sequence.", lower_bound=1)
 show_help(__name__)
 
@@ -58,6 +62,10 @@ def main(argv: list[str]) -> None:
     keep_host_memory()
     with exit_on_error(), tempfile.TemporaryDirectory() as folder:
         old = import_old(Path(folder))
+        if CONFIG.value is not None:
+            values = read_config(CONFIG)
+            print(compare(make_step(old, values), make_step(heinsen, values), ()))
+            return
         rng = np.random.default_rng(0)
         draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
         q, k, values = (draw(1, HEADS.value, TOKENS.value, FEATURES) for _ in range(3))
@@ -101,6 +109,25 @@ def make_forward(function: Callable[..., Any], given: dict[str, Any]) -> Callabl
 
 def make_gradients(function: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
     return jax.jit(jax.grad(lambda *arrays: jnp.sum(jnp.sin(function(*arrays, **given))), argnums=(0, 1, 2)))
+
+
+def make_step(package: Any, values: dict[str, Any]) -> Callable[[], Any]:
+    """A call that takes a training step of the config that has these values."""
+    part = lambda name: importlib.import_module(f"{package.__name__}.{name}")
+    config = part("config").from_mapping(part("training.config").TrainConfig, values)
+    optimizer = part("training.optimizer").make_optimizer(config.optimizer, config.total_steps)
+    mesh, steps = part("parallel").make_mesh(), part("training.step")
+    state = steps.init_train_state(config.model, optimizer, config.seed, mesh)
+    shape = config.accumulation_steps, config.sequences_per_pass, config.sequence_length + 1
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, config.model.vocab_size)
+    step = steps.make_train_step(config.model, optimizer, mesh)
+
+    def take_step() -> Any:
+        nonlocal state
+        state, metrics = step(state, tokens)
+        return metrics
+
+    return take_step
 
 
 def seconds(call: Callable[..., Any], arrays: Any) -> float:

@@ -10,6 +10,8 @@ Axes: B batch, H heads, T tokens, F features, N taps (`ModelConfig.convolution`)
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from heinsen import backend
 from heinsen.models.mixers import TokenContext
 from heinsen.parallel import BATCH, MeshError, on_each_device
 
@@ -110,12 +113,9 @@ def _convolve(x: Array, taps: Array, before: Array, places: Array, valid: Array 
 
 
 @jax.custom_vjp
-def _mix(x: Array, taps: Float[Array, "H N F"], places: Int[Array, "B T"]) -> Array:
-    """y [B, H, T, F] of inputs x [B, H, I + T, F] from before the tokens on. JAX would save them for each tap."""
-    y = taps[:, :1] * _input(x, 0, places)
-    for i in range(1, taps.shape[1]):
-        y = y + taps[:, i : i + 1] * _where_seen(_input(x, i, places), i, places)
-    return y
+def _mix(x: Array, taps: Float[Array, "H N F"], places: Int[Array, "B T"]) -> Float[Array, "B H T F"]:
+    """y of inputs x [B, H, I + T, F] from before the tokens on. JAX would save them for each tap."""
+    return _over_rows(lambda x, places: _mix_row(x, taps, places), x, places)
 
 
 def _mix_forward(x: Array, taps: Array, places: Array) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -124,32 +124,56 @@ def _mix_forward(x: Array, taps: Array, places: Array) -> tuple[Array, tuple[Arr
 
 def _mix_backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, taps, places = saved
-    n_taps, dx, dtaps = taps.shape[1], jnp.zeros_like(x), []
-    for i in range(n_taps):
-        seen = _where_seen(dy, i, places)
-        dx = dx + jnp.pad(taps[:, i : i + 1] * seen, [(0, 0), (0, 0), (n_taps - 1 - i, i), (0, 0)])
-        dtaps.append(_sum_tokens(seen * _input(x, i, places)))
-    return dx, jnp.stack(dtaps, axis=1), None
+    dx, dtaps = _over_rows(lambda x, dy, places: _mix_row_backward(x, taps, dy, places), x, dy, places)
+    return dx, jnp.sum(dtaps, axis=0), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
 
 
-def _input(x: Array, i: int, places: Array) -> Array:
-    """The inputs [B, H, T, F] that come i before each token, whatever their documents."""
-    end = x.shape[2] - i
-    return x[:, :, end - places.shape[1] : end]
+def _over_rows(function: Callable[..., Any], *arrays: Array) -> Any:
+    """`jax.vmap(function)`. On CPUs one row after the other: XLA drops the barriers there, but fuses no loops."""
+    if backend.current() != "cpu" or arrays[-1].shape[1] == 1:
+        return jax.vmap(function)(*arrays)
+    return lax.map(lambda row: function(*row), arrays)
 
 
-def _where_seen(x: Array, i: int, places: Array) -> Array:
-    """x [B, H, T, F] where the input i before a token is of its document, else 0."""
-    return jnp.where((places >= i)[:, None, :, None], x, 0) if i else x
+def _mix_row(x: Array, taps: Float[Array, "H N F"], places: Int[Array, " T"]) -> Float[Array, "H T F"]:
+    y = taps[:, :1] * x[:, taps.shape[1] - 1 :]
+    for i in range(1, taps.shape[1]):
+        y = y + taps[:, i : i + 1] * jnp.where(_seen(i, places), _inputs(x, i, places), 0)
+    return y
 
 
-def _sum_tokens(x: Float[Array, "B H T F"]) -> Float[Array, "H F"]:
-    """Sum over rows and tokens, by halves: XLA's CPU backend is many times slower at its own sum of a product."""
-    while x.shape[2] > 8:
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, x.shape[2] % 2), (0, 0)])
-        half = x.shape[2] // 2
-        x = x[:, :, :half] + x[:, :, half:]
-    return jnp.sum(x, axis=(0, 2))
+def _mix_row_backward(
+    x: Array, taps: Float[Array, "H N F"], dy: Float[Array, "H T F"], places: Int[Array, " T"]
+) -> tuple[Array, Array]:
+    n_taps = taps.shape[1]
+    padded = jnp.pad(dy, [(0, 0), (n_taps - 1, n_taps - 1), (0, 0)])
+    padded_places = jnp.pad(places, n_taps - 1)
+    dx, dtaps = jnp.zeros_like(x), []
+    for i in range(n_taps):
+        later = slice(i, i + x.shape[1])  # the outputs that read each input by tap i
+        dx = dx + taps[:, i : i + 1] * jnp.where(_seen(i, padded_places[later]), padded[:, later], 0)
+        dtaps.append(_sum_tokens(jnp.where(_seen(i, places), dy, 0) * _inputs(x, i, places)))
+    return dx, jnp.stack(dtaps, axis=1)
+
+
+def _inputs(x: Array, i: int, places: Int[Array, " T"]) -> Float[Array, "H T F"]:
+    """The inputs that come i before each token, whatever their documents."""
+    end = x.shape[1] - i
+    return x[:, end - len(places) : end]
+
+
+def _seen(i: int, places: Int[Array, " T"]) -> Bool[Array, "T 1"]:
+    """Whether the input i before a token is of its document."""
+    return (places >= i)[:, None]
+
+
+def _sum_tokens(x: Float[Array, "H T F"]) -> Float[Array, "H F"]:
+    """Sum over tokens, by halves: XLA's CPU backend is many times slower at its own sum of a product."""
+    while x.shape[1] > 8:
+        x = jnp.pad(x, [(0, 0), (0, x.shape[1] % 2), (0, 0)])
+        half = x.shape[1] // 2
+        x = x[:, :half] + x[:, half:]
+    return jnp.sum(x, axis=1)
