@@ -27,7 +27,7 @@ def define_flags(
     elif runs == "programs":
         flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
     if sizes:
-        flags.DEFINE_enum("size", sizes[0], sizes, "Of models and text.")
+        flags.DEFINE_enum("size", None, sizes, f"Of models and text; default: {sizes[0]}, or {sizes[-1]} with --small.")
     flags.DEFINE_bool("small", False, "Everything in minutes: a rehearsal, whose results mean nothing.")
     flags.DEFINE_bool("report", False, "Only write the report of OUT/results.json.")
     show_help(name)

@@ -88,7 +88,9 @@ class Lanes:
         """
         length = self.run.in_avals[0][1].shape[1]
         n_steps = round_up(n_steps, CYCLES * length)
-        schedules = [make_schedule(dataclasses.replace(self.config.optimizer, learning_rate=x), n_steps) for x in rates]
+        warmup = min(self.config.optimizer.warmup_steps, n_steps // 4)  # a rehearsal is shorter than the config's
+        settings = dataclasses.replace(self.config.optimizer, warmup_steps=warmup)
+        schedules = [make_schedule(dataclasses.replace(settings, learning_rate=x), n_steps) for x in rates]
         by_step = np.stack([np.asarray(jax.vmap(each)(np.arange(n_steps))) for each in schedules], axis=1)
         by_cycle = by_step.astype(np.float32).reshape(-1, CYCLES, length, self.n_lanes)
         states, losses = self.start(np.asarray(seeds, np.int32)), []

@@ -61,7 +61,7 @@ def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, 
             options = (given.parallel or len(visible_gpus()) or len(usable_cores()),)
         corpus = [Path(given.corpus)] if "corpus" in given else []
         own = small_plan if given.small else plan
-        if "size" in given:
+        if "size" in given and given.size is not None:
             own = own._replace(size=given.size)
         measure_all = lambda: measure(own, *corpus, out, *options)
         execute(out, report, None if given.report else measure_all)
