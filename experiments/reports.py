@@ -9,11 +9,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from scipy.stats import t
 
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_atomically, write_figure
+
+RESAMPLES = 2000
 
 Results = Mapping[str, Any]  # the contents of results.json
 Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None: crashed
@@ -73,6 +77,27 @@ def versus(bits: Bits, name: str, first: str) -> str:
         return f"{mean:+.4f}"
     half = t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+
+
+def paired_difference(
+    own: Float[np.ndarray, "S D"],
+    other: Float[np.ndarray, "S D"],
+    sizes: Float[np.ndarray, " D"] | Int[np.ndarray, " D"],
+) -> tuple[float, float, float]:
+    """How far sums over documents are above others per size, mean over seeds, and the ends of the 95% interval.
+
+    The interval is that of a bootstrap over documents and seeds together.
+    """
+    rng, (n_seeds, n_documents) = np.random.default_rng(0), own.shape
+
+    def once(seeds: np.ndarray, documents: np.ndarray) -> float:
+        return (own - other)[seeds][:, documents].sum() / len(seeds) / sizes[documents].sum()
+
+    drawn = [
+        once(rng.integers(n_seeds, size=n_seeds), rng.integers(n_documents, size=n_documents)) for _ in range(RESAMPLES)
+    ]
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return once(np.arange(n_seeds), np.arange(n_documents)), low, high
 
 
 def spread(seeds: Mapping[int, float], digits: int = 4) -> str:

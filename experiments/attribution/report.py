@@ -7,9 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, make_figure, table, tuning_section
-
-RESAMPLES = 2000
+from experiments.reports import Results, make_figure, paired_difference, table, tuning_section
 
 
 def report(results: Results) -> list[str]:
@@ -70,18 +68,9 @@ def bits_per_byte(results: Results, name: str) -> np.ndarray:
 def difference(results: Results, name: str, first: str) -> str:
     """How far one cell is above another, with the interval over resampled documents and seeds."""
     own, other = (np.asarray(results["cells"][each]["document_nats"]) for each in (name, first))
-    num_bytes, rng = np.asarray(results["documents"]["num_bytes"]), np.random.default_rng(0)
-
-    def once(seeds: np.ndarray, documents: np.ndarray) -> float:
-        nats = (own - other)[seeds][:, documents].sum() / len(seeds)
-        return nats / math.log(2) / num_bytes[documents].sum()
-
-    n_seeds, n_documents = own.shape
-    drawn = [
-        once(rng.integers(n_seeds, size=n_seeds), rng.integers(n_documents, size=n_documents)) for _ in range(RESAMPLES)
-    ]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return f"{once(np.arange(n_seeds), np.arange(n_documents)):+.4f} [{low:+.4f}, {high:+.4f}]"
+    scale = math.log(2) * np.asarray(results["documents"]["num_bytes"])
+    mean, low, high = paired_difference(own, other, scale)
+    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
 
 
 def draw(results: Results) -> Figure:

@@ -53,18 +53,7 @@ def measure(
     plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    base, results = config.get_config(plan.size), out / "results.json"
-    if results.exists() and (size := read_results(results)["size"]) != plan.size:
-        raise tools.ExperimentError(f"{out} has results of --size={size}: give --size={plan.size} an --out of its own")
-    file = text.prepare(corpus, out, SEEDS, base.sequence_length, base.batch_size, plan.n_steps)
-    with np.load(file) as loaded:
-        found = {name: loaded[name] for name in loaded}
-    wanted = len(SEEDS), plan.n_steps, base.batch_size, base.sequence_length + 1
-    if found["train"].shape != wanted:
-        raise tools.ExperimentError(
-            f"{file} has training windows {found['train'].shape} where --size={plan.size} reads {wanted}: give each "
-            "size an --out of its own"
-        )
+    base, found = config.get_config(plan.size), load_text(corpus, out, plan.size, plan.n_steps)
     cells = {name: config.CELLS[name] for name in plan.cells}
     run = lambda cell, turn: measure_cell(plan, cell, found, turn)
     return dict(
@@ -81,6 +70,23 @@ def measure(
         ),
         **lanes.run_cells(cells, run, out, minutes, numbers),
     )
+
+
+def load_text(corpus: Path, out: Path, size: str, n_steps: int) -> dict[str, np.ndarray]:
+    """The arrays of OUT/text.npz, which is made if it is not there. Raises ExperimentError if it is of another size."""
+    base, results = config.get_config(size), out / "results.json"
+    if results.exists() and (other := read_results(results)["size"]) != size:
+        raise tools.ExperimentError(f"{out} has results of --size={other}: give --size={size} an --out of its own")
+    file = text.prepare(corpus, out, SEEDS, base.sequence_length, base.batch_size, n_steps)
+    with np.load(file) as loaded:
+        found = {name: loaded[name] for name in loaded}
+    wanted = len(SEEDS), n_steps, base.batch_size, base.sequence_length + 1
+    if found["train"].shape != wanted:
+        raise tools.ExperimentError(
+            f"{file} has training windows {found['train'].shape} where --size={size} reads {wanted}: give each size an "
+            "--out of its own"
+        )
+    return found
 
 
 def train_config(cell: config.Cell, size: str) -> TrainConfig:

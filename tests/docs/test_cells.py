@@ -3,15 +3,20 @@
 import json
 from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import lanes
 from experiments.attribution import config, report, text
 from experiments.attribution import run as attribution
+from experiments.long_contexts import report as contexts_report
+from experiments.long_contexts import run as contexts
 from experiments.recall_by_state import run as recall
 from experiments.tools import ExperimentError
-from heinsen.models import abstract_params, count_params
+from heinsen.models import abstract_params, count_params, init_params, next_token_losses
+from tests.model_configs import model_config
 
 CELLS = {"a": 1, "b, c": 2, "d": 3}
 
@@ -103,3 +108,82 @@ def test_the_report_on_some_cells():
     low, high = (float(x) for x in row.split("[")[1].split("]")[0].split(","))
     assert low < want < high and low > 0
     assert len(report.draw(results).axes) == 1
+
+
+# ---- long contexts --------------------------------------------------------------------------------
+
+WINDOW = 4
+LENGTHS = [256, 201, 64]  # bytes
+
+
+@pytest.fixture(scope="module")
+def documents():
+    tokens = np.random.default_rng().integers(256, size=(len(LENGTHS), contexts.MOST_WINDOWS * WINDOW + 1))
+    tokens[:, 0] = contexts.END
+    return contexts.Documents(tokens.astype(np.int32), np.array(LENGTHS))
+
+
+@pytest.mark.parametrize("attention", ["heinsen", "softmax"])
+def test_documents_are_read_in_windows_and_as_a_stream(attention, documents):
+    model = model_config(attention=attention, n_layers=1)
+    each = [init_params(model, jax.random.key(seed)) for seed in (0, 1)]
+    losses = contexts.read_documents(model, jax.tree.map(lambda *x: jnp.stack(x), *each), documents, WINDOW)
+    whole = jax.jit(partial(next_token_losses, model))
+    streamed = WINDOW * contexts.MOST_CACHED if model.has_cache else documents.tokens.shape[1] - 1
+    for lane, params in enumerate(each):
+        np.testing.assert_allclose(
+            losses["stream"][lane, :, :streamed], whole(params, documents.tokens[:, : streamed + 1]), atol=1e-3
+        )
+        for start in (0, 8, 60):
+            in_window = whole(params, documents.tokens[:, start : start + WINDOW + 1])
+            np.testing.assert_allclose(losses["windows"][lane, :, start : start + WINDOW], in_window, atol=1e-3)
+        for start in (0, 2, 4, 10, 252):
+            second = whole(params, documents.tokens[:, start : start + WINDOW + 1])[:, 2:]
+            np.testing.assert_allclose(losses["sliding"][lane, :, start + 2 : start + WINDOW], second, atol=1e-3)
+    assert not losses["stream"][..., streamed:].any()
+
+
+def test_long_documents_are_found_cut_and_summed_by_position():
+    rng = np.random.default_rng()
+    texts = [rng.integers(256, size=n) for n in (63, 64, 201, 300)]
+    streams = {"validation": texts[:2], "test": texts[2:]}
+    found = {}
+    for split, own in streams.items():
+        stream = np.concatenate([[contexts.END], *([*each, contexts.END] for each in own)])
+        n = -(-(len(stream) - 1) // WINDOW)
+        padded = np.pad(stream, (0, n * WINDOW + 1 - len(stream)))
+        found[split] = np.stack([padded[i * WINDOW : i * WINDOW + WINDOW + 1] for i in range(n)])
+        found[f"{split}_lengths"] = np.minimum(len(stream) - 1 - WINDOW * np.arange(n), WINDOW)
+    tokens, lengths = documents = contexts.find_documents(found, WINDOW, 10)
+    assert lengths.tolist() == [256, 201, 64] and (tokens[:, 0] == contexts.END).all()
+    for row, want in zip(tokens, (texts[3][:256], texts[2], texts[1]), strict=True):
+        assert row[1 : len(want) + 1].tolist() == want.tolist()
+    losses = rng.random((2, 3, 256))
+    sums = contexts.sum_ranges(losses, documents, WINDOW)
+    ends = [0, 4, 8, 16, 32, 64, 128, 256]
+    for i, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(sums[:, row, i], losses[:, row, first : min(last, length)].sum(1), atol=1e-9)
+
+
+def test_the_report_on_long_contexts(documents):
+    rng = np.random.default_rng()
+    ones = np.ones((1, *documents.tokens[:, 1:].shape))
+    tokens = contexts.sum_ranges(ones, documents, WINDOW)[0]
+    nats = lambda base: (tokens * (base + rng.random((2, *tokens.shape)))).tolist()
+    cell = dict(machine="a chip", jax="0", seconds=3.0, seeds=[1, 2])
+    cell |= dict(state_numbers={name: 5 for name in contexts_report.READINGS})
+    results = dict(
+        cells={name: cell | dict(nats={each: nats(base) for each in contexts_report.READINGS}) for name, base in
+               (("one", 2.0), ("two", 4.0))},
+        missing=[], size="1M", tokens=tokens.tolist(), settings=dict(sequence_length=WINDOW),
+    )  # fmt: skip
+    cached = results["cells"]["two"]["nats"]
+    cached["stream"] = np.array(cached["stream"])[..., :4].tolist()
+    lines = contexts_report.report(results)
+    rows = [line for line in lines if line.startswith("| two | stream |")]
+    ours, theirs = (np.array(results["cells"][name]["nats"]["stream"])[..., 3].sum() for name in ("two", "one"))
+    assert f"| {ours / 2 / tokens[:, 3].sum():.3f} |" in rows[0]
+    assert f"| {(ours - theirs) / 2 / tokens[:, 3].sum():+.3f} [" in rows[1]
+    assert not any("nan" in line for line in lines)
+    assert len(contexts_report.draw(results).axes) == 1

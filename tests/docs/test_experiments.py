@@ -44,6 +44,7 @@ EXPERIMENTS = {
         "comparison_2m",
         "forgetting",
         "ladder",
+        "long_contexts",
         "recall_by_state",
         "sigmoid_scaling",
         "sigmoid_training",

@@ -1,0 +1,110 @@
+"""report.md and contexts.png, from results.json. Axes: L seeds, D documents, P ranges of positions."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.figure import Figure
+
+from experiments.lanes import machines, not_run
+from experiments.reports import Results, make_figure, paired_difference, table
+
+READINGS = {"windows": "windows", "sliding": "windows that slide by half", "stream": "stream"}
+
+
+def n_ranges(n_windows: int) -> int:
+    """How many ranges of positions there are in so many windows, a power of two: the first, up to 2, 4, 8, ..."""
+    return n_windows.bit_length()
+
+
+def report(results: Results) -> list[str]:
+    """Return the lines of report.md."""
+    cells, window = results["cells"], results["settings"]["sequence_length"]
+    tokens = np.asarray(results["tokens"])
+    hours = sum(cell["seconds"] for cell in cells.values()) / 3600
+    head = ["", "read as", "state, bytes", *spans(results)]
+    first, baseline = next((name, cell["nats"]["stream"]) for name, cell in cells.items())
+    return [
+        f"# Long contexts, {results['size']} parameters",
+        "",
+        f"`python experiments/long_contexts/run.py --size={results['size']}`, {machines(cells)}: {hours:.1f} hours. "
+        f"Cells of [attribution](../attribution/report.md), trained in windows of {window:,} at their rates, "
+        f"{len(next(iter(cells.values()))['seeds'])} seeds. Nats per byte by position in {len(tokens)} documents of "
+        "the validation and test splits, mean over seeds. A window knows nothing of what is before it. Windows that "
+        "slide by half are read for their second half, so that at least half a window is before each byte. A stream is "
+        "read once, with the state of all before it.",
+        "",
+        *not_run(results),
+        *table(head, [row(results, name, reading) for name, reading in readings(results)]),
+        "",
+        f"Bytes of state in float32. {', '.join(f'{n:,}' for n in np.count_nonzero(tokens, axis=0))} documents reach "
+        "these positions.",
+        "",
+        f"Nats per byte above {first} as a stream, with the 95% interval by a bootstrap over documents and seeds:",
+        "",
+        *table(
+            head[:2] + head[3:],
+            [
+                [name, READINGS[reading], *differences(cells[name]["nats"][reading], baseline, tokens)]
+                for name, reading in readings(results)
+                if (name, reading) != (first, "stream")
+            ],
+        ),
+        "",
+        "![Loss by position](contexts.png)",
+    ]
+
+
+def readings(results: Results) -> Iterator[tuple[str, str]]:
+    """All cells and ways of reading."""
+    return ((name, reading) for name in results["cells"] for reading in READINGS)
+
+
+def spans(results: Results) -> list[str]:
+    window, n = results["settings"]["sequence_length"], len(results["tokens"][0])
+    return [f"1 to {window:,}", *(f"{window * 2 ** (i - 1) + 1:,} to {window * 2**i:,}" for i in range(1, n))]
+
+
+def row(results: Results, name: str, reading: str) -> list[str]:
+    state = 4 * results["cells"][name]["state_numbers"][reading]
+    return [name, READINGS[reading], f"{state:,}", *(f"{x:.3f}" for x in losses(results, name, reading).mean(0))]
+
+
+def losses(results: Results, name: str, reading: str) -> Float[np.ndarray, "L P"]:
+    """Nats per byte of each seed."""
+    nats = np.asarray(results["cells"][name]["nats"][reading]).sum(1)
+    return nats / np.asarray(results["tokens"]).sum(0)[: nats.shape[1]]
+
+
+def differences(own: list[Any], other: list[Any], tokens: np.ndarray) -> list[str]:
+    """How far one way of reading is above another, in each range that both have."""
+    ours, theirs = np.asarray(own), np.asarray(other)
+    found = []
+    for i in range(min(ours.shape[2], theirs.shape[2])):
+        reach = tokens[:, i] > 0
+        mean, low, high = paired_difference(ours[:, reach, i], theirs[:, reach, i], tokens[reach, i])
+        found.append(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+    return found
+
+
+def draw(results: Results) -> Figure:
+    """Draw the loss by position: a color for each cell, a line style for each way of reading."""
+    figure, axes = make_figure(figsize=(8, 6))
+    window = results["settings"]["sequence_length"]
+    for i, name in enumerate(results["cells"]):
+        for reading, style in zip(READINGS, (":", "--", "-"), strict=True):
+            mean = losses(results, name, reading).mean(0)
+            label = name if reading == "stream" else None
+            axes.plot(window * 2.0 ** np.arange(len(mean)), mean, style, marker=".", color=f"C{i}", lw=1.2, label=label)
+    for reading, style in zip(READINGS, (":", "--", "-"), strict=True):
+        axes.plot([], [], style, color="0.3", label=READINGS[reading])
+    windowed = [losses(results, name, "windows").mean(0) for name in results["cells"]]
+    axes.set(xlabel="position, up to so many bytes", ylabel="nats per byte")
+    axes.set(ylim=(min(map(np.min, windowed)) - 0.1, max(map(np.max, windowed)) + 0.4))
+    axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+FIGURES = {"contexts.png": draw}
