@@ -37,12 +37,32 @@ def report(results: Results) -> list[str]:
         "",
         "State: numbers per sequence after a window, in all layers.",
         "",
+        "One change between two cells, in bits per byte:",
+        "",
+        *table(
+            ["change", "of", "difference"],
+            [[change, name, difference(results, changed, name)] for change, name, changed in changes(list(cells))],
+        ),
+        "",
         "![Bits per byte](attribution.png)",
         "",
         "![Training loss by seed](onset.png)",
         "",
         *tuning_section({name: cell["tuning"] for name, cell in cells.items()}, runs="runs of half the bytes"),
     ]
+
+
+def changes(cells: list[str]) -> list[tuple[str, str, str]]:
+    """(change, cell, changed cell) of all pairs of cells with one change: another attention, or one thing more."""
+    found = []
+    attentions = list(dict.fromkeys(name.split(", ")[0] for name in cells))
+    for changed in cells:
+        attention, *others = changed.split(", ")
+        for other in attentions[: attentions.index(attention)]:
+            found.append((f"{attention} instead of {other}", ", ".join([other, *others]), changed))
+        for other in others:
+            found.append((f"+ {other}", ", ".join([attention, *(x for x in others if x != other)]), changed))
+    return sorted(pair for pair in found if pair[1] in cells)
 
 
 def row(results: Results, name: str, first: str) -> list[str]:

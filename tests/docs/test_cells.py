@@ -110,6 +110,17 @@ def test_the_report_on_some_cells():
     assert len(report.draw(results).axes) == 1
 
 
+def test_pairs_of_cells_with_one_change():
+    cells = ["exponential, parts", "linear, parts", "linear", "exponential, parts, AdamW", "linear, parts, AdamW"]
+    assert report.changes(cells) == [
+        ("+ AdamW", "exponential, parts", "exponential, parts, AdamW"),
+        ("+ AdamW", "linear, parts", "linear, parts, AdamW"),
+        ("+ parts", "linear", "linear, parts"),
+        ("linear instead of exponential", "exponential, parts", "linear, parts"),
+        ("linear instead of exponential", "exponential, parts, AdamW", "linear, parts, AdamW"),
+    ]
+
+
 # ---- long contexts --------------------------------------------------------------------------------
 
 WINDOW = 4
