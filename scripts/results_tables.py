@@ -21,6 +21,7 @@ show_help(__name__)
 import numpy as np
 
 from experiments import reports
+from experiments.attribution.report import bits_per_byte
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -53,6 +54,15 @@ PARTS = {
     "gate, output gate, convolution, GPT-2's block": "+ gate, gated output, convolution",
     "softmax, GPT-2's block": "Softmax with rotary positions, GPT-2's block",
     "softmax, GPT-2's block, output gate, convolution": "+ gated output, convolution",
+}
+ATTRIBUTION = {
+    "exponential": "Exponential features",
+    "exponential, parts": "+ additions",
+    "linear": "Linear attention",
+    "linear, parts": "+ additions",
+    "delta rule, parts": "Gated delta rule + additions",
+    "softmax": "Softmax",
+    "softmax, parts": "+ additions",
 }
 RECALL = {
     "softmax": "Softmax",
@@ -104,6 +114,19 @@ def parts() -> str:
     return table(["model", "bits per byte"], [[name, spread(losses[kind], 3)] for kind, name in PARTS.items()])
 
 
+def attribution() -> str:
+    r = results("attribution/0.5M")
+
+    def cell(name: str) -> str:
+        if name not in r["cells"]:
+            return ""
+        bits = bits_per_byte(r, name)
+        return f"{bits.mean():.3f} ± {bits.std(ddof=1):.3f}"
+
+    rows = [[label, cell(name), cell(f"{name}, GPT-2's block")] for name, label in ATTRIBUTION.items()]
+    return table(["", "paper's block", "GPT-2's block"], rows)
+
+
 def positions() -> str:
     kinds = ["paper's", "gate", "gate, parts", "softmax, GPT-2's block", "softmax, GPT-2's block, parts"]
     spans = {1025: 2048, 2049: 4096, 4097: 8192, 8193: 16384, 32769: 65536}
@@ -150,6 +173,7 @@ def recall() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "models in full": models_in_full,
+    "attribution": attribution,
     "parts": parts,
     "positions": positions,
     "ladder": ladder,
