@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from heinsen import backend
 from heinsen.config import ConfigError
 from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, save_prefix
 from heinsen.models import forget, forward, init_model_state, init_params
@@ -43,8 +44,9 @@ def places_of(begins):
     return slot - np.maximum.accumulate(np.where(begins, slot, 0), axis=1)
 
 
-def test_outputs_states_and_gradients_are_those_of_a_loop(rng):
-    """At once, and in pieces of any sizes, one of a single token."""
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_outputs_states_and_gradients_are_those_of_a_loop(platform, rng):
+    """At once, and in pieces of any sizes, one of a single token; rows in turn, and together as on accelerators."""
     x, taps = rng.standard_normal((B, H, T, F)), rng.standard_normal((H, N, F))
     begins = rng.random((B, T)) < [[0.0], [0.2], [0.6]]
     places, cuts = jnp.int32(places_of(begins)), [0, 1, int(rng.integers(2, T - 1)), T]
@@ -61,9 +63,10 @@ def test_outputs_states_and_gradients_are_those_of_a_loop(rng):
     by_rows = lambda x, taps: np.stack([[convolve64(x[b, h], taps[h], begins[b]) for h in range(H)] for b in range(B)])
     for run in (at_once, in_pieces):
         arguments = jnp.float32(x), jnp.float32(taps)
-        y, gradient = jax.jit(lambda *a, run=run: jax.vjp(run, *a))(*arguments)
+        with backend.compiling_for(platform):
+            y, gradient = jax.jit(lambda *a, run=run: jax.vjp(run, *a))(*arguments)
+            grads = jax.jit(gradient)(jnp.float32(weights))
         np.testing.assert_allclose(y, by_rows(x, taps), atol=1e-5)
-        grads = jax.jit(gradient)(jnp.float32(weights))
         # The loss is linear in each argument: its slope is a difference.
         d_x, d_taps = rng.standard_normal(x.shape), rng.standard_normal(taps.shape)
         slopes = np.vdot(weights, by_rows(d_x, taps)), np.vdot(weights, by_rows(x, d_taps))
