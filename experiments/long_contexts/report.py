@@ -29,7 +29,7 @@ def report(results: Results) -> list[str]:
         f"# Long contexts, {results['size']} parameters",
         "",
         f"`python experiments/long_contexts/run.py --size={results['size']}`, {machines(cells)}: {hours:.1f} hours. "
-        f"Cells of [attribution](../attribution/report.md), trained in windows of {window:,} at their rates, "
+        f"Cells of experiments/attribution, trained in windows of {window:,} at their rates, "
         f"{len(next(iter(cells.values()))['seeds'])} seeds. Nats per byte by position in {len(tokens)} documents of "
         "the validation and test splits, mean over seeds. A window knows nothing of what is before it. Windows that "
         "slide by half are read for their second half, so that at least half a window is before each byte. A stream is "
