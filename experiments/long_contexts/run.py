@@ -41,7 +41,7 @@ CELLS = (
     "softmax, parts",
 )
 SEEDS = attribution.SEEDS[1:]
-MOST_WINDOWS = 64  # of a document
+LEAST_WINDOWS, MOST_WINDOWS = 16, 64  # of a document
 MOST_CACHED = 8  # windows, of a stream with a cache
 N_ROWS = 16  # documents of a batch
 END = 256  # the token after a document
@@ -78,16 +78,20 @@ def measure(
     found = attribution.load_text(corpus, out, plan.size, plan.n_steps)
     documents = find_documents(found, own.sequence_length, plan.most_documents)
     rates = {name: cell["learning_rate"] for name, cell in tuned_cells(plan.size).items()}
-    cells = {name: (config.CELLS[name], rates[name]) for name in plan.cells if name in rates}
-    if not cells:
-        raise tools.ExperimentError(f"experiments/attribution has no results of these cells at --size={plan.size}")
-    run = lambda cell, turn: measure_cell(plan, *cell, found["train"], documents, turn)
+
+    def run(name: str, turn: lanes.Turn) -> dict[str, Any]:
+        if name not in rates:
+            raise tools.ExperimentError(
+                f"experiments/attribution has no rate at --size={plan.size}: run its cell first"
+            )
+        return measure_cell(plan, config.CELLS[name], rates[name], found["train"], documents, turn)
+
     return dict(
         settings=own.to_dict(),
         size=plan.size,
         steps=plan.n_steps,
         tokens=sum_ranges(np.ones((1, *documents.tokens[:, 1:].shape)), documents, own.sequence_length)[0].tolist(),
-        **lanes.run_cells(cells, run, out, minutes, numbers),
+        **lanes.run_cells({name: name for name in plan.cells}, run, out, minutes, numbers),
     )
 
 
@@ -99,14 +103,16 @@ def tuned_cells(size: str) -> dict[str, Any]:
 
 
 def find_documents(found: dict[str, np.ndarray], window: int, most: int) -> Documents:
-    """The documents of text.npz that have 16 windows, the longest first, cut after 64."""
+    """Documents of LEAST_WINDOWS to MOST_WINDOWS, where they are cut, the longest first. Raises ExperimentError."""
     documents: list[np.ndarray] = []
     for split in ("validation", "test"):
         targets = found[split][:, 1:].astype(np.int32)
         stream = targets[np.arange(window) < found[f"{split}_lengths"][:, None]]
         documents += np.split(stream, np.flatnonzero(stream == END))
     texts = [document[document != END][: MOST_WINDOWS * window] for document in documents]
-    texts = sorted((each for each in texts if len(each) >= 16 * window), key=len, reverse=True)[:most]
+    texts = sorted((each for each in texts if len(each) >= LEAST_WINDOWS * window), key=len, reverse=True)[:most]
+    if not texts:
+        raise tools.ExperimentError(f"no document has {LEAST_WINDOWS * window} bytes: give a corpus with longer ones")
     tokens = np.full((len(texts), MOST_WINDOWS * window + 1), END, np.int32)
     for row, each in zip(tokens, texts, strict=True):
         row[1 : len(each) + 1] = each
