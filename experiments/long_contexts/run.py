@@ -176,7 +176,7 @@ def read_documents(
             if start < most_streamed * window:
                 losses["stream"][:, rows, here], state = read_on(params, at(start), state)
         half = window // 2
-        for start in range(half, n_windows * window - half, half):  # the second half has half a window before it
+        for start in range(half, n_windows * window - half, window):  # between the windows that are read above
             losses["sliding"][:, rows, start + half : start + window] = read(params, at(start))[:, :, half:]
     return losses
 
