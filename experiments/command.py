@@ -24,6 +24,7 @@ def define_flags(
     if runs == "cells":
         flags.DEFINE_float("minutes", None, "No cell is begun after so many minutes; default: no limit.", lower_bound=0)
         flags.DEFINE_list("cells", None, "Numbers of the cells to run, from 1, as config.py lists them; default: all.")
+        flags.DEFINE_bool("plan", False, "Run nothing: print the cells, and the hours of those that OUT has.")
     elif runs == "programs":
         flags.DEFINE_integer("parallel", None, "Runs at a time; default: one per GPU, or one per core.", lower_bound=1)
     if sizes:

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from experiments.reports import read_results
-from experiments.tools import ExperimentError, describe_machine
+from experiments.tools import ExperimentError, cell_file, describe_machine, done_cells
 from heinsen.evaluation.by_document import round_up
 from heinsen.files import write_atomically
 from heinsen.models import Params
@@ -105,6 +105,19 @@ class Lanes:
             losses.append(np.asarray(each).reshape(-1, self.n_lanes))
         return states.params, np.concatenate(losses)
 
+    def tune(
+        self, rates: Sequence[float], seed: int, batch_of: Callable[[int], Batch], n_steps: int, loss: Callable
+    ) -> dict[float, float]:
+        """{learning rate: loss} of runs with one seed, on the grid of rates and its extensions.
+
+        loss: (the parameters of all lanes) -> [L].
+        """
+        losses: dict[float, float] = {}
+        for tried in grids(rates, self.n_lanes, losses):
+            params, _ = self.train([seed] * self.n_lanes, tried, batch_of, n_steps)
+            losses |= dict(zip(tried, loss(params).tolist(), strict=True))
+        return losses
+
 
 def over_lanes(step: Callable[..., Any]) -> Callable[..., Any]:
     """`jax.vmap(step)`; on CPUs lanes in turn, so that rows that one computes exactly do not slow the others."""
@@ -124,10 +137,14 @@ def grids(rates: Sequence[float], n: int, losses: Mapping[float, float]) -> Iter
             break
 
 
+def best_rate(losses: Mapping[float, float]) -> float:
+    """The learning rate with the lowest loss, a number if there is one."""
+    return min(losses, key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
+
+
 def extend(losses: Mapping[float, float]) -> list[float]:
     """Rates that extend a grid on the side where its best is at the end; [] where it is inside."""
-    rates = sorted(losses)
-    best = min(rates, key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
+    rates, best = sorted(losses), best_rate(losses)
     if best == rates[0]:
         return [best / 2, best / 4]
     return [best * 2, best * 4] if best == rates[-1] else []
@@ -178,11 +195,7 @@ def run_cells(
     """
     if wrong := [number for number in numbers or () if number not in map(str, range(1, len(cells) + 1))]:
         raise ExperimentError(f"--cells={','.join(wrong)}: there are cells 1 to {len(cells)}: {'; '.join(cells)}")
-    file = lambda name: out / "cells" / f"{name.replace(' ', '_').replace(',', '')}.json"
-    results = out / "results.json"
-    earlier = read_results(results)["cells"] if results.exists() else {}
-    found = {name: earlier[name] for name in cells if name in earlier}
-    found |= {name: dict(read_results(file(name))) for name in cells if file(name).exists()}
+    file, found = lambda name: cell_file(name, out), done_cells(cells, out)
     (out / "cells").mkdir(parents=True, exist_ok=True)
     names = list(cells)
     chosen = names if numbers is None else [names[int(number) - 1] for number in numbers]

@@ -63,6 +63,9 @@ def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, 
         own = small_plan if given.small else plan
         if "size" in given and given.size is not None:
             own = own._replace(size=given.size)
+        if "plan" in given and given.plan:
+            print("\n".join(list_cells(own.cells, out)))
+            return
         measure_all = lambda: measure(own, *corpus, out, *options)
         execute(out, report, None if given.report else measure_all)
 
@@ -84,6 +87,34 @@ def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None
         else:
             raise ExperimentError(f"{out} has no results.json: run the experiment without --report")
         print(write_report(out, results, report))
+
+
+def cell_file(name: str, out: Path) -> Path:
+    return out / "cells" / f"{name.replace(' ', '_').replace(',', '')}.json"
+
+
+def done_cells(names: Iterable[str], out: Path) -> dict[str, dict[str, Any]]:
+    """Return {name: what was found} of the cells that OUT/results.json or OUT/cells has."""
+    results = out / "results.json"
+    found = dict(read_results(results)["cells"]) if results.exists() else {}
+    found |= {name: dict(read_results(file)) for name in names if (file := cell_file(name, out)).exists()}
+    return {name: found[name] for name in names if name in found}
+
+
+def list_cells(names: Sequence[str], out: Path) -> list[str]:
+    """Return the lines of --plan."""
+    hours = {name: cell["seconds"] / 3600 for name, cell in done_cells(names, out).items()}
+    lines = [
+        f"{i:2}  {name}: " + (f"{hours[name]:.2f} hours" if name in hours else "to do")
+        for i, name in enumerate(names, 1)
+    ]
+    if not hours:
+        return [*lines, f"{out} has no cell that tells how long one takes"]
+    left = (len(names) - len(hours)) * statistics.fmean(hours.values())
+    return [
+        *lines,
+        f"{sum(hours.values()):.1f} hours for {len(hours)} of {len(names)}; about {left:.1f} for the others",
+    ]
 
 
 @contextlib.contextmanager

@@ -73,20 +73,11 @@ def measure(
 
 
 def load_text(corpus: Path, out: Path, size: str, n_steps: int) -> dict[str, np.ndarray]:
-    """The arrays of OUT/text.npz, which is made if it is not there. Raises ExperimentError if it is of another size."""
+    """`text.load` at a size. Raises ExperimentError if OUT is of another one."""
     base, results = config.get_config(size), out / "results.json"
     if results.exists() and (other := read_results(results)["size"]) != size:
         raise tools.ExperimentError(f"{out} has results of --size={other}: give --size={size} an --out of its own")
-    file = text.prepare(corpus, out, SEEDS, base.sequence_length, base.batch_size, n_steps)
-    with np.load(file) as loaded:
-        found = {name: loaded[name] for name in loaded}
-    wanted = len(SEEDS), n_steps, base.batch_size, base.sequence_length + 1
-    if found["train"].shape != wanted:
-        raise tools.ExperimentError(
-            f"{file} has training windows {found['train'].shape} where --size={size} reads {wanted}: give each size an "
-            "--out of its own"
-        )
-    return found
+    return text.load(corpus, out, SEEDS, base.sequence_length, base.batch_size, n_steps)
 
 
 def train_config(cell: config.Cell, size: str) -> TrainConfig:
@@ -98,24 +89,22 @@ def train_config(cell: config.Cell, size: str) -> TrainConfig:
 
 def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], turn: lanes.Turn) -> dict[str, Any]:
     """Tune and train a cell on the arrays of text.npz."""
-    own, begin, tuners = train_config(cell, plan.size), time.monotonic(), SEEDS[:1] * N_LANES
-    batch_of = lambda seeds: lambda step: found["train"][list(seeds), step].astype(np.int32)
-    programs = lanes.Lanes.compile(own, N_LANES, [batch_of(tuners)(0)])
+    own, begin = train_config(cell, plan.size), time.monotonic()
+    to_tune, batch_of = (text.training_batches(found, seeds) for seeds in (SEEDS[:1] * N_LANES, SEEDS[1:]))
+    programs = lanes.Lanes.compile(own, N_LANES, [batch_of(0)])
     losses_of = compile_losses(programs, found)
     size = config.SIZES[plan.size]
     n_validation = min(size.n_validation, plan.most_tests)
     compiled = time.monotonic()
     with turn:
-        began, tuning = time.monotonic(), {}
-        for tried in lanes.grids(size.rates[cell.optimizer], N_LANES, tuning):
-            params, _ = programs.train(tuners, tried, batch_of(tuners), plan.n_steps // 2)
-            tuning |= dict(zip(tried, losses_of(params, "validation", n_validation).mean(1).tolist(), strict=True))
-        rate = min(tuning, key=lambda rate: (np.isnan(tuning[rate]), tuning[rate]))
-        params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of(SEEDS[1:]), plan.n_steps)
-        tested, seconds = losses_of(params, "test", plan.most_tests).astype(np.float64), time.monotonic() - began
-    document = np.searchsorted(found["starts"], np.arange(tested.shape[1]), side="right") - 1
-    by_document = [np.bincount(document, nats, len(found["num_bytes"])) for nats in tested]
-    bits = tested.sum(1) / np.log(2) / found["num_bytes"].sum()
+        began = time.monotonic()
+        loss = lambda params: losses_of(params, "validation", n_validation).mean(1)
+        tuning = programs.tune(size.rates[cell.optimizer], SEEDS[0], to_tune, plan.n_steps // 2, loss)
+        rate = lanes.best_rate(tuning)
+        params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of, plan.n_steps)
+        tested, seconds = losses_of(params, "test", plan.most_tests), time.monotonic() - began
+    by_document = text.sum_by_document(tested, np.arange(tested.shape[1]), found["starts"])
+    bits = by_document.sum(1) / np.log(2) / found["num_bytes"].sum()
     blocks = curves.reshape(20, -1, N_LANES).mean(1)
     return dict(
         summary=f"{bits.mean():.4f} bits per byte +- {bits.std(ddof=1):.4f}, rate {rate:g} of "
@@ -131,7 +120,8 @@ def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], tu
         training=np.round(blocks.T, 4).tolist(),
         document_nats=[np.round(nats, 2).tolist() for nats in by_document],
         recalled_nats=[
-            [round(float(nats[mask[: len(nats)]].sum()), 1) for mask in found["recalled"]] for nats in tested
+            [round(float(nats[mask[: len(nats)]].sum(dtype=np.float64)), 1) for mask in found["recalled"]]
+            for nats in tested
         ],
     )
 

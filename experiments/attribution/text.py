@@ -3,11 +3,11 @@
 Axes: S seeds, W windows, N = T + 1 tokens of a window, D documents, G lengths of n-grams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from experiments import tools
 from heinsen.data.dataset import TokenDataset
@@ -22,8 +22,10 @@ RARE = 1  # at most as often in the training text of a run, on average
 ROWS = 32  # windows of a batch of evaluation
 
 
-def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int) -> Path:
-    """Write OUT/text.npz unless it is there, and return it. Raises ExperimentError.
+def load(
+    corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int
+) -> dict[str, np.ndarray]:
+    """The arrays of OUT/text.npz, which is made if it is not there. Raises ExperimentError if it is of other windows.
 
     It has train [S, n_steps, batch_size, N] in the order of each seed; validation and test [W, N] with their lengths
     [W], the targets of each window; and, of the test split, starts [D + 1], num_bytes [D], sources [D], names, and
@@ -31,8 +33,21 @@ def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_si
     has.
     """
     file = out / "text.npz"
-    if file.exists():
-        return file
+    if not file.exists():
+        _prepare(file, corpus, out, seeds, length, batch_size, n_steps)
+    with np.load(file) as loaded:
+        arrays = {name: loaded[name] for name in loaded}
+    wanted = len(seeds), n_steps, batch_size, length + 1
+    if arrays["train"].shape != wanted:
+        raise tools.ExperimentError(
+            f"{file} has training windows {arrays['train'].shape} where this reads {wanted}: give another --out"
+        )
+    return arrays
+
+
+def _prepare(
+    file: Path, corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int
+) -> None:
     tools.prepare_bytes(corpus, out / "data")
     splits = {split: TokenDataset(out / "data" / split) for split in ("train", "validation", "test")}
     read = lambda seed: train_iterator(splits["train"], length, batch_size, seed)
@@ -49,7 +64,21 @@ def prepare(corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_si
     recalled = [find_recalled(arrays["test"], arrays["test_lengths"], train, n, most) for n in N_GRAMS]
     with atomic_writer(file) as out_file:
         np.savez_compressed(out_file, **arrays, recalled=np.stack(recalled))
-    return file
+
+
+def training_batches(
+    found: Mapping[str, np.ndarray], seeds: Sequence[int]
+) -> Callable[[int], Int[np.ndarray, "L B N"]]:
+    """The function of a step that returns its windows of each seed."""
+    return lambda step: found["train"][list(seeds), step].astype(np.int32)
+
+
+def sum_by_document(
+    losses: Float[np.ndarray, "L tokens"], places: Int[np.ndarray, " tokens"], starts: Int[np.ndarray, " D+1"]
+) -> Float[np.ndarray, "L D"]:
+    """Sums over each document. places: of the tokens in the split."""
+    document = np.searchsorted(starts, places, side="right") - 1
+    return np.stack([np.bincount(document, each, len(starts) - 1) for each in losses.astype(np.float64)])
 
 
 def find_recalled(

@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import reports
-from experiments.ladder.law import Law
 from experiments.reports import Losses, Results, table
+from experiments.scaling.law import Law
 
 SOFTMAX = "softmax"
 TOKENS_PER_BYTE = 0.29335  # GPT-2's tokens per byte of The Pile (Gao et al. 2020, section 3.1)

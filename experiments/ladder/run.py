@@ -28,8 +28,9 @@ define_flags(__name__, "ladder")
 import numpy as np
 
 from experiments import tools
-from experiments.ladder import config, law, report
+from experiments.ladder import config, report
 from experiments.reports import Losses, best_rate
+from experiments.scaling import law
 from experiments.tools import RATE, Contest
 from heinsen.sweep.runs import RunView
 from heinsen.sweep.space import Value

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from experiments import lanes, tools
-from experiments.attribution import config
+from experiments.attribution import config, text
 from experiments.attribution import run as attribution
 from experiments.long_contexts import report
 from experiments.reports import read_results
@@ -84,7 +84,7 @@ def measure(
             raise tools.ExperimentError(
                 f"experiments/attribution has no rate at --size={plan.size}: run its cell first"
             )
-        return measure_cell(plan, config.CELLS[name], rates[name], found["train"], documents, turn)
+        return measure_cell(plan, config.CELLS[name], rates[name], found, documents, turn)
 
     return dict(
         settings=own.to_dict(),
@@ -120,12 +120,17 @@ def find_documents(found: dict[str, np.ndarray], window: int, most: int) -> Docu
 
 
 def measure_cell(
-    plan: Plan, cell: config.Cell, rate: float, train: np.ndarray, documents: Documents, turn: lanes.Turn
+    plan: Plan,
+    cell: config.Cell,
+    rate: float,
+    found: dict[str, np.ndarray],
+    documents: Documents,
+    turn: lanes.Turn,
 ) -> dict[str, Any]:
     """Train a cell, and let it read the documents in each way."""
     own = attribution.train_config(cell, plan.size)
     model, window = own.model, own.sequence_length
-    batch_of = lambda step: train[list(SEEDS), step].astype(np.int32)
+    batch_of = text.training_batches(found, SEEDS)
     programs = lanes.Lanes.compile(own, len(SEEDS), [batch_of(0)])
     with turn:
         began = time.monotonic()

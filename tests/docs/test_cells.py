@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import lanes
+from experiments import lanes, tools
 from experiments.attribution import config, report, text
 from experiments.attribution import run as attribution
 from experiments.long_contexts import report as contexts_report
 from experiments.long_contexts import run as contexts
 from experiments.recall_by_state import run as recall
+from experiments.scaling import report as scaling_report
+from experiments.scaling import run as scaling
+from experiments.scaling.law import Law, on_bound
 from experiments.tools import ExperimentError
 from heinsen.models import abstract_params, count_params, init_params, next_token_losses
 from tests.model_configs import model_config
@@ -47,6 +50,15 @@ def test_cells_run_in_the_order_of_their_numbers(tmp_path):
     assert seen == [2, 1]
 
 
+def test_the_plan_says_how_long_cells_take(tmp_path):
+    assert "no cell that tells how long" in tools.list_cells(list(CELLS), tmp_path)[-1]
+    (tmp_path / "results.json").write_text('{"cells": {"a": {"seconds": 3600}}}')
+    lanes.run_cells(CELLS, lambda cell, turn: measure(cell, turn) | {"seconds": 7200}, tmp_path, None, ["2"])
+    lines = tools.list_cells(list(CELLS), tmp_path)
+    assert lines[:3] == [" 1  a: 1.00 hours", " 2  b, c: 2.00 hours", " 3  d: to do"]
+    assert lines[3] == "3.0 hours for 2 of 3; about 1.5 for the others"
+
+
 @pytest.mark.parametrize("numbers, message", [(["0"], "--cells=0: there are cells 1 to 3"), (["x", "1"], "--cells=x:")])
 def test_cells_that_are_not_there(numbers, message, tmp_path):
     with pytest.raises(ExperimentError, match=message):
@@ -69,6 +81,10 @@ def test_cells_have_as_many_parameters_as_each_other():
     for cells, train_config in (
         *((list(config.CELLS.values()), partial(attribution.train_config, size=size)) for size in config.SIZES),
         (list(recall.config.EQUAL.values()), recall.train_config),
+        *(
+            ([cell for cell in scaling.config.CELLS.values() if cell.width == width], scaling.train_config)
+            for width in scaling.config.WIDTHS
+        ),
     ):
         counts = [count(train_config(cells[i])) for i in rng.choice(len(cells), 3, replace=False)]
         assert max(counts) < 1.021 * min(counts)
@@ -198,3 +214,87 @@ def test_the_report_on_long_contexts(documents):
     assert f"| {(ours - theirs) / 2 / tokens[:, 3].sum():+.3f} [" in rows[1]
     assert not any("nan" in line for line in lines)
     assert len(contexts_report.draw(results).axes) == 1
+
+
+# ---- parameters and text apart --------------------------------------------------------------------
+
+
+def test_rates_are_tuned_on_a_grid_and_its_extension(monkeypatch):
+    trained = []
+
+    def train(self, seeds, rates, batch_of, n_steps):
+        trained.append((tuple(seeds), tuple(rates), n_steps))
+        return np.asarray(rates), None
+
+    monkeypatch.setattr(lanes.Lanes, "train", train)
+    programs = lanes.Lanes(None, 3, None, None, None)
+    found = programs.tune((1.0, 2.0, 4.0), 7, None, 30, lambda rates: (np.log2(rates) - 3) ** 2)
+    assert trained == [((7, 7, 7), (1.0, 2.0, 4.0), 30), ((7, 7, 7), (8.0, 16.0, 16.0), 30)]
+    assert found == {1.0: 9, 2.0: 4, 4.0: 1, 8.0: 0, 16.0: 1} and lanes.best_rate(found) == 8.0
+    assert lanes.best_rate({1.0: np.nan, 2.0: 5.0}) == 2.0
+
+
+def test_a_text_of_other_windows_is_refused(tmp_path):
+    np.savez(tmp_path / "text.npz", train=np.zeros((5, 2, 4, 9)))
+    message = r"training windows \(5, 2, 4, 9\) where this reads \(5, 2, 4, 11\): give another --out"
+    with pytest.raises(ExperimentError, match=message):
+        text.load(tmp_path, tmp_path, range(5), 10, 4, 2)
+
+
+def test_sums_over_documents():
+    rng = np.random.default_rng()
+    starts, places = np.array([0, 3, 5, 9]), np.array([0, 2, 3, 8])
+    losses = rng.random((2, 4))
+    found = text.sum_by_document(losses, places, starts)
+    np.testing.assert_allclose(found, np.stack([losses[:, 0] + losses[:, 1], losses[:, 2], losses[:, 3]], axis=1))
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    """Results whose softmax has a law, and whose linear attention is above it by known slopes."""
+    rng = np.random.default_rng()
+    law, read, tokens = Law(np.log(20), np.log(80), np.log(1.2), 0.3, 0.35), (5e5, 1e6, 2e6), rng.integers(50, 99, 6)
+    slopes, cells = {"parameters": 0.02, "text": -0.03}, {}
+    for name, cell in scaling.config.CELLS.items():
+        n_params = 28.0 * cell.width**2
+        above = [slopes["parameters"] * np.log2(n_params) + slopes["text"] * np.log2(n) for n in read]
+        losses = law(n_params, np.array(read)) + (np.array(above) if cell.kind == "linear" else 0)
+        lengths = slice(0 if cell.width in scaling.config.WIDTHS else 2, None)
+        cells[name] = dict(
+            machine="a chip", jax="0", seconds=3.0, seeds=[1, 2], parameters=n_params, learning_rate=0.5,
+            tuning={0.5: 1.0, 1.0: 2.0}, model={"n_layers": 2},
+            document_nats=(losses[:, None, None] * tokens + [[[-0.01], [0.01]]])[lengths].tolist(),
+        )  # fmt: skip
+    return (
+        law,
+        slopes,
+        dict(cells=cells, tokens=tokens.tolist(), text=read, settings=dict(sequence_length=8), missing=[]),
+    )
+
+
+def test_laws_and_slopes_are_found_again(scaled, monkeypatch):
+    law, slopes, results = scaled
+    monkeypatch.setattr(scaling, "N_LAWS", 2)
+    monkeypatch.setattr(scaling.law, "fit", partial(scaling.law.fit, n_starts=4))
+    known = {name: cell for name, cell in results["cells"].items() if "256" not in name and "exponential" not in name}
+    laws = scaling.find_laws(known, np.array(results["tokens"]), results["text"])
+    found = laws["softmax"]
+    assert set(laws) == {"linear", "softmax"} and not found["on_bound"]
+    assert found["prediction"][0] == pytest.approx(law(found["parameters"], 2e6), rel=1e-4)
+    assert found["coefficients"]["alpha"][0] == pytest.approx(0.3, rel=0.01)
+    part = results | dict(cells=known, laws=laws, missing=["others"])
+    text = "\n".join(scaling_report.report(part))
+    assert "not trained yet" in text and "Not run yet: others." in text and "nan" not in text
+    lines = scaling_report.report(results | dict(laws=laws))
+    trend = scaling_report.trend(
+        results, [(f"linear, {width}", f"softmax, {width}") for width in scaling.config.WIDTHS]
+    )
+    for what, slope in slopes.items():
+        np.testing.assert_allclose(trend[what], slope, atol=1e-3)
+        assert any(f"{trend[what][0]:+.4f} [" in line for line in lines if line.startswith("Least squares"))
+    assert len(scaling_report.draw(part | dict(laws=laws)).axes) == 2
+
+
+def test_a_coefficient_on_its_bound_is_named():
+    assert on_bound(Law(1.0, 2.0, -6.0, 0.3, 2.5)) == ["log_e", "beta"]
+    assert on_bound(Law(1.0, 2.0, 0.0, 0.3, 0.3)) == []

@@ -23,8 +23,8 @@ from experiments.forgetting import config as forgetting
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.run import state_size
 from experiments.ladder import run as ladder
-from experiments.ladder.law import Law, bootstrap, fit
 from experiments.ladder.run import KINDS, Size, contest_of
+from experiments.scaling.law import Law, bootstrap, fit
 from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS
 from experiments.sigmoid_training.contestants import ONE, STEEPER, exchanged_scale, growth, write_start
 from experiments.sigmoid_training.run import common_rate
@@ -46,6 +46,7 @@ EXPERIMENTS = {
         "ladder",
         "long_contexts",
         "recall_by_state",
+        "scaling",
         "sigmoid_scaling",
         "sigmoid_training",
     )  # fmt: skip

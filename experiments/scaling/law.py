@@ -58,6 +58,13 @@ def residuals(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarr
     return (raw - raw.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
 
 
+def on_bound(law: Law) -> list[str]:
+    """Return the names of the coefficients that are at an end of what the fit allows, which therefore decides them."""
+    values, names = np.array(dataclasses.astuple(law)), [field.name for field in dataclasses.fields(Law)]
+    near = np.minimum(values - _LOWEST, _HIGHEST - values) < 1e-3 * (_HIGHEST - _LOWEST)
+    return [name for name, is_near in zip(names, near, strict=True) if is_near]
+
+
 def _log_loss(x: np.ndarray, log_n: np.ndarray | float, log_d: np.ndarray | float) -> np.ndarray:
     log_a, log_b, log_e, alpha, beta = x
     return np.logaddexp(np.logaddexp(log_a - alpha * log_n, log_b - beta * log_d), log_e)

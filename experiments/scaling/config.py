@@ -1,0 +1,38 @@
+"""The config that all cells share, and the cells: kinds of attention with parts in one block, of one depth, by width.
+
+Parameters are equal within 1% at each width.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from experiments.attribution import config as attribution
+
+HEAD = 32  # key and value features of a head
+KINDS = {kind: f"{kind}, parts, GPT-2's block" for kind in ("exponential", "linear", "softmax")}
+WIDTHS = 64, 96, 160
+NEXT_WIDTH = 256  # whose loss is predicted
+STEPS = 240, 490, 980  # multiples of lanes.CYCLES
+
+
+class Cell(NamedTuple):
+    """A kind of attention at a width."""
+
+    kind: str
+    width: int
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Of the model."""
+        heads = dict(n_heads=self.width // HEAD, d_key=HEAD, d_value=HEAD)
+        return attribution.CELLS[KINDS[self.kind]].fields("0.5M") | heads | dict(d_model=self.width)
+
+
+CELLS = {f"{kind}, {width}": Cell(kind, width) for width in (*WIDTHS, NEXT_WIDTH) for kind in KINDS}
+SMALL = tuple(CELLS)[:2]
+
+
+def get_config() -> ConfigDict:
+    return attribution.get_config("0.5M")
