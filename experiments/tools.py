@@ -1,7 +1,6 @@
 """What the experiments share: programs and sweeps in parallel, and contestants that are tuned alike."""
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -246,13 +245,6 @@ def evaluate_runs(
     return {run.name: found[out / f"{run.name}.json"] for run in runs}
 
 
-def measure_costs(file: Path, experiment: str, contest: str, **numbers: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Return what experiments/costs.py finds for a contest; numbers: its flags lengths and contexts."""
-    options = [f"--{name}={','.join(map(str, values))}" for name, values in numbers.items()]
-    command = ["experiments/costs.py", f"--experiment={experiment}", f"--contest={contest}", *options]
-    return run_programs({file: command}, 1)[file]
-
-
 # ---- contestants ----------------------------------------------------------------------------------
 
 
@@ -344,14 +336,6 @@ class Contest(NamedTuple):
                 for run in self.runs_of(name, runs)
             ],
         )
-
-
-def find_contest(experiment: str, contest: str) -> Contest:
-    """Return a contest of experiments/EXPERIMENT/config.py. Raises ExperimentError."""
-    config = importlib.import_module(f"experiments.{experiment}.config")
-    if contest not in config.CONTESTS:
-        raise ExperimentError(f"--contest={contest}: choose {', '.join(config.CONTESTS)}")
-    return Contest(config, config.CONTESTS[contest])
 
 
 def describe_run(run: RunView) -> dict[str, Any]:

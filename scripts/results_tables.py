@@ -22,23 +22,20 @@ import numpy as np
 
 from experiments import reports
 from experiments.attribution.report import bits_per_byte
+from experiments.long_contexts import report as contexts
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 
 # Names in the results -> names in the tables.
 MODELS = {
-    "paper's": "Paper's attention",
-    "gate": "+ forget gate",
-    "gate, parts": "+ forget gate, gated output, convolution",
-    "(gate, parts)*3, softmax": "the same, every 4th layer softmax",
-    "linear": "Linear attention",
-    "linear, gate": "Linear attention + forget gate",
-    "softmax": "Softmax with rotary positions, the paper's block",
-    "softmax, GPT-2's block": "Softmax with rotary positions, GPT-2's block",
-    "softmax, GPT-2's block, parts": "+ gated output, convolution",
+    "exponential": "Paper's attention, the paper's block",
+    "exponential, parts, GPT-2's block": "Paper's attention + additions",
+    "linear, parts, GPT-2's block": "Linear attention + additions",
+    "delta rule, parts, GPT-2's block": "Gated delta rule + additions",
+    "softmax, GPT-2's block": "Softmax",
+    "softmax, parts, GPT-2's block": "Softmax + additions",
 }
-NOT_IN_README = ("(gate, parts)*3, softmax", "linear", "softmax")
 PARTS = {
     "paper's": "Paper's attention",
     "gate": "+ gate",
@@ -86,25 +83,31 @@ def spread(losses: dict[int, float], digits: int) -> str:
     return reports.spread(losses, digits).replace("+-", "±")
 
 
+def loss(name: str, digits: int) -> str:
+    """Bits per byte of a cell at 0.46M parameters, empty if it has not run."""
+    if name not in results("attribution/0.5M")["cells"]:
+        return ""
+    bits = bits_per_byte(results("attribution/0.5M"), name)
+    return f"{bits.mean():.{digits}f} ± {bits.std(ddof=1):.{digits}f}"
+
+
 def models() -> str:
-    r = results("comparison_2m")
     rows = []
-    for kind in (kind for kind in MODELS if kind not in NOT_IN_README):
-        decoding, losses = r["decoding"][kind][65536], r["bits_per_byte"][kind]
+    for name, label in MODELS.items():
+        decoding = results("speed")["decoding"][name][65536]
         megabytes = decoding["state_bytes"] / 1e6
         state = f"{megabytes:.0f} MB" if megabytes > 10 else f"{megabytes:.2f} MB"
-        rows.append([MODELS[kind], spread(losses, 2), f"{decoding['milliseconds']:.2g} ms", state])
+        rows.append([label, loss(name, 2), f"{decoding['milliseconds']:.2g} ms", state])
     return table(["model", "loss", "time per token", "memory of the context"], rows)
 
 
-def models_in_full() -> str:
-    r = results("comparison_2m")
-    rows = []
-    for kind, name in MODELS.items():
-        seeds = ", ".join(f"{loss:.3f}" for loss in r["bits_per_byte"][kind].values())
-        speed = [f"{r['speed'][kind][length]:,.0f}" for length in (1024, 8192)]
-        rows.append([name, spread(r["bits_per_byte"][kind], 3), seeds, *speed])
-    return table(["model", "bits per byte", "by seed", "tokens/s, T = 1,024", "T = 8,192"], rows)
+def speed() -> str:
+    r, rows = results("speed"), []
+    for name, rates in r["speed"].items():
+        decoding = [f"{r['decoding'][name][context]['milliseconds']:.2g} ms" for context in (1024, 65536)]
+        rows.append([name, f"{rates[512]:,.0f}", f"{rates[8192]:,.0f}", *decoding])
+    heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 1,024, per token", "after 65,536"]
+    return table(["model", *heads], rows)
 
 
 def parts() -> str:
@@ -115,27 +118,22 @@ def parts() -> str:
 
 
 def attribution() -> str:
-    r = results("attribution/0.5M")
-
-    def cell(name: str) -> str:
-        if name not in r["cells"]:
-            return ""
-        bits = bits_per_byte(r, name)
-        return f"{bits.mean():.3f} ± {bits.std(ddof=1):.3f}"
-
-    rows = [[label, cell(name), cell(f"{name}, GPT-2's block")] for name, label in ATTRIBUTION.items()]
+    rows = [[label, loss(name, 3), loss(f"{name}, GPT-2's block", 3)] for name, label in ATTRIBUTION.items()]
     return table(["", "paper's block", "GPT-2's block"], rows)
 
 
-def positions() -> str:
-    kinds = ["paper's", "gate", "gate, parts", "softmax, GPT-2's block", "softmax, GPT-2's block, parts"]
-    spans = {1025: 2048, 2049: 4096, 4097: 8192, 8193: 16384, 32769: 65536}
+def long_contexts() -> str:
+    r = results("long_contexts/0.5M")
+    spans = {
+        name: i for i, name in enumerate(contexts.spans(r)) if name.startswith(("513 ", "2,049 ", "8,193 ", "16,"))
+    }
     rows = []
-    for kind in kinds:
-        of = {x["first"]: x for x in results("comparison_2m")["positions"][kind]["ranges"]}
-        cells = [f"{of[n]['streaming']:.3f} ({of[n]['windows']:.3f})" if n in of else "" for n in spans]
-        rows.append([MODELS[kind], *cells])
-    return table(["model", *(f"{first:,} to {last:,}" for first, last in spans.items())], rows)
+    for name, cell in r["cells"].items():
+        losses = [contexts.losses(r, name, reading).mean(0) for reading in contexts.READINGS]
+        cells = [" / ".join(f"{each[i]:.3f}" for each in losses if i < len(each)) for i in spans.values()]
+        state = " / ".join(f"{4 * cell['state_numbers'][reading] / 1e6:.2f}" for reading in contexts.READINGS)
+        rows.append([name, state, *cells])
+    return table(["windows / sliding by half / stream", "state, MB", *spans], rows)
 
 
 def _gaps() -> Iterator[tuple[float, float, float]]:
@@ -172,10 +170,10 @@ def recall() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "models": models,
-    "models in full": models_in_full,
     "attribution": attribution,
     "parts": parts,
-    "positions": positions,
+    "long contexts": long_contexts,
+    "speed": speed,
     "ladder": ladder,
     "recall": recall,
 }

@@ -78,9 +78,3 @@ BLOCKS = {
     "gate, 2 layers": gated(n_layers=2, d_model=174, d_key=42, d_value=42),
 }
 CONTESTS = {"parts": PARTS, "combined": COMBINED, "blocks": BLOCKS}
-
-# {contest: those that are tested on long documents}
-LONG = {
-    "parts": ["paper's", "gate", "linear, gate", "softmax, GPT-2's block"],
-    "combined": ["gate, output gate, convolution, no positions"],
-}

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
-from experiments import contexts, reports
+from experiments import reports
 from experiments.reports import Results
 from heinsen.figures import place_legend
 
@@ -39,8 +39,7 @@ NAMED = {
 
 def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
-    contests, lengths = results["contests"], list(next(iter(results["speed"].values())))
-    window = results["settings"]["sequence_length"]
+    contests, window = results["contests"], results["settings"]["sequence_length"]
     references = contests["parts"]["bits_per_byte"] if "parts" in contests else {}
     return [
         "# Attention that forgets",
@@ -52,21 +51,14 @@ def report(results: Results) -> list[str]:
         "over seeds; in brackets are 95% intervals of the mean difference between runs with equal seeds (Student's t), "
         "not corrected for the number of comparisons. The parts that are combined were chosen by the same split. The "
         "state is how many numbers the layers keep of the text, after "
-        f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Tokens/s are those of training steps of "
-        f"{max(map(int, lengths)):,} tokens in sequences of {' and of '.join(f'{int(n):,}' for n in lengths)} on all "
-        "cores, one of each contestant of a table in turn. Signed features, a norm of queries and keys, a norm of "
-        "the output and window layers did not help, and heinsen no longer has them: their rows are earlier ones.",
+        f"{CONTEXTS[0]:,} and {CONTEXTS[1]:,} tokens. Signed features, a norm of queries and keys, a norm of the "
+        "output and window layers did not help, and heinsen no longer has them: their rows are earlier ones.",
         "",
         "![Bits per byte by the size of the state](state_size.png)",
         "",
         "All contestants of the tables below. Names are those of the baselines, of a gate, and of the best parts.",
         "",
-        *(
-            line
-            for name, found in contests.items()
-            for line in contest_section(name, found, results["speed"], references)
-        ),
-        *contexts_section(results),
+        *(line for name, found in contests.items() for line in contest_section(name, found, references)),
         *(
             line
             for name, found in contests.items()
@@ -76,14 +68,11 @@ def report(results: Results) -> list[str]:
     ]
 
 
-def contest_section(
-    name: str, found: Mapping[str, Any], speed: Mapping[str, Mapping[str, float]], references: reports.Bits
-) -> list[str]:
+def contest_section(name: str, found: Mapping[str, Any], references: reports.Bits) -> list[str]:
     """Return the section of a contest, compared with the first of `references`, or of its own if there are none."""
     bits = found["bits_per_byte"]
     first = next(iter(references or bits))
     everyone = {**references, **bits}
-    rate = lambda each: " / ".join(f"{x:,.0f}" for x in speed[each].values())
     rows = [
         [
             each,
@@ -91,13 +80,12 @@ def contest_section(
             "" if each == first else reports.versus(everyone, each, first),
             f"{found['parameters'][each]:,}",
             " / ".join(f"{n:,}" for n in found["state"][each]),
-            rate(each),
             f"{reports.best_rate(found['tuning'][each]):g}",
             describe(found["fields"][each]),
         ]
         for each in reports.ranked(bits)
     ]
-    head = ["", "bits per byte", f"above {first}", "parameters", "state", "tokens/s", "learning rate", "model"]
+    head = ["", "bits per byte", f"above {first}", "parameters", "state", "learning rate", "model"]
     return [f"## {QUESTIONS[name]}", "", *reports.table(head, rows), ""]
 
 
@@ -105,26 +93,6 @@ def describe(fields: Mapping[str, Any]) -> str:
     """Return the fields of a contestant's model in words."""
     settings = [f"{field}={value}" for field, value in fields.items()]
     return ", ".join(settings) + (" (earlier version)" if {*settings} & {*EARLIER} else "")
-
-
-def contexts_section(results: Results) -> list[str]:
-    return [
-        "## Longer contexts",
-        "",
-        "Loss in nats per byte by position in long documents of the corpus's last file, which training did not read. "
-        "Each is read from its start to its end. In parentheses is the difference to windows of "
-        f"{results['settings']['sequence_length']}; * where its 95% interval (over documents) excludes 0. Models whose "
-        "cache grows are tested on the documents' first eighths. One seed each, at the learning rates of the tables "
-        "above, which were tuned with the last file. Training on streams, where each step continues the state of the "
-        "step before, did not help, and heinsen no longer has it: its rows were measured with an earlier version. "
-        "Streams read the text in as many places as a batch has rows, from each on: compare their levels with each "
-        "other only.",
-        "",
-        *contexts.positions_table(results["contexts"]),
-        "",
-        "![Loss by position](contexts.png)",
-        "",
-    ]
 
 
 # ---- figures --------------------------------------------------------------------------------------
@@ -166,4 +134,4 @@ def name_points(axes: Any, points: Mapping[str, tuple[float, float]], names: Col
         taken.append(extent(label))
 
 
-FIGURES = {"state_size.png": draw_sizes, "contexts.png": lambda results: contexts.draw(results["contexts"])}
+FIGURES = {"state_size.png": draw_sizes}

@@ -1,13 +1,13 @@
-"""What a forget gate is worth, and what helps beside it: parts, blocks and context lengths, tuned and trained alike.
+"""What a forget gate is worth with AdamW, and what helps beside it: parts and blocks, tuned and trained alike.
 
     python experiments/forgetting/run.py --corpus=corpus --out=runs/forgetting [--parallel=2]
     python experiments/forgetting/run.py --report --out=experiments/forgetting
 
 CORPUS is what scripts/build_corpus.py builds. Rerun the same command to resume. config.py is what they share,
 and lists them by the question that they answer. OUT receives data/, for each question its sweeps QUESTION/tuning*/ and
-QUESTION/final/ and the test split's losses QUESTION/test/, contexts/ with the models that are tested on long documents,
-and the report: report.md, results.json, state_size.png, contexts.png. --report writes the report of a results.json
-again. Rows of options that heinsen no longer has were measured with an earlier version.
+QUESTION/final/ and the test split's losses QUESTION/test/, and the report: report.md, results.json, state_size.png.
+--report writes the report of a results.json again. Rows of options that heinsen no longer has were measured with an
+earlier version.
 """
 
 from pathlib import Path
@@ -19,23 +19,20 @@ define_flags(__name__, "forgetting")
 
 import jax
 
-from experiments import contexts, tools
+from experiments import tools
 from experiments.forgetting import config, report
 from heinsen.models import init_model_state
 from heinsen.training.config import TrainConfig
 
 
 class Plan(NamedTuple):
-    """How much of everything. speed_lengths: tokens of a sequence."""
+    """How much of everything."""
 
     questions: tuple[str, ...] = tuple(config.CONTESTS)
     rates: tuple[float, ...] = (1.5e-3, 3e-3, 6e-3)
     tuning_tokens: int = 700_000
     tokens: int = 2_000_000
     n_seeds: int = 3
-    n_documents: int = 16
-    longest: int = 131_072
-    speed_lengths: tuple[int, ...] = (512, 8192)
 
 
 SMALL_PLAN = Plan(
@@ -44,22 +41,16 @@ SMALL_PLAN = Plan(
     tuning_tokens=150_000,
     tokens=150_000,
     n_seeds=2,
-    n_documents=4,
-    longest=16_384,
-    speed_lengths=(512, 1024),
 )
 
 
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
     tools.prepare_bytes(corpus, out / "data")
-    documents = contexts.prepare(corpus, out / "contexts", plan.n_documents, plan.longest)
     length = f"--config.total_tokens={plan.tokens}"
     found: dict[str, Any] = {}
-    positions: dict[str, Any] = {}
-    speed: dict[str, Any] = {}
     for question in plan.questions:
-        contest, folder = tools.find_contest("forgetting", question), out / question
+        contest, folder = tools.Contest(config, config.CONTESTS[question]), out / question
         data = f"--config.data.path={tools.from_root(out / 'data')}"
         tuning = contest.tune(folder, plan.rates, parallel, data, f"--config.total_tokens={plan.tuning_tokens}")
         options = data, length, "--config.seed=1", f"--seeds={plan.n_seeds}"
@@ -69,16 +60,8 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
             name: [state_size(contest.train_config(name), n) for n in report.CONTEXTS] for name in contest.contestants
         }
         found[question] = contest.results(tuning, final, tested) | dict(state=sizes)
-        if names := config.LONG.get(question):
-            own = out / "contexts" / question
-            options = f"--config.data.path={tools.from_root(out / 'contexts' / 'data')}", length, "--config.seed=1"
-            runs = contest.train(own / "final", names, tuning, parallel, *options)
-            owners = {name: contest.runs_of(name, runs)[0] for name in names}
-            positions |= contexts.measure(contest, owners, own / "final", documents, own / "test", parallel)
-        speed |= tools.measure_costs(folder / "costs.json", "forgetting", question, lengths=plan.speed_lengths)["speed"]
     tokens = found[plan.questions[0]]["logs"][-1]["tokens"]
-    settings = config.get_config().to_dict()
-    return dict(settings=settings, tokens=tokens, contests=found, contexts=positions, speed=speed)
+    return dict(settings=config.get_config().to_dict(), tokens=tokens, contests=found)
 
 
 def state_size(config: TrainConfig, n_tokens: int) -> int:

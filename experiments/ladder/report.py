@@ -39,8 +39,8 @@ def report(results: Results) -> list[str]:
         "L(N, D) = E + A / N^alpha + B / D^beta in nats per token (a byte, "
         f"or a document's end), with 95% intervals of a residual bootstrap. Learning rates are tuned at {tuned}, and "
         "are a power of the width between and beyond them. Softmax attention with the gated model's parts (a gated "
-        "output and a short convolution) is not among the kinds: its seeds differ by 0.3 bits per byte "
-        "([comparison_2m](../comparison_2m/report.md)), so that one seed of each would determine no law.",
+        "output and a short convolution) is not among the kinds: its seeds differ by 0.2 bits per byte "
+        "([attribution](../attribution/report.md)), so that one seed of each would determine no law.",
         "",
         "The interval of a prediction is meant to hold 95% of new runs: it accounts for the uncertainty of the law and "
         "for the residuals. A coefficient whose interval is wide is not determined by so few sizes; the law between "

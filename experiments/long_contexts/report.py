@@ -68,7 +68,8 @@ def spans(results: Results) -> list[str]:
 
 def row(results: Results, name: str, reading: str) -> list[str]:
     state = 4 * results["cells"][name]["state_numbers"][reading]
-    return [name, READINGS[reading], f"{state:,}", *(f"{x:.3f}" for x in losses(results, name, reading).mean(0))]
+    means = [f"{x:.3f}" for x in losses(results, name, reading).mean(0)]
+    return [name, READINGS[reading], f"{state:,}", *means, *[""] * (len(spans(results)) - len(means))]
 
 
 def losses(results: Results, name: str, reading: str) -> Float[np.ndarray, "L P"]:
@@ -78,14 +79,14 @@ def losses(results: Results, name: str, reading: str) -> Float[np.ndarray, "L P"
 
 
 def differences(own: list[Any], other: list[Any], tokens: np.ndarray) -> list[str]:
-    """How far one way of reading is above another, in each range that both have."""
+    """How far one way of reading is above another in each range; "" where one of them has none."""
     ours, theirs = np.asarray(own), np.asarray(other)
     found = []
     for i in range(min(ours.shape[2], theirs.shape[2])):
         reach = tokens[:, i] > 0
         mean, low, high = paired_difference(ours[:, reach, i], theirs[:, reach, i], tokens[reach, i])
         found.append(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]")
-    return found
+    return found + [""] * (tokens.shape[1] - len(found))
 
 
 def draw(results: Results) -> Figure:

@@ -6,8 +6,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments import contexts, reports
+from experiments import reports
 from experiments.reports import Losses, Results
+from experiments.sigmoid_training import contexts
 from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale
 
 EXCHANGED = {

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import contexts, tools
+from experiments import tools
 from experiments.reports import Losses, best_rate
-from experiments.sigmoid_training import report
+from experiments.sigmoid_training import contexts, report
 from experiments.sigmoid_training.contestants import (
     CONTEST,
     FORMS,

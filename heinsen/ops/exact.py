@@ -109,6 +109,7 @@ class Rows(NamedTuple):
 
     at: tuple[Array, ...]
     sizes: tuple[int, ...]
+    are_left: Array  # whether one of them is; true within `for_rows`
 
     @classmethod
     def first(cls, rows: Array, sizes: tuple[int, ...]) -> "Rows":
@@ -118,7 +119,7 @@ class Rows(NamedTuple):
             at.append(flat % size)
             flat = flat // size
         at = [flat, *reversed(at)][: rows.ndim]
-        return cls(tuple(x // n * n for x, n in zip(at, sizes, strict=True)), sizes)
+        return cls(tuple(x // n * n for x, n in zip(at, sizes, strict=True)), sizes, jnp.any(rows))
 
     def take(self, arrays: X) -> X:
         """The rows, [*sizes, ...]."""
@@ -126,6 +127,8 @@ class Rows(NamedTuple):
         def take(x: Array) -> Array:
             rest = x.shape[len(self.at) :]
             rows = lax.dynamic_slice(x, (*self.at, *(0,) * len(rest)), (*self.sizes, *rest))
+            # A block of all rows is the same in each turn, so XLA would compute it before the loop, lost or not.
+            rows = jnp.where(self.are_left, rows, jnp.zeros_like(rows))
             if backend.current() != "gpu":
                 return rows
             # As a vector, in the order of its axes: else XLA's GPU compiler copies all rows into a layout for the loop.

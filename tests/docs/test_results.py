@@ -1,9 +1,17 @@
 """Tables and figures of README.md and docs/results.md are those of the experiments' results.json."""
 
+import itertools
+import re
+
+import numpy as np
 import pytest
 
+from experiments.attribution.report import bits_per_byte
+from experiments.reports import versus
 from scripts.results_tables import PAGES, TABLES, fill, ladder_trend, results
 from tests.runs import ROOT
+
+REPORTS = "attribution/0.5M", "long_contexts/0.5M"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -15,7 +23,7 @@ def test_tables_follow_from_the_results(page):
 
 def test_a_changed_figure_is_found():
     text = (ROOT / "README.md").read_text()
-    changed = text.replace("| 2.37 ", "| 2.36 ")
+    changed = re.sub(r"(\| \d\.\d)\d( ±)", r"\1x\2", text, count=1)
     assert changed != text and fill(changed) == text
 
 
@@ -25,7 +33,28 @@ def test_figures_in_prose_follow_from_the_results():
     trend = ladder_trend()
     said = [f"{-trend['text'][0]:.3f} ± {trend['text'][1]:.3f} per doubling of bytes"]
     said += [f"{-trend['parameters'][0]:.3f} ± {trend['parameters'][1]:.3f} per doubling of parameters"]
-    losses = results("comparison_2m")["bits_per_byte"]["softmax, GPT-2's block, parts"].values()
-    low, middle, high = sorted(f"{loss:.2f}" for loss in losses)
-    said.append(f"{low}, {middle} and {high}")
+    *seeds, last = (f"{x:.3f}" for x in sorted(bits_per_byte(results("attribution"), "softmax, parts, GPT-2's block")))
+    said.append(f"{', '.join(seeds)} and {last}")
     assert [words for words in said if words not in text] == []
+
+
+INTERVAL = re.compile(r"([-+]?\d+\.\d+) \[([-+]?\d+\.\d+), ([-+]?\d+\.\d+)\]")
+
+
+def test_differences_in_prose_are_those_of_the_reports():
+    """Each is in a report, or one of Student's t, as it is or with its sign changed, to its number of digits."""
+    reported = [
+        *INTERVAL.findall("\n".join((ROOT / "experiments" / name / "report.md").read_text() for name in REPORTS))
+    ]
+    contests = results("forgetting")["contests"].values()
+    bits = {name: seeds for contest in contests for name, seeds in contest["bits_per_byte"].items()}
+    reported += [INTERVAL.search(versus(bits, *pair)).groups() for pair in itertools.permutations(bits, 2)]
+    known = np.array(reported, float)
+    known = np.concatenate([known, -known[:, [0, 2, 1]]])
+    wrong = []
+    for page in PAGES:
+        for said in INTERVAL.findall(page.read_text()):
+            digits = [len(x.partition(".")[2]) for x in said]
+            near = np.abs(known - np.array(said, float)) <= 0.5 * 10.0 ** -np.array(digits) + 0.51e-4
+            wrong += [] if near.all(1).any() else [said]
+    assert not wrong and len(known) > 100

@@ -1,6 +1,7 @@
 """The exact weights of a chunk, and heads that take them beside heads that do not."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import heinsen
 from heinsen.ops import chunk, decay, exact
-from tests.ops.common import run_fast_form
+from tests.ops.common import run_fast_form, user_jit
 
 FEATURES = 5
 
@@ -91,3 +92,20 @@ def test_a_head_that_spreads_leaves_the_others_to_the_fast_form(rng):
     np.testing.assert_array_equal(run(q, wide, v)[exact.MAX_ROWS :], run(q, k, v)[exact.MAX_ROWS :])
     fast, lost = jax.jit(functools.partial(run_fast_form, signed=True))(q, wide, v)
     assert lost and not np.allclose(fast[0], run(q, wide, v)[0], atol=0.1)
+
+
+@pytest.mark.parametrize("n_rows", [1, exact.MAX_ROWS, 2 * exact.MAX_ROWS])
+def test_rows_that_lost_nothing_take_no_time(n_rows):
+    """XLA moves what is the same in each turn of a loop to before it; a block of all rows must not be."""
+    compute = lambda rows, x, out: rows.write(out, jnp.cos(jnp.linalg.norm(rows.take(x), axis=-1, keepdims=True)))
+    run = lambda lost, x: exact.for_rows(lost, lambda rows, out: compute(rows, x, out), x[..., :1], exact.MAX_ROWS)
+    shapes = jax.ShapeDtypeStruct((n_rows,), bool), jax.ShapeDtypeStruct((n_rows, 64), jnp.float32)
+    loops, entry = user_jit(run).lower(*shapes).compile().as_text().split("\nENTRY ")
+    bodies = {block.split(" ")[0]: block for block in re.split(r"\n(?=%)", loops)}
+
+    def reached(block):
+        called = set(re.findall(r"(?:calls|to_apply)=(%[\w.-]+)", block))
+        return [block, *(text for name in called for text in reached(bodies[name]))]
+
+    assert not any(" cosine(" in block for block in reached(entry))
+    assert any(" cosine(" in block for block in bodies.values())

@@ -124,9 +124,8 @@ def test_help_is_shown_without_importing_jax():
     assert [program for program, *_ in shown] == PROGRAMS, end.stderr
     for program, slow, n_flags in shown:
         text = (ROOT / program).read_text()
-        more, fewer = ('runs="cells"', '", sizes='), ('runs="here"', "reads_corpus=False")
-        options = sum(option in text for option in more) - sum(option in text for option in fewer)
-        of_experiments = 5 + options  # experiments/command.py
+        more = {'runs="cells"': 2, '", sizes=': 1, 'runs="here"': -1, "reads_corpus=False": -1}
+        of_experiments = 5 + sum(n for option, n in more.items() if option in text)  # experiments/command.py
         n_defined = text.count("flags.DEFINE_") or of_experiments
         assert slow == [] and n_flags == n_defined, program
 
