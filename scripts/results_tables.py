@@ -91,20 +91,25 @@ def loss(name: str, digits: int) -> str:
     return f"{bits.mean():.{digits}f} ± {bits.std(ddof=1):.{digits}f}"
 
 
+def milliseconds(decoding: reports.Results) -> str:
+    found = decoding["milliseconds"]
+    return f"{found:.2f} ms" if found < 1 else f"{found:.1f} ms"
+
+
 def models() -> str:
     rows = []
     for name, label in MODELS.items():
         decoding = results("speed")["decoding"][name][65536]
         megabytes = decoding["state_bytes"] / 1e6
         state = f"{megabytes:.0f} MB" if megabytes > 10 else f"{megabytes:.2f} MB"
-        rows.append([label, loss(name, 2), f"{decoding['milliseconds']:.2g} ms", state])
+        rows.append([label, loss(name, 3), milliseconds(decoding), state])
     return table(["model", "loss", "time per token", "memory of the context"], rows)
 
 
 def speed() -> str:
     r, rows = results("speed"), []
     for name, rates in r["speed"].items():
-        decoding = [f"{r['decoding'][name][context]['milliseconds']:.2g} ms" for context in (1024, 65536)]
+        decoding = [milliseconds(r["decoding"][name][context]) for context in (1024, 65536)]
         rows.append([name, f"{rates[512]:,.0f}", f"{rates[8192]:,.0f}", *decoding])
     heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 1,024, per token", "after 65,536"]
     return table(["model", *heads], rows)
