@@ -14,7 +14,7 @@ HEAD = 32  # key and value features of a head
 KINDS = {kind: f"{kind}, parts, GPT-2's block" for kind in ("exponential", "linear", "softmax")}
 WIDTHS = 64, 96, 160
 NEXT_WIDTH = 256  # whose loss is predicted
-STEPS = 240, 490, 980  # multiples of lanes.CYCLES
+STEPS = 240, 490, 980  # multiples of lanes.CYCLES; rates are tuned on the last but one
 
 
 class Cell(NamedTuple):

@@ -25,7 +25,7 @@ def report(results: Results) -> list[str]:
         "",
         f"`python experiments/scaling/run.py`, {machines(cells)}: {hours:.1f} hours. Attentions with parts in "
         f"{cell['model']['n_layers']} layers of GPT-2's block, Muon, windows of {settings['sequence_length']:,}; each "
-        f"cell's rate is tuned on {results['text'][0]:,} tokens with one seed, then {len(cell['seeds'])} others. Nats "
+        f"cell's rate is tuned on {results['text'][-2]:,} tokens with one seed, then {len(cell['seeds'])} others. Nats "
         f"per token (a byte, or a document's end) of {round(sum(results['tokens'])):,} tokens of the test split: mean "
         "over seeds +- their standard deviation.",
         "",
@@ -39,7 +39,7 @@ def report(results: Results) -> list[str]:
         *laws_section(results),
         "![Loss by text and parameters](scaling.png)",
         "",
-        *tuning_section({name: each["tuning"] for name, each in cells.items()}, runs="runs on the least text"),
+        *tuning_section({name: each["tuning"] for name, each in cells.items()}, runs="runs on half of the text"),
     ]
 
 

@@ -5,7 +5,7 @@
 
 CORPUS is what scripts/build_corpus.py builds; where OUT/text.npz is there, it is not read (experiments/attribution with
 --size=0.5M makes the same one). config.py lists the cells, a kind at a width. The runs of a cell train side by side in
-one program: rates on the least text, more where the best is at the end of the grid, then three seeds at the best rate
+one program: rates on half of the text, more where the best is at the end of the grid, then three seeds at the best rate
 for each length of text; for the last width only on the most. A kind has a law (law.py) once its other widths are done,
 which predicts the last. Rerun the same command to resume, at the cell; the cells of OUT/results.json are done. OUT
 receives cells/, and the report: report.md, results.json, scaling.png.
@@ -87,7 +87,7 @@ def measure_cell(
     with turn:
         began = time.monotonic()
         loss = lambda params: losses_of(params, "validation", plan.n_validation).mean(1)
-        tuning = programs.tune(RATES, attribution.SEEDS[0], to_tune, plan.steps[0], loss)
+        tuning = programs.tune(RATES, attribution.SEEDS[0], to_tune, plan.steps[-2], loss)
         rate, nats = lanes.best_rate(tuning), []
         for n_steps in plan.steps if cell.width in config.WIDTHS else plan.steps[-1:]:
             params, _ = programs.train(SEEDS, [rate] * len(SEEDS), batch_of, n_steps)
