@@ -139,7 +139,7 @@ def grids(rates: Sequence[float], n: int, losses: Mapping[float, float]) -> Iter
 
 def best_rate(losses: Mapping[float, float]) -> float:
     """The learning rate with the lowest loss, a number if there is one."""
-    return min(losses, key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
+    return min(sorted(losses), key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
 
 
 def extend(losses: Mapping[float, float]) -> list[float]:
