@@ -4,7 +4,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -76,7 +76,7 @@ def versus(bits: Bits, name: str, first: str) -> str:
     if len(differences) < 2:
         return f"{mean:+.4f}"
     half = t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+    return interval((mean, mean - half, mean + half), "+.4f")
 
 
 def paired_difference(
@@ -88,16 +88,27 @@ def paired_difference(
 
     The interval is that of a bootstrap over documents and seeds together.
     """
-    rng, (n_seeds, n_documents) = np.random.default_rng(0), own.shape
+    above = own - other
+    once = lambda seeds, documents: above[seeds][:, documents].sum() / len(seeds) / sizes[documents].sum()
+    value, low, high = bootstrap(once, *above.shape)
+    return value, low, high
 
-    def once(seeds: np.ndarray, documents: np.ndarray) -> float:
-        return (own - other)[seeds][:, documents].sum() / len(seeds) / sizes[documents].sum()
 
+def bootstrap(
+    once: Callable[[np.ndarray, np.ndarray], Any], n_seeds: int, n_documents: int
+) -> Float[np.ndarray, "3 ..."]:
+    """once(numbers of seeds, numbers of documents) of all, and the ends of its 95% interval over both resampled."""
+    rng = np.random.default_rng(0)
     drawn = [
         once(rng.integers(n_seeds, size=n_seeds), rng.integers(n_documents, size=n_documents)) for _ in range(RESAMPLES)
     ]
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return once(np.arange(n_seeds), np.arange(n_documents)), low, high
+    return np.stack([once(np.arange(n_seeds), np.arange(n_documents)), *np.percentile(drawn, [2.5, 97.5], axis=0)])
+
+
+def interval(values: Iterable[float], form: str = ".3f") -> str:
+    """Return a value and its 95% interval, which are given as [value, low, high], as text."""
+    value, low, high = (format(x, form) for x in values)
+    return f"{value} [{low}, {high}]"
 
 
 def spread(seeds: Mapping[int, float], digits: int = 4) -> str:

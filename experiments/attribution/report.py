@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, make_figure, paired_difference, table, tuning_section
+from experiments.reports import Results, interval, make_figure, paired_difference, table, tuning_section
 
 
 def report(results: Results) -> list[str]:
@@ -89,8 +89,7 @@ def difference(results: Results, name: str, first: str) -> str:
     """How far one cell is above another, with the interval over resampled documents and seeds."""
     own, other = (np.asarray(results["cells"][each]["document_nats"]) for each in (name, first))
     scale = math.log(2) * np.asarray(results["documents"]["num_bytes"])
-    mean, low, high = paired_difference(own, other, scale)
-    return f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
+    return interval(paired_difference(own, other, scale), "+.4f")
 
 
 def draw(results: Results) -> Figure:

@@ -1,12 +1,12 @@
 """report.md and ladder.png, from results.json."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import reports
-from experiments.reports import Losses, Results, table
+from experiments.reports import Losses, Results, interval, table
 from experiments.scaling.law import Law
 
 SOFTMAX = "softmax"
@@ -107,12 +107,6 @@ def per_gpt2_token(kinds: dict[str, dict[str, list[float]]]) -> str:
     """Return the losses in nats per GPT-2 token with their intervals, in words."""
     values = {kind: [x / TOKENS_PER_BYTE for x in found["loss"]] for kind, found in kinds.items()}
     return ", ".join(f"{kind} {interval(found, '.2f')}" for kind, found in values.items())
-
-
-def interval(values: Iterable[float], form: str = ".3f") -> str:
-    """Return a value and its 95% interval, which are given as [value, low, high], as text."""
-    value, low, high = (format(x, form) for x in values)
-    return f"{value} [{low}, {high}]"
 
 
 def rates_section(results: Results) -> list[str]:

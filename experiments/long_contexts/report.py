@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, make_figure, paired_difference, table
+from experiments.reports import Results, interval, make_figure, paired_difference, table
 
 READINGS = {"windows": "windows", "sliding": "windows that slide by half", "stream": "stream"}
 
@@ -84,8 +84,8 @@ def differences(own: list[Any], other: list[Any], tokens: np.ndarray) -> list[st
     found = []
     for i in range(min(ours.shape[2], theirs.shape[2])):
         reach = tokens[:, i] > 0
-        mean, low, high = paired_difference(ours[:, reach, i], theirs[:, reach, i], tokens[reach, i])
-        found.append(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+        above = paired_difference(ours[:, reach, i], theirs[:, reach, i], tokens[reach, i])
+        found.append(interval(above, "+.3f"))
     return found + [""] * (tokens.shape[1] - len(found))
 
 

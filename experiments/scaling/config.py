@@ -3,13 +3,13 @@
 Parameters are equal within 1% at each width.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from experiments.attribution import config as attribution
 
+SIZE = "0.5M"  # of attribution: text, windows and layers
 HEAD = 32  # key and value features of a head
 KINDS = {kind: f"{kind}, parts, GPT-2's block" for kind in ("exponential", "linear", "softmax")}
 WIDTHS = 64, 96, 160
@@ -24,10 +24,10 @@ class Cell(NamedTuple):
     width: int
 
     @property
-    def fields(self) -> Mapping[str, Any]:
-        """Of the model."""
-        heads = dict(n_heads=self.width // HEAD, d_key=HEAD, d_value=HEAD)
-        return attribution.CELLS[KINDS[self.kind]].fields("0.5M") | heads | dict(d_model=self.width)
+    def attributed(self) -> attribution.Cell:
+        """That of experiments/attribution with this width."""
+        cell, heads = attribution.CELLS[KINDS[self.kind]], dict(n_heads=self.width // HEAD, d_key=HEAD, d_value=HEAD)
+        return cell._replace(d_model=(self.width,) * 2, model=dict(cell.model, **heads))
 
 
 CELLS = {f"{kind}, {width}": Cell(kind, width) for width in (*WIDTHS, NEXT_WIDTH) for kind in KINDS}
@@ -35,4 +35,4 @@ SMALL = tuple(CELLS)[:2]
 
 
 def get_config() -> ConfigDict:
-    return attribution.get_config("0.5M")
+    return attribution.get_config(SIZE)

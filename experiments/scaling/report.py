@@ -1,14 +1,13 @@
 """report.md and scaling.png, from results.json. Axes: W widths, R lengths of text, L seeds, D documents."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import RESAMPLES, Results, make_figure, paired_difference, table, tuning_section
+from experiments.reports import Results, bootstrap, interval, make_figure, paired_difference, table, tuning_section
 from experiments.scaling import config
 from experiments.scaling.law import Law
 
@@ -101,15 +100,11 @@ def trend(results: Results, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple
     n_params = [cells[theirs]["parameters"] for _, theirs in pairs]
     points = np.stack(np.meshgrid(np.log2(n_params), np.log2(results["text"]), indexing="ij"), -1).reshape(-1, 2)
     solve = np.linalg.pinv(np.column_stack([np.ones(len(points)), points]))[1:]
-    rng, (_, n_seeds, n_documents) = np.random.default_rng(0), above.shape
 
     def once(seeds: np.ndarray, documents: np.ndarray) -> np.ndarray:
         return solve @ (above[:, seeds][:, :, documents].sum((1, 2)) / len(seeds) / tokens[documents].sum())
 
-    drawn = [
-        once(rng.integers(n_seeds, size=n_seeds), rng.integers(n_documents, size=n_documents)) for _ in range(RESAMPLES)
-    ]
-    found = np.stack([once(np.arange(n_seeds), np.arange(n_documents)), *np.percentile(drawn, [2.5, 97.5], axis=0)])
+    found = bootstrap(once, *above.shape[1:])
     return {what: tuple(each) for what, each in zip(("parameters", "text"), found.T.tolist(), strict=True)}
 
 
@@ -144,12 +139,6 @@ def laws_section(results: Results) -> list[str]:
         *table(head, rows),
         "",
     ]
-
-
-def interval(values: Any, form: str) -> str:
-    """[value, low, high] as text."""
-    value, low, high = (format(x, form) for x in values)
-    return f"{value} [{low}, {high}]"
 
 
 def draw(results: Results) -> Figure:

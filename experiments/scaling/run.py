@@ -27,7 +27,6 @@ from experiments import lanes, tools
 from experiments.attribution import run as attribution
 from experiments.attribution import text
 from experiments.scaling import config, law, report
-from heinsen.config import from_mapping
 from heinsen.models import abstract_params, count_params
 from heinsen.training.config import TrainConfig
 
@@ -70,10 +69,7 @@ def measure(
 
 
 def train_config(cell: config.Cell) -> TrainConfig:
-    mapping = config.get_config()
-    mapping.optimizer.name = "muon"
-    mapping.model.update(cell.fields)
-    return from_mapping(TrainConfig, mapping.to_dict())
+    return attribution.train_config(cell.attributed, config.SIZE)
 
 
 def measure_cell(
@@ -96,7 +92,7 @@ def measure_cell(
     shown = ", ".join(f"{each.sum(1).mean() / found['test_lengths'].sum():.4f}" for each in nats)
     return dict(
         summary=f"{shown} nats per token, rate {rate:g}; {seconds:.0f} s",
-        model=dict(cell.fields),
+        model=cell.attributed.fields(config.SIZE),
         parameters=count_params(abstract_params(own.model)),
         tuning={f"{rate:g}": loss for rate, loss in sorted(tuning.items())},
         learning_rate=rate,
