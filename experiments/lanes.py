@@ -43,8 +43,8 @@ class Lanes:
     """Compiled functions of a config for L lanes.
 
     params: shapes of the parameters of all lanes. start: seeds [L] -> the states before the first step. run: (states,
-    rates [n, c, L], batches) -> (states, losses [n, c, L]) trains n cycles of c steps; batches is a tuple of c trees of
-    arrays [n, L, B, ...], since the shapes of a cycle's batches may differ.
+    rates [n, c, L], batches, number of runs) -> (states, losses [n, c, L]) trains n cycles of c steps; batches is a
+    tuple of c trees of arrays [n, L, B, ...], since the shapes of a cycle's batches may differ.
     """
 
     config: TrainConfig
@@ -63,29 +63,36 @@ class Lanes:
             state, metrics = make_step(model, make_optimizer_of_rate(settings, rate), loss=loss)(state, one_pass)
             return state, metrics["loss"]
 
-        def run_cycle(states: TrainState, given: tuple[Array, tuple[Batch, ...]]) -> tuple[TrainState, Array]:
-            losses = []
-            for rates, batches in zip(*given, strict=True):
-                states, each = over_lanes(step)(states, rates, batches)
-                losses.append(each)
-            return states, jnp.stack(losses)
+        def run(states: TrainState, rates: Array, batches: tuple[Batch, ...], n: Array) -> tuple[TrainState, Array]:
+            def run_cycle(states: TrainState, given: tuple[Array, tuple[Batch, ...]]) -> tuple[TrainState, Array]:
+                losses = []
+                for rates, batches in zip(*given, strict=True):
+                    states, each = over_lanes(step, n)(states, rates, batches)
+                    losses.append(each)
+                return states, jnp.stack(losses)
 
-        run = lambda states, rates, batches: jax.lax.scan(run_cycle, states, (rates, batches))
+            return jax.lax.scan(run_cycle, states, (rates, batches))
+
         start = jax.vmap(lambda seed: init_function(model, make_optimizer_of_rate(settings, 0.0), seed)())
         seeds = jax.ShapeDtypeStruct((n_lanes,), jnp.int32)
         states = jax.eval_shape(start, seeds)
         rates = jax.ShapeDtypeStruct((CYCLES, len(cycle), n_lanes), jnp.float32)
         batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((CYCLES, *x.shape), x.dtype), tuple(cycle))
-        compiled = jax.jit(run, donate_argnums=0).lower(states, rates, batches).compile()
+        compiled = jax.jit(run, donate_argnums=0).lower(states, rates, batches, jnp.int32(n_lanes)).compile()
         return cls(config, n_lanes, states.params, jax.jit(start).lower(seeds).compile(), compiled)
 
     def train(
         self, seeds: Sequence[int], rates: Sequence[float], batch_of: Callable[[int], Batch], n_steps: int
     ) -> tuple[Params, Float[np.ndarray, "steps L"]]:
-        """Return the parameters of all lanes after n_steps, rounded up to `CYCLES` whole cycles, and all losses.
+        """Return the parameters after n_steps, rounded up to `CYCLES` whole cycles, and all losses, of all lanes.
 
-        batch_of: the batch [L, B, ...] of a step, from 0.
+        With fewer seeds and rates than lanes, the last lanes mean nothing, and CPUs leave them out.
+
+        Args:
+          batch_of: the batch [L, B, ...] of a step, from 0.
         """
+        n_runs = len(rates)
+        seeds, rates = ([*each, *each[-1:] * (self.n_lanes - n_runs)] for each in (list(seeds), list(rates)))
         length = self.run.in_avals[0][1].shape[1]
         n_steps = round_up(n_steps, CYCLES * length)
         warmup = min(self.config.optimizer.warmup_steps, n_steps // 4)  # a rehearsal is shorter than the config's
@@ -95,13 +102,13 @@ class Lanes:
         by_cycle = by_step.astype(np.float32).reshape(-1, CYCLES, length, self.n_lanes)
         states, losses = self.start(np.asarray(seeds, np.int32)), []
         size = lambda _: CYCLES * length
-        label = f"{self.n_lanes} lanes, {self.config.model.attention}"
+        label = f"{n_runs} lanes, {self.config.model.attention}"
         for block, block_rates in enumerate(track(by_cycle, label, n_steps, size, "steps")):
             first = block * CYCLES * length
             in_cycle = lambda place, first=first: [batch_of(first + i * length + place) for i in range(CYCLES)]
             stack = lambda *x: np.stack(x)
             batches = tuple(jax.tree.map(stack, *in_cycle(place)) for place in range(length))
-            states, each = self.run(states, block_rates, batches)
+            states, each = self.run(states, block_rates, batches, np.int32(n_runs))
             losses.append(np.asarray(each).reshape(-1, self.n_lanes))
         return states.params, np.concatenate(losses)
 
@@ -113,26 +120,37 @@ class Lanes:
         loss: (the parameters of all lanes) -> [L].
         """
         losses: dict[float, float] = {}
-        for tried in grids(rates, self.n_lanes, losses):
-            params, _ = self.train([seed] * self.n_lanes, tried, batch_of, n_steps)
-            losses |= dict(zip(tried, loss(params).tolist(), strict=True))
+        for tried in grids(rates, losses):
+            params, _ = self.train([seed] * len(tried), tried, batch_of, n_steps)
+            losses |= dict(zip(tried, loss(params).tolist(), strict=False))
         return losses
 
 
-def over_lanes(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.vmap(step)`; on CPUs lanes in turn, so that rows that one computes exactly do not slow the others."""
-    if jax.default_backend() != "cpu":
-        return jax.vmap(step)
-    return lambda *lanes: jax.lax.map(lambda lane: step(*lane), lanes)
+def over_lanes(step: Callable[..., Any], n: Array | None = None) -> Callable[..., Any]:
+    """`jax.vmap(step)`; on CPUs the first n lanes (None: all) in turn, and 0 of the others.
+
+    So rows that one lane computes exactly do not slow the others.
+    """
+    over_all = jax.vmap(step)
+
+    def in_turn(*lanes: Any) -> Any:
+        def body(i: Array, out: Any) -> Any:
+            found = step(*jax.tree.map(lambda x: x[i], lanes))
+            return jax.tree.map(lambda x, own: x.at[i].set(own), out, found)
+
+        out = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(over_all, *lanes))
+        return jax.lax.fori_loop(0, len(jax.tree.leaves(lanes)[0]) if n is None else n, body, out)
+
+    return in_turn if jax.default_backend() == "cpu" else over_all
 
 
-def grids(rates: Sequence[float], n: int, losses: Mapping[float, float]) -> Iterator[list[float]]:
-    """Yield a grid of rates, and up to `MOST_GRID_EXTENSIONS` extensions of it, each filled up to n with its last rate.
+def grids(rates: Sequence[float], losses: Mapping[float, float]) -> Iterator[list[float]]:
+    """Yield a grid of rates, and up to `MOST_GRID_EXTENSIONS` extensions of it.
 
     losses: of the rates so far, which the caller adds; NaN for runs that crashed.
     """
     for _ in range(1 + MOST_GRID_EXTENSIONS):
-        yield [*rates, *[rates[-1]] * n][:n]
+        yield list(rates)
         if not (rates := extend(losses)):
             break
 

@@ -67,38 +67,35 @@ def draw(task: Task, seed: int, step: int, batch_size: int) -> dict[str, np.ndar
 def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[str, Any]:
     """Train and test a cell at all rates and seeds."""
     each, begin = train_config(fields), time.monotonic()
-    model, task, n_rates = each.model, Task("associative", each.model.vocab_size), len(config.RATES)
-    stack = lambda batches: jax.tree.map(lambda *x: np.repeat(np.stack(x), n_rates, axis=0), *batches)
-    batch_of = lambda step: stack([draw(task, seed, step, each.batch_size) for seed in plan.seeds])
+    model, task, n_lanes = each.model, Task("associative", each.model.vocab_size), len(config.RATES) * len(plan.seeds)
+    batches_of = lambda step: [draw(task, seed, step, each.batch_size) for seed in plan.seeds] * len(config.RATES)
+    batch_of = lambda step: jax.tree.map(lambda *x: np.stack(x), *batches_of(step))
     cycle = [batch_of(step) for step in range(len(PAIRS))]
-    programs = lanes.Lanes.compile(each, len(plan.seeds) * n_rates, cycle, answer_loss)
+    programs = lanes.Lanes.compile(each, n_lanes, cycle, answer_loss)
     tests = {n: task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS}
-    right = jax.jit(jax.vmap(lambda params, batch: right_answers(model, params, batch).mean(), (0, None)))
-    test = {n: right.lower(programs.params, tests[n]).compile() for n in PAIRS}
+    are_right = jax.jit(jax.vmap(lambda params, batch: right_answers(model, params, batch).mean(), (0, None)))
+    test = {n: are_right.lower(programs.params, tests[n]).compile() for n in PAIRS}
     compiled = time.monotonic()
     points: dict[float, list[dict[str, Any]]] = {}
     score: dict[float, float] = {}
     with turn:
         began = time.monotonic()
-        for tried in lanes.grids(config.RATES, n_rates, score):
-            seeds, rates = np.repeat(plan.seeds, n_rates), tried * len(plan.seeds)
+        for tried in lanes.grids(config.RATES, score):
+            seeds, rates = list(plan.seeds) * len(tried), np.repeat(tried, len(plan.seeds)).tolist()
             params, losses = programs.train(seeds, rates, batch_of, plan.n_steps)
             accuracy = np.stack([np.asarray(test[n](params, tests[n])) for n in PAIRS], axis=1)
-            for i, rate in enumerate(tried):
-                points[rate] = [
+            for rate, seed, own, right in zip(rates, seeds, losses.T, accuracy, strict=False):
+                points.setdefault(rate, []).append(
                     dict(
                         seed=seed,
-                        loss=float(losses[-len(PAIRS) :, s * n_rates + i].mean()),
-                        curve=np.round(
-                            losses[: plan.n_steps // 40 * 40, s * n_rates + i].reshape(-1, 40).mean(1), 4
-                        ).tolist(),
-                        right=np.round(accuracy[s * n_rates + i], 5).tolist(),
+                        loss=float(own[-len(PAIRS) :].mean()),
+                        curve=np.round(own[: plan.n_steps // 40 * 40].reshape(-1, 40).mean(1), 4).tolist(),
+                        right=np.round(right, 5).tolist(),
                     )
-                    for s, seed in enumerate(plan.seeds)
-                ]
+                )
             score |= {rate: -np.mean([run["right"][-1] for run in runs]) for rate, runs in points.items()}
         seconds = time.monotonic() - began
-    best = min(score, key=lambda rate: score[rate])
+    best = lanes.best_rate(score)
     shown = "; ".join(
         f"{rate:g}: " + "/".join(f"{100 * run['right'][-1]:.1f}" for run in points[rate]) for rate in sorted(points)
     )

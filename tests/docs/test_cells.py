@@ -229,7 +229,7 @@ def test_rates_are_tuned_on_a_grid_and_its_extension(monkeypatch):
     monkeypatch.setattr(lanes.Lanes, "train", train)
     programs = lanes.Lanes(None, 3, None, None, None)
     found = programs.tune((1.0, 2.0, 4.0), 7, None, 30, lambda rates: (np.log2(rates) - 3) ** 2)
-    assert trained == [((7, 7, 7), (1.0, 2.0, 4.0), 30), ((7, 7, 7), (8.0, 16.0, 16.0), 30)]
+    assert trained == [((7, 7, 7), (1.0, 2.0, 4.0), 30), ((7, 7), (8.0, 16.0), 30)]
     assert found == {1.0: 9, 2.0: 4, 4.0: 1, 8.0: 0, 16.0: 1} and lanes.best_rate(found) == 8.0
     assert lanes.best_rate({1.0: np.nan, 2.0: 5.0}) == 2.0
 
