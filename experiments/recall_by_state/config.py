@@ -12,8 +12,7 @@ PARTS = dict(output_gate=True, convolution=4, position="none")
 
 def get_config() -> ConfigDict:
     config = recall.get_config()
-    # Sequences are short, and trained exponents spread: the quadratic form takes the same time whatever they are.
-    config.model.update(n_layers=4, implementation="reference", **PARTS)
+    config.model.update(n_layers=4, **PARTS)
     config.optimizer.update(name="muon", muon_multiple=8.0)
     return config
 
@@ -57,4 +56,4 @@ CELLS: dict[str, dict[str, Any]] = {
     **EQUAL,
     **MORE,
 }
-SMALL = ("exponential, 4 x 16 x 16", "softmax, 4 x 16 x 16")
+SMALL = ("softmax, 4 x 16 x 16",)  # compiles soonest

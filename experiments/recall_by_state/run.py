@@ -3,13 +3,13 @@
     python experiments/recall_by_state/run.py --out=runs/recall_by_state [--cells=1,2] [--minutes=60]
     python experiments/recall_by_state/run.py --report --out=experiments/recall_by_state
 
-The runs of a cell (config.py) train side by side in one program: four learning rates with three seeds each, and more
-rates where the best is at the grid's end. Rerun the same command to resume, at the cell. OUT receives cells/, and the
-report: report.md, results.json, recall.png.
+The runs of a cell (config.py) train side by side in one program: four learning rates with one seed, more rates where
+the best is at the grid's end, then three other seeds. Rerun the same command to resume, at the cell. OUT receives
+cells/, and the report: report.md, results.json, recall.png.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +35,11 @@ class Plan(NamedTuple):
     cells: tuple[str, ...] = tuple(config.CELLS)
     n_steps: int = 2000
     n_tests: int = 256  # sequences of each number of pairs
-    seeds: tuple[int, ...] = (0, 1, 2)
 
 
-SMALL_PLAN = Plan(cells=config.SMALL, n_steps=40, n_tests=32, seeds=(0,))
+SMALL_PLAN = Plan(cells=config.SMALL, n_steps=40, n_tests=32)
 PAIRS = 4, 8, 16, 32
+SEEDS = 0, 1, 2, 3  # the first one tunes
 
 
 def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str] | None) -> dict[str, Any]:
@@ -65,49 +65,49 @@ def draw(task: Task, seed: int, step: int, batch_size: int) -> dict[str, np.ndar
 
 
 def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[str, Any]:
-    """Train and test a cell at all rates and seeds."""
+    """Tune a cell, train it with the other seeds, and test these."""
     each, begin = train_config(fields), time.monotonic()
-    model, task, n_lanes = each.model, Task("associative", each.model.vocab_size), len(config.RATES) * len(plan.seeds)
-    batches_of = lambda step: [draw(task, seed, step, each.batch_size) for seed in plan.seeds] * len(config.RATES)
-    batch_of = lambda step: jax.tree.map(lambda *x: np.stack(x), *batches_of(step))
-    cycle = [batch_of(step) for step in range(len(PAIRS))]
-    programs = lanes.Lanes.compile(each, n_lanes, cycle, answer_loss)
-    tests = {n: task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS}
-    are_right = jax.jit(jax.vmap(lambda params, batch: right_answers(model, params, batch).mean(), (0, None)))
-    test = {n: are_right.lower(programs.params, tests[n]).compile() for n in PAIRS}
+    model, task, n_lanes = (
+        each.model,
+        Task("associative", each.model.vocab_size),
+        max(len(config.RATES), len(SEEDS) - 1),
+    )
+
+    def batches_of(seeds: Sequence[int]) -> Callable[[int], dict[str, np.ndarray]]:
+        drawn = lambda step: [draw(task, seed, step, each.batch_size) for seed in seeds]
+        return lambda step: jax.tree.map(lambda *x: np.stack([*x, *x[-1:] * (n_lanes - len(x))]), *drawn(step))
+
+    to_tune, batch_of = batches_of(SEEDS[:1]), batches_of(SEEDS[1:])
+    programs = lanes.Lanes.compile(each, n_lanes, [batch_of(step) for step in range(len(PAIRS))], answer_loss)
+    tests = [task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS]
+    read = lambda params, batch: (answer_loss(model, params, batch), right_answers(model, params, batch).mean())
+    read_lanes = jax.jit(jax.vmap(read, (0, None)))
+    readers = [read_lanes.lower(programs.params, batch).compile() for batch in tests]
+    # Losses and right answers, by lane and number of pairs.
+    test = lambda params: np.stack([reader(params, x) for reader, x in zip(readers, tests, strict=True)], -1)
     compiled = time.monotonic()
-    points: dict[float, list[dict[str, Any]]] = {}
-    score: dict[float, float] = {}
     with turn:
         began = time.monotonic()
-        for tried in lanes.grids(config.RATES, score):
-            seeds, rates = list(plan.seeds) * len(tried), np.repeat(tried, len(plan.seeds)).tolist()
-            params, losses = programs.train(seeds, rates, batch_of, plan.n_steps)
-            accuracy = np.stack([np.asarray(test[n](params, tests[n])) for n in PAIRS], axis=1)
-            for rate, seed, own, right in zip(rates, seeds, losses.T, accuracy, strict=False):
-                points.setdefault(rate, []).append(
-                    dict(
-                        seed=seed,
-                        loss=float(own[-len(PAIRS) :].mean()),
-                        curve=np.round(own[: plan.n_steps // 40 * 40].reshape(-1, 40).mean(1), 4).tolist(),
-                        right=np.round(right, 5).tolist(),
-                    )
-                )
-            score |= {rate: -np.mean([run["right"][-1] for run in runs]) for rate, runs in points.items()}
+        tuning = programs.tune(config.RATES, SEEDS[0], to_tune, plan.n_steps, lambda params: test(params)[0].mean(-1))
+        rate = lanes.best_rate(tuning)
+        params, losses = programs.train(SEEDS[1:], [rate] * len(SEEDS[1:]), batch_of, plan.n_steps)
+        _, right = test(params)
         seconds = time.monotonic() - began
-    best = lanes.best_rate(score)
-    shown = "; ".join(
-        f"{rate:g}: " + "/".join(f"{100 * run['right'][-1]:.1f}" for run in points[rate]) for rate in sorted(points)
-    )
+    curves = losses[: plan.n_steps // 40 * 40].reshape(-1, 40, n_lanes).mean(1)
+    shown = "/".join(f"{100 * right[lane, -1]:.1f}" for lane in range(len(SEEDS[1:])))
     return dict(
-        summary=f"{PAIRS[-1]} pairs at {best:g}: {-100 * score[best]:.1f}% ({shown}), compiled in "
-        f"{compiled - begin:.0f} s, ran {seconds:.0f} s",
+        summary=f"{PAIRS[-1]} pairs: {shown}%, rate {rate:g} of {', '.join(f'{x:g}' for x in sorted(tuning))}; "
+        f"compiled in {compiled - begin:.0f} s, ran {seconds:.0f} s",
         model=fields,
         parameters=count_params(abstract_params(model)),
         state_numbers=state_size(model, 4 * PAIRS[-1] + 1),
-        learning_rate=best,
+        tuning={f"{rate:g}": loss for rate, loss in sorted(tuning.items())},
+        learning_rate=rate,
         seconds=seconds,
-        runs={f"{rate:g}": points[rate] for rate in sorted(points)},
+        runs=[
+            dict(seed=seed, curve=np.round(curve, 4).tolist(), right=np.round(own, 5).tolist())
+            for seed, curve, own in zip(SEEDS[1:], curves.T, right, strict=False)
+        ],
     )
 
 
