@@ -7,7 +7,7 @@ A table follows its mark, such as <!-- table: models -->, and ends at an empty l
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,11 +18,10 @@ from scripts.cli import parse_flags, show_help
 CHECK = flags.DEFINE_bool("check", False, "Write nothing; exit with status 1 if a table is not that of the results.")
 show_help(__name__)
 
-import numpy as np
-
 from experiments import reports
 from experiments.attribution.report import bits_per_byte
 from experiments.long_contexts import report as contexts
+from experiments.scaling import report as scaling_report
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
@@ -141,27 +140,13 @@ def long_contexts() -> str:
     return table(["windows / sliding by half / stream", "state, MB", *spans], rows)
 
 
-def _gaps() -> Iterator[tuple[float, float, float]]:
-    """(parameters, bytes, how far the gated model is ahead of softmax, in nats per byte) of each run of the ladder."""
-    r = results("ladder")
-    losses = {(x["size"], x["budget"], x["kind"]): x for x in [*r["runs"], *({**x, "budget": 0} for x in r["next"])]}
-    for (size, budget, kind), run in losses.items():
-        if kind == "gate, parts":
-            yield run["n_params"], run["tokens"], losses[size, budget, "softmax"]["loss"] - run["loss"]
-
-
-def ladder() -> str:
-    rows = [[f"{n / 1e6:.2f}M", f"{tokens / 1e6:.1f} MB", f"{gap:.3f}"] for n, tokens, gap in sorted(_gaps())]
-    return table(["parameters", "text", "gated ahead of softmax, nats per byte"], rows)
-
-
-def ladder_trend() -> dict[str, tuple[float, float]]:
-    """Change of that lead (slope, standard error) per doubling of parameters and of text, by least squares on both."""
-    n, tokens, gap = np.array(sorted(_gaps())).T
-    x = np.stack([np.ones_like(n), np.log2(n), np.log2(tokens)], axis=1)
-    slope, residual, _, _ = np.linalg.lstsq(x, gap, rcond=None)
-    error = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * residual[0] / (len(n) - 3))
-    return {"parameters": (slope[1], error[1]), "text": (slope[2], error[2])}
+def scaling() -> str:
+    r, rows = results("scaling"), []
+    for kind in ("exponential", "linear"):
+        for ours, theirs in scaling_report.pairs_of(r, kind).values():
+            size = f"{r['cells'][ours]['parameters'] / 1e6:.2f}M"
+            rows.append([kind, size, *scaling_report.differences(r, ours, theirs)])
+    return table(["", "parameters", *(f"{n / 1e6:.2f}M bytes" for n in r["text"])], rows)
 
 
 def recall() -> str:
@@ -179,7 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parts": parts,
     "long contexts": long_contexts,
     "speed": speed,
-    "ladder": ladder,
+    "scaling": scaling,
     "recall": recall,
 }
 
@@ -196,8 +181,6 @@ def main(argv: list[str]) -> None:
         print(f"{page.relative_to(ROOT)}: " + ("tables differ from the results" if CHECK.value else "tables written"))
         if not CHECK.value:
             page.write_text(fill(page.read_text()))
-    for what, (slope, error) in ladder_trend().items():
-        print(f"lead of the gated model per doubling of {what}: {slope:.3f} ± {error:.3f} nats per byte")
     sys.exit(1 if changed and CHECK.value else 0)
 
 

@@ -66,12 +66,11 @@ def cells_of(results: Results, kind: str) -> dict[int, str]:
 def leads_section(results: Results) -> list[str]:
     """How far kinds are ahead of the baseline, and how that changes with parameters and with text."""
     lines = []
-    theirs = cells_of(results, BASELINE)
     for kind in config.KINDS:
-        both = {width: (name, theirs[width]) for width, name in cells_of(results, kind).items() if width in theirs}
-        if kind == BASELINE or not both:
+        pairs = pairs_of(results, kind)
+        if kind == BASELINE or not pairs:
             continue
-        rows = [[str(width), *at_end(results, differences(results, *names))] for width, names in both.items()]
+        rows = [[str(width), *differences(results, *names)] for width, names in pairs.items()]
         lines += [
             f"Nats per token by which {kind} is above {BASELINE}, with 95% intervals of a bootstrap over documents and "
             "seeds together:",
@@ -79,17 +78,25 @@ def leads_section(results: Results) -> list[str]:
             *table(["width", *(f"{n / 1e6:.2f}M tokens" for n in results["text"])], rows),
             "",
         ]
-        grid = [both[width] for width in config.WIDTHS if width in both]
+        grid = [pairs[width] for width in config.WIDTHS if width in pairs]
         if len(grid) > 1 and len(results["text"]) > 1:
             shown = (f"{interval(each, '+.4f')} per doubling of {what}" for what, each in trend(results, grid).items())
             lines += [f"Least squares over the widths with all lengths of text: {', '.join(shown)}.", ""]
     return lines
 
 
+def pairs_of(results: Results, kind: str) -> dict[int, tuple[str, str]]:
+    """{width: (the cell of a kind, that of the baseline)} where both are done."""
+    theirs = cells_of(results, BASELINE)
+    return {width: (name, theirs[width]) for width, name in cells_of(results, kind).items() if width in theirs}
+
+
 def differences(results: Results, ours: str, theirs: str) -> list[str]:
+    """By length of text, with intervals."""
     own, other = (np.asarray(results["cells"][name]["document_nats"]) for name in (ours, theirs))
     tokens = np.asarray(results["tokens"])
-    return [interval(paired_difference(*each, tokens), "+.4f") for each in zip(own, other, strict=True)]
+    found = [interval(paired_difference(*each, tokens), "+.4f") for each in zip(own, other, strict=True)]
+    return at_end(results, found)
 
 
 def trend(results: Results, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, float, float]]:
@@ -160,6 +167,8 @@ def draw(results: Results) -> Figure:
             value, low, high = found["prediction"]
             panel.errorbar(max(along), value, [[value - low], [high - value]], fmt="_", color="0.3", capsize=3)
         panel.set(xscale="log", yscale="log", title=kind, xlabel="tokens of text")
+        panel.set_xticks(results["text"], [f"{n / 1e6:.1f}M" for n in results["text"]])
+        panel.tick_params(axis="x", which="minor", labelbottom=False)
         panel.yaxis.set_major_formatter("{x:.1f}")
         panel.yaxis.set_minor_formatter("{x:.1f}")
         panel.grid(alpha=0.3, which="both")

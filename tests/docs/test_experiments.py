@@ -1,7 +1,6 @@
 """The experiments: reports from the committed results, contestants, laws, and each from its plan to its report."""
 
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -21,8 +20,6 @@ from experiments.associative_recall import run as recall
 from experiments.forgetting import config as forgetting
 from experiments.forgetting import report as forgetting_report
 from experiments.forgetting.run import state_size
-from experiments.ladder import run as ladder
-from experiments.ladder.run import KINDS, Size, contest_of
 from experiments.scaling.law import Law, bootstrap, fit
 from experiments.sigmoid_training import contexts
 from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS
@@ -42,7 +39,6 @@ EXPERIMENTS = {
         "associative_recall",
         "attribution",
         "forgetting",
-        "ladder",
         "long_contexts",
         "recall_by_state",
         "scaling",
@@ -88,25 +84,6 @@ def test_the_committed_report_follows_from_its_results(folder, tmp_path, capsys)
     assert (tmp_path / "report.md").read_text() in capsys.readouterr().out
 
 
-def test_the_committed_tables_follow_from_single_runs():
-    ladder = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
-    ends = {(log["kind"], log["size"], log["tokens"]): log["validation"][-1][2] for log in ladder["logs"]}
-    for run in ladder["runs"] + ladder["next"]:
-        assert ends[run["kind"], run["size"], run["tokens"]] == run["loss"]
-        best = Law(*ladder["bootstrap"][run["kind"]][0])
-        expected = ladder["prediction"][run["kind"]]["loss"] if run in ladder["next"] else run["expected"]
-        tokens = ladder["predicted"]["tokens"] if run in ladder["next"] else run["tokens"]
-        assert best(run["n_params"], tokens) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.long
-def test_the_models_of_the_committed_ladder_are_found_again():
-    results = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
-    for run in (*results["runs"], *results["next"]):
-        size = Size(*map(int, run["size"].split("x")))
-        assert contest_of(size).parameters(run["kind"]) == run["n_params"], run
-
-
 def test_a_report_needs_results(tmp_path):
     with pytest.raises(SystemExit, match=r"has no results\.json: run the experiment without --report"):
         tools.execute(tmp_path, forgetting_report, None)
@@ -132,15 +109,6 @@ def test_contestants_are_of_equal_size_and_differ_in_what_they_say(contest, pape
         said = {field.removeprefix("model."): value for field, value in contest.fields(name).items()}
         assert contest.contestants[name].items() <= said.items()
         assert all(getattr(model, field) == value for field, value in said.items())
-
-
-@pytest.mark.parametrize("size", [Size(4, 64), pytest.param(Size(8, 192), marks=pytest.mark.long)])
-def test_the_kinds_of_the_ladder_are_of_equal_size(size):
-    contest = contest_of(size)
-    paper = contest.parameters("paper's")
-    n_layers, d = size
-    assert paper == n_layers * (6 * d * d + 7 * d) + 2 * d * d + 2 * d + 264 * d + 2 * d
-    assert all(abs(contest.parameters(kind) / paper - 1) < 0.01 for kind in contest.contestants)
 
 
 def test_contestants_of_recall_differ_in_what_they_say():
@@ -226,27 +194,6 @@ def test_differences_are_those_of_equal_seeds():
     assert reports.ranked(bits) == ["a", "b", "c"] and reports.spread(bits["a"]) == "3.0000 +- 1.0000"
 
 
-def test_the_best_learning_rate_lies_between_those_tried(rng):
-    """The vertex of a parabola is found again; ends of a grid and crashed runs have none."""
-    best, slope = np.exp(rng.uniform(-7, -5)), rng.uniform(0.01, 1)
-    losses = {best * x: 2 + slope * np.log(x) ** 2 for x in np.exp([-1.9, -0.4, 0.3, 1.1])}
-    assert ladder.best_between(losses) == pytest.approx(best)
-    rising = {1e-3: 2.0, 2e-3: 2.1, 4e-3: 2.2}
-    assert ladder.best_between(rising) == 1e-3
-    assert ladder.best_between({1e-3: 2.1, 2e-3: 2.0, 4e-3: None}) == 2e-3
-
-
-def test_learning_rates_of_the_ladder_are_a_power_of_the_width(rng):
-    rates = dict(zip(KINDS, np.exp(rng.uniform(-7, -5, len(KINDS))), strict=True))
-    power = rng.uniform(-2, 1)
-    sizes = Size(4, 64), Size(6, 160)
-    tuned = {size: {kind: {r * (size.width / 64) ** power: 2.0} for kind, r in rates.items()} for size in sizes}
-    rule = ladder.Rule(tuned)
-    for kind, rate in rates.items():
-        assert rule.power(kind) == pytest.approx(power)
-        assert rule.rate(kind, Size(4, 256)) == pytest.approx(rate * 4**power, rel=1e-2)
-
-
 def draw_law(rng):
     alpha, beta = rng.uniform(0.2, 0.6, 2)
     a, b = rng.uniform(0.3, 1.5, 2)  # nats in the middle of the runs below
@@ -281,18 +228,6 @@ def test_too_few_runs_are_no_law(rng):
     sizes, tokens = draw_runs(rng, 5)
     with pytest.raises(ValueError, match="5 runs cannot determine 5 coefficients"):
         fit(sizes, tokens, sizes)
-
-
-def test_a_prediction_is_kept_and_belongs_to_its_size(rng, tmp_path):
-    predict, law, file = ladder.predict, draw_law(rng), tmp_path / "prediction.json"
-    laws = {"softmax": (law, [law], np.array([-0.01, 0.01]))}
-    n = contest_of(Size(4, 64)).parameters("softmax")
-    found = predict(file, laws, Size(4, 64), 1000)["softmax"]
-    assert found["loss"] == pytest.approx(law(n, 1000)) and found["low"] < found["loss"] < found["high"]
-    other = {"softmax": (draw_law(rng), [law], np.zeros(1))}
-    assert predict(file, other, Size(4, 64), 1000)["softmax"] == found, "what was predicted stays"
-    with pytest.raises(ExperimentError, match=r"is for another size \(tokens 1000\)"):
-        predict(file, laws, Size(4, 64), 2000)
 
 
 # ---- sigmoid attention ----------------------------------------------------------------------------
@@ -468,7 +403,7 @@ def pretended_result(arguments):
     [
         "associative_recall",
         "forgetting",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("ladder", "sigmoid_training")),
+        pytest.param("sigmoid_training", marks=pytest.mark.long),
     ],
 )
 def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corpus, tmp_path, monkeypatch):
@@ -484,9 +419,6 @@ def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corp
         plan = plan._replace(n_documents=2, read=37)
         monkeypatch.setattr(run, "write_start", lambda *arguments: None)
         monkeypatch.setattr(run, "measure_norms", lambda *arguments: {37: [1.0, 0.5]})
-    if experiment == "ladder":
-        plan = plan._replace(n_bootstrap=2)
-        monkeypatch.setattr(run.law, "fit", functools.partial(run.law.fit, n_starts=4))
     results = write_whole(run, plan, tmp_path, None if experiment == "associative_recall" else corpus)
     if experiment == "associative_recall":
         assert [each["accuracy"] for each in results["models"]] == 3 * [{"2": 0.5, "4": 0.25, "8": 0.125}]
@@ -498,10 +430,6 @@ def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corp
             "Code": dict.fromkeys(found["tuning"], 2.5),
             "Books": dict.fromkeys(found["tuning"], 3.1),
         }
-    if experiment == "ladder":
-        assert len(results["runs"]) == 18 and len(results["next"]) == 3 and len(results["logs"]) == 6 + 9
-        budgets = {(run["size"], run["budget"]): run["tokens"] for run in results["runs"] if run["kind"] == "paper's"}
-        assert budgets["4x64", 700_000] == 700_000 and budgets["2x32", 350_000] < 350_000
     if experiment == "sigmoid_training":
         assert results["beyond"]["best"]["rates"] == results["beyond"]["alike"]["rates"]
         assert len(results["rates"]) == 6 and set(results["law"]["alpha 1"]) == {"37"}
@@ -539,15 +467,6 @@ def optimized(monkeypatch):
 
 
 @pytest.mark.long
-def test_the_ladder_from_its_plan_to_its_report(corpus, tmp_path, optimized):
-    sizes = Size(2, 32), Size(2, 64), Size(2, 96)
-    plan = ladder.Plan(sizes, (300_000, 330_000), Size(4, 64), (3e-3,), sizes[:2], sizes[1], 2)
-    results = write_whole(EXPERIMENTS["ladder"], plan, tmp_path, corpus)
-    assert len(results["runs"]) == 18 and len(results["next"]) == 3 and len(results["logs"]) == 6 + 9
-    assert results["prediction"] == json.loads((tmp_path / "prediction.json").read_text())["predictions"]
-
-
-@pytest.mark.long
 def test_sigmoid_training_from_its_plan_to_its_report(corpus, tmp_path, optimized):
     plan = EXPERIMENTS["sigmoid_training"].Plan((3e-3, 6e-3), 110_000, 2, 40)
     results = write_whole(EXPERIMENTS["sigmoid_training"], plan, tmp_path, corpus)
@@ -575,7 +494,7 @@ def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
 
 
 def test_bad_commands_are_named(commands, tmp_path):
-    command = ["experiments/ladder/run.py", f"--corpus={tmp_path / 'none'}", f"--out={tmp_path / 'out'}"]
+    command = ["experiments/scaling/run.py", f"--corpus={tmp_path / 'none'}", f"--out={tmp_path / 'out'}"]
     end = commands.fork(*command)
     assert end.returncode == 1 and "Traceback" not in end.stderr
     assert re.search("/none has no train-.*: build it with `python scripts/build_corpus.py", end.stderr)

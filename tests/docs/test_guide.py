@@ -119,7 +119,7 @@ def test_every_command_is_one_that_its_program_takes(tmp_path):
         ("scripts/prepare_data.py", ["--tokenizer=gpt3", "--split=train", "--out=x"]),
         ("scripts/sweep.py", ["--config=configs/pile_125m.py", "--workdir=x", "--sweep.model.n_layer=1"]),
         ("scripts/export.py", ["--workdir=x", "--out=y", "word"]),
-        ("experiments/ladder/run.py", ["--smal"]),
+        ("experiments/scaling/run.py", ["--smal"]),
     ]
     errors = errors_of([*found, *broken], tmp_path)
     told = [(command, error) for command, error in zip(found, errors, strict=False) if error]

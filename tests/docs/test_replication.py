@@ -94,15 +94,3 @@ def test_the_table_on_the_way_is_that_of_the_anchors():
     for (tokens, low, high), anchor in zip(rows, anchors, strict=True):
         assert float(tokens) == anchor[0]
         assert abs(float(low) - anchor[1]) < 0.0051 and abs(float(high) - anchor[2]) < 0.0051
-
-
-def test_the_trend_of_the_ladder_is_that_of_its_results():
-    results = json.loads((ROOT / "experiments" / "ladder" / "results.json").read_text())
-    losses = {(run["size"], run["budget"], run["kind"]): run["loss"] for run in results["runs"]}
-    expected = []
-    for size, budget in (("4x64", 1.5e6), ("8x192", 6e6)):
-        expected.append(f"by {losses[size, budget, 'softmax'] - losses[size, budget, 'gate, parts']:.3f}")
-    found = {run["kind"]: run["loss"] for run in results["next"]}
-    leads = found["softmax"] - found["gate, parts"], found["paper's"] - found["softmax"]
-    flowing = " ".join(TEXT.split())
-    assert [words for words in [*expected, *(f"by {lead:.3f}" for lead in leads)] if words not in flowing] == []

@@ -64,7 +64,7 @@ def text_flags(program):
 
 
 def test_programs_and_their_flags_are_found(end_of):
-    assert {"train.py", "eval.py", "scripts/sweep.py", "experiments/ladder/run.py"} < set(PROGRAMS)
+    assert {"train.py", "eval.py", "scripts/sweep.py", "experiments/scaling/run.py"} < set(PROGRAMS)
     for program, names in {
         "train.py": {"workdir"},
         "eval.py": {"tasks"},
