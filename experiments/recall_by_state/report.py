@@ -36,7 +36,9 @@ def report(results: Results) -> list[str]:
 
 
 def tuned_with_all(results: Results) -> str:
-    names = [name for name, cell in results["cells"].items() if cell.get("tuned_with_all")]
+    """The cells whose measured seeds include that of the tuning: an earlier plan tuned with all of them."""
+    cells = results["cells"].items()
+    names = [name for name, cell in cells if config.SEEDS[0] in (run["seed"] for run in cell["runs"])]
     return f" ({'; '.join(names)}: with the same three)" if names else ""
 
 

@@ -39,7 +39,6 @@ class Plan(NamedTuple):
 
 SMALL_PLAN = Plan(cells=config.SMALL, n_steps=40, n_tests=32)
 PAIRS = 4, 8, 16, 32
-SEEDS = 0, 1, 2, 3  # the first one tunes
 
 
 def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str] | None) -> dict[str, Any]:
@@ -67,17 +66,17 @@ def draw(task: Task, seed: int, step: int, batch_size: int) -> dict[str, np.ndar
 def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[str, Any]:
     """Tune a cell, train it with the other seeds, and test these."""
     each, begin = train_config(fields), time.monotonic()
-    model, task, n_lanes = (
-        each.model,
-        Task("associative", each.model.vocab_size),
-        max(len(config.RATES), len(SEEDS) - 1),
-    )
+    model, task = each.model, Task("associative", each.model.vocab_size)
+    tuning_seed, *seeds = config.SEEDS
+    n_lanes = max(len(config.RATES), len(seeds))
 
     def batches_of(seeds: Sequence[int]) -> Callable[[int], dict[str, np.ndarray]]:
-        drawn = lambda step: [draw(task, seed, step, each.batch_size) for seed in seeds]
-        return lambda step: jax.tree.map(lambda *x: np.stack([*x, *x[-1:] * (n_lanes - len(x))]), *drawn(step))
+        """The batches of a step for these seeds, as many times the last one's as lanes are left."""
+        of_lanes = [*seeds, *seeds[-1:] * (n_lanes - len(seeds))]
+        drawn = lambda step: [draw(task, seed, step, each.batch_size) for seed in of_lanes]
+        return lambda step: jax.tree.map(lambda *x: np.stack(x), *drawn(step))
 
-    to_tune, batch_of = batches_of(SEEDS[:1]), batches_of(SEEDS[1:])
+    to_tune, batch_of = batches_of([tuning_seed]), batches_of(seeds)
     programs = lanes.Lanes.compile(each, n_lanes, [batch_of(step) for step in range(len(PAIRS))], answer_loss)
     tests = [task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS]
     read = lambda params, batch: (answer_loss(model, params, batch), right_answers(model, params, batch).mean())
@@ -88,13 +87,15 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
     compiled = time.monotonic()
     with turn:
         began = time.monotonic()
-        tuning = programs.tune(config.RATES, SEEDS[0], to_tune, plan.n_steps, lambda params: test(params)[0].mean(-1))
+        tuning = programs.tune(
+            config.RATES, tuning_seed, to_tune, plan.n_steps, lambda params: test(params)[0].mean(-1)
+        )
         rate = lanes.best_rate(tuning)
-        params, losses = programs.train(SEEDS[1:], [rate] * len(SEEDS[1:]), batch_of, plan.n_steps)
+        params, losses = programs.train(seeds, [rate] * len(seeds), batch_of, plan.n_steps)
         _, right = test(params)
         seconds = time.monotonic() - began
     curves = losses[: plan.n_steps // 40 * 40].reshape(-1, 40, n_lanes).mean(1)
-    shown = "/".join(f"{100 * right[lane, -1]:.1f}" for lane in range(len(SEEDS[1:])))
+    shown = "/".join(f"{100 * right[lane, -1]:.1f}" for lane in range(len(seeds)))
     return dict(
         summary=f"{PAIRS[-1]} pairs: {shown}%, rate {rate:g} of {', '.join(f'{x:g}' for x in sorted(tuning))}; "
         f"compiled in {compiled - begin:.0f} s, ran {seconds:.0f} s",
@@ -106,7 +107,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
         seconds=seconds,
         runs=[
             dict(seed=seed, curve=np.round(curve, 4).tolist(), right=np.round(own, 5).tolist())
-            for seed, curve, own in zip(SEEDS[1:], curves.T, right, strict=False)
+            for seed, curve, own in zip(seeds, curves.T, right, strict=False)
         ],
     )
 
