@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
                 convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
-                gate="none",  # heinsen, linear, delta: head: a forget gate, one number per head and token
+                gate="none",  # all but sigmoid: head: a forget gate, one number per head and token
                 gate_shortest=2.0,  # its heads' time constants at the start, in tokens, run geometrically from this ...
                 gate_longest=4096.0,  # ... to this
                 output_gate=False,  # whether the attention's output is multiplied by 2 sigmoid(Wg x)

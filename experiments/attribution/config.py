@@ -100,5 +100,7 @@ CELLS: dict[str, Cell] = {
     "exponential, gate": _cell("muon", gate="head"),
     "linear, gate": _cell("muon", **LINEAR, gate="head"),
     "softmax": _cell("muon", (208, 136), **SOFTMAX),
+    "gated softmax, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, attention="softmax", **GPT2),
+    "gated softmax, parts, rotary, GPT-2's block": _cell("muon", GPT2_PARTS, **BEST_SOFTMAX, gate="head"),
 }
 SMALL = ("exponential, parts", "softmax, parts, GPT-2's block, AdamW")

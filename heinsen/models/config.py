@@ -40,7 +40,7 @@ class ModelConfig:
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
       convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
         on; 0: none.
-      gate: a forget gate for heinsen, linear and delta layers (`heinsen.models.gate`), "head": one number per head and
+      gate: a forget gate for layers of all kinds but sigmoid (`heinsen.models.gate`), "head": one number per head and
         token; in a masked model one for each direction, for heinsen layers alone, in the chunked implementation.
       gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
       output_gate: whether the attention's output is multiplied by a gate (`heinsen.models.language_model.Layer`).

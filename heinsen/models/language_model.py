@@ -164,7 +164,7 @@ class Layer(nn.Module):
         q, k, values, inputs = self.project(normed, state.convolution, context)
         context = self.add_log_decays(normed, context)
         context = self.add_strength(normed, context)
-        if self.mixer.takes_log_decay and self.config.causal:
+        if self.mixer.takes_log_decay and self.config.causal and not self.mixer.has_cache:
             k, context = hide_padding(k, context)
         is_step = state.attention is not None and context.slot.shape[1] == 1
         mix = self.mixer.step if is_step else self.mixer.parallel

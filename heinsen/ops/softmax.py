@@ -1,6 +1,8 @@
 """Softmax attention, the baseline: quadratic in the tokens, with a key-value cache that grows with them.
 
-    y[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s]     over the visible s
+    y[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K) + sum_{s < u <= t} log_decay[u]) v[s]     over the visible s
+
+The forget gate, log_decay, is that of the Forgetting Transformer (Lin et al., 2025). It is optional.
 
 Axes: B batch, H heads, T tokens, K key and V value features, C the cache's capacity in tokens.
 """
@@ -26,27 +28,22 @@ _MASKED = -1e30  # a score; finite, so that gradients are finite
 
 
 class KVCache(NamedTuple):
-    """Keys and values by slot. The caller keeps track of which slots are filled."""
+    """Keys, values and log decays by slot. The caller keeps track of which slots are filled."""
 
     k: Float[Array, "B H C K"]
     v: Float[Array, "B H C V"]
+    log_decay: Float[Array, "B H C 1"] | None = None  # None: there is no gate
 
 
 def init_cache(batch_size: int, n_heads: int, capacity: int, d_key: int, d_value: int, dtype: DTypeLike) -> KVCache:
-    """Cache with no token."""
+    """Cache with no token and no gate."""
     return KVCache(
         jnp.zeros((batch_size, n_heads, capacity, d_key), dtype),
         jnp.zeros((batch_size, n_heads, capacity, d_value), dtype),
     )
 
 
-def append(
-    cache: KVCache,
-    k: Float[Array, "B H T K"],
-    v: Float[Array, "B H T V"],
-    slots: Int[Array, "B T"],
-    valid: Bool[Array, "B T"] | None,
-) -> KVCache:
+def append(cache: KVCache, tokens: KVCache, slots: Int[Array, "B T"], valid: Bool[Array, "B T"] | None) -> KVCache:
     """Write tokens into their slots of the cache, except those that are not valid or lie beyond its capacity."""
     if valid is not None:
         slots = jnp.where(valid, slots, cache.k.shape[-2])
@@ -54,8 +51,7 @@ def append(
     def write_row(buffer: Array, x: Array, slots: Array) -> Array:
         return buffer.at[:, slots].set(x.astype(buffer.dtype), mode="drop", unique_indices=True)
 
-    write = jax.vmap(write_row)
-    return KVCache(write(cache.k, k, slots), write(cache.v, v, slots))
+    return jax.tree.map(lambda buffer, x: jax.vmap(write_row)(buffer, x, slots), cache, tokens)
 
 
 def softmax_attention(
@@ -64,37 +60,51 @@ def softmax_attention(
     v: Float[Array, "B H T V"],
     segment_ids: Int[Array, "#B #H T"] | None = None,
     causal: bool = True,
+    log_decay: Float[Array, "B H T"] | None = None,
 ) -> Float[Array, "B H T V"]:
-    """Softmax attention over whole sequences; segment_ids as in `heinsen.log_attention`.
+    """Softmax attention over whole sequences; segment_ids and, if causal, log_decay as in `heinsen.log_attention`.
 
-    Requires K = V except on CPUs. On GPUs bfloat16 and float16 inputs use cuDNN's flash attention.
+    Requires K = V except on CPUs. On GPUs bfloat16 and float16 inputs without log_decay use cuDNN's flash attention.
     """
+    bias = None if log_decay is None else _decay_bias(log_decay)
     if backend.current() == "cpu":
-        return _attend_in_blocks(q, k, v, segment_ids, causal)
+        return _attend_in_blocks(q, k, v, bias, segment_ids, causal)
     mask = None if segment_ids is None else mask_cross_document(document_starts(segment_ids))
-    fused = backend.current() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    fused = backend.current() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and bias is None
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     implementation: Literal["cudnn"] | None = "cudnn" if fused else None
-    y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, implementation=implementation)
+    if bias is not None:
+        bias = bias[:, :, None]
+    y = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=causal, implementation=implementation)
     return y.swapaxes(1, 2)
+
+
+def _decay_bias(log_decay: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
+    """What log decays add to the scores of each key, up to a number for each query, which softmax does not see."""
+    return -jnp.cumsum(log_decay, axis=-1)
 
 
 def _attend_visible(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
     v: Float[Array, "*batch S V"],
+    bias: Float[Array, "*batch S"] | None,
     visible: Bool[Array, "*#batch #T #S"],
 ) -> Float[Array, "*batch T V"]:
-    """Softmax attention to the visible keys, with all scores in memory at once."""
+    """Softmax attention to the visible keys, with all scores in memory at once. bias: added to the scores of a key."""
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("...tk,...sk->...ts", q, k, preferred_element_type=dtype) * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias[..., None, :]
     scores = jnp.where(visible, scores, _MASKED)
     p = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     y = jnp.einsum("...ts,...sv->...tv", p.astype(v.dtype), v, preferred_element_type=dtype)
     return (y / jnp.sum(p, axis=-1, keepdims=True)).astype(v.dtype)
 
 
-def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, causal: bool) -> Array:
+def _attend_in_blocks(
+    q: Array, k: Array, v: Array, bias: Array | None, segment_ids: Array | None, causal: bool
+) -> Array:
     """`softmax_attention` in pieces that fit a CPU's cache: one head and one block of queries at a time.
 
     The backward pass recomputes the scores. Two to eight times as fast on CPUs as `jax.nn.dot_product_attention`, which
@@ -104,9 +114,9 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, c
     size = max(_SMALLEST_BLOCK, -(-n_tokens // _MOST_BLOCKS))
 
     # Products have a batch axis, so that no remat policy saves the scores.
-    @partial(jax.checkpoint, static_argnums=(4,))
-    def block(q: Array, k: Array, v: Array, ids: Array | None, start: int) -> Array:
-        """y of the queries from `start` on, with q [1, T, K], k [1, T, K], v [1, T, V] and ids [1, T]."""
+    @partial(jax.checkpoint, static_argnums=(5,))
+    def block(q: Array, k: Array, v: Array, bias: Array | None, ids: Array | None, start: int) -> Array:
+        """y of the queries from `start` on, with q [1, T, K], k [1, T, K], v [1, T, V], bias [1, T] and ids [1, T]."""
         here = slice(start, min(start + size, n_tokens))
         keys = slice(0, here.stop if causal else n_tokens)
         visible = jnp.ones((1, 1), bool)
@@ -114,15 +124,16 @@ def _attend_in_blocks(q: Array, k: Array, v: Array, segment_ids: Array | None, c
             visible = jnp.arange(here.start, here.stop)[:, None] >= jnp.arange(keys.stop)
         if ids is not None:
             visible = visible & (ids[:, here, None] == ids[:, None, keys])
-        return _attend_visible(q[:, here], k[:, keys], v[:, keys], visible)
+        bias = None if bias is None else bias[:, keys]
+        return _attend_visible(q[:, here], k[:, keys], v[:, keys], bias, visible)
 
-    def head(arrays: tuple[Array, Array, Array, Array | None]) -> Array:
+    def head(arrays: tuple[Array, Array, Array, Array | None, Array | None]) -> Array:
         return jnp.concatenate([block(*arrays, start) for start in range(0, n_tokens, size)], axis=1)
 
     ids = None
     if segment_ids is not None:
         ids = jnp.broadcast_to(document_numbers(document_starts(segment_ids)), q.shape[:-1])
-    heads = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), (q, k, v, ids))
+    heads = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), (q, k, v, bias, ids))
     return lax.map(head, heads).reshape(v.shape)
 
 
@@ -132,12 +143,13 @@ def attend_cached(
     """Attend to the cache: each query sees the slots from `first` to its own, all filled by `append`."""
     n_batch, n_heads, n_tokens, _ = q.shape
     capacity = cache.k.shape[-2]
+    bias = None if cache.log_decay is None else _decay_bias(cache.log_decay[..., 0])
 
     def block(queries: tuple[Array, Array, Array]) -> Array:
         q, slots, first = queries  # [B, H, t, K], [B, t], [B, t]
         position = jnp.arange(capacity)
         visible = (first[..., None] <= position) & (position <= slots[..., None])
-        return _attend_visible(q, cache.k, cache.v, visible[:, None])
+        return _attend_visible(q, cache.k, cache.v, bias, visible[:, None])
 
     size = max(1, _BLOCK_SCORES // (n_batch * n_heads * capacity))
     if n_tokens <= size:
@@ -156,23 +168,23 @@ def _split(x: Array, size: int, axis: int) -> Array:
 
 
 def step_cached(
-    q: Float[Array, "B H 1 K"],
-    k: Float[Array, "B H 1 K"],
-    v: Float[Array, "B H 1 V"],
-    cache: KVCache,
-    slots: Int[Array, "B 1"],
-    first: Int[Array, "B 1"],
+    q: Float[Array, "B H 1 K"], token: KVCache, cache: KVCache, slots: Int[Array, "B 1"], first: Int[Array, "B 1"]
 ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
     """`append` one token and `attend_cached` its query, without copying the cache."""
+    k, v, log_decay = token
     position = jnp.arange(cache.k.shape[-2])
     visible = (first[..., None] <= position) & (position < slots[..., None])
     score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     scores, own = score(cache.k), score(k)
+    if log_decay is not None and cache.log_decay is not None:
+        bias = _decay_bias(jnp.where(visible, cache.log_decay[..., 0], 0.0))  # the last is minus their sum
+        scores = scores + (bias - bias[..., -1:] + log_decay[..., 0])[:, :, None]
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
     p, p_own = jnp.exp(scores - top), jnp.exp(own - top)
     y = jnp.einsum("bhtc,bhcv->bhtv", p.astype(v.dtype), cache.v, preferred_element_type=jnp.float32) + p_own * v
     y = y / (jnp.sum(p, axis=-1, keepdims=True) + p_own)
     # The write depends on the read, so that XLA updates the cache in place instead of reading from a copy.
-    zero = (0 * y[..., :1]).astype(k.dtype)
-    return y.astype(q.dtype), append(cache, k + zero, v + zero, slots, None)
+    zero = 0 * y[..., :1]
+    token = jax.tree.map(lambda x: x + zero.astype(x.dtype), token)
+    return y.astype(q.dtype), append(cache, token, slots, None)

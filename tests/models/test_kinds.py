@@ -108,7 +108,7 @@ def test_mean_decays_are_those_of_the_gates(rng):
     config = model_config(
         **SIZES
         | EQUAL
-        | dict(attention="softmax,heinsen", position="none", gate="head", gate_shortest=3, gate_longest=300),
+        | dict(attention="sigmoid,heinsen", position="none", gate="head", gate_shortest=3, gate_longest=300),
         n_layers=4,
     )
     params = init_params(config, jax.random.key(0))
@@ -149,6 +149,16 @@ def test_pieces_and_steps_equal_the_whole(rng, config):
             logits, state = read(params, tokens[:, t : t + 1], state)
             assert_close(logits[:, 0], want[:, t], 3e-5)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, empty)
+
+
+def test_padding_of_a_whole_batch_changes_nothing(rng):
+    """Not even that of layers with a gate and a cache, whose keys of padding reach no other layer."""
+    config = model_config(**SIZES | VARIANTS["hybrid"])
+    params, tokens, lengths = draw_params(config, rng), draw_tokens(config, rng), rng.permutation(T)[:B]
+    want = logits64(config, params, tokens)
+    logits, _ = jax.jit(forward, static_argnums=0)(config, params, tokens, None, lengths)
+    within = np.arange(T) < lengths[:, None]
+    assert_close(logits[within], want[within], 2e-5)
 
 
 def test_each_kind_has_its_own_state():
@@ -223,7 +233,7 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
-        (dict(gate="head", attention="softmax"), "of heinsen, linear, delta attention, of which model.attention ="),
+        (dict(gate="head", attention="sigmoid"), "of heinsen, softmax, linear, delta attention, of which model."),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),

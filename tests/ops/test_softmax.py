@@ -12,35 +12,74 @@ from tests.arrays import to_jax
 B, H, K = 2, 3, 4
 
 
-def by_pairs(q, k, v, sees, slopes):
-    """y, and the gradients of sum(slopes y) by q, k and v, in float64."""
-    q, k, v, slopes = map(np.float64, (q, k, v, slopes))
-    scores = np.where(sees, q @ k.swapaxes(-1, -2) / np.sqrt(K), -np.inf)
+def by_pairs(q, k, v, log_decay, sees, slopes):
+    """y, and the gradients of sum(slopes y) by q, k, v and log_decay, in float64."""
+    q, k, v, log_decay, slopes = map(np.float64, (q, k, v, log_decay, slopes))
+    n = q.shape[-2]
+    between = [[[s < u <= t for u in range(n)] for s in range(n)] for t in range(n)]
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(K) + np.einsum("tsu,bhu->bhts", between, log_decay)
+    scores = np.where(sees, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     of_p = slopes @ v.swapaxes(-1, -2)
-    of_scores = p * (of_p - (p * of_p).sum(-1, keepdims=True)) / np.sqrt(K)
-    return p @ v, (of_scores @ k, of_scores.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ slopes)
+    of_scores = p * (of_p - (p * of_p).sum(-1, keepdims=True))
+    of_decay = np.einsum("tsu,bhts->bhu", between, of_scores)
+    of_q, of_k = of_scores @ k / np.sqrt(K), of_scores.swapaxes(-1, -2) @ q / np.sqrt(K)
+    return p @ v, (of_q, of_k, p.swapaxes(-1, -2) @ slopes, of_decay)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+def draw(rng, n_tokens):
+    q, k, v, slopes = (np.float32(scale * rng.standard_normal((B, H, n_tokens, K))) for scale in (3, 3, 1, 1))
+    return q, k, v, np.float32(-rng.exponential(1, (B, H, n_tokens))), slopes
+
+
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+@pytest.mark.parametrize("mode", ["causal", "gate", "bidirectional"])
 @pytest.mark.parametrize("documents", [True, False])
-def test_blocks_of_queries_equal_all_pairs(rng, monkeypatch, causal, documents):
+def test_whole_sequences_equal_all_pairs(rng, monkeypatch, mode, documents, backend):
+    monkeypatch.setattr(softmax.backend, "current", lambda: backend)
     monkeypatch.setattr(softmax, "_SMALLEST_BLOCK", 8)
     n_tokens = 37  # the last block is a part of one
-    q, k, v, slopes = (np.float32(scale * rng.standard_normal((B, H, n_tokens, K))) for scale in (3, 3, 1, 1))
+    causal, (q, k, v, log_decay, slopes) = mode != "bidirectional", draw(rng, n_tokens)
     ids = np.cumsum(rng.random((B, 1, n_tokens)) < 0.2, axis=-1) if documents else None
     sees = np.tril(np.ones((n_tokens, n_tokens), bool)) if causal else True
     if documents:
         sees = sees & (ids[..., :, None] == ids[..., None, :])
 
-    @jax.jit
-    def run(q, k, v):
-        y, back = jax.vjp(lambda *qkv: softmax.softmax_attention(*qkv, to_jax(ids), causal), q, k, v)
-        return y, back(slopes)
+    given = (q, k, v, log_decay) if mode == "gate" else (q, k, v)
 
-    for got, want in zip(jax.tree.leaves(run(q, k, v)), jax.tree.leaves(by_pairs(q, k, v, sees, slopes)), strict=True):
+    @jax.jit
+    def run(*given):
+        attend = lambda q, k, v, *gate: softmax.softmax_attention(q, k, v, to_jax(ids), causal, *gate)
+        y, back = jax.vjp(attend, *given)
+        return y, *back(slopes)
+
+    y, gradients = by_pairs(q, k, v, log_decay if mode == "gate" else 0 * log_decay, sees, slopes)
+    for got, want in zip(run(*given), (y, *gradients[: len(given)]), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+
+
+def test_a_cache_with_a_gate_equals_all_pairs(rng):
+    """Read at once, and by a step, both of documents that begin in some slot, at slots that differ by row."""
+    n_tokens = 23
+    q, k, v, log_decay, slopes = draw(rng, n_tokens)
+    slots, first = np.arange(n_tokens) + [[0], [5]], np.array([[2], [9]])
+    sees = (slots[:, None, :, None] >= slots[:, None, None]) & (slots >= first)[:, None, None]
+    want, _ = by_pairs(q, k, v, log_decay, sees | np.eye(n_tokens, dtype=bool), slopes)
+    cache = softmax.init_cache(B, H, 30, K, K, jnp.float32)._replace(log_decay=jnp.zeros((B, H, 30, 1)))
+    tokens = softmax.KVCache(k, v, log_decay[..., None])
+    cut = lambda *span: jax.tree.map(lambda x: to_jax(x[:, :, slice(*span)]), tokens)
+    begins = jnp.broadcast_to(first, slots.shape)
+    last = n_tokens - 1
+    filled = softmax.append(cache, cut(last), to_jax(slots[:, :last]), None)
+    whole = softmax.append(filled, cut(last, None), to_jax(slots[:, last:]), None)
+    y = softmax.attend_cached(to_jax(q), whole, to_jax(slots), begins)
+    seen = np.broadcast_to((slots >= first)[:, None, :, None], y.shape)
+    np.testing.assert_allclose(np.where(seen, y, 0), np.where(seen, want, 0), atol=2e-5 * np.abs(want).max())
+    at_end = to_jax(slots[:, last:]), begins[:, last:]
+    y, after = softmax.step_cached(to_jax(q[:, :, last:]), cut(last, None), filled, *at_end)
+    np.testing.assert_allclose(y, want[:, :, last:], atol=2e-5 * np.abs(want).max())
+    jax.tree.map(np.testing.assert_array_equal, after, whole)
 
 
 def test_blocks_are_few_however_long_the_sequence():
@@ -67,8 +106,9 @@ def test_a_cache_keeps_tokens_that_are_valid_and_fit_into_it(rng):
     slots, valid = np.array([[1, 0, 2, 5]]), np.array([[True, True, False, True]])
     cache = softmax.init_cache(1, H, 3, K, K, jnp.float32)
     for given, kept in ((valid, [1, 0]), (None, [1, 0, 2])):
-        after = softmax.append(cache, *map(to_jax, (k, v, slots)), None if given is None else jnp.asarray(given))
-        for got, tokens in zip(after, (k, v), strict=True):
+        tokens = softmax.KVCache(to_jax(k), to_jax(v))
+        after = softmax.append(cache, tokens, to_jax(slots), None if given is None else jnp.asarray(given))
+        for got, tokens in zip(after[:2], (k, v), strict=True):
             want = np.zeros((1, H, 3, K), np.float32)
             want[:, :, kept] = tokens[:, :, : len(kept)]
             np.testing.assert_array_equal(got, want)
@@ -82,5 +122,5 @@ def test_a_step_adds_up_a_cache_of_bfloat16_in_float32():
     cache = softmax.KVCache(jnp.zeros((1, H, 4, K), jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
     slot, first = jnp.array([[3]]), jnp.array([[0]])
     q, own = jnp.asarray(zeros), jnp.full(zeros.shape, 1 + ulp, jnp.bfloat16)
-    y, _ = softmax.step_cached(q, q, own, cache, slot, first)
+    y, _ = softmax.step_cached(q, softmax.KVCache(q, own), cache, slot, first)
     np.testing.assert_allclose(y, 1 + ulp / 2, rtol=1e-6)

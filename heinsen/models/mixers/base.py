@@ -83,7 +83,8 @@ class Mixer(abc.ABC, Generic[MixerState]):
     def takes_log_decay(self) -> bool:
         """Whether it forgets by `TokenContext.log_decay`, and by `log_decay_after` if it is not causal.
 
-        Such mixers give a key of -inf no weight, by which the layer hides padding, unless they take a strength.
+        Such mixers give a key of -inf no weight, by which the layer hides padding, unless they take a strength or have
+        a cache, which leaves padding out.
         """
         return False
 

@@ -27,14 +27,16 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
     def _attend(
         self, q: Array, k: Array, v: Array, state: KVCache | None, context: TokenContext
     ) -> tuple[Array, KVCache]:
-        q, k, v = self._cast(q, k, v)
+        q, tokens = self._cast(q, k, v, context)
         if state is None:
-            return self.attend_whole(q, k, v, context), KVCache(k, v)
-        cache = softmax.append(state, k, v, context.slot, context.valid)
+            return self.attend_whole(q, tokens.k, tokens.v, context), tokens
+        cache = softmax.append(state, tokens, context.slot, context.valid)
         return self.attend_cache(q, cache, context), cache
 
-    def _cast(self, *arrays: Array) -> list[Array]:
-        return [x.astype(self.dtype) for x in arrays]
+    def _cast(self, q: Array, k: Array, v: Array, context: TokenContext) -> tuple[Array, KVCache]:
+        """Queries, and what the cache keeps of tokens."""
+        log_decay = None if context.log_decay is None else context.log_decay[..., None]
+        return q.astype(self.dtype), KVCache(k.astype(self.dtype), v.astype(self.dtype), log_decay)
 
     @abc.abstractmethod
     def attend_whole(

@@ -1,12 +1,13 @@
 """Softmax attention, with a key-value cache.
 
-    y[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s]     over the visible s
+    y[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K) + sum_{s < u <= t} log_decay[u]) v[s]     over the visible s
 
 Axes: B batch, H heads, T tokens, K features of keys and values alike.
 """
 
 import dataclasses
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from heinsen.models.mixers.base import TokenContext
@@ -19,16 +20,28 @@ from heinsen.ops.softmax import KVCache
 class Softmax(CachedMixer):
     """Softmax attention (`heinsen.ops.softmax`). Keys and values have the same number of features."""
 
+    gate: str
+
     def check_use(self, attention: str, is_used: bool) -> None:
         if is_used and self.d_key != self.d_value:
             raise ValueError(
                 f"softmax attention needs model.d_key = {self.d_key} and model.d_value = {self.d_value} to be equal"
             )
 
+    @property
+    def takes_log_decay(self) -> bool:
+        return self.causal
+
+    def init_state(self, batch_size: int, capacity: int) -> KVCache:
+        cache = super().init_state(batch_size, capacity)
+        if self.gate == "none" or not self.takes_log_decay:
+            return cache
+        return cache._replace(log_decay=jnp.zeros((*cache.k.shape[:-1], 1), self.accumulator_dtype))
+
     def attend_whole(
         self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], context: TokenContext
     ) -> Float[Array, "B H T K"]:
-        return softmax.softmax_attention(q, k, v, context.segment_ids, self.causal)
+        return softmax.softmax_attention(q, k, v, context.segment_ids, self.causal, context.log_decay)
 
     def attend_cache(
         self, q: Float[Array, "B H T K"], cache: KVCache, context: TokenContext
@@ -39,5 +52,5 @@ class Softmax(CachedMixer):
         """Without a copy of the cache, where all rows have one more token."""
         if context.valid is not None:
             return self._attend(q, k, v, state, context)
-        q, k, v = self._cast(q, k, v)
-        return softmax.step_cached(q, k, v, state, context.slot, context.document_start)
+        q, token = self._cast(q, k, v, context)
+        return softmax.step_cached(q, token, state, context.slot, context.document_start)
