@@ -11,7 +11,7 @@ from experiments.reports import Results, bootstrap, interval, make_figure, paire
 from experiments.scaling import config
 from experiments.scaling.law import Law
 
-BASELINE = "softmax"
+BASELINES = "gated softmax", "softmax"
 
 
 def report(results: Results) -> list[str]:
@@ -64,15 +64,15 @@ def cells_of(results: Results, kind: str) -> dict[int, str]:
 
 
 def leads_section(results: Results) -> list[str]:
-    """How far kinds are ahead of the baseline, and how that changes with parameters and with text."""
-    lines = []
-    for kind in config.KINDS:
-        pairs = pairs_of(results, kind)
-        if kind == BASELINE or not pairs:
+    """How far kinds are ahead of the baselines after them, and how that changes with parameters and with text."""
+    lines, kinds = [], list(config.KINDS)
+    for kind, baseline in ((x, y) for y in BASELINES for x in kinds[: kinds.index(y)]):
+        pairs = pairs_of(results, kind, baseline)
+        if not pairs:
             continue
         rows = [[str(width), *differences(results, *names)] for width, names in pairs.items()]
         lines += [
-            f"Nats per token by which {kind} is above {BASELINE}, with 95% intervals of a bootstrap over documents and "
+            f"Nats per token by which {kind} is above {baseline}, with 95% intervals of a bootstrap over documents and "
             "seeds together:",
             "",
             *table(["width", *(f"{n / 1e6:.2f}M tokens" for n in results["text"])], rows),
@@ -85,9 +85,9 @@ def leads_section(results: Results) -> list[str]:
     return lines
 
 
-def pairs_of(results: Results, kind: str) -> dict[int, tuple[str, str]]:
-    """{width: (the cell of a kind, that of the baseline)} where both are done."""
-    theirs = cells_of(results, BASELINE)
+def pairs_of(results: Results, kind: str, baseline: str) -> dict[int, tuple[str, str]]:
+    """{width: (the cell of a kind, that of a baseline)} where both are done."""
+    theirs = cells_of(results, baseline)
     return {width: (name, theirs[width]) for width, name in cells_of(results, kind).items() if width in theirs}
 
 

@@ -1,4 +1,4 @@
-"""The loss by parameters and by text, apart: three widths on three lengths of text, for three kinds of attention.
+"""The loss by parameters and by text, apart: three widths on three lengths of text, for kinds of attention.
 
     python experiments/scaling/run.py --corpus=corpus --out=OUT [--cells=1,2] [--minutes=60]
     python experiments/scaling/run.py --report --out=experiments/scaling

@@ -40,6 +40,7 @@ CELLS = (
     "delta rule, parts, GPT-2's block",
     "softmax, GPT-2's block",
     "softmax, parts, GPT-2's block",
+    "gated softmax, parts, GPT-2's block",
 )
 
 
