@@ -36,7 +36,7 @@ def draw(results: Results) -> Figure:
     figure, axes = make_figure(1, 2, figsize=(10, 5))
     for index, (name, found) in enumerate(results["decoding"].items()):
         contexts = [int(n) for n in found]
-        style = dict(marker="o", ms=4, lw=1.2, color=f"C{index % 10}")
+        style = dict(marker="o", ms=4, lw=1.2, color=f"C{index % 10}", ls="--" if index > 9 else "-")
         axes[0].plot(contexts, [each["milliseconds"] for each in found.values()], label=name, **style)
         axes[1].plot(contexts, [each["state_bytes"] / 1e6 for each in found.values()], **style)
     for one, label in zip(axes, ("decoding, ms per token", "state (MB)"), strict=True):

@@ -28,11 +28,11 @@ _MASKED = -1e30  # a score; finite, so that gradients are finite
 
 
 class KVCache(NamedTuple):
-    """Keys, values and log decays by slot. The caller keeps track of which slots are filled."""
+    """Keys, values and sums of log decays by slot. The caller keeps track of which slots are filled."""
 
     k: Float[Array, "B H C K"]
     v: Float[Array, "B H C V"]
-    log_decay: Float[Array, "B H C 1"] | None = None  # None: there is no gate
+    decayed: Float[Array, "B H C 1"] | None = None  # the sum of the log decays up to each slot; None: no gate
 
 
 def init_cache(batch_size: int, n_heads: int, capacity: int, d_key: int, d_value: int, dtype: DTypeLike) -> KVCache:
@@ -54,6 +54,17 @@ def append(cache: KVCache, tokens: KVCache, slots: Int[Array, "B T"], valid: Boo
     return jax.tree.map(lambda buffer, x: jax.vmap(write_row)(buffer, x, slots), cache, tokens)
 
 
+def sum_decays(cache: KVCache | None, log_decay: Float[Array, "B H T"], slots: Int[Array, "B T"]) -> Array:
+    """`KVCache.decayed` [B, H, T, 1] of tokens that follow those of a cache."""
+    sums = jnp.cumsum(log_decay, axis=-1)[..., None]
+    if cache is None:
+        return sums
+    assert cache.decayed is not None
+    first = slots[:, None, :1, None]
+    before = jnp.take_along_axis(cache.decayed, jnp.maximum(first - 1, 0), axis=2)
+    return sums + jnp.where(first > 0, before, 0.0)
+
+
 def softmax_attention(
     q: Float[Array, "B H T K"],
     k: Float[Array, "B H T K"],
@@ -66,7 +77,7 @@ def softmax_attention(
 
     Requires K = V except on CPUs. On GPUs bfloat16 and float16 inputs without log_decay use cuDNN's flash attention.
     """
-    bias = None if log_decay is None else _decay_bias(log_decay)
+    bias = None if log_decay is None else -jnp.cumsum(log_decay, axis=-1)  # up to a number for each query
     if backend.current() == "cpu":
         return _attend_in_blocks(q, k, v, bias, segment_ids, causal)
     mask = None if segment_ids is None else mask_cross_document(document_starts(segment_ids))
@@ -77,11 +88,6 @@ def softmax_attention(
         bias = bias[:, :, None]
     y = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=causal, implementation=implementation)
     return y.swapaxes(1, 2)
-
-
-def _decay_bias(log_decay: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
-    """What log decays add to the scores of each key, up to a number for each query, which softmax does not see."""
-    return -jnp.cumsum(log_decay, axis=-1)
 
 
 def _attend_visible(
@@ -143,7 +149,7 @@ def attend_cached(
     """Attend to the cache: each query sees the slots from `first` to its own, all filled by `append`."""
     n_batch, n_heads, n_tokens, _ = q.shape
     capacity = cache.k.shape[-2]
-    bias = None if cache.log_decay is None else _decay_bias(cache.log_decay[..., 0])
+    bias = None if cache.decayed is None else -cache.decayed[..., 0]
 
     def block(queries: tuple[Array, Array, Array]) -> Array:
         q, slots, first = queries  # [B, H, t, K], [B, t], [B, t]
@@ -171,14 +177,13 @@ def step_cached(
     q: Float[Array, "B H 1 K"], token: KVCache, cache: KVCache, slots: Int[Array, "B 1"], first: Int[Array, "B 1"]
 ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
     """`append` one token and `attend_cached` its query, without copying the cache."""
-    k, v, log_decay = token
+    k, v, decayed = token
     position = jnp.arange(cache.k.shape[-2])
     visible = (first[..., None] <= position) & (position < slots[..., None])
     score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     scores, own = score(cache.k), score(k)
-    if log_decay is not None and cache.log_decay is not None:
-        bias = _decay_bias(jnp.where(visible, cache.log_decay[..., 0], 0.0))  # the last is minus their sum
-        scores = scores + (bias - bias[..., -1:] + log_decay[..., 0])[:, :, None]
+    if decayed is not None and cache.decayed is not None:
+        scores = scores + (decayed - cache.decayed).swapaxes(2, 3)
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
     p, p_own = jnp.exp(scores - top), jnp.exp(own - top)

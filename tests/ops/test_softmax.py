@@ -66,20 +66,23 @@ def test_a_cache_with_a_gate_equals_all_pairs(rng):
     slots, first = np.arange(n_tokens) + [[0], [5]], np.array([[2], [9]])
     sees = (slots[:, None, :, None] >= slots[:, None, None]) & (slots >= first)[:, None, None]
     want, _ = by_pairs(q, k, v, log_decay, sees | np.eye(n_tokens, dtype=bool), slopes)
-    cache = softmax.init_cache(B, H, 30, K, K, jnp.float32)._replace(log_decay=jnp.zeros((B, H, 30, 1)))
-    tokens = softmax.KVCache(k, v, log_decay[..., None])
-    cut = lambda *span: jax.tree.map(lambda x: to_jax(x[:, :, slice(*span)]), tokens)
+    cache = softmax.init_cache(B, H, 30, K, K, jnp.float32)._replace(decayed=jnp.zeros((B, H, 30, 1)))
+
+    def cut(cache, start, stop):
+        *piece, decays = (to_jax(x[:, :, start:stop]) for x in (k, v, log_decay))
+        at = to_jax(slots[:, start:stop])
+        return softmax.KVCache(*piece, softmax.sum_decays(cache, decays, at)), at
+
+    for start, stop in ((0, 9), (9, n_tokens - 1), (n_tokens - 1, n_tokens)):
+        before, (piece, at) = cache, cut(cache, start, stop)
+        cache = softmax.append(before, piece, at, None)
     begins = jnp.broadcast_to(first, slots.shape)
-    last = n_tokens - 1
-    filled = softmax.append(cache, cut(last), to_jax(slots[:, :last]), None)
-    whole = softmax.append(filled, cut(last, None), to_jax(slots[:, last:]), None)
-    y = softmax.attend_cached(to_jax(q), whole, to_jax(slots), begins)
+    y = softmax.attend_cached(to_jax(q), cache, to_jax(slots), begins)
     seen = np.broadcast_to((slots >= first)[:, None, :, None], y.shape)
     np.testing.assert_allclose(np.where(seen, y, 0), np.where(seen, want, 0), atol=2e-5 * np.abs(want).max())
-    at_end = to_jax(slots[:, last:]), begins[:, last:]
-    y, after = softmax.step_cached(to_jax(q[:, :, last:]), cut(last, None), filled, *at_end)
-    np.testing.assert_allclose(y, want[:, :, last:], atol=2e-5 * np.abs(want).max())
-    jax.tree.map(np.testing.assert_array_equal, after, whole)
+    y, after = softmax.step_cached(to_jax(q[:, :, -1:]), piece, before, at, begins[:, -1:])
+    np.testing.assert_allclose(y, want[:, :, -1:], atol=2e-5 * np.abs(want).max())
+    jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
 def test_blocks_are_few_however_long_the_sequence():

@@ -27,16 +27,19 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
     def _attend(
         self, q: Array, k: Array, v: Array, state: KVCache | None, context: TokenContext
     ) -> tuple[Array, KVCache]:
-        q, tokens = self._cast(q, k, v, context)
+        q, tokens = self._prepare(q, k, v, state, context)
         if state is None:
             return self.attend_whole(q, tokens.k, tokens.v, context), tokens
         cache = softmax.append(state, tokens, context.slot, context.valid)
         return self.attend_cache(q, cache, context), cache
 
-    def _cast(self, q: Array, k: Array, v: Array, context: TokenContext) -> tuple[Array, KVCache]:
+    def _prepare(
+        self, q: Array, k: Array, v: Array, state: KVCache | None, context: TokenContext
+    ) -> tuple[Array, KVCache]:
         """Queries, and what the cache keeps of tokens."""
-        log_decay = None if context.log_decay is None else context.log_decay[..., None]
-        return q.astype(self.dtype), KVCache(k.astype(self.dtype), v.astype(self.dtype), log_decay)
+        log_decay = context.log_decay
+        decayed = None if log_decay is None else softmax.sum_decays(state, log_decay, context.slot)
+        return q.astype(self.dtype), KVCache(k.astype(self.dtype), v.astype(self.dtype), decayed)
 
     @abc.abstractmethod
     def attend_whole(

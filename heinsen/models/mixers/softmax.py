@@ -36,7 +36,7 @@ class Softmax(CachedMixer):
         cache = super().init_state(batch_size, capacity)
         if self.gate == "none" or not self.takes_log_decay:
             return cache
-        return cache._replace(log_decay=jnp.zeros((*cache.k.shape[:-1], 1), self.accumulator_dtype))
+        return cache._replace(decayed=jnp.zeros((*cache.k.shape[:-1], 1), self.accumulator_dtype))
 
     def attend_whole(
         self, q: Float[Array, "B H T K"], k: Float[Array, "B H T K"], v: Float[Array, "B H T K"], context: TokenContext
@@ -52,5 +52,5 @@ class Softmax(CachedMixer):
         """Without a copy of the cache, where all rows have one more token."""
         if context.valid is not None:
             return self._attend(q, k, v, state, context)
-        q, token = self._cast(q, k, v, context)
+        q, token = self._prepare(q, k, v, state, context)
         return softmax.step_cached(q, token, state, context.slot, context.document_start)
