@@ -3,7 +3,7 @@
     python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
     python train.py --config=configs/gated_125m.py --workdir=runs/gated_125m
 
-A forget gate, a gated output, a short convolution and no positions (experiments/forgetting); 21 layers instead of 24
+A forget gate, a gated output, a short convolution and no positions (experiments/attribution); 21 layers instead of 24
 make as many parameters as the paper's model has, within 1%.
 """
 

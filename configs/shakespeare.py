@@ -3,8 +3,8 @@
 make shakespeare
 
 prepares the data and trains all three, as in train.py --config=configs/shakespeare.py:softmax. They have as many
-parameters within 1%, read the same 2M bytes in the same order, and have the learning rates that were best for them in
-experiments/forgetting.
+parameters within 1%, read the same 2M bytes in the same order, and have the learning rates that were best for such
+models with AdamW (docs/log).
 """
 
 from ml_collections import ConfigDict

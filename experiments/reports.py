@@ -1,9 +1,7 @@
 """What reports are made of: results.json and its figures, tables, intervals over seeds."""
 
 import json
-import math
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
-from scipy.stats import t
 
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_atomically, write_figure
@@ -21,7 +18,6 @@ RESAMPLES = 2000
 
 Results = Mapping[str, Any]  # the contents of results.json
 Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None: crashed
-Bits = Mapping[str, Mapping[int, float]]  # {contestant: {seed: bits per byte}}
 
 
 def read_results(file: Path) -> Results:
@@ -69,16 +65,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
 
 
-def versus(bits: Bits, name: str, first: str) -> str:
-    """Return how far one is above another, by the differences between runs with the same seed (Student's t)."""
-    differences = [bits[name][seed] - bits[first][seed] for seed in bits[name].keys() & bits[first].keys()]
-    mean = statistics.fmean(differences)
-    if len(differences) < 2:
-        return f"{mean:+.4f}"
-    half = t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    return interval((mean, mean - half, mean + half), "+.4f")
-
-
 def paired_difference(
     own: Float[np.ndarray, "S D"],
     other: Float[np.ndarray, "S D"],
@@ -111,17 +97,6 @@ def interval(values: Iterable[float], form: str = ".3f") -> str:
     return f"{value} [{low}, {high}]"
 
 
-def spread(seeds: Mapping[int, float], digits: int = 4) -> str:
-    """Return the mean over seeds, and their standard deviation."""
-    deviation = f" +- {statistics.stdev(seeds.values()):.{digits}f}" if len(seeds) > 1 else ""
-    return f"{statistics.fmean(seeds.values()):.{digits}f}{deviation}"
-
-
-def ranked(bits: Bits) -> list[str]:
-    """Return the contestants, that with the lowest mean first."""
-    return sorted(bits, key=lambda name: statistics.fmean(bits[name].values()))
-
-
 def best_rate(losses: Losses) -> float:
     """Return the learning rate with the lowest loss."""
     return min((loss, rate) for rate, loss in losses.items() if loss is not None)[1]
@@ -145,22 +120,5 @@ def tuning_section(tuning: Mapping[str, Losses], title: str = "Tuning", runs: st
         f"Validation loss in nats per token of {runs} with one seed, by learning rate.{note}",
         "",
         *table(["", *(f"{rate:g}" for rate in rates)], rows),
-        "",
-    ]
-
-
-def sources_section(sources: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the section of a report on the sources of the text."""
-    names = list(next(iter(sources.values()), {}))
-    rows = [
-        [source, *(f"**{x:.3f}**" if x == min(bits.values()) else f"{x:.3f}" for x in bits.values())]
-        for source, bits in sources.items()
-    ]
-    return [
-        "## Sources",
-        "",
-        "Bits per byte by source, mean over seeds; the lowest of each in bold.",
-        "",
-        *table(["", *names], rows),
         "",
     ]

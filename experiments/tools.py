@@ -1,8 +1,7 @@
-"""What the experiments share: programs and sweeps in parallel, and contestants that are tuned alike."""
+"""What the experiments share: flags, cells that are kept, and programs and sweeps in parallel."""
 
 import contextlib
 import json
-import math
 import os
 import shlex
 import statistics
@@ -13,28 +12,24 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from absl import app, flags
 from tqdm import tqdm
 
 from experiments.reports import Results, read_results, write_report
-from heinsen.config import from_mapping
 from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import make_folder, write_atomically
-from heinsen.models import abstract_params, count_params
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.launch import divide, usable_cores, visible_gpus
-from heinsen.sweep.runs import RunView, best_of, is_finite
-from heinsen.sweep.space import SEED, Value, format_value
-from heinsen.training.config import TrainConfig
+from heinsen.sweep.runs import RunView
+from heinsen.sweep.space import Value, format_value
 from scripts.cli import parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 RATE = "optimizer.learning_rate"
 RUNS_CRASHED = 3  # exit status of scripts/sweep.py
-MOST_EXTENSIONS = 2  # of the grid of learning rates
 
 Settings = Mapping[str, Value]  # {field of the config: value}
 
@@ -215,153 +210,24 @@ def prepare_bytes(corpus: Path, data: Path, **splits: Sequence[Path]) -> None:
         run_script("scripts/prepare_data.py", *where)
 
 
-def run_sweep(
-    config: str | Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str, may_crash: bool = False
-) -> list[RunView]:
-    """Train one run for each of `runs` (and seed, with --seeds) through scripts/sweep.py; return them.
+def run_sweep(config: str | Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str) -> list[RunView]:
+    """Train one run for each of `runs` through scripts/sweep.py; return them. Raises ExperimentError.
 
-    Finished runs are not repeated. Crashed ones are started again by the next command, unless they `may_crash`. Raises
-    ExperimentError.
+    Finished and crashed runs are not repeated.
     """
     fields = [f"--sweep.{field}={json.dumps([format_value(run[field]) for run in runs])}" for field in runs[0]]
     where = [f"--config={from_root(Path(config))}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
-    options, allowed = ([], (0, RUNS_CRASHED)) if may_crash else (["--retry"], (0,))
-    run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, *options, allowed=allowed)
+    run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, allowed=(0, RUNS_CRASHED))
     return SweepFolder.load(out).views()
 
 
 def evaluate_runs(
-    folder: Path, runs: Sequence[RunView], out: Path, parallel: int, splits: Mapping[str, str] | None = None
+    folder: Path, runs: Sequence[RunView], out: Path, parallel: int, split: str
 ) -> dict[str, dict[str, Any]]:
-    """Return {run: summary of eval.py}, on the test split or by position on a split each; kept in out/RUN.json."""
+    """Return {run: summary of eval.py, by position, on a split}; kept in out/RUN.json."""
     commands = {}
     for run in runs:
-        split = ["--split=test"]
-        if splits is not None:
-            split = [f"--split={splits[run.name]}", f"--by_position={from_root(out / run.name)}.png"]
-        workdir = f"--workdir={from_root(folder / run.name)}"
-        commands[out / f"{run.name}.json"] = ["eval.py", workdir, *split]
+        where = f"--workdir={from_root(folder / run.name)}", f"--by_position={from_root(out / run.name)}.png"
+        commands[out / f"{run.name}.json"] = ["eval.py", *where, f"--split={split}"]
     found = run_programs(commands, parallel)
     return {run.name: found[out / f"{run.name}.json"] for run in runs}
-
-
-# ---- contestants ----------------------------------------------------------------------------------
-
-
-class Contest(NamedTuple):
-    """Models that differ in a few fields, tuned alike, trained alike, and tested on the same text.
-
-    Attributes:
-      config: the module of the config that they share.
-      contestants: {name: the fields of the model in which it differs from the config}.
-    """
-
-    config: ModuleType
-    contestants: Mapping[str, Mapping[str, Value]]
-
-    def fields(self, name: str) -> dict[str, Value]:
-        """Return the values of all fields in which contestants differ."""
-        varied = {field: None for each in self.contestants.values() for field in each}
-        model = self.config.get_config().model
-        return {f"model.{field}": self.contestants[name].get(field, model[field]) for field in varied}
-
-    def train_config(self, name: str) -> TrainConfig:
-        mapping = self.config.get_config()
-        mapping.model.update(self.contestants[name])
-        return from_mapping(TrainConfig, mapping.to_dict())
-
-    def parameters(self, name: str) -> int:
-        return count_params(abstract_params(self.train_config(name).model))
-
-    def runs_of(self, name: str, runs: Iterable[RunView]) -> list[RunView]:
-        fields = self.fields(name).items()
-        return [run for run in runs if fields <= run.run.point.items()]
-
-    def losses(self, name: str, tuning: Sequence[RunView]) -> dict[float, float | None]:
-        """Return a contestant's last validation loss by learning rate, None for crashed runs."""
-        return dict(sorted((run.run.point[RATE], run.result) for run in self.runs_of(name, tuning)))
-
-    def best_rate(self, name: str, tuning: Sequence[RunView]) -> float:
-        """Return the learning rate with the lowest validation loss. Raises ExperimentError."""
-        best = best_of(self.runs_of(name, tuning))
-        if best is None:
-            raise ExperimentError(f"{name} has crashed at all learning rates: lower them in run.py")
-        return best.run.point[RATE]
-
-    def tune(self, out: Path, rates: Sequence[float], parallel: int, *options: str) -> list[RunView]:
-        """Return the runs on the grid, and on its extensions: the sweeps out/tuning, out/tuning_1, ...
-
-        A contestant whose best rate is at an end of the grid gets a rate half or twice as large, and then another one.
-        """
-        wanted = [self.fields(name) | {RATE: rate} for name in self.contestants for rate in rates]
-        tuning = run_sweep(self.config.__file__, out / "tuning", wanted, parallel, *options, may_crash=True)
-        for extension in range(1, MOST_EXTENSIONS + 1):
-            beyond = []
-            for name in self.contestants:
-                tried, best = list(self.losses(name, tuning)), self.best_rate(name, tuning)
-                if len(tried) > 1 and best in (min(tried), max(tried)):
-                    beyond.append(self.fields(name) | {RATE: best / 2 if best == min(tried) else best * 2})
-            if beyond:
-                folder = out / f"tuning_{extension}"
-                tuning += run_sweep(self.config.__file__, folder, beyond, parallel, *options, may_crash=True)
-        return tuning
-
-    def train(
-        self, folder: Path, names: Iterable[str], tuning: Sequence[RunView], parallel: int, *options: str
-    ) -> list[RunView]:
-        """Return the runs of some contestants at their best learning rates: a sweep in `folder`."""
-        wanted = [self.fields(name) | {RATE: self.best_rate(name, tuning)} for name in names]
-        return run_sweep(self.config.__file__, folder, wanted, parallel, *options)
-
-    def results(
-        self, tuning: Sequence[RunView], final: Sequence[RunView], tested: Mapping[str, dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return what results.json has of a contest. tested: {run: summary of eval.py}."""
-        tests = {
-            name: {run.run.point[SEED]: tested[run.name] for run in self.runs_of(name, final)}
-            for name in self.contestants
-        }
-        return dict(
-            settings=self.config.get_config().to_dict(),
-            fields={name: dict(fields) for name, fields in self.contestants.items()},
-            parameters={name: self.parameters(name) for name in self.contestants},
-            tuning={name: self.losses(name, tuning) for name in self.contestants},
-            bits_per_byte={name: {seed: each["bits_per_byte"] for seed, each in tests[name].items()} for name in tests},
-            sources=by_source(tests),
-            tests=tests,
-            logs=[
-                dict(contestant=name, stage=stage) | describe_run(run)
-                for stage, runs in (("tuning", tuning), ("final", final))
-                for name in self.contestants
-                for run in self.runs_of(name, runs)
-            ],
-        )
-
-
-def describe_run(run: RunView) -> dict[str, Any]:
-    """Return what results.json has of a run: validation is [step, tokens, loss, bits per byte] over training."""
-    per_nat = run.bits_per_byte / run.validation_loss if run.bits_per_byte and run.validation_loss else math.nan
-    return dict(
-        learning_rate=run.run.point[RATE],
-        seed=run.run.point.get(SEED),
-        state=run.state,
-        tokens=run.tokens,
-        tokens_per_second=run.tokens_per_second,
-        training_loss=run.loss if is_finite(run.loss) else None,
-        validation=[
-            [step, step * run.run.tokens_per_step, loss, loss * per_nat]
-            for step, loss in run.validations
-            if math.isfinite(loss)
-        ],
-    )
-
-
-def by_source(tests: Mapping[str, Mapping[int, dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return {source: {contestant: bits per byte, mean over seeds}}, the largest source first."""
-    every_test = (found for seeds in tests.values() for found in seeds.values())
-    sizes = {source: each["tokens"] for found in every_test for source, each in found.get("sources", {}).items()}
-    mean = lambda source, seeds: statistics.fmean(found["sources"][source]["bits_per_byte"] for found in seeds.values())
-    return {
-        source: {name: mean(source, seeds) for name, seeds in tests.items()}
-        for source in sorted(sizes, key=sizes.__getitem__, reverse=True)
-    }

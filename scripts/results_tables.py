@@ -34,22 +34,7 @@ MODELS = {
     "delta rule, parts, GPT-2's block": "Gated delta rule + additions",
     "softmax, GPT-2's block": "Softmax",
     "softmax, parts, GPT-2's block": "Softmax + additions",
-}
-PARTS = {
-    "paper's": "Paper's attention",
-    "gate": "+ gate",
-    "gate, output gate": "+ gate, gated output",
-    "gate, convolution": "+ gate, convolution",
-    "gate, output gate, convolution": "+ gate, gated output, convolution",
-    "gate, output gate, convolution, no positions": "the same without positions",
-    "linear": "Linear attention",
-    "linear, gate": "+ gate",
-    "linear, gate, output gate, convolution": "+ gate, gated output, convolution",
-    "paper's, GPT-2's block": "Paper's attention, GPT-2's block",
-    "gate, GPT-2's block": "+ gate",
-    "gate, output gate, convolution, GPT-2's block": "+ gate, gated output, convolution",
-    "softmax, GPT-2's block": "Softmax with rotary positions, GPT-2's block",
-    "softmax, GPT-2's block, output gate, convolution": "+ gated output, convolution",
+    "gated softmax, parts, GPT-2's block": "Gated softmax + additions",
 }
 ATTRIBUTION = {
     "exponential": "Exponential features",
@@ -59,6 +44,7 @@ ATTRIBUTION = {
     "delta rule, parts": "Gated delta rule + additions",
     "softmax": "Softmax",
     "softmax, parts": "+ additions",
+    "gated softmax, parts": "Gated softmax + additions",
 }
 RECALL = {
     "softmax": "Softmax",
@@ -76,10 +62,6 @@ def results(experiment: str) -> reports.Results:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(reports.table(head, rows))
-
-
-def spread(losses: dict[int, float], digits: int) -> str:
-    return reports.spread(losses, digits).replace("+-", "±")
 
 
 def loss(name: str, digits: int) -> str:
@@ -112,13 +94,6 @@ def speed() -> str:
         rows.append([name, f"{rates[512]:,.0f}", f"{rates[8192]:,.0f}", *decoding])
     heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 1,024, per token", "after 65,536"]
     return table(["model", *heads], rows)
-
-
-def parts() -> str:
-    losses = {
-        k: v for contest in results("forgetting")["contests"].values() for k, v in contest["bits_per_byte"].items()
-    }
-    return table(["model", "bits per byte"], [[name, spread(losses[kind], 3)] for kind, name in PARTS.items()])
 
 
 def attribution() -> str:
@@ -161,7 +136,6 @@ def recall() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "attribution": attribution,
-    "parts": parts,
     "long contexts": long_contexts,
     "speed": speed,
     "scaling": scaling,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from experiments.forgetting import config as forgetting
+from configs import default
 
 ADAMW_RATES = 1.5e-3, 3e-3, 6e-3, 1.2e-2
 
@@ -42,13 +42,18 @@ SIZES = {
 
 
 def get_config(size: str) -> ConfigDict:
-    config = forgetting.get_config()
+    config = default.get_config()
+    config.batch_size = 4
     config.update(SIZES[size].fields)
+    config.model.update(vocab_size=257, padded_vocab_size=264, d_model=128, d_key=32, d_value=32)
     config.model.update(SIZES[size].model)
+    config.optimizer.update(final_learning_rate=1e-4, warmup_steps=50)
+    config.update(log_every=20, validate_every=200, validation_tokens=100_000, checkpoint_every=500)
+    config.keep_checkpoints = 1
     return config
 
 
-# What helped the attentions with a forget gate, and what helped softmax (experiments/forgetting).
+# What helped the attentions with a forget gate, and what helped softmax (docs/log).
 PARTS = dict(gate="head", output_gate=True, convolution=4, position="none")
 SOFTMAX = dict(attention="softmax", position="rotary")
 SOFTMAX_PARTS = dict(**SOFTMAX, output_gate=True, convolution=4)

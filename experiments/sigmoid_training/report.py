@@ -40,7 +40,7 @@ def report(results: Results) -> list[str]:
         + ".**",
         "",
         f"`python experiments/sigmoid_training/run.py`, {results['machine']}, jax {results['jax']}. Models of 0.46M "
-        f"parameters (experiments/forgetting), trained on {results['tokens']:,} bytes in windows of "
+        f"parameters (experiments/attribution), trained on {results['tokens']:,} bytes in windows of "
         f"{length}, one seed. Initial outputs are those of every layer's attention as W2 reads it; they are exchanged "
         f"by a factor in W2's initial values, {exchanged_scale(ONE):.3f} or {exchanged_scale(STEEPER):.3g}, the ratio "
         "by the law over a window; all else is as in the runs with their own scale.",

@@ -25,18 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import tools
-from experiments.reports import Losses, best_rate
-from experiments.sigmoid_training import contexts, report
-from experiments.sigmoid_training.contestants import (
-    CONTEST,
-    FORMS,
-    ONE,
-    STEEPER,
-    exchanged_scale,
-    growth,
-    write_start,
-)
+from experiments import reports, tools
+from experiments.reports import Losses
+from experiments.sigmoid_training import contestants, contexts, report
+from experiments.sigmoid_training.contestants import FORMS, ONE, STEEPER, exchanged_scale, growth, write_start
 from experiments.tools import RATE
 from heinsen.models import layer_records
 from heinsen.sweep.runs import RunView
@@ -57,7 +49,7 @@ SMALL_PLAN = Plan(rates=(3e-3, 1.2e-2), tokens=150_000, n_documents=4, read=2048
 
 def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
-    documents = contexts.prepare(corpus, out, plan.n_documents, 8 * plan.read)  # an eighth is read: there is a cache
+    file = contexts.prepare(corpus, out, plan.n_documents, plan.read)
 
     def train(name: str, scales: Mapping[str, float]) -> list[RunView]:
         """Return one run of some forms at each rate, started with `scales` times their initial outputs."""
@@ -65,32 +57,31 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
         for form, scale in scales.items():
             start = (out / "starts" / f"{list(FORMS).index(form)}_{scale:.4g}").absolute()
             write_start(start, form, scale)
-            runs += [CONTEST.fields(form) | {RATE: rate, "init_from": str(start)} for rate in plan.rates]
+            runs += [contestants.fields(form) | {RATE: rate, "init_from": str(start)} for rate in plan.rates]
         options = f"--config.data.path={tools.from_root(out / 'data')}", f"--config.total_tokens={plan.tokens}"
-        return tools.run_sweep(CONTEST.config.__file__, out / name, runs, parallel, *options, may_crash=True)
+        return tools.run_sweep(contestants.__file__, out / name, runs, parallel, *options)
 
     grid = train("grid", dict.fromkeys(FORMS, 1.0))
     exchanged = train("exchanged", {form: exchanged_scale(form) for form in (ONE, STEEPER)})
-    length = CONTEST.config.get_config().sequence_length
+    length = contestants.get_config().sequence_length
     lengths = [n for i in range(20) if (n := length * 2**i) <= plan.read] or [plan.read]
-    losses = {form: CONTEST.losses(form, grid) for form in FORMS}
+    losses = {form: contestants.losses(form, grid) for form in FORMS}
     rate = common_rate(losses)
-    chosen = dict(best={form: CONTEST.best_rate(form, grid) for form in FORMS}, alike=dict.fromkeys(FORMS, rate))
+    chosen = dict(best={form: contestants.best_rate(form, grid) for form in FORMS}, alike=dict.fromkeys(FORMS, rate))
 
     def read(rates: Mapping[str, float]) -> dict[str, Any]:
         """Return the loss by position and the norms of the runs at a rate each."""
         runs = {
-            form: run for form in FORMS for run in CONTEST.runs_of(form, grid) if run.run.point[RATE] == rates[form]
+            form: run for form in FORMS for run in contestants.runs_of(form, grid) if run.run.point[RATE] == rates[form]
         }
-        positions = contexts.measure(CONTEST, runs, out / "grid", documents, out / "long", parallel)
-        file = out / f"{documents.long}.jsonl"
+        positions = contexts.measure(runs, out / "grid", plan.read, out / "long", parallel)
         norms = {form: measure_norms(out / "grid" / run.name, form, file, lengths) for form, run in runs.items()}
         return dict(rates=dict(rates), positions=positions, norms=norms)
 
     return dict(
-        settings=CONTEST.config.get_config().to_dict(),
+        settings=contestants.get_config().to_dict(),
         tokens=max(run.tokens for run in grid),
-        rates=losses | {name: CONTEST.losses(form, exchanged) for form, name in report.EXCHANGED.items()},
+        rates=losses | {name: contestants.losses(form, exchanged) for form, name in report.EXCHANGED.items()},
         beyond={name: read(rates) for name, rates in chosen.items()},
         law={form: {n: growth(form, n) for n in lengths} for form in FORMS},
     )
@@ -105,12 +96,12 @@ def common_rate(tuning: Mapping[str, Losses]) -> float:
     }
     if not means:
         raise tools.ExperimentError("one of the forms has crashed at each learning rate: lower them in run.py")
-    return best_rate(means)
+    return reports.best_rate(means)
 
 
 def measure_norms(folder: Path, form: str, file: Path, lengths: list[int]) -> dict[int, list[float]]:
     """Return {n: RMS of each layer's attention over the first n tokens of the documents in a file}."""
-    config = CONTEST.train_config(form)
+    config = contestants.train_config(form)
     _, params = load_params(folder, config.model, mesh_for_reading(config))
     attention = lambda params, tokens: layer_records(config.model, params, tokens)["attention"]
     measure = jax.jit(lambda params, tokens: jnp.stack([*attention(params, tokens).values()]))

@@ -1,6 +1,5 @@
 """The experiments: reports from the committed results, contestants, laws, and each from its plan to its report."""
 
-import dataclasses
 import importlib
 import json
 import os
@@ -17,17 +16,24 @@ import zstandard
 
 from experiments import reports, tools
 from experiments.associative_recall import run as recall
-from experiments.forgetting import config as forgetting
-from experiments.forgetting import report as forgetting_report
-from experiments.forgetting.run import state_size
 from experiments.scaling.law import Law, bootstrap, fit
 from experiments.sigmoid_training import contexts
-from experiments.sigmoid_training.contestants import CONTEST as SIGMOIDS
-from experiments.sigmoid_training.contestants import ONE, STEEPER, exchanged_scale, growth, write_start
+from experiments.sigmoid_training.contestants import (
+    FORMS,
+    ONE,
+    STEEPER,
+    best_rate,
+    exchanged_scale,
+    fields,
+    growth,
+    losses,
+    train_config,
+    write_start,
+)
 from experiments.sigmoid_training.run import common_rate
-from experiments.tools import Contest, ExperimentError
+from experiments.tools import ExperimentError
 from heinsen.export import load_folder
-from heinsen.models import init_params
+from heinsen.models import abstract_params, count_params, init_params
 from heinsen.sweep.runs import RunView, SweepRun
 from tests.runs import ROOT
 
@@ -38,7 +44,6 @@ EXPERIMENTS = {
     for name in (
         "associative_recall",
         "attribution",
-        "forgetting",
         "long_contexts",
         "recall_by_state",
         "scaling",
@@ -47,7 +52,6 @@ EXPERIMENTS = {
         "speed",
     )  # fmt: skip
 }
-CONTESTS = {name: Contest(forgetting, contestants) for name, contestants in forgetting.CONTESTS.items()}
 
 
 def write_whole(run, plan, out, corpus=None):
@@ -86,28 +90,19 @@ def test_the_committed_report_follows_from_its_results(folder, tmp_path, capsys)
 
 def test_a_report_needs_results(tmp_path):
     with pytest.raises(SystemExit, match=r"has no results\.json: run the experiment without --report"):
-        tools.execute(tmp_path, forgetting_report, None)
+        tools.execute(tmp_path, EXPERIMENTS["scaling"].report, None)
 
 
 # ---- contestants ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "contest, paper",
-    [
-        (SIGMOIDS, CONTESTS["parts"]),
-        *(pytest.param(contest, CONTESTS["parts"], marks=pytest.mark.long) for contest in CONTESTS.values()),
-    ],
-    ids=["sigmoid_training", *CONTESTS],
-)
-def test_contestants_are_of_equal_size_and_differ_in_what_they_say(contest, paper):
-    n_params = paper.parameters("paper's")
-    assert all(abs(contest.parameters(name) / n_params - 1) < 0.01 for name in contest.contestants)
-    models = {name: contest.train_config(name).model for name in contest.contestants}
+def test_forms_of_sigmoid_attention_are_of_equal_size_and_differ_in_what_they_say():
+    models = {form: train_config(form).model for form in FORMS}
+    assert len({count_params(abstract_params(model)) for model in models.values()}) == 1
     assert len(set(models.values())) == len(models)
-    for name, model in models.items():
-        said = {field.removeprefix("model."): value for field, value in contest.fields(name).items()}
-        assert contest.contestants[name].items() <= said.items()
+    for form, model in models.items():
+        said = {field.removeprefix("model."): value for field, value in fields(form).items()}
+        assert FORMS[form].items() <= said.items()
         assert all(getattr(model, field) == value for field, value in said.items())
 
 
@@ -117,67 +112,19 @@ def test_contestants_of_recall_differ_in_what_they_say():
     assert len({json.dumps(each, sort_keys=True) for each in fields}) == len(fields)
 
 
-def test_names_in_the_figure_of_forgetting_are_contestants():
-    assert {name for contest in CONTESTS.values() for name in contest.contestants} >= forgetting_report.NAMED
-
-
-def test_numbers_in_the_state_grow_with_the_text_only_where_there_is_a_cache():
-    for contest in (CONTESTS["parts"], SIGMOIDS):
-        for name in contest.contestants:
-            few, many = (state_size(contest.train_config(name), n) for n in (100, 1000))
-            assert (many > few) == (contest is SIGMOIDS or "softmax" in name)
-    layers, heads, features = 4, 4, 32
-    paper, softmax = (CONTESTS["parts"].train_config(name) for name in ("paper's", "softmax"))
-    assert state_size(paper, 100) == layers * heads * (features * features + features)
-    assert state_size(softmax, 100) == layers * heads * 2 * 100 * features
-
-
 # ---- tuning and laws ------------------------------------------------------------------------------
 
 
-def test_a_grid_is_extended_where_the_best_rate_is_at_its_end(monkeypatch, tmp_path):
-    """The loss is a parabola about a rate of each contestant; the second extension is the last."""
-    best = {"gate": 3e-3, "linear": 7e-3, "paper's": 1.4e-3, "gate, convolution": 1.0}
-    contest = Contest(forgetting, {name: forgetting.PARTS[name] for name in best})
-    sweeps = {}
-
-    def run_sweep(config, out, runs, parallel, *options, may_crash=False):
-        assert options == ("--option",) and may_crash
-        sweeps[out.name] = runs
-        name_of = {json.dumps(contest.fields(name)): name for name in best}
-        views = []
-        for run in runs:
-            name = name_of[json.dumps({field: value for field, value in run.items() if field != tools.RATE})]
-            loss = float(abs(np.log(run[tools.RATE] / best[name])))
-            loss = np.inf if (name, run[tools.RATE]) == ("linear", 1.5e-3) else loss
-            state = "crashed" if (name, run[tools.RATE]) == ("gate", 6e-3) else "finished"
-            views.append(RunView(run=SweepRun(run, 10, 64), state=state, validation_loss=loss))
-        return views
-
-    monkeypatch.setattr(tools, "run_sweep", run_sweep)
-    tuning = contest.tune(tmp_path, [1.5e-3, 3e-3, 6e-3], 1, "--option")
-    assert [len(runs) for runs in sweeps.values()] == [12, 3, 1]
-    rates = {name: [*contest.losses(name, tuning)] for name in best}
-    assert rates["gate"] == [1.5e-3, 3e-3, 6e-3] and contest.losses("gate", tuning)[6e-3] is None
-    assert contest.losses("linear", tuning)[1.5e-3] is None, "it has diverged"
-    assert rates["linear"] == [1.5e-3, 3e-3, 6e-3, 1.2e-2] and rates["paper's"] == [7.5e-4, 1.5e-3, 3e-3, 6e-3]
-    assert rates["gate, convolution"] == [1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]
-    assert contest.best_rate("linear", tuning) == 6e-3
-    lines = reports.tuning_section({name: contest.losses(name, tuning) for name in best})
-    assert "At the end of the grid: gate, convolution." in lines[2]
-    assert [line for line in lines if line.startswith("| gate |")][0].endswith("| **0.0000** | crashed |  |  |")
-    with pytest.raises(ExperimentError, match="gate has crashed at all learning rates"):
-        contest.best_rate("gate", [view for view in tuning if view.state == "crashed"])
-
-
-def test_a_run_is_described_by_its_validations():
-    run = SweepRun({tools.RATE: 3e-3, "seed": 2}, 10, 64)
-    losses = ((5, 3.0), (7, float("nan")), (10, 2.0))
-    numbers = dict(tokens=640, loss=np.inf, validation_loss=2.0, bits_per_byte=3.0)
-    found = tools.describe_run(RunView(run=run, state="finished", **numbers, validations=losses))
-    assert found["training_loss"] is None, "JSON has no infinity"
-    assert found["validation"] == [[5, 320, 3.0, 4.5], [10, 640, 2.0, 3.0]]
-    assert (found["learning_rate"], found["seed"], found["tokens"]) == (3e-3, 2, 640)
+def test_the_best_rate_is_that_of_a_run_which_has_not_crashed():
+    view = lambda form, rate, state, loss: RunView(
+        run=SweepRun({**fields(form), tools.RATE: rate}, 10, 64), state=state, validation_loss=loss
+    )
+    runs = [view(ONE, 1e-3, "finished", 2.0), view(ONE, 2e-3, "crashed", 1.0), view(STEEPER, 3e-3, "finished", 0.5)]
+    assert losses(ONE, runs) == {1e-3: 2.0, 2e-3: None} and best_rate(ONE, runs) == 1e-3
+    lines = reports.tuning_section({ONE: losses(ONE, runs)})
+    assert "At the end of the grid: alpha 1." in lines[2] and "| alpha 1 | **2.0000** | crashed |" in lines
+    with pytest.raises(ExperimentError, match="alpha 1 has crashed at all learning rates"):
+        best_rate(ONE, runs[1:])
 
 
 def test_the_common_rate_is_the_best_for_all_where_none_has_crashed():
@@ -185,13 +132,6 @@ def test_the_common_rate_is_the_best_for_all_where_none_has_crashed():
     assert common_rate(losses) == 2e-3
     with pytest.raises(ExperimentError, match="one of the forms has crashed at each"):
         common_rate({"a": {1e-3: None, 2e-3: 1.0}, "b": {1e-3: 1.0, 2e-3: None}})
-
-
-def test_differences_are_those_of_equal_seeds():
-    bits = {"a": {1: 2.0, 2: 3.0, 3: 4.0}, "b": {1: 2.1, 2: 3.2, 3: 4.3}, "c": {1: 1.0, 4: 9.0}}
-    assert reports.versus(bits, "b", "a") == "+0.2000 [-0.0484, +0.4484]"  # 0.2 +- 4.303 * 0.1 / sqrt(3)
-    assert reports.versus(bits, "c", "a") == "-1.0000"
-    assert reports.ranked(bits) == ["a", "b", "c"] and reports.spread(bits["a"]) == "3.0000 +- 1.0000"
 
 
 def draw_law(rng):
@@ -247,7 +187,7 @@ def test_initial_outputs_are_exchanged(form, tmp_path):
     """With the factor in W2, what a layer's W2 makes of equal tokens has the scale of the other form."""
     write_start(tmp_path / "start", form, exchanged_scale(form))
     _, _, params = load_folder(tmp_path / "start")
-    own = init_params(SIGMOIDS.train_config(form).model, jax.random.key(1))
+    own = init_params(train_config(form).model, jax.random.key(1))
     scale = params["layers"]["w2"]["kernel"] / own["layers"]["w2"]["kernel"]
     other = {ONE: STEEPER, STEEPER: ONE}[form]
     np.testing.assert_allclose(scale * growth(form, 512) / growth(other, 512), 1, rtol=1e-5)
@@ -324,31 +264,27 @@ def test_long_documents_are_found_and_cut(rng, tmp_path):
     texts = ["a" * n for n in rng.integers(50, 200, 40)] + ["é" * 100]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "train-1.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    long, last = [text for text in texts if len(text.encode()) >= 99], tmp_path / "train-1.jsonl.zst"
-    assert contexts.find_long(last, 1000, 99) == [*(text[:99] for text in long[:-1]), "é" * 49]
-    assert contexts.find_long(last, 3, 99) == [text[:99] for text in long[:3]]
-    for documents, message in ((0, "two files train-"), (1, "no document of 500 bytes")):
+    long, last = [text for text in texts if len(text.encode()) >= 8 * 12], tmp_path / "train-1.jsonl.zst"
+    assert contexts.find_long(last, 1000, 12) == ["a" * 12] * (len(long) - 1) + ["é" * 6]
+    assert len(contexts.find_long(last, 3, 12)) == 3
+    for documents, message in ((0, "two files train-"), (1, "no document of 4000 bytes")):
         if documents:
             (tmp_path / "train-0.jsonl.zst").write_bytes(b"")
         with pytest.raises(ExperimentError, match=message):
             contexts.prepare(tmp_path, tmp_path / "out", 5, 500)
 
 
-def test_losses_after_a_document_was_cut_are_left_out(rng, monkeypatch, tmp_path):
+def test_losses_after_a_document_was_cut_are_left_out(monkeypatch, tmp_path):
     """A token of its end follows, which a model of a text that goes on does not expect."""
-    names = ["gate, output gate, convolution", "softmax, GPT-2's block, output gate"]
-    owners = {name: SimpleNamespace(name=f"run of {name}") for name in names}
     ranges = [dict(first=2 ** (i - 1) + 1 if i else 1, last=2**i) for i in range(12)]
 
-    def fake_test(folder, runs, out, parallel, splits):
-        assert [splits[run.name] for run in runs] == ["long", "shorter"]
+    def fake_test(folder, runs, out, parallel, split):
+        assert split == contexts.SPLIT and [run.name for run in runs] == ["a run"]
         return {run.name: dict(by_position=dict(window=512, ranges=ranges)) for run in runs}
 
     monkeypatch.setattr(contexts, "evaluate_runs", fake_test)
-    documents = contexts.Documents("long", "shorter", 1024)
-    positions = contexts.measure(CONTESTS["combined"], owners, tmp_path, documents, tmp_path / "out", 1)
-    assert positions[names[0]] == dict(window=512, ranges=ranges[:11]), "1024 is in the range from 513"
-    assert positions[names[1]]["ranges"][-1]["last"] == 128
+    positions = contexts.measure({ONE: SimpleNamespace(name="a run")}, tmp_path, 1024, tmp_path / "out", 1)
+    assert positions == {ONE: dict(window=512, ranges=ranges[:11])}, "1024 is in the range from 513"
 
 
 # ---- whole ----------------------------------------------------------------------------------------
@@ -359,20 +295,15 @@ def option(arguments, name):
     return next((text.partition("=")[2] for text in arguments if text.startswith(f"--{name}=")), None)
 
 
-def pretended_sweep(config, out, runs, parallel, *options, may_crash=False):
-    """Return finished runs whose losses are a law of parameters and tokens, and a parabola of the learning rate."""
+def pretended_sweep(config, out, runs, parallel, *options):
+    """Return finished runs whose losses are a parabola of the learning rate."""
+    tokens = int(option(options, "config.total_tokens"))
     views = []
     for run in runs:
-        tokens = run.get("total_tokens") or int(option(options, "config.total_tokens"))
-        n = 12 * run.get("model.n_layers", 4) * run.get("model.d_model", 128) ** 2
-        loss = 1 + (1e4 / n) ** 0.3 + (1e5 / tokens) ** 0.3 + 0.05 * float(np.log(run[tools.RATE] / 8e-3)) ** 2
-        for seed in range(1, 1 + int(option(options, "seeds") or 1)):
-            own = loss + seed / 1000
-            bits = dict(validation_loss=own, bits_per_byte=own / float(np.log(2)))
-            validations = ((tokens // 128, own + 1), (tokens // 64, own))
-            point = {**run, "seed": seed}
-            view = RunView(run=SweepRun(point, tokens // 64, 64), state="finished", tokens=tokens, **bits)
-            views.append(dataclasses.replace(view, tokens_per_second=100.0, loss=own, validations=validations))
+        loss = 2 + float(np.log(run[tools.RATE] / 8e-3)) ** 2
+        views.append(
+            RunView(run=SweepRun(run, tokens // 64, 64), state="finished", tokens=tokens, validation_loss=loss)
+        )
     return views
 
 
@@ -383,14 +314,12 @@ def pretended_programs(commands, parallel, may_fail=False):
 
 def pretended_result(arguments):
     if arguments[0] == "eval.py":
-        sources = {name: dict(tokens=n, bits_per_byte=x) for name, n, x in (("Books", 9, 3.1), ("Code", 99, 2.5))}
         ranges = [
             dict(first=2**i + 1, last=2 ** (i + 1), windows=2.0, streaming=1.9, difference=-0.1) for i in range(16)
         ]
         for each in ranges:
             each["difference_interval"] = (-0.2, 0.1)
-        positions = dict(window=1024, ranges=ranges) if option(arguments, "by_position") else None
-        return dict(bits_per_byte=3.0, bits_per_byte_interval=(2.9, 3.1), sources=sources, by_position=positions)
+        return dict(by_position=dict(window=1024, ranges=ranges))
     if arguments[0] == "scripts/recall.py":
         lengths = (option(arguments, "test_lengths") or option(arguments, "lengths")).split(",")
         costs = dict(parameters=7, steps=int(option(arguments, "steps")), tokens=9000, loss=0.1, seconds=2.0)
@@ -400,11 +329,7 @@ def pretended_result(arguments):
 
 @pytest.mark.parametrize(
     "experiment",
-    [
-        "associative_recall",
-        "forgetting",
-        pytest.param("sigmoid_training", marks=pytest.mark.long),
-    ],
+    ["associative_recall", pytest.param("sigmoid_training", marks=pytest.mark.long)],
 )
 def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corpus, tmp_path, monkeypatch):
     """All of it but what the programs do, which the long tests below run."""
@@ -413,8 +338,6 @@ def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corp
     monkeypatch.setattr(tools, "run_sweep", pretended_sweep)
     monkeypatch.setattr(tools, "run_programs", pretended_programs)
     plan = run.SMALL_PLAN
-    if experiment == "forgetting":
-        plan = plan._replace(rates=(1.5e-3, 3e-3, 6e-3), n_seeds=2)
     if experiment == "sigmoid_training":
         plan = plan._replace(n_documents=2, read=37)
         monkeypatch.setattr(run, "write_start", lambda *arguments: None)
@@ -423,13 +346,6 @@ def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corp
     if experiment == "associative_recall":
         assert [each["accuracy"] for each in results["models"]] == 3 * [{"2": 0.5, "4": 0.25, "8": 0.125}]
         assert len(results["runs"]) == 3 and all(run["steps"] == 651 for run in results["runs"])
-    if experiment == "forgetting":
-        (found,) = results["contests"].values()
-        assert len(found["logs"]) == len(forgetting.COMBINED) * (3 + 2) + len(forgetting.COMBINED), "extended once"
-        assert found["sources"] == {
-            "Code": dict.fromkeys(found["tuning"], 2.5),
-            "Books": dict.fromkeys(found["tuning"], 3.1),
-        }
     if experiment == "sigmoid_training":
         assert results["beyond"]["best"]["rates"] == results["beyond"]["alike"]["rates"]
         assert len(results["rates"]) == 6 and set(results["law"]["alpha 1"]) == {"37"}
@@ -472,15 +388,8 @@ def test_sigmoid_training_from_its_plan_to_its_report(corpus, tmp_path, optimize
     results = write_whole(EXPERIMENTS["sigmoid_training"], plan, tmp_path, corpus)
     assert len(results["rates"]) == 6
     for each in results["beyond"].values():
-        assert set(each["rates"]) == set(each["positions"]) == set(each["norms"]) == set(SIGMOIDS.contestants)
+        assert set(each["rates"]) == set(each["positions"]) == set(each["norms"]) == set(FORMS)
     assert len(set(results["beyond"]["alike"]["rates"].values())) == 1
-
-
-@pytest.mark.long
-def test_forgetting_from_its_plan_to_its_report(corpus, tmp_path, optimized):
-    plan = EXPERIMENTS["forgetting"].Plan(("combined",), (3e-3,), 110_000, 110_000, 2)
-    results = write_whole(EXPERIMENTS["forgetting"], plan, tmp_path, corpus)
-    assert set(results["contests"]["combined"]["bits_per_byte"]) == set(forgetting.COMBINED)
 
 
 @pytest.mark.long

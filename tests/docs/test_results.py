@@ -1,13 +1,11 @@
 """Tables and figures of README.md and docs/results.md are those of the experiments' results.json."""
 
-import itertools
 import re
 
 import numpy as np
 import pytest
 
 from experiments.attribution.report import bits_per_byte
-from experiments.reports import versus
 from scripts.results_tables import PAGES, TABLES, fill, results
 from tests.runs import ROOT
 
@@ -37,13 +35,10 @@ INTERVAL = re.compile(r"([-+]?\d+\.\d+) \[([-+]?\d+\.\d+), ([-+]?\d+\.\d+)\]")
 
 
 def test_differences_in_prose_are_those_of_the_reports():
-    """Each is in a report, or one of Student's t, as it is or with its sign changed, to its number of digits."""
+    """Each is in a report, as it is or with its sign changed, to its number of digits."""
     reported = [
         *INTERVAL.findall("\n".join((ROOT / "experiments" / name / "report.md").read_text() for name in REPORTS))
     ]
-    contests = results("forgetting")["contests"].values()
-    bits = {name: seeds for contest in contests for name, seeds in contest["bits_per_byte"].items()}
-    reported += [INTERVAL.search(versus(bits, *pair)).groups() for pair in itertools.permutations(bits, 2)]
     known = np.array(reported, float)
     known = np.concatenate([known, -known[:, [0, 2, 1]]])
     wrong = []
