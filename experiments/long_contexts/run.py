@@ -38,7 +38,8 @@ CELLS = (
     "linear, parts",
     "softmax, parts, GPT-2's block",
     "delta rule, parts",
-    "softmax, parts",
+    "gated softmax, parts, GPT-2's block",
+    "exponential, parts, GPT-2's block",
 )
 SEEDS = attribution.SEEDS[1:]
 LEAST_WINDOWS, MOST_WINDOWS = 16, 64  # of a document
