@@ -118,7 +118,7 @@ def long_contexts() -> str:
 def scaling() -> str:
     r, rows = results("scaling"), []
     for kind in ("exponential", "linear"):
-        for ours, theirs in scaling_report.pairs_of(r, kind, "gated softmax").values():
+        for ours, theirs in scaling_report.pairs_of(r, kind, scaling_report.BASELINES[0]).values():
             size = f"{r['cells'][ours]['parameters'] / 1e6:.2f}M"
             rows.append([kind, size, *scaling_report.differences(r, ours, theirs)])
     return table(["", "parameters", *(f"{n / 1e6:.2f}M bytes" for n in r["text"])], rows)

@@ -46,7 +46,8 @@ def fields(form: str) -> dict[str, Value]:
 
 
 def runs_of(form: str, runs: Iterable[RunView]) -> list[RunView]:
-    return [run for run in runs if fields(form).items() <= run.run.point.items()]
+    own = fields(form).items()
+    return [run for run in runs if own <= run.run.point.items()]
 
 
 def losses(form: str, runs: Sequence[RunView]) -> dict[float, float | None]:

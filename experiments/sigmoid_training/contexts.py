@@ -18,26 +18,26 @@ from heinsen.files import write_atomically
 from heinsen.sweep.runs import RunView
 
 Positions = Mapping[str, Mapping[str, Any]]  # {form: "window" and "ranges" of "by_position" in eval.py's summary}
-SPLIT = "long"
 LONGER = 8  # than what is read of them
 
 
 def prepare(corpus: Path, out: Path, n_documents: int, n_bytes: int) -> Path:
-    """Prepare out/data: train, validation, test, and `SPLIT`, the first bytes of long documents; return its source.
+    """Prepare out/data: train, validation, test, and a split of the first bytes of long documents; return its source.
 
+    The split has the name of its source, which tells how many documents and bytes it has.
     Raises ExperimentError if there are no such documents.
     """
     *train, last = sorted(corpus.glob("train-*.jsonl.zst")) or [None]
     if last is None or not train:
         raise ExperimentError(f"--corpus={corpus}: two files train-*.jsonl.zst are needed, one of them to test")
-    file = out / f"{SPLIT}.jsonl"
+    file = out / f"long_{n_documents}x{n_bytes}.jsonl"
     if not file.exists():
         found = find_long(last, n_documents, n_bytes)
         if not found:
             raise ExperimentError(f"{last} has no document of {n_bytes * LONGER} bytes: give another --corpus")
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, "".join(json.dumps({"text": text}) + "\n" for text in found))
-    prepare_bytes(corpus, out / "data", **{"train": train, SPLIT: [file]})
+    prepare_bytes(corpus, out / "data", **{"train": train, file.stem: [file]})
     return file
 
 
@@ -55,19 +55,19 @@ def find_long(file: Path, n_documents: int, n_bytes: int) -> list[str]:
 
 
 def measure(
-    runs: Mapping[str, RunView], folder: Path, n_bytes: int, out: Path, parallel: int
+    runs: Mapping[str, RunView], folder: Path, split: str, n_bytes: int, out: Path, parallel: int
 ) -> dict[str, dict[str, Any]]:
-    """Return `Positions` of a run of each form, which is in `folder`. Summaries and plots are kept in `out`.
+    """Return `Positions` on a split of a run of each form, which is in `folder`. `out` keeps summaries and plots.
 
     What follows a document where it was cut, after so many bytes, its token of the end, is left out.
     """
-    tested = evaluate_runs(folder, [*runs.values()], out, parallel, SPLIT)
+    tested = evaluate_runs(folder, [*runs.values()], out, parallel, split)
     found = {form: tested[run.name]["by_position"] for form, run in runs.items()}
     within = lambda ranges: [each for each in ranges if each["first"] <= n_bytes]
     return {form: dict(window=each["window"], ranges=within(each["ranges"])) for form, each in found.items()}
 
 
-# ---- words ----------------------------------------------------------------------------
+# ---- words ----------------------------------------------------------------------------------------
 
 
 def positions_table(positions: Positions) -> list[str]:

@@ -74,7 +74,7 @@ def measure(plan: Plan, corpus: Path, out: Path, parallel: int) -> dict[str, Any
         runs = {
             form: run for form in FORMS for run in contestants.runs_of(form, grid) if run.run.point[RATE] == rates[form]
         }
-        positions = contexts.measure(runs, out / "grid", plan.read, out / "long", parallel)
+        positions = contexts.measure(runs, out / "grid", file.stem, plan.read, out / "long", parallel)
         norms = {form: measure_norms(out / "grid" / run.name, form, file, lengths) for form, run in runs.items()}
         return dict(rates=dict(rates), positions=positions, norms=norms)
 

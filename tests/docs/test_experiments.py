@@ -279,11 +279,11 @@ def test_losses_after_a_document_was_cut_are_left_out(monkeypatch, tmp_path):
     ranges = [dict(first=2 ** (i - 1) + 1 if i else 1, last=2**i) for i in range(12)]
 
     def fake_test(folder, runs, out, parallel, split):
-        assert split == contexts.SPLIT and [run.name for run in runs] == ["a run"]
+        assert split == "a split" and [run.name for run in runs] == ["a run"]
         return {run.name: dict(by_position=dict(window=512, ranges=ranges)) for run in runs}
 
     monkeypatch.setattr(contexts, "evaluate_runs", fake_test)
-    positions = contexts.measure({ONE: SimpleNamespace(name="a run")}, tmp_path, 1024, tmp_path / "out", 1)
+    positions = contexts.measure({ONE: SimpleNamespace(name="a run")}, tmp_path, "a split", 1024, tmp_path / "out", 1)
     assert positions == {ONE: dict(window=512, ranges=ranges[:11])}, "1024 is in the range from 513"
 
 
