@@ -200,9 +200,10 @@ def test_the_report_on_long_contexts(documents):
     nats = lambda base: (tokens * (base + rng.random((2, *tokens.shape)))).tolist()
     cell = dict(machine="a chip", jax="0", seconds=3.0, seeds=[1, 2])
     cell |= dict(state_numbers={name: 5 for name in contexts_report.READINGS})
+    models = dict(one=(2.0, {}), other=(3.0, dict(block="gpt2")), two=(4.0, {}), last=(5.0, dict(block="gpt2")))
     results = dict(
-        cells={name: cell | dict(nats={each: nats(base) for each in contexts_report.READINGS}) for name, base in
-               (("one", 2.0), ("two", 4.0))},
+        cells={name: cell | dict(model=model, nats={each: nats(base) for each in contexts_report.READINGS})
+               for name, (base, model) in models.items()},
         missing=[], size="1M", tokens=tokens.tolist(), settings=dict(sequence_length=WINDOW),
     )  # fmt: skip
     cached = results["cells"]["two"]["nats"]
@@ -212,6 +213,7 @@ def test_the_report_on_long_contexts(documents):
     ours, theirs = (np.array(results["cells"][name]["nats"]["stream"])[..., 3].sum() for name in ("two", "one"))
     assert f"| {ours / 2 / tokens[:, 3].sum():.3f} |" in rows[0]
     assert f"| {(ours - theirs) / 2 / tokens[:, 3].sum():+.3f} [" in rows[1]
+    assert contexts_report.first_of_block(results) == dict(one="one", other="other", two="one", last="other")
     assert not any("nan" in line for line in lines)
     assert len(contexts_report.draw(results).axes) == 1
 
