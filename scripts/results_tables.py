@@ -33,7 +33,7 @@ MODELS = {
     "linear, parts, GPT-2's block": "Linear attention + additions",
     "delta rule, parts, GPT-2's block": "Gated delta rule + additions",
     "softmax, GPT-2's block": "Softmax",
-    "softmax, parts, GPT-2's block": "Softmax + additions",
+    "softmax, parts, GPT-2's block": "Softmax + additions but the gate",
     "gated softmax, parts, GPT-2's block": "Gated softmax + additions",
 }
 ATTRIBUTION = {
@@ -74,17 +74,21 @@ def loss(name: str, digits: int) -> str:
 
 def milliseconds(decoding: reports.Results) -> str:
     found = decoding["milliseconds"]
-    return f"{found:.2f} ms" if found < 1 else f"{found:.1f} ms"
+    return f"{found:.2f}" if found < 1 else f"{found:.1f}"
+
+
+def megabytes(decoding: reports.Results) -> str:
+    found = decoding["state_bytes"] / 1e6
+    return f"{found:.0f}" if found > 10 else f"{found:.2f}"
 
 
 def models() -> str:
     rows = []
     for name, label in MODELS.items():
-        decoding = results("speed")["decoding"][name][65536]
-        megabytes = decoding["state_bytes"] / 1e6
-        state = f"{megabytes:.0f} MB" if megabytes > 10 else f"{megabytes:.2f} MB"
-        rows.append([label, loss(name, 3), milliseconds(decoding), state])
-    return table(["model", "loss", "time per token", "memory of the context"], rows)
+        each = [results("speed")["decoding"][name][context] for context in (1024, 65536)]
+        times, states = (" / ".join(map(show, each)) for show in (milliseconds, megabytes))
+        rows.append([label, loss(name, 3), times, states])
+    return table(["model", "loss", "time per token, ms", "memory of the context, MB"], rows)
 
 
 def speed() -> str:
@@ -92,7 +96,7 @@ def speed() -> str:
     for name, rates in r["speed"].items():
         decoding = [milliseconds(r["decoding"][name][context]) for context in (1024, 65536)]
         rows.append([name, f"{rates[512]:,.0f}", f"{rates[8192]:,.0f}", *decoding])
-    heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 1,024, per token", "after 65,536"]
+    heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 1,024, ms per token", "after 65,536"]
     return table(["model", *heads], rows)
 
 

@@ -11,7 +11,7 @@ from experiments.reports import Results, bootstrap, interval, make_figure, paire
 from experiments.scaling import config
 from experiments.scaling.law import Law
 
-BASELINES = "gated softmax", "softmax"
+BASELINES = "gated softmax", "softmax", "linear"
 
 
 def report(results: Results) -> list[str]:
@@ -70,18 +70,20 @@ def leads_section(results: Results) -> list[str]:
         pairs = pairs_of(results, kind, baseline)
         if not pairs:
             continue
-        rows = [[str(width), *differences(results, *names)] for width, names in pairs.items()]
+        grid = {width: names for width, names in pairs.items() if width in config.WIDTHS and len(results["text"]) > 1}
+        by_text = {width: interval(trend(results, [names])["text"], "+.4f") for width, names in grid.items()}
+        rows = [[str(width), *differences(results, *pairs[width]), by_text.get(width, "")] for width in pairs]
         lines += [
             f"Nats per token by which {kind} is above {baseline}, with 95% intervals of a bootstrap over documents and "
             "seeds together:",
             "",
-            *table(["width", *(f"{n / 1e6:.2f}M tokens" for n in results["text"])], rows),
+            *table(["width", *(f"{n / 1e6:.2f}M tokens" for n in results["text"]), "per doubling of text"], rows),
             "",
         ]
-        grid = [pairs[width] for width in config.WIDTHS if width in pairs]
-        if len(grid) > 1 and len(results["text"]) > 1:
-            shown = (f"{interval(each, '+.4f')} per doubling of {what}" for what, each in trend(results, grid).items())
-            lines += [f"Least squares over the widths with all lengths of text: {', '.join(shown)}.", ""]
+        if len(grid) > 1:
+            both = trend(results, list(grid.values())).items()
+            shown = (f"{interval(each, '+.4f')} per doubling of {what}" for what, each in both)
+            lines += [f"Least squares over all of them: {', '.join(shown)}.", ""]
     return lines
 
 
@@ -100,7 +102,10 @@ def differences(results: Results, ours: str, theirs: str) -> list[str]:
 
 
 def trend(results: Results, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, float, float]]:
-    """The change of the difference with a doubling of parameters and of text, [value, low, high]."""
+    """The change of the difference with a doubling of parameters and of text, [value, low, high].
+
+    Of one width the latter alone means something.
+    """
     cells, tokens = results["cells"], np.asarray(results["tokens"])
     nats = [np.subtract(*(cells[name]["document_nats"] for name in names)) for names in pairs]
     above = np.stack(nats).reshape(-1, *np.shape(nats[0])[1:])  # [W R, L, D]

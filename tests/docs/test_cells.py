@@ -292,6 +292,8 @@ def test_laws_and_slopes_are_found_again(scaled, monkeypatch):
     trend = scaling_report.trend(
         results, [(f"linear, {width}", f"softmax, {width}") for width in scaling.config.WIDTHS]
     )
+    alone = scaling_report.trend(results, [("linear, 96", "softmax, 96")])
+    np.testing.assert_allclose(alone["text"], slopes["text"], atol=1e-3)
     for what, slope in slopes.items():
         np.testing.assert_allclose(trend[what], slope, atol=1e-3)
         assert any(f"{trend[what][0]:+.4f} [" in line for line in lines if line.startswith("Least squares"))
