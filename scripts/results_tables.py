@@ -45,6 +45,7 @@ ATTRIBUTION = {
     "softmax": "Softmax",
     "softmax, parts": "+ additions",
     "gated softmax, parts": "Gated softmax + additions",
+    "gated softmax, parts, rotary": "+ rotary positions",
 }
 RECALL = {
     "softmax": "Softmax",
