@@ -151,12 +151,12 @@ def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
         raise ExperimentError(f"python {shown} has failed, see above")
 
 
-def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int, may_fail: bool = False) -> dict[Path, Any]:
+def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path, Any]:
     """Run programs, `parallel` at a time, and return the JSON on the last line of stdout of each.
 
     Cores and GPUs are divided among them. `commands` are {file: arguments}: each result is kept in its file, and not
-    computed again for the same arguments; stderr is in FILE.log. The result of a program that fails is None if they
-    `may_fail`; the next call starts it again. Raises ExperimentError.
+    computed again for the same arguments; stderr is in FILE.log. Raises ExperimentError if a program fails; the next
+    call starts it again.
     """
     slots: SimpleQueue[tuple[list[int], list[str]]] = SimpleQueue()
     for slot in zip(divide(usable_cores(), parallel), divide(visible_gpus(), parallel), strict=True):
@@ -174,8 +174,6 @@ def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int, may_fail
                 end = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log)
         finally:
             slots.put(slot)
-        if end.returncode and may_fail:
-            return None
         if end.returncode:
             raise ExperimentError(f"python {shlex.join(arguments)} has failed, see {file}.log")
         result = json.loads(end.stdout.splitlines()[-1])

@@ -4,9 +4,8 @@
     python scripts/recall.py --task=copy --lengths=8,16,32 --test_lengths=8,16,32,64,128 --out=runs/recall/copy
 
 One model is trained from scratch on all --lengths in turn; heinsen/evaluation/probes.py describes the tasks. Of the
-config, model, optimizer, batch_size, log_every, checkpoint_every and seed are used. --stop_at=0.99 ends the training
-once 99% of the answers are right, tested where the loss is logged. Prints a table, and one JSON object on the last line
-of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
+config, model, optimizer, batch_size, log_every, checkpoint_every and seed are used. Prints a table, and one JSON object
+on the last line of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
 
 --seeds=3 trains three models, with the config's seed and the next ones; the object then has each of them in "runs".
 Models are saved every --config.checkpoint_every steps: rerun the same command to resume.
@@ -41,13 +40,6 @@ TASK = flags.DEFINE_string("task", None, "What to recall: associative, phonebook
 LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of items in training, in turn.")
 TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of items to test; default: those of training.")
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.", lower_bound=1)
-STOP_AT = flags.DEFINE_float(
-    "stop_at",
-    None,
-    "Stop once the accuracy is this for each of --lengths; default: never.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Number of models, which differ in their seed.", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: runs/recall/TASK.")
 
@@ -69,7 +61,7 @@ from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state, init_train_state, make_train_step
 
 TEST_SEQUENCES = 256  # of each length
-_TRAIN, _TEST, _STOP = 0, 1, 2  # parts of seeds: the three draw different sequences
+_TRAIN, _TEST = 0, 1  # parts of seeds: the two draw different sequences
 
 # (params, length, seed) -> the accuracy on TEST_SEQUENCES of this length
 Tester = Callable[[Params, int, Sequence[int]], Accuracy]
@@ -134,7 +126,8 @@ def run(
 ) -> dict[str, Any]:
     """Train and test; return what results.json holds. Raises NonFiniteLossError, CheckpointError."""
     tester = make_tester(config, task, mesh)
-    params, trained = train(config, task, lengths, out, mesh, tester)
+    params, trained = train(config, task, lengths, out, mesh)
+    longest = max(task.draw(np.random.default_rng(0), 1, n).tokens.shape[1] for n in test_lengths)
     return dict(
         task=task.name,
         label=out.name,
@@ -144,16 +137,16 @@ def run(
         trained_lengths=lengths,
         chance=task.chance,
         parameters=count_params(params),
-        state_numbers=state_size(config.model, 0),
+        state_numbers=state_size(config.model, longest),
         accuracy=[dict(length=n, **tester(params, n, [config.seed, _TEST, n])._asdict()) for n in test_lengths],
         model=dataclasses.asdict(config.model),
     )
 
 
 def train(
-    config: TrainConfig, task: Task, lengths: Sequence[int], out: Path, mesh: Mesh, tester: Tester
+    config: TrainConfig, task: Task, lengths: Sequence[int], out: Path, mesh: Mesh
 ) -> tuple[Params, dict[str, Any]]:
-    """Train until the accuracy is --stop_at for each length, or for all steps, from where an earlier call stopped.
+    """Train for what is left of all steps.
 
     Returns the parameters, and the numbers of steps, tokens and seconds, and the mean loss over the last step of each
     length.
@@ -165,12 +158,12 @@ def train(
         restored = checkpoints.restore_newest(abstract, fingerprint)
         if restored is None:
             state = init_train_state(config.model, optimizer, config.seed, mesh)
-            restored = Restored(0, state, {"tokens": 0, "seconds": 0.0, "losses": [], "stop": False})
+            restored = Restored(0, state, {"tokens": 0, "seconds": 0.0, "losses": []})
         number, state, at = restored
         console = Console(f"{out.name} seed {config.seed}", number, STEPS.value, True)
         start, since, n_before = time.monotonic() - at["seconds"], time.monotonic(), at["tokens"]
         try:
-            while not at["stop"]:
+            while number < STEPS.value:
                 number += 1
                 rng = np.random.default_rng([config.seed, _TRAIN, number])
                 probe = task.draw(rng, config.batch_size, lengths[number % len(lengths)])
@@ -178,7 +171,7 @@ def train(
                 state, metrics = step(state, place_batch(mesh, batch, axis=1))
                 losses = [*at["losses"], float(metrics["loss"])][-len(lengths) :]
                 n_tokens, seconds = at["tokens"] + probe.tokens.size, time.monotonic() - start
-                at = {"tokens": n_tokens, "seconds": seconds, "losses": losses, "stop": number == STEPS.value}
+                at = {"tokens": n_tokens, "seconds": seconds, "losses": losses}
                 console.update(number)
                 if not math.isfinite(losses[-1]):
                     remedy = "lower --config.optimizer.learning_rate"
@@ -188,21 +181,17 @@ def train(
                     measured = {"loss": float(np.mean(losses)), "grad_norm": float(metrics["grad_norm"])}
                     console.report(number, measured | {"tokens_per_second": rate})
                     since, n_before = now, n_tokens
-                    at["stop"] |= STOP_AT.value is not None and all(
-                        tester(state.params, n, [config.seed, _STOP, number, n]).answers >= STOP_AT.value
-                        for n in sorted(set(lengths))
-                    )
-                if at["stop"] or number % config.checkpoint_every == 0:
+                if number == STEPS.value or number % config.checkpoint_every == 0:
                     checkpoints.save(number, state, at, fingerprint)
         finally:
             console.close()
     loss = float(np.mean(at["losses"]))
-    return state.params, dict(steps=number, tokens=at["tokens"], seconds=at["seconds"], loss=loss)
+    return state.params, dict(steps=STEPS.value, tokens=at["tokens"], seconds=at["seconds"], loss=loss)
 
 
 def find_fingerprint(config: TrainConfig, task: Task, lengths: Sequence[int]) -> str:
     """A digest of all that a checkpoint depends on."""
-    return hashlib.sha256(f"{config.fingerprint} {task} {lengths} {STOP_AT.value}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{config.fingerprint} {task} {lengths}".encode()).hexdigest()[:16]
 
 
 def checkpoints_of(out: Path) -> Path:
@@ -237,8 +226,9 @@ def format_results(results: dict[str, Any]) -> list[str]:
     lengths = ", ".join(map(str, results["trained_lengths"]))
     lines = [
         f"{results['task']}, seed {results['seed']}: {results['parameters']:,} parameters, a state of "
-        f"{results['state_numbers']:,} numbers, {results['steps']:,} steps of {results['batch_size']} sequences with "
-        f"{lengths} items; last loss {results['loss']:.4f} nats; guessing is right {results['chance']:.2%} of the time",
+        f"{results['state_numbers']:,} numbers after the longest test, {results['steps']:,} steps of "
+        f"{results['batch_size']} sequences with {lengths} items; last loss {results['loss']:.4f} nats; guessing is "
+        f"right {results['chance']:.2%} of the time",
         f"{'items':>8} {'trained':>8} {'right tokens':>13} {'right answers':>14} {'answers':>8}",
     ]
     for point in results["accuracy"]:

@@ -21,6 +21,7 @@ show_help(__name__)
 from experiments import reports
 from experiments.attribution.report import bits_per_byte
 from experiments.long_contexts import report as contexts
+from experiments.recall_by_state import report as recall_report
 from experiments.scaling import report as scaling_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,13 +47,6 @@ ATTRIBUTION = {
     "softmax, parts": "+ additions",
     "gated softmax, parts": "Gated softmax + additions",
     "gated softmax, parts, rotary": "+ rotary positions",
-}
-RECALL = {
-    "softmax": "Softmax",
-    "heinsen": "Paper's attention",
-    "heinsen-convolution": "+ convolution",
-    "heinsen-gate-convolution": "+ gate, convolution",
-    "linear": "Linear attention",
 }
 
 
@@ -130,12 +124,13 @@ def scaling() -> str:
 
 
 def recall() -> str:
-    rows = []
-    for kind, name in RECALL.items():
-        (model,) = (x for x in results("associative_recall")["models"] if x["kind"] == kind and x["width"] == 128)
-        cells = [f"{model['accuracy'][n]:.0%}" for n in (16, 32, 64)]
-        rows.append([name, f"{model['state']:,}", *cells])
-    return table(["model", "numbers in the state", "16 pairs", "32", "64"], rows)
+    r, rows = results("recall_by_state"), []
+    for name, cell in r["cells"].items():
+        found = recall_report.right(r, name)
+        means, seeds = [f"{x:.0%}" for x in found.mean(0)], ", ".join(f"{x:.0%}" for x in found[:, -1])
+        rows.append([name, f"{cell['state_numbers']:,}", *means, seeds])
+    pairs = [f"{n} pairs" for n in r["pairs"]]
+    return table(["", "numbers in the state", *pairs, f"{pairs[-1]} by seed"], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

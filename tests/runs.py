@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from heinsen.training.config import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a command on a busy machine
-TIMEOUT_EACH = 60  # more seconds for each program that a command starts itself
 STEPS, BATCH, LENGTH = 60, 4, 16
 CHECKPOINT_EVERY, VALIDATE_EVERY, KEEP = 10, 6, 3
 EOT = 256
@@ -151,25 +150,14 @@ class Commands:
         )
 
     def run(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:
-        return self._run(arguments, self.environment(devices), TIMEOUT, stdin)
-
-    def run_experiment(self, *arguments: str | Path, n_programs: int) -> subprocess.CompletedProcess:
-        """Run an experiment, which starts `n_programs` others. They train for long: XLA's optimizations are on."""
-        unoptimized = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-        environment = {name: value for name, value in self.environment(1).items() if name not in unoptimized}
-        return self._run(arguments, environment, TIMEOUT + n_programs * TIMEOUT_EACH)
-
-    def _run(
-        self, arguments: Sequence[str | Path], environment: Mapping[str, str], timeout: float, stdin: str = ""
-    ) -> subprocess.CompletedProcess:
         return subprocess.run(
             [sys.executable, *map(str, arguments)],
             cwd=ROOT,
-            env=environment,
+            env=self.environment(devices),
             input=stdin,
             capture_output=True,
             encoding="utf-8",
-            timeout=timeout,
+            timeout=TIMEOUT,
         )
 
     def fork(self, *arguments: str | Path, devices: int = 1, stdin: str = "") -> subprocess.CompletedProcess:

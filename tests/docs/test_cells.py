@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import lanes, tools
+from experiments import lanes, reports, tools
 from experiments.attribution import config, report, text
 from experiments.attribution import run as attribution
 from experiments.long_contexts import report as contexts_report
@@ -103,6 +103,22 @@ def test_recalled_tokens_are_those_of_a_search():
         want += seen[1 : length + 1]
     found = text.find_recalled(windows, lengths, train, n, most)
     assert found.tolist() == want and 0 < sum(want) < len(want)
+
+
+@pytest.mark.long
+def test_a_cell_from_its_plan_to_its_report(tmp_path):
+    plan = recall.SMALL_PLAN._replace(n_steps=40, n_tests=4)
+    tools.execute(tmp_path, recall.report, lambda: recall.measure(plan, tmp_path, None, None))
+    found = reports.read_results(tmp_path / "results.json")["cells"]
+    assert list(found) == list(plan.cells)
+    for cell in found.values():
+        assert cell["learning_rate"] in cell["tuning"] and [run["seed"] for run in cell["runs"]] == [1, 2, 3]
+        for run in cell["runs"]:
+            assert len(run["right"]) == len(recall.PAIRS) and all(0 <= x <= 1 for x in run["right"])
+    report = (tmp_path / "report.md").read_text()
+    assert "nan" not in report and "(recall.png)" in report and (tmp_path / "recall.png").stat().st_size > 10_000
+    tools.execute(tmp_path, recall.report, None)
+    assert (tmp_path / "report.md").read_text() == report
 
 
 def test_the_report_on_some_cells():

@@ -15,7 +15,6 @@ import pytest
 import zstandard
 
 from experiments import reports, tools
-from experiments.associative_recall import run as recall
 from experiments.scaling.law import Law, bootstrap, fit
 from experiments.sigmoid_training import contexts
 from experiments.sigmoid_training.contestants import (
@@ -42,7 +41,6 @@ pytest_plugins = ["tests.run_fixtures"]
 EXPERIMENTS = {
     name: importlib.import_module(f"experiments.{name}.run")
     for name in (
-        "associative_recall",
         "attribution",
         "long_contexts",
         "recall_by_state",
@@ -104,12 +102,6 @@ def test_forms_of_sigmoid_attention_are_of_equal_size_and_differ_in_what_they_sa
         said = {field.removeprefix("model."): value for field, value in fields(form).items()}
         assert FORMS[form].items() <= said.items()
         assert all(getattr(model, field) == value for field, value in said.items())
-
-
-def test_contestants_of_recall_differ_in_what_they_say():
-    fields = [recall.model_fields(recall.Plan(), kind, 64) for kind in recall.config.CONTESTANTS]
-    assert all(each["d_model"] == 64 and each["d_key"] == each["d_value"] == 32 for each in fields)
-    assert len({json.dumps(each, sort_keys=True) for each in fields}) == len(fields)
 
 
 # ---- tuning and laws ------------------------------------------------------------------------------
@@ -215,10 +207,9 @@ def test_results_of_programs_are_kept(tmp_path, capfd):
     assert list(tools.run_programs(commands, 1).values()) == [[1], [3]] and ran.read_text() == "1213"
     commands[first] = ["-c", script, str(ran), "x"]
     for _ in range(2):  # what has failed starts again
-        assert tools.run_programs(commands, 1, may_fail=True) == {first: None, second: [3]}
+        with pytest.raises(ExperimentError, match=r"has failed, see .*1\.json\.log"):
+            tools.run_programs(commands, 1)
     assert ran.read_text() == "1213xx"
-    with pytest.raises(ExperimentError, match=r"has failed, see .*1\.json\.log"):
-        tools.run_programs(commands, 1)
 
 
 EXPERIMENT = """
@@ -307,7 +298,7 @@ def pretended_sweep(config, out, runs, parallel, *options):
     return views
 
 
-def pretended_programs(commands, parallel, may_fail=False):
+def pretended_programs(commands, parallel):
     """Return what the programs might have printed."""
     return {file: pretended_result(arguments) for file, arguments in commands.items()}
 
@@ -320,59 +311,21 @@ def pretended_result(arguments):
         for each in ranges:
             each["difference_interval"] = (-0.2, 0.1)
         return dict(by_position=dict(window=1024, ranges=ranges))
-    if arguments[0] == "scripts/recall.py":
-        lengths = (option(arguments, "test_lengths") or option(arguments, "lengths")).split(",")
-        costs = dict(parameters=7, steps=int(option(arguments, "steps")), tokens=9000, loss=0.1, seconds=2.0)
-        return costs | dict(accuracy=[dict(length=int(n), answers=1 / int(n)) for n in lengths])
     raise AssertionError(arguments)
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    ["associative_recall", pytest.param("sigmoid_training", marks=pytest.mark.long)],
-)
-def test_an_experiment_whose_programs_pretend_writes_its_report(experiment, corpus, tmp_path, monkeypatch):
-    """All of it but what the programs do, which the long tests below run."""
-    run = EXPERIMENTS[experiment]
+@pytest.mark.long
+def test_an_experiment_whose_programs_pretend_writes_its_report(corpus, tmp_path, monkeypatch):
+    """All of it but what the programs do, which the test below runs."""
+    run = EXPERIMENTS["sigmoid_training"]
     monkeypatch.setattr(tools, "run_script", lambda *arguments: None)
     monkeypatch.setattr(tools, "run_sweep", pretended_sweep)
     monkeypatch.setattr(tools, "run_programs", pretended_programs)
-    plan = run.SMALL_PLAN
-    if experiment == "sigmoid_training":
-        plan = plan._replace(n_documents=2, read=37)
-        monkeypatch.setattr(run, "write_start", lambda *arguments: None)
-        monkeypatch.setattr(run, "measure_norms", lambda *arguments: {37: [1.0, 0.5]})
-    results = write_whole(run, plan, tmp_path, None if experiment == "associative_recall" else corpus)
-    if experiment == "associative_recall":
-        assert [each["accuracy"] for each in results["models"]] == 3 * [{"2": 0.5, "4": 0.25, "8": 0.125}]
-        assert len(results["runs"]) == 3 and all(run["steps"] == 651 for run in results["runs"])
-    if experiment == "sigmoid_training":
-        assert results["beyond"]["best"]["rates"] == results["beyond"]["alike"]["rates"]
-        assert len(results["rates"]) == 6 and set(results["law"]["alpha 1"]) == {"37"}
-
-
-def test_the_best_rate_of_recall_is_that_on_the_lengths_of_training(rng):
-    plan = recall.Plan(("heinsen", "softmax"), (32,), (1e-3, 1e-2), (1, 2), (4, 8), (32,))
-    facts = dict(parameters=7, tokens=9)
-    runs = [
-        dict(kind=kind, width=32, rate=rate, seed=seed, accuracy={n: float(rng.random()) for n in (4, 8, 32)}) | facts
-        for kind in plan.kinds
-        for rate in plan.rates
-        for seed in plan.seeds
-    ]
-    runs[2]["accuracy"] = None  # recalls nothing
-    of_rate = lambda rate: [each["accuracy"] or dict.fromkeys((4, 8), 0.0) for each in runs[:4] if each["rate"] == rate]
-    means = {rate: np.mean([[found[4], found[8]] for found in of_rate(rate)]) for rate in plan.rates}
-    model = recall.summarize(plan, runs, "heinsen", 32)
-    assert model["rate"] == max(means, key=means.get) and len(model["scores"][1e-2]) == 2
-    done = [found for found in of_rate(model["rate"]) if 32 in found]
-    assert model["accuracy"][32] == pytest.approx(np.mean([found[32] for found in done]))
-    assert model["state"] == 2 * 2 * (16 + 1) * 16 + 32, "h_s and h_z of two layers of two heads, and e"
-    assert recall.summarize(plan, runs, "softmax", 32)["state"] == (2 * 2 * 8 * 16 + 1) * 32, "keys, values, and e"
-    for each in runs:
-        each["accuracy"] = None
-    with pytest.raises(ExperimentError, match="heinsen of width 32 has failed at all learning rates"):
-        recall.summarize(plan, runs, "heinsen", 32)
+    monkeypatch.setattr(run, "write_start", lambda *arguments: None)
+    monkeypatch.setattr(run, "measure_norms", lambda *arguments: {37: [1.0, 0.5]})
+    results = write_whole(run, run.SMALL_PLAN._replace(n_documents=2, read=37), tmp_path, corpus)
+    assert results["beyond"]["best"]["rates"] == results["beyond"]["alike"]["rates"]
+    assert len(results["rates"]) == 6 and set(results["law"]["alpha 1"]) == {"37"}
 
 
 @pytest.fixture
@@ -390,16 +343,6 @@ def test_sigmoid_training_from_its_plan_to_its_report(corpus, tmp_path, optimize
     for each in results["beyond"].values():
         assert set(each["rates"]) == set(each["positions"]) == set(each["norms"]) == set(FORMS)
     assert len(set(results["beyond"]["alike"]["rates"].values())) == 1
-
-
-@pytest.mark.long
-def test_a_small_experiment_from_its_command_to_its_report(commands, tmp_path):
-    command = ["experiments/associative_recall/run.py", f"--out={tmp_path / 'out'}", "--small"]
-    end = commands.run_experiment(*command, n_programs=3)
-    assert end.returncode == 0 and "3/3" in end.stderr, end.stderr
-    assert (tmp_path / "out_small" / "report.md").read_text() in end.stdout
-    again = commands.run_experiment(*command, n_programs=3)
-    assert again.returncode == 0 and again.stdout == end.stdout and "programs" not in again.stderr
 
 
 def test_bad_commands_are_named(commands, tmp_path):

@@ -20,6 +20,7 @@ from heinsen.models import (
     init_params,
     layer_records,
     mean_loss,
+    state_size,
 )
 from heinsen.models.mixers import TokenContext
 from heinsen.models.positions import POSITION_CLASSES
@@ -169,6 +170,22 @@ def test_each_kind_has_its_own_state():
     assert states[1].k.shape[2] == 5
     real = model_config(value_domain="real")
     assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
+
+
+def test_size_of_the_state_by_hand():
+    """3 layers of 2 heads, a convolution over 4 tokens; recurrent positions have d_model numbers more."""
+    sizes = dict(n_layers=3, n_heads=2, d_value=8, d_model=32, convolution=4, position="none")
+    last_inputs = lambda d_key: (4 - 1) * (d_key + d_key + 8)
+    for attention, d_key, n_tokens, each in (
+        ("heinsen", 4, 0, 4 * 8 + 4),
+        ("linear", 4, 9, 4 * 8 + 4),
+        ("delta", 4, 9, 4 * 8),
+        ("softmax", 8, 9, 9 * (8 + 8)),
+    ):
+        config = model_config(**sizes, attention=attention, d_key=d_key)
+        assert state_size(config, n_tokens) == 3 * 2 * (each + last_inputs(d_key))
+    recurrent = model_config(**sizes | {"position": "recurrent"}, d_key=4)
+    assert state_size(recurrent, 9) == 3 * 2 * (4 * 8 + 4 + last_inputs(4)) + 32
 
 
 def test_gpt2_begins_with_normal_weights_and_no_bias():
