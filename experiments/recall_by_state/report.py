@@ -71,8 +71,11 @@ def draw(results: Results) -> Figure:
         for n in states:
             axes.plot([n] * len(found[n]), found[n], "o", color=f"C{i}", ms=3, alpha=0.6)
     axes.set(xscale="log", xlabel="numbers in the state", ylabel=f"right answers of {results['pairs'][-1]} pairs")
+    ticks = (2_000, 5_000, 10_000, 20_000, 50_000)
+    axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+    axes.minorticks_off()
     axes.set(ylim=(-0.02, 1.02))
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     return figure
 
 
