@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py accuracy [--lengths=250,1000]
     python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
-    python scripts/benchmark.py attention --inputs=normal,offsets,spikes,tails [--only='heinsen chunked']
+    python scripts/benchmark.py attention --inputs=normal,offsets,spikes,tails,values [--only='heinsen chunked']
     python scripts/benchmark.py attention --compile [--lengths=1024]
     python scripts/benchmark.py attention --target=h200 [--batch=32 --lengths=1024]
     python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...]
@@ -15,9 +15,10 @@ with log and real values, with and without a forget gate, beside the promised to
 attention: forward and backward passes, against softmax attention at the same shapes. PyTorch's
 scaled_dot_product_attention and, on a GPU, flash-linear-attention take part if they are installed. What needs more
 memory than the device has is left out from that length on. With --inputs, --compile or --target, of JAX's attentions
-and of forward and backward pass together: the time with other inputs as a multiple of that with the first kind (offsets
-and heavy tails in the exponents take the exact path); the time of compilation as a multiple of softmax attention's;
-kernels, bytes and a lower bound of the time on another machine, by its compiler (docs/planning.md).
+and of forward and backward pass together: the time with other inputs as a multiple of that with the first kind
+(offsets, heavy tails, and log values that spread take the exact path); the time of compilation as a multiple of
+softmax attention's; kernels, bytes and a lower bound of the time on another machine, by its compiler
+(docs/planning.md).
 
 step: the training step of a config on random tokens, against the rate of a 4096 x 4096 x 4096 matrix product and the
 device's peak rate.
@@ -67,7 +68,7 @@ FEATURES = flags.DEFINE_integer(
 TIME_LIMIT = flags.DEFINE_float(
     "time_limit", 5.0, "attention: seconds; a slower contestant is timed once, and left out at longer sequences."
 )
-INPUTS = flags.DEFINE_list("inputs", [], "attention: kinds of inputs: normal, offsets, spikes, tails.")
+INPUTS = flags.DEFINE_list("inputs", [], "attention: kinds of inputs: normal, offsets, spikes, tails, values.")
 COMPILE = flags.DEFINE_bool("compile", False, "attention: time compilation instead of the compiled program.")
 TARGET = flags.DEFINE_string("target", None, "attention: bounds for this machine, such as h200, v5e-4, v5p-8.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens read before.")

@@ -15,7 +15,7 @@ from scripts.benchmarking.measure import IMPLEMENTATIONS, free_memory
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "forward+backward"
 CHUNKED, SOFTMAX = "heinsen chunked", "softmax (jax)"
-INPUTS = ("normal", "offsets", "spikes", "tails")
+INPUTS = ("normal", "offsets", "spikes", "tails", "values")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class JaxContestant:
         """Return arguments: the gradient, q, k, v and log decays, for time constants from 1 to 1000 tokens.
 
         inputs: "normal" numbers; "offsets": all features of a key plus a number of deviation 20; "spikes": 1% of the
-        entries of q and k are 100; "tails": q and k are 3 n exp(n') of normal n and n'.
+        entries of q and k are 100; "tails": q and k are 3 n exp(n') of normal n and n'; "values": v has deviation 30.
         """
         normal = lambda seed, axes=shape.axes: jax.random.normal(jax.random.key(seed), axes, shape.dtype)
         grad, q, k, v = map(normal, range(4))
@@ -109,6 +109,8 @@ class JaxContestant:
             q, k = jnp.where(is_spike(4), 100, q), jnp.where(is_spike(5), 100, k)
         elif inputs == "tails":
             q, k = 3 * q * jnp.exp(normal(4)), 3 * k * jnp.exp(normal(5))
+        elif inputs == "values":
+            v = 30 * v
         decays = [-(1e-3 ** jax.random.uniform(jax.random.key(6), shape.axes[:-1]))] if self.gated else []
         return [grad, q, k, v, *decays]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from scripts.benchmarking import accuracy, attention, losses, measure
-from scripts.benchmarking.contestants import FORWARD, JaxContestant, Prepared, Shape, SkipError
+from scripts.benchmarking.contestants import FORWARD, INPUTS, JaxContestant, Prepared, Shape, SkipError
 from tests.ops.truth import Case as TrueCase
 from tests.ops.truth import truth
 
@@ -80,11 +80,13 @@ def test_inputs_are_what_their_names_say():
     shape = Shape(2, 3, 500, 8, "float32")
     contestant = JaxContestant(lambda q, k, v, log_decay: q, gated=True)
     normal = contestant.draw(shape)
-    drawn = {kind: contestant.draw(shape, kind) for kind in ("offsets", "spikes", "tails")}
+    drawn = {kind: contestant.draw(shape, kind) for kind in INPUTS[1:]}
     assert [x.shape for x in normal] == 4 * [shape.axes] + [shape.axes[:-1]]
     assert np.all(normal[-1] < 0) and np.all(normal[-1] >= -1)
-    for arrays in drawn.values():  # the gradient, v and the log decays are the same
-        assert all(np.array_equal(arrays[i], normal[i]) for i in (0, 3, 4))
+    for kind, arrays in drawn.items():
+        same = (0, 1, 2, 4) if kind == "values" else (0, 3, 4)
+        assert all(np.array_equal(arrays[i], normal[i]) for i in same)
+    np.testing.assert_allclose(drawn["values"][3], 30 * normal[3], rtol=1e-6)
     offsets = drawn["offsets"][2] - normal[2]
     np.testing.assert_allclose(offsets, offsets[..., :1] + 0 * offsets, atol=1e-4)
     assert np.std(offsets[..., 0]) == pytest.approx(20, rel=0.1)
@@ -260,7 +262,7 @@ def test_the_committed_losses_are_of_the_config_and_text_of_today(monkeypatch):
         (["decode", "--contexts=1k"], "'1k' is not a number above 0"),
         (["attention", "--dtypes=float8"], "choose float32 or bfloat16"),
         (["attention", "--only=heinsen"], "here there are heinsen chunked"),
-        (["attention", "--inputs=odd"], "choose among normal, offsets, spikes, tails"),
+        (["attention", "--inputs=odd"], "choose among normal, offsets, spikes, tails, values"),
         (["attention", "--target=h300"], "there is no such machine"),
     ],
 )
