@@ -4,9 +4,10 @@ A form (`Form`) is one function of arrays with a fast and an exact way to comput
 The fast way also says which rows lost terms to underflow, which their sums show; `run` computes those again the exact
 way, a few at a time (`for_rows`). The same for the gradients, where JAX differentiates the exact way.
 
-Underflow is repaired in two places. Of weights: within a group of chunks, by `chunk.exact_weights`. Of log values,
-where all that a query or a key feature sees lies far below the largest value of its column: here, where `run` computes
-the whole row in logarithms (`logarithms`).
+Underflow is repaired in three places. Of weights: within a group of chunks, by `chunk.exact_weights`. Of log values,
+where all that a query sees lies far below the largest value of its column: its chunk is read in logarithms, in
+`schedule.read_group`. If the sums before the chunk have lost terms as well: here, where `run` computes the whole row in
+logarithms (`logarithms`).
 
 Products of 0 and NaN would spread what is not finite to all tokens. So neutral tokens take its place, and every output
 that sees one is set to NaN, with a gradient of 0: of the chunked form for each group of chunks (`isolate_if_any`), of

@@ -60,13 +60,13 @@ def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tup
 
     def step(sums: LogSums, tokens: tuple[Array, Keys, tuple[LogSums, ...]]) -> tuple[LogSums, Array]:
         q, keys, after = tokens
-        return _next_sums(sums, keys, keys.decays()[0]), _read_chunk(q, keys, (sums, *after))
+        return _next_sums(sums, keys, keys.decays()[0]), read_chunk(q, keys, (sums, *after))
 
     end, log_y = lax.scan(jax.checkpoint(step), LogSums.of(state), (*in_chunks, after))
     return _tokens(log_y), end.to_state()
 
 
-def _read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
+def read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
     """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
     k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
     log_decay = chunk.visible_log_decay(decay.keys_at_queries for decay in decays)[..., None]

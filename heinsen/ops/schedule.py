@@ -56,6 +56,7 @@ from heinsen.ops.values import SMALLEST_SUM, Domain, Shifts, StateT, Summary, Su
 # Weights of queries and keys: what `chunk.fast_weights` and `chunk.exact_weights` return.
 Weigh = Callable[[Array, Array], tuple[Weights, QueryWeights]]
 
+_SMALL_WEIGHTS = 1e-9  # sums of weights that are relative to more than the largest exponent that a query sees
 _MAX_UNROLL = 16  # of a loop over chunks that are written out, on GPUs
 
 X = TypeVar("X")
@@ -86,6 +87,7 @@ class Residuals(NamedTuple):
     after: tuple[Summary, ...]  # of all after each group, [n_groups, *batch, ...], if its queries see them
     tainted: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen before a group; after it
     underflowed: Array  # [n_groups, *batch]: rows whose weights underflowed, and took `chunk.exact_weights`
+    in_logs: Array | None  # [n_groups, *batch, N], as `Group.in_logs`
     end: Summary
 
 
@@ -191,7 +193,8 @@ class Group(NamedTuple):
     before: Summary  # of all before each chunk, [*batch, N, ...]
     end: Summary  # of all before and in the group
     underflowed: Array  # [*batch]: rows whose weights underflowed, and took `chunk.exact_weights`
-    lost: Array  # [*batch]: rows whose sums of log values lost terms to underflow nevertheless
+    in_logs: Array | None  # [*batch, N]: chunks whose sums of log values lost terms nevertheless, taken in logarithms
+    lost: Array  # [*batch]: rows of which a summary has lost terms, too
 
 
 class Around(NamedTuple):
@@ -228,17 +231,30 @@ def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, afte
     inputs = ReadInputs(q, keys, factors.vf, around)
     weights, query_weights = chunk.fast_weights(q, keys.k, decays, factors.own.c, around.cs)
     sums = chunk.query_sums(weights, inputs.vf, around.sums, around.scales)
-    underflowed = jnp.any((sums.z < SMALLEST_SUM) & (query_weights.r > NEG_INF), axis=(-2, -1))
-    underflowed |= jnp.any(~domain.is_exact(sums, around.scales.b), axis=-1)
+    inexact, sees = ~domain.is_exact(sums, around.scales.b), query_weights.r > NEG_INF
+    # Exact weights raise S by about 1 / Z; where Z is not small, only logarithms hold what S has lost.
+    is_below = lambda bound: jnp.any((sums.z < bound) & sees, axis=-1)
+    underflowed = jnp.any(is_below(SMALLEST_SUM) | (inexact & is_below(_SMALL_WEIGHTS)), axis=-1)
 
     def read_exactly(rows: Rows, out: tuple[Sums, Array]) -> tuple[Sums, Array]:
         some = rows.take(inputs)
         weights, _ = some.exact_weights(some.q, some.keys.k)
         sums = chunk.query_sums(weights, some.vf, some.around.sums, some.around.scales)
-        return rows.write(out, (sums, jnp.any(~domain.is_exact(sums, some.around.scales.b), axis=-1)))
+        return rows.write(out, (sums, ~domain.is_exact(sums, some.around.scales.b)))
 
-    sums, lost = for_rows(underflowed, read_exactly, (sums, jnp.zeros_like(underflowed)), _max_rows(q.shape))
-    return Group(domain.mean(sums, around.scales.b), sums, before, end, underflowed, lost)
+    sums, inexact = for_rows(underflowed, read_exactly, (sums, inexact), _max_rows(q.shape))
+    y, in_logs = domain.mean(sums, around.scales.b), None
+    if domain.can_lose_terms and keys.later is None:
+        in_logs = inexact & domain.is_exact(before.sums, before.shifts.b)
+        inexact &= ~in_logs
+        read = lambda rows, y: rows.write(y, _read_in_logs(domain, *rows.take((q, keys, before))))
+        y = for_rows(in_logs, read, y, rows_together(q.shape[-2] ** 3))
+    return Group(y, sums, before, end, underflowed, in_logs, jnp.any(inexact, axis=-1))
+
+
+def _read_in_logs(domain: Domain[Any], q: Array, keys: Keys, before: Summary) -> Array:
+    """log y of the queries of chunks, of log values."""
+    return logarithms.read_chunk(q, keys, (logarithms.LogSums.of(domain.to_state(before)),))
 
 
 class SumsGrads(NamedTuple):
@@ -271,6 +287,7 @@ def group_grad(
     dy: Array,
     pass_back: PassBack,
     underflowed: Array | None = None,
+    in_logs: Array | None = None,
 ) -> GroupGrads:
     """Gradients from those of the outputs.
 
@@ -281,20 +298,25 @@ def group_grad(
       pass_back: maps (the factors of the sums before each chunk, what its queries add to their gradient) to
         `SumsGrads`; the gradient of the sums after the last chunk is bound in it.
       underflowed: the rows [*batch] that take `chunk.exact_weights`; None: none does.
+      in_logs: the chunks [*batch, N] whose queries are read in logarithms; None: none is.
     """
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
     around, side_by_side_vjp = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
-    dsums = domain.mean_grad(sums, dy)
+    dsums = domain.mean_grad(sums, dy if in_logs is None else fill_where(in_logs, dy, 0.0))
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
-    grads = _read_grads(weigh, ReadInputs(q, keys, factors.vf, around), dsums, dq_total, underflowed)
+    grads = _read_grads(domain, weigh, ReadInputs(q, keys, factors.vf, around), dsums, dq_total, underflowed)
+    if in_logs is not None:
+        read = partial(_read_in_logs_grads, domain)
+        write_grads = lambda rows, out: rows.write(out, read(*rows.take((q, keys, before, dy))))
+        grads = for_rows(in_logs, write_grads, grads, rows_together(q.shape[-2] ** 3))
     from_queries, *dafter = side_by_side_vjp(grads.m)
     _, scale_older, scale_newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(scale_older, from_queries)
     more = chunk.summary_grad(factors, chunk.scale(dends, scale_newer))
-    dk, dvf = grads.k + more.k, grads.vf + more.values
-    dkeys = Keys(dk, domain.factor_grad(factors.vf, dvf), None, None, None if keys.later is None else Later())
+    dk, dvalues = grads.k + more.k, grads.values + domain.factor_grad(factors.vf, more.values)
+    dkeys = Keys(dk, dvalues, None, None, None if keys.later is None else Later())
     if keys.log_decay is not None:
         dk_total = chunk.sum_features(dk)
         if grads.later is not None:
@@ -320,29 +342,42 @@ def _side_by_side(summaries: tuple[Summary, ...], own: Shifts) -> tuple[Around, 
 
 
 class _ReadGrads(NamedTuple):
-    """Gradients of a group's queries, keys, the sums m around each chunk and the factors of values."""
+    """Gradients of a group's queries, keys, the sums m around each chunk and the values, of what its queries read."""
 
     q: Array
     k: Array
     m: Sums
-    vf: Array
+    values: Array
     later: tuple[Array, Array] | None  # `chunk.later_totals`, for the gradients of log decays
 
 
 def _read_grads(
-    weigh: Weigh, inputs: ReadInputs, dsums: Sums, dq_total: Array, underflowed: Array | None
+    domain: Domain[Any],
+    weigh: Weigh,
+    inputs: ReadInputs,
+    dsums: Sums,
+    dq_total: Array,
+    underflowed: Array | None,
 ) -> _ReadGrads:
     """As `_read_vjp`, by exact weights for the rows that underflowed."""
 
     def read_exactly(rows: Rows, out: Any) -> Any:
         some, row_dsums, row_total = rows.take((inputs, dsums, dq_total))
-        return rows.write(out, _read_vjp(some.exact_weights, some, row_dsums, row_total))
+        return rows.write(out, _read_vjp(domain, some.exact_weights, some, row_dsums, row_total))
 
-    grads = _read_vjp(weigh, inputs, dsums, dq_total)
+    grads = _read_vjp(domain, weigh, inputs, dsums, dq_total)
     return grads if underflowed is None else for_rows(underflowed, read_exactly, grads, _max_rows(inputs.q.shape))
 
 
-def _read_vjp(weigh: Weigh, inputs: ReadInputs, dsums: Sums, dq_total: Array) -> _ReadGrads:
+def _read_in_logs_grads(domain: Domain[Any], q: Array, keys: Keys, before: Summary, dy: Array) -> _ReadGrads:
+    def read(q: Array, k: Array, m: Sums, values: Array) -> Array:
+        return _read_in_logs(domain, q, keys._replace(k=k, values=values), before._replace(sums=m))
+
+    dq, dk, dm, dvalues = jax.vjp(read, q, keys.k, before.sums, keys.values)[1](dy)
+    return _ReadGrads(dq, dk, dm, dvalues, None)
+
+
+def _read_vjp(domain: Domain[Any], weigh: Weigh, inputs: ReadInputs, dsums: Sums, dq_total: Array) -> _ReadGrads:
     """Gradients from those of S and Z."""
     keys, m, scales = inputs.keys, inputs.around.sums, inputs.around.scales
     weights, pull, query_weights = jax.vjp(weigh, inputs.q, keys.k, has_aux=True)
@@ -352,7 +387,8 @@ def _read_vjp(weigh: Weigh, inputs: ReadInputs, dsums: Sums, dq_total: Array) ->
     is_gated = keys.later is not None and keys.log_decay is not None
     later = chunk.later_totals(weights, dweights) if is_gated else None
     dm = chunk.outside_grad(weights, dsums, scales)
-    return _ReadGrads(dq, dk, dm, chunk.values_grad(weights, dsums, scales), later)
+    dvalues = domain.factor_grad(inputs.vf, chunk.values_grad(weights, dsums, scales))
+    return _ReadGrads(dq, dk, dm, dvalues, later)
 
 
 def summarize_in_turn(factors: KeyFactors, decay: ChunkDecay, summary: Summary) -> tuple[Summary, Summary]:
@@ -453,7 +489,7 @@ class InOrder(Generic[StateT]):
             group = read_group(domain, clean.q, clean.keys, carry.summary, after)
             buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.tainted, group.y)), i)
             carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
-            return carry, (group.before, tainted, group.underflowed) if save_residuals else None
+            return carry, (group.before, tainted, group.underflowed, group.in_logs) if save_residuals else None
 
         bad_state = is_nonfinite_state(domain, state)
         summary = domain.to_summary(replace_state(state, bad_state))
@@ -467,8 +503,8 @@ class InOrder(Generic[StateT]):
         lost = last.lost | ~domain.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
-            before, tainted, underflowed = saved
-            residuals = Residuals(sums, before, after, tainted, underflowed, end)
+            before, tainted, underflowed, in_logs = saved
+            residuals = Residuals(sums, before, after, tainted, underflowed, in_logs, end)
         out = Output(y, fill_where(last.tainted, domain.to_state(end)))
         return out, residuals, lost if domain.can_lose_terms else None
 
@@ -483,7 +519,7 @@ class InOrder(Generic[StateT]):
         domain, split = self.domain, self.split
 
         def step(carry: _GradCarry, xs: Any) -> tuple[_GradCarry, None]:
-            i, shifts, after, tainted, underflowed = xs
+            i, shifts, after, tainted, underflowed, in_logs = xs
             _, dq, dkeys, all_sums = carry
             sums = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), all_sums)
             before = Summary(sums, shifts)
@@ -493,7 +529,7 @@ class InOrder(Generic[StateT]):
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / divisor), 0.0)
             pass_back = partial(pass_back_in_turn, carry.dend)
-            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, underflowed)
+            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, underflowed, in_logs)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply((grad.q, grad.keys), divisor)), i)
             for ends in grad.ends_after:
                 all_sums = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), all_sums, ends)
@@ -509,6 +545,7 @@ class InOrder(Generic[StateT]):
             residuals.after,
             residuals.tainted,
             residuals.underflowed,
+            residuals.in_logs,
         )
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         dkeys = self.add_grad_of_after(keys, residuals, dkeys, dafter, divisor)

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import heinsen
-from heinsen.ops import chunk, decay, exact
-from tests.ops.common import run_fast_form, user_jit
+from heinsen.ops import chunk, decay, exact, schedule
+from heinsen.ops.values import LOG_DOMAIN
+from tests.ops.common import run_fast_form, spoil_exact_form, user_jit
+from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 FEATURES = 5
 
@@ -92,6 +94,36 @@ def test_a_head_that_spreads_leaves_the_others_to_the_fast_form(rng):
     np.testing.assert_array_equal(run(q, wide, v)[exact.MAX_ROWS :], run(q, k, v)[exact.MAX_ROWS :])
     fast, lost = jax.jit(functools.partial(run_fast_form, signed=True))(q, wide, v)
     assert lost and not np.allclose(fast[0], run(q, wide, v)[0], atol=0.1)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_only_the_chunks_in_which_values_rise_are_read_in_logarithms(rng, state, monkeypatch):
+    """Outputs and gradients are exact although NaN takes the place of rows that are computed again as a whole."""
+    case = draw_case(rng, (2, 3), n_queries=128, state=state)._replace(log_decay=-np.float32(rng.random((2, 3, 128))))
+    case.values[:, :, 40:] += 100.0
+    form = schedule.InOrder(LOG_DOMAIN, schedule.Split(2, 2, 32), "cpu")
+
+    @jax.jit
+    def run(q, k, values, log_decay):
+        first = LOG_DOMAIN.empty_state(k, values)
+        return form.forward(q, chunk.Keys(k, values, None, log_decay[..., None]), first, save_residuals=True)
+
+    _, residuals, lost = run(case.q, case.k, case.values, case.log_decay)
+    assert not np.any(lost)
+    assert np.moveaxis(residuals.in_logs, 0, 2).reshape(6, 4).tolist() == 6 * [[False, True, False, False]]
+
+    spoil_exact_form(monkeypatch, schedule.InOrder)
+    cotangents = [np.float32(rng.standard_normal(case.values.shape)), np.zeros((2, 3, 4, 3)), np.zeros((2, 3, 4))]
+    want = truth(case, False, cotangents)
+    arrays = [case.q, case.k, case.values, case.log_decay, *(case.state or ())]
+
+    def attend(q, k, values, log_decay, *state):
+        initial = heinsen.LogState(*state) if state else None
+        return heinsen.log_attention(q, k, values, log_decay=log_decay, state=initial, implementation="chunked")
+
+    y, pull = jax.jit(lambda *arrays: jax.vjp(attend, *arrays))(*arrays)
+    assert_close(y, want.y)
+    assert_gradients_close(jax.jit(pull)(cotangents[0]), want.gradients, case, False, 5e-5)  # logs of 100 are rounded
 
 
 @pytest.mark.parametrize("n_rows", [1, exact.MAX_ROWS, 2 * exact.MAX_ROWS])
