@@ -303,7 +303,7 @@ def group_grad(
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
     around, side_by_side_vjp = _side_by_side((before, *summaries_after(domain, keys, after)), factors.own)
-    dsums = domain.mean_grad(sums, dy if in_logs is None else fill_where(in_logs, dy, 0.0))
+    dsums = domain.mean_grad(sums, dy)
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
     grads = _read_grads(domain, weigh, ReadInputs(q, keys, factors.vf, around), dsums, dq_total, underflowed)

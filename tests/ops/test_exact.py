@@ -126,6 +126,21 @@ def test_only_the_chunks_in_which_values_rise_are_read_in_logarithms(rng, state,
     assert_gradients_close(jax.jit(pull)(cotangents[0]), want.gradients, case, False, 5e-5)  # logs of 100 are rounded
 
 
+def test_rows_whose_sums_lose_values_are_read_again_from_the_beginning(rng):
+    """Queries read one key feature alone, whose values are far below the other's: only the last sum holds them."""
+    case = draw_case(rng, (2,), n_queries=128, d_key=2)
+    case.k[:, ::2, 1] -= 100.0
+    case.k[:, 1::2, 0] -= 100.0
+    case.values[:, 1::2] += 100.0
+    case.values[:, 96::2] += 100.0
+    case.q[..., 1] -= 300.0
+    args = case.q, case.k, case.values
+    want = truth(case, False, [np.ones_like(case.values), np.zeros((2, 2, 3)), np.zeros((2, 2))])
+    y, pull = jax.jit(lambda *args: jax.vjp(heinsen.log_attention, *args))(*args)
+    assert_close(y, want.y)
+    assert_gradients_close((*jax.jit(pull)(np.ones_like(case.values)), None), want.gradients, case, False, 5e-5)
+
+
 @pytest.mark.parametrize("n_rows", [1, exact.MAX_ROWS, 2 * exact.MAX_ROWS])
 def test_rows_that_lost_nothing_take_no_time(n_rows):
     """XLA moves what is the same in each turn of a loop to before it; a block of all rows must not be."""
