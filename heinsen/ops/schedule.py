@@ -87,7 +87,7 @@ class Residuals(NamedTuple):
     after: tuple[Summary, ...]  # of all after each group, [n_groups, *batch, ...], if its queries see them
     tainted: tuple[Array, ...]  # [n_groups, *batch]: whether what is not finite is seen before a group; after it
     underflowed: Array  # [n_groups, *batch]: rows whose weights underflowed, and took `chunk.exact_weights`
-    in_logs: Array | None  # [n_groups, *batch, N], as `Group.in_logs`
+    lost_chunks: Array | None  # [n_groups, *batch, N], as `Group.lost_chunks`
     end: Summary
 
 
@@ -193,7 +193,7 @@ class Group(NamedTuple):
     before: Summary  # of all before each chunk, [*batch, N, ...]
     end: Summary  # of all before and in the group
     underflowed: Array  # [*batch]: rows whose weights underflowed, and took `chunk.exact_weights`
-    in_logs: Array | None  # [*batch, N]: chunks whose sums of log values lost terms nevertheless, taken in logarithms
+    lost_chunks: Array | None  # [*batch, N]: their sums of log values lost terms nevertheless: read by logarithms
     lost: Array  # [*batch]: rows of which a summary has lost terms, too
 
 
@@ -222,6 +222,11 @@ def _max_rows(shape: tuple[int, ...]) -> int:
     return rows_together(math.prod(shape[-3:]) * chunk.SUBCHUNK)
 
 
+def _max_chunks(shape: tuple[int, ...]) -> int:
+    """Chunks that are read by logarithms together, of queries of this shape, [*batch, N, C, K]."""
+    return rows_together(shape[-2] ** 3)  # pairs of a chunk's tokens, with features
+
+
 def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, after: tuple[Summary, ...]) -> Group:
     """Let the queries of a group read its own keys and the summaries before and after it. All inputs are finite."""
     decays = keys.decays()
@@ -243,16 +248,16 @@ def read_group(domain: Domain[Any], q: Array, keys: Keys, summary: Summary, afte
         return rows.write(out, (sums, ~domain.is_exact(sums, some.around.scales.b)))
 
     sums, inexact = for_rows(underflowed, read_exactly, (sums, inexact), _max_rows(q.shape))
-    y, in_logs = domain.mean(sums, around.scales.b), None
+    y, lost_chunks = domain.mean(sums, around.scales.b), None
     if domain.can_lose_terms and keys.later is None:
-        in_logs = inexact & domain.is_exact(before.sums, before.shifts.b)
-        inexact &= ~in_logs
-        read = lambda rows, y: rows.write(y, _read_in_logs(domain, *rows.take((q, keys, before))))
-        y = for_rows(in_logs, read, y, rows_together(q.shape[-2] ** 3))
-    return Group(y, sums, before, end, underflowed, in_logs, jnp.any(inexact, axis=-1))
+        lost_chunks = inexact & domain.is_exact(before.sums, before.shifts.b)
+        inexact &= ~lost_chunks
+        read = lambda rows, y: rows.write(y, _read_by_logarithms(domain, *rows.take((q, keys, before))))
+        y = for_rows(lost_chunks, read, y, _max_chunks(q.shape))
+    return Group(y, sums, before, end, underflowed, lost_chunks, jnp.any(inexact, axis=-1))
 
 
-def _read_in_logs(domain: Domain[Any], q: Array, keys: Keys, before: Summary) -> Array:
+def _read_by_logarithms(domain: Domain[Any], q: Array, keys: Keys, before: Summary) -> Array:
     """log y of the queries of chunks, of log values."""
     return logarithms.read_chunk(q, keys, (logarithms.LogSums.of(domain.to_state(before)),))
 
@@ -287,7 +292,7 @@ def group_grad(
     dy: Array,
     pass_back: PassBack,
     underflowed: Array | None = None,
-    in_logs: Array | None = None,
+    lost_chunks: Array | None = None,
 ) -> GroupGrads:
     """Gradients from those of the outputs.
 
@@ -298,7 +303,7 @@ def group_grad(
       pass_back: maps (the factors of the sums before each chunk, what its queries add to their gradient) to
         `SumsGrads`; the gradient of the sums after the last chunk is bound in it.
       underflowed: the rows [*batch] that take `chunk.exact_weights`; None: none does.
-      in_logs: the chunks [*batch, N] whose queries are read in logarithms; None: none is.
+      lost_chunks: the chunks [*batch, N] whose queries are read by logarithms; None: none is.
     """
     decays = keys.decays()
     factors = chunk.key_factors(domain, keys, decays[0])
@@ -307,10 +312,10 @@ def group_grad(
     dq_total = jnp.zeros_like(dsums.z) - domain.always_zero_grad(dy, around.scales.b)
     weigh = lambda q, k: chunk.fast_weights(q, k, decays, factors.own.c, around.cs)
     grads = _read_grads(domain, weigh, ReadInputs(q, keys, factors.vf, around), dsums, dq_total, underflowed)
-    if in_logs is not None:
-        read = partial(_read_in_logs_grads, domain)
+    if lost_chunks is not None:
+        read = partial(_read_by_logarithms_grads, domain)
         write_grads = lambda rows, out: rows.write(out, read(*rows.take((q, keys, before, dy))))
-        grads = for_rows(in_logs, write_grads, grads, rows_together(q.shape[-2] ** 3))
+        grads = for_rows(lost_chunks, write_grads, grads, _max_chunks(q.shape))
     from_queries, *dafter = side_by_side_vjp(grads.m)
     _, scale_older, scale_newer = chunk.merge(before.shifts, decays[0].before_at_end, factors.shifts)
     dends, dfirst = pass_back(scale_older, from_queries)
@@ -369,9 +374,9 @@ def _read_grads(
     return grads if underflowed is None else for_rows(underflowed, read_exactly, grads, _max_rows(inputs.q.shape))
 
 
-def _read_in_logs_grads(domain: Domain[Any], q: Array, keys: Keys, before: Summary, dy: Array) -> _ReadGrads:
+def _read_by_logarithms_grads(domain: Domain[Any], q: Array, keys: Keys, before: Summary, dy: Array) -> _ReadGrads:
     def read(q: Array, k: Array, m: Sums, values: Array) -> Array:
-        return _read_in_logs(domain, q, keys._replace(k=k, values=values), before._replace(sums=m))
+        return _read_by_logarithms(domain, q, keys._replace(k=k, values=values), before._replace(sums=m))
 
     dq, dk, dm, dvalues = jax.vjp(read, q, keys.k, before.sums, keys.values)[1](dy)
     return _ReadGrads(dq, dk, dm, dvalues, None)
@@ -489,7 +494,7 @@ class InOrder(Generic[StateT]):
             group = read_group(domain, clean.q, clean.keys, carry.summary, after)
             buffers = self._write(carry.buffers, group._replace(y=fill_where(clean.tainted, group.y)), i)
             carry = _Carry(group.end, clean.beyond[0], carry.lost | group.lost, buffers)
-            return carry, (group.before, tainted, group.underflowed, group.in_logs) if save_residuals else None
+            return carry, (group.before, tainted, group.underflowed, group.lost_chunks) if save_residuals else None
 
         bad_state = is_nonfinite_state(domain, state)
         summary = domain.to_summary(replace_state(state, bad_state))
@@ -503,8 +508,8 @@ class InOrder(Generic[StateT]):
         lost = last.lost | ~domain.is_exact(end.sums, end.shifts.b)
         residuals = None
         if sums is not None:
-            before, tainted, underflowed, in_logs = saved
-            residuals = Residuals(sums, before, after, tainted, underflowed, in_logs, end)
+            before, tainted, underflowed, lost_chunks = saved
+            residuals = Residuals(sums, before, after, tainted, underflowed, lost_chunks, end)
         out = Output(y, fill_where(last.tainted, domain.to_state(end)))
         return out, residuals, lost if domain.can_lose_terms else None
 
@@ -519,7 +524,7 @@ class InOrder(Generic[StateT]):
         domain, split = self.domain, self.split
 
         def step(carry: _GradCarry, xs: Any) -> tuple[_GradCarry, None]:
-            i, shifts, after, tainted, underflowed, in_logs = xs
+            i, shifts, after, tainted, underflowed, lost_chunks = xs
             _, dq, dkeys, all_sums = carry
             sums = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), all_sums)
             before = Summary(sums, shifts)
@@ -529,7 +534,7 @@ class InOrder(Generic[StateT]):
             sums = Sums(take(s), take(residuals.sums.z, axis=-1))
             dy = fill_where(clean.tainted, multiply(take(grads.y), 1 / divisor), 0.0)
             pass_back = partial(pass_back_in_turn, carry.dend)
-            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, underflowed, in_logs)
+            grad = group_grad(domain, clean.q, clean.keys, before, after, sums, dy, pass_back, underflowed, lost_chunks)
             dq, dkeys = write((dq, dkeys), to_tokens(multiply((grad.q, grad.keys), divisor)), i)
             for ends in grad.ends_after:
                 all_sums = jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), all_sums, ends)
@@ -545,7 +550,7 @@ class InOrder(Generic[StateT]):
             residuals.after,
             residuals.tainted,
             residuals.underflowed,
-            residuals.in_logs,
+            residuals.lost_chunks,
         )
         (dfirst, dq, dkeys, dafter), _ = lax.scan(step, carry, xs, reverse=True)
         dkeys = self.add_grad_of_after(keys, residuals, dkeys, dafter, divisor)

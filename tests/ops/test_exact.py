@@ -110,7 +110,7 @@ def test_only_the_chunks_in_which_values_rise_are_read_in_logarithms(rng, state,
 
     _, residuals, lost = run(case.q, case.k, case.values, case.log_decay)
     assert not np.any(lost)
-    assert np.moveaxis(residuals.in_logs, 0, 2).reshape(6, 4).tolist() == 6 * [[False, True, False, False]]
+    assert np.moveaxis(residuals.lost_chunks, 0, 2).reshape(6, 4).tolist() == 6 * [[False, True, False, False]]
 
     spoil_exact_form(monkeypatch, schedule.InOrder)
     cotangents = [np.float32(rng.standard_normal(case.values.shape)), np.zeros((2, 3, 4, 3)), np.zeros((2, 3, 4))]
