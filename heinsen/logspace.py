@@ -15,7 +15,7 @@ Weights are computed as exp(term - sum) <= 1, so nothing here overflows at any d
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,39 +47,6 @@ def constant_difference(a: Array, b: Array) -> Array:
     return jax.lax.stop_gradient(jnp.where(a == b, 0.0, a - finite(b)))
 
 
-class ShiftedLog(NamedTuple):
-    """A logarithm in two parts, rest + shift, whose precision does not depend on its size.
-
-    float32 holds 100000.004 with an error of 0.004, which a difference of two such logarithms keeps. In two parts, the
-    difference is that of the shifts plus that of the rests, both nearly exact. Zero has -inf in both parts.
-    """
-
-    rest: Float[Array, "*shape"]
-    shift: Float[Array, "*shape"]  # no gradient
-
-    @classmethod
-    def of(cls, log_x: Array) -> "ShiftedLog":
-        shift = jax.lax.stop_gradient(log_x)
-        return cls(jnp.where(log_x == NEG_INF, NEG_INF, log_x - finite(shift)), shift)
-
-    def value(self) -> Array:
-        """The logarithm, rounded to its size."""
-        return self.rest + finite(self.shift)
-
-    def add(self, other: "ShiftedLog") -> "ShiftedLog":
-        """The monoid's operation."""
-        shift = jnp.maximum(self.shift, other.shift)
-        rest, other_rest = (x.rest + constant_difference(x.shift, shift) for x in (self, other))
-        return ShiftedLog(logaddexp(rest, other_rest), shift)
-
-    def scale(self, log_factor: Array) -> "ShiftedLog":
-        """The logarithm plus log_factor, which may be -inf, as if the sum were not rounded."""
-        fixed = jax.lax.stop_gradient(log_factor)
-        shift, error = two_sum(self.shift, fixed)
-        rest = self.rest + error + (finite(log_factor) - finite(fixed))
-        return ShiftedLog(jnp.where(shift == NEG_INF, NEG_INF, rest), shift)
-
-
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """(a + b rounded, what the rounding took), by Knuth's two-sum; the second has no derivative, and is 0 at -inf."""
     total = a + b
@@ -88,10 +55,13 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     return total, jnp.where(total == NEG_INF, 0.0, error)
 
 
-def log_shares(a: ShiftedLog, b: ShiftedLog) -> tuple[Array, Array]:
-    """Logarithms of the shares of two terms in their sum; -inf for those that are zero."""
-    nothing, other_nothing = a.rest == NEG_INF, b.rest == NEG_INF
-    above = (b.rest - finite(a.rest)) + jax.lax.stop_gradient(b.shift - finite(a.shift))
+def log_shares(a: Array, b: Array, log_decay: Array | float = 0.0) -> tuple[Array, Array]:
+    """Logarithms of the shares of a + log_decay and b in their log-sum-exp; -inf for those that are zero.
+
+    Their difference is formed first, which is hardly rounded however large they are.
+    """
+    nothing, other_nothing = (a == NEG_INF) | (log_decay == NEG_INF), b == NEG_INF
+    above = (finite(b) - finite(a)) - finite(jnp.asarray(log_decay))
     above = jnp.where(other_nothing, NEG_INF, jnp.where(nothing, jnp.inf, above))
     return jnp.where(nothing, NEG_INF, log_sigmoid(-above)), log_sigmoid(above)
 

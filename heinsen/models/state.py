@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.models.config import ModelConfig, check_causal
 from heinsen.models.mixers import TokenContext
-from heinsen.ops.exact import fill_where
+from heinsen.ops.arrays import fill_where
 
 
 class LayerState(NamedTuple):

@@ -7,59 +7,73 @@ Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 in
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops import chunked, reference, scan
-from heinsen.ops.checks import ARRAYS, check_array, check_fits, check_float, check_integer, check_state, not_an_array
-from heinsen.ops.chunk import Keys
-from heinsen.ops.decay import take_resets
+from heinsen.ops.arrays import on_automatic_axes
+from heinsen.ops.checks import (
+    check_decay,
+    check_fits,
+    check_implementation,
+    check_inputs,
+    check_known_tokens,
+    check_per_token,
+    check_state,
+)
+from heinsen.ops.decay import with_starts
 from heinsen.ops.documents import document_starts
-from heinsen.ops.exact import Attend, isolate_nonfinite
 from heinsen.ops.states import LogState, MeanState, State
-from heinsen.ops.values import LOG_DOMAIN, REAL_DOMAIN
+
+# attend(signed, q, k, values, log_decay, causal, state) -> (y or log y, the state after all tokens): inputs are
+# validated, of one floating-point dtype, float32 or wider; log_decay is -inf where a document starts.
+Attend = Callable[[bool, Array, Array, Array, Array | None, bool, Any], tuple[Array, Any]]
+
+
+def _attend_by_kernels(
+    signed: bool, q: Array, k: Array, values: Array, log_decay: Array | None, causal: bool, state: Any
+) -> tuple[Array, Any]:
+    from heinsen.contrib import kernels  # slow to import
+
+    return kernels.attend(signed, q, k, values, log_decay, causal, state)
+
 
 # Ways to compute both functions.
 IMPLEMENTATIONS: dict[str, Attend] = {
-    "reference": isolate_nonfinite(reference.attend),
-    "scan": isolate_nonfinite(scan.attend),
+    "reference": reference.attend,
+    "scan": scan.attend,
     "chunked": chunked.attend,
-    "pallas": partial(chunked.attend, fused=True),
+    "pallas": _attend_by_kernels,
 }
 
 
+class Options(TypedDict, total=False):
+    """Arguments of both functions, described in `log_attention`."""
+
+    log_decay: Float[Array, "*batch T"] | None
+    causal: bool
+    segment_ids: Int[Array, "*#batch T"] | None
+    implementation: str | None
+
+
+class LogOptions(Options, total=False):
+    state: LogState | None
+
+
+class MeanOptions(Options, total=False):
+    state: MeanState | None
+
+
 @overload
 def log_attention(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    log_v: Float[Array, "*batch S V"],
-    *,
-    log_decay: Float[Array, "*batch T"] | None = None,
-    causal: bool = True,
-    state: LogState | None = None,
-    segment_ids: Int[Array, "*#batch T"] | None = None,
-    implementation: str | None = None,
-    return_state: Literal[False] = False,
-) -> Float[Array, "*batch T V"]: ...
+    q: Array, k: Array, log_v: Array, *, return_state: Literal[False] = False, **options: Unpack[LogOptions]
+) -> Array: ...
 @overload
 def log_attention(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    log_v: Float[Array, "*batch S V"],
-    *,
-    log_decay: Float[Array, "*batch T"] | None = None,
-    causal: bool = True,
-    state: LogState | None = None,
-    segment_ids: Int[Array, "*#batch T"] | None = None,
-    implementation: str | None = None,
-    return_state: Literal[True],
-) -> tuple[Float[Array, "*batch T V"], LogState]: ...
+    q: Array, k: Array, log_v: Array, *, return_state: Literal[True], **options: Unpack[LogOptions]
+) -> tuple[Array, LogState]: ...
 def log_attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -87,54 +101,28 @@ def log_attention(
         Tokens see each other only within a run of equal ids; `state` continues into the first run, and the state
         returned is the last run's. Needs S = T.
       implementation: "chunked" (matmuls within chunks of tokens, states between them, exact at every dynamic range),
-        "pallas" (the same as one kernel for each pass: on TPUs, and for heads of at most 64 features on Hopper GPUs; in
-        float32; never chosen by itself, and "chunked" where causal=False),
-        "scan" (one associative scan over the log-sum-exp monoid, `T*K*V` memory), "reference" (eq. 1, quadratic), or
-        None for the best one for the input. All have gradients, and `jax.jvp` of `jax.grad`; "scan" and "reference"
-        also have forward mode and higher derivatives (`jax.jvp`, `jax.linearize`, `jax.hessian`, `jax.grad` twice).
+        "pallas" (one kernel for each pass, on Hopper GPUs: heads of at most 64 features, in float32, gradients but no
+        other derivatives; never chosen by itself, and "chunked" where causal=False), "scan" (one associative scan over
+        the log-sum-exp monoid, `T*K*V` memory), "reference" (eq. 1, quadratic), or None for the best one for the input.
       return_state: also return the `LogState` after all tokens.
 
     Returns log y in float32 (float64 for float64 inputs), or (log y, state). A query that sees nothing gets -inf.
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit or what "pallas" does
     not take.
     """
-    arrays, resets, log_decay = prepare_inputs(q, k, log_v, log_decay, causal, segment_ids, "log_v")
-    _check_state(state, k, log_v, LogState)
-    chosen = _choose(implementation, q.shape[-2], k.shape[-2])
-
-    def attend(q: Array, k: Array, log_v: Array, state: Any, resets: Any, log_decay: Any) -> tuple[Array, Any]:
-        return chosen(LOG_DOMAIN, q, Keys.of_tokens(k, log_v, resets, log_decay), causal, state)
-
-    log_y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
+    _check(q, k, log_v, "log_v", log_decay, causal, segment_ids, state, LogState)
+    log_y, end = _attend(False, q, k, log_v, log_decay, causal, state, segment_ids, implementation)
     return (log_y, end) if return_state else log_y
 
 
 @overload
 def attention(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    v: Float[Array, "*batch S V"],
-    *,
-    log_decay: Float[Array, "*batch T"] | None = None,
-    causal: bool = True,
-    state: MeanState | None = None,
-    segment_ids: Int[Array, "*#batch T"] | None = None,
-    implementation: str | None = None,
-    return_state: Literal[False] = False,
-) -> Float[Array, "*batch T V"]: ...
+    q: Array, k: Array, v: Array, *, return_state: Literal[False] = False, **options: Unpack[MeanOptions]
+) -> Array: ...
 @overload
 def attention(
-    q: Float[Array, "*batch T K"],
-    k: Float[Array, "*batch S K"],
-    v: Float[Array, "*batch S V"],
-    *,
-    log_decay: Float[Array, "*batch T"] | None = None,
-    causal: bool = True,
-    state: MeanState | None = None,
-    segment_ids: Int[Array, "*#batch T"] | None = None,
-    implementation: str | None = None,
-    return_state: Literal[True],
-) -> tuple[Float[Array, "*batch T V"], MeanState]: ...
+    q: Array, k: Array, v: Array, *, return_state: Literal[True], **options: Unpack[MeanOptions]
+) -> tuple[Array, MeanState]: ...
 def attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -153,14 +141,8 @@ def attention(
     errors as in `log_attention`, with a `MeanState`. Returns y in v's dtype (the state in at least float32); a query
     that sees nothing gets 0.
     """
-    arrays, resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
-    _check_state(state, k, v, MeanState)
-    chosen = _choose(implementation, q.shape[-2], k.shape[-2])
-
-    def attend(q: Array, k: Array, v: Array, state: Any, resets: Any, log_decay: Any) -> tuple[Array, Any]:
-        return chosen(REAL_DOMAIN, q, Keys.of_tokens(k, v, resets, log_decay), causal, state)
-
-    y, end = on_automatic_axes(attend, *arrays, state, resets, log_decay)
+    _check(q, k, v, "v", log_decay, causal, segment_ids, state, MeanState)
+    y, end = _attend(True, q, k, v, log_decay, causal, state, segment_ids, implementation)
     y = y.astype(v.dtype)
     return (y, end) if return_state else y
 
@@ -179,139 +161,71 @@ def attend_both_ways(
 
     Key s counts exp(sum of log_decay[r], s < r <= t) at query t >= s, and exp(sum of log_decay_after[r], t < r < s) at
     query t < s. -inf in either forgets all on its side. For models: dtypes, other arguments and errors are those of
-    `log_attention` and `attention`; there is no forward-mode derivative.
+    `log_attention` and `attention`.
     """
-    (q, k, promoted), resets, _ = prepare_inputs(q, k, values, None, True, segment_ids, "v" if signed else "log_v")
-    decays = []
-    for name, each in (("log_decay", log_decay), ("log_decay_after", log_decay_after)):
-        check_per_token(name, each, k)
-        decays.append(each.astype(k.dtype))
-    domain = REAL_DOMAIN if signed else LOG_DOMAIN
-    y = chunked.attend_both_ways(domain, q, k, promoted, resets, *decays)
+    check_inputs(q, k, values, True, segment_ids, "v" if signed else "log_v")
+    check_per_token("log_decay", log_decay, k)
+    check_per_token("log_decay_after", log_decay_after, k)
+    arrays, starts = promote(q, k, values), starts_of_documents(segment_ids, k)
+    before = with_starts(log_decay, starts, arrays[1])
+    assert before is not None
+    y, _ = chunked.attend_both_ways(signed, *arrays, before, log_decay_after, starts, None)
     return y.astype(values.dtype) if signed else y
 
 
-def _choose(implementation: str | None, n_queries: int, n_keys: int) -> Attend:
-    if implementation is None:
-        implementation = "scan" if n_queries == n_keys == 1 else "chunked"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {sorted(IMPLEMENTATIONS)} or None")
-    if implementation != "reference":
-        check_known_tokens(n_queries, n_keys)
-    return IMPLEMENTATIONS[implementation]
-
-
-def _check_state(state: State | None, k: Array, values: Array, kind: type[State]) -> None:
+def _check(
+    q: Array,
+    k: Array,
+    values: Array,
+    name: str,
+    log_decay: Array | None,
+    causal: bool,
+    segment_ids: Array | None,
+    state: State | None,
+    kind: type[State],
+) -> None:
+    check_inputs(q, k, values, causal, segment_ids, name)
+    check_decay("log_decay", log_decay, k, causal)
     if state is not None:
         check_state("state", state, kind)
         check_fits(state, ((*k.shape[:-2], k.shape[-1], values.shape[-1]), (*k.shape[:-2], k.shape[-1])), k, values)
 
 
-# ---- for every attention function ----------------------------------------------------------------
-
-
-def prepare_inputs(
+def _attend(
+    signed: bool,
     q: Array,
     k: Array,
     values: Array,
     log_decay: Array | None,
     causal: bool,
+    state: State | None,
     segment_ids: Array | None,
-    values_name: str,
-) -> tuple[tuple[Array, Array, Array], Array | None, Array | None]:
-    """(q, k and values in the dtype of the arithmetic, resets [*batch, T], log_decay), validated: see `check_inputs`.
+    implementation: str | None,
+) -> tuple[Array, Any]:
+    """Run the implementation of this name, or the best one."""
+    if implementation is None:
+        implementation = "scan" if q.shape[-2] == k.shape[-2] == 1 else "chunked"
+    check_implementation(implementation, IMPLEMENTATIONS)
+    if implementation != "reference":
+        check_known_tokens(q.shape[-2], k.shape[-2])
+    q, k, values = promote(q, k, values)
+    log_decay = with_starts(log_decay, starts_of_documents(segment_ids, k), k)
 
-    resets is true where a token erases all earlier ones: a document starts, or log_decay is -inf (returned as 0 there).
-    """
-    check_inputs(q, k, values, causal, segment_ids, values_name)
+    def attend(q: Array, k: Array, values: Array, log_decay: Array | None, state: Any) -> tuple[Array, Any]:
+        return IMPLEMENTATIONS[implementation](signed, q, k, values, log_decay, causal, state)
+
+    return on_automatic_axes(attend, q, k, values, log_decay, state)
+
+
+# ---- for every attention function ----------------------------------------------------------------
+
+
+def promote(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
+    """The arrays in the dtype of the arithmetic: float32, or wider where one of them is."""
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
-    resets = None
-    if segment_ids is not None:
-        resets = jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
-    if log_decay is not None:
-        check_per_token("log_decay", log_decay, k)
-        if not causal:
-            raise ValueError(
-                "log_decay with causal=False: a token's decay acts on those before it, and without a causal mask none "
-                "is before another; leave out log_decay, or attend in both directions with a gate for each by "
-                "heinsen.ops.api.attend_both_ways"
-            )
-        resets, log_decay = take_resets(resets, log_decay.astype(dtype))
-    return (q.astype(dtype), k.astype(dtype), values.astype(dtype)), resets, log_decay
+    return q.astype(dtype), k.astype(dtype), values.astype(dtype)
 
 
-def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: Array | None, values_name: str) -> None:
-    """Check that q [*batch, T, K], k [*batch, S, K], values [*batch, S, V] and segment_ids fit each other.
-
-    Raises TypeError for dtypes that are not floating point, ValueError for shapes; they call values `values_name`.
-    """
-    for name, x in (("q", q), ("k", k), (values_name, values)):
-        if not isinstance(x, ARRAYS):
-            raise not_an_array(name, type(x))
-        check_float(name, x.dtype)
-        if x.ndim < 2 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}: expected [*batch, tokens, features], none of them empty")
-    shapes = f"q {q.shape}, k {k.shape}, {values_name} {values.shape}"
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k differ in their last axis, the number of key features: {shapes}")
-    if k.shape[-2] != values.shape[-2]:
-        raise ValueError(f"k and {values_name} differ in their number of tokens (axis -2): {shapes}")
-    if not q.shape[:-2] == k.shape[:-2] == values.shape[:-2]:
-        raise ValueError(f"q, k and {values_name} differ in their leading axes: {shapes}")
-    if q.shape[-2] != k.shape[-2]:
-        if causal:
-            raise ValueError(f"causal attention needs as many queries as keys: {shapes}; pass causal=False")
-        if segment_ids is not None:
-            raise ValueError(f"segment_ids need as many queries as keys: {shapes}")
-    if segment_ids is not None:
-        check_array("segment_ids", segment_ids, check_integer)
-        if 1 < segment_ids.ndim < k.ndim - 1:  # [B, T] would be taken for heads where there are as many as B
-            axes = ", ".join([":", *["None"] * (k.ndim - 1 - segment_ids.ndim), ":"])
-            raise ValueError(
-                f"segment_ids {segment_ids.shape} for k {k.shape}: expected [T], or an axis for each of [*batch, T]; "
-                f"where all heads have the same documents, [B, 1, T]: pass segment_ids[{axes}]"
-            )
-        try:
-            fits = jnp.broadcast_shapes(segment_ids.shape, k.shape[:-1]) == k.shape[:-1]
-            fits = fits and segment_ids.shape[-1:] == k.shape[-2:-1]
-        except ValueError:
-            fits = False
-        if not fits:
-            raise ValueError(f"segment_ids {segment_ids.shape} do not broadcast to [*batch, T] = {k.shape[:-1]}")
-
-
-def check_known_tokens(*numbers: int) -> None:
-    """Raise ValueError where a number of tokens is symbolic (`jax.export`)."""
-    for n_tokens in numbers:
-        if not isinstance(n_tokens, int):
-            raise ValueError(
-                f"a symbolic number of tokens, {n_tokens}, where this attention needs a known one: export a function "
-                "for each length (the batch may be symbolic), or pass implementation='reference' where there is one"
-            )
-
-
-def check_per_token(name: str, x: Array, k: Array) -> None:
-    """x [*batch, T], one number for each of the keys k [*batch, T, K]; the caller calls it `name`.
-
-    Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not fit.
-    """
-    check_array(name, x)
-    if x.shape != k.shape[:-1]:
-        raise ValueError(
-            f"{name} {x.shape} does not fit k {k.shape}: expected one number for each head and token, "
-            f"[*batch, T] = {k.shape[:-1]}"
-        )
-
-
-def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *args: Any) -> tuple[Array, Any]:
-    """function(q, *args), whose outputs are y [*batch, T, V] and a tree of arrays [*batch, ...], on any mesh.
-
-    Where q [*batch, T, K] lies on a mesh with explicit axes, the compiler divides the work within, and the outputs are
-    divided as q is.
-    """
-    sharding = jax.typeof(q).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return function(q, *args)
-    axes: list[Any] = [*sharding.spec] + [None] * (q.ndim - len(sharding.spec))
-    *batch, tokens, _ = axes
-    return jax.sharding.auto_axes(function, out_sharding=(P(*batch, tokens), P(*batch)))(q, *args)
+def starts_of_documents(segment_ids: Array | None, k: Array) -> Array | None:
+    """Where a document starts, for each of the keys k [*batch, T, K]."""
+    return None if segment_ids is None else jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])

@@ -1,16 +1,32 @@
 """The attention at matmul speed, exact at every dynamic range, in memory linear in T: the default form.
 
-Three things happen, each a form of `exact.run`: attention in the order of tokens (`schedule.InOrder`, the mathematics
-of `chunk`), the state that keys leave behind (`Summarize`), and what queries read of one state (`Read`). Attention that
-is not causal is a summary and a read; within packed documents, and with a forget gate for each direction, it takes the
-tokens in order as well, and queries see those after them too.
+    y[t] = sum_s w[t, s] v[s] / Z[t],   Z[t] = sum_s w[t, s],   w[t, s] = sum_k exp(q[t, k] + k[s, k] + decay(s .. t))
 
-Arguments are those of `heinsen.log_attention` and `heinsen.attention`, validated there. Axes as in `chunk`.
+Tokens are cut into chunks, and chunks into blocks of 8. Each chunk's keys are summed up relative to their largest
+(`summarize`), a scan merges these sums along the sequence (`scan_chunks`, the log-sum-exp monoid), and each chunk's
+queries read what came before the chunk and the chunk itself (`read_chunk`).
+
+Every weight is exact by construction. A query sees everything before its own block as a whole. So, with c[k] the
+largest of these keys, and r the largest exponent that the query sees anywhere,
+
+    exp(q[t, k] + c[k] - r) exp(k[s, k] - c[k])
+
+is a product of two factors <= 1, and loses nothing that matters beside Z: relative to exp(r), Z >= 1. In its own block,
+where it sees a part of the keys, each exponent is formed before its exponential. Both hold at any magnitude, and in
+the derivatives, which are JAX's own: shifts are constants, and each group of chunks is computed again in the backward
+pass (`jax.checkpoint`), so that memory is linear in T, and modes and orders of derivatives are all there.
+
+Log values are summed as exp(log v - b), with b the largest in a column. Where all that a query sees of a column lies
+more than 60 nats below b, its sum underflows. That shows, and the call is computed in logarithms (`logarithms`).
+
+Derivation, and what decays do: docs/attention.md. Axes: `*batch` any leading axes; T tokens; N chunks of C tokens, in J
+blocks of M; K key and V value features.
 """
 
-import abc
-import dataclasses
-from typing import Any, Generic
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,158 +34,479 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen import backend
-from heinsen.logspace import centered_sum, finite
-from heinsen.ops import chunk, exact, logarithms
-from heinsen.ops.both_ways import BothWays
-from heinsen.ops.chunk import Keys, Later
-from heinsen.ops.decay import log_decay_until_end, take_resets
-from heinsen.ops.exact import Output
-from heinsen.ops.schedule import InOrder, choose_chunk_size, split_tokens
-from heinsen.ops.values import Domain, Shifts, StateT, Summary
+from heinsen.logspace import NEG_INF, centered_sum, finite, log_divide, logaddexp, two_sum
+from heinsen.ops import logarithms
+from heinsen.ops.arrays import einsum, isolate_values, safe_divide, safe_log, to_chunks, vary_together
+from heinsen.ops.decay import ChunkDecay, sums_until_end, with_starts
+from heinsen.ops.states import SMALLEST_SUM, LogState, State, Summary, init_state, log_rescaling
+
+
+class Split(NamedTuple):
+    """How the work is cut, so that it needs little memory and, on CPUs, stays in cache. None: all at once."""
+
+    chunk: int  # tokens
+    block: int  # tokens
+    rows: int | None  # sequences and heads that are computed together; memory is theirs
+    group: int | None  # their chunks that are computed together
+
+
+def choose_split(shape: tuple[Any, ...]) -> Split:
+    """Split of keys [*batch, T, K] on the platform that is compiled for; the batch may be symbolic."""
+    *batch, n_tokens, d_key = shape
+    is_cpu = backend.current() == "cpu"
+    block = min(8, n_tokens)
+    chunk = min(32, block * -(-n_tokens // block))
+    if not all(isinstance(n, int) for n in batch):
+        return Split(chunk, block, None, None)
+    n_rows, n_chunks = math.prod(batch), -(-n_tokens // chunk)
+    most_rows = max(1, (2**18 if is_cpu else 2**25) // (n_chunks * chunk * d_key))
+    rows = _divide(n_rows, most_rows)
+    group = _divide(rows * n_chunks, max(1, (2**17 if is_cpu else 2**25) // (chunk * d_key)))
+    return Split(chunk, block, None if rows == n_rows else rows, None if group == rows * n_chunks else group)
+
+
+def _divide(n: int, most: int) -> int:
+    """The size of equal parts of n, at most so many; a little larger than n / k where a divisor is far below."""
+    even = next(size for size in range(min(n, most), 0, -1) if n % size == 0)
+    return even if even > most // 4 else -(-n // -(-n // most))
+
+
+# Nats between the keys of a chunk, and of the largest before it, for each feature, up to which one product is exact: a
+# query sees its own key, so that its Z is at least exp(-60), and what underflows is below exp(-87).
+LARGEST_SPREAD = 60.0
+
+
+# ---- one chunk ------------------------------------------------------------------------------------
+
+
+def value_factors(values: Array, b: Array | None) -> Array:
+    """What weights multiply: v itself, or exp(log v - b) where there is a shift b [*batch, V]."""
+    return values if b is None else jnp.exp(values - finite(b)[..., None, :])
+
+
+def summarize(k: Array, values: Array, until_end: Array, is_log: bool) -> Summary:
+    """Sums over keys [*batch, C, K], each with a log decay until_end [*batch, C]."""
+    c = lax.stop_gradient(jnp.max(k + until_end[..., None], axis=-2))
+    weights = jnp.exp((k - finite(c)[..., None, :]) + until_end[..., None])
+    b = lax.stop_gradient(jnp.max(values, axis=-2)) if is_log else None
+    s = einsum("...sk,...sv->...kv", weights, value_factors(values, b))
+    return Summary(s, jnp.sum(weights, axis=-2), c, b)
+
+
+class Spread(NamedTuple):
+    """How far a chunk's keys and values spread, in nats."""
+
+    largest: Array  # [*batch, K]
+    smallest: Array  # [*batch, K]
+    values: Array  # [*batch, V]: the smallest log value; 0 for real values; NaN where one is not finite
+
+    @classmethod
+    def of(cls, k: Array, values: Array, is_log: bool) -> "Spread":
+        """Of the tokens [*batch, C, ...] of a chunk."""
+        of_values = jnp.min(values, axis=-2) if is_log else jnp.sum(0.0 * values, axis=-2)
+        return lax.stop_gradient(cls(jnp.max(k, axis=-2), jnp.min(k, axis=-2), of_values))
+
+    def allows_one_product(self, c_before: Array, b: Array | None) -> Array:
+        """Whether `product_weights` is exact in all chunks, with values relative to b [*batch, V].
+
+        Relative to the largest of the keys and values, here or before, what a token adds to what it sees itself is at
+        least exp(-LARGEST_SPREAD).
+        """
+        of_keys = jnp.max(jnp.maximum(c_before, self.largest) - self.smallest, axis=-1)
+        of_values = jnp.max(self.values if b is None else b - self.values, axis=-1)
+        return lax.stop_gradient(jnp.all(of_keys + of_values <= LARGEST_SPREAD))
+
+
+class Read(NamedTuple):
+    """What queries read: y or log y [*batch, C, V], and their Z [*batch, C] relative to exp(r)."""
+
+    y: Array
+    z: Array
+    r: Array
+
+
+class QuerySums(NamedTuple):
+    """Sums that queries read: S [*batch, C, V] relative to exp(r + b), and Z [*batch, C] relative to exp(r)."""
+
+    s: Array
+    z: Array
+    r: Array
+    b: Array | None  # [*batch, V]
+    shift: Array  # [*batch, C]: 0, of the weights: `split_shift`
+
+    def mean(self) -> Read:
+        z, shift = self.z * jnp.exp(self.shift), self.shift[..., None]
+        if self.b is None:
+            return Read(safe_divide(self.s, self.z[..., None]), z, self.r)
+        log_mean = (safe_log(self.s) - jnp.where(self.s == 0, shift, 0.0)) - safe_log(self.z)[..., None]
+        log_y = jnp.where((self.z == 0)[..., None], NEG_INF, log_mean) + finite(self.b)[..., None, :]
+        return Read(log_y, z, self.r)
+
+    def lost_terms(self) -> Array:
+        """Whether underflow may have taken terms that matter from a sum of log values, [*batch]."""
+        if self.b is None:
+            return jnp.zeros(self.z.shape[:-1], bool)
+        can_be_zero = (self.z == 0)[..., None] | (self.b == NEG_INF)[..., None, :]
+        return lax.stop_gradient(jnp.any((self.s < SMALLEST_SUM) & ~can_be_zero, axis=(-2, -1)))
+
+
+def read_state(q: Array, state: Summary) -> Read:
+    """What queries [*batch, T, K] read of a state alone; it loses no term where the state has lost none."""
+    c = lax.stop_gradient(state.c)[..., None, :]
+    exponents, r = centered_sum(q, c)
+    exponents, shift = split_shift(exponents, exponents)
+    weights = jnp.exp(exponents)
+    s = einsum("...tk,...kv->...tv", weights, state.s)
+    return QuerySums(s, jnp.sum(weights * state.z[..., None, :], axis=-1), r, state.b, shift).mean()
+
+
+@jax.custom_jvp
+def split_shift(q: Array, exponents: Array) -> tuple[Array, Array]:
+    """Queries [*batch, C, K] without the derivative of a shift of all features, and 0 [*batch, C] with that alone.
+
+    A shift of a query leaves a mean of values as it is. Where weights and values hardly differ, the sum of the gradient
+    over features, which is 0, is rounded to more than the gradient. Features share it as they weigh, by their largest
+    exponents [*batch, C, K].
+    """
+    return q, jnp.zeros_like(q[..., 0])
+
+
+@split_shift.defjvp
+def _split_shift_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    (q, exponents), (dq, _) = primals, tangents
+    weights = jax.nn.softmax(lax.stop_gradient(jnp.maximum(exponents, jnp.finfo(q.dtype).min)), axis=-1)
+    dshift = jnp.sum(weights * dq, axis=-1)
+    return split_shift(q, exponents), (dq - dshift[..., None], dshift)
+
+
+@jax.checkpoint
+def _pair_weights(q: Array, error: Array, k: Array, log_decay: Array) -> Array:
+    """Sums over k of exp(q[t, k] + k[s, k] + log_decay[t, s]), [*batch, M (t), M (s)], of the keys s <= t."""
+    visible = jnp.tril(jnp.ones(log_decay.shape[-2:], bool))[..., None]
+    exponents = ((q[..., :, None, :] + k[..., None, :, :]) + error[..., :, None, :]) + log_decay[..., None]
+    return jnp.sum(jnp.exp(jnp.where(visible, exponents, NEG_INF)), axis=-1)
+
+
+class Weights(NamedTuple):
+    """Weights of what queries see, relative to exp(r)."""
+
+    before: Array  # [*batch, C, K], of the sums before the chunk
+    own: Array  # [*batch, C, C], of the chunk's keys; 0 where a query does not see one
+    r: Array  # [*batch, C]
+    shift: Array  # [*batch, C]: 0, by which all weights of a query are multiplied: `split_shift`
+
+
+def product_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array) -> Weights:
+    """Weights by one product of factors <= 1, where the `Spread` allows it."""
+    c = lax.stop_gradient(jnp.maximum(c_before, jnp.max(k, axis=-2)))
+    exponents, r = centered_sum(q, c[..., None, :])
+    exponents, shift = split_shift(exponents, exponents)
+    qf, kf = jnp.exp(exponents), jnp.exp(k - c[..., None, :])
+    before = qf * jnp.exp(log_rescaling(c_before, c))[..., None, :]
+    before = before * jnp.exp(decay.before_at_queries)[..., None]
+    own = einsum("...tk,...sk->...ts", qf, kf) * decay.key_factors
+    return Weights(before, own, r, shift)
+
+
+def block_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array) -> Weights:
+    """Weights block by block, exact at every dynamic range."""
+    n_blocks, block = decay.since_start.shape[-2:]
+    in_blocks = lambda x: x.reshape(*x.shape[:-2], n_blocks, block, x.shape[-1])
+    in_chunk = lambda x: x.reshape(*x.shape[:-3], n_blocks * block, x.shape[-1])
+    q, k = in_blocks(q), in_blocks(k)
+
+    # The largest keys at the end of each block, with the sums before the chunk as the first; of them, the largest that
+    # each block sees at its start; and the factors <= 1 between the two.
+    c_block = lax.stop_gradient(jnp.max(k + decay.until_end[..., None], axis=-2))  # [*batch, J, K]
+    c_ends = jnp.concatenate([c_before[..., None, :], c_block], axis=-2)[..., None, :, :]
+    is_before = jnp.tril(jnp.ones((n_blocks, n_blocks + 1), bool))[..., None]
+    left = decay.between[..., :-1, :, None]
+    c = jnp.max(jnp.where(is_before, c_ends + left, NEG_INF), axis=-2)  # [*batch, J, K]
+    to_start = jnp.exp(jnp.where(is_before, log_rescaling(c_ends, c[..., None, :], left), NEG_INF))
+
+    # The largest exponent of each query, in its own block or before it. Later keys are masked before any maximum or
+    # exponential, so that what is not finite stays out of earlier outputs.
+    c, since_start = c[..., None, :], decay.since_start[..., None]
+    visible, within = jnp.tril(jnp.ones((block, block), bool))[..., None], decay.within[..., None]
+    largest = jnp.max(jnp.where(visible, k[..., None, :, :] + within, NEG_INF), axis=-2)  # of each key feature
+    exponents = q + jnp.maximum(largest, c + since_start)
+    r = lax.stop_gradient(jnp.max(exponents, axis=-1))
+    q, shift = split_shift(q, exponents)
+    q, error = two_sum(q, -finite(r)[..., None])  # q - r, as if it were not rounded
+    error = lax.stop_gradient(error)
+
+    # Weights of the sums before the chunk, of its keys in earlier blocks, and of those in a query's own block.
+    qf = jnp.exp(((q + c) + error) + since_start)
+    before_chunk = in_chunk(qf * to_start[..., 0, None, :])
+    weights = _pair_weights(q, error, k, decay.within)
+    if n_blocks > 1:
+        kf = jnp.exp((k - finite(c_block)[..., None, :]) + decay.until_end[..., None])
+        kf = kf[..., None, :-1, :, :] * to_start[..., 1:, 1:-1, None, :]  # [*batch, J-1 (queries), J-1 (keys), M, K]
+        earlier = einsum("...jtk,...jisk->...jtis", qf[..., 1:, :, :], kf)
+        earlier = jnp.pad(earlier, [(0, 0)] * (earlier.ndim - 4) + [(1, 0), (0, 0), (0, 1), (0, 0)])
+        is_own = jnp.eye(n_blocks, dtype=bool)[:, None, :, None]
+        weights = jnp.where(is_own, weights[..., :, :, None, :], earlier)
+    weights = weights.reshape(*r.shape[:-2], n_blocks * block, n_blocks * block)
+    weights = jnp.where(jnp.tril(jnp.ones(weights.shape[-2:], bool)), weights, 0.0)
+
+    return Weights(before_chunk, weights, *(x.reshape(before_chunk.shape[:-1]) for x in (r, shift)))
+
+
+def read_chunk(
+    weigh: Callable[..., Weights], q: Array, k: Array, values: Array, decay: ChunkDecay, before: Summary
+) -> QuerySums:
+    """What the queries [*batch, C, K] of a chunk read of its keys, up to their own, and of the sums before it."""
+    of_before, weights, r, shift = weigh(q, k, decay, lax.stop_gradient(before.c))
+    b = shift_of_values(before, values)
+    s = einsum("...tk,...kv->...tv", of_before, before.s)
+    if before.b is not None and b is not None:
+        s = s * jnp.exp(log_rescaling(before.b, b))[..., None, :]
+    s = s + einsum("...ts,...sv->...tv", weights, value_factors(values, b))
+    z = jnp.sum(of_before * before.z[..., None, :], axis=-1) + jnp.sum(weights, axis=-1)
+    return QuerySums(s, z, r, b, shift)
+
+
+def shift_of_values(before: Summary, values: Array) -> Array | None:
+    """The largest log value [*batch, V] of a chunk [*batch, C, V] and before it; None for real values."""
+    return None if before.b is None else lax.stop_gradient(jnp.maximum(before.b, jnp.max(values, axis=-2)))
+
+
+# ---- along the sequence ---------------------------------------------------------------------------
 
 
 def attend(
-    domain: Domain[Any],
-    q: Array,
-    keys: Keys,
-    causal: bool,
-    state: Any,
-    *,
-    fused: bool = False,
-) -> tuple[Array, Any]:
-    """(log y or y [*batch, T, V], the `LogState` or `MeanState` after all tokens).
+    signed: bool, q: Array, k: Array, values: Array, log_decay: Array | None, causal: bool, state: State | None
+) -> tuple[Array, State]:
+    """(y or, of log values, log y [*batch, T, V]; the state after all tokens). Inputs are validated.
 
-    `fused`: causal attention by one kernel for each pass; other attention has none.
+    log_decay is -inf where a document starts; if not `causal`, there is no other.
     """
-    if state is None:
-        first = _empty_state(domain, keys.k, keys.values)
-    else:
-        first = jax.tree.map(lambda part: part.astype(keys.k.dtype), state).normalize()
-    if causal:
-        y, end = attend_in_order(domain, q, keys, first, fused=fused)
-    elif keys.resets is None:
-        end = summarize(domain, keys, first)
-        y = read(domain, q, end)
-    else:
-        y, end = attend_in_order(domain, q, keys._replace(later=Later(keys.resets)), first)
-    return y, end.denormalize()
+    if log_decay is not None and not causal:
+        return attend_both_ways(signed, q, k, values, log_decay, None, log_decay == NEG_INF, state)
+    read, end = _attend(signed, causal, choose_split(k.shape), q, k, values, log_decay, state)
+    return read.y, end
 
 
 def attend_both_ways(
-    domain: Domain[Any],
+    signed: bool,
     q: Array,
     k: Array,
     values: Array,
-    starts: Array | None,
     log_decay: Array,
-    log_decay_after: Array,
-) -> Array:
-    """y or log y [*batch, T, V] of all tokens of a query's document.
+    log_decay_after: Array | None,
+    starts: Array | None,
+    state: State | None,
+) -> tuple[Array, State]:
+    """As `attend`, of all tokens of a query's document, where `starts` [*batch, T] is true at the first of each.
 
-    The weights of earlier tokens decay by log_decay, those of later tokens by log_decay_after, each [*batch, T].
+    The weights of later tokens decay by log_decay_after: key s counts exp(sum of it over t < r < s) at query t < s.
+
+    Later tokens are those before a query in the flipped order. There each query is moved by one token, so that it sees
+    what comes after it alone. Both directions are one call of `_attend`.
     """
-    resets, log_decay = take_resets(starts, log_decay)
-    resets_after, log_decay_after = take_resets(None, log_decay_after)
-    keys = Keys.of_tokens(k, values, resets, log_decay)
-    keys = keys._replace(later=Later(*map(chunk.as_column, (starts, resets_after, log_decay_after))))
-    return attend_in_order(domain, q, keys, _empty_state(domain, k, values)).y
+    flip = lambda x, axis: jnp.flip(x, x.ndim + axis)
+    first = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
+    first = flip(first.at[..., 0].set(True), -1)
+    given = None if log_decay_after is None else flip(log_decay_after, -1)
+    decay_after = with_starts(given, jnp.roll(first, 1, axis=-1), k)
+    assert decay_after is not None
+    q_after = jnp.where(first[..., None], NEG_INF, jnp.roll(flip(q, -2), -1, axis=-2))
+    directions = (q, q_after), (k, flip(k, -2)), (values, flip(values, -2)), (log_decay, decay_after)
+    both = [jnp.stack(each) for each in directions]
+    empty = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
+    states = jax.tree.map(lambda *x: jnp.stack(x), empty if state is None else state, empty)
+    read, end = _attend(signed, True, choose_split(both[1].shape), *both, states)
+    earlier, later = (Read(*(x[i] for x in read)) for i in range(2))
+    later = Read(*(jnp.roll(flip(x, axis), -1, axis=axis) for x, axis in zip(later, (-2, -1, -1), strict=True)))
+    return _merge_reads(signed, earlier, later), jax.tree.map(lambda x: x[0], end)
 
 
-def _empty_state(domain: Domain[StateT], k: Array, values: Array) -> StateT:
-    # XLA would spend seconds folding what follows from so large a constant.
-    return lax.optimization_barrier(domain.empty_state(k, values))
+def _merge_reads(signed: bool, a: Read, b: Read) -> Array:
+    """y or log y of queries that have read two sets of keys."""
+    r = jnp.maximum(a.r, b.r)
+    log_z = [jnp.where(x.z == 0, NEG_INF, safe_log(x.z) + (finite(x.r) - finite(r))) for x in (a, b)]
+    shares = [log_divide(each, logaddexp(*log_z))[..., None] for each in log_z]
+    if signed:
+        return jnp.exp(shares[0]) * a.y + jnp.exp(shares[1]) * b.y
+    return logaddexp(a.y + shares[0], b.y + shares[1])
 
 
-# ---- attention in the order of tokens -------------------------------------------------------------
+@jax.custom_jvp
+def _zero_sums(log_decay: Array) -> Array:
+    """0 for each of log_decay [*batch, T], with the derivatives of its running sums."""
+    return jnp.zeros_like(log_decay)
 
 
-def attend_in_order(
-    domain: Domain[StateT], q: Array, keys: Keys, state: StateT, *, fused: bool = False
-) -> Output[StateT]:
-    """Each query reads the keys up to its own, and the state before the first one; any number of tokens.
+@_zero_sums.defjvp
+def _zero_sums_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _zero_sums(*primals), lax.cumsum(tangents[0], axis=tangents[0].ndim - 1)
 
-    And the later ones, if `keys.later` is not None: then never by kernels.
+
+# Jitted, so that a second call outside jit compiles nothing.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _attend(
+    signed: bool,
+    causal: bool,
+    split: Split,
+    q: Array,
+    k: Array,
+    values: Array,
+    log_decay: Array | None,
+    state: State | None,
+) -> tuple[Read, State]:
+    """What queries read, and the state after all tokens."""
+    if state is None:
+        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
+    state = jax.tree.map(lambda x: x.astype(k.dtype), state)
+    q, k, values, log_decay, state = vary_together(q, k, values, log_decay, state)
+    # With a gate, y is that of keys k - G, where G sums up the log decays. So the gradient goes through the keys, and
+    # the decays themselves are constants.
+    shift = None
+    if log_decay is not None:
+        shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
+        k = k - shift[..., None]
+    run = partial(_causal if causal else _all_keys, split)
+    read, after = in_groups(split.rows, k.ndim - 2, run, q, k, values, log_decay, state)
+    if shift is not None:
+        read, after = read._replace(z=read.z * jnp.exp(shift)), after.decay(shift[..., -1])
+    return read, after
+
+
+def summarize_tokens(k: Array, log_v: Array, log_decay: Array | None, state: LogState) -> LogState:
+    """The state after all tokens of log values, from that before them; log_decay [*batch, T] as in `attend`."""
+    end = _sum_all(k, log_v, log_decay, Summary.of(state))
+    split = choose_split(k.shape)
+    attend = partial(logarithms.attend, split.chunk, split.block, False)
+    exactly = jax.checkpoint(lambda *args: attend(args[0][..., :1, :], *args)[3])
+    args = vary_together(k, log_v, log_decay, state)
+    after: LogState = lax.cond(jnp.any(end.lost_terms()), exactly, lambda *args: end.to_state(), *args)
+    return after
+
+
+def _sum_all(k: Array, values: Array, log_decay: Array | None, first: Summary) -> Summary:
+    until_end, total = sums_until_end(jnp.zeros(k.shape[:-1], k.dtype) if log_decay is None else log_decay)
+    return first.merge(total, summarize(k, values, until_end, first.b is not None))
+
+
+def _all_keys(split: Split, q: Array, k: Array, values: Array, log_decay: None, state: State) -> tuple[Read, State]:
+    end = _sum_all(k, values, log_decay, Summary.of(state))
+    read = lambda *args: (read_state(q, end), end.to_state())
+    if end.b is None:
+        return read()
+    return _in_logarithms_if(end.lost_terms(), read, split, False, q, k, values, log_decay, state)
+
+
+def _in_logarithms_if(
+    lost: Array, read: Callable[..., tuple[Read, State]], split: Split, causal: bool, *args: Any
+) -> tuple[Read, State]:
+    """What `read` returns, computed from all arguments in logarithms where terms of any sum are lost."""
+
+    def exactly(*args: Any) -> tuple[Read, State]:
+        *found, after = logarithms.attend(split.chunk, split.block, causal, *args)
+        return Read(*found), after
+
+    result: tuple[Read, State] = lax.cond(jnp.any(lost), jax.checkpoint(exactly), read, *args)
+    return result
+
+
+def _causal(
+    split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
+) -> tuple[Read, State]:
+    given, first = (q, k, values, log_decay, state), Summary.of(state)
+    is_log, n_tokens, n_axes = first.b is not None, q.shape[-2], q.ndim - 1
+    # Tokens that fill up the last chunk are copies of the last one, which the sums leave out.
+    cut = partial(to_chunks, size=split.chunk)
+    q, k, values = (cut(x, axis=-2, mode="edge") for x in (q, k, values))
+    decays = None if log_decay is None else cut(log_decay, axis=-1)
+    is_filler = None
+    if k.shape[-3] * split.chunk > n_tokens:
+        positions = lax.broadcasted_iota(jnp.int32, (*k.shape[:-1],), k.ndim - 3) * split.chunk
+        positions = positions + lax.broadcasted_iota(jnp.int32, (*k.shape[:-1],), k.ndim - 2)
+        is_filler = positions >= n_tokens
+
+    def decay_of(decays: Array | None) -> ChunkDecay:
+        return ChunkDecay.of(jnp.zeros(split.chunk, k.dtype) if decays is None else decays, split.block)
+
+    def summarize_some(
+        k: Array, values: Array, decays: Array | None, is_filler: Array | None
+    ) -> tuple[Summary, Spread]:
+        until_end = decay_of(decays).keys_at_end
+        if is_filler is not None:
+            until_end = jnp.where(is_filler, NEG_INF, until_end)
+        return summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
+
+    def read_all(weigh: Callable[..., Weights], *args: Any) -> tuple[Read, Array]:
+        def read_some(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, Array]:
+            sums = read_chunk(weigh, q, k, values, decay_of(decays), before)
+            return sums.mean(), sums.lost_terms()
+
+        read, lost = in_groups(split.group, n_axes, read_some, *args)
+        y, z, r = (x.reshape(*x.shape[: n_axes - 1], -1, *x.shape[n_axes + 1 :]) for x in read)
+        cut = partial(lax.slice_in_dim, start_index=0, limit_index=n_tokens, axis=n_axes - 1)
+        return Read(cut(y), cut(z), cut(r)), lost
+
+    own, spread = in_groups(split.group, n_axes, summarize_some, k, values, decays, is_filler)
+    total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
+    before, end = scan_chunks(first, total, own)
+    lost_state = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
+
+    def by_product(*args: Any) -> tuple[Read, State]:
+        return read_all(product_weights, *args)[0], end.to_state()
+
+    def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, State]:
+        values, taint = isolate_values(values, not is_log)
+        if decays is not None:
+            taint = jnp.where(jnp.isnan(decays), jnp.nan, taint)
+            decays = jnp.where(jnp.isnan(decays), 0.0, decays)
+        read, lost = read_all(block_weights, q, k + taint[..., None], values, decays, before)
+        if not is_log:
+            return read, end.to_state()
+        lost = lost_state | jnp.any(lost)
+        return _in_logarithms_if(lost, lambda *args: (read, end.to_state()), split, True, *given)
+
+    b = None if before.b is None or own.b is None else jnp.maximum(before.b, own.b)
+    is_exact = spread.allows_one_product(before.c, b) & ~lost_state & ~jnp.any(jnp.isnan(total))
+    result: tuple[Read, State] = lax.cond(is_exact, by_product, by_blocks, q, k, values, decays, before)
+    return result
+
+
+def scan_chunks(first: Summary, log_decay: Array, own: Summary) -> tuple[Summary, Summary]:
+    """(the sums before each chunk, those after all), from the chunks' own [*batch, N, ...] and decays [*batch, N]."""
+    axis = log_decay.ndim - 1
+
+    def step(before: Summary, chunk: tuple[Array, Summary]) -> tuple[Summary, Summary]:
+        return before.merge(*chunk), before
+
+    in_front = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (log_decay, own))
+    unroll = 8 if backend.current() == "gpu" else 1  # each step launches kernels of its own there
+    end, before = lax.scan(step, first, in_front, unroll=unroll)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), before), end
+
+
+def in_groups(group: int | None, n_axes: int, function: Callable[..., Any], *arrays: Any) -> Any:
+    """function(*arrays) of trees of arrays [*batch, ...] with n_axes batch axes, as its results have them.
+
+    In turn for so many entries of the batch (None: at once), and computed again in the backward pass.
     """
-    n_tokens, form = q.shape[-2], _form(domain, keys, fused)
-    if n_missing := form.split.n_tokens - n_tokens:
-        q = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, n_missing), (0, 0)])
-        keys = chunk.pad_keys(domain, keys, n_missing)
-    y, end = exact.run(form, q, keys, state)
-    return Output(lax.slice_in_dim(y, 0, n_tokens, axis=-2), end)
+    if group is None:
+        return jax.checkpoint(function)(*arrays)
+    batch = jax.tree.leaves(arrays)[0].shape[:n_axes]
+    size, missing = math.prod(batch), -math.prod(batch) % group
+    # Without an axis for a single entry: XLA would copy all arrays into another layout, which is the same.
+    inner = () if group == 1 else (group,)
 
+    def split(x: Array) -> Array:
+        x = x.reshape(size, *x.shape[n_axes:])
+        x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
+        return x.reshape(-1, *inner, *x.shape[1:])
 
-def _form(domain: Domain[StateT], keys: Keys, fused: bool) -> InOrder[StateT]:
-    if fused:
-        from heinsen.contrib import kernels  # slow to import
+    def join(x: Array) -> Array:
+        x = x.reshape(-1, *x.shape[1 + len(inner) :])
+        return x[:size].reshape(*batch, *x.shape[1:])
 
-        return kernels.causal_form(domain, keys)
-    form: type[InOrder[StateT]] = InOrder if keys.later is None else BothWays
-    return form(domain, split_tokens(keys.k.shape), backend.current())
+    @partial(jax.checkpoint, prevent_cse=False)
+    def compute(some: Any) -> Any:
+        some = jax.tree.map(lambda x: x.reshape(group, *x.shape[len(inner) :]), some)
+        return jax.tree.map(lambda x: x.reshape(*inner, *x.shape[1:]), function(*some))
 
-
-# ---- summaries and what is read of them -----------------------------------------------------------
-
-
-def summarize(domain: Domain[StateT], keys: Keys, state: StateT) -> StateT:
-    """Normalized state after all keys, from that before them."""
-    return exact.run(Summarize(domain, choose_chunk_size(keys.k.shape[-1]), backend.current()), keys, state)
-
-
-def read(domain: Domain[StateT], q: Array, state: StateT) -> Array:
-    """y or log y [*batch, T, V] of queries that all read one normalized state."""
-    return exact.run(Read(domain, choose_chunk_size(q.shape[-1]), backend.current()), q, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Differentiated(abc.ABC, Generic[StateT]):
-    """A form of `exact.run` that JAX differentiates."""
-
-    domain: Domain[StateT]
-    chunk_size: int
-    platform: str  # as in `InOrder`
-
-    @abc.abstractmethod
-    def fast(self, *args: Any) -> tuple[Any, Array | None]:
-        """(the output, the rows that lost terms)."""
-
-    @property
-    def max_rows(self) -> int:
-        return exact.rows_together(self.chunk_size**3)  # tokens of a chunk, with features of keys and values
-
-    def forward(self, *args: Any, save_residuals: bool) -> tuple[Any, None, Array | None]:
-        out, lost = self.fast(*args)
-        return out, None, lost
-
-    def backward(self, *args: Any, residuals: None, grads: Any, divisor: Array) -> tuple[Any, ...]:
-        return exact.gradients(lambda *args: self.fast(*args)[0], args, grads, divisor)
-
-
-class Summarize(_Differentiated[StateT]):
-    """Sum over all tokens at once, each weighted by its decay until the end."""
-
-    def recompute(self, keys: Keys, state: Any) -> Any:
-        return logarithms.summarize(self.chunk_size, keys, state)
-
-    def fast(self, keys: Keys, state: StateT) -> tuple[StateT, Array | None]:
-        domain, before = self.domain, self.domain.to_summary(state)
-        until_end, log_decay = log_decay_until_end(keys.resets, keys.log_decay, keys.k.dtype)
-        c = lax.stop_gradient(jnp.max(keys.k + until_end, axis=-2))
-        own, own_b = domain.sum_tokens((keys.k - finite(c)[..., None, :]) + until_end, keys.values)
-        shifts, scale_older, scale_newer = chunk.merge(before.shifts, log_decay, Shifts(c, own_b))
-        sums = chunk.add(chunk.scale(before.sums, scale_older), chunk.scale(own, scale_newer))
-        lost = ~domain.is_exact(sums, shifts.b) if domain.can_lose_terms else None
-        return domain.to_state(Summary(sums, shifts)), lost
-
-
-class Read(_Differentiated[StateT]):
-    """One product of all queries with the state."""
-
-    def recompute(self, q: Array, state: Any) -> Array:
-        return logarithms.read(self.chunk_size, q, state)
-
-    def fast(self, q: Array, state: StateT) -> tuple[Array, Array | None]:
-        m, shifts = self.domain.to_summary(state)
-        exponents, _ = centered_sum(q, shifts.c[..., None, :])
-        sums = chunk.read_sums(jnp.exp(exponents), m)
-        lost = ~self.domain.is_exact(sums, shifts.b) if self.domain.can_lose_terms else None
-        return self.domain.mean(sums, shifts.b), lost
+    return jax.tree.map(join, lax.map(compute, jax.tree.map(split, arrays)))

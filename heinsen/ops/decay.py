@@ -1,15 +1,12 @@
-"""The decay of the keys of a chunk and of the state before it by a forget gate, in logarithms.
+"""What a forget gate and the starts of documents leave of earlier tokens' weights, in logarithms.
 
-A token's log decay g <= 0 multiplies the weights of all tokens before it by exp(g). So key s keeps exp(G[t] - G[s]) at
-query t >= s, where G[t] = sum_{r<=t} g[r], and nothing across the start of a document.
+A token's log decay g <= 0 multiplies the weights of all tokens before it by exp(g); -inf, where a document starts,
+erases them. So key s keeps exp(g[s+1] + ... + g[t]) at query t >= s. All sums here are of neighboring tokens, block by
+block. None is a difference of two running sums, so that nothing is rounded to their size, and -inf needs no care.
 
-A float32 sum of 64 numbers of very different size is off by some 1e-5, which a difference of two such sums keeps.
-Here G is a pair: multiples of a common unit, whose sums are exact, and the small rest.
-
-Axes: `*batch` is any leading axes; C tokens of a chunk.
+Axes: `*batch` is any leading axes; T tokens; C tokens of a chunk, in J blocks of M.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,175 +14,93 @@ from jax import lax
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF
+from heinsen.ops.arrays import einsum
 
-# Units in the sum of a chunk's decays, at most: float32 holds every whole number up to 2^24.
-_MAX_UNITS = 2.0**22
+_ERASED = -1e30  # far below any sum of log decays
 
 
-def take_resets(starts: Array | None, log_decay: Array) -> tuple[Array, Array]:
-    """(where a token erases all earlier ones: a document starts, or log_decay is -inf; log_decay with 0 there).
+def with_starts(log_decay: Array | None, starts: Array | None, like: Array) -> Array | None:
+    """Log decays [*batch, T] with -inf where a document starts; None where neither is given.
 
-    All are [*batch, T].
+    The gradient of -inf is 0. `like` [*batch, T, K] has the shape and the dtype of the keys.
     """
-    resets = log_decay == NEG_INF
-    resets = resets if starts is None else resets | starts
-    return resets, jnp.where(resets, 0.0, log_decay)
+    if log_decay is None and starts is None:
+        return None
+    given = jnp.zeros(like.shape[:-1], like.dtype) if log_decay is None else log_decay.astype(like.dtype)
+    erases = given == NEG_INF if starts is None else (given == NEG_INF) | starts
+    return jnp.where(erases, NEG_INF, given)
 
 
-class DecaySums(NamedTuple):
-    """Sums G of log decays in a chunk, in two parts whose differences are hardly rounded: G = units * unit + rest."""
-
-    units: Array  # [*batch, C], whole numbers
-    unit: Array  # [*batch, 1]
-    rest: Array  # [*batch, C]
-
-
-def decay_sums(log_decay: Array) -> DecaySums:
-    """Sums of log_decay [*batch, C], all finite, up to each token."""
-    unit = lax.stop_gradient(jnp.max(jnp.abs(log_decay), axis=-1, keepdims=True)) * (log_decay.shape[-1] / _MAX_UNITS)
-    units = jnp.round(lax.stop_gradient(log_decay) / jnp.where(unit > 0, unit, 1.0))
-    return DecaySums(prefix_sums(units), unit, prefix_sums(log_decay - units * unit))
+def sums_between(x: Array) -> Array:
+    """Sums x[s+1] + ... + x[t] of x [*batch, n], as [*batch, n (t), n (s)]; -inf where s > t. No entry is NaN."""
+    r, t, s = (lax.broadcasted_iota(jnp.int32, (x.shape[-1],) * 3, axis) for axis in range(3))
+    # A product, for which -inf is a large number: sums that XLA fuses into others are several times as slow on CPUs.
+    is_between = ((s < r) & (r <= t)).astype(x.dtype)
+    sums = einsum("...r,rts->...ts", jnp.maximum(x, _ERASED), is_between)
+    return jnp.where((sums > _ERASED / 2) & (s[0] <= t[0]), sums, NEG_INF)
 
 
-class DecayPositions(NamedTuple):
-    """Positions along one direction. `a.log_decay_since(b)` is the log of what remains at a of a weight written at b.
-
-    Without a gate or resets there is no `*batch`.
-    """
-
-    sums: DecaySums
-    document: Array  # [*batch, C], numbers of documents
-    position: Array  # [C]
-
-    def tokens(self, cut: Callable[[Array], Array]) -> "DecayPositions":
-        """Some of the positions, or all in another shape: `cut` acts on their axis, the last one."""
-        (units, unit, rest), document, position = self
-        unit = jnp.broadcast_to(unit, units.shape)  # one for each position
-        return DecayPositions(DecaySums(*map(cut, (units, unit, rest))), cut(document), cut(position))
-
-    def log_decay_since(self, earlier: "DecayPositions") -> Array:
-        """Log of what remains here of weights written at `earlier`, whose shape broadcasts; -inf if it is later."""
-        (units, unit, rest), document, position = self
-        log_decay = (units - earlier.sums.units) * unit + (rest - earlier.sums.rest)
-        seen = (position >= earlier.position) & (document == earlier.document)
-        return jnp.where(seen, log_decay, NEG_INF)
+def sums_until_end(x: Array) -> tuple[Array, Array]:
+    """(the sum [*batch, T] of all entries after each one of x [*batch, T], the sum [*batch] of all)."""
+    later = lax.cumsum(x, axis=x.ndim - 1, reverse=True)
+    return jnp.concatenate([later[..., 1:], jnp.zeros_like(later[..., :1])], axis=-1), later[..., 0]
 
 
 class ChunkDecay(NamedTuple):
-    """Decay along one direction through a chunk: of its keys, and of all before the chunk in that direction.
+    """Log decays in a chunk of J blocks of M tokens. Without a gate or documents there is no `*batch`."""
 
-    A key decays from its own position on, all before the chunk from `start` on.
-    """
+    within: Array  # [*batch, J, M (t), M (s)]: of each key at each query of its block; -inf where s > t
+    since_start: Array  # [*batch, J, M]: at each token of a block, of what came before the block
+    until_end: Array  # [*batch, J, M]: of each key at the end of its block
+    # [*batch, J+1, J+1], entry [j, i]: at the start of block j (J: at the end of the chunk), of what came before the
+    # chunk (i = 0), or of block i - 1 from its end on; -inf where i > j
+    between: Array
 
-    queries: DecayPositions  # [*batch, C]
-    keys: DecayPositions  # [*batch, C]
-    start: DecayPositions  # [*batch, 1], or without axes
-    end: DecayPositions  # [*batch, 1]
-    backwards: bool  # whether the direction is from the last token to the first
-
-    @property
-    def keys_at_queries(self) -> Array:
-        """Log decay of each key at each query, [*batch, C, C]; -inf where the query does not see it."""
-        return self.queries.tokens(lambda x: x[..., :, None]).log_decay_since(
-            self.keys.tokens(lambda x: x[..., None, :])
-        )
-
-    @property
-    def before_at_queries(self) -> Array:
-        """Log decay of all before the chunk at each query, [*batch, C]."""
-        return self.queries.log_decay_since(self.start)
+    @classmethod
+    def of(cls, log_decay: Array, block: int) -> "ChunkDecay":
+        """Decays of a chunk with log_decay [*batch, C]."""
+        g = log_decay.reshape(*log_decay.shape[:-1], -1, block)
+        within = sums_between(g)
+        since_start = within[..., 0] + g[..., :1]
+        before_first = jnp.zeros_like(since_start[..., :1, 0])
+        totals = jnp.concatenate([before_first, since_start[..., -1]], axis=-1)
+        return cls(within, since_start, within[..., -1, :], sums_between(totals))
 
     @property
     def keys_at_end(self) -> Array:
-        """Log decay of each key at the end of the chunk, [*batch, C]."""
-        return self.end.log_decay_since(self.keys)
+        """Of each key at the end of the chunk, [*batch, C]."""
+        return _merge_last(self.until_end + self.between[..., -1, 1:, None])
+
+    @property
+    def before_at_queries(self) -> Array:
+        """At each query, of what came before the chunk, [*batch, C]."""
+        return _merge_last(self.since_start + self.between[..., :-1, 0, None])
 
     @property
     def before_at_end(self) -> Array:
-        """Log decay of all before the chunk at its end, [*batch]."""
-        return self.end.log_decay_since(self.start)[..., 0]
+        """At the end of the chunk, of what came before it, [*batch]."""
+        return self.between[..., -1, 0]
 
-    def subchunk_starts(self, size: int) -> DecayPositions:
-        """Where all before each subchunk of `size` tokens comes in, [*batch, N, 1]; before the first is nothing."""
-        ends = self.queries.tokens(lambda x: x.reshape(*x.shape[:-1], -1, size)[..., -1:])
-        if self.backwards:  # what the last token sees is all after its subchunk
-            return ends
-        return ends.tokens(
-            lambda x: jnp.pad(x[..., :-1, :], [(0, 0)] * (x.ndim - 2) + [(1, 0), (0, 0)], constant_values=-1)
-        )
+    @property
+    def key_factors(self) -> Array:
+        """exp of the log decay of each key at each query, [*batch, C (t), C (s)]; 0 where s > t."""
+        n_blocks, size = self.since_start.shape[-2:]
+        apart = jnp.exp(self.since_start)[..., None, None] * jnp.exp(self.between)[..., :-1, None, 1:, None]
+        apart = apart * jnp.exp(self.until_end)[..., None, None, :, :]
+        own = jnp.eye(n_blocks, dtype=bool)[:, None, :, None]
+        pairs = jnp.where(own, jnp.exp(self.within)[..., :, :, None, :], apart)
+        return pairs.reshape(*pairs.shape[:-4], n_blocks * size, n_blocks * size)
 
-
-def chunk_decay(resets: Array | None, log_decay: Array | None, n_tokens: int, dtype: jnp.dtype) -> ChunkDecay:
-    """Decay from the first token of a chunk to its last.
-
-    `resets` and log_decay [*batch, C], all finite, act on all before a token; None: nothing decays.
-    """
-    none = jnp.zeros(n_tokens, dtype)
-    sums = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
-    document = none if resets is None else prefix_sums(resets.astype(dtype))
-    positions = DecayPositions(sums, document, jnp.arange(n_tokens))
-    zero = jnp.zeros((), dtype)
-    start = DecayPositions(DecaySums(zero, zero, zero), zero, jnp.zeros((), int))
-    return ChunkDecay(positions, positions, start, positions.tokens(lambda x: x[..., -1:]), backwards=False)
+    @property
+    def keys_at_queries(self) -> Array:
+        """Of each key at each query, [*batch, C (t), C (s)]; -inf where s > t."""
+        n_blocks, size = self.since_start.shape[-2:]
+        apart = self.since_start[..., None, None] + self.between[..., :-1, None, 1:, None]
+        apart = apart + self.until_end[..., None, None, :, :]
+        own = jnp.eye(n_blocks, dtype=bool)[:, None, :, None]
+        pairs = jnp.where(own, self.within[..., :, :, None, :], apart)
+        return pairs.reshape(*pairs.shape[:-4], n_blocks * size, n_blocks * size)
 
 
-def chunk_decay_after(
-    starts: Array | None, resets: Array | None, log_decay: Array | None, n_tokens: int, dtype: jnp.dtype
-) -> ChunkDecay:
-    """Decay from the last token of a chunk to its first, of keys at queries before them.
-
-    A token's `resets` and log_decay, finite, act on the weights of all after it, for all queries before it: key s has
-    log decay G[s-1] - G[t] at query t < s. What `starts` a document at s is not seen before s. Each is [*batch, C], or
-    None.
-    """
-    none, before = jnp.zeros(n_tokens, dtype), _preceding
-    up_to, unit, rest = DecaySums(none, none[:1], none) if log_decay is None else decay_sums(log_decay)
-    gates, documents = (none if x is None else prefix_sums(x.astype(dtype)) for x in (resets, starts))
-    position = jnp.arange(n_tokens)
-    queries = DecayPositions(DecaySums(-up_to, unit, -rest), gates + documents, -position)
-    keys = DecayPositions(DecaySums(-before(up_to), unit, -before(rest)), before(gates) + documents, 1 - position)
-    zero = jnp.zeros(1, dtype)
-    end = DecayPositions(DecaySums(zero, unit, zero), zero, jnp.ones(1, int))
-    return ChunkDecay(queries, keys, queries.tokens(lambda x: x[..., -1:]), end, backwards=True)
-
-
-def _preceding(x: Array) -> Array:
-    """The entry of the token before each, of x [*batch, C], and 0 before the first."""
-    return jnp.pad(x[..., :-1], [(0, 0)] * (x.ndim - 1) + [(1, 0)])
-
-
-def log_decay_until_end(resets: Array | None, log_decay: Array | None, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Log decay until the end, (of each token [*batch, T, 1], of the state before the first [*batch]).
-
-    log_decay (finite) and resets are [*batch, T, 1], or None. Where little decays the sums have few large terms, and
-    are hardly rounded.
-    """
-    until_end = total = jnp.zeros((), dtype)
-    if log_decay is not None:
-        later = lax.cumsum(log_decay, axis=log_decay.ndim - 2, reverse=True)
-        until_end = jnp.concatenate([later[..., 1:, :], jnp.zeros_like(later[..., :1, :])], axis=-2)
-        total = later[..., 0, 0]
-    if resets is not None:
-        later = lax.cumsum(resets.astype(jnp.int32), axis=resets.ndim - 2, reverse=True)
-        until_end = jnp.where(later > resets, NEG_INF, until_end)
-        total = jnp.where(later[..., 0, 0] > 0, NEG_INF, total)
-    return until_end, total
-
-
-def prefix_sums(x: Array, reverse: bool = False) -> Array:
-    """Sums of x [*batch, C] up to each token, or from each on: a product, which XLA computes once for all users."""
-    triangle = (jnp.tril if reverse else jnp.triu)(jnp.ones((x.shape[-1],) * 2, x.dtype))
-    return jnp.einsum("...s,st->...t", x, triangle, precision=lax.Precision.HIGHEST)
-
-
-def decay_grad(dsums: Array, dtotal: Array) -> Array:
-    """Gradient of log_decay [*batch, C] from those of its sums G [*batch, C] and of the last of them [*batch].
-
-    G enters as q + G and k - G, and its last entry in the decay until the end of the chunk (`chunk.end_total`).
-    """
-    return prefix_sums(dsums, reverse=True) + dtotal[..., None]
-
-
-def decay_after_grad(dq_total: Array, dk_total: Array, dtotal: Array | float) -> Array:
-    """As `decay_grad`, of `chunk_decay_after`: from the sums over features [*batch, C] of dq and dk."""
-    return (_preceding(prefix_sums(dq_total)) - prefix_sums(dk_total)) + dtotal
+def _merge_last(x: Array) -> Array:
+    return x.reshape(*x.shape[:-2], -1)

@@ -16,6 +16,7 @@ T.
 Axes: `*batch` any leading axes; T tokens; K key and V value features; N chunks of C tokens.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -24,14 +25,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import check_known_tokens, check_per_token, on_automatic_axes, prepare_inputs
-from heinsen.ops.checks import check_fits, check_float, check_state
-from heinsen.ops.decay import chunk_decay
-from heinsen.ops.exact import vary_together
-from heinsen.ops.linear import to_chunks
-from heinsen.ops.values import einsum
+from heinsen.ops.api import promote, starts_of_documents
+from heinsen.ops.arrays import einsum, on_automatic_axes, to_chunks, vary_together
+from heinsen.ops.checks import (
+    check_decay,
+    check_fits,
+    check_float,
+    check_inputs,
+    check_known_tokens,
+    check_per_token,
+    check_state,
+)
+from heinsen.ops.decay import ChunkDecay, with_starts
 
-_CHUNK = 64  # tokens, a power of two
+_CHUNK, _BLOCK = 64, 8  # tokens, powers of two
 
 
 class DeltaState(NamedTuple):
@@ -74,8 +81,10 @@ def delta_rule(
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    (q, k, values), resets, log_decay = prepare_inputs(q, k, v, log_decay, True, segment_ids, "v")
-    out_dtype, v = v.dtype, values
+    check_inputs(q, k, v, True, segment_ids, "v")
+    check_decay("log_decay", log_decay, k, True)
+    out_dtype, (q, k, v) = v.dtype, promote(q, k, v)
+    log_decay = with_starts(log_decay, starts_of_documents(segment_ids, k), k)
     check_per_token("beta", beta, k)
     check_known_tokens(q.shape[-2])
     if state is None:
@@ -83,43 +92,40 @@ def delta_rule(
     check_state("state", state, DeltaState)
     check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1]),), k, v)
     initial = state.memory.astype(v.dtype)
-    y, final = on_automatic_axes(_attend, q, k, v, beta.astype(v.dtype), initial, resets, log_decay)
+    y, final = on_automatic_axes(_attend, q, k, v, beta.astype(v.dtype), initial, log_decay)
     return y.astype(out_dtype), DeltaState(final)
 
 
 @jax.jit
-def _attend(
-    q: Array, k: Array, v: Array, beta: Array, initial: Array, resets: Array | None, log_decay: Array | None
-) -> tuple[Array, Array]:
-    """The outputs and S after all tokens. Jitted: see `exact.run`."""
-    arguments = vary_together(q, k, v, beta, initial, resets, log_decay)
+def _attend(q: Array, k: Array, v: Array, beta: Array, initial: Array, log_decay: Array | None) -> tuple[Array, Array]:
+    """The outputs and S after all tokens. Jitted: see `chunked`."""
+    arguments = vary_together(q, k, v, beta, initial, log_decay)
     run = _one_token if q.shape[-2] == 1 else _in_chunks
     return run(*arguments)
 
 
 def _one_token(
-    q: Array, k: Array, v: Array, beta: Array, memory: Array, resets: Array | None, log_decay: Array | None
+    q: Array, k: Array, v: Array, beta: Array, memory: Array, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """The recurrence itself."""
     if log_decay is not None:
-        memory = memory * jnp.exp(log_decay)[..., None]
-    if resets is not None:
-        memory = jnp.where(resets[..., None], 0.0, memory)
+        decay = jnp.exp(log_decay)[..., None]
+        memory = jnp.where(decay > 0, memory, 0.0) * decay
     corrections = beta[..., None] * (v - einsum("...tk,...kv->...tv", k, memory))
     memory = memory + einsum("...tk,...tv->...kv", k, corrections)
     return einsum("...tk,...kv->...tv", q, memory), memory
 
 
 def _in_chunks(
-    q: Array, k: Array, v: Array, beta: Array, initial: Array, resets: Array | None, log_decay: Array | None
+    q: Array, k: Array, v: Array, beta: Array, initial: Array, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """Chunk by chunk. Tokens that fill up the last one write nothing."""
     n_tokens = q.shape[-2]
     size = min(_CHUNK, 1 << (n_tokens - 1).bit_length())
     q, k, v, beta = (to_chunks(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
-    resets, log_decay = (None if x is None else to_chunks(x, size, -1) for x in (resets, log_decay))  # [*batch, N, C]
-    decay = chunk_decay(resets, log_decay, size, q.dtype)
-    between, kept = jnp.exp(decay.keys_at_queries), jnp.exp(decay.before_at_end)[..., None, None]
+    decays = jnp.zeros(size, q.dtype) if log_decay is None else to_chunks(log_decay, size, -1)  # [*batch, N, C]
+    decay = ChunkDecay.of(decays, math.gcd(size, _BLOCK))
+    between, kept = decay.key_factors, jnp.exp(decay.before_at_end)[..., None, None]
     of_before, until_end = (jnp.exp(x)[..., None] for x in (decay.before_at_queries, decay.keys_at_end))
 
     # Corrections are `own` where the state before the chunk is 0, and else less by `answers` times it.

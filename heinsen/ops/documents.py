@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from heinsen.logspace import NEG_INF
-
 
 def document_starts(segment_ids: Int[Array, "*batch T"]) -> Bool[Array, "*batch T"]:
     """True where the id differs from that of the token before; false at token 0."""
@@ -46,8 +44,3 @@ def mask_cross_document(starts: Bool[Array, "*batch T"]) -> Bool[Array, "*batch 
     """True for pairs (query, key) of the same document."""
     document = document_numbers(starts)
     return document[..., :, None] == document[..., None, :]
-
-
-def mask_starts(starts: Bool[Array, "*batch T"], log_sums: Array) -> Array:
-    """log_sums [*batch, T, K], emptied (-inf) where a document starts."""
-    return jnp.where(starts[..., None], NEG_INF, log_sums)

@@ -12,6 +12,7 @@ the sums at the beginning of the chunk. Memory is linear in T. All features are 
 Axes: `*batch` any leading axes; T queries, S keys (S = T if causal); K key and V value features; N chunks of C tokens.
 """
 
+import math
 from functools import partial
 from typing import Literal, NamedTuple, overload
 
@@ -21,14 +22,14 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import check_known_tokens, on_automatic_axes, prepare_inputs
-from heinsen.ops.checks import check_fits, check_float, check_state
-from heinsen.ops.decay import chunk_decay
+from heinsen.logspace import NEG_INF
+from heinsen.ops.api import promote, starts_of_documents
+from heinsen.ops.arrays import einsum, on_automatic_axes, to_chunks, vary_together
+from heinsen.ops.checks import check_decay, check_fits, check_float, check_inputs, check_known_tokens, check_state
+from heinsen.ops.decay import ChunkDecay, with_starts
 from heinsen.ops.documents import document_ends
-from heinsen.ops.exact import vary_together
-from heinsen.ops.values import einsum
 
-_CHUNK = 64  # tokens
+_CHUNK, _BLOCK = 64, 8  # tokens
 
 
 class LinearState(NamedTuple):
@@ -100,8 +101,10 @@ def linear_attention(
 
     Raises TypeError for dtypes that are not floating point, ValueError for shapes that do not match.
     """
-    (q, k, values), resets, log_decay = prepare_inputs(q, k, v, log_decay, causal, segment_ids, "v")
-    out_dtype, v = v.dtype, values
+    check_inputs(q, k, v, causal, segment_ids, "v")
+    check_decay("log_decay", log_decay, k, causal)
+    out_dtype, (q, k, v) = v.dtype, promote(q, k, v)
+    log_decay = with_starts(log_decay, starts_of_documents(segment_ids, k), k)
     check_known_tokens(q.shape[-2], k.shape[-2])
     if state is None:
         state = init_linear_state(k.shape[:-2], k.shape[-1], v.shape[-1], v.dtype)
@@ -109,7 +112,7 @@ def linear_attention(
     check_fits(state, ((*k.shape[:-2], k.shape[-1], v.shape[-1] + 1),), k, v)
     attend = partial(_attend, causal=causal)
     initial = state.sums.astype(v.dtype)
-    numerators, final = on_automatic_axes(attend, _features(q), _features(k), v, initial, resets, log_decay)
+    numerators, final = on_automatic_axes(attend, _features(q), _features(k), v, initial, log_decay)
     z = numerators[..., -1:]
     y = jnp.where(z > 0, numerators[..., :-1] / jnp.where(z > 0, z, 1.0), 0.0).astype(out_dtype)
     return (y, LinearState(final)) if return_state else y
@@ -117,15 +120,15 @@ def linear_attention(
 
 @partial(jax.jit, static_argnames="causal")
 def _attend(
-    fq: Array, fk: Array, v: Array, initial: Array, resets: Array | None, log_decay: Array | None, causal: bool
+    fq: Array, fk: Array, v: Array, initial: Array, log_decay: Array | None, causal: bool
 ) -> tuple[Array, Array]:
-    """Sums that each query reads, the denominator last, and those after all tokens. Jitted: see `exact.run`."""
-    fq, fk, v, initial, resets, log_decay = vary_together(fq, fk, v, initial, resets, log_decay)
+    """Sums that each query reads, the denominator last, and those after all tokens. Jitted: see `chunked`."""
+    fq, fk, v, initial, log_decay = vary_together(fq, fk, v, initial, log_decay)
     v1 = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
     if causal:
-        return _causal(fq, fk, v1, initial, resets, log_decay)
-    if resets is not None:
-        return _within_documents(fq, fk, v1, initial, resets)
+        return _causal(fq, fk, v1, initial, log_decay)
+    if log_decay is not None:
+        return _within_documents(fq, fk, v1, initial, log_decay)
     final = initial + einsum("...sk,...sv->...kv", fk, v1)
     return einsum("...tk,...kv->...tv", fq, final), final
 
@@ -135,20 +138,20 @@ def _features(x: Array) -> Array:
     return jnp.where(x > 0, x + 1.0, jnp.exp(jnp.minimum(x, 0.0)))
 
 
-def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, starts: Array) -> tuple[Array, Array]:
+def _within_documents(fq: Array, fk: Array, v1: Array, initial: Array, log_decay: Array) -> tuple[Array, Array]:
     """Non-causal attention within documents: `_causal` once in each direction. Results as in `_causal`."""
-    numerators, final = _causal(fq, fk, v1, initial, starts, None)
+    numerators, final = _causal(fq, fk, v1, initial, log_decay)
     flip = partial(jnp.flip, axis=-2)
-    from_end = jnp.flip(document_ends(starts), axis=-1)
-    later, _ = _causal(flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), from_end, None)
+    from_end = jnp.flip(document_ends(log_decay == NEG_INF), axis=-1)
+    later, _ = _causal(
+        flip(fq), flip(fk), flip(v1), jnp.zeros_like(initial), jnp.where(from_end, NEG_INF, jnp.zeros_like(log_decay))
+    )
     # Both directions have counted the query's own token.
     own = einsum("...tk,...tk->...t", fq, fk)[..., None] * v1
     return numerators + jnp.flip(later, axis=-2) - own, final
 
 
-def _causal(
-    fq: Array, fk: Array, v1: Array, initial: Array, resets: Array | None, log_decay: Array | None
-) -> tuple[Array, Array]:
+def _causal(fq: Array, fk: Array, v1: Array, initial: Array, log_decay: Array | None) -> tuple[Array, Array]:
     """Sum over each document's tokens up to the query's own, chunk by chunk.
 
     Returns what each query reads, [*batch, T, V + 1] with the denominator last, and the sums of the last document.
@@ -156,8 +159,8 @@ def _causal(
     n_tokens = fq.shape[-2]
     size = min(_CHUNK, n_tokens)
     fq, fk, v1 = (to_chunks(x, size, -2) for x in (fq, fk, v1))  # [*batch, N, C, ...]; padded keys have zero features
-    resets, log_decay = (None if x is None else to_chunks(x, size, -1) for x in (resets, log_decay))  # [*batch, N, C]
-    decay = chunk_decay(resets, log_decay, size, fq.dtype)
+    decays = jnp.zeros(size, fq.dtype) if log_decay is None else to_chunks(log_decay, size, -1)  # [*batch, N, C]
+    decay = ChunkDecay.of(decays, math.gcd(size, _BLOCK))
 
     def step(sums: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         own, kept = chunk
@@ -177,11 +180,3 @@ def _scale(x: Array, log_decay: Array) -> Array:
     """x times exp(log_decay), and 0 where that is 0, of inf too."""
     decay = jnp.exp(log_decay)
     return jnp.where(decay > 0, x, 0.0) * decay
-
-
-def to_chunks(x: Array, size: int, axis: int) -> Array:
-    """Split the tokens on `axis` (negative) into chunks [N, C], padded with zeros."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % size)
-    axis += x.ndim
-    return jnp.pad(x, widths).reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])

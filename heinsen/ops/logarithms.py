@@ -1,12 +1,9 @@
-"""The exact forms of log values: what sums and queries see far below their column's largest, all in logarithms.
-
-They take the place of the fast forms for the rows that lost terms (`exact.run`). Tokens are taken a chunk at a time.
+"""Attention to log values all in logarithms: exact where values spread so far that sums relative to a column's largest
+underflow, and many times as slow as `chunked`, which calls it there. Tokens are taken a chunk at a time.
 
 Axes: `*batch` any leading axes; T tokens; C tokens of a chunk; K key and V value features.
 """
 
-from collections.abc import Sequence
-from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -14,12 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.logspace import ShiftedLog, constant_difference, finite, log_divide, log_matmul, logaddexp, logsumexp
-from heinsen.ops import chunk
-from heinsen.ops.chunk import Keys
+from heinsen.logspace import NEG_INF, constant_difference, finite, log_divide, log_matmul, logaddexp, logsumexp, two_sum
+from heinsen.ops.arrays import isolate_values, to_chunks
 from heinsen.ops.decay import ChunkDecay
-from heinsen.ops.states import NormalizedState, read_all, whole_shift
-from heinsen.ops.values import LOG_DOMAIN
+from heinsen.ops.states import LogState, log_rescaling
 
 
 class LogSums(NamedTuple):
@@ -30,100 +25,112 @@ class LogSums(NamedTuple):
     b: Array  # [*batch, V + 1], whole numbers
 
     @classmethod
-    def of(cls, state: NormalizedState) -> "LogSums":
-        log_mean, (rest, c), b = state
-        return cls(_with_ones(log_mean) + rest[..., None], c, _with_ones(b))
+    def of(cls, state: LogState) -> "LogSums":
+        c = lax.stop_gradient(state.h_z)
+        log_means = _with_ones(state.h_s - finite(c)[..., None], state.h_z - finite(c))
+        b = _whole(jnp.max(log_means, axis=-2))
+        return cls(log_means - finite(b)[..., None, :], c, b)
 
-    def to_state(self) -> NormalizedState:
-        log_z = self.rest[..., -1]
-        log_mean = log_divide(self.rest[..., :-1], log_z[..., None])
-        return NormalizedState.of(log_mean, ShiftedLog(log_z, self.c), self.b[..., :-1])
+    def to_state(self) -> LogState:
+        shift = finite(self.c)[..., :, None] + finite(self.b)[..., None, :]
+        h = jnp.where(self.rest == NEG_INF, NEG_INF, self.rest + shift)
+        return LogState(h[..., :-1], h[..., -1])
 
 
-def _with_ones(log_v: Array) -> Array:
+def _with_ones(log_v: Array, one: Array | float = 0.0) -> Array:
     """Log values [..., V + 1], the last of a value of 1."""
-    return jnp.pad(log_v, [(0, 0)] * (log_v.ndim - 1) + [(0, 1)])
+    return jnp.concatenate([log_v, jnp.broadcast_to(one, log_v.shape[:-1])[..., None]], axis=-1)
 
 
-def attend(chunk_size: int, q: Array, keys: Keys, state: NormalizedState) -> tuple[Array, NormalizedState]:
-    """(log y, the state after all tokens) of log values, of a whole number of chunks, all in logarithms."""
-    # A chunk at a time: the gradient has all exponents of one chunk, and the sums between chunks.
-    in_chunks = jax.tree.map(partial(_chunks_first, size=chunk_size), (q, keys))
-    after: tuple[LogSums, ...] = ()
-    if keys.later is not None:  # those after each chunk, from the last to the first
-
-        def step_back(sums: LogSums, keys: Keys) -> tuple[LogSums, LogSums]:
-            return _next_sums(sums, keys, keys.decays()[1]), sums
-
-        first = LogSums.of(state.empty())
-        after = (lax.scan(jax.checkpoint(step_back), first, in_chunks[1], reverse=True)[1],)
-
-    def step(sums: LogSums, tokens: tuple[Array, Keys, tuple[LogSums, ...]]) -> tuple[LogSums, Array]:
-        q, keys, after = tokens
-        return _next_sums(sums, keys, keys.decays()[0]), read_chunk(q, keys, (sums, *after))
-
-    end, log_y = lax.scan(jax.checkpoint(step), LogSums.of(state), (*in_chunks, after))
-    return _tokens(log_y), end.to_state()
+def _whole(largest: Array) -> Array:
+    """The smallest whole number at least the largest logarithm: moving it rounds nothing."""
+    return lax.stop_gradient(jnp.ceil(largest))
 
 
-def read_chunk(q: Array, keys: Keys, around: Sequence[LogSums]) -> Array:
-    """log y of a chunk's queries, which read those of its keys that they see, and the sums before it (and after it)."""
-    k, log_v, decays = keys.k, _with_ones(keys.values), keys.decays()
-    log_decay = chunk.visible_log_decay(decay.keys_at_queries for decay in decays)[..., None]
-    outside = [(sums, decay.before_at_queries[..., None]) for sums, decay in zip(around, decays, strict=True)]
-    r = jnp.max(chunk.pairs(q, k) + log_decay, axis=(-2, -1))
-    for sums, decay_outside in outside:
-        r = jnp.maximum(r, jnp.max((q + sums.c[..., None, :]) + decay_outside, axis=-1))
-    relative, error = chunk.center_queries(q, lax.stop_gradient(r))
-    log_weights = [
-        logsumexp((chunk.pairs(relative, k) + error[..., :, None, :]) + log_decay, axis=-1),
-        *(((relative + sums.c[..., None, :]) + error) + decay_outside for sums, decay_outside in outside),
-    ]
-    shift = reduce(jnp.maximum, [*(sums.b for sums in around), whole_shift(jnp.max(log_v, axis=-2))])
-    columns = [
-        log_v - finite(shift)[..., None, :],
-        *(sums.rest + constant_difference(sums.b, shift)[..., None, :] for sums in around),
-    ]
-    log_sums = log_matmul(jnp.concatenate(log_weights, axis=-1), jnp.concatenate(columns, axis=-2))
-    return log_divide(log_sums[..., :-1], log_sums[..., -1:]) + finite(shift)[..., None, :-1]
+class Chunk(NamedTuple):
+    """Tokens of a chunk."""
+
+    k: Array  # [*batch, C, K]
+    log_v: Array  # [*batch, C, V + 1], the last column of ones
+    taint: Array  # [*batch, C]: NaN where a value is NaN or inf, which is 0 in log_v; else 0
+    decay: ChunkDecay
 
 
-def _next_sums(sums: LogSums, keys: Keys, decay: ChunkDecay) -> LogSums:
-    """The sums after a chunk, in the direction of the decay."""
-    k, log_v = keys.k, _with_ones(keys.values)
-    until_end, log_decay = decay.keys_at_end[..., None], decay.before_at_end[..., None]
-    c = lax.stop_gradient(jnp.maximum(sums.c + log_decay, jnp.max(k + until_end, axis=-2)))
-    b = jnp.maximum(sums.b, whole_shift(jnp.max(log_v, axis=-2)))
-    own = ((k - finite(c)[..., None, :]) + until_end)[..., None] + (log_v - finite(b)[..., None, :])[..., None, :]
-    older = (sums.rest + chunk.log_rescaling(sums.c, c, log_decay)[..., None]) + constant_difference(sums.b, b)[
-        ..., None, :
-    ]
-    return LogSums(logaddexp(older, logsumexp(own, axis=-3)), c, b)
+def attend(
+    chunk_size: int,
+    block: int,
+    causal: bool,
+    q: Array,
+    k: Array,
+    log_v: Array,
+    log_decay: Array | None,
+    state: LogState,
+) -> tuple[Array, Array, Array, LogState]:
+    """(log y [*batch, T, V], Z [*batch, T] relative to exp(r), r, the state after all tokens)."""
+    log_v, taint = isolate_values(log_v, signed=False)
+    decays = jnp.zeros(k.shape[:-1], k.dtype) if log_decay is None else log_decay
+    taint, decays = jnp.where(jnp.isnan(decays), jnp.nan, taint), jnp.where(jnp.isnan(decays), 0.0, decays)
+    in_front = lambda x, fill=0.0: jnp.moveaxis(to_chunks(x, chunk_size, -2, constant_values=fill), x.ndim - 2, 0)
+    chunks = in_front(k, NEG_INF), in_front(log_v, NEG_INF), in_front(taint[..., None]), in_front(decays[..., None])
+    queries = in_front(q)
+
+    def take(k: Array, log_v: Array, taint: Array, log_decay: Array) -> Chunk:
+        return Chunk(k, _with_ones(log_v), taint[..., 0], ChunkDecay.of(log_decay[..., 0], block))
+
+    def step(sums: LogSums, tokens: tuple[Array, ...]) -> tuple[LogSums, tuple[Array, ...]]:
+        q, *rest = tokens
+        chunk = take(*rest)
+        return _next_sums(sums, chunk), _read(q, sums, chunk)
+
+    first = LogSums.of(state)
+    if causal:
+        end, read = lax.scan(jax.checkpoint(step), first, (queries, *chunks))
+    else:
+        end, _ = lax.scan(jax.checkpoint(lambda sums, x: (_next_sums(sums, take(*x)), None)), first, chunks)
+        read = lax.map(jax.checkpoint(lambda q: _read(q, end, None)), queries)
+    y, z, r = (_tokens(x)[..., : q.shape[-2], :] for x in read)
+    return y, z[..., 0], r[..., 0], end.to_state()
 
 
-def summarize(chunk_size: int, keys: Keys, state: NormalizedState) -> NormalizedState:
-    """Normalized state after any number of keys of log values."""
-    in_chunks = jax.tree.map(
-        partial(_chunks_first, size=chunk_size), chunk.pad_keys(LOG_DOMAIN, keys, -keys.k.shape[-2] % chunk_size)
-    )
-    step = lambda sums, keys: (_next_sums(sums, keys, keys.decays()[0]), None)
-    return lax.scan(jax.checkpoint(step), LogSums.of(state), in_chunks)[0].to_state()
+def _read(q: Array, before: LogSums, chunk: Chunk | None) -> tuple[Array, Array, Array]:
+    """(log y [*batch, C, V], Z [*batch, C, 1], r [*batch, C, 1]) of queries [*batch, C, K]."""
+    c, b, since = before.c[..., None, :], before.b, jnp.zeros((), q.dtype)
+    r = jnp.max(q + c, axis=-1)
+    if chunk is not None:
+        since = chunk.decay.before_at_queries[..., None]
+        visible = jnp.tril(jnp.ones((q.shape[-2],) * 2, bool))
+        left = chunk.decay.keys_at_queries[..., None]
+        pairs = lambda q: (q[..., :, None, :] + chunk.k[..., None, :, :]) + left
+        largest = jnp.max(jnp.where(visible[..., None], pairs(q), NEG_INF), axis=(-2, -1))
+        r = jnp.maximum(jnp.max((q + c) + since, axis=-1), largest)
+        b = jnp.maximum(b, _whole(jnp.max(chunk.log_v, axis=-2)))
+    r = lax.stop_gradient(r)
+    q, error = two_sum(q, -finite(r)[..., None])
+    error = lax.stop_gradient(error)
+    log_weights = ((q + c) + error) + since
+    columns = before.rest + constant_difference(before.b, b)[..., None, :]
+    if chunk is not None:
+        own = jnp.where(visible[..., None], pairs(q) + error[..., :, None, :], NEG_INF)
+        own = jnp.where(visible, logsumexp(own, axis=-1) + chunk.taint[..., None, :], NEG_INF)
+        log_weights = jnp.concatenate([log_weights, own], axis=-1)
+        columns = jnp.concatenate([columns, chunk.log_v - finite(b)[..., None, :]], axis=-2)
+    log_sums = log_matmul(log_weights, columns)
+    log_y = log_divide(log_sums[..., :-1], log_sums[..., -1:]) + (finite(b)[..., None, :-1] - finite(b)[..., None, -1:])
+    return log_y, jnp.exp(log_sums[..., -1:] + finite(b)[..., None, -1:]), r[..., None]
 
 
-def read(chunk_size: int, q: Array, state: NormalizedState) -> Array:
-    """log y of any number of queries that read one normalized state."""
-    n_tokens = q.shape[-2]
-    padded = jnp.pad(q, [(0, 0)] * (q.ndim - 2) + [(0, -n_tokens % chunk_size), (0, 0)])
-    y = lax.map(jax.checkpoint(lambda q: read_all(state, q)[0]), _chunks_first(padded, chunk_size))
-    return _tokens(y)[..., :n_tokens, :]
-
-
-def _chunks_first(x: Array, size: int) -> Array:
-    """[n, *batch, C, ...] of [*batch, T, ...]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:-2], -1, size, x.shape[-1]), -3, 0)
+def _next_sums(sums: LogSums, chunk: Chunk) -> LogSums:
+    """The sums after a chunk."""
+    until_end, total = chunk.decay.keys_at_end[..., None], chunk.decay.before_at_end[..., None]
+    c = lax.stop_gradient(jnp.maximum(sums.c + total, jnp.max(chunk.k + until_end, axis=-2)))
+    b = jnp.maximum(sums.b, _whole(jnp.max(chunk.log_v, axis=-2)))
+    weights = ((chunk.k - finite(c)[..., None, :]) + until_end) + chunk.taint[..., None]
+    own = weights[..., None] + (chunk.log_v - finite(b)[..., None, :])[..., None, :]
+    kept = log_rescaling(sums.c, c, total)[..., None] + constant_difference(sums.b, b)[..., None, :]
+    return LogSums(logaddexp(sums.rest + kept, logsumexp(own, axis=-3)), c, b)
 
 
 def _tokens(x: Array) -> Array:
-    """[*batch, T, ...] of [n, *batch, C, ...]."""
+    """[*batch, T, ...] of chunks [n, *batch, C, ...]."""
     x = jnp.moveaxis(x, 0, -3)
     return x.reshape(*x.shape[:-3], -1, x.shape[-1])

@@ -17,35 +17,52 @@ from jaxtyping import Array, Float
 
 from heinsen.logspace import (
     NEG_INF,
+    finite,
     log_divide,
     log_matmul,
     logaddexp,
     logsumexp,
     posterior,
 )
-from heinsen.ops.chunk import Keys
+from heinsen.ops.arrays import isolate_values
 from heinsen.ops.documents import document_numbers, mask_cross_document
 from heinsen.ops.states import AnyState, LogState, MeanState, merge_states
-from heinsen.ops.values import LOG_DOMAIN, Domain
 
-_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `values.einsum`
+_matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `arrays.einsum`
 
 
 def attend(
-    domain: Domain[Any], q: Float[Array, "*batch T K"], keys: Keys, causal: bool, state: Any
+    signed: bool,
+    q: Float[Array, "*batch T K"],
+    k: Float[Array, "*batch S K"],
+    values: Float[Array, "*batch S V"],
+    log_decay: Float[Array, "*batch T"] | None,
+    causal: bool,
+    state: Any,
 ) -> tuple[Float[Array, "*batch T V"], Any]:
-    """Eq. (1): log y or y, and the `LogState` or `MeanState` after all tokens."""
-    by_kind: Any = _attend_log_values if domain is LOG_DOMAIN else _attend_real_values
-    result: tuple[Array, Any] = by_kind(q, keys, causal, state)
+    """Eq. (1): log y or, if `signed`, y; and the `LogState` or `MeanState` after all tokens.
+
+    log_decay is -inf where nothing is left of the tokens before, as where a document starts.
+    """
+    resets = None
+    if log_decay is not None:
+        resets, log_decay = log_decay == NEG_INF, finite(log_decay)
+    values, taint = isolate_values(values, signed)
+    by_kind: Any = _attend_real_values if signed else _attend_log_values
+    result: tuple[Array, Any] = by_kind(q, k + taint[..., None], values, resets, log_decay, causal, state)
     return result
 
 
 def _attend_log_values(
-    q: Float[Array, "*batch T K"], keys: Keys, causal: bool, state: LogState | None
+    q: Array,
+    k: Array,
+    log_v: Array,
+    resets: Array | None,
+    log_decay: Array | None,
+    causal: bool,
+    state: LogState | None,
 ) -> tuple[Float[Array, "*batch T V"], LogState]:
     """Eq. (1) in logarithms: log y, and the state after all tokens."""
-    k, log_v = keys.k, keys.values
-    resets, log_decay = keys.per_token()
     log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z, log_s = logsumexp(log_a, axis=-1), log_matmul(log_a, log_v)
     if state is not None:
@@ -58,11 +75,15 @@ def _attend_log_values(
 
 
 def _attend_real_values(
-    q: Float[Array, "*batch T K"], keys: Keys, causal: bool, state: MeanState | None
+    q: Array,
+    k: Array,
+    v: Array,
+    resets: Array | None,
+    log_decay: Array | None,
+    causal: bool,
+    state: MeanState | None,
 ) -> tuple[Float[Array, "*batch T V"], MeanState]:
     """Eq. (1): y, and the state after all tokens."""
-    k, v = keys.k, keys.values
-    resets, log_decay = keys.per_token()
     log_a = _log_similarity(q, k, causal, resets, log_decay)
     log_z = logsumexp(log_a, axis=-1)
     if state is not None:

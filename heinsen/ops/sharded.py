@@ -23,11 +23,9 @@ from jaxtyping import Array, Float, Int
 from heinsen import logspace
 from heinsen.ops import chunked
 from heinsen.ops.api import log_attention
-from heinsen.ops.chunk import Keys
-from heinsen.ops.decay import take_resets
+from heinsen.ops.decay import with_starts
 from heinsen.ops.documents import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
-from heinsen.ops.values import LOG_DOMAIN
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
@@ -108,21 +106,16 @@ def _state_before(
     state = empty if state is None else state
     # What the first device leaves behind includes the state before all.
     begin = jax.tree.map(lambda given, none: jnp.where(is_first, given, none), state, empty)
-    resets = starts = None
+    starts = None
     if segment_ids is not None:
         ids_before = lax.ppermute(segment_ids[..., -1], "sequence", _next_device())
         begins = ~is_first & (ids_before != segment_ids[..., 0])  # [B, 1]
         starts = document_starts(segment_ids).at[..., 0].set(begins)
         starts = jnp.broadcast_to(starts, k.shape[:-1])
-        resets = starts
-    total = jnp.zeros(k.shape[:-2], k.dtype)  # log of what these tokens leave of the state before them
-    if log_decay is not None:
-        resets, log_decay = take_resets(starts, log_decay.astype(k.dtype))
-        total = jnp.sum(log_decay, axis=-1)
-    if resets is not None:
-        total = jnp.where(jnp.any(resets, axis=-1), logspace.NEG_INF, total)
-    keys = Keys.of_tokens(k, log_v, resets, log_decay)
-    own = chunked.summarize(LOG_DOMAIN, keys, begin.normalize()).denormalize()
+    decays = with_starts(log_decay, starts, k)
+    # Log of what these tokens leave of the state before them.
+    total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
+    own = chunked.summarize_tokens(k, log_v, decays, begin)
 
     Part = tuple[Array, LogState]  # (total, the state after these tokens)
 

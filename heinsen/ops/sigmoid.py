@@ -26,12 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import check_inputs, check_known_tokens, on_automatic_axes
-from heinsen.ops.checks import check_array, check_integer
+from heinsen.ops.arrays import einsum, on_automatic_axes, vary_together
+from heinsen.ops.checks import check_array, check_inputs, check_integer, check_known_tokens
 from heinsen.ops.documents import document_ranges, document_starts
-from heinsen.ops.exact import vary_together
-from heinsen.ops.modes import Name, forward_mode_only, reverse_mode_only
-from heinsen.ops.values import einsum
 
 Bias = float | Literal["-log_n"]
 
@@ -145,7 +142,7 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
 @partial(jax.jit, static_argnums=0)
 def _attend_jitted(options: "_Options", *arrays: Array) -> Array:
     """Jitted, so that a second call outside jit compiles nothing."""
-    return _attend(*_reverse_mode_only(vary_together(*arrays)), options)
+    return _attend(*vary_together(*arrays), options)
 
 
 def _check_number(name: str, x: object, alternative: str = "") -> None:
@@ -164,11 +161,6 @@ def _block_size(n_rows: int) -> int:
 
 
 # ---- blocks of queries against blocks of keys ------------------------------------------------------
-
-
-NAME = Name("sigmoid attention")  # in errors
-
-_reverse_mode_only = reverse_mode_only(NAME)
 
 
 class _Options(NamedTuple):
@@ -199,7 +191,7 @@ def _sum_keys(q: Array, k: Array, v: Array, first: Array, stop: Array, options: 
         return _add(y, lax.fori_loop(queries.first_block, queries.stop_block, key_block, zeros), queries.start)
 
     y = vary_together(jnp.zeros((*q.shape[:-1], v.shape[-1]), v.dtype), q)[0]
-    return forward_mode_only(NAME, lax.fori_loop(0, _count(q.shape[-2], options.block), query_block, y))
+    return lax.fori_loop(0, _count(q.shape[-2], options.block), query_block, y)
 
 
 _Residuals = tuple[Array, Array, Array, Array, Array]  # the arrays that `_attend` takes
@@ -234,7 +226,7 @@ def _attend_bwd(options: _Options, residuals: _Residuals, g: Array) -> tuple[Arr
 
     zeros = vary_together(jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), q)[:3]
     grads = lax.fori_loop(0, _count(q.shape[-2], options.block), query_block, zeros)
-    return *forward_mode_only(NAME, grads), None, None
+    return *grads, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

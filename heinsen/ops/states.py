@@ -1,13 +1,9 @@
 """States: what a set of tokens leaves behind, of one size whatever their number. Equations (5) to (8) of the paper.
 
-    state             holds                                           values  used for
-    LogState          h_s = LSE_s(k + log v), h_z = LSE_s(k)          log     the public form, eqs. (5) to (8)
-    MeanState         mean of v under weights exp(k - h_z), and h_z   real    the public form
-    NormalizedState   log of the mean of v relative to a shift b      log     within calls: scan, chunked, exact
-    NormalizedMeanState   the mean of v, and h_z in two parts         real    within calls
-
-A normalized state loses no precision at any dynamic range: rounding a weight changes the numerator and the denominator
-of a mean alike, and cancels; rounding h_s and h_z separately does not. `normalize` and `denormalize` convert.
+    state       holds                                           values  used for
+    LogState    h_s = LSE_s(k + log v), h_z = LSE_s(k)          log     the public form, eqs. (5) to (8)
+    MeanState   mean of v under weights exp(k - h_z), and h_z   real    the public form
+    Summary     sums relative to shifts                         both    within calls of `chunked`
 
 States are commutative monoids under `merge`, with the empty state (h = -inf) as identity. `decay` multiplies all
 weights, as a forget gate does; with it the order of merging matters, older before newer (`merge_states`). All functions
@@ -25,9 +21,7 @@ from jaxtyping import Array, Float
 
 from heinsen.logspace import (
     NEG_INF,
-    ShiftedLog,
     centered_sum,
-    constant_difference,
     finite,
     log_divide,
     log_shares,
@@ -35,72 +29,8 @@ from heinsen.logspace import (
     logsumexp,
     posterior,
 )
+from heinsen.ops.arrays import safe_divide, safe_log
 from heinsen.ops.checks import check_array, check_float, check_state
-
-
-class NormalizedState(NamedTuple):
-    """State of log values in normalized form, exact at every dynamic range."""
-
-    log_mean: Float[Array, "*batch K V"]  # log of each key feature's mean value, relative to b
-    h_z: ShiftedLog  # LSE_s(k), of arrays [*batch, K]
-    b: Float[Array, "*batch V"]  # a whole number at least the largest log mean, so that moving it rounds nothing
-
-    @classmethod
-    def of(cls, log_mean: Array, h_z: ShiftedLog, b: Array) -> "NormalizedState":
-        """The state whose log means are `log_mean` relative to any b."""
-        largest = finite(lax.stop_gradient(jnp.max(log_mean, axis=-2)))
-        whole = jnp.where(b == NEG_INF, NEG_INF, jnp.ceil(b + largest))
-        return cls(log_mean + constant_difference(b, whole)[..., None, :], h_z, whole)
-
-    def merge(self, other: "NormalizedState") -> "NormalizedState":
-        """State of two disjoint sets of tokens. Their shares add up to 1 whatever the rounding of h_z."""
-        share, other_share = (x[..., None] for x in log_shares(self.h_z, other.h_z))
-        b = jnp.maximum(self.b, other.b)
-        log_mean = logaddexp(
-            (self.log_mean + share) + constant_difference(self.b, b)[..., None, :],
-            (other.log_mean + other_share) + constant_difference(other.b, b)[..., None, :],
-        )
-        return self.of(log_mean, self.h_z.add(other.h_z), b)
-
-    def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
-        """(log y [*batch, V], log Z [*batch]) of one query per state."""
-        log_weights, log_z = _weigh(q, self.h_z)
-        return _log_mean(log_weights, self.log_mean) + finite(self.b), log_z
-
-    def empty(self) -> "NormalizedState":
-        """The empty state of the same shape."""
-        return jax.tree.map(lambda x: jnp.full_like(x, NEG_INF), self)
-
-    def denormalize(self) -> "LogState":
-        log_sum = self.h_z.rest[..., None] + self.log_mean
-        log_sum = jnp.where(log_sum == NEG_INF, NEG_INF, log_sum)  # the gradient of an empty sum is 0
-        h_s = log_sum + (finite(self.h_z.shift)[..., :, None] + finite(self.b)[..., None, :])
-        return LogState(h_s, self.h_z.value())
-
-
-class NormalizedMeanState(NamedTuple):
-    """A `MeanState` exact at every dynamic range."""
-
-    mean: Float[Array, "*batch K V"]
-    h_z: ShiftedLog  # of arrays [*batch, K]
-
-    def merge(self, other: "NormalizedMeanState") -> "NormalizedMeanState":
-        share, other_share = (jnp.exp(x)[..., None] for x in log_shares(self.h_z, other.h_z))
-        return NormalizedMeanState(share * self.mean + other_share * other.mean, self.h_z.add(other.h_z))
-
-    def read(self, q: Float[Array, "*batch K"]) -> tuple[Array, ShiftedLog]:
-        """(y [*batch, V], log Z [*batch]) of one query per state."""
-        log_weights, log_z = _weigh(q, self.h_z)
-        weights = posterior(log_weights, log_z.rest[..., None])
-        return jnp.sum(weights[..., None] * self.mean, axis=-2), log_z
-
-    def empty(self) -> "NormalizedMeanState":
-        """The empty state of the same shape."""
-        empty = jax.tree.map(lambda x: jnp.full_like(x, NEG_INF), self.h_z)
-        return NormalizedMeanState(jnp.zeros_like(self.mean), empty)
-
-    def denormalize(self) -> "MeanState":
-        return MeanState(self.mean, self.h_z.value())
 
 
 class LogState(NamedTuple):
@@ -123,10 +53,9 @@ class LogState(NamedTuple):
         """State of the same tokens, their weights multiplied by exp(log_decay); -inf gives the empty state."""
         return LogState(_scale(self.h_s, log_decay[..., None, None]), _scale(self.h_z, log_decay[..., None]))
 
-    def normalize(self) -> NormalizedState:
-        log_mean = log_divide(self.h_s, self.h_z[..., None])
-        b = whole_shift(jnp.max(log_mean, axis=-2))
-        return NormalizedState(log_mean - finite(b)[..., None, :], ShiftedLog.of(self.h_z), b)
+    def read(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
+        """log y of queries."""
+        return read_means(q, self.h_z[..., None, :], log_divide(self.h_s, self.h_z[..., None])[..., None, :, :], True)
 
 
 class MeanState(NamedTuple):
@@ -140,15 +69,84 @@ class MeanState(NamedTuple):
         return MeanState(jnp.broadcast_to(values[..., None, :], (*k.shape, values.shape[-1])), k)
 
     def merge(self, other: "MeanState") -> "MeanState":
-        return self.normalize().merge(other.normalize()).denormalize()
+        share, other_share = (jnp.exp(x)[..., None] for x in log_shares(self.h_z, other.h_z))
+        return MeanState(share * self.mean + other_share * other.mean, logaddexp(self.h_z, other.h_z))
 
     def decay(self, log_decay: Float[Array, "*batch"]) -> "MeanState":
         """State of the same tokens, their weights multiplied by exp(log_decay); -inf gives the empty state."""
         mean = jnp.where((log_decay == NEG_INF)[..., None, None], 0.0, self.mean)
         return MeanState(mean, _scale(self.h_z, log_decay[..., None]))
 
-    def normalize(self) -> NormalizedMeanState:
-        return NormalizedMeanState(self.mean, ShiftedLog.of(self.h_z))
+    def read(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
+        """y of queries."""
+        return read_means(q, self.h_z[..., None, :], self.mean[..., None, :, :], False)
+
+
+# Underflow takes at most 1e-38 per term from a sum of some 1e4 terms: sums of at least 1e-27 are right to 1e-7.
+SMALLEST_SUM = 1e-27
+
+
+class Summary(NamedTuple):
+    """Sums over tokens, relative to shifts: what they leave behind, within calls.
+
+    s sums exp(k + log v - c - b), or exp(k - c) v, and z sums exp(k - c). The largest weight of each key feature is 1.
+    """
+
+    s: Float[Array, "*batch K V"]
+    z: Float[Array, "*batch K"]
+    c: Float[Array, "*batch K"]  # the largest exponent of each key feature; -inf before any token
+    b: Float[Array, "*batch V"] | None  # at least each log value plus the log of its largest weight; None: real values
+
+    @classmethod
+    def of(cls, state: "LogState | MeanState") -> "Summary":
+        """The sums of a state."""
+        c = lax.stop_gradient(state.h_z)
+        z = jnp.exp(jnp.where(c == NEG_INF, NEG_INF, state.h_z - finite(c)))
+        if isinstance(state, MeanState):
+            return cls(state.mean * z[..., None], z, c, None)
+        log_mean = state.h_s - finite(c)[..., None]
+        b = lax.stop_gradient(jnp.max(log_mean, axis=-2))
+        return cls(jnp.exp(log_mean - finite(b)[..., None, :]), z, c, b)
+
+    def to_state(self) -> "LogState | MeanState":
+        h_z = jnp.where(self.z == 0, NEG_INF, safe_log(self.z) + finite(self.c))
+        if self.b is None:
+            return MeanState(safe_divide(self.s, self.z[..., None]), h_z)
+        shift = finite(self.c)[..., :, None] + finite(self.b)[..., None, :]
+        return LogState(jnp.where(self.s == 0, NEG_INF, safe_log(self.s) + shift), h_z)
+
+    def merge(self, log_decay: Float[Array, "*batch"], newer: "Summary") -> "Summary":
+        """The sums of both, the weights of these ones multiplied by exp(log_decay) <= 1. Shifts are constants.
+
+        Where all weights of a part become smaller, what its values add does too: b falls by as much as the largest.
+        """
+        c = lax.stop_gradient(jnp.maximum(self.c + log_decay[..., None], newer.c))
+        kept, added = log_rescaling(self.c, c, log_decay[..., None]), log_rescaling(newer.c, c)
+        z = self.z * jnp.exp(kept) + newer.z * jnp.exp(added)
+        if self.b is None or newer.b is None:
+            return Summary(self.s * jnp.exp(kept)[..., None] + newer.s * jnp.exp(added)[..., None], z, c, None)
+        tops = [jnp.max(x, axis=-1, keepdims=True) for x in (kept, added)]
+        b = lax.stop_gradient(jnp.maximum(self.b + tops[0], newer.b + tops[1]))
+        s = jnp.zeros((), z.dtype)
+        for part, old, x, top in ((self.s, self.b, kept, tops[0]), (newer.s, newer.b, added, tops[1])):
+            rows, columns = jnp.exp(x - finite(top)), jnp.exp(log_rescaling(old, b, top))
+            s = s + (part * rows[..., None]) * columns[..., None, :]
+        return Summary(s, z, c, b)
+
+    def lost_terms(self) -> Array:
+        """Whether underflow may have taken terms that matter from a sum of log values, [*batch]."""
+        if self.b is None:
+            return jnp.zeros(self.z.shape[:-1], bool)
+        can_be_zero = (self.z == 0)[..., None] | (self.b == NEG_INF)[..., None, :]
+        return lax.stop_gradient(jnp.any((self.s < SMALLEST_SUM) & ~can_be_zero, axis=(-2, -1)))
+
+
+def log_rescaling(old: Array, new: Array, log_decay: Array | float = 0.0) -> Array:
+    """Logarithm of the factor <= 1 that takes what is relative to `old` to `new` >= old + log_decay.
+
+    Differences of shifts are exact where their sums with a decay would be rounded.
+    """
+    return jnp.where(old == NEG_INF, NEG_INF, (finite(old) - finite(new)) + log_decay)
 
 
 State = LogState | MeanState
@@ -254,7 +252,7 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
         return query_state(state, q[..., None, :])[..., 0, :]
     if q.shape[:-2] + q.shape[-1:] != state.h_z.shape:
         raise ValueError(f"queries {q.shape} do not fit a state with h_z {state.h_z.shape}: expected [*batch, (T,) K]")
-    return read_all(state.normalize(), q)[0]
+    return state.read(q)
 
 
 def extend_context(
@@ -283,29 +281,26 @@ def _check_state(state: Any, name: str = "state") -> None:
         )
 
 
-# ---- arithmetic of normalized states --------------------------------------------------------------
+# ---- arithmetic ------------------------------------------------------------------------------------
 
 
-def read_all(state: NormalizedState | NormalizedMeanState, q: Float[Array, "*batch T K"]) -> tuple[Array, ShiftedLog]:
-    """(y or log y [*batch, T, V], log Z [*batch, T]) of T queries that all read the one state."""
-    return jax.tree.map(lambda x: jnp.expand_dims(x, q.ndim - 2), state).read(q)
+def read_means(
+    q: Float[Array, "*batch T K"],
+    h_z: Float[Array, "*batch #T K"],
+    means: Float[Array, "*batch #T K V"],
+    are_logs: bool,
+) -> Float[Array, "*batch T V"]:
+    """Mean over key features of their means, with the weights exp(q + h_z); of logarithms, the logarithm of that."""
+    log_weights, _ = centered_sum(q, h_z)
+    if are_logs:
+        return _log_mean(log_weights, means)
+    weights = posterior(log_weights, logsumexp(log_weights, axis=-1)[..., None])
+    return jnp.sum(weights[..., None] * means, axis=-2)
 
 
 def _scale(h: Array, log_factor: Array) -> Array:
     """h + log_factor, and -inf where that is -inf, also for h = NaN."""
     return jnp.where(log_factor == NEG_INF, NEG_INF, h + log_factor)
-
-
-def whole_shift(largest: Array) -> Array:
-    """The smallest whole number at least the largest logarithm."""
-    return lax.stop_gradient(jnp.ceil(largest))
-
-
-def _weigh(q: Array, h_z: ShiftedLog) -> tuple[Array, ShiftedLog]:
-    """Log weights [*batch, K] of the key features for a query, up to a shift; log Z [*batch]."""
-    centered, top = centered_sum(q, h_z.shift)
-    log_weights = centered + h_z.rest
-    return log_weights, ShiftedLog(logsumexp(log_weights, axis=-1), top)
 
 
 @jax.custom_jvp

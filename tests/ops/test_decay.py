@@ -12,11 +12,11 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, init_state, merge_states, update_state
-from heinsen.ops import exact, schedule
+from heinsen.ops import chunked, logarithms
 from heinsen.ops.api import attend_both_ways
-from heinsen.ops.decay import chunk_decay
+from heinsen.ops.decay import ChunkDecay
 from heinsen.ops.running import begin_steps, end_steps, take_step
-from tests.ops.common import run_fast_form, user_jit
+from tests.ops.common import user_jit
 from tests.ops.truth import draw_decays
 
 FEATURES = 16
@@ -75,65 +75,105 @@ def test_sums_within_a_chunk_are_not_rounded_to_the_largest(rng):
     decays = draw_decays(rng, (50, 64))
     decays[np.isneginf(decays)] = -50.0
     decays[..., -8:] *= 1e-4
-    got = jax.jit(lambda x: chunk_decay(None, x, 64, x.dtype))(decays)
+    got = jax.jit(lambda x: ChunkDecay.of(x, 8))(decays)
     exact = np.cumsum(decays.astype(np.float64), axis=-1)
     of_keys = np.tril(np.exp(np.minimum(exact[..., :, None] - exact[..., None, :], 0)))
     np.testing.assert_allclose(np.exp(got.keys_at_queries), of_keys, rtol=2e-5, atol=1e-30)
     np.testing.assert_allclose(got.keys_at_end, exact[..., -1:] - exact, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(got.before_at_queries, exact, rtol=1e-6, atol=1e-7)
     naive = np.cumsum(decays, axis=-1)
     assert np.abs((naive[..., -1:] - naive) - (exact[..., -1:] - exact))[..., -8:].max() > 1e-6
 
 
-@pytest.mark.parametrize("signed", [False, True])
-def test_ordinary_inputs_never_reach_the_exact_form(rng, signed):
-    """Inputs up to sigma = 4 and decays from -5 to 0 lose no terms; wide ones do."""
-    run = jax.jit(functools.partial(run_fast_form, signed=signed))
+@pytest.fixture
+def lose(monkeypatch):
+    """lose(module, name): let a form of the computation return NaN; what is finite was computed without it."""
+
+    def lose(module, name):
+        form = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: jax.tree.map(lambda x: x * jnp.nan, form(*args)))
+        jax.clear_caches()
+
+    yield lose
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
+def test_ordinary_inputs_take_one_product_per_chunk_and_wide_ones_do_not(rng, function, lose):
+    """Inputs up to sigma = 4 and decays from -5 to 0, and a number of tokens that fills no chunk."""
+    lose(chunked, "block_weights")
+    run = jax.jit(getattr(heinsen, function))
     for sigma in (1, 4, 64):
-        arrays = [np.float32(sigma * rng.standard_normal((8, 704, FEATURES))) for _ in range(3)]
-        decays = -5 * rng.random((8, 704)).astype(np.float32)
+        arrays = [np.float32(sigma * rng.standard_normal((8, 700, FEATURES))) for _ in range(2)]
+        arrays.append(np.float32(rng.standard_normal((8, 700, FEATURES))))
+        decays = -5 * rng.random((8, 700)).astype(np.float32)
         decays[1], decays[2], decays[3] = -5, 0, -1e-3
-        decays[4] = np.where(rng.random(704) < 0.5, -5, -1e-4)
-        assert run(*arrays, log_decay=decays)[1] == (sigma == 64)
+        decays[4] = np.where(rng.random(700) < 0.5, -5, -1e-4)
+        decays[5] = np.where(rng.random(700) < 0.1, -np.inf, -1e-4)
+        assert np.all(np.isfinite(run(*arrays, log_decay=decays))) == (sigma != 64)
+
+
+@pytest.mark.parametrize("function", ["log_attention", "attention"])
+def test_exponents_that_spread_take_blocks_and_no_logarithms(rng, function, lose):
+    for module, name in ((chunked, "product_weights"), (logarithms, "attend")):
+        lose(module, name)
+    q, k = (np.float32(64 * rng.standard_normal((2, 100, FEATURES))) for _ in range(2))
+    v = np.float32(rng.standard_normal((2, 100, FEATURES)))
+    decays = draw_decays(rng, (2, 100))
+    assert np.all(np.isfinite(jax.jit(getattr(heinsen, function))(q, k, v, log_decay=decays)))
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_both_directions_never_reach_the_exact_form(rng, monkeypatch, gated):
-    """Not even at the last token of a document, which sees none after it."""
-    q, k, log_v = (jnp.float32(rng.standard_normal((2, 12, 4))) for _ in range(3))
-    ids = jnp.asarray(np.cumsum(rng.random((2, 12)) < 0.3, axis=-1))
-    lost = []
-    for module in (exact, schedule):
-        monkeypatch.setattr(module, "for_rows", lambda rows, update, out, *_: (lost.append(bool(rows.any())), out)[1])
-    with jax.disable_jit():
-        if gated:
-            decays = {name: -jnp.float32(rng.random((2, 12))) for name in ("log_decay", "log_decay_after")}
-            attend_both_ways(q, k, log_v, **decays, segment_ids=ids, signed=False)
-        else:
-            heinsen.log_attention(q, k, log_v, causal=False, segment_ids=ids, implementation="chunked")
-    assert lost == 2 * [False]  # weights and values, of both directions
+def test_both_directions_take_one_product_per_chunk(rng, lose, gated):
+    """Even at the last token of a document, which sees none after it."""
+    lose(chunked, "block_weights")
+    q, k, log_v = (jnp.float32(rng.standard_normal((2, 45, 4))) for _ in range(3))
+    ids = jnp.asarray(np.cumsum(rng.random((2, 45)) < 0.3, axis=-1))
+    if gated:
+        decays = {name: -jnp.float32(rng.random((2, 45))) for name in ("log_decay", "log_decay_after")}
+        y = attend_both_ways(q, k, log_v, **decays, segment_ids=ids, signed=False)
+    else:
+        y = heinsen.log_attention(q, k, log_v, causal=False, segment_ids=ids, implementation="chunked")
+    assert np.all(np.isfinite(y))
 
 
-def test_a_large_value_that_is_forgotten_is_out_of_every_later_call(rng):
-    """The shifts fall: beside exp(200) the values after it would underflow, and every later call be exact but slow."""
-    q, k, log_v = (jnp.asarray(rng.standard_normal((2, 96, FEATURES)), jnp.float32) for _ in range(3))
-    decays = jnp.full((2, 96), -4.0)
-    log_v = log_v.at[:, 0].add(200.0)
-    arguments = lambda part: (x[:, part] for x in (q, k, log_v))
-    attend = jax.jit(functools.partial(heinsen.log_attention, implementation="reference", return_state=True))
-    first = attend(*arguments(slice(0, 64)), log_decay=decays[:, :64])[1]
-    rest, decays = list(arguments(slice(64, 96))), decays[:, 64:]
-    log_y, lost = jax.jit(run_fast_form)(*rest, state=first, log_decay=decays)
-    assert not lost
-    want = attend(*rest, state=first, log_decay=decays)[0]
-    np.testing.assert_allclose(log_y, want, atol=1e-5)
+@pytest.mark.parametrize("value, decay, in_logarithms", [(100.0, -0.8, False), (100.0, -4.0, True), (1e3, -1.0, True)])
+def test_a_large_value_that_is_forgotten_is_out_of_later_chunks(rng, value, decay, in_logarithms, lose):
+    """Shifts fall from chunk to chunk. Where a value is forgotten within one, logarithms hold what is left."""
+    q, k, log_v = (jnp.asarray(rng.standard_normal((2, 160, FEATURES)), jnp.float32) for _ in range(3))
+    log_v, decays = log_v.at[:, 0].add(value), jnp.full((2, 160), decay)
+    decays = decays.at[:, 40].set(-jnp.inf if value > 100 else decay)  # a document ends
+    attend = lambda **options: jax.jit(functools.partial(heinsen.log_attention, **options))(
+        q, k, log_v, log_decay=decays
+    )
+    with jax.enable_x64(True):
+        arrays = [x.astype(np.float64) for x in (q, k, log_v)]
+        want = jax.jit(functools.partial(heinsen.log_attention, implementation="reference"))(
+            *arrays, log_decay=decays.astype(np.float64)
+        )
+    np.testing.assert_allclose(attend(), want, atol=2e-4)
+    lose(logarithms, "attend")
+    assert np.all(np.isfinite(attend(implementation="chunked"))) != in_logarithms
 
 
-def test_a_large_value_that_is_forgotten_is_out_of_later_chunks(rng):
-    """Shifts fall from chunk to chunk: beside exp(100) the third chunk's values would underflow."""
-    q, k, log_v = (jnp.asarray(rng.standard_normal((2, 128, FEATURES)), jnp.float32) for _ in range(3))
-    run, decays = jax.jit(run_fast_form), jnp.full((2, 128), -0.8)
-    assert not run(q, k, log_v.at[:, 0].add(100.0), log_decay=decays)[1]
-    assert run(q, k, log_v.at[:, 0].add(100.0), log_decay=2 * decays)[1]  # too fast for a shift per chunk
+@pytest.mark.parametrize("function", ["log_attention", pytest.param("attention", marks=pytest.mark.long)])
+def test_offsets_of_a_hundred_thousand_with_a_gate(rng, function):
+    """k + decay would round small decays away: shifts are subtracted first."""
+    q, k, v, g = (rng.standard_normal((2, 100, 4)) for _ in range(4))
+    decays = -np.exp(rng.uniform(np.log(1e-6), np.log(0.1), (2, 100)))
+    offset = np.round(1e5 * rng.standard_normal(4))
+    for arrays in ((q, k + 1e5, v), (q - offset, k + offset, v)):
+        arrays = [np.float32(x) for x in (*arrays, decays)]
+
+        def run(form, dtype, arrays=arrays):
+            with jax.enable_x64(dtype == np.float64):
+                attend = functools.partial(getattr(heinsen, function), implementation=form)
+                call = lambda q, k, v, decays: attend(q, k, v, log_decay=decays)
+                y, pull = jax.vjp(call, *(x.astype(dtype) for x in arrays))
+                return [np.float64(x) for x in (y, *pull(g.astype(dtype)))]
+
+        for got, want in zip(run("chunked", np.float32), run("reference", np.float64), strict=True):
+            assert np.abs(got - want).max() <= 2e-5 * max(1, np.abs(want).max())
 
 
 # ---- laws ------------------------------------------------------------------------------------------
@@ -339,13 +379,10 @@ def test_both_directions_are_gated_separately_and_the_later_one_leaves_out_the_t
         assert abs(slope - terms.sum()) <= 1e-4 * np.sqrt(np.sum(terms**2)) + 1e-5
 
 
-@pytest.mark.parametrize("bad", [np.nan, pytest.param(np.inf, marks=pytest.mark.long)])
-def test_what_is_not_finite_stays_in_its_document_in_both_directions(rng, bad):
-    n, start = 9, int(rng.integers(1, 9))
-    q, k, v = (jnp.asarray(rng.standard_normal((n, 4)), jnp.float32) for _ in range(3))
-    ids, decays = jnp.asarray(np.arange(n) >= start, jnp.int32), jnp.full(n, -0.1, jnp.float32)
-    v = v.at[start, 0].set(bad)
-    gated = attend_both_ways(q, k, v, log_decay=decays, log_decay_after=decays, segment_ids=ids, signed=True)
-    plain = heinsen.attention(q, k, v, causal=False, segment_ids=ids, implementation="chunked")
+def test_what_is_not_finite_stays_in_its_row_in_both_directions(rng):
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 4)), jnp.float32) for _ in range(3))
+    decays, v = jnp.full((2, 9), -0.1, jnp.float32), v.at[0, 4, 0].set(jnp.nan)
+    gated = attend_both_ways(q, k, v, log_decay=decays, log_decay_after=decays, signed=True)
+    plain = heinsen.attention(q, k, v, causal=False, segment_ids=jnp.arange(9) // 6, implementation="chunked")
     for y in (gated, plain):
-        assert np.all(np.isfinite(y[:start])) and not np.any(np.isfinite(y[start:, 0]))
+        assert np.all(np.isfinite(y[1])) and not np.any(np.isfinite(y[0, 4:6, 0]))

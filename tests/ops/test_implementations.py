@@ -15,25 +15,21 @@ import pytest
 
 import heinsen
 from heinsen import LogState, MeanState, backend, init_state
-from heinsen.ops import exact, schedule
 from heinsen.ops.api import IMPLEMENTATIONS
-from tests.ops.common import PORTABLE
+from tests.ops.common import PORTABLE, split_small
 from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
 
 # One compilation serves all tests with the same shapes.
 merge_states, query_state = jax.jit(heinsen.merge_states), jax.jit(heinsen.query_state)
 
-# Few tokens, which compile fast, are several chunks of this size.
-SMALL_CHUNK = 3
-
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One of the two functions, in one implementation; `chunk` is the size of its chunks, where tests have set it."""
+    """One of the two functions, in one implementation; `is_split` is whether tests have set the size of its chunks."""
 
     function: str
     implementation: str
-    chunk: int | None
+    is_split: bool = False
 
     def __str__(self):
         return f"{self.function}-{self.implementation}"
@@ -88,12 +84,10 @@ def implementation(request):
 
 @pytest.fixture(params=["log_attention", "attention"])
 def form(request, implementation, monkeypatch):
-    """Each function in each implementation, with small chunks, two in a group."""
-    if implementation != "chunked":
-        return Form(request.param, implementation, None)
-    monkeypatch.setattr(schedule, "choose_chunk_size", lambda d_key: SMALL_CHUNK)
-    monkeypatch.setattr(schedule, "chunks_per_group", lambda elements: 2)
-    return Form(request.param, implementation, SMALL_CHUNK)
+    """Each function in each implementation, with small chunks, some in a group."""
+    if implementation == "chunked":
+        split_small(monkeypatch)
+    return Form(request.param, implementation, implementation == "chunked")
 
 
 T = 7
@@ -210,20 +204,14 @@ def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
 @pytest.mark.parametrize("name", [name for name in PORTABLE if name not in ("reference", "scan")])
 def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, scale):
     """With chunks of the real size. (Equations and scan are no other computation when T is larger.)"""
-    check_wide(Form(function, name, None), draw_case(rng, **LONG, scale=scale), rng)
+    check_wide(Form(function, name), draw_case(rng, **LONG, scale=scale), rng)
 
 
 @pytest.mark.parametrize("scale", [1, 32])
-def test_the_loops_of_accelerators_are_the_truth(rng, monkeypatch, scale):
-    """There the body of a loop over chunks takes several, and blocks of rows have several axes: here 2 x 3."""
-    monkeypatch.setattr(schedule, "choose_chunk_size", lambda d_key: 3)
-    monkeypatch.setattr(schedule, "_MAX_UNROLL", 4)
-    for module in (exact, schedule):
-        monkeypatch.setattr(module, "rows_together", lambda size: 7)
-    case = draw_case(rng, (2, 4, 3), 24, d_key=4, d_value=3, mean_length=9, decay=True, state=True, scale=scale)
+def test_the_chunks_of_accelerators_are_the_truth(rng, scale):
+    case = draw_case(rng, (2, 4), 140, d_key=4, d_value=3, mean_length=30, decay=True, state=True, scale=scale)
     with backend.compiling_for("gpu"):
-        assert schedule._unroll_factor(8) == 4 and exact._block_sizes((2, 4, 3), 7) == (1, 2, 3)
-        (check_wide if scale > 1 else check)(Form("log_attention", "chunked", -3), case, rng)  # -3: programs of its own
+        (check_wide if scale > 1 else check)(Form("log_attention", "chunked"), case, rng)
 
 
 @pytest.mark.parametrize("scale", [pytest.param(16, marks=pytest.mark.long), 32])

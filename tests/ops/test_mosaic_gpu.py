@@ -11,10 +11,9 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 import heinsen
-from heinsen import LogState, MeanState
+from heinsen import LogState, MeanState, backend
 from heinsen.contrib.kernels import interpret, mosaic_gpu
 from heinsen.errors import InputError
-from tests.ops.common import spoil_exact_form
 from tests.ops.truth import assert_close, assert_gradients_close, draw_case, truth
 
 
@@ -55,10 +54,12 @@ LONG_CASES = {
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_CASES)])
 def test_values_states_and_gradients_are_the_truth(name, rng, monkeypatch):
-    """By the kernels alone, but for the one that loses terms."""
-    if name != "wide":
-        spoil_exact_form(monkeypatch, mosaic_gpu.Fused)
+    """By the kernels alone, but for the case that loses terms and the one that is not causal."""
     options = (CASES | LONG_CASES)[name].copy()
+    if name not in ("wide", "both ways"):
+        attend = mosaic_gpu.chunked.attend
+        spoiled = lambda *args: jax.tree.map(lambda x: x * jnp.nan, attend(*args))
+        monkeypatch.setattr(mosaic_gpu.chunked, "attend", spoiled)
     signed = options.pop("signed")
     batch = options.pop("batch", (2,))
     case = draw_case(rng, batch=batch, **options)
@@ -87,7 +88,20 @@ def test_what_the_kernels_do_not_take_is_an_error(shape, dtype, message):
             heinsen.log_attention(x, x, x, implementation="pallas")
 
 
-def test_a_device_that_cannot_run_the_kernels_is_an_error():
+@pytest.mark.parametrize("name", ["cpu", "tpu"])
+def test_a_device_that_cannot_run_the_kernels_is_an_error(name):
     x = jnp.zeros((1, 8, 32))
-    with pytest.raises(InputError, match=r"needs a TPU or a Hopper GPU .*, not cpu: pass"):
+    with backend.compiling_for(name), pytest.raises(InputError, match=rf"needs a Hopper GPU .*, not {name}: pass"):
         heinsen.log_attention(x, x, x, implementation="pallas")
+
+
+def test_derivatives_that_the_kernels_do_not_have_are_an_error():
+    def loss(x):
+        return jnp.sum(heinsen.log_attention(x, x, x, implementation="pallas"))
+
+    x = jnp.zeros((1, 8, 16))
+    with interpret.interpreted(InterpretGPUParams()):
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(loss, (x,), (x,))
+        with pytest.raises(TypeError, match='no other derivatives: pass implementation="chunked"'):
+            jax.jvp(jax.grad(loss), (x,), (x,))

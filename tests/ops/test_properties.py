@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import heinsen
-from heinsen.ops import schedule
+from heinsen.ops import chunked
+from tests.ops.common import SMALL_SPLIT
 
 T, K, V = 13, 3, 2
 search = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,16 +29,15 @@ def inputs(draw):
     return tuple(x.astype(np.float32) for x in (q, k, log_v))
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _attend(q, k, log_v, size, in_group):
+@functools.partial(jax.jit, static_argnums=3)
+def _attend(q, k, log_v, split):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "choose_chunk_size", lambda d_key: size)
-        patch.setattr(schedule, "chunks_per_group", lambda elements: in_group)
+        patch.setattr(chunked, "choose_split", lambda shape: split)
         return heinsen.log_attention(q, k, log_v, implementation="chunked", return_state=True)
 
 
-def attend(q, k, log_v, size=4, in_group=2):
-    return jax.tree.map(np.asarray, _attend(q, k, log_v, size, in_group))
+def attend(q, k, log_v, split=SMALL_SPLIT):
+    return jax.tree.map(np.asarray, _attend(q, k, log_v, split))
 
 
 def same(a, b, tolerance=2e-4):
@@ -49,9 +49,9 @@ def same(a, b, tolerance=2e-4):
 
 
 @search
-@given(inputs(), st.sampled_from([(1, 5), (3, 2), (13, 1)]))
-def test_the_size_of_chunks_and_groups_changes_nothing(arrays, sizes):
-    jax.tree.map(same, attend(*arrays, *sizes), attend(*arrays))
+@given(inputs(), st.sampled_from([(1, 1, None, 5), (6, 2, None, 2), (16, 4, None, None)]))
+def test_the_size_of_blocks_chunks_and_groups_changes_nothing(arrays, sizes):
+    jax.tree.map(same, attend(*arrays, chunked.Split(*sizes)), attend(*arrays))
 
 
 @search

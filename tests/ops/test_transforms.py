@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import heinsen
 from heinsen.ops.delta import delta_rule
 from heinsen.ops.linear import linear_attention
+from tests.ops.common import split_small
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = {
@@ -137,21 +138,23 @@ def test_shard_map_and_explicit_axes_change_nothing(request, cases):
     assert done.returncode == 0, f"--seed={seed}: {done.stderr}"
 
 
-SCANS = [(name, option) for name in ("log_attention", "attention") for option in OPTIONS]
-QUICK = [("attention", "causal")]
+FORMS = [("chunked", 1), ("chunked", 40), ("scan", 1)]  # with the scale of inputs: exponents that spread
+ORDERS = [(*form, name, option) for form in FORMS for name in ("log_attention", "attention") for option in OPTIONS]
+QUICK = [("chunked", 1, "log_attention", "all options"), ("chunked", 40, "attention", "causal")]
 
 
 @pytest.mark.parametrize(
-    "name, option", [pytest.param(*x, marks=() if x in QUICK else pytest.mark.long) for x in SCANS]
+    "form, scale, name, option", [pytest.param(*x, marks=() if x in QUICK else pytest.mark.long) for x in ORDERS]
 )
-def test_the_scan_has_derivatives_in_both_modes_and_of_every_order(rng, name, option):
+def test_derivatives_in_both_modes_and_of_every_order(rng, form, scale, name, option, monkeypatch):
     """Against the reference in float64, by q, k and values; the first derivatives outside jit too."""
+    split_small(monkeypatch)
     with jax.enable_x64(True):
         seed, found = rng.integers(2**32), []
-        for implementation in ("scan", "reference"):
+        for implementation in (form, "reference"):
             loss, arrays = draw(np.random.default_rng(seed), name, option, 6, implementation=implementation)
             widen = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            arrays, others = jax.tree.map(widen, (tuple(arrays[:3]), arrays[3:]))
+            arrays, others = jax.tree.map(widen, (tuple(scale * x for x in arrays[:3]), arrays[3:]))
             of = lambda *args, loss=loss, others=others: loss(*args, *others)
             along = tuple(jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in arrays)
             grad = jax.grad(of, argnums=(0, 1, 2))
@@ -168,7 +171,7 @@ def test_the_scan_has_derivatives_in_both_modes_and_of_every_order(rng, name, op
                 }
 
             found.append(jax.jit(all_orders)(*arrays))
-            if implementation == "scan":
+            if implementation == form:
                 for eager in (forward(*arrays), sum(map(jnp.vdot, grad(*arrays), along))):
                     np.testing.assert_allclose(eager, found[0]["forward"], rtol=1e-7, atol=1e-10)
         got, want = found
@@ -179,43 +182,18 @@ def test_the_scan_has_derivatives_in_both_modes_and_of_every_order(rng, name, op
             assert_same(got[way], got["forward over reverse"])
 
 
-@pytest.mark.parametrize(
-    "name, option",
-    [
-        pytest.param("log_attention", "all options", marks=pytest.mark.long),
-        ("attention", "all keys"),
-        ("sigmoid", "causal"),
-    ],
-)
-def test_other_forms_have_the_forward_derivative_of_their_gradient_and_say_so(rng, name, option):
+def test_sigmoid_attention_has_the_forward_derivative_of_its_gradient_alone(rng):
     with jax.enable_x64(True):
-        loss, arrays = draw(rng, name, option)
-        widen = lambda x: x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        arrays, others = jax.tree.map(widen, (tuple(arrays[:3]), arrays[3:]))
-        of = lambda *args: loss(*args, *others)
+        loss, arrays = draw(rng, "sigmoid", "causal")
+        arrays = tuple(x.astype(jnp.float64) for x in arrays)
         along = tuple(jnp.asarray(rng.standard_normal(x.shape)) for x in arrays)
-        grad, step = jax.jit(jax.grad(of, argnums=(0, 1, 2))), 1e-4
+        grad, step = jax.jit(jax.grad(loss, argnums=(0, 1, 2))), 1e-4
         moved = [grad(*(x + sign * step * dx for x, dx in zip(arrays, along, strict=True))) for sign in (1, -1)]
-        want = jax.tree.map(lambda x, y: (x - y) / (2 * step), *moved)
         got = jax.jit(lambda *args: jax.jvp(grad, args, along)[1])(*arrays)
-        for x, y in zip(got, want, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * jnp.max(jnp.abs(y)))
-        push = jax.linearize(of, *arrays)[1]
-        slope = lambda *args: jnp.vdot(grad(*args)[0], along[0])
-        pass_scan = "" if name == "sigmoid" else '.*or pass implementation="scan" or "reference"'
-        for wrong in (
-            lambda: push(*along),
-            lambda: jax.jvp(of, arrays, along),
-            lambda: jax.jvp(jax.jit(of), arrays, along),
-        ):
-            with pytest.raises(TypeError, match="has no forward-mode derivative .* use reverse mode" + pass_scan):
-                wrong()
-        if option != "all keys":  # has no loop
-            for second in (jax.grad(slope), jax.jit(jax.grad(slope))):
-                with pytest.raises(
-                    TypeError, match="no gradient of its gradient .* take jax.jvp of jax.grad" + pass_scan
-                ):
-                    second(*arrays)
+        for x, up, down in zip(got, *moved, strict=True):
+            np.testing.assert_allclose(x, (up - down) / (2 * step), rtol=1e-4, atol=1e-5 * jnp.max(jnp.abs(x)))
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.jvp(loss, arrays, along)
 
 
 @pytest.mark.wrong_types

@@ -6,9 +6,9 @@ chunk's while this one's products run; factors and pairwise weights never leave 
 the outputs and what the backward pass needs: S and Z of every query, and M before every chunk.
 
 XLA computes what is small, before the kernels: the shifts of every chunk (it reads the keys and values once more), the
-factors between them (`shifts`), and the sums of log decays. The mathematics is that of
-`heinsen.ops.chunk.fast_weights`, with these shifts; the functions here take the place of those of `schedule`, which
-computes the rows that lose terms here (`form`).
+factors between them (`shifts`), and the sums of log decays (`decays`). The mathematics is that of
+`heinsen.ops.chunked.product_weights`, with these shifts, and without its condition: where sums lose terms to underflow,
+which shows in S and Z, or where something is not finite, `heinsen.ops.chunked` computes the whole call.
 
 A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
 
@@ -21,6 +21,8 @@ key features, filled up to the 64 rows that the matrix units need.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,9 +34,11 @@ from jaxtyping import Array
 
 from heinsen import backend
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.form import Kernels, pad_axis
+from heinsen.contrib.kernels.decays import Decays, decay_grad
 from heinsen.contrib.kernels.shifts import (
     ChunkShifts,
+    Scales,
+    Shifts,
     chunk_shifts,
     following,
     kept_scales,
@@ -55,12 +59,9 @@ from heinsen.contrib.kernels.wgmma import (
 )
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, finite, two_sum
-from heinsen.ops import chunk
-from heinsen.ops.chunk import Keys, rescaling
-from heinsen.ops.decay import decay_grad
-from heinsen.ops.exact import Output, multiply
-from heinsen.ops.schedule import Split, take_group
-from heinsen.ops.values import LOG_DOMAIN, SMALLEST_SUM, Domain, StateT, Summary, Sums
+from heinsen.ops import chunked
+from heinsen.ops.arrays import to_chunks, vary_together
+from heinsen.ops.states import SMALLEST_SUM, State, Summary, init_state, log_rescaling
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 KernelArray = Any
@@ -99,10 +100,10 @@ class DecayVectors(NamedTuple):
     own_b: KernelArray  # [G, N, V]: shift of the values
     to_reading: KernelArray  # [G, N, V]: exp(own_b - b)
     to_after: KernelArray  # [G, N, V]: exp(own_b - b after the chunk)
-    units: KernelArray  # [G, T]: `decay.DecaySums`
+    units: KernelArray  # [G, T]: `Decays`
     unit: KernelArray  # [G, T]
     rest: KernelArray  # [G, T]
-    first: KernelArray  # [G, T]: position in the chunk of the first token of each query's document
+    first: KernelArray  # [G, T]: position in the chunk of the first token of each query's document, or -1
     of_state: KernelArray  # [G, T]: factor of the sums before the chunk at each query
     until_end: KernelArray  # [G, T]: log decay of each key at the chunk's end
 
@@ -610,13 +611,95 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
         grid_names=("g",),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024),
-        interpret=interpret.params(),
+        interpret=sizes.registers.interpret,
         kernel_name=kernel.__name__.strip("_"),
     )(*leaves)
     return unflatten(out, written)
 
 
-# ---- in the place of `schedule` -----------------------------------------------------------------------
+# ---- attention ----------------------------------------------------------------------------------------
+
+
+def attend(
+    signed: bool, q: Array, k: Array, values: Array, log_decay: Array | None, causal: bool, state: State | None
+) -> tuple[Array, State]:
+    """As `chunked.attend`, which computes attention that is not causal.
+
+    Raises InputError for what the kernels do not take, or a device that cannot run them.
+    """
+    _check(k, values)
+    if not causal:
+        return chunked.attend(signed, q, k, values, log_decay, causal, state)
+    if state is None:
+        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
+    state = jax.tree.map(lambda x: x.astype(k.dtype), state)
+    n_tokens = k.shape[-2]
+    fill = partial(pad_axis, size=-(-n_tokens // CHUNK) * CHUNK, axis=-2)
+    q, k, values = fill(q), fill(k, with_=NEG_INF), fill(values, with_=0.0 if signed else NEG_INF)
+    log_decay = None if log_decay is None else fill(log_decay[..., None])[..., 0]
+    y, end = _jitted(_Layout.of(signed, k, values), *vary_together(q, k, values, log_decay, state))
+    return lax.slice_in_dim(y, 0, n_tokens, axis=-2), end
+
+
+def _check(k: Array, values: Array) -> None:
+    """Raise InputError for what the kernels do not take, or a device that cannot run them."""
+    instead = 'pass implementation="chunked"'
+    if interpret.params() is None:
+        device = backend.current()
+        if device == "gpu" and jax.default_backend() == "gpu":
+            device = f"a GPU of compute capability {jax.devices()[0].compute_capability}"
+        if device not in ("gpu", "a GPU of compute capability 9.0"):
+            needed = "a Hopper GPU (H100, H200: compute capability 9.0)"
+            raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
+    if k.dtype != jnp.float32:
+        raise InputError(f'implementation="pallas" computes in float32, not {k.dtype}: {instead}')
+    for name, x in (("K", k), ("V", values)):
+        if x.shape[-1] > LARGEST_HEAD:
+            most = f"at most {LARGEST_HEAD} features"
+            raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
+
+
+@jax.custom_jvp
+def _in_reverse_mode(args: Any) -> Any:
+    """Arguments of `_attend`, which have one derivative: by its rule."""
+    return args
+
+
+@_in_reverse_mode.defjvp
+def _in_reverse_mode_jvp(primals: Any, tangents: Any) -> Any:
+    raise TypeError('implementation="pallas" has gradients, but no other derivatives: pass implementation="chunked"')
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
+) -> tuple[Array, State]:
+    """As `attend`, causal, of whole chunks."""
+    return _forward(layout, q, k, values, log_decay, state)[0]
+
+
+def _forward(layout: "_Layout", *args: Any) -> tuple[tuple[Array, State], Any]:
+    args = _in_reverse_mode(args)
+    out, residuals, lost = _forward_by_kernel(layout, *args)
+    out = lax.cond(lost, lambda: layout.in_turn(partial(_by_chunks, layout), *args), lambda: out)
+    return out, (args, residuals, lost)
+
+
+def _backward(layout: "_Layout", saved: Any, grads: tuple[Array, State]) -> tuple[Any, ...]:
+    args, residuals, lost = saved
+    pull = lambda grads, *args: jax.vjp(partial(_by_chunks, layout), *args)[1](grads)
+    by_kernel = lambda: _backward_by_kernel(layout, args, residuals, grads)
+    return lax.cond(lost, lambda: layout.in_turn(pull, grads, *args), by_kernel)
+
+
+_attend.defvjp(_forward, _backward)
+_jitted = jax.jit(_attend, static_argnums=0)  # so that a second call outside jit compiles nothing
+
+
+def _by_chunks(
+    layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
+) -> tuple[Array, State]:
+    return chunked.attend(not layout.sizes.log_values, q, k, values, log_decay, True, state)
 
 
 class _Residuals(NamedTuple):
@@ -630,93 +713,85 @@ class _Residuals(NamedTuple):
     end: Summary
 
 
-class Fused(Kernels[StateT]):
-    """The form for Hopper GPUs."""
+def _forward_by_kernel(
+    layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
+) -> tuple[tuple[Array, State], _Residuals, Array]:
+    """(the output, what the backward pass needs, whether the output is not exact)."""
+    first, decays = Summary.of(state), _decays_of(log_decay)
+    first_shifts = Shifts(first.c, first.b)
+    shifts = chunk_shifts(first_shifts, _in_chunks(k), _in_chunks(values), decays)
+    earlier = jax.tree.map(preceding, shifts.after, first_shifts)
+    inputs = layout.inputs(q, k, values, decays, shifts, shift_scales(earlier, shifts.reading))
+    written = _run_forward(layout.sizes, inputs, layout.state(KernelSums(first.s, first.z)))
 
-    @classmethod
-    def of(cls, domain: Domain[StateT], keys: Keys) -> "Fused[StateT]":
-        """Raises InputError for what the kernels do not take."""
-        _check(keys)
-        return cls(domain, Split(1, -(-keys.k.shape[-2] // CHUNK), CHUNK), "gpu", interpret=interpret.params())
-
-    def forward(self, q: Array, keys: Keys, state: StateT, save_residuals: bool) -> tuple[Output[StateT], Any, Array]:
-        domain, keys, first = self.domain, _with_decay(keys), self.domain.to_summary(state)
-        shifts = chunk_shifts(domain, first.shifts, take_group(keys, 0, self.split))
-        earlier = jax.tree.map(preceding, shifts.after, first.shifts)
-        layout = _Layout.of(domain, self.split, keys)
-        inputs = layout.inputs(q, keys, shifts, shift_scales(earlier, shifts.reading))
-        written = _run_forward(layout.sizes, inputs, layout.state(first.sums))
-
-        end = Summary(layout.sums(written.end), jax.tree.map(lambda x: x[..., -1, :], shifts.after))
-        lost = self.lost_between(state, first, end)
-        lost |= ~jnp.all(layout.unflatten(written.least) >= SMALLEST_SUM, axis=-1)
-        out = Output(layout.unflatten(written.y)[..., : layout.d_value], domain.to_state(end))
-        saved = _Residuals(written.s, written.z, written.before_s, written.before_z, shifts, end)
-        return out, saved if save_residuals else None, lost
-
-    def backward(
-        self, q: Array, keys: Keys, state: StateT, residuals: Any, grads: Output[StateT], divisor: Array
-    ) -> tuple[Array, Keys, StateT]:
-        domain, is_gated, keys = self.domain, keys.log_decay is not None, _with_decay(keys)
-        shifts, (end, end_shifts) = residuals.shifts, residuals.end
-        (dend,) = jax.vjp(lambda end: domain.to_state(Summary(end, end_shifts)), end)[1](
-            multiply(grads.state, 1 / divisor)
-        )
-        later = jax.tree.map(following, shifts.reading, end_shifts)
-        layout = _Layout.of(domain, self.split, keys)
-        inputs = layout.inputs(q, keys, shifts, shift_scales(shifts.after, later))
-        given = Cotangents(
-            dy=layout.fill(grads.y, layout.sizes.d_value),
-            s=residuals.s,
-            z=residuals.z,
-            before_s=residuals.before_s,
-            before_z=residuals.before_z,
-            factors=jnp.stack([1 / divisor, divisor]).astype(jnp.float32),
-        )
-        written = _run_backward(layout.sizes, inputs, given, layout.state(dend))
-
-        dlog_decay = None
-        if written.decay is not None and is_gated:
-            ends = jnp.sum(layout.unflatten(written.decay.ends_s)[..., : layout.d_key], axis=-1)
-            ends += jnp.sum(layout.unflatten(written.decay.ends_z)[..., : layout.d_key], axis=-1)
-            sums = layout.unflatten(written.decay.sums).reshape(*ends.shape, self.split.chunk_size)
-            dlog_decay = divisor * decay_grad(sums, ends).reshape(*ends.shape[:-1], -1, 1)
-        cut = lambda x, size: layout.unflatten(x)[..., :size]
-        dkeys = Keys(cut(written.k, layout.d_key), cut(written.values, layout.d_value), None, dlog_decay)
-        (_, first), to_state = jax.vjp(domain.to_summary, state)
-        reading = jax.tree.map(lambda x: x[..., 0, :], shifts.reading)
-        dfirst = chunk.scale(layout.sums(written.first), shift_scales(first, reading))
-        (dstate,) = to_state(Summary(dfirst, jax.tree.map(jnp.zeros_like, first)))
-        return cut(written.q, layout.d_key), dkeys, multiply(dstate, divisor)
+    end = Summary(*layout.sums(written.end), *jax.tree.map(lambda x: x[..., -1, :], shifts.after))
+    # What is not finite in the state, keys and values is so in the sums at the end, too: no factor makes it a number.
+    is_exact = jnp.all(written.least >= SMALLEST_SUM) & jnp.all(jnp.isfinite(end.s)) & jnp.all(jnp.isfinite(end.z))
+    lost = ~is_exact | jnp.any(end.lost_terms())
+    y = layout.unflatten(written.y)[..., : layout.d_value]
+    residuals = _Residuals(written.s, written.z, written.before_s, written.before_z, shifts, end)
+    return (y, end.to_state()), residuals, lost
 
 
-def _with_decay(keys: Keys) -> Keys:
-    """Keys with log decays of 0 if documents start without a forget gate: the kernels know one way to forget."""
-    if keys.resets is None or keys.log_decay is not None:
-        return keys
-    return keys._replace(log_decay=jnp.zeros_like(keys.k[..., :1]))
+def _backward_by_kernel(
+    layout: "_Layout", args: Any, residuals: _Residuals, grads: tuple[Array, State]
+) -> tuple[Any, ...]:
+    """Gradients of the arguments of `_attend`."""
+    (q, k, values, log_decay, state), (dy, dstate) = args, grads
+    (s, z, before_s, before_z, shifts, end), decays = residuals, _decays_of(log_decay)
+    divisor = _cotangent_divisor(grads)
+    dstate = jax.tree.map(lambda x: x / divisor, dstate)
+    dend = jax.vjp(lambda s, z: end._replace(s=s, z=z).to_state(), end.s, end.z)[1](dstate)
+    later = jax.tree.map(following, shifts.reading, Shifts(end.c, end.b))
+    inputs = layout.inputs(q, k, values, decays, shifts, shift_scales(shifts.after, later))
+    dy, factors = layout.fill(dy, layout.sizes.d_value), jnp.stack([1 / divisor, divisor])
+    given = Cotangents(dy, s, z, before_s, before_z, factors)
+    written = _run_backward(layout.sizes, inputs, given, layout.state(KernelSums(*dend)))
+
+    cut = lambda x, size: layout.unflatten(x)[..., :size]
+    dlog_decay = None
+    if log_decay is not None:
+        ends = jnp.sum(cut(written.decay.ends_s, layout.d_key) + cut(written.decay.ends_z, layout.d_key), axis=-1)
+        dsums = layout.unflatten(written.decay.sums).reshape(*ends.shape, CHUNK)
+        in_chunks = log_decay.reshape(dsums.shape)
+        dlog_decay = divisor * decay_grad(in_chunks, dsums, ends).reshape(log_decay.shape)
+    first, to_state = jax.vjp(Summary.of, state)
+    moved = shift_scales(Shifts(first.c, first.b), jax.tree.map(lambda x: x[..., 0, :], shifts.reading))
+    dfirst = layout.sums(written.first)
+    ds = dfirst.s * moved.k[..., None] * (1.0 if moved.v is None else moved.v[..., None, :])
+    zeros = jax.tree.map(jnp.zeros_like, first)
+    (dfirst_state,) = to_state(zeros._replace(s=divisor * ds, z=divisor * dfirst.z * moved.k))
+    dq, dk, dvalues = cut(written.q, layout.d_key), cut(written.k, layout.d_key), cut(written.values, layout.d_value)
+    return dq, dk, dvalues, dlog_decay, dfirst_state
 
 
-def _check(keys: Keys) -> None:
-    """Raise InputError for what the kernels do not take, or a device that cannot run them."""
-    instead = 'pass implementation="chunked"'
-    if interpret.params() is None:
-        device = backend.current()
-        if device == "gpu" and jax.default_backend() == "gpu":
-            device = f"a GPU of compute capability {jax.devices()[0].compute_capability}"
-        if device not in ("gpu", "a GPU of compute capability 9.0"):
-            needed = "a TPU or a Hopper GPU (H100, H200: compute capability 9.0)"
-            raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
-    if keys.k.dtype != jnp.float32:
-        raise InputError(f'implementation="pallas" computes in float32, not {keys.k.dtype}: {instead}')
-    for name, x in (("K", keys.k), ("V", keys.values)):
-        if x.shape[-1] > LARGEST_HEAD:
-            most = f"at most {LARGEST_HEAD} features"
-            raise InputError(f'implementation="pallas" takes heads of {most}, not {name} = {x.shape[-1]}: {instead}')
+def _cotangent_divisor(grads: Any) -> Array:
+    """A divisor of the cotangents that keeps their quotients by sums in range: 1 unless some are very large."""
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(g)) for g in jax.tree.leaves(grads)]))
+    # Cotangents are divided by sums of at least SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
+    return jnp.where(jnp.isfinite(largest) & (largest > 1e6), largest, 1.0)
+
+
+def _in_chunks(x: Array) -> Array:
+    """[*batch, N, C, ...] of [*batch, T, ...]."""
+    return to_chunks(x, CHUNK, -2)
+
+
+def _decays_of(log_decay: Array | None) -> Decays | None:
+    return None if log_decay is None else Decays.of(to_chunks(log_decay, CHUNK, -1))
+
+
+def pad_axis(x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
+    """x with `axis` filled up to `size`."""
+    if x.shape[axis] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, size - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=with_)
 
 
 class _Layout(NamedTuple):
-    """How arrays [*batch, ...] become those of the kernels, and back."""
+    """How arrays [*batch, ...] become those of the kernels, and back. A constant when they are compiled."""
 
     batch: tuple[int, ...]
     d_key: int
@@ -724,12 +799,10 @@ class _Layout(NamedTuple):
     sizes: Sizes
 
     @classmethod
-    def of(cls, domain: Domain[Any], split: Split, keys: Keys) -> "_Layout":
-        k, values = keys.k, keys.values
+    def of(cls, signed: bool, k: Array, values: Array) -> "_Layout":
         d_key, d_value = k.shape[-1], values.shape[-1]
         whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
-        registers = Registers(interpret=interpret.params() is not None)
-        sizes = Sizes(split.n_chunks, whole(d_key), whole(d_value), domain is LOG_DOMAIN, registers)
+        sizes = Sizes(k.shape[-2] // CHUNK, whole(d_key), whole(d_value), not signed, Registers(interpret.params()))
         return cls(k.shape[:-2], d_key, d_value, sizes)
 
     def flatten(self, x: Array) -> Array:
@@ -742,6 +815,10 @@ class _Layout(NamedTuple):
         """An array, flattened, with `axis` filled up to `size`."""
         return pad_axis(self.flatten(x), size, axis, with_)
 
+    def in_turn(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """function(*arrays) of one entry of the first batch axis after the other, which takes little memory."""
+        return lax.map(lambda some: function(*some), arrays) if self.batch else function(*arrays)
+
     def keys_vectors(self, x: Array) -> Array:
         return self.fill(x, self.sizes.n_rows)
 
@@ -751,52 +828,51 @@ class _Layout(NamedTuple):
     def values_vectors(self, x: Array | None, with_: float = 0.0) -> Array | None:
         return None if x is None else self.fill(x, self.sizes.d_value, with_=with_)
 
-    def state(self, m: Sums) -> KernelSums:
+    def state(self, m: KernelSums) -> KernelSums:
         s = pad_axis(self.fill(m.s, self.sizes.n_rows, axis=-2), self.sizes.d_value)
         return KernelSums(s, self.fill(m.z, self.sizes.d_key))
 
-    def sums(self, m: KernelSums) -> Sums:
-        return Sums(self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key])
+    def sums(self, m: KernelSums) -> KernelSums:
+        return KernelSums(
+            self.unflatten(m.s)[..., : self.d_key, : self.d_value], self.unflatten(m.z)[..., : self.d_key]
+        )
 
-    def inputs(self, q: Array, keys: Keys, own: ChunkShifts, moved: chunk.Scales) -> Inputs:
-        k, values, _, log_decay, _ = keys
-        zero = NEG_INF if self.sizes.log_values else 0.0
-        c = self.exponents(own.reading.c)
-        moved_v = self.values_vectors(moved.v)
-        decay = None
-        if log_decay is not None:
-            decay = self._decay_vectors(keys, own)
-        b, moved_k = self.values_vectors(own.reading.b, NEG_INF), self.keys_vectors(moved.s)
+    def inputs(
+        self, q: Array, k: Array, values: Array, decays: Decays | None, own: ChunkShifts, moved: Scales
+    ) -> Inputs:
         positions = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.float32), (self.sizes.n_chunks, CHUNK))
-        vectors = ChunkVectors(c, b, moved_k, moved_v, positions, decay)
+        vectors = ChunkVectors(
+            c=self.exponents(own.reading.c),
+            b=self.values_vectors(own.reading.b, NEG_INF),
+            moved_k=self.keys_vectors(moved.k),
+            moved_v=self.values_vectors(moved.v),
+            positions=positions,
+            decay=None if decays is None else self._decay_vectors(decays, own),
+        )
         return Inputs(
             self.fill(q, self.sizes.d_key),
             self.fill(k, self.sizes.d_key, with_=NEG_INF),
-            self.fill(values, self.sizes.d_value, with_=zero),
+            self.fill(values, self.sizes.d_value, with_=NEG_INF if self.sizes.log_values else 0.0),
             vectors,
         )
 
-    def _decay_vectors(self, keys: Keys, own: ChunkShifts) -> DecayVectors:
-        keys = take_group(keys, 0, Split(1, self.sizes.n_chunks, CHUNK))
-        (left,) = keys.decays()
-        (units, unit, rest), first = left.queries.sums, jnp.zeros(left.queries.sums.units.shape)
-        if keys.resets is not None:
-            starts = jnp.where(keys.resets[..., 0], jnp.arange(CHUNK, dtype=jnp.float32), 0.0)
-            first = lax.cummax(starts, axis=starts.ndim - 1)
-        kept = kept_scales(left.before_at_end[..., None], own.reading, own.after)
-        in_tokens = lambda x: self.flatten(jnp.broadcast_to(x, units.shape).reshape(*self.batch, -1))
+    def _decay_vectors(self, decays: Decays, own: ChunkShifts) -> DecayVectors:
+        log_decay = decays.before_at_end[..., None]
+        kept = kept_scales(log_decay, own.reading, own.after)
+        scale = lambda b: None if own.own_b is None else jnp.exp(log_rescaling(own.own_b, b))
+        in_tokens = lambda x: self.flatten(jnp.broadcast_to(x, decays.units.shape).reshape(*self.batch, -1))
         return DecayVectors(
-            kept_k=self.keys_vectors(kept.s),
+            kept_k=self.keys_vectors(kept.k),
             kept_v=self.values_vectors(kept.v),
-            kept_z=self.keys_vectors(kept.z),
+            kept_z=self.keys_vectors(jnp.exp(log_rescaling(own.reading.c, own.after.c, log_decay))),
             after_c=self.exponents(own.after.c),
             own_b=self.values_vectors(own.own_b, NEG_INF),
-            to_reading=self.values_vectors(rescaling(own.own_b, own.reading.b)),
-            to_after=self.values_vectors(rescaling(own.own_b, own.after.b)),
-            units=in_tokens(units),
-            unit=in_tokens(unit),
-            rest=in_tokens(rest),
-            first=in_tokens(first),
-            of_state=in_tokens(jnp.exp(left.before_at_queries)),
-            until_end=in_tokens(left.keys_at_end),
+            to_reading=self.values_vectors(scale(own.reading.b)),
+            to_after=self.values_vectors(scale(own.after.b)),
+            units=in_tokens(decays.units),
+            unit=in_tokens(decays.unit),
+            rest=in_tokens(decays.rest),
+            first=in_tokens(decays.first),
+            of_state=in_tokens(jnp.exp(decays.before_at_queries)),
+            until_end=in_tokens(decays.keys_at_end),
         )

@@ -2,21 +2,28 @@
 
 The kernel keeps the sums M between chunks relative to shifts that XLA computes beforehand, in parallel over the chunks:
 those that cover what a chunk's queries read (`ChunkShifts.reading`), and those of the sums after the chunk (`after`),
-which are lower where much is forgotten. In `heinsen.ops.chunk` each chunk has shifts of its own instead.
+which are lower where much is forgotten. In `heinsen.ops.chunked` each chunk has shifts of its own instead.
 
 Axes: `*batch` any leading axes; N chunks; C tokens of a chunk; K key and V value features.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from heinsen.contrib.kernels.decays import Decays
 from heinsen.logspace import associative_scan, finite
-from heinsen.ops.chunk import Keys, Scales, log_rescaling, own_shifts, rescaling
-from heinsen.ops.values import Domain, Shifts
+from heinsen.ops.states import log_rescaling
+
+
+class Shifts(NamedTuple):
+    """Numbers that sums are relative to, as in `heinsen.ops.states.Summary`."""
+
+    c: Array  # [*batch, K]
+    b: Array | None  # [*batch, V]; None for real values
 
 
 class ChunkShifts(NamedTuple):
@@ -27,14 +34,13 @@ class ChunkShifts(NamedTuple):
     own_b: Array | None  # [*batch, N, V]: of the chunk's own values
 
 
-def chunk_shifts(domain: Domain[Any], first: Shifts, keys: Keys) -> ChunkShifts:
+def chunk_shifts(first: Shifts, k: Array, values: Array, decays: Decays | None) -> ChunkShifts:
     """Shifts of chunks [*batch, N, C, ...] that follow, in turn, sums relative to `first` [*batch, ...]."""
-    own = own_shifts(domain, keys)
-    if not keys.forgets:
+    own = Shifts(jnp.max(k, axis=-2), None if first.b is None else jnp.max(values, axis=-2))
+    if decays is None:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)
-    (decay,) = keys.decays()
-    log_decay, c_end = decay.before_at_end[..., None], jnp.max(keys.k + decay.keys_at_end[..., None], axis=-2)
+    log_decay, c_end = decays.before_at_end[..., None], jnp.max(k + decays.keys_at_end[..., None], axis=-2)
     cover = lambda first, after, own: jnp.maximum(preceding(after, first), own)
     after_c = running_max(first.c, log_decay, c_end)
     reading_c = cover(first.c, after_c, own.c)
@@ -72,15 +78,23 @@ def largest_log_weight(c: Array, log_decay: Array, after_c: Array) -> Array:
     return jnp.max(log_rescaling(c, after_c, log_decay), axis=-1, keepdims=True)
 
 
+class Scales(NamedTuple):
+    """Factors <= 1 of sums M, for each key and each value feature."""
+
+    k: Array  # [*batch, K]
+    v: Array | None  # [*batch, V]; None: 1
+
+
 def shift_scales(old: Shifts, new: Shifts) -> Scales:
     """Factors that make sums relative to the shifts `old` relative to `new` >= `old`; or gradients the other way."""
-    c = jnp.exp(log_rescaling(old.c, new.c))
-    return Scales(c, rescaling(old.b, new.b), c)
+    return Scales(*jax.tree.map(lambda old, new: jnp.exp(log_rescaling(old, new)), old, new))
 
 
 def kept_scales(log_decay: Array, old: Shifts, new: Shifts) -> Scales:
-    """Factors of what is kept, with logarithm log_decay [*batch, 1], of sums relative to `old`, relative to `new`."""
+    """Factors of what is kept of M_s, with logarithm log_decay [*batch, 1], relative to `old`, relative to `new`.
+
+    The shifts of weights and values move together, so that each factor is at most 1.
+    """
     rescaled, top = log_rescaling(old.c, new.c, log_decay), largest_log_weight(old.c, log_decay, new.c)
-    # The shifts of weights and values move together: each factor is at most 1.
     v = jax.tree.map(lambda old, new: jnp.exp(log_rescaling(old, new, top)), old.b, new.b)
-    return Scales(jnp.exp(rescaled if v is None else rescaled - finite(top)), v, jnp.exp(rescaled))
+    return Scales(jnp.exp(rescaled if v is None else rescaled - finite(top)), v)

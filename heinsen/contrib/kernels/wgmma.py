@@ -82,7 +82,7 @@ class Operand(NamedTuple):
 class Registers(NamedTuple):
     """Products and barriers of registers, compiled or interpreted."""
 
-    interpret: bool
+    interpret: Any  # parameters of JAX's interpret mode, or None: compiled
 
     def matmul(self, *pairs: tuple[Operand, Operand]) -> Array:
         """Sum of the products of pairs of operands, which `commit_smem` must have made visible."""

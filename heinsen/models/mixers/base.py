@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.logspace import NEG_INF
-from heinsen.ops.exact import fill_where
+from heinsen.ops.arrays import fill_where
 from heinsen.ops.sharded import over_heads
 
 MixerState = TypeVar("MixerState")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from heinsen.models.mixers.base import Mixer, MixerState, TokenContext, read_fields
 from heinsen.ops import running, sharded, states
 from heinsen.ops.api import IMPLEMENTATIONS, attend_both_ways, attention, log_attention
-from heinsen.ops.exact import fill_where
+from heinsen.ops.arrays import fill_where
 from heinsen.ops.running import RunningState
 from heinsen.ops.sharded import over_heads
 from heinsen.ops.states import LogState, MeanState
