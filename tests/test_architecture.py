@@ -37,7 +37,7 @@ LEAVES = {
 }
 BASE = "errors"  # imported by everything, imports nothing
 # The core reaches contrib here alone, inside functions; contrib imports what it likes.
-LOOKUPS = {"heinsen.ops.chunked", "heinsen.plan.plan", "heinsen.remote"}
+LOOKUPS = {"heinsen.ops.api", "heinsen.plan.plan", "heinsen.remote"}
 ENTRY_POINTS = {"configs", "absl", "ml_collections", "tests", "scripts", "train", "eval"}  # with their flags
 ONLY_IN = {"flax": "heinsen.models", "orbax": "heinsen.training.checkpoint"}
 

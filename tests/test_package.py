@@ -123,7 +123,7 @@ def test_a_wheel_holds_the_typed_package_and_nothing_else(tmp_path):
 @pytest.fixture
 def quick_attention(compile_cache, monkeypatch):
     """The form of the attention that compiles soonest."""
-    monkeypatch.setattr(api, "_choose", lambda *_: reference.attend)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "chunked", reference.attend)
 
 
 @pytest.fixture

@@ -2,22 +2,23 @@
 
     y[t] = sum_s w[t, s] v[s] / Z[t],   Z[t] = sum_s w[t, s],   w[t, s] = sum_k exp(q[t, k] + k[s, k] + decay(s .. t))
 
-Tokens are cut into chunks, and chunks into blocks of 8. Each chunk's keys are summed up relative to their largest
-(`summarize`), a scan merges these sums along the sequence (`scan_chunks`, the log-sum-exp monoid), and each chunk's
-queries read what came before the chunk and the chunk itself (`read_chunk`).
-
-Every weight is exact by construction. A query sees everything before its own block as a whole. So, with c[k] the
-largest of these keys, and r the largest exponent that the query sees anywhere,
+Tokens are cut into chunks. Each chunk's keys are summed up relative to their largest (`summarize`), a scan merges these
+sums along the sequence (`scan_chunks`, the log-sum-exp monoid), and each chunk's queries read what came before the
+chunk and the chunk itself (`read_chunk`). A weight is a product of two factors <= 1, relative to the largest c[k] of
+the keys that it is summed with and to the largest exponent r of its query:
 
     exp(q[t, k] + c[k] - r) exp(k[s, k] - c[k])
 
-is a product of two factors <= 1, and loses nothing that matters beside Z: relative to exp(r), Z >= 1. In its own block,
-where it sees a part of the keys, each exponent is formed before its exponential. Both hold at any magnitude, and in
-the derivatives, which are JAX's own: shifts are constants, and each group of chunks is computed again in the backward
-pass (`jax.checkpoint`), so that memory is linear in T, and modes and orders of derivatives are all there.
+No product loses a term that matters, by construction. Where the keys of every chunk, with the largest before, spread
+by at most 60 nats, a bound of the inputs, one product takes the whole chunk (`product_weights`). Else a query takes
+all earlier blocks of its chunk at once, with c of exactly these keys, so that Z >= 1 relative to exp(r); and in its own
+block of a few tokens each exponent is formed before its exponential (`block_weights`). That is exact at any magnitude.
+
+Derivatives are JAX's own: shifts are constants, and rows and groups of chunks are computed again in the backward pass
+(`jax.checkpoint`), so that memory is linear in T, and all modes and orders of derivatives are there.
 
 Log values are summed as exp(log v - b), with b the largest in a column. Where all that a query sees of a column lies
-more than 60 nats below b, its sum underflows. That shows, and the call is computed in logarithms (`logarithms`).
+more than 60 nats below b, its sum underflows. That shows, and the rows are computed in logarithms (`logarithms`).
 
 Derivation, and what decays do: docs/attention.md. Axes: `*batch` any leading axes; T tokens; N chunks of C tokens, in J
 blocks of M; K key and V value features.
@@ -38,7 +39,7 @@ from heinsen.logspace import NEG_INF, centered_sum, finite, log_divide, logaddex
 from heinsen.ops import logarithms
 from heinsen.ops.arrays import einsum, isolate_values, safe_divide, safe_log, to_chunks, vary_together
 from heinsen.ops.decay import ChunkDecay, sums_until_end, with_starts
-from heinsen.ops.states import SMALLEST_SUM, LogState, State, Summary, init_state, log_rescaling
+from heinsen.ops.states import LogState, State, Summary, init_state, log_rescaling, lost_terms
 
 
 class Split(NamedTuple):
@@ -54,8 +55,9 @@ def choose_split(shape: tuple[Any, ...]) -> Split:
     """Split of keys [*batch, T, K] on the platform that is compiled for; the batch may be symbolic."""
     *batch, n_tokens, d_key = shape
     is_cpu = backend.current() == "cpu"
-    block = min(8, n_tokens)
-    chunk = min(32, block * -(-n_tokens // block))
+    largest_chunk, largest_block = (32, 8) if is_cpu else (64, 16)  # accelerators move fewer bytes with larger ones
+    block = min(largest_block, n_tokens)
+    chunk = min(largest_chunk, block * -(-n_tokens // block))
     if not all(isinstance(n, int) for n in batch):
         return Split(chunk, block, None, None)
     n_rows, n_chunks = math.prod(batch), -(-n_tokens // chunk)
@@ -143,11 +145,8 @@ class QuerySums(NamedTuple):
         return Read(log_y, z, self.r)
 
     def lost_terms(self) -> Array:
-        """Whether underflow may have taken terms that matter from a sum of log values, [*batch]."""
-        if self.b is None:
-            return jnp.zeros(self.z.shape[:-1], bool)
-        can_be_zero = (self.z == 0)[..., None] | (self.b == NEG_INF)[..., None, :]
-        return lax.stop_gradient(jnp.any((self.s < SMALLEST_SUM) & ~can_be_zero, axis=(-2, -1)))
+        """Whether a sum may have lost terms, [*batch]."""
+        return lost_terms(self.s, self.z, self.b)
 
 
 def read_state(q: Array, state: Summary) -> Read:
@@ -365,8 +364,9 @@ def _attend(
     if log_decay is not None:
         shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
         k = k - shift[..., None]
-    run = partial(_causal if causal else _all_keys, split)
-    read, after = in_groups(split.rows, k.ndim - 2, run, q, k, values, log_decay, state)
+    run, args = partial(_causal if causal else _all_keys, split), (q, k, values, log_decay, state)
+    one_by_one = causal and split.rows is not None
+    read, after = in_groups(split.rows, k.ndim - 2, run, *args) if one_by_one else run(*args)
     if shift is not None:
         read, after = read._replace(z=read.z * jnp.exp(shift)), after.decay(shift[..., -1])
     return read, after
@@ -384,7 +384,8 @@ def summarize_tokens(k: Array, log_v: Array, log_decay: Array | None, state: Log
 
 
 def _sum_all(k: Array, values: Array, log_decay: Array | None, first: Summary) -> Summary:
-    until_end, total = sums_until_end(jnp.zeros(k.shape[:-1], k.dtype) if log_decay is None else log_decay)
+    none = jnp.zeros(1, k.dtype), jnp.zeros(k.shape[:-2], k.dtype)
+    until_end, total = none if log_decay is None else sums_until_end(log_decay)
     return first.merge(total, summarize(k, values, until_end, first.b is not None))
 
 
@@ -412,7 +413,7 @@ def _in_logarithms_if(
 def _causal(
     split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[Read, State]:
-    given, first = (q, k, values, log_decay, state), Summary.of(state)
+    first = Summary.of(state)
     is_log, n_tokens, n_axes = first.b is not None, q.shape[-2], q.ndim - 1
     # Tokens that fill up the last chunk are copies of the last one, which the sums leave out.
     cut = partial(to_chunks, size=split.chunk)
@@ -435,15 +436,18 @@ def _causal(
             until_end = jnp.where(is_filler, NEG_INF, until_end)
         return summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
 
-    def read_all(weigh: Callable[..., Weights], *args: Any) -> tuple[Read, Array]:
+    def to_tokens(x: Array) -> Array:
+        x = x.reshape(*x.shape[: n_axes - 1], -1, *x.shape[n_axes + 1 :])
+        return lax.slice_in_dim(x, 0, n_tokens, axis=n_axes - 1)
+
+    def read(weigh: Callable[..., Weights], *args: Any) -> tuple[Read, Array]:
         def read_some(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, Array]:
             sums = read_chunk(weigh, q, k, values, decay_of(decays), before)
-            return sums.mean(), sums.lost_terms()
+            may_lose = weigh is block_weights
+            return sums.mean(), sums.lost_terms() if may_lose else jnp.zeros(sums.z.shape[:-1], bool)
 
         read, lost = in_groups(split.group, n_axes, read_some, *args)
-        y, z, r = (x.reshape(*x.shape[: n_axes - 1], -1, *x.shape[n_axes + 1 :]) for x in read)
-        cut = partial(lax.slice_in_dim, start_index=0, limit_index=n_tokens, axis=n_axes - 1)
-        return Read(cut(y), cut(z), cut(r)), lost
+        return jax.tree.map(to_tokens, read), jnp.any(lost)
 
     own, spread = in_groups(split.group, n_axes, summarize_some, k, values, decays, is_filler)
     total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
@@ -451,18 +455,20 @@ def _causal(
     lost_state = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
 
     def by_product(*args: Any) -> tuple[Read, State]:
-        return read_all(product_weights, *args)[0], end.to_state()
+        return read(product_weights, *args)[0], end.to_state()
 
     def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, State]:
-        values, taint = isolate_values(values, not is_log)
+        finite_values, taint = isolate_values(values, not is_log)
+        finite_decays = decays
         if decays is not None:
             taint = jnp.where(jnp.isnan(decays), jnp.nan, taint)
-            decays = jnp.where(jnp.isnan(decays), 0.0, decays)
-        read, lost = read_all(block_weights, q, k + taint[..., None], values, decays, before)
+            finite_decays = jnp.where(jnp.isnan(decays), 0.0, decays)
+        found, lost = read(block_weights, q, k + taint[..., None], finite_values, finite_decays, before)
         if not is_log:
-            return read, end.to_state()
-        lost = lost_state | jnp.any(lost)
-        return _in_logarithms_if(lost, lambda *args: (read, end.to_state()), split, True, *given)
+            return found, end.to_state()
+        arrays = map(to_tokens, (q, k, values))
+        exact = lambda *_: (found, end.to_state())
+        return _in_logarithms_if(lost | lost_state, exact, split, True, *arrays, log_decay, state)
 
     b = None if before.b is None or own.b is None else jnp.maximum(before.b, own.b)
     is_exact = spread.allows_one_product(before.c, b) & ~lost_state & ~jnp.any(jnp.isnan(total))

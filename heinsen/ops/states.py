@@ -134,11 +134,19 @@ class Summary(NamedTuple):
         return Summary(s, z, c, b)
 
     def lost_terms(self) -> Array:
-        """Whether underflow may have taken terms that matter from a sum of log values, [*batch]."""
-        if self.b is None:
-            return jnp.zeros(self.z.shape[:-1], bool)
-        can_be_zero = (self.z == 0)[..., None] | (self.b == NEG_INF)[..., None, :]
-        return lax.stop_gradient(jnp.any((self.s < SMALLEST_SUM) & ~can_be_zero, axis=(-2, -1)))
+        """Whether a sum may have lost terms, [*batch]."""
+        return lost_terms(self.s, self.z, self.b)
+
+
+def lost_terms(s: Array, z: Array, b: Array | None) -> Array:
+    """Whether underflow may have taken terms that matter from sums [*batch, N, V] of log values with a shift b.
+
+    Returns [*batch]. z [*batch, N] are the sums of weights.
+    """
+    if b is None:
+        return jnp.zeros(z.shape[:-1], bool)
+    can_be_zero = (z == 0)[..., None] | (b == NEG_INF)[..., None, :]
+    return lax.stop_gradient(jnp.any((s < SMALLEST_SUM) & ~can_be_zero, axis=(-2, -1)))
 
 
 def log_rescaling(old: Array, new: Array, log_decay: Array | float = 0.0) -> Array:

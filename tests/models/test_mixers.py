@@ -204,11 +204,11 @@ def test_questions_and_imports_are_found():
 
 
 def sources():
-    """Modules of heinsen/ above the array functions, without the kinds' own files."""
+    """Modules of heinsen/ above the array functions and their kernels, without the kinds' own files."""
     own_files = {f"{MIXER_FILES}/{name}.py" for name in (*KINDS, "cached", "__init__")}
     for path in sorted((ROOT / "heinsen").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith("heinsen/ops/") and name not in own_files | {"heinsen/__init__.py"}:
+        if not name.startswith(("heinsen/ops/", "heinsen/contrib/kernels/")) and name not in own_files | {"heinsen/__init__.py"}:
             yield pytest.param(path, id=name)
 
 

@@ -50,7 +50,7 @@ TESTS = {
     "plan": ["tests/plan"],
     "contrib": [
         *("tests/plan/test_costs.py", "tests/plan/test_hlo.py", "tests/test_remote.py"),
-        *("tests/export/test_onnx.py", "tests/ops/test_pallas_tpu.py", "tests/ops/test_mosaic_gpu.py"),
+        *("tests/export/test_onnx.py", "tests/ops/test_mosaic_gpu.py"),
     ],
     "sweep": ["tests/sweep"],
     "rest": [

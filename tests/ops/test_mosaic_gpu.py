@@ -42,6 +42,7 @@ CASES = {
 }
 LONG_CASES = {
     "gate": dict(signed=False, n_queries=130, d_key=32, d_value=16, decay=True, mean_length=30, state=True),
+    "mild gate": dict(signed=False, n_queries=130, d_key=16, d_value=16, decay=True, state=True),
     "plain": dict(signed=False, n_queries=130, d_key=32, d_value=32),
     "real": dict(signed=True, n_queries=70, d_key=64, d_value=16),
     "documents": dict(signed=False, n_queries=140, d_key=24, d_value=40, mean_length=30),
@@ -63,6 +64,8 @@ def test_values_states_and_gradients_are_the_truth(name, rng, monkeypatch):
     signed = options.pop("signed")
     batch = options.pop("batch", (2,))
     case = draw_case(rng, batch=batch, **options)
+    if name == "mild gate":  # which leaves something of earlier chunks
+        case = case._replace(log_decay=np.maximum(case.log_decay, -50) / 100)
     d_key, d_value = case.k.shape[-1], case.values.shape[-1]
     shapes = (*batch, case.q.shape[-2], d_value), (*batch, d_key, d_value), (*batch, d_key)
     cotangents = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]

@@ -34,7 +34,7 @@ from jaxtyping import Array
 
 from heinsen import backend
 from heinsen.contrib.kernels import interpret
-from heinsen.contrib.kernels.decays import Decays, decay_grad
+from heinsen.contrib.kernels.decays import CHUNK, Decays, decay_grad, positions
 from heinsen.contrib.kernels.shifts import (
     ChunkShifts,
     Scales,
@@ -60,13 +60,12 @@ from heinsen.contrib.kernels.wgmma import (
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, finite, two_sum
 from heinsen.ops import chunked
-from heinsen.ops.arrays import to_chunks, vary_together
+from heinsen.ops.arrays import vary_together
 from heinsen.ops.states import SMALLEST_SUM, State, Summary, init_state, log_rescaling
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
 KernelArray = Any
 
-CHUNK = 64  # tokens: the rows of the matrix units
 LARGEST_HEAD = 64  # features: what fits into the registers and the shared memory of a block
 
 
@@ -661,7 +660,7 @@ def _check(k: Array, values: Array) -> None:
 
 @jax.custom_jvp
 def _in_reverse_mode(args: Any) -> Any:
-    """Arguments of `_attend`, which have one derivative: by its rule."""
+    """The arguments of `_attend`, which has gradients alone: derivatives of its forward pass are an error."""
     return args
 
 
@@ -699,6 +698,7 @@ _jitted = jax.jit(_attend, static_argnums=0)  # so that a second call outside ji
 def _by_chunks(
     layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[Array, State]:
+    """As `_attend`, by the chunked form."""
     return chunked.attend(not layout.sizes.log_values, q, k, values, log_decay, True, state)
 
 
@@ -717,9 +717,9 @@ def _forward_by_kernel(
     layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[tuple[Array, State], _Residuals, Array]:
     """(the output, what the backward pass needs, whether the output is not exact)."""
-    first, decays = Summary.of(state), _decays_of(log_decay)
+    first, decays = Summary.of(state), None if log_decay is None else Decays.of(log_decay)
     first_shifts = Shifts(first.c, first.b)
-    shifts = chunk_shifts(first_shifts, _in_chunks(k), _in_chunks(values), decays)
+    shifts = chunk_shifts(first_shifts, k, values, decays)
     earlier = jax.tree.map(preceding, shifts.after, first_shifts)
     inputs = layout.inputs(q, k, values, decays, shifts, shift_scales(earlier, shifts.reading))
     written = _run_forward(layout.sizes, inputs, layout.state(KernelSums(first.s, first.z)))
@@ -738,7 +738,8 @@ def _backward_by_kernel(
 ) -> tuple[Any, ...]:
     """Gradients of the arguments of `_attend`."""
     (q, k, values, log_decay, state), (dy, dstate) = args, grads
-    (s, z, before_s, before_z, shifts, end), decays = residuals, _decays_of(log_decay)
+    s, z, before_s, before_z, shifts, end = residuals
+    decays = None if log_decay is None else Decays.of(log_decay)
     divisor = _cotangent_divisor(grads)
     dstate = jax.tree.map(lambda x: x / divisor, dstate)
     dend = jax.vjp(lambda s, z: end._replace(s=s, z=z).to_state(), end.s, end.z)[1](dstate)
@@ -752,9 +753,7 @@ def _backward_by_kernel(
     dlog_decay = None
     if log_decay is not None:
         ends = jnp.sum(cut(written.decay.ends_s, layout.d_key) + cut(written.decay.ends_z, layout.d_key), axis=-1)
-        dsums = layout.unflatten(written.decay.sums).reshape(*ends.shape, CHUNK)
-        in_chunks = log_decay.reshape(dsums.shape)
-        dlog_decay = divisor * decay_grad(in_chunks, dsums, ends).reshape(log_decay.shape)
+        dlog_decay = divisor * decay_grad(log_decay, layout.unflatten(written.decay.sums), ends)
     first, to_state = jax.vjp(Summary.of, state)
     moved = shift_scales(Shifts(first.c, first.b), jax.tree.map(lambda x: x[..., 0, :], shifts.reading))
     dfirst = layout.sums(written.first)
@@ -770,15 +769,6 @@ def _cotangent_divisor(grads: Any) -> Array:
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(g)) for g in jax.tree.leaves(grads)]))
     # Cotangents are divided by sums of at least SMALLEST_SUM = 1e-27, and some 1e4 quotients are added.
     return jnp.where(jnp.isfinite(largest) & (largest > 1e6), largest, 1.0)
-
-
-def _in_chunks(x: Array) -> Array:
-    """[*batch, N, C, ...] of [*batch, T, ...]."""
-    return to_chunks(x, CHUNK, -2)
-
-
-def _decays_of(log_decay: Array | None) -> Decays | None:
-    return None if log_decay is None else Decays.of(to_chunks(log_decay, CHUNK, -1))
 
 
 def pad_axis(x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
@@ -840,13 +830,12 @@ class _Layout(NamedTuple):
     def inputs(
         self, q: Array, k: Array, values: Array, decays: Decays | None, own: ChunkShifts, moved: Scales
     ) -> Inputs:
-        positions = jnp.broadcast_to(jnp.arange(CHUNK, dtype=jnp.float32), (self.sizes.n_chunks, CHUNK))
         vectors = ChunkVectors(
             c=self.exponents(own.reading.c),
             b=self.values_vectors(own.reading.b, NEG_INF),
             moved_k=self.keys_vectors(moved.k),
             moved_v=self.values_vectors(moved.v),
-            positions=positions,
+            positions=jnp.broadcast_to(positions(), (self.sizes.n_chunks, CHUNK)),
             decay=None if decays is None else self._decay_vectors(decays, own),
         )
         return Inputs(

@@ -4,7 +4,7 @@ The kernel keeps the sums M between chunks relative to shifts that XLA computes 
 those that cover what a chunk's queries read (`ChunkShifts.reading`), and those of the sums after the chunk (`after`),
 which are lower where much is forgotten. In `heinsen.ops.chunked` each chunk has shifts of its own instead.
 
-Axes: `*batch` any leading axes; N chunks; C tokens of a chunk; K key and V value features.
+Axes: `*batch` any leading axes; T tokens; N chunks; K key and V value features.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from heinsen.contrib.kernels.decays import Decays
+from heinsen.contrib.kernels.decays import CHUNK, Decays
 from heinsen.logspace import associative_scan, finite
+from heinsen.ops.arrays import to_chunks
 from heinsen.ops.states import log_rescaling
 
 
@@ -35,12 +36,14 @@ class ChunkShifts(NamedTuple):
 
 
 def chunk_shifts(first: Shifts, k: Array, values: Array, decays: Decays | None) -> ChunkShifts:
-    """Shifts of chunks [*batch, N, C, ...] that follow, in turn, sums relative to `first` [*batch, ...]."""
-    own = Shifts(jnp.max(k, axis=-2), None if first.b is None else jnp.max(values, axis=-2))
+    """Shifts of the chunks of keys [*batch, T, K] and values that follow, in turn, sums relative to `first`."""
+    largest_of = lambda x: jnp.max(to_chunks(x, CHUNK, -2), axis=-2)
+    own = Shifts(largest_of(k), None if first.b is None else largest_of(values))
     if decays is None:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)
-    log_decay, c_end = decays.before_at_end[..., None], jnp.max(k + decays.keys_at_end[..., None], axis=-2)
+    log_decay = decays.before_at_end[..., None]
+    c_end = largest_of(k + decays.keys_at_end.reshape(k.shape[:-1])[..., None])  # XLA transposes a sum in chunks
     cover = lambda first, after, own: jnp.maximum(preceding(after, first), own)
     after_c = running_max(first.c, log_decay, c_end)
     reading_c = cover(first.c, after_c, own.c)
