@@ -389,7 +389,9 @@ def _sum_all(k: Array, values: Array, log_decay: Array | None, first: Summary) -
     return first.merge(total, summarize(k, values, until_end, first.b is not None))
 
 
-def _all_keys(split: Split, q: Array, k: Array, values: Array, log_decay: None, state: State) -> tuple[Read, State]:
+def _all_keys(
+    split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
+) -> tuple[Read, State]:
     end = _sum_all(k, values, log_decay, Summary.of(state))
     read = lambda *args: (read_state(q, end), end.to_state())
     if end.b is None:
