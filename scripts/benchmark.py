@@ -17,8 +17,8 @@ scaled_dot_product_attention and, on a GPU, flash-linear-attention take part if 
 memory than the device has is left out from that length on. With --inputs, --compile or --target, of JAX's attentions
 and of forward and backward pass together: the time with other inputs as a multiple of that with the first kind
 (offsets, spikes and heavy tails take weights block by block, log values that spread logarithms); the time of
-compilation as a multiple of softmax attention's; kernels, bytes and a lower bound of the time on another machine, by its compiler
-(docs/planning.md).
+compilation as a multiple of softmax attention's; kernels, bytes and a lower bound of the time on another machine, by
+its compiler (docs/planning.md).
 
 step: the training step of a config on random tokens, against the rate of a 4096 x 4096 x 4096 matrix product and the
 device's peak rate.

@@ -208,7 +208,8 @@ def sources():
     own_files = {f"{MIXER_FILES}/{name}.py" for name in (*KINDS, "cached", "__init__")}
     for path in sorted((ROOT / "heinsen").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(("heinsen/ops/", "heinsen/contrib/kernels/")) and name not in own_files | {"heinsen/__init__.py"}:
+        are_functions = name.startswith(("heinsen/ops/", "heinsen/contrib/kernels/"))
+        if not are_functions and name not in own_files | {"heinsen/__init__.py"}:
             yield pytest.param(path, id=name)
 
 
