@@ -1,7 +1,7 @@
 """Every implementation of `log_attention` and `attention` against float64 truth, and the laws it must obey.
 
 A new entry of `heinsen.ops.api.IMPLEMENTATIONS` is tested here without further ado, except "pallas", whose kernels need
-a device: test_pallas_tpu.py, test_mosaic_gpu.py.
+a device: test_mosaic_gpu.py.
 """
 
 import dataclasses
