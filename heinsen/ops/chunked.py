@@ -421,11 +421,7 @@ def _causal(
     cut = partial(to_chunks, size=split.chunk)
     q, k, values = (cut(x, axis=-2, mode="edge") for x in (q, k, values))
     decays = None if log_decay is None else cut(log_decay, axis=-1)
-    is_filler = None
-    if k.shape[-3] * split.chunk > n_tokens:
-        positions = lax.broadcasted_iota(jnp.int32, (*k.shape[:-1],), k.ndim - 3) * split.chunk
-        positions = positions + lax.broadcasted_iota(jnp.int32, (*k.shape[:-1],), k.ndim - 2)
-        is_filler = positions >= n_tokens
+    is_filler = _fillers(k.shape[:-1], n_tokens)
 
     def decay_of(decays: Array | None) -> ChunkDecay:
         return ChunkDecay.of(jnp.zeros(split.chunk, k.dtype) if decays is None else decays, split.block)
@@ -476,6 +472,14 @@ def _causal(
     is_exact = spread.allows_one_product(before.c, b) & ~lost_state & ~jnp.any(jnp.isnan(total))
     result: tuple[Read, State] = lax.cond(is_exact, by_product, by_blocks, q, k, values, decays, before)
     return result
+
+
+def _fillers(shape: tuple[Any, ...], n_tokens: int) -> Array | None:
+    """Which tokens [*batch, N, C] fill up the last chunk; None: none does."""
+    *_, n_chunks, chunk = shape
+    if n_chunks * chunk == n_tokens:
+        return None
+    return jnp.broadcast_to(jnp.arange(n_chunks * chunk).reshape(n_chunks, chunk) >= n_tokens, shape)
 
 
 def scan_chunks(first: Summary, log_decay: Array, own: Summary) -> tuple[Summary, Summary]:
