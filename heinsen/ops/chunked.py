@@ -374,12 +374,8 @@ def _attend(
 
 def summarize_tokens(k: Array, log_v: Array, log_decay: Array | None, state: LogState) -> LogState:
     """The state after all tokens of log values, from that before them; log_decay [*batch, T] as in `attend`."""
-    end = _sum_all(k, log_v, log_decay, Summary.of(state))
-    split = choose_split(k.shape)
-    attend = partial(logarithms.attend, split.chunk, split.block, False)
-    exactly = jax.checkpoint(lambda *args: attend(args[0][..., :1, :], *args)[3])
-    args = vary_together(k, log_v, log_decay, state)
-    after: LogState = lax.cond(jnp.any(end.lost_terms()), exactly, lambda *args: end.to_state(), *args)
+    args = vary_together(k[..., :1, :], k, log_v, log_decay, state)
+    after: Any = _all_keys(choose_split(k.shape), *args)[1]
     return after
 
 
