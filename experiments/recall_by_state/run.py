@@ -51,8 +51,9 @@ def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str]
 
 def train_config(fields: dict[str, Any]) -> TrainConfig:
     mapping = config.get_config()
-    mapping.update({name: fields[name] for name in fields if name in mapping})
-    mapping.model.update({name: fields[name] for name in fields if name not in mapping})
+    for name, value in fields.items():
+        if name != "n_steps":
+            next(part for part in (mapping, mapping.optimizer, mapping.model) if name in part)[name] = value
     mapping.update(total_tokens=mapping.batch_size * 10**6, sequence_length=1)  # the probes have their own
     return from_mapping(TrainConfig, mapping.to_dict())
 
@@ -66,6 +67,7 @@ def draw(task: Task, seed: int, step: int, batch_size: int) -> dict[str, np.ndar
 def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[str, Any]:
     """Tune a cell, train it with the other seeds, and test these."""
     each, begin = train_config(fields), time.monotonic()
+    n_steps = fields.get("n_steps", plan.n_steps)
     model, task = each.model, Task("associative", each.model.vocab_size)
     tuning_seed, *seeds = config.SEEDS
     n_lanes = max(len(config.RATES), len(seeds))
@@ -88,13 +90,13 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
     with turn:
         began = time.monotonic()
         tuning = programs.tune(
-            config.RATES, tuning_seed, to_tune, plan.n_steps, lambda params: test(params)[0].mean(-1)
+            config.RATES, tuning_seed, to_tune, n_steps, lambda params: test(params)[0].mean(-1)
         )
         rate = lanes.best_rate(tuning)
-        params, losses = programs.train(seeds, [rate] * len(seeds), batch_of, plan.n_steps)
+        params, losses = programs.train(seeds, [rate] * len(seeds), batch_of, n_steps)
         _, right = test(params)
         seconds = time.monotonic() - began
-    curves = losses[: plan.n_steps // 40 * 40].reshape(-1, 40, n_lanes).mean(1)
+    curves = losses[: n_steps // 40 * 40].reshape(-1, 40, n_lanes).mean(1)
     shown = "/".join(f"{100 * right[lane, -1]:.1f}" for lane in range(len(seeds)))
     return dict(
         summary=f"{PAIRS[-1]} pairs: {shown}%, rate {rate:g} of {', '.join(f'{x:g}' for x in sorted(tuning))}; "
