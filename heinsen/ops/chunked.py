@@ -14,7 +14,7 @@ by at most 60 nats, a bound of the inputs, one product takes the whole chunk (`p
 all earlier blocks of its chunk at once, with c of exactly these keys, so that Z >= 1 relative to exp(r); and in its own
 block of a few tokens each exponent is formed before its exponential (`block_weights`). That is exact at any magnitude.
 
-Derivatives are JAX's own: shifts are constants, and rows and groups of chunks are computed again in the backward pass
+Derivatives are JAX's own: shifts are constants, and some rows at a time are computed again in the backward pass
 (`jax.checkpoint`), so that memory is linear in T, and all modes and orders of derivatives are there.
 
 Log values are summed as exp(log v - b), with b the largest in a column. Where all that a query sees of a column lies
@@ -43,28 +43,30 @@ from heinsen.ops.states import LogState, State, Summary, init_state, log_rescali
 
 
 class Split(NamedTuple):
-    """How the work is cut, so that it needs little memory and, on CPUs, stays in cache. None: all at once."""
+    """How the work is cut, so that it needs little memory and, on CPUs, stays in cache."""
 
     chunk: int  # tokens
     block: int  # tokens
-    rows: int | None  # sequences and heads that are computed together; memory is theirs
-    group: int | None  # their chunks that are computed together
+    rows: int | None  # sequences and heads that are computed together, None: all
+    chunks: int | None = None  # whose queries read together, None: all of these rows'; memory is mostly theirs
 
 
 def choose_split(shape: tuple[Any, ...]) -> Split:
     """Split of keys [*batch, T, K] on the platform that is compiled for; the batch may be symbolic."""
     *batch, n_tokens, d_key = shape
+    # Accelerators move fewer bytes with larger chunks and blocks.
     is_cpu = backend.current() == "cpu"
-    largest_chunk, largest_block = (32, 8) if is_cpu else (64, 16)  # accelerators move fewer bytes with larger ones
+    most_numbers, largest_chunk, largest_block = (2**18, 32, 8) if is_cpu else (2**25, 64, 16)
     block = min(largest_block, n_tokens)
     chunk = min(largest_chunk, block * -(-n_tokens // block))
     if not all(isinstance(n, int) for n in batch):
-        return Split(chunk, block, None, None)
-    n_rows, n_chunks = math.prod(batch), -(-n_tokens // chunk)
-    most_rows = max(1, (2**18 if is_cpu else 2**25) // (n_chunks * chunk * d_key))
-    rows = _divide(n_rows, most_rows)
-    group = _divide(rows * n_chunks, max(1, (2**17 if is_cpu else 2**25) // (chunk * d_key)))
-    return Split(chunk, block, None if rows == n_rows else rows, None if group == rows * n_chunks else group)
+        return Split(chunk, block, None)
+    n_rows = math.prod(batch)
+    n_chunks = -(-n_tokens // chunk)
+    rows = _divide(n_rows, max(1, most_numbers // (n_chunks * chunk * d_key)))
+    most_chunks = max(1, 2 * most_numbers // (chunk * d_key))  # only a long row has more
+    chunks = _divide(n_chunks, most_chunks) if rows == 1 and n_chunks > most_chunks else None
+    return Split(chunk, block, rows if is_cpu or rows < n_rows else None, chunks)
 
 
 def _divide(n: int, most: int) -> int:
@@ -332,7 +334,11 @@ def _merge_reads(signed: bool, a: Read, b: Read) -> Array:
 
 @jax.custom_jvp
 def _zero_sums(log_decay: Array) -> Array:
-    """0 for each of log_decay [*batch, T], with the derivatives of its running sums."""
+    """0 for each of log_decay [*batch, C], with the derivatives of its running sums.
+
+    With a gate, y is that of keys k - G, where G are the running sums of log decays since any token before. So their
+    gradients go through the keys, and the decays themselves are constants.
+    """
     return jnp.zeros_like(log_decay)
 
 
@@ -358,18 +364,8 @@ def _attend(
         state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
     state = jax.tree.map(lambda x: x.astype(k.dtype), state)
     q, k, values, log_decay, state = vary_together(q, k, values, log_decay, state)
-    # With a gate, y is that of keys k - G, where G sums up the log decays. So the gradient goes through the keys, and
-    # the decays themselves are constants.
-    shift = None
-    if log_decay is not None:
-        shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
-        k = k - shift[..., None]
-    run, args = partial(_causal if causal else _all_keys, split), (q, k, values, log_decay, state)
-    one_by_one = causal and split.rows is not None
-    read, after = in_groups(split.rows, k.ndim - 2, run, *args) if one_by_one else run(*args)
-    if shift is not None:
-        read, after = read._replace(z=read.z * jnp.exp(shift)), after.decay(shift[..., -1])
-    return read, after
+    run = partial(_causal if causal else _all_keys, split)
+    return by_rows(split.rows, k.ndim - 2, run, q, k, values, log_decay, state)
 
 
 def summarize_tokens(k: Array, log_v: Array, log_decay: Array | None, state: LogState) -> LogState:
@@ -400,9 +396,13 @@ def _in_logarithms_if(
 ) -> tuple[Read, State]:
     """What `read` returns, computed from all arguments in logarithms where terms of any sum are lost."""
 
-    def exactly(*args: Any) -> tuple[Read, State]:
-        *found, after = logarithms.attend(split.chunk, split.block, causal, *args)
-        return Read(*found), after
+    def exactly(q: Array, k: Array, values: Array, log_decay: Array | None, state: LogState) -> tuple[Read, State]:
+        shift = jnp.zeros(k.shape[:-1], k.dtype)
+        if log_decay is not None:
+            shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
+        k = k - shift[..., None]
+        y, z, r, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
+        return Read(y, z * jnp.exp(shift), r), after.decay(shift[..., -1])
 
     result: tuple[Read, State] = lax.cond(jnp.any(lost), jax.checkpoint(exactly), read, *args)
     return result
@@ -411,58 +411,63 @@ def _in_logarithms_if(
 def _causal(
     split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[Read, State]:
-    first = Summary.of(state)
-    is_log, n_tokens, n_axes = first.b is not None, q.shape[-2], q.ndim - 1
+    first, tokens = Summary.of(state), (q, k, values, log_decay, state)
+    is_log, batch, n_tokens = first.b is not None, k.shape[:-2], k.shape[-2]
+
+    # The chunks of the last batch axis are one axis with it, [*chunks], as CPUs compute the first axis in parallel.
+    def cut(x: Array, axis: int, **fill: Any) -> Array:
+        x = to_chunks(x, split.chunk, axis, **fill)
+        return x.reshape(*batch[:-1], -1, *x.shape[len(batch) + 1 :])
+
+    def by_row(x: Array) -> Array:
+        return x.reshape(*batch, -1, *x.shape[max(1, len(batch)) :])
+
+    def to_tokens(x: Array) -> Array:
+        x = x.reshape(*batch, -1, *x.shape[max(1, len(batch)) + 1 :])
+        return lax.slice_in_dim(x, 0, n_tokens, axis=len(batch))
+
     # Tokens that fill up the last chunk are copies of the last one, which the sums leave out.
-    cut = partial(to_chunks, size=split.chunk)
-    q, k, values = (cut(x, axis=-2, mode="edge") for x in (q, k, values))
-    decays = None if log_decay is None else cut(log_decay, axis=-1)
-    is_filler = _fillers(k.shape[:-1], n_tokens)
+    q, k, values = (cut(x, -2, mode="edge") for x in (q, k, values))
+    decays = None if log_decay is None else cut(lax.stop_gradient(log_decay), -1)
+    shift = jnp.zeros((), k.dtype) if log_decay is None else _zero_sums(cut(log_decay, -1))
+    k = k - shift[..., None]
 
     def decay_of(decays: Array | None) -> ChunkDecay:
         return ChunkDecay.of(jnp.zeros(split.chunk, k.dtype) if decays is None else decays, split.block)
 
-    def summarize_some(
-        k: Array, values: Array, decays: Array | None, is_filler: Array | None
-    ) -> tuple[Summary, Spread]:
-        until_end = decay_of(decays).keys_at_end
-        if is_filler is not None:
-            until_end = jnp.where(is_filler, NEG_INF, until_end)
-        return summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
-
-    def to_tokens(x: Array) -> Array:
-        x = x.reshape(*x.shape[: n_axes - 1], -1, *x.shape[n_axes + 1 :])
-        return lax.slice_in_dim(x, 0, n_tokens, axis=n_axes - 1)
+    until_end = decay_of(decays).keys_at_end
+    if n_tokens % split.chunk:
+        is_filler = cut(jnp.zeros((*batch, n_tokens), bool), -1, constant_values=True)
+        until_end = jnp.where(is_filler, NEG_INF, until_end)
+    own, spread = summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
+    total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
+    gain = None if log_decay is None else jnp.exp(shift[..., -1])
+    before, end = scan_chunks(first, *jax.tree.map(by_row, (total, own, gain)))
+    before = jax.tree.map(lambda x: x.reshape(*k.shape[:-2], *x.shape[len(batch) + 1 :]), before)
+    lost_state = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
 
     def read(weigh: Callable[..., Weights], *args: Any) -> tuple[Read, Array]:
         def read_some(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, Array]:
             sums = read_chunk(weigh, q, k, values, decay_of(decays), before)
-            may_lose = weigh is block_weights
-            return sums.mean(), sums.lost_terms() if may_lose else jnp.zeros(sums.z.shape[:-1], bool)
+            return sums.mean(), sums.lost_terms()
 
-        read, lost = in_groups(split.group, n_axes, read_some, *args)
-        return jax.tree.map(to_tokens, read), jnp.any(lost)
-
-    own, spread = in_groups(split.group, n_axes, summarize_some, k, values, decays, is_filler)
-    total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
-    before, end = scan_chunks(first, total, own)
-    lost_state = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
+        at_once = split.chunks is None
+        read, lost = read_some(*args) if at_once else by_rows(split.chunks, max(1, len(batch)), read_some, *args)
+        return jax.tree.map(to_tokens, read._replace(z=read.z * jnp.exp(shift))), jnp.any(lost)
 
     def by_product(*args: Any) -> tuple[Read, State]:
         return read(product_weights, *args)[0], end.to_state()
 
     def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, State]:
-        finite_values, taint = isolate_values(values, not is_log)
-        finite_decays = decays
+        values, taint = isolate_values(values, not is_log)
         if decays is not None:
             taint = jnp.where(jnp.isnan(decays), jnp.nan, taint)
-            finite_decays = jnp.where(jnp.isnan(decays), 0.0, decays)
-        found, lost = read(block_weights, q, k + taint[..., None], finite_values, finite_decays, before)
-        if not is_log:
-            return found, end.to_state()
-        arrays = map(to_tokens, (q, k, values))
+            decays = jnp.where(jnp.isnan(decays), 0.0, decays)
+        found, lost = read(block_weights, q, k + taint[..., None], values, decays, before)
         exact = lambda *_: (found, end.to_state())
-        return _in_logarithms_if(lost | lost_state, exact, split, True, *arrays, log_decay, state)
+        if not is_log:
+            return exact()
+        return _in_logarithms_if(lost | lost_state, exact, split, True, *tokens)
 
     b = None if before.b is None or own.b is None else jnp.maximum(before.b, own.b)
     is_exact = spread.allows_one_product(before.c, b) & ~lost_state & ~jnp.any(jnp.isnan(total))
@@ -470,51 +475,43 @@ def _causal(
     return result
 
 
-def _fillers(shape: tuple[Any, ...], n_tokens: int) -> Array | None:
-    """Which tokens [*batch, N, C] fill up the last chunk; None: none does."""
-    *_, n_chunks, chunk = shape
-    if n_chunks * chunk == n_tokens:
-        return None
-    return jnp.broadcast_to(jnp.arange(n_chunks * chunk).reshape(n_chunks, chunk) >= n_tokens, shape)
+def scan_chunks(first: Summary, log_decay: Array, own: Summary, gain: Array | None = None) -> tuple[Summary, Summary]:
+    """(the sums before each chunk, those after all), from the chunks' own [*batch, N, ...] and decays [*batch, N].
 
-
-def scan_chunks(first: Summary, log_decay: Array, own: Summary) -> tuple[Summary, Summary]:
-    """(the sums before each chunk, those after all), from the chunks' own [*batch, N, ...] and decays [*batch, N]."""
+    gain: what the sums after each chunk are multiplied by, [*batch, N].
+    """
     axis = log_decay.ndim - 1
 
-    def step(before: Summary, chunk: tuple[Array, Summary]) -> tuple[Summary, Summary]:
-        return before.merge(*chunk), before
+    def step(before: Summary, chunk: tuple[Array, Summary, Array | None]) -> tuple[Summary, Summary]:
+        log_decay, own, gain = chunk
+        after = before.merge(log_decay, own)
+        if gain is not None:
+            after = after._replace(s=after.s * gain[..., None, None], z=after.z * gain[..., None])
+        return after, before
 
-    in_front = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (log_decay, own))
+    in_front = jax.tree.map(lambda x: jnp.moveaxis(x, axis, 0), (log_decay, own, gain))
     unroll = 8 if backend.current() == "gpu" else 1  # each step launches kernels of its own there
     end, before = lax.scan(step, first, in_front, unroll=unroll)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, axis), before), end
 
 
-def in_groups(group: int | None, n_axes: int, function: Callable[..., Any], *arrays: Any) -> Any:
+def by_rows(rows: int | None, n_axes: int, function: Callable[..., Any], *arrays: Any) -> Any:
     """function(*arrays) of trees of arrays [*batch, ...] with n_axes batch axes, as its results have them.
 
-    In turn for so many entries of the batch (None: at once), and computed again in the backward pass.
+    In turn for so many rows of the batch (None: for all), and computed again in the backward pass.
     """
-    if group is None:
+    if rows is None:
         return jax.checkpoint(function)(*arrays)
     batch = jax.tree.leaves(arrays)[0].shape[:n_axes]
-    size, missing = math.prod(batch), -math.prod(batch) % group
-    # Without an axis for a single entry: XLA would copy all arrays into another layout, which is the same.
-    inner = () if group == 1 else (group,)
-
-    def split(x: Array) -> Array:
-        x = x.reshape(size, *x.shape[n_axes:])
-        x = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
-        return x.reshape(-1, *inner, *x.shape[1:])
-
-    def join(x: Array) -> Array:
-        x = x.reshape(-1, *x.shape[1 + len(inner) :])
-        return x[:size].reshape(*batch, *x.shape[1:])
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def compute(some: Any) -> Any:
-        some = jax.tree.map(lambda x: x.reshape(group, *x.shape[len(inner) :]), some)
-        return jax.tree.map(lambda x: x.reshape(*inner, *x.shape[1:]), function(*some))
-
-    return jax.tree.map(join, lax.map(compute, jax.tree.map(split, arrays)))
+    size, missing = math.prod(batch), -math.prod(batch) % rows
+    merged = jax.tree.map(lambda x: x.reshape(size, *x.shape[n_axes:]), arrays)
+    if rows >= size:
+        found = jax.checkpoint(function)(*merged)
+    else:
+        # Without an axis of a single row, for which XLA would copy all arrays into another layout.
+        inner = () if rows == 1 else (rows,)
+        pad = lambda x: jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
+        turns = jax.tree.map(lambda x: pad(x).reshape(-1, *inner, *x.shape[1:]), merged)
+        found = lax.map(jax.checkpoint(lambda some: function(*some), prevent_cse=False), turns)
+        found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[1 + len(inner) :])[:size], found)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), found)

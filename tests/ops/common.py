@@ -30,9 +30,7 @@ user_jit = functools.partial(
 )
 
 
-SMALL_SPLIT = chunked.Split(
-    chunk=4, block=2, rows=2, group=3
-)  # few tokens, which compile fast, are several chunks and groups
+SMALL_SPLIT = chunked.Split(chunk=4, block=2, rows=2)  # few tokens, which compile fast, are several chunks
 
 
 def split_small(monkeypatch):

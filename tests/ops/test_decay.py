@@ -37,6 +37,23 @@ def run(implementation, arrays, dtype, jit=jax.jit):
         return [np.asarray(x) for x in compiled(implementation, jit)(*(x.astype(dtype) for x in arrays))]
 
 
+EPSILON = 2.0**-24
+
+
+def more_rounding(form, n_tokens, sigma):
+    """(of log y, of the gradient by log decays): what long sequences add to the bars.
+
+    The scan merges logarithms of sums, up to 10 (sigma + 1), ceil(log2 T) times for S and Z each; so does the chunked
+    form once a chunk where values spread so far that it computes in logarithms. Gradients are exponentials of these,
+    off by a part as large. The gradient by a decay is the sum of S dS over K V numbers, which cancels: dS sums up some
+    T V cotangents near 1, of any sign, and is rounded T / 32 times.
+    """
+    if n_tokens < 1000:
+        return 0.0, 0.0
+    merges = {"scan": np.ceil(np.log2(n_tokens)), "chunked": n_tokens / 32 if sigma > 8 else 0}[form]
+    return 2 * EPSILON * 10 * (sigma + 1) * merges, 2 * EPSILON * np.sqrt(n_tokens / 32 * n_tokens * FEATURES)
+
+
 def check(rng, n_tokens, sigma, batch, decays, jit=jax.jit):
     """The same bars as without decays (test_accuracy.py)."""
     arrays = [sigma * rng.standard_normal((*batch, n_tokens, FEATURES)) for _ in range(3)]
@@ -45,12 +62,13 @@ def check(rng, n_tokens, sigma, batch, decays, jit=jax.jit):
     y64, *gradients64 = run("reference" if n_tokens <= 256 else "scan", arrays, np.float64)
     for form in ("chunked", "scan"):
         y, *gradients = run(form, arrays, np.float32, jit if form == "chunked" else jax.jit)
-        error = np.max(np.abs(y - y64))
-        assert error <= (2e-5 if sigma <= 8 else 2e-4), f"{form}: log y off by {error:.2g}"
+        error, (more, more_of_decays) = np.max(np.abs(y - y64)), more_rounding(form, n_tokens, sigma)
+        assert error <= (2e-5 if sigma <= 8 else 2e-4) + more, f"{form}: log y off by {error:.2g}"
         for name, x, want in zip(("q", "k", "log_v", "log_decay"), gradients, gradients64, strict=True):
             error, largest = np.max(np.abs(x - want)), np.max(np.abs(want))
             # Where tokens see little but themselves, most gradients vanish beside the cotangents, which are near 1.
-            assert error <= 1e-4 * max(largest, 0.1), f"{form}, {name}: {error:.2g} of {largest:.2g}"
+            allowed = max((1e-4 + more) * max(largest, 0.1), more_of_decays if name == "log_decay" else 0.0)
+            assert error <= allowed, f"{form}, {name}: {error:.2g} of {largest:.2g}"
 
 
 @pytest.mark.parametrize("sigma", [1, pytest.param(8, marks=pytest.mark.long), 64])

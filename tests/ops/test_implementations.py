@@ -16,7 +16,7 @@ import pytest
 import heinsen
 from heinsen import LogState, MeanState, backend, init_state
 from heinsen.ops.api import IMPLEMENTATIONS
-from tests.ops.common import PORTABLE, split_small
+from tests.ops.common import PORTABLE, split_small, user_jit
 from tests.ops.truth import Case, assert_close, assert_gradients_close, draw_case, truth
 
 # One compilation serves all tests with the same shapes.
@@ -84,7 +84,7 @@ def implementation(request):
 
 @pytest.fixture(params=["log_attention", "attention"])
 def form(request, implementation, monkeypatch):
-    """Each function in each implementation, with small chunks, some in a group."""
+    """Each function in each implementation, with small chunks."""
     if implementation == "chunked":
         split_small(monkeypatch)
     return Form(request.param, implementation, implementation == "chunked")
@@ -205,6 +205,14 @@ def test_outputs_states_and_gradients_are_the_truth(form, name, rng):
 def test_long_sequences_of_any_dynamic_range_are_the_truth(function, name, rng, scale):
     """With chunks of the real size. (Equations and scan are no other computation when T is larger.)"""
     check_wide(Form(function, name), draw_case(rng, **LONG, scale=scale), rng)
+
+
+@pytest.mark.parametrize("batch, n_tokens", [((32, 4), 17), ((1, 4), 5)])
+def test_gradients_of_few_chunks_with_a_leading_axis_of_1(batch, n_tokens, rng):
+    """jaxlib 0.10.2 crashes in some fused operations on such arrays (docs/log/2026-11.md)."""
+    q, k, v = (np.float32(scale * rng.standard_normal((*batch, n_tokens, 16))) for scale in (40, 40, 1))
+    gradients = user_jit(jax.grad(lambda *x: jnp.sum(heinsen.attention(*x)), (0, 1, 2)))(q, k, v)
+    assert all(np.all(np.isfinite(x)) for x in gradients)
 
 
 @pytest.mark.parametrize("scale", [1, 32])

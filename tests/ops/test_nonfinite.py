@@ -15,7 +15,7 @@ NAMES = ("q", "k", "values", "log_decay")
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(function, implementation, q, k, values, log_decay):
-    """Outputs and the state after all tokens; several blocks, chunks and groups."""
+    """Outputs and the state after all tokens; several blocks and chunks."""
     with pytest.MonkeyPatch.context() as patch:
         split_small(patch)
         attend = functools.partial(getattr(heinsen, function), implementation=implementation, return_state=True)
