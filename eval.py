@@ -114,12 +114,11 @@ def print_tasks() -> None:
 def read_run_config() -> "TrainConfig":
     """Return the run's own config with the fields of the flags. Raises HeinsenError."""
     from heinsen.config import from_mapping
-    from heinsen.remote import local_run
     from heinsen.training.config import TrainConfig
     from heinsen.training.folder import load_run
 
     values = default.get_config()
-    values.update(dataclasses.asdict(load_run(local_run(WORKDIR.value))))
+    values.update(dataclasses.asdict(load_run(Path(WORKDIR.value))))
     return from_mapping(TrainConfig, override(values, given_fields()).to_dict())
 
 

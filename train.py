@@ -21,7 +21,6 @@ from scripts.cli import parse_flags, read_config, refuse, refuse_address
 
 CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field.", required=True)
 WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: config, metrics, checkpoints, plots.")
-MIRROR = flags.DEFINE_string("mirror", None, "s3://..., gs://...: copy the run folder there, and fetch it from there.")
 PLAN = flags.DEFINE_bool("plan", False, "Print what the run would take, without starting it.")
 PLAN_STEPS = flags.DEFINE_integer("plan_steps", 3, "--plan: steps to time; 0: only compile.", lower_bound=0)
 TARGET = flags.DEFINE_string("target", None, "--plan: the machine to plan for, such as h100, h200-8, v5e-4, v5p-8.")
@@ -38,9 +37,7 @@ def main(argv: list[str]) -> None:
         refuse("--target is the machine to plan for: it goes with --plan")
     if WORKDIR.value is None and not PLAN.value:
         refuse("--workdir=DIR is missing: the folder of the run")
-    refuse_address("workdir", f"give one, and --mirror={WORKDIR.value}")
-    if MIRROR.value is not None and "://" not in MIRROR.value:
-        refuse(f"--mirror={MIRROR.value}: expected an address such as s3://bucket/name")
+    refuse_address("workdir")
     logging.set_verbosity(logging.WARNING)
     from heinsen.errors import exit_on_error
 
@@ -70,7 +67,7 @@ def run() -> str | None:
         report = str(plan(config, PLAN_STEPS.value, peak_flops=PEAK_FLOPS.value))
     else:
         keep_compilations()
-        result = train(config, Path(WORKDIR.value), MIRROR.value)
+        result = train(config, Path(WORKDIR.value))
         report = (
             f"{WORKDIR.value}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per "
             f"byte over {result.tokens:,} tokens"

@@ -14,7 +14,6 @@ from heinsen.export.state_dicts import from_arrays, named_leaves
 from heinsen.models import ModelConfig, Params, abstract_params
 from heinsen.models.optional_parts import OPTIONAL_PARTS, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
-from heinsen.remote import local_run
 from heinsen.training.checkpoint import CheckpointError, restore_params
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.folder import RunError, check_same_model, load_run, load_tokenizer_name
@@ -58,10 +57,10 @@ def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> Load
     The run may add optional parts to the model there (`heinsen.models.optional_parts.OPTIONAL_PARTS`): they begin doing
     nothing, so that the run starts at that model's outputs. `tokenizer` is that of the run's data.
 
-    Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError, RemoteError.
+    Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
     """
     assert config.init_from is not None, "init_from is not set"
-    source = local_run(config.init_from)
+    source = Path(config.init_from)
     old = load_run(source)
     absent = {name: part.absent for name, part in OPTIONAL_PARTS.items() if getattr(old.model, name) == part.absent}
     model = dataclasses.replace(config.model, **absent)

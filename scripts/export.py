@@ -47,7 +47,6 @@ from heinsen.decoding import hash_params, load_prefix
 from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
-from heinsen.remote import local_run
 from heinsen.training.config import TrainConfig
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
 from heinsen.training.metrics import read_metrics
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> None:
         refuse("--state is an option of --format=onnx: other exports read the file with generate.py --load_state")
     with exit_on_error():
         write = export_step if FORMAT.value == "onnx" else export
-        print(write(local_run(WORKDIR.value), Path(OUT.value)))
+        print(write(Path(WORKDIR.value), Path(OUT.value)))
 
 
 def export(workdir: Path, out: Path) -> str:

@@ -62,7 +62,6 @@ from heinsen.decoding import (
 from heinsen.host import keep_compilations
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
-from heinsen.remote import local_run
 from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params
@@ -109,7 +108,7 @@ def prepare() -> Continuation:
     """Load the model and read the prompts. Raises HeinsenError, and ValueError for impossible flags."""
     sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value, REPETITION_PENALTY.value)
     StopStrings(STOP.value)
-    workdir = local_run(WORKDIR.value)
+    workdir = Path(WORKDIR.value)
     config = load_run(workdir)
     keep_compilations()
     tokenizer = get_tokenizer(load_tokenizer_name(workdir), workdir)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 RANKS = {"logspace": 0, "ops": 1, "models": 2}
 RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "export": 3, "weights": 3, "sweep": 4, "plan": 4}
 # Leaves import only themselves, these, and errors of heinsen.
-COMMON = {"files", "progress", "remote"}
+COMMON = {"files", "progress"}
 LEAVES = {
     "backend",
     "chips",
@@ -32,12 +32,11 @@ LEAVES = {
     "host",
     "parallel",
     "progress",
-    "remote",
     "version",
 }
 BASE = "errors"  # imported by everything, imports nothing
 # The core reaches contrib here alone, inside functions; contrib imports what it likes.
-LOOKUPS = {"heinsen.ops.api", "heinsen.plan.plan", "heinsen.remote"}
+LOOKUPS = {"heinsen.ops.api", "heinsen.plan.plan"}
 ENTRY_POINTS = {"configs", "absl", "ml_collections", "tests", "scripts", "train", "eval"}  # with their flags
 ONLY_IN = {"flax": "heinsen.models", "orbax": "heinsen.training.checkpoint"}
 

@@ -1,4 +1,4 @@
-"""Several token datasets in given proportions: `data/pile:0.7,s3://bucket/code:0.3`.
+"""Several token datasets in given proportions: `data/pile:0.7,data/code:0.3`.
 
 Windows are dealt by a fixed rule rather than at random: among the first n windows, for any n, each of D datasets
 supplies its share to within D / 2 windows. Which dataset supplies window n, and which of its own windows that is,
@@ -12,10 +12,10 @@ import math
 import os.path
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.shards import DatasetError
-from heinsen.remote import is_remote, local_split
 
 Mixture = Sequence[tuple[TokenDataset, float | int]]
 
@@ -28,21 +28,22 @@ def parse_mixture(path: str) -> list[tuple[str, float]]:
     entries = [entry.strip() for entry in path.split(",")]
     if "" in entries:
         raise _bad_mixture(path, "there is an empty entry")
-    if len(entries) == 1 and ":" not in path.split("://")[-1]:
+    if "://" in path:
+        raise _bad_mixture(path, "an address is not read; copy the dataset to a folder (docs/scaling.md)")
+    if len(entries) == 1 and ":" not in path:
         entries = [f"{entries[0]}:1"]
     weights: dict[str, float] = {}
     for entry in entries:
         folder, colon, text = entry.rpartition(":")
-        has_weight = colon and not text.startswith("//")
-        if not has_weight or not folder:
-            raise _bad_mixture(path, f"'{entry}' has no {'folder' if has_weight else 'weight'}")
+        if not colon or not folder:
+            raise _bad_mixture(path, f"'{entry}' has no {'folder' if colon else 'weight'}")
         try:
             weight = float(text)
         except ValueError as error:
             raise _bad_mixture(path, f"the weight {text!r} of '{folder}' is not a number") from error
         if not (math.isfinite(weight) and weight > 0):
             raise _bad_mixture(path, f"the weight {text} of '{folder}' is not positive and finite")
-        folder = folder.rstrip("/") if is_remote(folder) else os.path.normpath(folder)
+        folder = os.path.normpath(folder)
         if folder in weights:
             raise _bad_mixture(path, f"'{folder}' is named twice")
         weights[folder] = weight
@@ -60,9 +61,9 @@ def _bad_mixture(path: str, what: str) -> DatasetError:
 def open_mixture(path: str, split: str) -> list[tuple[TokenDataset, float]]:
     """Open one split of the datasets that `path` names (see `parse_mixture`), with weights.
 
-    Those at addresses are copied into the cache before. Raises DatasetError, RemoteError.
+    Raises DatasetError.
     """
-    mixture = [(TokenDataset(local_split(folder, split)), weight) for folder, weight in parse_mixture(path)]
+    mixture = [(TokenDataset(Path(folder) / split), weight) for folder, weight in parse_mixture(path)]
     check_mixture(mixture)
     return mixture
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
@@ -13,7 +14,6 @@ from heinsen.evaluation.bootstrap import Estimate, MixtureLosses, estimate, esti
 from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, measure_windows, round_up
 from heinsen.evaluation.positions import ByPosition, compare_positions
 from heinsen.parallel import n_batch_parts
-from heinsen.remote import local_run
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import open_split
 from heinsen.training.folder import load_tokenizer_name
@@ -61,7 +61,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
       DatasetError, RunError, CheckpointError, MeshError: the data or the parameters cannot be used.
       EvaluationError: the way of reading does not fit the model, or the loss is not finite.
     """
-    folder = local_run(workdir)
+    folder = Path(workdir)
     datasets = open_split(config, split, load_tokenizer_name(folder))
     if not config.model.causal and (streaming or with_positions):
         raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")

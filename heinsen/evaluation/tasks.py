@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.errors import HeinsenError
 from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
-from heinsen.remote import local_run
 from heinsen.training.config import TrainConfig
 from heinsen.training.folder import load_tokenizer_name
 from heinsen.weights import load_params
@@ -66,7 +66,7 @@ def run_tasks(
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
         if unknown := sorted(set(names) - set(manager.match_tasks(list(names)))):
             raise TasksError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
-        run = local_run(workdir)
+        run = Path(workdir)
         step, params = load_params(run, config.model, make_mesh())
         tokenizer = get_tokenizer(load_tokenizer_name(run), run)
         model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)  # its own may have more ids

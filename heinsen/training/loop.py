@@ -11,13 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen.data.tokenizer import read_tokenizer_file, write_tokenizer_file
-from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, Interrupted, describe
 from heinsen.evaluation.loss import Evaluation
 from heinsen.host import keep_host_memory
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
-from heinsen.remote import Mirror, RemoteError, open_mirror
 from heinsen.training.checkpoint import Checkpoints, checkpoint_steps
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData
@@ -44,17 +42,13 @@ class RunInterrupted(Interrupted):
 
 
 @explain_device_errors()
-def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> Evaluation:
+def train(config: TrainConfig, workdir: Path) -> Evaluation:
     """Train the run in `workdir`, resuming it if it has begun; return the last validation.
 
-    mirror_to: an address where the run folder is copied to after each checkpoint and at the end, and fetched from if it
-    is only there (`heinsen.contrib.remote`).
-
     Raises:
-      DatasetError, MeshError, RunError, CheckpointError, RemoteError: before anything is overwritten.
+      DatasetError, MeshError, RunError, CheckpointError: before anything is overwritten.
       NonFiniteLossError, RunInterrupted, DeviceError, RunError and CheckpointError (the folder can no longer be
         written), DatasetError (the data can no longer be read): later, with whole checkpoints to resume from.
-      RemoteError: the run is complete, but its last files could not be copied.
     """
     keep_host_memory()
     mesh, is_main = make_mesh(config.mesh), jax.process_index() == 0
@@ -64,13 +58,11 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
-    mirror = _open_mirror(config, workdir, mirror_to)
     initial = None
     if config.init_from is not None and not checkpoint_steps(workdir):  # a resumed run has parameters of its own
         initial = load_initial_params(config, mesh, data.tokenizer)
     with (
         claim_folder(config, workdir, data.tokenizer) as changes,
-        mirror or contextlib.nullcontext(),
         Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
         StopSignals() as signals,
     ):
@@ -98,7 +90,7 @@ def train(config: TrainConfig, workdir: Path, mirror_to: str | None = None) -> E
             for change in changes:
                 reporter.message(f"{change}: continuing with the command's")
             train_step = make_train_step(config.model, optimizer, mesh)
-            loop = _Loop(config, mesh, data, train_step, validator, checkpoints, mirror, signals, reporter)
+            loop = _Loop(config, mesh, data, train_step, validator, checkpoints, signals, reporter)
             return loop.run(state, start_step)
 
 
@@ -112,20 +104,6 @@ def _explain_full_disk(workdir: Path, checkpoints: Checkpoints) -> Iterator[None
             f"{workdir} cannot be written: {describe(error)}. Free some space, then rerun the same command to "
             f"resume from {_newest(checkpoints)}"
         ) from error
-
-
-def _open_mirror(config: TrainConfig, workdir: Path, address: str | None) -> Mirror | None:
-    """Return the mirror in the first process, after it has fetched a run that is only there; all processes wait."""
-    mirror, reason = None, None
-    if address is not None and jax.process_index() == 0:
-        try:
-            mirror = open_mirror(address, workdir)
-            mirror.prepare(config.fingerprint)
-        except (RemoteError, RunError) as error:
-            reason = str(error)
-    if address is not None and (reason := first_reason(reason)) is not None:
-        raise RunError(reason)
-    return mirror
 
 
 def _describe_start(config: TrainConfig, workdir: Path, start_step: int, n_params: int) -> str:
@@ -156,7 +134,6 @@ class _Loop:
     train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     validator: Validator
     checkpoints: Checkpoints
-    mirror: Mirror | None
     signals: StopSignals
     reporter: Reporter
 
@@ -185,8 +162,6 @@ class _Loop:
                 with self.reporter.pause():
                     progress = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}
                     self.checkpoints.save(step, state, progress, c.fingerprint)
-                if self.mirror is not None:
-                    self.mirror.start(step)
             if stopping is not None and not is_last:
                 self.checkpoints.wait()
                 saved = self.checkpoints.path(step)

@@ -35,7 +35,7 @@ PLACEHOLDERS |= {"[": "", "]": "", "/NAME": "/small", "FILE.png": "positions.png
 
 # What the long test leaves out: downloads, clusters, compilers of other machines, and what test_experiments.py runs.
 NOT_HERE = ("build_corpus.py", "=monology/", "=mit-han-lab/", "hf ", "sbatch", "--target=", "experiments/", "--tasks=")
-NOT_HERE += ("=s3://", "--distributed", "pip ", "git ", "make ", ". .venv")
+NOT_HERE += ("--distributed", "pip ", "git ", "make ", ". .venv")
 # Its small configs, in place of those of the pages.
 SMALL = """
 from configs import {base}

@@ -42,21 +42,21 @@ TESTS = {
         "tests/training",
         "tests/test_architecture.py",
     ],
-    "data": ["tests/data", "tests/test_remote.py", "tests/faults/test_fuzz.py"],
+    "data": ["tests/data", "tests/faults/test_fuzz.py"],
     "training": ["tests/training", "tests/scripts/test_flags.py", "tests/test_parallel.py"],
     "evaluation": ["tests/evaluation", "tests/scripts/test_entry_points.py"],
     "decoding": ["tests/decoding", "tests/scripts/test_entry_points.py"],
     "export": ["tests/export"],
     "plan": ["tests/plan"],
     "contrib": [
-        *("tests/plan/test_costs.py", "tests/plan/test_hlo.py", "tests/test_remote.py"),
+        *("tests/plan/test_costs.py", "tests/plan/test_hlo.py"),
         *("tests/export/test_onnx.py", "tests/ops/test_mosaic_gpu.py"),
     ],
     "sweep": ["tests/sweep"],
     "rest": [
         *("tests/test_architecture.py", "tests/test_errors.py", "tests/test_files.py", "tests/test_figures.py"),
         *("tests/test_host.py", "tests/test_distributed.py", "tests/test_parallel.py", "tests/test_package.py"),
-        *("tests/test_remote.py", "tests/scripts", "tests/training", "tests/data"),
+        *("tests/scripts", "tests/training", "tests/data"),
     ],
 }
 ELSEWHERE = {"logspace": "ops", "weights": "export", "chips": "plan", "figures": "evaluation"}
