@@ -152,18 +152,22 @@ def continue_texts(
     stop_id: int | None = None,
     texts: Sequence[TokenIds] | None = None,
     tokens_per_call: int = 32,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[Int[np.ndarray, "B N"], Prefix]]:
     """Continue what was read, some tokens at a time: (their ids, -1 where a row has ended; the prefix with them).
 
-    Ends when all rows have ended, or after max_tokens (None: never). Row r draws with fold_in(key(seed), r), whatever
-    the other rows and the number of tokens per call.
+    Ends when all rows have ended, or after max_tokens (None: never). Row r draws with fold_in(key(seed), numbers[r]),
+    whatever the other rows and the number of tokens per call.
 
     Args:
       params: from `step_params`.
       texts: the tokens of each row so far, for the repetition penalty.
+      numbers: of the rows among all texts of this seed; rows of one number draw alike. None: 0, 1, ...
     """
     n_rows = prefix.logits.shape[0]
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(n_rows))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        jax.random.key(seed), jnp.asarray(range(n_rows) if numbers is None else numbers)
+    )
     seen: Array | np.ndarray | None = None
     if sampling.repetition_penalty != 1:
         seen = np.zeros((n_rows, config.vocab_size), bool)

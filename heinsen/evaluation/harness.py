@@ -32,6 +32,7 @@ class Answers:
     Attributes:
       add_bos_token: whether end-of-text comes before every text; if not, it does where a context would be empty.
       n_truncated: number of texts so far that were too long for the model's positions.
+      n_written: number of texts written so far. What a text draws depends on its number, not on its batch.
     """
 
     config: ModelConfig
@@ -41,6 +42,7 @@ class Answers:
     progress: Callable[[Iterable[Any], str], Iterable[Any]] = lambda items, _: items
     add_bos_token: bool = True
     n_truncated: int = 0
+    n_written: int = 0
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """For each (context, continuation), return its log-likelihood in nats, and whether greedy decoding writes it.
@@ -102,15 +104,18 @@ class Answers:
                 self.n_truncated += sum(not is_short or len(prompt) > room for prompt in prompts.values())
                 prompts = {i: prompt[-room:] for i, prompt in prompts.items()}
             for part in self._batches(sorted(members, key=lambda i: len(prompts[i])), "writing"):
-                texts = self._write(decode_params, [prompts[i] for i in part], sampling, until, max_tokens)
+                numbers = [self.n_written + i for i in part]
+                texts = self._write(decode_params, [prompts[i] for i in part], numbers, sampling, until, max_tokens)
                 for i, text in zip(part, texts, strict=True):
                     answers[i] = text
+        self.n_written += len(requests)
         return answers
 
     def _write(
         self,
         decode_params: Params,
         prompts: list[list[int]],
+        numbers: list[int],
         sampling: Sampling,
         until: tuple[str, ...],
         max_tokens: int,
@@ -119,9 +124,10 @@ class Answers:
         prefix, texts = read(self.config, self.params, prompts), [""] * len(prompts)
         stops = [StopStrings(until) for _ in prompts]
         decoders = [self.tokenizer.stream_decoder() for _ in prompts]
-        for tokens, _ in continue_texts(
-            self.config, decode_params, prefix, sampling, 0, max_tokens, self.tokenizer.eot_id
-        ):
+        pieces = continue_texts(
+            self.config, decode_params, prefix, sampling, 0, max_tokens, self.tokenizer.eot_id, numbers=numbers
+        )
+        for tokens, _ in pieces:
             for i, row in enumerate(tokens):
                 for token in row[row >= 0]:
                     texts[i] += stops[i].feed(decoders[i].feed(int(token)))

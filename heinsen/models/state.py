@@ -17,6 +17,10 @@ from heinsen.models.mixers import TokenContext
 from heinsen.ops.arrays import fill_where
 
 
+# Without caches a stream may go on for good: counts stay here, so that no sum of int32 overflows.
+MOST_COUNTED = 2**30
+
+
 class LayerState(NamedTuple):
     """The state of one layer, of which ModelState has all. None: nothing came before, or there is none."""
 
@@ -30,7 +34,7 @@ class ModelState(NamedTuple):
     position: Float[Array, "B D"]  # e of the position recurrence
     attention: tuple[Any, ...]  # each layer's state (`Mixer`), with leading axis B
     convolution: tuple[Array | None, ...]  # each layer's last inputs (`heinsen.models.convolution`), if it has one
-    n_tokens: Int[Array, " B"]  # tokens seen since the state was empty: the next slot of the caches
+    n_tokens: Int[Array, " B"]  # tokens seen since the state was empty, up to MOST_COUNTED: the next slot of the caches
     document_start: Int[Array, " B"]  # slot of the current document's first token
 
 
@@ -137,7 +141,8 @@ def state_after(
     last = jnp.maximum(n_seen - before.n_tokens - 1, 0)
     document_start = jnp.take_along_axis(context.document_start, last[:, None], axis=1)[:, 0]
     attention, convolution = zip(*layers, strict=True)
-    return ModelState(position, attention, convolution, n_seen, document_start)
+    excess = jnp.maximum(n_seen - MOST_COUNTED, 0)
+    return ModelState(position, attention, convolution, n_seen - excess, jnp.maximum(document_start - excess, 0))
 
 
 # ---- decoding ------------------------------------------------------------------------------------

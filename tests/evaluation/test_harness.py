@@ -89,6 +89,18 @@ def test_generation_ends_at_the_strings_and_limits_of_the_task(rng, answers):
     assert answers.generate_until(drawn) != [full[stopped]]
 
 
+def test_repeats_of_a_sampled_request_differ_and_batches_decide_nothing(answers):
+    """pass@k and self-consistency send the same request many times."""
+    requests = [("ab", {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12})] * 6
+    written = {}
+    for size in (1, 4, 6):
+        answers.batch_size, answers.n_written = size, 0
+        written[size] = answers.generate_until(requests)
+    assert written[1] == written[4] == written[6] and len(set(written[1])) > 3
+    answers.n_written = 0
+    assert [text for _ in range(6) for text in answers.generate_until(requests[:1])] == written[1]
+
+
 # ---- learned positions ---------------------------------------------------------------------------
 
 ROOM = 16

@@ -128,6 +128,21 @@ def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng
     assert np.abs(after[1] - fresh[1]).max() > 1e-3
 
 
+def test_a_stream_may_go_on_beyond_what_int32_counts(rng):
+    """As if 2^31 tokens had come before: the last inputs are seen, and nothing of an earlier document is."""
+    params = draw_params(CONFIG, rng)
+    tokens = np.int32(rng.integers(4, 13, (2, 9)))
+    tokens[1, 4] = DOCUMENT
+    state = forward(CONFIG, params, tokens[:, :3], init_model_state(CONFIG, 2))[1]
+    step = jax.jit(lambda tokens, state: forward(CONFIG, params, tokens, state))
+    much = state._replace(n_tokens=jnp.full(2, 2**30, jnp.int32))
+    for t in range(3, 9):
+        want, state = step(tokens[:, t : t + 1], state)
+        got, much = step(tokens[:, t : t + 1], much)
+        np.testing.assert_array_equal(got, want)
+        assert np.all(np.asarray(much.n_tokens) == 2**30)
+
+
 @pytest.mark.long
 def test_it_decodes_what_the_forward_pass_finds_likeliest(rng):
     params, prompt = jax.tree.map(jnp.asarray, draw_params(CONFIG, rng)), np.int32(rng.integers(4, 13, 6))
