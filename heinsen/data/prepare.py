@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+import numpy as np
+
 from heinsen.data.dataset import TokenDataset, find_parts, read_metadata
 from heinsen.data.readers import PreparationError, Settings
 from heinsen.data.shards import METADATA_FILE, ShardRecord, token_dtype
@@ -244,11 +246,14 @@ class _Preparation:
         """Tokenize the inputs from the writer's position to their end or to a limit of the settings."""
         documents = read_documents(self.inputs, self.settings, start=writer.position)
         start = last = time.monotonic()
-        start_tokens = writer.n_tokens
+        start_tokens, n_unknown = writer.n_tokens, 0
+        unknown_id = getattr(self.tokenizer, "unknown_id", None)
         write_tokenizer_file(self.tokenizer.content, self.folder)  # for the workers
         with contextlib.closing(tokenize_documents(documents, self.settings, self.folder, workers)) as tokenized:
             while not self._is_complete(writer) and (item := next(tokenized, None)) is not None:
                 self._take(writer, *item)
+                if unknown_id is not None:
+                    n_unknown += int(np.count_nonzero(item[1].tokens == unknown_id))
                 if (now := time.monotonic()) - last >= _LOG_SECONDS:
                     last, rate = now, (writer.n_tokens - start_tokens) / (now - start)
                     print(
@@ -272,6 +277,12 @@ class _Preparation:
             f"{(writer.n_tokens - start_tokens) / max(seconds, 1e-9):,.0f} tokens/s",
             file=sys.stderr,
         )
+        if n_unknown:
+            print(
+                f"{self.folder}: {n_unknown:,} of these tokens stand for text that the tokenizer cannot spell: it is "
+                "lost, while bits per byte count its bytes",
+                file=sys.stderr,
+            )
 
     def _is_complete(self, writer: ShardWriter) -> bool:
         """Return whether a limit of the settings is reached."""

@@ -181,6 +181,9 @@ class FileTokenizer(Tokenizer):
       content: of the file.
       library: the library's tokenizer made of it.
       eot_id: one of its special tokens.
+
+    Attributes:
+      unknown_id: the token that stands for text that the vocabulary cannot spell; None: there is none.
     """
 
     is_lossless = False
@@ -190,6 +193,7 @@ class FileTokenizer(Tokenizer):
         self.content = content
         self.vocab_size = max(library.get_vocab().values()) + 1
         self.eot_id = eot_id
+        self.unknown_id = _unknown_id(content, library)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True
@@ -217,8 +221,7 @@ class FileTokenizer(Tokenizer):
         """Bytes of each id, as they are after another token; none for ids that the vocabulary skips."""
         vocabulary, added = self._library.get_vocab(), self._library.get_added_tokens_decoder()
         pieces = [b""] * self.vocab_size
-        parts = json.loads(self.content or b"")
-        if '"ByteLevel"' in json.dumps([parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
+        if _is_byte_level(json.loads(self.content or b"")):
             bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
             for token, i in vocabulary.items():
                 is_spelled = i not in added and all(character in bytes_of for character in token)
@@ -232,6 +235,21 @@ class FileTokenizer(Tokenizer):
             pieces[i] = bytes.fromhex(byte[1]) if byte else text.removeprefix(before).encode()
         pieces[self.eot_id] = before.encode()
         return pieces
+
+
+def _is_byte_level(parts: dict[str, Any]) -> bool:
+    return '"ByteLevel"' in json.dumps([parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")])
+
+
+def _unknown_id(content: bytes, library: "tokenizers.Tokenizer") -> int | None:
+    parts = json.loads(content)
+    model = parts["model"]
+    if _is_byte_level(parts) and all(library.token_to_id(character) is not None for character in byte_characters()):
+        return None  # it spells everything
+    if model.get("unk_id") is not None:  # of unigrams
+        return int(model["unk_id"])
+    token = model.get("unk_token")
+    return None if token is None else library.token_to_id(token)
 
 
 def byte_characters() -> list[str]:
@@ -270,7 +288,7 @@ def get_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
 def open_tokenizer_file(path: Path, end_of_text: str | None = None) -> FileTokenizer:
     """Return the tokenizer of a file that the `tokenizers` library wrote.
 
-    end_of_text: one of its special tokens; None: the only one.
+    end_of_text: one of its special tokens, but not that for unknown text; None: the only one.
 
     Raises TokenizerFilesError: the library is missing, the file is none of it, or has no such special token.
     """
@@ -279,15 +297,21 @@ def open_tokenizer_file(path: Path, end_of_text: str | None = None) -> FileToken
     except OSError as error:
         raise TokenizerFilesError(f"{path} cannot be read ({describe(error)}): give a tokenizer's file") from error
     library = _parse(content, path)
-    special = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
+    unknown_id = _unknown_id(content, library)
+    added = library.get_added_tokens_decoder().items()
+    special = {token.content: i for i, token in added if token.special and i != unknown_id}
     if not special:
+        only = "" if unknown_id is None else f" but {library.id_to_token(unknown_id)!r}, which stands for unknown text"
         raise TokenizerFilesError(
-            f"{path} has no special token to end a text with: train it with special_tokens=['{EOT_BYTES.decode()}']"
+            f"{path} has no special token to end a text with{only}: train it with "
+            f"special_tokens=['{EOT_BYTES.decode()}']"
         )
     if end_of_text is None and len(special) == 1:
         (end_of_text,) = special
     if end_of_text not in special:
-        given = "no end of text given" if end_of_text is None else f"end of text {end_of_text!r} is not in {path}"
+        is_unknown = end_of_text is not None and library.token_to_id(end_of_text) == unknown_id
+        what = "stands for unknown text" if is_unknown and unknown_id is not None else f"is not in {path}"
+        given = "no end of text given" if end_of_text is None else f"end of text {end_of_text!r} {what}"
         raise TokenizerFilesError(f"{given}: --end_of_text={' or --end_of_text='.join(special)}")
     return FileTokenizer(content, library, special[end_of_text])
 

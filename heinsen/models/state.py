@@ -16,7 +16,6 @@ from heinsen.models.config import ModelConfig, check_causal
 from heinsen.models.mixers import TokenContext
 from heinsen.ops.arrays import fill_where
 
-
 # Without caches a stream may go on for good: counts stay here, so that no sum of int32 overflows.
 MOST_COUNTED = 2**30
 

@@ -168,11 +168,30 @@ def test_ids_of_gpt2_are_tiktokens(tmp_path, rng):
         np.testing.assert_array_equal(ours.encode(text), theirs.encode(text))
 
 
+def test_the_token_of_unknown_text_ends_no_text_and_what_is_lost_is_counted(folder, tmp_path, capsys):
+    """As the end of a text it would vanish, and unknown text with it."""
+    words, unknown = folder / "words.json", "'\\[UNK\\]', which stands for unknown text"
+    assert open_tokenizer_file(words).eot_id == 1
+    with pytest.raises(TokenizerFilesError, match=r"end of text '\[UNK\]' stands for unknown text: --end_of_text=</s>"):
+        open_tokenizer_file(words, "[UNK]")
+    parts = json.loads(words.read_text())
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["content"] == "[UNK]"]
+    (tmp_path / "unknown.json").write_text(json.dumps(parts))
+    with pytest.raises(TokenizerFilesError, match=f"no special token to end a text with but {unknown}: train it"):
+        open_tokenizer_file(tmp_path / "unknown.json")
+    (tmp_path / "a.txt").write_text("a b x a y")
+    plan = Settings(sources=(str(tmp_path / "a.txt"),), split="train", tokenizer=str(words))
+    prepare(plan, tmp_path / "data")
+    assert "2 of these tokens stand for text that the tokenizer cannot spell" in capsys.readouterr().err
+
+
 def test_bad_files_are_refused_in_one_line(folder, tmp_path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     parts = json.loads((folder / "small.json").read_text())
     no_special = parts | {"added_tokens": []}
     at_random = parts | {"model": parts["model"] | {"dropout": 0.1}}
+    two = json.loads((folder / "words.json").read_text())
+    two["added_tokens"].append(two["added_tokens"][-1] | {"id": 3, "content": "b"})
     for content, end_of_text, message in (
         ("not JSON", None, r"tokenizer.json is no tokenizer \(.*give a file that the tokenizers library saved"),
         ("[1, 2]", None, "is no tokenizer"),
@@ -180,11 +199,7 @@ def test_bad_files_are_refused_in_one_line(folder, tmp_path, monkeypatch):
         ('{"model": 3}', None, "is no tokenizer"),
         (json.dumps(no_special), None, "no special token to end a text with: train it with"),
         (json.dumps(at_random), None, "encodes at random: its model has dropout = 0.1"),
-        (
-            (folder / "words.json").read_text(),
-            None,
-            r"no end of text given: --end_of_text=\[UNK\] or --end_of_text=</s>",
-        ),
+        (json.dumps(two), None, "no end of text given: --end_of_text=</s> or --end_of_text=b"),
         ((folder / "words.json").read_text(), "</a>", "end of text '</a>' is not in .*--end_of_text=</s>"),
     ):
         path.write_text(content)
