@@ -1,10 +1,9 @@
 """A run's metrics: metrics.jsonl, with the same numbers as TensorBoard events beside it, and Weights & Biases."""
 
 import dataclasses
-import hashlib
 import json
 import math
-import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from heinsen.training.config import TrainConfig
 from heinsen.training.folder import RunError
 
 METRICS_FILE = "metrics.jsonl"
+WANDB_ID_FILE = "wandb_id"
 SAMPLE = "sample"  # the metric that is a text
 _TOO_LARGE = {int: 2**63, float: math.inf}
 
@@ -57,7 +57,7 @@ class MetricsLog:
 class WandbLog:
     """A run in Weights & Biases that resuming continues; offline where its server cannot be reached.
 
-    Raises RunError if wandb is not installed.
+    Raises RunError if wandb is not installed, or where it can record nothing.
     """
 
     def __init__(self, config: TrainConfig, workdir: Path) -> None:
@@ -70,22 +70,41 @@ class WandbLog:
         options: dict[str, Any] = dict(
             project=config.wandb_project,
             name=workdir.name,
-            id=hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16],
+            id=_wandb_id(workdir),
             dir=str(workdir),
             config=dataclasses.asdict(config),
             resume="allow",
         )
         try:
-            self._run = wandb.init(**options, settings=wandb.Settings(init_timeout=30, silent=True))
-        except wandb.errors.Error:
-            os.environ["WANDB_MODE"] = "offline"
-            self._run = wandb.init(**options, settings=wandb.Settings(silent=True))
+            try:
+                self._run = wandb.init(**options, settings=wandb.Settings(init_timeout=30, silent=True))
+            except wandb.errors.Error as error:
+                print_warning(f"Weights & Biases: {_first_line(error)}; recording offline in {workdir / 'wandb'}")
+                wandb.teardown()  # or it waits for the server again
+                self._run = wandb.init(**options, mode="offline", settings=wandb.Settings(silent=True))
+        except Exception as error:  # it raises whatever its parts do
+            what = f"{type(error).__name__}: {_first_line(error)}"
+            raise RunError(
+                f"wandb_project = {config.wandb_project!r}: {what}; correct it, or leave it unset"
+            ) from error
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         self._run.log(metrics, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(workdir: Path) -> str:
+    """The run's own, in its folder: a new run in the place of a removed one is another."""
+    path = workdir / WANDB_ID_FILE
+    if not path.exists():
+        write_atomically(path, f"{secrets.token_hex(8)}\n")
+    return path.read_text().strip()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def read_metrics(workdir: Path, warn: Callable[[str], object] = print_warning) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What a run reports besides its metrics: skipped steps, traces, Weights & Biases."""
 
 import math
+import shutil
 import sys
 import types
 
@@ -109,17 +110,20 @@ class FakeWandb(types.ModuleType):
 
     def __init__(self, reachable: bool):
         super().__init__("wandb")
-        self.reachable, self.started, self.logged, self.finished = reachable, [], [], 0
+        self.reachable, self.started, self.logged, self.finished, self.torn_down = reachable, [], [], 0, False
         self.errors = types.SimpleNamespace(Error=ConnectionError)
         self.Settings = dict
 
     def init(self, **options):
-        import os
-
-        if not self.reachable and os.environ.get("WANDB_MODE") != "offline":
+        if options["project"] == "a/b":
+            raise ValueError("invalid project name a/b\nof a traceback")
+        if not self.reachable and (options.get("mode") != "offline" or not self.torn_down):
             raise ConnectionError("no route to host")
         self.started.append(options)
         return types.SimpleNamespace(log=lambda m, step: self.logged.append((step, m)), finish=self.finish)
+
+    def teardown(self):
+        self.torn_down = True
 
     def finish(self):
         self.finished += 1
@@ -129,7 +133,6 @@ class FakeWandb(types.ModuleType):
 def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, monkeypatch, reachable):
     wandb = FakeWandb(reachable)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
     config = run_config(data, wandb_project="tests", log_every=5, total_tokens=10 * BATCH * LENGTH)
     train(config, tmp_path / "run")
     expected = [(entry.pop("step"), entry) for entry in read_log(tmp_path / "run")]
@@ -138,6 +141,13 @@ def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, m
     first, again = wandb.started
     assert first["id"] == again["id"] and first["resume"] == "allow" and first["project"] == "tests"
     assert first["config"]["model"]["n_layers"] == config.model.n_layers
+    shutil.rmtree(tmp_path / "run")
+    train(config, tmp_path / "run")
+    assert wandb.started[-1]["id"] != first["id"], "another run in the place of a removed one"
+    message = "wandb_project = 'a/b': ValueError: invalid project name a/b; correct it"
+    with pytest.raises(RunError, match=message) as error:
+        train(run_config(data, wandb_project="a/b"), tmp_path / "bad")
+    assert "\n" not in str(error.value)
 
 
 def test_wandb_that_is_not_installed_is_named(data, tmp_path, monkeypatch):
