@@ -397,9 +397,10 @@ def _in_logarithms_if(
     """What `read` returns, computed from all arguments in logarithms where terms of any sum are lost."""
 
     def exactly(q: Array, k: Array, values: Array, log_decay: Array | None, state: LogState) -> tuple[Read, State]:
-        shift = jnp.zeros(k.shape[:-1], k.dtype)
-        if log_decay is not None:
-            shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
+        if not causal or log_decay is None:
+            *read, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
+            return Read(*read), after
+        shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
         k = k - shift[..., None]
         y, z, r, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
         return Read(y, z * jnp.exp(shift), r), after.decay(shift[..., -1])
