@@ -36,7 +36,7 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> LoadedParams:
     abstract = with_shardings(abstract, shardings(mesh, abstract))
     if not is_export(workdir):
         # The hash tells a config.json that was damaged or edited since.
-        return LoadedParams(*restore_params(workdir, abstract, load_run(workdir).fingerprint))
+        return LoadedParams(*restore_params(workdir, abstract, load_run(workdir).fingerprints))
     try:
         manifest = read_manifest(workdir)
         check_same_model(manifest.model, model, workdir)

@@ -15,6 +15,7 @@ Each part is a dataset with its own metadata.json, and the split's metadata.json
 """
 
 import bisect
+import hashlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -148,6 +149,8 @@ class TokenDataset:
         self.tokenizer_name = self.metadata["tokenizer"]
         self._dtype = token_dtype(self.vocab_size)
         shards = self.metadata["shards"]
+        # Of the tokens, whatever the folder is called: shards end where documents end.
+        self.digest = hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()[:16]
         self._shards = [check_shard(self.path / s["file"], s["num_tokens"], self._dtype) for s in shards]
         self._sources = [check_sources(self.path, s) for s in shards]
         self._sha256 = {s["file"]: s["sha256"] for s in shards}

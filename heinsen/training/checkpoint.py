@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -130,16 +130,17 @@ class Checkpoints:
             raise self._not_saved(step, error) from error
         self._saving = step, response
 
-    def restore_newest(self, abstract: _NamedTuple, config_hash: str) -> Restored | None:
+    def restore_newest(self, abstract: _NamedTuple, *config_hashes: str) -> Restored | None:
         """Restore the newest whole checkpoint with the shardings of `abstract`; return None if there is no checkpoint.
 
-        Newer checkpoints are damaged: they are moved away, with a warning for each.
+        Newer checkpoints are damaged: they are moved away, with a warning for each. config_hashes: those of the config,
+        of which the checkpoint has one.
 
         Raises:
           CheckpointError: all are damaged, or one belongs to another config or model. Nothing has changed then.
         """
         self._close()
-        found, damaged = _find_newest(self.directory, _with_arrays(abstract._asdict()), config_hash)
+        found, damaged = _find_newest(self.directory, _with_arrays(abstract._asdict()), config_hashes)
         if found is None:
             self._open()
             return None
@@ -199,13 +200,13 @@ def checkpoint_steps(workdir: Path) -> list[int]:
 def restore_params(
     workdir: Path,
     abstract_params: Params,
-    config_hash: str | None = None,
+    config_hashes: Collection[str] = (),
     warn: Callable[[str], object] = print_warning,
 ) -> tuple[int, Params]:
     """Restore the newest whole parameters of a run; return their step and the parameters. Writes nothing.
 
     Args:
-      config_hash: of the run's config, if it is to be that of the checkpoint.
+      config_hashes: of the run's config, if the checkpoint is to have one of them.
       warn: called with a message for each damaged checkpoint that is newer.
 
     Raises:
@@ -214,7 +215,7 @@ def restore_params(
     directory = (workdir / CHECKPOINTS).absolute()
     if not directory.is_dir():
         raise CheckpointError(f"{workdir} has no {CHECKPOINTS}/ folder: is it the --workdir of a run of train.py?")
-    found, damaged = _find_newest(directory, {"params": abstract_params}, config_hash)
+    found, damaged = _find_newest(directory, {"params": abstract_params}, config_hashes)
     if found is None:
         raise CheckpointError(f"{directory} holds no whole checkpoint: let train.py reach one (checkpoint_every)")
     step, _, fields = found
@@ -290,7 +291,7 @@ def _steps(directory: Path) -> list[int]:
 
 
 def _find_newest(
-    directory: Path, wanted: dict[str, Any], config_hash: str | None = None
+    directory: Path, wanted: dict[str, Any], config_hashes: Collection[str] = ()
 ) -> tuple[_Whole | None, dict[int, str]]:
     """Return the newest whole checkpoint, None if there are no checkpoints, and {newer step: its damage}.
 
@@ -303,7 +304,7 @@ def _find_newest(
         record, reason = _attempt(functools.partial(_read_record, path, step, next(iter(wanted))))
         fields: dict[str, Any] | None = None
         if record is not None:
-            _check_origin(path, record, wanted, config_hash)
+            _check_origin(path, record, wanted, config_hashes)
             fields, reason = _attempt(functools.partial(_load, path, wanted))
         if record is not None and fields is not None:
             changed = [name for name, x in _describe(fields).items() if record["arrays"][name] != x]
@@ -320,16 +321,17 @@ def _find_newest(
     )
 
 
-def _check_origin(path: Path, record: dict[str, Any], wanted: dict[str, Any], config_hash: str | None) -> None:
+def _check_origin(path: Path, record: dict[str, Any], wanted: dict[str, Any], config_hashes: Collection[str]) -> None:
     """Raise CheckpointError if the checkpoint belongs to another config or model; an older one would, too."""
     if differences := _differences(record["arrays"], wanted):
         raise CheckpointError(
             f"{path} cannot be restored: it belongs to another model. {_join_first(differences)}. Give another "
             "--workdir, or the config it was saved with"
         )
-    if config_hash not in (None, record["config_hash"]):
+    if config_hashes and record["config_hash"] not in config_hashes:
         raise CheckpointError(
-            f"{path} was saved by a run with another config (hash {record['config_hash']}, here {config_hash}): "
+            f"{path} was saved by a run with another config (hash {record['config_hash']}, here "
+            f"{next(iter(config_hashes))}): "
             "give another --workdir, or the config it was saved with; if config.json was changed, restore it"
         )
 

@@ -96,9 +96,19 @@ class TrainConfig:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of all fields that may not change: a checkpoint with another one belongs to another run."""
-        text = json.dumps(fixed_fields(dataclasses.asdict(self)), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """A digest of all fields that may not change: a checkpoint with another one belongs to another run.
+
+        Not of the data's path, as what lies there identifies data (`RunData.digest`).
+        """
+        return self.fingerprints[0]
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        """The fingerprint, and that of checkpoints from before 2026-11-29, which had the data's path in it."""
+        fields = fixed_fields(dataclasses.asdict(self))
+        here = {name: value for name, value in fields["data"].items() if name != "path"}
+        digest = lambda fields: hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(fields | {"data": here}), digest(fields)
 
 
 def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:

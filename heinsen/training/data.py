@@ -1,6 +1,8 @@
 """The training and validation batches of a run."""
 
 import dataclasses
+import hashlib
+import json
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -44,6 +46,7 @@ class RunData:
     Attributes:
       batches: training batches.
       rows: those of the global batch that this process reads, of `rows_by_pass`.
+      digest: of all tokens, for training and validation: data of another one are other data.
       tokenizer: the name of the data's tokenizer.
       tokenizer_folder: holds its file, if it is a file.
       bytes_per_token: of the training text.
@@ -53,6 +56,7 @@ class RunData:
 
     batches: BatchIterator
     rows: np.ndarray
+    digest: str
     tokenizer: str
     tokenizer_folder: Path
     bytes_per_token: float
@@ -75,6 +79,7 @@ class RunData:
         return cls(
             batches=batches,
             rows=rows,
+            digest=_digest(training, validation),
             tokenizer=tokenizer,
             tokenizer_folder=training[0][0].path,
             bytes_per_token=bytes_per_token(training),
@@ -84,6 +89,11 @@ class RunData:
             ],
             validation_bytes_per_token=bytes_per_token(validation),
         )
+
+
+def _digest(*splits: list[tuple[TokenDataset, float]]) -> str:
+    contents = [[(dataset.digest, share) for dataset, share in split] for split in splits]
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
 def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> list[tuple[TokenDataset, float]]:

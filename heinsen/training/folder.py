@@ -20,6 +20,7 @@ from heinsen.models import ModelConfig
 from heinsen.training.config import TrainConfig, fixed_fields
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
+_OF_DATA = "tokenizer", "data_digest"  # what config.json has besides the config
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of flock, on a file system without locks
 
@@ -69,7 +70,7 @@ def _load(workdir: Path) -> tuple[TrainConfig, str]:
 
 def parse_config(mapping: Mapping[str, Any], name: str = "config") -> tuple[TrainConfig, str]:
     """Return what config.json holds, the config and the name of the tokenizer. Raises ConfigError, as `name`."""
-    config = from_mapping(TrainConfig, {key: value for key, value in mapping.items() if key != "tokenizer"}, name)
+    config = from_mapping(TrainConfig, {key: value for key, value in mapping.items() if key not in _OF_DATA}, name)
     tokenizer = mapping.get("tokenizer")
     if not is_tokenizer_name(tokenizer):
         names = f"{', '.join(TOKENIZER_NAMES)}, file:DIGEST:ID"
@@ -77,9 +78,9 @@ def parse_config(mapping: Mapping[str, Any], name: str = "config") -> tuple[Trai
     return config, str(tokenizer)
 
 
-def _contents(config: TrainConfig, tokenizer: str) -> dict[str, Any]:
-    """Return what `parse_config` reads: the fields of the config, and the tokenizer of its data."""
-    return {"tokenizer": tokenizer, **dataclasses.asdict(config)}
+def _contents(config: TrainConfig, tokenizer: str, data_digest: str | None) -> dict[str, Any]:
+    """Return what `parse_config` reads: the fields of the config, and the tokenizer and the digest of its data."""
+    return {"tokenizer": tokenizer, "data_digest": data_digest, **dataclasses.asdict(config)}
 
 
 def check_same_model(old: ModelConfig, new: ModelConfig, source: Path) -> None:
@@ -100,10 +101,13 @@ def _read_config(workdir: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def claim_folder(config: TrainConfig, workdir: Path, tokenizer: str) -> Iterator[list[str]]:
+def claim_folder(
+    config: TrainConfig, workdir: Path, tokenizer: str, data_digest: str | None = None
+) -> Iterator[list[str]]:
     """Hold a run folder, which one run at a time may write; create it, or check that the run in it has this config.
 
-    All processes of a run call it together; the first one holds the lock. `tokenizer` is that of the run's data.
+    All processes of a run call it together; the first one holds the lock. tokenizer, data_digest: of the run's
+    data; the digest decides, not the path (None: unknown).
 
     Yields:
       A line for each field that differs and may; `write_config` then records the new values.
@@ -111,15 +115,15 @@ def claim_folder(config: TrainConfig, workdir: Path, tokenizer: str) -> Iterator
     Raises:
       RunError: another process holds it, other fields differ, or the folder cannot be written.
     """
-    changes = _find_changes(config, workdir, tokenizer)  # a folder of something else is not even locked
+    changes = _find_changes(config, workdir, tokenizer, data_digest)  # a folder of something else is not even locked
     with contextlib.ExitStack() as stack:
         reason = None
         if jax.process_index() == 0:
             try:
                 stack.enter_context(_lock(workdir))
-                changes = _find_changes(config, workdir, tokenizer)  # again, as it may have waited for the lock
+                changes = _find_changes(config, workdir, tokenizer, data_digest)  # again, after the lock
                 if not (workdir / CONFIG_FILE).exists():
-                    write_config(config, workdir, tokenizer)
+                    write_config(config, workdir, tokenizer, data_digest)
             except RunError as error:
                 reason = str(error)
         if (reason := first_reason(reason)) is not None:
@@ -145,17 +149,26 @@ def _lock(workdir: Path) -> Iterator[None]:
         yield
 
 
-def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str) -> list[str]:
+def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str, data_digest: str | None) -> list[str]:
     """Describe the fields that differ from those of the run in the folder, if there is one. Raises RunError."""
     if is_export(workdir):
         raise RunError(
             f"{workdir} holds exported weights: give a --workdir of its own, and --config.init_from={workdir} to start "
             "from them"
         )
-    old, new = _read_config(workdir), _contents(config, tokenizer)
+    old, new = _read_config(workdir), _contents(config, tokenizer, data_digest)
     if old is None:
         return []
-    if lines := differences(fixed_fields(old), fixed_fields(new)):
+    before = fixed_fields(old)
+    if (known := before.pop("data_digest", None)) is not None and data_digest is not None:
+        if known != data_digest:
+            raise RunError(
+                f"{workdir} holds a run on other data: what lies at {config.data.path} now is not what it has read "
+                f"(digest {data_digest} instead of {known}). Give the path of its own data, or another --workdir."
+            )
+        if isinstance(before.get("data"), dict):  # the same data elsewhere
+            before["data"]["path"] = config.data.path
+    if lines := differences(before, fixed_fields({key: new[key] for key in new if key != "data_digest"})):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
             "Give another --workdir, or the run's own config to resume it."
@@ -163,12 +176,12 @@ def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str) -> list[st
     return differences(old, new)
 
 
-def write_config(config: TrainConfig, workdir: Path, tokenizer: str) -> None:
+def write_config(config: TrainConfig, workdir: Path, tokenizer: str, data_digest: str | None = None) -> None:
     """Write config.json, creating the folder if needed. Raises RunError."""
     path = workdir / CONFIG_FILE
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(_contents(config, tokenizer), indent=2) + "\n")
+        write_atomically(path, json.dumps(_contents(config, tokenizer, data_digest), indent=2) + "\n")
     except OSError as error:
         raise _unwritable(workdir, error) from error
 

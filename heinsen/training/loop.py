@@ -62,11 +62,11 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     if config.init_from is not None and not checkpoint_steps(workdir):  # a resumed run has parameters of its own
         initial = load_initial_params(config, mesh, data.tokenizer)
     with (
-        claim_folder(config, workdir, data.tokenizer) as changes,
+        claim_folder(config, workdir, data.tokenizer, data.digest) as changes,
         Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
         StopSignals() as signals,
     ):
-        if (restored := checkpoints.restore_newest(abstract, config.fingerprint)) is not None:
+        if (restored := checkpoints.restore_newest(abstract, *config.fingerprints)) is not None:
             start_step, state, progress = restored
             losses = LossMean(progress.pop("losses"))
             data.batches.set_state(progress)
@@ -76,7 +76,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
             if initial is not None:
                 state = state._replace(params=initial.params)
         if changes and is_main:
-            write_config(config, workdir, data.tokenizer)
+            write_config(config, workdir, data.tokenizer, data.digest)
         n_params = count_params(state.params)
         with (
             _explain_full_disk(workdir, checkpoints),

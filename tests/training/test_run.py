@@ -50,12 +50,14 @@ from tests.runs import (
     at_step,
     checkpoint_steps,
     copy_run,
+    draw_text,
     read_log,
     run_config,
     snapshot,
     stop_when,
     train_command,
     without_timing,
+    write_split,
 )
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -221,6 +223,42 @@ def test_tensorboard_holds_the_scalars_of_metrics_jsonl_once(run):
     assert [scalar[:2] for scalar in scalars] == [scalar[:2] for scalar in expected]
     assert len({scalar[:2] for scalar in scalars}) == len(scalars)
     np.testing.assert_array_equal([scalar[2] for scalar in scalars], [scalar[2] for scalar in expected])
+
+
+# ---- the data of a run -----------------------------------------------------------------------
+
+
+def test_data_are_known_by_their_content_not_their_path(run, config, last_checkpoint, tmp_path, rng):
+    workdir, moved = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= 50), tmp_path / "data"
+    shutil.copytree(config.data.path, moved)
+    elsewhere = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(moved)))
+    train(elsewhere, workdir)
+    assert_same_run(workdir, run, elsewhere, last_checkpoint)
+    assert load_run(workdir).data.path == str(moved)
+
+    for split in ("train", "validation"):
+        shutil.rmtree(moved / split)
+        write_split(moved / split, draw_text(rng, 3000))
+        workdir = copy_run(run.workdir, tmp_path / split, keep=lambda step: step <= 50)
+        before = snapshot(workdir)
+        with pytest.raises(RunError, match=f"{workdir} holds a run on other data: what lies at {moved} now"):
+            train(elsewhere, workdir)
+        assert snapshot(workdir) == before
+
+
+def test_runs_from_before_data_were_known_by_their_content_resume(run, config, last_checkpoint, tmp_path):
+    """Their checkpoints have a hash of the path, too, and their config no digest."""
+    workdir = tmp_path / "run"
+    with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainConfig, "fingerprint", property(lambda config: config.fingerprints[1]))
+        at_step(patch, 54, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train(config, workdir)
+    mapping = json.loads((workdir / "config.json").read_text())
+    assert mapping.pop("data_digest")
+    (workdir / "config.json").write_text(json.dumps(mapping))
+    train(config, workdir)
+    assert_same_run(workdir, run, config, last_checkpoint)
+    assert json.loads((workdir / "config.json").read_text())["data_digest"]
 
 
 # ---- samples ---------------------------------------------------------------------------------
