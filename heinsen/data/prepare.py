@@ -25,6 +25,7 @@ from heinsen.data.dataset import TokenDataset, find_parts, read_metadata
 from heinsen.data.readers import PreparationError, Settings
 from heinsen.data.shards import METADATA_FILE, ShardRecord, token_dtype
 from heinsen.data.sources import (
+    STDLIB,
     Document,
     Input,
     describe_inputs,
@@ -209,23 +210,38 @@ class _Preparation:
     def _check_same(self, state: str, before: Provenance, n_skipped: int) -> None:
         """Raise PreparationError if this preparation differs from one that was recorded in the folder."""
         differences = _compare(before, self.provenance)
-        times, sha256 = (before.get("content", {}).get(name) for name in ("times", "sha256"))
-        if not differences and times != hash_times(self.inputs) and sha256 != hash_contents(self.inputs):
+        times, files = (before.get("content", {}).get(name) for name in ("times", "files"))
+        if not differences and times != hash_times(self.inputs) and files != hash_contents(self.inputs):
             differences.append("the content of the inputs, at equal sizes")
         # No setting of its own: it may be turned on after a bad document stopped a preparation.
         if n_skipped and not self.skip_bad_documents:
             differences.append(f"skip_bad_documents: {n_skipped} skipped before, off now")
         _raise_if(differences, self.folder, state)
 
+    def _check_other_splits(self, digests: Sequence[str]) -> None:
+        """Raise PreparationError if a file is also in another split of the dataset."""
+        split = next(path for path in (self.folder, *self.folder.parents) if path.name == self.settings.split)
+        files = [i for i in self.inputs if i.is_file]
+        own = {digest: i for digest, i in zip(digests, files, strict=True) if i.size}
+        for folder in sorted(path for path in split.parent.iterdir() if path.is_dir() and path != split):
+            for part in (folder, *find_parts(folder)):
+                before: Provenance = {}
+                with contextlib.suppress(PreparationError):  # a damaged one
+                    _, before = _read_provenance(part) or ("", before)
+                if STDLIB in self.settings.sources and STDLIB in before.get("sources", ()):
+                    continue  # it has its own splits, and files that are copies of others
+                if shared := own.keys() & set(before.get("content", {}).get("files", ())):
+                    raise PreparationError(
+                        f"{own[min(shared)].location} is in split {folder.name!r} of {split.parent}, too: leave it out "
+                        "of one of the two, or give another --out"
+                    )
+
     def _write(self, progress_file: IO[bytes], workers: int) -> None:
         """Write the shards that are missing, and metadata.json."""
         for leftover in self.folder.glob("*.tmp"):
             leftover.unlink()
         writer = ShardWriter(self.folder, progress_file, token_dtype(self.tokenizer.vocab_size))
-        if writer.provenance is None:
-            content = {"times": hash_times(self.inputs), "sha256": hash_contents(self.inputs)}
-            writer.begin(self.provenance | {"content": content})
-        else:
+        if writer.provenance is not None:
             self._check_same(_UNFINISHED, writer.provenance, writer.n_skipped)
             print(
                 f"{self.folder}: resuming after {len(writer.shards)} finished shards "
@@ -233,6 +249,10 @@ class _Preparation:
                 file=sys.stderr,
             )
         try:
+            if writer.provenance is None:
+                content = {"times": hash_times(self.inputs), "files": hash_contents(self.inputs)}
+                self._check_other_splits(content["files"])
+                writer.begin(self.provenance | {"content": content})
             self._write_shards(writer, workers)
         except BaseException:
             if not writer.shards:
@@ -330,21 +350,26 @@ def _raise_if(differences: Sequence[str], folder: Path, state: str) -> None:
 def _check_neighbors(folders: Sequence[Path], provenance: Provenance) -> None:
     """Raise PreparationError if one of the folders, a split's or its parts', was prepared with other settings."""
     for folder in folders:
-        for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # another process may finish between two looks
-            try:
-                if name == METADATA_FILE:
-                    state, before = _FINISHED, read_metadata(folder / name)["source"]
-                else:
-                    first_line = (folder / name).read_bytes().partition(b"\n")[0]
-                    state, before = _UNFINISHED, unseal(json.loads(first_line))
-            except FileNotFoundError:
-                continue
-            except ValueError as error:
-                raise PreparationError(
-                    f"{folder / name} is damaged ({error}); delete the folder and rerun the command that prepared it"
-                ) from error
+        if (found := _read_provenance(folder)) is not None:
+            state, before = found
             _raise_if(_compare(before, provenance), folder, state)
-            break
+
+
+def _read_provenance(folder: Path) -> tuple[str, Provenance] | None:
+    """Return the state of a preparation and what it was made of; None if there is none. Raises PreparationError."""
+    for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # another process may finish between two looks
+        try:
+            if name == METADATA_FILE:
+                return _FINISHED, read_metadata(folder / name)["source"]
+            first_line = (folder / name).read_bytes().partition(b"\n")[0]
+            return _UNFINISHED, unseal(json.loads(first_line))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise PreparationError(
+                f"{folder / name} is damaged ({error}); delete the folder and rerun the command that prepared it"
+            ) from error
+    return None
 
 
 # Joining parts.

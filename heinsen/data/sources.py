@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heinsen.data.readers import READERS, Content, PreparationError, Settings, read_blocks
-from heinsen.files import name_errors
+from heinsen.data.readers import READERS, Content, PreparationError, Settings
+from heinsen.files import file_sha256, name_errors
 from heinsen.progress import track
 
 STDLIB = "stdlib"
@@ -119,15 +119,11 @@ def hash_times(inputs: Sequence[Input]) -> str:
     return hashlib.sha256(json.dumps(times).encode()).hexdigest()
 
 
-def hash_contents(inputs: Sequence[Input]) -> str:
-    """Return the SHA-256 of all files, one after the other. Shows its progress."""
-    digest = hashlib.sha256()
-    for each in track(inputs, "hashing the inputs", sum(i.size for i in inputs), lambda i: i.size, "bytes"):
-        if each.is_file:
-            with open(each.location, "rb") as file:
-                for block in read_blocks(file):
-                    digest.update(block)
-    return digest.hexdigest()
+def hash_contents(inputs: Sequence[Input]) -> list[str]:
+    """Return the SHA-256 of each file. Shows its progress."""
+    each_size = lambda i: i.size
+    tracked = track(inputs, "hashing the inputs", sum(map(each_size, inputs)), each_size, "bytes")
+    return [file_sha256(Path(each.location)) for each in tracked if each.is_file]
 
 
 def _find_source(source: str, settings: Settings) -> list[Input]:

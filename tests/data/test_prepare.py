@@ -211,16 +211,17 @@ def _largest_file(size):
 @pytest.mark.parametrize(("size", "name"), [(300, "progress.jsonl"), (1900, "shard-00002.npy")])
 def test_full_disk_is_named_and_loses_nothing(interrupted, tmp_path, size, name):
     settings, folder, documents = interrupted
+    out = tmp_path / "out"
     if name == "progress.jsonl":
-        folder = folder.parent / "again"
-        settings = dataclasses.replace(settings, split="again")
+        out = tmp_path / "again"
+        folder = out / settings.split
     with pytest.raises(SystemExit) as end, exit_on_error(on_os_error="Rerun"), _largest_file(size):
-        prepare(settings, tmp_path / "out")
+        prepare(settings, out)
     assert end.value.code == f"error: {folder / name}: File too large: free some space. Rerun"
     assert not list(folder.glob("*.tmp")) and not (folder / "metadata.json").exists()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.npy")}
     assert len(before) == (0 if name == "progress.jsonl" else 2)
-    prepare(settings, tmp_path / "out")
+    prepare(settings, out)
     assert before == {path: path.stat().st_mtime_ns for path in before}
     check_split(folder, documents)
 
@@ -310,6 +311,26 @@ def test_another_process_that_has_just_finished_is_noticed(interrupted, tmp_path
     check_split(folder, documents)
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_file_of_another_split_is_refused(tmp_path, finished):
+    """A folder for training that has the file for validation, too, under whatever name."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.jsonl").write_bytes(jsonl(["a", "b" * 200] * 5))
+    (corpus / "validation.jsonl").write_bytes(jsonl(["c"]))
+    (corpus / "empty.jsonl").write_bytes(b"")
+    settings, out = settings_of(corpus, shard_tokens=300), tmp_path / "out"
+    prepare(settings, out) if finished else interrupt(settings, out, 2)
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(corpus / "validation.jsonl", copy)
+    validation = settings_of(copy, split="validation")
+    with pytest.raises(PreparationError, match=f"{copy} is in split 'train' of {out}, too: leave it out of one"):
+        prepare(validation, out)
+    assert not any((out / "validation").glob("*"))
+    copy.write_bytes(jsonl(["d"]))
+    assert prepare(settings_of(tmp_path / "c*.jsonl", corpus / "empty.jsonl", split="validation"), out).n_documents == 1
+
+
 # ---- in parts, by several machines ---------------------------------------------------------------
 
 
@@ -358,7 +379,7 @@ def test_parts_make_one_dataset(tmp_path, corpus, rng, count, capsys):
     )
     prepare(settings, tmp_path / "whole")
     alone = TokenDataset(tmp_path / "whole" / "train").metadata
-    assert alone["source"].pop("content").keys() == {"times", "sha256"}
+    assert alone["source"].pop("content").keys() == {"times", "files"}
     assert metadata["source"] == alone["source"] | {"shard_count": count}
     assert metadata | {"shards": 0, "source": 0} == alone | {"shards": 0, "source": 0}
 
