@@ -19,13 +19,13 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from absl import app, flags, logging
 
-from heinsen.config import from_mapping
+from heinsen.config import from_mapping, read_json_object
 from heinsen.errors import InputError, exit_on_error
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import make_folder, write_atomically, write_figure
@@ -80,6 +80,7 @@ def main(argv: list[str]) -> None:
         mesh = choose_mesh(config)
         make_folder(out)
         configs = [dataclasses.replace(config, seed=config.seed + i) for i in range(SEEDS.value)]
+        check_folder(out, {find_fingerprint(each, task, lengths) for each in configs})
         runs = [run(each, task, lengths, test_lengths, mesh, out) for each in configs]
         results = runs[0] if len(runs) == 1 else {"runs": runs}
         # Even if the files below cannot be written.
@@ -91,6 +92,15 @@ def main(argv: list[str]) -> None:
         with contextlib.suppress(OSError):  # others are another command's
             checkpoints_of(out).rmdir()
         print(f"written: {out / 'results.json'}, {out / 'accuracy.png'}", file=sys.stderr)
+
+
+def check_folder(out: Path, fingerprints: Set[str]) -> None:
+    """Raise InputError if the folder has the results of other models, which would be lost."""
+    if not (path := out / "results.json").exists():
+        return
+    before = read_json_object(path)
+    if not fingerprints & {each.get("fingerprint") for each in before.get("runs", [before])}:
+        raise InputError(f"{path} has results of another model, task or training: give another --out, or remove it")
 
 
 def read_train_config() -> TrainConfig:
@@ -132,6 +142,7 @@ def run(
         task=task.name,
         label=out.name,
         seed=config.seed,
+        fingerprint=find_fingerprint(config, task, lengths),
         **trained,
         batch_size=config.batch_size,
         trained_lengths=lengths,

@@ -176,3 +176,8 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     assert [run["seed"] for run in runs] == [0, 1] and list(other.parent.iterdir()) == [other]
     assert runs[0]["accuracy"] == result["accuracy"] != runs[1]["accuracy"]
     assert runs[0]["loss"] == result["loss"] and runs[0]["tokens"] == result["tokens"]
+
+    before = (tmp_path / "killed/results.json").read_bytes()
+    end = commands.run(*arguments, "--config.model.d_model=24")
+    assert end.returncode == 1 and "has results of another model, task or training: give another --out" in end.stderr
+    assert (tmp_path / "killed/results.json").read_bytes() == before
