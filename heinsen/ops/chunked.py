@@ -436,11 +436,16 @@ def _causal(
     def decay_of(decays: Array | None) -> ChunkDecay:
         return ChunkDecay.of(jnp.zeros(split.chunk, k.dtype) if decays is None else decays, split.block)
 
-    until_end = decay_of(decays).keys_at_end
-    if n_tokens % split.chunk:
-        is_filler = cut(jnp.zeros((*batch, n_tokens), bool), -1, constant_values=True)
-        until_end = jnp.where(is_filler, NEG_INF, until_end)
-    own, spread = summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
+    def summarize_all(k: Array, values: Array, decays: Array | None) -> tuple[Summary, Spread]:
+        until_end = decay_of(decays).keys_at_end
+        if n_tokens % split.chunk:
+            is_filler = cut(jnp.zeros((*batch, n_tokens), bool), -1, constant_values=True)
+            until_end = jnp.where(is_filler, NEG_INF, until_end)
+        return summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
+
+    # All rows at once are computed again part by part, as the sums before chunks are worth keeping.
+    again = jax.checkpoint if split.rows is None else lambda function: function
+    own, spread = again(summarize_all)(k, values, decays)
     total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
     gain = None if log_decay is None else jnp.exp(shift[..., -1])
     before, end = scan_chunks(first, *jax.tree.map(by_row, (total, own, gain)))
@@ -452,8 +457,8 @@ def _causal(
             sums = read_chunk(weigh, q, k, values, decay_of(decays), before)
             return sums.mean(), sums.lost_terms()
 
-        at_once = split.chunks is None
-        read, lost = read_some(*args) if at_once else by_rows(split.chunks, max(1, len(batch)), read_some, *args)
+        in_parts = partial(by_rows, split.chunks, max(1, len(batch)), read_some)
+        read, lost = again(read_some)(*args) if split.chunks is None else in_parts(*args)
         return jax.tree.map(to_tokens, read._replace(z=read.z * jnp.exp(shift))), jnp.any(lost)
 
     def by_product(*args: Any) -> tuple[Read, State]:
@@ -499,10 +504,10 @@ def scan_chunks(first: Summary, log_decay: Array, own: Summary, gain: Array | No
 def by_rows(rows: int | None, n_axes: int, function: Callable[..., Any], *arrays: Any) -> Any:
     """function(*arrays) of trees of arrays [*batch, ...] with n_axes batch axes, as its results have them.
 
-    In turn for so many rows of the batch (None: for all), and computed again in the backward pass.
+    In turn for so many rows of the batch, and computed again in the backward pass. None: for all, and not again.
     """
     if rows is None:
-        return jax.checkpoint(function)(*arrays)
+        return function(*arrays)
     batch = jax.tree.leaves(arrays)[0].shape[:n_axes]
     size, missing = math.prod(batch), -math.prod(batch) % rows
     merged = jax.tree.map(lambda x: x.reshape(size, *x.shape[n_axes:]), arrays)
