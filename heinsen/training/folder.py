@@ -160,18 +160,18 @@ def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str, data_diges
     if old is None:
         return []
     before = fixed_fields(old)
-    if (known := before.pop("data_digest", None)) is not None and data_digest is not None:
-        if known != data_digest:
-            raise RunError(
-                f"{workdir} holds a run on other data: what lies at {config.data.path} now is not what it has read "
-                f"(digest {data_digest} instead of {known}). Give the path of its own data, or another --workdir."
-            )
-        if isinstance(before.get("data"), dict):  # the same data elsewhere
-            before["data"]["path"] = config.data.path
+    known = before.pop("data_digest", None)
+    if None not in (known, data_digest) and isinstance(before.get("data"), dict):
+        before["data"]["path"] = config.data.path  # the digests decide
     if lines := differences(before, fixed_fields({key: new[key] for key in new if key != "data_digest"})):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
             "Give another --workdir, or the run's own config to resume it."
+        )
+    if None not in (known, data_digest) and known != data_digest:
+        raise RunError(
+            f"{workdir} holds a run on other data: what lies at {config.data.path} now is not what it has read (digest "
+            f"{data_digest} instead of {known}). Give the path of its own data, or another --workdir."
         )
     return differences(old, new)
 
