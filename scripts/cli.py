@@ -75,10 +75,10 @@ def refuse(problem: str) -> NoReturn:
     sys.exit(f"error: {problem} (--help lists the flags)")
 
 
-def refuse_address(flag: str, remedy: str = "give a folder, and copy it there") -> None:
+def refuse_address(flag: str) -> None:
     """End the program if the flag's value is an address such as s3://bucket/name, where no folder can be written."""
     if "://" in (value := flags.FLAGS[flag].value or ""):
-        refuse(f"--{flag}={value} is an address, and files are written to folders: {remedy}")
+        refuse(f"--{flag}={value} is an address, and files are written to folders: give a folder, and copy it there")
 
 
 def parse_counts(flag: str, texts: Sequence[str]) -> list[int]:

@@ -149,7 +149,7 @@ class TokenDataset:
         self.tokenizer_name = self.metadata["tokenizer"]
         self._dtype = token_dtype(self.vocab_size)
         shards = self.metadata["shards"]
-        # Of the tokens, whatever the folder is called: shards end where documents end.
+        # Of all shards' tokens, wherever the folder lies.
         self.digest = hashlib.sha256("".join(shard["sha256"] for shard in shards).encode()).hexdigest()[:16]
         self._shards = [check_shard(self.path / s["file"], s["num_tokens"], self._dtype) for s in shards]
         self._sources = [check_sources(self.path, s) for s in shards]

@@ -159,11 +159,12 @@ def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str, data_diges
     old, new = _read_config(workdir), _contents(config, tokenizer, data_digest)
     if old is None:
         return []
-    before = fixed_fields(old)
+    before, now = fixed_fields(old), fixed_fields(new)
     known = before.pop("data_digest", None)
+    del now["data_digest"]
     if None not in (known, data_digest) and isinstance(before.get("data"), dict):
         before["data"]["path"] = config.data.path  # the digests decide
-    if lines := differences(before, fixed_fields({key: new[key] for key in new if key != "data_digest"})):
+    if lines := differences(before, now):
         raise RunError(
             f"{workdir} holds a run with another config:\n  " + "\n  ".join(lines) + "\n"
             "Give another --workdir, or the run's own config to resume it."
