@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from heinsen import backend
+from heinsen.promotion import usual_promotion
 
 NEG_INF = -jnp.inf
 
@@ -80,6 +81,7 @@ def log_sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 @log_sigmoid.defjvp
+@usual_promotion
 def _log_sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return log_sigmoid(*primals), jax.nn.sigmoid(-primals[0]) * tangents[0]
 
@@ -93,6 +95,7 @@ def logaddexp(a: Float[Array, "*#shape"], b: Float[Array, "*#shape"]) -> Float[A
 
 
 @logaddexp.defjvp
+@usual_promotion
 def _logaddexp_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (a, b), (da, db) = primals, tangents
     out = logaddexp(a, b)
@@ -108,6 +111,7 @@ def logsumexp(x: Float[Array, "..."], axis: int = -1) -> Float[Array, "..."]:
 
 
 @logsumexp.defjvp
+@usual_promotion
 def _logsumexp_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     out = logsumexp(x, axis)
@@ -161,6 +165,7 @@ def gated_sum(
 
 
 @gated_sum.defjvp
+@usual_promotion
 def _gated_sum_jvp(
     axis: int, reverse: bool, method: Method | None, primals: tuple[Array, Array], tangents: tuple[Array, Array]
 ) -> tuple[Array, Array]:
@@ -188,6 +193,7 @@ def cumulative_logsumexp(x: Float[Array, "..."], axis: int) -> Float[Array, "...
 
 
 @cumulative_logsumexp.defjvp
+@usual_promotion
 def _lcse_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     h = cumulative_logsumexp(x, axis)
@@ -240,6 +246,7 @@ def _log_linear_recurrence(log_a: Array, log_b: Array, initial: Array, axis: int
 
 
 @_log_linear_recurrence.defjvp
+@usual_promotion
 def _recurrence_jvp(
     axis: int, method: Method | None, primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from heinsen import backend
 from heinsen.models.mixers import TokenContext
 from heinsen.parallel import BATCH, MeshError, on_each_device
+from heinsen.promotion import usual_promotion
 
 
 class Convolution(nn.Module):
@@ -118,10 +119,12 @@ def _mix(x: Array, taps: Float[Array, "H N F"], places: Int[Array, "B T"]) -> Fl
     return _over_rows(lambda x, places: _mix_row(x, taps, places), x, places)
 
 
+@usual_promotion
 def _mix_forward(x: Array, taps: Array, places: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     return _mix(x, taps, places), (x, taps, places)
 
 
+@usual_promotion
 def _mix_backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
     x, taps, places = saved
     dx, dtaps = _over_rows(lambda x, dy, places: _mix_row_backward(x, taps, dy, places), x, dy, places)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from heinsen import backend
 from heinsen.parallel import AXES, BATCH, on_each_device
+from heinsen.promotion import usual_promotion
 
 _TOKENS = P(BATCH, ("sequence", "tensor"))  # [B, T, ...]
 
@@ -92,6 +93,7 @@ def _weighted_loss(x: Array, embedding: Array, targets: Array, weights: Array, d
 Residuals = tuple[Array, Array, Array]  # gradients with respect to x and the embedding; losses
 
 
+@usual_promotion
 def _forward(x: Array, embedding: Array, targets: Array, weights: Array, dtype: str) -> tuple[Array, Residuals]:
     def step(dembedding: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = chunk
@@ -109,6 +111,7 @@ def _forward(x: Array, embedding: Array, targets: Array, weights: Array, dtype: 
     return jnp.sum(weights * losses), (dx.astype(x.dtype), dembedding, losses)
 
 
+@usual_promotion
 def _backward(dtype: str, residuals: Residuals, g: Array) -> tuple[Array, Array, None, Array]:
     dx, dembedding, losses = residuals
     return g * dx, g * dembedding, None, g * losses

@@ -11,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from heinsen.promotion import usual_promotion
+
 PRODUCT = "product"  # the name of every product, for policies of remat
 
 
@@ -64,10 +66,12 @@ def _matmul(x: Array, w: Array, dtype: str) -> Array:
     return _product("...nk,km->...nm", x, w, dtype)
 
 
+@usual_promotion
 def _forward(x: Array, w: Array, dtype: str) -> tuple[Array, tuple[Array, Array]]:
     return _matmul(x, w, dtype), (x, w)
 
 
+@usual_promotion
 def _backward(dtype: str, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
     dx = _product("...nm,km->...nk", dy, w, dtype)

@@ -38,6 +38,7 @@ from heinsen.models.mixers.base import hide_padding
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import LayerState, ModelState, locate_tokens, state_after
 from heinsen.parallel import BATCH, constrain
+from heinsen.promotion import usual_promotion
 
 Params = dict[str, Any]
 
@@ -265,6 +266,7 @@ def constrain_stream(mesh: Mesh | None, x: Float[Array, "B T D"]) -> Float[Array
 # ---- parameters ----------------------------------------------------------------------------------
 
 
+@usual_promotion
 @partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: Array) -> Params:
     """Draw float32 parameters, in nested dicts; those of the layers are stacked along a leading axis. Jitted.
@@ -311,6 +313,7 @@ def count_params(params: Params) -> int:
 # ---- the forward pass ----------------------------------------------------------------------------
 
 
+@usual_promotion
 def forward(
     config: ModelConfig,
     params: Params,
@@ -336,6 +339,7 @@ def forward(
     return token_logits(x, _head(params), config.dtype), after
 
 
+@usual_promotion
 def logits_of(config: ModelConfig, params: Params, x: Float[Array, "B D"]) -> Float[Array, "B padded_vocab"]:
     """Return the logits for hidden states of one token per sequence."""
     # The embedding first: XLA's CPU library is up to twice as fast so.
@@ -346,6 +350,7 @@ def _head(params: Params) -> Array | np.ndarray:
     return params["head"] if "head" in params else params["embedding"]
 
 
+@usual_promotion
 def hidden_states(
     config: ModelConfig,
     params: Params,
@@ -361,6 +366,7 @@ def hidden_states(
     return result
 
 
+@usual_promotion
 def layer_records(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> dict[str, dict[int, Array]]:

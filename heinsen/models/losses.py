@@ -15,8 +15,10 @@ from heinsen.models.cross_entropy import token_logits, token_losses, weighted_lo
 from heinsen.models.language_model import LanguageModel, Params
 from heinsen.models.state import ModelState
 from heinsen.parallel import constrain
+from heinsen.promotion import usual_promotion
 
 
+@usual_promotion
 def next_token_losses(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"], mesh: Mesh | None = None
 ) -> Float[Array, "B N-1"]:
@@ -29,6 +31,7 @@ def next_token_losses(
     return token_losses(x, embedding, tokens[:, 1:], config.dtype, mesh)
 
 
+@usual_promotion
 def next_token_losses_with_state(
     config: ModelConfig,
     params: Params,
@@ -42,6 +45,7 @@ def next_token_losses_with_state(
     return token_losses(x, embedding, tokens[:, 1:], config.dtype, mesh), after
 
 
+@usual_promotion
 def mean_loss(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"], mesh: Mesh | None = None
 ) -> Float[Array, ""]:
@@ -51,6 +55,7 @@ def mean_loss(
     return _plain_mean(config, x, embedding, tokens[:, 1:], mesh)
 
 
+@usual_promotion
 def mean_loss_at(
     config: ModelConfig,
     params: Params,
@@ -81,6 +86,7 @@ def _plain_mean(
     return weighted_loss(x, embedding, targets, weights, config.dtype, mesh)
 
 
+@usual_promotion
 def masked_logits(
     config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B T"], mesh: Mesh | None = None
 ) -> Float[Array, "B T padded_vocab"]:
@@ -89,6 +95,7 @@ def masked_logits(
     return token_logits(x, embedding, config.dtype)
 
 
+@usual_promotion
 def masked_losses(
     config: ModelConfig,
     params: Params,
@@ -105,6 +112,7 @@ def masked_losses(
     return token_losses(x, embedding, targets, config.dtype, mesh)
 
 
+@usual_promotion
 def masked_loss(
     config: ModelConfig, params: Params, batch: dict[str, Array | np.ndarray], mesh: Mesh | None = None
 ) -> Float[Array, ""]:

@@ -26,6 +26,7 @@ from heinsen.ops.checks import (
 from heinsen.ops.decay import with_starts
 from heinsen.ops.documents import document_starts
 from heinsen.ops.states import LogState, MeanState, State
+from heinsen.promotion import usual_promotion
 
 # attend(signed, q, k, values, log_decay, causal, state) -> (y or log y, the state after all tokens): inputs are
 # validated, of one floating-point dtype, float32 or wider; log_decay is -inf where a document starts.
@@ -74,6 +75,7 @@ def log_attention(
 def log_attention(
     q: Array, k: Array, log_v: Array, *, return_state: Literal[True], **options: Unpack[LogOptions]
 ) -> tuple[Array, LogState]: ...
+@usual_promotion
 def log_attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -123,6 +125,7 @@ def attention(
 def attention(
     q: Array, k: Array, v: Array, *, return_state: Literal[True], **options: Unpack[MeanOptions]
 ) -> tuple[Array, MeanState]: ...
+@usual_promotion
 def attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -147,6 +150,7 @@ def attention(
     return (y, end) if return_state else y
 
 
+@usual_promotion
 def attend_both_ways(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch T K"],

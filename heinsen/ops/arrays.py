@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from heinsen.logspace import NEG_INF
+from heinsen.promotion import usual_promotion
 
 X = TypeVar("X")
 
@@ -26,6 +27,7 @@ def safe_divide(a: Array, b: Array) -> Array:
 
 
 @safe_divide.defjvp
+@usual_promotion
 def _safe_divide_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (a, b), (da, db) = primals, tangents
     ratio = safe_divide(a, b)

@@ -40,6 +40,7 @@ from heinsen.ops import logarithms
 from heinsen.ops.arrays import einsum, isolate_values, safe_divide, safe_log, to_chunks, vary_together
 from heinsen.ops.decay import ChunkDecay, sums_until_end, with_starts
 from heinsen.ops.states import LogState, State, Summary, init_state, log_rescaling, lost_terms
+from heinsen.promotion import usual_promotion
 
 
 class Split(NamedTuple):
@@ -173,6 +174,7 @@ def split_shift(q: Array, exponents: Array) -> tuple[Array, Array]:
 
 
 @split_shift.defjvp
+@usual_promotion
 def _split_shift_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
     (q, exponents), (dq, _) = primals, tangents
     weights = jax.nn.softmax(lax.stop_gradient(jnp.maximum(exponents, jnp.finfo(q.dtype).min)), axis=-1)
@@ -343,6 +345,7 @@ def _zero_sums(log_decay: Array) -> Array:
 
 
 @_zero_sums.defjvp
+@usual_promotion
 def _zero_sums_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return _zero_sums(*primals), lax.cumsum(tangents[0], axis=tangents[0].ndim - 1)
 

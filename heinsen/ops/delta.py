@@ -37,6 +37,7 @@ from heinsen.ops.checks import (
     check_state,
 )
 from heinsen.ops.decay import ChunkDecay, with_starts
+from heinsen.promotion import usual_promotion
 
 _CHUNK, _BLOCK = 64, 8  # tokens, powers of two
 
@@ -55,6 +56,7 @@ def init_delta_state(
     return DeltaState(jnp.zeros((*batch_shape, d_key, d_value), dtype))
 
 
+@usual_promotion
 def delta_rule(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch T K"],
@@ -156,6 +158,7 @@ def _solve(a: Array, b: Array) -> Array:
 
 
 @_solve.defjvp
+@usual_promotion
 def _solve_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     """From (I + a) dx = db - da x, without derivatives of the inverse."""
     (a, b), (da, db) = primals, tangents

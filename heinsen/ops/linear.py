@@ -28,6 +28,7 @@ from heinsen.ops.arrays import einsum, on_automatic_axes, to_chunks, vary_togeth
 from heinsen.ops.checks import check_decay, check_fits, check_float, check_inputs, check_known_tokens, check_state
 from heinsen.ops.decay import ChunkDecay, with_starts
 from heinsen.ops.documents import document_ends
+from heinsen.promotion import usual_promotion
 
 _CHUNK, _BLOCK = 64, 8  # tokens
 
@@ -74,6 +75,7 @@ def linear_attention(
 ) -> tuple[Float[Array, "*batch T V"], LinearState]: ...
 
 
+@usual_promotion
 def linear_attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from heinsen.logspace import NEG_INF, finite, logaddexp, logsumexp, posterior
 from heinsen.ops.states import LogState, MeanState, init_state
+from heinsen.promotion import usual_promotion
 
 # Outputs and means at least this large, relative to their column's largest value, have lost nothing that matters:
 # terms below float32's range are 1e-38, and there are at most some hundred of them.
@@ -38,6 +39,7 @@ class RunningState(NamedTuple):
     smallest: Float[Array, "*batch"]  # of all outputs, relative to their scale
 
 
+@usual_promotion
 def begin_steps(state: LogState) -> RunningState:
     """A state to be updated by `take_step`."""
     log_mean = state.h_s - finite(state.h_z)[..., None]
@@ -49,6 +51,7 @@ def begin_steps(state: LogState) -> RunningState:
     return RunningState(before, since, log_scale, log_scale, log_decay=none, smallest=one)
 
 
+@usual_promotion
 def take_step(
     state: RunningState,
     q: Float[Array, "*batch K"],
@@ -83,6 +86,7 @@ def take_step(
     )
 
 
+@usual_promotion
 def end_steps(state: RunningState) -> tuple[LogState, Bool[Array, "*batch"]]:
     """The state after all steps, and whether its means and every output were exact (NaN, which stays, counts as so)."""
     decayed = state.before.decay(state.log_decay)

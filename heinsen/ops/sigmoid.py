@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int
 from heinsen.ops.arrays import einsum, on_automatic_axes, vary_together
 from heinsen.ops.checks import check_array, check_inputs, check_integer, check_known_tokens
 from heinsen.ops.documents import document_ranges, document_starts
+from heinsen.promotion import usual_promotion
 
 Bias = float | Literal["-log_n"]
 
@@ -36,6 +37,7 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512  # tokens
 _PAIRS = 2**21  # target number of (query, key) pairs in two blocks, over all leading axes
 
 
+@usual_promotion
 def sigmoid_attention(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -65,6 +67,7 @@ def sigmoid_attention(
     return _attend_range(q, k, v, first, stop, alpha, bias)
 
 
+@usual_promotion
 def sigmoid_attention_cached(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch S K"],
@@ -198,10 +201,12 @@ _Residuals = tuple[Array, Array, Array, Array, Array]  # the arrays that `_atten
 _Grads = tuple[Array, Array, Array]  # of q, k, v
 
 
+@usual_promotion
 def _attend_fwd(q: Array, k: Array, v: Array, first: Array, stop: Array, options: _Options) -> tuple[Array, _Residuals]:
     return _sum_keys(q, k, v, first, stop, options), (q, k, v, first, stop)
 
 
+@usual_promotion
 def _attend_bwd(options: _Options, residuals: _Residuals, g: Array) -> tuple[Array, Array, Array, None, None]:
     """For each logit x let dx = scale sigmoid'(x) g . v. Then dq = dx k, dk = dx^T q, dv = (scale weights)^T g."""
     q, k, v, first, stop = residuals

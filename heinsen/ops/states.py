@@ -31,6 +31,7 @@ from heinsen.logspace import (
 )
 from heinsen.ops.arrays import safe_divide, safe_log
 from heinsen.ops.checks import check_array, check_float, check_state
+from heinsen.promotion import usual_promotion
 
 
 class LogState(NamedTuple):
@@ -192,6 +193,7 @@ def init_state(
     return LogState(jnp.full((*batch_shape, d_key, d_value), NEG_INF, dtype), h_z)
 
 
+@usual_promotion
 def update_state(
     state: AnyState,
     k: Float[Array, "*batch K"],
@@ -218,6 +220,7 @@ def update_state(
     return jax.tree.map(lambda x, before: x.astype(before.dtype), after, state)
 
 
+@usual_promotion
 def merge_states(older: AnyState, newer: AnyState, *, log_decay: Float[Array, "*batch"] | None = None) -> AnyState:
     """The state of two disjoint sets of tokens together: associative, with `init_state` as identity.
 
@@ -248,6 +251,7 @@ def merge_states(older: AnyState, newer: AnyState, *, log_decay: Float[Array, "*
     return older.decay(log_decay.astype(older.h_z.dtype)).merge(newer)
 
 
+@usual_promotion
 def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch T K"]) -> Array:
     """Eqs. (5) and (8): what one query [*batch, K], or T queries [*batch, T, K], read from a state.
 
@@ -263,6 +267,7 @@ def query_state(state: State, q: Float[Array, "*batch K"] | Float[Array, "*batch
     return state.read(q)
 
 
+@usual_promotion
 def extend_context(
     state: AnyState,
     k: Float[Array, "*batch K"],
@@ -323,6 +328,7 @@ def _log_sums(log_weights: Array, log_x: Array) -> tuple[Array, Array]:
 
 
 @_log_mean.defjvp
+@usual_promotion
 def _log_mean_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (log_weights, log_x), (dweights, dx) = primals, tangents
     log_s, log_z = _log_sums(log_weights, log_x)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from heinsen.models import ModelConfig, Params, init_params, masked_loss, mean_loss
 from heinsen.parallel import replicated, shardings, split_batch, with_shardings
+from heinsen.promotion import usual_promotion
 from heinsen.training.passes import scale_weights
 
 
@@ -102,6 +103,7 @@ def make_step(
         total, _ = jax.lax.scan(add, zeros, batches)
         return jax.tree.map(lambda x: x / n_passes, total)
 
+    @usual_promotion
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
         mean, grads = loss_and_grads(state.params, batches)
         grad_norm = optax.tree.norm(grads)

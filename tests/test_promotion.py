@@ -1,0 +1,68 @@
+"""Everything runs where a program has set stricter promotion of ranks and dtypes for its own arithmetic."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import heinsen
+from heinsen.models import init_params, next_token_losses
+from heinsen.parallel import make_mesh
+from heinsen.training.step import init_train_state, make_train_step
+from tests.model_configs import model_config
+
+B, T, K = 2, 11, 4
+GATE = {"log_decay": -jnp.ones((B, T))}
+DOCUMENTS = {"segment_ids": jnp.asarray([0] * 5 + [1] * 6)}
+CASES = {
+    "log values": (heinsen.log_attention, GATE),
+    "all keys of documents": (heinsen.attention, DOCUMENTS | {"causal": False}),
+    "spread": (lambda q, k, v: heinsen.attention(q, 300 * k, v), {}),
+    "scan": (heinsen.log_attention, {"implementation": "scan"}),
+    "linear": (heinsen.linear_attention, GATE),
+    "sigmoid": (heinsen.sigmoid_attention, {}),
+}
+
+
+@contextlib.contextmanager
+def strict():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients(rng, name):
+    function, options = CASES[name]
+    args = [jnp.asarray(rng.normal(size=(B, T, K)), jnp.bfloat16) for _ in range(3)]
+    # Rules of derivatives are traced after the function where it was jitted or is computed again.
+    total = jax.checkpoint(jax.jit(lambda *args: function(*args, **options).astype(jnp.float32).sum()))
+    expected = jax.grad(total, (0, 1, 2))(*args)
+    jax.clear_caches()
+    with strict():
+        found = jax.grad(total, (0, 1, 2))(*args)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def test_states(rng):
+    q, k, v = (jnp.asarray(rng.normal(size=(B, K)), jnp.float32) for _ in range(3))
+    with strict():
+        state = heinsen.init_state((B,), K, K)
+        state = heinsen.update_state(state, k, v, log_decay=-jnp.ones(B))
+        y, state = heinsen.extend_context(heinsen.merge_states(state, state), k, v, q[:, None])
+        assert y.shape == (B, 1, K) and heinsen.query_state(state, q).shape == (B, K)
+
+
+@pytest.mark.parametrize("attention", ["heinsen", "delta"])
+def test_a_training_step(attention):
+    fields = dict(gate="head", convolution=4, output_gate=True, dtype="bfloat16")
+    model = model_config(attention=attention, **fields)
+    mesh, optimizer = make_mesh(), optax.adamw(1e-3)
+    with strict():
+        state = init_train_state(model, optimizer, 0, mesh)
+        _, metrics = make_train_step(model, optimizer, mesh)(state, jnp.zeros((2, 1, 9), jnp.int32))
+        losses = next_token_losses(model, init_params(model, jax.random.key(0)), jnp.zeros((1, 9), jnp.int32))
+    assert np.isfinite(metrics["loss"]) and losses.shape == (1, 8)
