@@ -16,8 +16,10 @@ from heinsen.decoding.prompts import Prefix, TokenIds, read, with_room
 from heinsen.decoding.sampling import Sampling, sample
 from heinsen.models import ModelConfig, Params, check_room, forward, unstack
 from heinsen.models.state import begin_steps, end_steps, join_caches, split_caches
+from heinsen.promotion import usual_promotion
 
 
+@usual_promotion
 def step_params(config: ModelConfig, params: Params, donate: bool = False) -> Params:
     """Convert parameters to what `decode` reads fastest: one entry per layer, matrices in `config.dtype`.
 
@@ -39,6 +41,7 @@ def step_params(config: ModelConfig, params: Params, donate: bool = False) -> Pa
     return unstacked | {"head": embedding if embedding.dtype == config.dtype else embedding.astype(config.dtype)}
 
 
+@usual_promotion
 def decode(
     config: ModelConfig,
     params: Params,

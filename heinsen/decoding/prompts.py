@@ -16,6 +16,7 @@ from heinsen.errors import InputError
 from heinsen.models import ModelConfig, ModelState, Params, check_room, forward, hidden_states, init_model_state
 from heinsen.models.language_model import logits_of
 from heinsen.models.state import capacity, resize_caches
+from heinsen.promotion import usual_promotion
 
 TokenIds = Sequence[int] | np.ndarray | Array  # of one text
 
@@ -32,6 +33,7 @@ class Prefix(NamedTuple):
     state: ModelState
 
 
+@usual_promotion
 def prefill(
     config: ModelConfig,
     params: Params,
@@ -95,6 +97,7 @@ def longest_document(
     return longest
 
 
+@usual_promotion
 def score(
     config: ModelConfig,
     params: Params,
@@ -152,6 +155,7 @@ def _pieces(tokens: np.ndarray, lengths: np.ndarray, shortest: int = 1) -> Itera
         yield start, counts, np.pad(tokens[:, start : start + counts.max()], [(0, 0), (0, padded - counts.max())])
 
 
+@usual_promotion
 def with_room(config: ModelConfig, state: ModelState, n_more: Int[np.ndarray, " B"] | int) -> ModelState:
     """Return the state with room for so many more tokens; caches grow by doubling: few compiled programs."""
     room = capacity(config, state)
