@@ -32,6 +32,7 @@ LEAVES = {
     "host",
     "parallel",
     "progress",
+    "promotion",
     "version",
 }
 BASE = "errors"  # imported by everything, imports nothing

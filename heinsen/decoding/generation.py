@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Key
 from heinsen.decoding.prompts import Prefix, TokenIds, read, with_room
 from heinsen.decoding.sampling import Sampling, sample
 from heinsen.models import ModelConfig, Params, check_room, forward, unstack
-from heinsen.models.state import begin_steps, end_steps, join_caches, split_caches
+from heinsen.models.state import from_running, join_caches, split_caches, to_running
 from heinsen.promotion import usual_promotion
 
 
@@ -110,7 +110,7 @@ def _decode(
     """Draw tokens by steps in their fast form, or in the `exact` one: (tokens, prefix, seen, whether it was exact)."""
     state = join_caches(caches, prefix.state)
     if not exact:
-        state = begin_steps(config, state)
+        state = to_running(config, state)
     n_rows = prefix.logits.shape[0]
 
     def goes_on(drawing: _Drawing) -> Array:
@@ -133,7 +133,7 @@ def _decode(
     _, tokens, (logits, state), seen, _ = jax.lax.while_loop(goes_on, draw, start)
     is_exact = jnp.ones((), bool)
     if not exact:
-        state, is_exact = end_steps(config, state)
+        state, is_exact = from_running(config, state)
     return tokens, Prefix(logits, state), seen, is_exact
 
 

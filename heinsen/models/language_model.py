@@ -164,7 +164,7 @@ class Layer(nn.Module):
         normed = nn.LayerNorm(epsilon=1e-5, name="norm")(x)
         q, k, values, inputs = self.project(normed, state.convolution, context)
         context = self.add_log_decays(normed, context)
-        context = self.add_strength(normed, context)
+        context = self.add_beta(normed, context)
         if self.mixer.takes_log_decay and self.config.causal and not self.mixer.has_cache:
             k, context = hide_padding(k, context)
         is_step = state.attention is not None and context.slot.shape[1] == 1
@@ -204,13 +204,13 @@ class Layer(nn.Module):
         self.record("decay", lambda: jnp.mean(jnp.exp(decays), axis=(0, 2)))
         return context._replace(log_decay=before, log_decay_after=after)
 
-    def add_strength(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
-        """The context with strengths sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes them."""
-        if not self.mixer.takes_strength:
+    def add_beta(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
+        """The context with beta = sigmoid(W LayerNorm(x) + b), one number per head, if the mixer takes it."""
+        if not self.mixer.takes_beta:
             return context
         c = self.config
-        strength = Dense(c.n_heads, c.dtype, init_std=self.init_std, name="strength")(normed)
-        return context._replace(strength=nn.sigmoid(strength).swapaxes(1, 2))
+        beta = Dense(c.n_heads, c.dtype, init_std=self.init_std, name="strength")(normed)
+        return context._replace(beta=nn.sigmoid(beta).swapaxes(1, 2))
 
     def merge_heads(self, y: Float[Array, "B H T V"], normed: Float[Array, "B T D"]) -> Array:
         """The attention of all heads side by side [B, T, H V], times the output gate if there is one."""

@@ -147,14 +147,14 @@ def state_after(
 # ---- decoding ------------------------------------------------------------------------------------
 
 
-def begin_steps(config: ModelConfig, state: ModelState) -> ModelState:
+def to_running(config: ModelConfig, state: ModelState) -> ModelState:
     """Convert to the form in which single steps are fastest and most exact."""
-    return state._replace(attention=_map_layers(lambda mixer, layer: mixer.begin_steps(layer), config, state.attention))
+    return state._replace(attention=_map_layers(lambda mixer, layer: mixer.to_running(layer), config, state.attention))
 
 
-def end_steps(config: ModelConfig, state: ModelState) -> tuple[ModelState, Bool[Array, ""]]:
-    """Convert back from `begin_steps`: (state, whether all steps since were exact)."""
-    ended = _map_layers(lambda mixer, layer: mixer.end_steps(layer), config, state.attention)
+def from_running(config: ModelConfig, state: ModelState) -> tuple[ModelState, Bool[Array, ""]]:
+    """Convert back from `to_running`: (state, whether all steps since were exact)."""
+    ended = _map_layers(lambda mixer, layer: mixer.from_running(layer), config, state.attention)
     is_exact = jnp.ones((), bool)
     for _, layer_is_exact in ended:
         is_exact &= jnp.all(layer_is_exact)

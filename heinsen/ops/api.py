@@ -24,7 +24,7 @@ from heinsen.ops.checks import (
     check_state,
 )
 from heinsen.ops.decay import with_starts
-from heinsen.ops.documents import document_starts
+from heinsen.ops.segments import document_starts
 from heinsen.ops.states import LogState, MeanState, State
 from heinsen.promotion import usual_promotion
 

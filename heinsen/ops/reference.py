@@ -25,7 +25,7 @@ from heinsen.logspace import (
     posterior,
 )
 from heinsen.ops.arrays import isolate_values
-from heinsen.ops.documents import document_numbers, mask_cross_document
+from heinsen.ops.segments import document_numbers, mask_cross_document
 from heinsen.ops.states import AnyState, LogState, MeanState, merge_states
 
 _matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # as `arrays.einsum`

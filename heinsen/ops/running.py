@@ -23,11 +23,11 @@ class RunningState(NamedTuple):
     """A `LogState` during many decoding steps, held so that a step needs no exponential per entry.
 
     Values are kept as means of exp(log v - log_scale) <= 1: a step is one multiply-add per entry (eq. (6), normalized),
-    a query one more (eq. (5)). The tokens since `begin_steps` are averaged separately from those before, and merged
-    with them by `end_steps`: after t tokens a single one changes a mean by 1/t, which float32 would round away after
+    a query one more (eq. (5)). The tokens since `to_running` are averaged separately from those before, and merged
+    with them by `from_running`: after t tokens a single one changes a mean by 1/t, which float32 would round away after
     some millions, but the mean of many does not vanish so.
 
-    A mean far below its column's largest value underflows. Steps record the smallest output, from which `end_steps`
+    A mean far below its column's largest value underflows. Steps record the smallest output, from which `from_running`
     tells whether any mean could have lost terms; if so, repeat the steps by `update_state` and `query_state`.
     """
 
@@ -35,12 +35,12 @@ class RunningState(NamedTuple):
     since: MeanState  # relative to log_scale
     log_scale_before: Float[Array, "*batch V"]
     log_scale: Float[Array, "*batch V"]
-    log_decay: Float[Array, "*batch"]  # of `before`, since `begin_steps`: its h_z would round many small ones away
+    log_decay: Float[Array, "*batch"]  # of `before`, since `to_running`: its h_z would round many small ones away
     smallest: Float[Array, "*batch"]  # of all outputs, relative to their scale
 
 
 @usual_promotion
-def begin_steps(state: LogState) -> RunningState:
+def to_running(state: LogState) -> RunningState:
     """A state to be updated by `take_step`."""
     log_mean = state.h_s - finite(state.h_z)[..., None]
     log_scale = jnp.max(log_mean, axis=-2)
@@ -87,7 +87,7 @@ def take_step(
 
 
 @usual_promotion
-def end_steps(state: RunningState) -> tuple[LogState, Bool[Array, "*batch"]]:
+def from_running(state: RunningState) -> tuple[LogState, Bool[Array, "*batch"]]:
     """The state after all steps, and whether its means and every output were exact (NaN, which stays, counts as so)."""
     decayed = state.before.decay(state.log_decay)
     parts = (decayed, state.log_scale_before), (state.since, state.log_scale)

@@ -26,7 +26,7 @@ from heinsen.logspace import (
     logaddexp,
 )
 from heinsen.ops.arrays import isolate_values
-from heinsen.ops.documents import last_tokens
+from heinsen.ops.segments import last_tokens
 from heinsen.ops.states import LogState, MeanState, State, init_state, read_means
 
 

@@ -24,7 +24,7 @@ from heinsen import logspace
 from heinsen.ops import chunked
 from heinsen.ops.api import log_attention
 from heinsen.ops.decay import with_starts
-from heinsen.ops.documents import document_starts
+from heinsen.ops.segments import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
 from heinsen.promotion import usual_promotion

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.ops.arrays import einsum, on_automatic_axes, vary_together
 from heinsen.ops.checks import check_array, check_inputs, check_integer, check_known_tokens
-from heinsen.ops.documents import document_ranges, document_starts
+from heinsen.ops.segments import document_ranges, document_starts
 from heinsen.promotion import usual_promotion
 
 Bias = float | Literal["-log_n"]

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import backend
-from heinsen.ops.documents import document_numbers, document_starts, mask_cross_document
+from heinsen.ops.segments import document_numbers, document_starts, mask_cross_document
 from heinsen.promotion import usual_promotion
 
 # Scores of one block of queries against a whole cache, in elements.

@@ -92,7 +92,7 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
     logits, state = prefill(config, params, ragged, init_model_state(config, 2, 24), lengths)
     rows = np.arange(2)
     np.testing.assert_allclose(logits, expected[rows, lengths - 1], atol=1e-4)
-    begin = lambda s: running.begin_steps(s) if isinstance(s, LogState) else s
+    begin = lambda s: running.to_running(s) if isinstance(s, LogState) else s
     quick_state, own = state._replace(attention=tuple(map(begin, state.attention))), step_params(config, params)
     for step in range(24 - 13):
         now, at = tokens[rows, lengths + step], (rows, lengths + step)

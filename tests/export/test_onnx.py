@@ -15,7 +15,7 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Prefix, load_prefix, save_prefix
 from heinsen.export import ExportError
 from heinsen.models import abstract_params, forward, init_model_state
-from heinsen.ops.running import begin_steps, end_steps, take_step
+from heinsen.ops.running import from_running, take_step, to_running
 from heinsen.ops.states import init_state
 from tests.model_configs import model_config
 
@@ -153,10 +153,10 @@ def test_exponents_of_any_size_lose_nothing(domain, spread, rng, tmp_path):
     np.testing.assert_allclose(log_decay[0, :, 0], -np.log1p(np.exp([-12, -1])), rtol=1e-6)
     assert np.abs(k).max() > 1000
     if domain == "log" and spread > 1:
-        running = begin_steps(init_state((2, 2), 4, 4))
+        running = to_running(init_state((2, 2), 4, 4))
         for each in zip(*(np.moveaxis(x, 2, 0) for x in (q, k, values, log_decay)), strict=True):
             _, running = jax.jit(take_step)(running, *each)
-        assert not end_steps(running)[1].all()
+        assert not from_running(running)[1].all()
     q, k, values, total = (np.asarray(x, np.float64) for x in (q, k, values, log_decay))
     total = np.cumsum(total, axis=2)
     scores = logsumexp(q[:, :, :, None] + k[:, :, None], axis=-1) + total[..., :, None] - total[..., None, :]

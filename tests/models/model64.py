@@ -86,8 +86,8 @@ def layer64(config, kind, x, p, records):
         ]
         q, k, v = np.split(qkv, [n_k, 2 * n_k], axis=-1)
         if kind == "delta":
-            strengths = sigmoid64(h @ p["strength"]["kernel"][:, i] + p["strength"]["bias"][i])
-            heads.append(delta64(q, k, v, strengths, *log_decays))
+            beta = sigmoid64(h @ p["strength"]["kernel"][:, i] + p["strength"]["bias"][i])
+            heads.append(delta64(q, k, v, beta, *log_decays))
         else:
             heads.append(attention64(config, kind, q, k, v, log_decays))
     y = np.concatenate(heads, axis=-1)
@@ -130,14 +130,14 @@ def attention64(config, kind, q, k, v, log_decays):
     return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.value_domain == "log" else weights @ v
 
 
-def delta64(q, k, v, strengths, log_decays=None):
+def delta64(q, k, v, beta, log_decays=None):
     """One head of one document with the gated delta rule, token by token."""
     q, k, v = (x * sigmoid64(x) for x in (q, k, v))
     q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     memory, out = np.zeros((k.shape[-1], v.shape[-1])), []
     for t in range(len(q)):
         left = 1.0 if log_decays is None else np.exp(log_decays[t])
-        memory = left * (memory - strengths[t] * np.outer(k[t], k[t] @ memory)) + strengths[t] * np.outer(k[t], v[t])
+        memory = left * (memory - beta[t] * np.outer(k[t], k[t] @ memory)) + beta[t] * np.outer(k[t], v[t])
         y = q[t] @ memory / np.sqrt(k.shape[-1])
         out.append(y / np.sqrt((y**2).mean() + 1e-5))
     return np.stack(out)

@@ -15,7 +15,7 @@ from heinsen import LogState, MeanState, init_state, merge_states, update_state
 from heinsen.ops import chunked, logarithms
 from heinsen.ops.api import attend_both_ways
 from heinsen.ops.decay import ChunkDecay
-from heinsen.ops.running import begin_steps, end_steps, take_step
+from heinsen.ops.running import from_running, take_step, to_running
 from tests.ops.common import user_jit
 from tests.ops.truth import draw_decays
 
@@ -264,8 +264,8 @@ def test_updates_and_steps_are_the_parallel_form(rng):
     half = jax.tree.map(lambda x: x[: n // 2], tokens), jax.tree.map(lambda x: x[n // 2 :], tokens)
     state, outputs = init_state(shape, 4, 4), []
     for part in half:
-        running, got = jax.jit(functools.partial(jax.lax.scan, step))(begin_steps(state), part)
-        state, exact = end_steps(running)
+        running, got = jax.jit(functools.partial(jax.lax.scan, step))(to_running(state), part)
+        state, exact = from_running(running)
         assert bool(exact.all())
         outputs.append(got)
     np.testing.assert_allclose(np.moveaxis(np.concatenate(outputs), 0, 2), want, atol=2e-5)
@@ -288,8 +288,8 @@ def test_a_million_steps(rng, decay):
                 log_y, state = take_step(state, *token, jnp.asarray(decay, dtype))
                 return state, log_y
 
-            state, log_y = jax.lax.scan(step, begin_steps(carry), tuple(x[:, j] for j in range(3)))
-            end, exact = end_steps(state)
+            state, log_y = jax.lax.scan(step, to_running(carry), tuple(x[:, j] for j in range(3)))
+            end, exact = from_running(state)
             return end, (log_y[-1], exact)
 
         state, (log_y, exact) = jax.lax.scan(call, init_state((), size, size, dtype=dtype), jnp.arange(n_calls))

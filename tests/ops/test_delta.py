@@ -99,13 +99,13 @@ def assert_true(segment_ids, arrays, cotangents, tolerance=1e-5):
 )
 @pytest.mark.usefixtures("small_chunks")
 def test_outputs_states_and_gradients_are_those_of_the_recurrence(rng, n_tokens, mean_length, decay):
-    """Decays of all sizes, some of -inf; strengths of 0 and 1 among others."""
+    """Decays of all sizes, some of -inf; betas of 0 and 1 among others."""
     arrays, ids = draw(rng, n_tokens, mean_length, decay)
     assert_true(ids, arrays, draw_cotangents(rng, n_tokens))
 
 
 def test_chunks_of_64_tokens_with_keys_that_are_alike(rng):
-    """With one key and strengths of 1 the powers of A are binomial coefficients, up to 1e18, and the inverse is 0 or 1.
+    """With one key and betas of 1 the powers of A are binomial coefficients, up to 1e18, and the inverse is 0 or 1.
 
     Errors of the state add up: nothing forgets.
     """
@@ -157,7 +157,7 @@ def test_what_is_forgotten_has_no_influence_at_all(rng):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_strengths_and_decays_of_zero_leave_the_state_as_it_is(rng):
+def test_betas_and_decays_of_zero_leave_the_state_as_it_is(rng):
     (q, k, v, beta, state), _ = draw(rng, T)
     zero = np.zeros_like(beta)
     y, end = jax.jit(run)(None, q, k, v, zero, state, zero)

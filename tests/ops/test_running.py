@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen.ops.running import begin_steps, end_steps, take_step
+from heinsen.ops.running import from_running, take_step, to_running
 from heinsen.ops.states import LogState, init_state, query_state, update_state
 
 BATCH, K, V = (2, 3), 4, 5
@@ -31,8 +31,8 @@ def step_averages(state, tokens):
         log_y, state = take_step(state, *token)
         return state, log_y
 
-    state, log_y = jax.lax.scan(body, begin_steps(state), tokens)
-    return end_steps(state), log_y
+    state, log_y = jax.lax.scan(body, to_running(state), tokens)
+    return from_running(state), log_y
 
 
 @pytest.mark.parametrize("n_before", [0, 6])
@@ -87,7 +87,7 @@ def test_error_stays_small_over_very_many_tokens(rng, n_tokens):
         def one_call(i, state):
             tokens = draw(i)
             body = lambda j, s: take_step(s, tokens[j, :K], tokens[j, :K], tokens[j, K:])[1]
-            return end_steps(jax.lax.fori_loop(0, 32, body, begin_steps(state)))[0]
+            return from_running(jax.lax.fori_loop(0, 32, body, to_running(state)))[0]
 
         return jax.lax.fori_loop(0, n_calls, one_call, state)
 

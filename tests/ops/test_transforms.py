@@ -29,7 +29,7 @@ FUNCTIONS = {
 
 
 def unit_delta_rule(q, k, v, return_state=False, **options):
-    """The delta rule with unit keys, and strengths that depend on them."""
+    """The delta rule with unit keys, and betas that depend on them."""
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     y, after = delta_rule(q, k, v, jax.nn.sigmoid(k[..., 0]), **options)
     return (y, after) if return_state else y

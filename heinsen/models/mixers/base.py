@@ -34,7 +34,7 @@ class TokenContext(NamedTuple):
     begins: Bool[Array, "B T"] | None = None  # whether each begins a document; None: none can
     log_decay: Float[Array, "B H T"] | None = None  # a forget gate (`heinsen.log_attention`), for mixers that take one
     log_decay_after: Float[Array, "B H T"] | None = None  # the gate by which later tokens decay; None if causal
-    strength: Float[Array, "B H T"] | None = None  # from 0 to 1, how much a token writes, for mixers that take it
+    beta: Float[Array, "B H T"] | None = None  # from 0 to 1, how much a token writes, for mixers that take it
 
     @property
     def place(self) -> Int[Array, "B T"]:
@@ -59,8 +59,8 @@ class Mixer(abc.ABC, Generic[MixerState]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
-    # Whether tokens write with `TokenContext.strength`. A strength of 0 then hides padding, else keys do.
-    takes_strength: ClassVar[bool] = False
+    # Whether tokens write with `TokenContext.beta`. A beta of 0 then hides padding, else keys do.
+    takes_beta: ClassVar[bool] = False
     # Whether exports for other libraries have it: transformers (`heinsen.export.huggingface`) and ONNX.
     is_exportable: ClassVar[bool] = False
     # Whether the published module has this attention.
@@ -83,7 +83,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
     def takes_log_decay(self) -> bool:
         """Whether it forgets by `TokenContext.log_decay`, and by `log_decay_after` if it is not causal.
 
-        Such mixers give a key of -inf no weight, by which the layer hides padding, unless they take a strength or have
+        Such mixers give a key of -inf no weight, by which the layer hides padding, unless they take a beta or have
         a cache, which leaves padding out.
         """
         return False
@@ -144,14 +144,14 @@ class Mixer(abc.ABC, Generic[MixerState]):
 
     # ---- decoding ----
 
-    def begin_steps(self, state: MixerState) -> MixerState:
+    def to_running(self, state: MixerState) -> MixerState:
         """Convert a state to the form in which `step` is fastest and most exact."""
         return state
 
-    def end_steps(self, state: MixerState) -> tuple[MixerState, Bool[Array, "..."]]:
-        """Convert a state back from `begin_steps`: (state, whether all steps since were exact).
+    def from_running(self, state: MixerState) -> tuple[MixerState, Bool[Array, "..."]]:
+        """Convert a state back from `to_running`: (state, whether all steps since were exact).
 
-        Where they were not, they must be repeated from the state before, without `begin_steps`.
+        Where they were not, they must be repeated from the state before, without `to_running`.
         """
         return state, jnp.ones((), bool)
 
@@ -167,8 +167,8 @@ def hide_padding(k: Float[Array, "B H T K"], context: TokenContext) -> tuple[Flo
         return k, context
     if context.log_decay is not None:
         context = context._replace(log_decay=jnp.where(valid[:, None], context.log_decay, 0.0))
-    if context.strength is not None:
-        return k, context._replace(strength=jnp.where(valid[:, None], context.strength, 0.0))
+    if context.beta is not None:
+        return k, context._replace(beta=jnp.where(valid[:, None], context.beta, 0.0))
     return jnp.where(valid[:, None, :, None], k, NEG_INF), context
 
 

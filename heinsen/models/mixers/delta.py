@@ -2,7 +2,7 @@
 
     S[t] = exp(log_decay[t]) (I - beta[t] k[t] k[t]^T) S[t-1] + beta[t] k[t] v[t]^T,   y[t] = RMSNorm(S[t]^T q[t])
 
-q, k and v pass a SiLU; then q and k are divided by their norms, and q by sqrt(K). beta is the layer's strength.
+q, k and v pass a SiLU; then q and k are divided by their norms, and q by sqrt(K). beta is how much a token writes.
 
 Axes: B batch, H heads, T tokens, K key features, V value features.
 """
@@ -26,7 +26,7 @@ _RMS_EPSILON = 1e-5  # added to the mean of squares of an output, as in layer no
 class Delta(Mixer[DeltaState]):
     """The gated delta rule (`heinsen.ops.delta`), for causal models."""
 
-    takes_strength: ClassVar[bool] = True
+    takes_beta: ClassVar[bool] = True
 
     def check_use(self, attention: str, is_used: bool) -> None:
         if is_used and not self.causal:
@@ -45,13 +45,13 @@ class Delta(Mixer[DeltaState]):
     def _attend(
         self, q: Array, k: Array, v: Array, state: DeltaState | None, context: TokenContext
     ) -> tuple[Array, DeltaState]:
-        assert context.strength is not None
+        assert context.beta is not None
         q, k, v = map(jax.nn.silu, (q, k, v))
         y, after = delta_rule(
             _normalize(q) / math.sqrt(self.d_key),
             _normalize(k),
             v,
-            context.strength,
+            context.beta,
             log_decay=context.log_decay,
             state=state,
             segment_ids=context.segment_ids,

@@ -116,22 +116,22 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         log_y, state = running.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _decay_of_token(context))
         return log_y[:, :, None], state
 
-    def begin_steps(self, state: LogState | RunningState) -> RunningState:
+    def to_running(self, state: LogState | RunningState) -> RunningState:
         """Steps on running averages: no logarithm of the whole state for every token, and no rounding of it."""
         assert isinstance(state, LogState)
-        return running.begin_steps(state)
+        return running.to_running(state)
 
-    def end_steps(self, state: LogState | RunningState) -> tuple[LogState, Bool[Array, "B H"]]:
+    def from_running(self, state: LogState | RunningState) -> tuple[LogState, Bool[Array, "B H"]]:
         """Inexact where an average underflowed beside a larger one."""
         assert isinstance(state, RunningState)
-        return running.end_steps(state)
+        return running.from_running(state)
 
     def reset_rows(self, state: LogState | RunningState, rows: Bool[Array, " B"]) -> LogState | RunningState:
         empty = self.init_state(rows.shape[0], 0)
         if isinstance(state, LogState):
             return fill_where(rows, state, empty)
         # What was inexact before the rows forget it stays so.
-        return fill_where(rows, state, self.begin_steps(empty)._replace(smallest=state.smallest))
+        return fill_where(rows, state, self.to_running(empty)._replace(smallest=state.smallest))
 
 
 @dataclasses.dataclass(frozen=True)

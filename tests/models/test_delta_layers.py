@@ -1,4 +1,4 @@
-"""Models with the gated delta rule: padding, zeros, and that no other kind has a strength."""
+"""Models with the gated delta rule: padding, zeros, and that no other kind has a beta."""
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,6 @@ def test_exports_are_refused():
 
 
 @pytest.mark.parametrize("kind", MIXERS)
-def test_only_delta_layers_have_strengths(kind):
+def test_only_delta_layers_have_beta(kind):
     layers = abstract_params(model_config(attention=kind))["layers"]
-    assert ("strength" in layers) == (kind == "delta") == MIXERS[kind](model_config()).takes_strength
+    assert ("strength" in layers) == (kind == "delta") == MIXERS[kind](model_config()).takes_beta
