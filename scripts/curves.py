@@ -1,4 +1,4 @@
-"""The logs of runs as curves and final figures, and the bands of loss to expect of a run."""
+"""The logs of runs as curves and final figures, and published losses to compare them with."""
 
 import csv
 import dataclasses
@@ -109,72 +109,46 @@ def final_table(logs: Sequence[RunLog]) -> list[str]:
 
 
 class Anchor(NamedTuple):
-    """The band of loss in which a run should be after so many tokens, and its source.
-
-    With a label, it is a point beside the bands: the loss of one published run, low = high.
-    """
+    """A published loss: after how many tokens, the model that has it, and the source."""
 
     tokens: float
-    low: float
-    high: float
+    loss: float
+    label: str
     source: str
     tokenizer: str = "gpt2"  # of the tokens
-    label: str = ""
 
 
 def read_anchors(path: Path) -> list[Anchor]:
-    """Read a CSV file with the columns tokens, low, high, source, in order of tokens. Raises CurveError.
+    """Read a CSV file with the columns tokens, loss, label, source. Raises CurveError.
 
-    A column tokenizer says of what tokens; default: gpt2. A column label names the points.
+    A column tokenizer says of what tokens; default: gpt2.
     """
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         anchors = []
         for row in rows:
-            tokens, low, high = (float(row[name]) for name in ("tokens", "low", "high"))
-            label = row.get("label") or ""
-            anchors.append(Anchor(tokens, low, high, row["source"], row.get("tokenizer") or "gpt2", label))
+            tokens, loss = (float(row[name]) for name in ("tokens", "loss"))
+            anchors.append(Anchor(tokens, loss, row["label"], row["source"], row.get("tokenizer") or "gpt2"))
     except OSError as error:
         raise CurveError(f"--against={path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise CurveError(f"--against={path}: expected columns tokens, low, high, source ({error!r})") from error
-    good = all(0 < a.tokens and 0 < a.low <= a.high < math.inf for a in anchors)
-    bands, points = bands_and_points(anchors)
-    if not bands or not good or any(a.tokens >= b.tokens for a, b in zip(bands, bands[1:], strict=False)):
-        raise CurveError(f"--against={path}: expected rows of increasing tokens, with 0 < low <= high")
-    if uneven := [point.label for point in points if point.low != point.high]:
-        raise CurveError(f"--against={path}: {uneven[0]!r} has a label, so it is a point: expected low = high")
+        raise CurveError(f"--against={path}: expected columns tokens, loss, label, source ({error!r})") from error
+    if not anchors or not all(0 < x < math.inf for anchor in anchors for x in anchor[:2]):
+        raise CurveError(f"--against={path}: expected rows with tokens and loss above 0")
     return anchors
 
 
-def bands_and_points(anchors: Sequence[Anchor]) -> tuple[list[Anchor], list[Anchor]]:
-    return [anchor for anchor in anchors if not anchor.label], [anchor for anchor in anchors if anchor.label]
-
-
 def compare_with_anchors(anchors: Sequence[Anchor], tokens: np.ndarray, losses: np.ndarray) -> list[str]:
-    """Return lines that say where a run's validation losses lie: at each anchor it has passed, and at its last one.
+    """Return lines that compare a run's validation losses with each anchor that it has passed.
 
-    Between anchors, and between validations, losses are interpolated linearly in the logarithm of the tokens.
+    Between validations, losses are interpolated linearly in the logarithm of the tokens.
     """
-    bands, points = bands_and_points(anchors)
-    if not len(tokens) or tokens[-1] < bands[0].tokens:
-        return [f"not yet at the first anchor, {bands[0].tokens:.3g} tokens"]
-    at = np.log([band.tokens for band in bands])
-    bounds = [band.low for band in bands], [band.high for band in bands]
-    passed = lambda anchors: [anchor for anchor in anchors if tokens[0] <= anchor.tokens <= tokens[-1]]
-    loss_at = lambda place: np.interp(np.log(place), np.log(tokens), losses)
-    places = [band.tokens for band in passed(bands)]
-    if tokens[-1] not in places and tokens[-1] <= bands[-1].tokens:
-        places.append(tokens[-1])
     lines = []
-    for place in places:
-        loss = loss_at(place)
-        low, high = (np.interp(np.log(place), at, bound) for bound in bounds)
-        verdict = "within" if low <= loss <= high else "BELOW" if loss < low else "ABOVE"
-        lines.append(f"{place:.3g} tokens: {loss:.3f}, {verdict} {low:.3f} to {high:.3f}")
-    for point in passed(points):
-        loss = loss_at(point.tokens)
-        side = f"{abs(loss - point.low):.3f} {'below' if loss < point.low else 'above'} {point.low:.3g}"
-        lines.append(f"{point.tokens:.3g} tokens: {loss:.3f}, {side}, {point.label}")
-    return lines
+    for anchor in anchors:
+        if len(tokens) and tokens[0] <= anchor.tokens <= tokens[-1]:
+            loss = np.interp(np.log(anchor.tokens), np.log(tokens), losses)
+            side = f"{abs(loss - anchor.loss):.3f} {'below' if loss < anchor.loss else 'above'} {anchor.loss:.4g}"
+            lines.append(f"{anchor.tokens:.3g} tokens: {loss:.3f}, {side}, {anchor.label}")
+    first = min(anchor.tokens for anchor in anchors)
+    return lines or [f"no validation at an anchor yet: the first is {first:.3g} tokens"]

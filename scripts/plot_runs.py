@@ -3,11 +3,12 @@
     python scripts/plot_runs.py RUN... --out=FILE.png [--x=tokens|steps|flops|time] [--metric=loss] [--smooth=0.9]
     python scripts/plot_runs.py RUN... --out=FILE.svg --metric=validation_loss --against=docs/anchors.csv --log_x
 
-Points are validations. --against draws the bands of loss to expect (nats per GPT-2 token) and published losses as
-points, and prints where each run lies.
+Points are validations. --against draws published losses (nats per GPT-2 token), and prints how far each run is from
+them.
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means 
 LOG_X = flags.DEFINE_bool("log_x", False, "Logarithmic horizontal axis.")
 LOG_Y = flags.DEFINE_bool("log_y", False, "Logarithmic vertical axis.")
 AGAINST = flags.DEFINE_string(
-    "against", None, "Bands and points: a CSV file with columns tokens, low, high, source[, tokenizer, label]."
+    "against", None, "Published losses: a CSV file with columns tokens, loss, label, source[, tokenizer]."
 )
 
 show_help(__name__)
@@ -39,7 +40,6 @@ from scripts.curves import (
     Anchor,
     CurveError,
     RunLog,
-    bands_and_points,
     compare_with_anchors,
     final_table,
     make_curve,
@@ -77,7 +77,7 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
         if other := {anchor.tokenizer for anchor in anchors} - {log.tokenizer}:
             raise CurveError(
                 f"{log.path} counts {log.tokenizer} tokens, --against={AGAINST.value} those of "
-                f"{other.pop()}: leave it out, or say what the bands count in a column tokenizer"
+                f"{other.pop()}: leave it out, or say what it counts in a column tokenizer"
             )
     draw(logs, anchors, out)
     lines = final_table(logs)
@@ -91,7 +91,7 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
     if anchors:
-        draw_bands(axes, anchors, Path(AGAINST.value).name)
+        draw_anchors(axes, anchors)
     metric, n_points = METRICS[METRIC.value], 0
     for i, (log, label) in enumerate(zip(logs, labels([log.path for log in logs]), strict=True)):
         color = plt.get_cmap("tab10")(i) if len(logs) <= 10 else plt.get_cmap("viridis")(i / len(logs))
@@ -119,14 +119,12 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     plt.close(figure)
 
 
-def draw_bands(axes: Axes, anchors: Sequence[Anchor], label: str) -> None:
-    bands, points = bands_and_points(anchors)
-    tokens = [band.tokens for band in bands]
-    low, high = [band.low for band in bands], [band.high for band in bands]
-    axes.fill_between(tokens, low, high, color="0.85", label=label, zorder=0)
-    axes.plot(tokens, low, "_", tokens, high, "_", color="0.5", zorder=0)
-    for point in points:
-        axes.plot(point.tokens, point.low, "D", color="black", ms=5, label=f"{point.low:.3g}, {point.label}")
+def draw_anchors(axes: Axes, anchors: Sequence[Anchor]) -> None:
+    """Draw published losses, those of one label with one marker."""
+    names = dict.fromkeys(anchor.label for anchor in anchors)
+    for marker, name in zip(itertools.cycle("Ds^vP*"), names, strict=False):
+        points = [anchor[:2] for anchor in anchors if anchor.label == name]
+        axes.plot(*zip(*points, strict=True), marker, color="black", ms=5, label=name)
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
