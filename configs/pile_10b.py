@@ -1,17 +1,18 @@
-"""The first milestone on the way to 2.47: 10e9 tokens of The Pile, the paper's model or the gated one, on one GPU.
+"""The first milestone on the way to 2.47: 10e9 tokens of The Pile, on one GPU: the paper's model, the gated one, GPT-2.
 
-    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
-    python train.py --config=configs/pile_10b.py --workdir=runs/pile_10b
+    python train.py --config=configs/pile_10b.py:gpt2 --workdir=runs/gpt2_10b
     python train.py --config=configs/pile_10b.py:gated --workdir=runs/gated_10b
+    python train.py --config=configs/pile_10b.py --workdir=runs/pile_10b
 
-The schedule is complete: the learning rate has decayed at the end. docs/replication.md has the loss to beat.
+The schedule is complete: the learning rate has decayed at the end. docs/replication.md prepares the data and says what
+each run is for.
 """
 
 from ml_collections import ConfigDict
 
-from configs import gated_125m, pile_125m
+from configs import gated_125m, gpt2_124m, pile_125m
 
-KINDS = {"paper": pile_125m, "gated": gated_125m}
+KINDS = {"paper": pile_125m, "gated": gated_125m, "gpt2": gpt2_124m}
 
 
 def get_config(kind: str = "paper") -> ConfigDict:

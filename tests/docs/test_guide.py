@@ -64,6 +64,7 @@ SMALLER = {
     "configs/gated_demo.py": "configs/small_gated_demo.py",
     "configs/pile_125m.py": "configs/small_pile.py",
     "configs/pile_10b.py:gated": "configs/small_gated_125m.py",
+    "configs/pile_10b.py:gpt2": "configs/small_gpt2_124m.py",
     "configs/pile_10b.py": "configs/small_10b.py",
     "configs/gated_125m.py": "configs/small_gated_125m.py",
     "configs/gpt2_124m.py": "configs/small_gpt2_124m.py",
@@ -98,7 +99,7 @@ def test_every_command_is_one_that_its_program_takes(tmp_path):
     for name in ("small", "mine", "gated", "mlm", "bpe"):
         write_config(run_config(tmp_path / "data"), tmp_path / name, "bytes")
     pile = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
-    for name in ("pile_125m", "pile_10b"):
+    for name in ("pile_125m", "gpt2_10b"):
         write_config(pile, tmp_path / name, "gpt2")
     tables = in_tables(ROOT / "README.md", ROOT / "docs" / "results.md")
     assert len(tables) >= 7
