@@ -23,8 +23,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def typeset(equation: re.Match[str]) -> str:
-    """MathML, which browsers draw without a script or a font from elsewhere."""
-    return f'<div class="equation">{convert(equation[1], display="block")}</div>'
+    """MathML, which browsers draw without a script or a font from elsewhere. Equations side by side wrap like words."""
+    parts = [equation[1]] if r"\begin" in equation[1] else equation[1].split(r"\qquad")
+    return f'<div class="equation">{"".join(convert(part, display="block") for part in parts)}</div>'
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

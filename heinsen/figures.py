@@ -1,5 +1,6 @@
 """Figures as all programs draw them: into files, with one legend that covers nothing."""
 
+import textwrap
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,17 @@ def count_tokens(axis: Any) -> None:
 def smooth(values: np.ndarray, weight: float) -> np.ndarray:
     """Return the exponential running means (1 - w) sum_s w^(t-s) y[s] / (1 - w^(t+1)), which are unbiased at the start.
 
-    A weight of 0 returns the values themselves.
+    w is the weight, but at most 1 - 20 / n for n values: a mean over more than a twentieth of a falling curve would lie
+    visibly above it. A weight of 0 returns the values themselves.
     """
+    weight = min(weight, max(0.0, 1 - 20 / max(len(values), 1)))
     total, mass, out = 0.0, 0.0, np.empty(len(values))
     for i, value in enumerate(values):
         total, mass = weight * total + (1 - weight) * value, weight * mass + (1 - weight)
         out[i] = total / mass
     return out
+
+
+def set_title(figure: Any, title: str) -> None:
+    """Give a figure a title, in lines that are no wider than the figure: the names of runs are long."""
+    figure.suptitle("\n".join(textwrap.wrap(title, int(8.5 * figure.get_figwidth()))))

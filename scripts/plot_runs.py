@@ -3,6 +3,8 @@
     python scripts/plot_runs.py RUN... --out=FILE.png [--x=tokens|steps|flops|time] [--metric=loss] [--smooth=0.9]
     python scripts/plot_runs.py RUN... --out=FILE.svg --metric=validation_loss --against=docs/anchors.csv --log_x
 
+RUN, a run folder, and --out are required; what is in brackets is optional.
+
 Points are validations. --against draws published losses (nats per GPT-2 token), and prints how far each run is from
 them.
 """
@@ -22,7 +24,7 @@ from scripts.cli import parse_flags, refuse, show_help
 OUT = flags.DEFINE_string("out", None, "File of the figure, .png or .svg.", required=True)
 X = flags.DEFINE_string("x", "tokens", "Horizontal axis: tokens, steps, flops or time.")
 METRIC = flags.DEFINE_string("metric", "loss", "loss, validation_loss or bits_per_byte.")
-SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means of the curves, in [0, 1).")
+SMOOTH = flags.DEFINE_float("smooth", 0.0, "Weight of the past in running means, in [0, 1); less for short curves.")
 LOG_X = flags.DEFINE_bool("log_x", False, "Logarithmic horizontal axis.")
 LOG_Y = flags.DEFINE_bool("log_y", False, "Logarithmic vertical axis.")
 AGAINST = flags.DEFINE_string(
@@ -104,12 +106,14 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
         n_points += len(x)
     if not n_points:
         raise CurveError(f"nothing to draw: no {METRIC.value} is logged in {', '.join(str(log.path) for log in logs)}")
+    if metric.marks is not None and any(len(log.points(metric.marks)[0]) for log in logs):
+        axes.plot([], [], "o", color="0.4", ms=4, label="validation")
     axes.set_xscale("log" if LOG_X.value else "linear")
     if LOG_Y.value:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(ScalarFormatter())
-    smoothed = f", running means of weight {SMOOTH.value:g}" if SMOOTH.value else ""
+    smoothed = ", running means" if SMOOTH.value else ""
     axes.set(xlabel=AXES[X.value].label, ylabel=metric.label + smoothed)
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")
     if X.value == "tokens":

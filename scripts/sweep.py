@@ -6,6 +6,8 @@
     python scripts/sweep.py --workdir=DIR --status
     python scripts/sweep.py --workdir=DIR --report
 
+--workdir is required, and --config unless --status or --report is given; what is in brackets is optional.
+
 A zip takes the first values of all fields together, then the second ones. --config.FIELD=VALUE applies to every run.
 Values with commas: --sweep.FIELD='["A,B","C"]'. A field that is None in the config can be None in the list, too. All
 values are checked before the first run starts. Rerun the same command to resume a sweep that was stopped or killed;
@@ -59,7 +61,7 @@ from scripts.sweep_runs import RunFactory
 EXIT_UNFINISHED = 3  # some runs have not finished
 _REDRAW_SECONDS = 2.0  # of --status in a terminal
 
-FIELDS: dict[str, dict[str, str]] = {"config": {}, "sweep": {}}  # from the command line: {field: text}
+SWEPT: dict[str, str] = {}  # of the flags --sweep.FIELD=TEXT: {field: text}
 
 
 def main(argv: list[str]) -> None:
@@ -76,7 +78,7 @@ def run_sweep(path: Path) -> None:
     options = LaunchOptions(PARALLEL.value, PARTITION.value, parse_minutes(TIME.value), GPUS.value, CPUS.value)
     if CONFIG.value is None:
         raise SweepError("--config=configs/NAME.py is missing: the config of all runs")
-    factory = RunFactory(CONFIG.value, FIELDS["config"], check_data=launcher.runs_here)
+    factory = RunFactory(CONFIG.value, cli.given_fields(), check_data=launcher.runs_here)
     folder = open_folder(path, factory)
     with folder.lock():
         launched = launcher(folder, factory.command, options)
@@ -97,9 +99,9 @@ def open_folder(path: Path, factory: RunFactory) -> SweepFolder:
     seed = factory.base["seed"]
     definition = Definition(
         config=CONFIG.value,
-        overrides=FIELDS["config"],
+        overrides=cli.given_fields(),
         base=factory.base,
-        space=parse_space(FIELDS["sweep"], factory.convert, find_strategy(SEARCH.value).paired),
+        space=parse_space(SWEPT, factory.convert, find_strategy(SEARCH.value).paired),
         seeds=None if SEEDS.value is None else tuple(range(seed, seed + SEEDS.value)),
         search=SEARCH.value,
         trials=TRIALS.value,
@@ -150,19 +152,19 @@ def parse_minutes(text: str) -> int:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parse the flags; --sweep.FIELD=... and --config.FIELD=... go into FIELDS."""
+    """Parse the flags; those of --sweep.FIELD=TEXT go into SWEPT."""
     rest = []
     for argument in argv:
-        match = re.fullmatch(r"--?(config|sweep)\.([^=]+)(=.*)?", argument, re.DOTALL)
+        match = re.fullmatch(r"--?sweep\.([^=]+)(=.*)?", argument, re.DOTALL)
         if match is None:
             rest.append(argument)
             continue
-        kind, field, text = match.groups()
+        field, text = match.groups()
         if text is None:
             cli.refuse(f"write {argument}=VALUE as one word")
-        if field in FIELDS[kind] and kind == "sweep":
+        if field in SWEPT:
             cli.refuse(f"--sweep.{field} is given twice: put all its values into one flag")
-        FIELDS[kind][field] = text[1:]
+        SWEPT[field] = text[1:]
     return cli.parse_flags(rest)
 
 

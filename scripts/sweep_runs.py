@@ -1,5 +1,6 @@
 """The runs of a sweep, checked as train.py would check them: its flags are resolved to configs here."""
 
+import functools
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,8 @@ class RunFactory:
 
     def convert(self, field: str, text: str) -> Value:
         """Return the value that the config makes of a text. Raises ConfigError."""
-        return _look_up(resolve(self._config, self._overrides, {field: text}), field)
+        values = resolve(self._config, self._overrides, {field: text})
+        return functools.reduce(dict.__getitem__, field.split("."), values)
 
     def make(self, point: Point) -> SweepRun:
         """Return the run of a point. Raises HeinsenError if the config rejects the point, or the data do not fit."""
@@ -71,10 +73,3 @@ def check(config: str, overrides: Mapping[str, str], point: Mapping[str, Value])
 def _texts(point: Mapping[str, Value]) -> dict[str, str]:
     """Return the flags' texts."""
     return {field: format_value(value) for field, value in point.items()}
-
-
-def _look_up(mapping: Any, field: str) -> Any:
-    """Return the value of a dotted field, or None if there is none."""
-    for key in field.split("."):
-        mapping = mapping.get(key) if isinstance(mapping, Mapping) else None
-    return mapping

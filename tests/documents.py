@@ -37,11 +37,11 @@ def parse(program, arguments):
             from heinsen.training.config import TrainConfig
             from_mapping(TrainConfig, module["read_config"](module["CONFIG"]))
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
-            fields = module["FIELDS"]
-            first = {name: text.split(",")[0] for name, text in fields["sweep"].items()}
+            first = {name: text.split(",")[0] for name, text in module["SWEPT"].items()}
+            from scripts.cli import given_fields
             from scripts.sweep_runs import check
 
-            check(module["CONFIG"].value, fields["config"], first)
+            check(module["CONFIG"].value, given_fields(), first)
         return None
     except (SystemExit, Exception) as error:
         return repr(error)

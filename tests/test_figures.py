@@ -1,9 +1,13 @@
-"""Legends: whole, below all panels, with each label once."""
+"""Legends: whole, below all panels, with each label once. Titles: whole."""
+
+import json
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from heinsen.figures import place_legend, pyplot
+from heinsen.training import plots
 
 
 @pytest.mark.parametrize("size", [(5, 4), (8, 5), (11, 9)])
@@ -40,3 +44,19 @@ def test_a_figure_without_labels_has_no_legend():
     place_legend(figure)
     assert not figure.legends
     pyplot().close(figure)
+
+
+def test_titles_of_a_run_are_whole(tmp_path, monkeypatch):
+    """With one layer and a long name, such as a sweep's."""
+    folder, figures = tmp_path / ("learning_rate=0.0003__" * 4 + "n_layers=1"), {}
+    folder.mkdir()
+    entry = {"step": 1, "tokens": 8, "loss": 2.5, "time_constant/layer_0/head_0": 3.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
+    monkeypatch.setattr(plots, "write_figure", lambda path, figure, dpi: figures.update({path.name: figure}))
+    plots.plot_run(folder)
+    for figure in figures.values():
+        figure.draw_without_rendering()
+        (title,) = figure.findobj(lambda artist: isinstance(artist, Text) and "rate" in artist.get_text())
+        box = title.get_window_extent()
+        assert 0 <= box.x0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
+    assert set(figures) == {"loss.png", "time_constants.png"}

@@ -15,20 +15,22 @@ from heinsen.figures import count_tokens, place_legend, pyplot, smooth
 from heinsen.files import write_atomically
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import REPORT_FILE, SweepFolder
-from heinsen.sweep.runs import RunView, best_of, format_number, is_finite, summary
-from heinsen.sweep.space import SEED, Point, Range, all_numbers, format_value, is_number
+from heinsen.sweep.runs import RunView, best_of, count_states, format_number, is_finite
+from heinsen.sweep.space import SEED, Point, Range, Space, format_value, is_number
 from heinsen.training.metrics import metric_points, read_metrics
 
 _BINS = 4  # of the values drawn from a range
-_NAMED = 12  # runs in the legend of the curves at most
-_SMOOTHING = 0.9  # of the training loss, in long logs
+_NAMED = 12  # runs in the legend of the curves, or in a sentence, at most
+_SMOOTHING = 0.9  # of the training loss
+_LABELS = 32  # characters below a panel that fit side by side
 _BLUE, _ORANGE = "#3b6ea5", "#c2410c"
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c1917; max-width: 1080px; margin: 2rem auto; padding: 0 1.5rem }
 h1, h2 { line-height: 1.2; margin: 2rem 0 .5rem } img { max-width: 100%; height: auto; display: block }
+code { overflow-wrap: anywhere }
 table { border-collapse: collapse; font-size: .87rem; display: block; overflow-x: auto; margin: .6rem 0 }
-th, td { padding: .2rem .7rem; border-bottom: 1px solid #e7e5e4; text-align: right; white-space: nowrap }
+th, td { padding: .2rem .55rem; border-bottom: 1px solid #e7e5e4; text-align: right; white-space: nowrap }
 th:first-child, td:first-child { text-align: left } th { color: #57534e } tr.best td { background: #ecfdf5 }
 pre { background: #f5f5f4; padding: .7rem; overflow-x: auto; font-size: .8rem } .note { color: #57534e }
 """
@@ -58,16 +60,20 @@ def find_results(views: Sequence[RunView]) -> list[Result]:
 
 
 def find_effects(definition: Definition, results: Sequence[Result]) -> Effects:
-    """Return the results by the value of each field, whatever the values of the others: its marginal effect.
+    """Return the results by the value of each field: its marginal effect.
 
-    The field whose means differ most comes first, and the seed last. In a zip all fields vary together, and none has an
-    effect of its own.
+    In a grid, values are compared by the settings of the other fields that have a result with each of them: else a
+    value could look best because a run with a bad setting is missing. A search draws the other settings anew for each
+    point, and all results count. The field whose means differ most comes first, and the seed last. In a zip all fields
+    vary together, and none has an effect of its own.
     """
     if definition.strategy.paired:
         return {}
     sizes, effects = {}, {}
     for field in dict.fromkeys(field for result in results for field in result.point):
         groups = _group(field, isinstance(definition.space.get(field), Range), results)
+        if not definition.strategy.draws:
+            groups = _keep_common(field, groups)
         means = [mean_of(group) for group in groups.values()]
         if len(groups) > 1:
             effects[field], sizes[field] = groups, max(means) - min(means)
@@ -89,13 +95,23 @@ def _group(field: str, in_range: bool, results: Sequence[Result]) -> dict[str, l
     return groups
 
 
+def _keep_common(field: str, groups: dict[str, list[Result]]) -> dict[str, list[Result]]:
+    """Return the results whose other settings occur in every group; {} if none do."""
+    common = set.intersection(*({_others(result, field) for result in group} for group in groups.values()))
+    kept = {label: [r for r in group if _others(r, field) in common] for label, group in groups.items()}
+    return kept if common else {}
+
+
+def _others(result: Result, apart_from: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((field, format_value(x)) for field, x in result.point.items() if field != apart_from))
+
+
 def seed_spread(results: Sequence[Result]) -> tuple[float, int] | None:
     """Return the pooled standard deviation of the loss among runs that differ only in their seed, and its degrees of
     freedom; None if no runs do."""
     alike: dict[tuple[tuple[str, str], ...], list[float]] = {}
     for result in results:
-        settings = tuple(sorted((f, format_value(x)) for f, x in result.point.items() if f != SEED))
-        alike.setdefault(settings, []).append(result.loss)
+        alike.setdefault(_others(result, SEED), []).append(result.loss)
     groups = [losses for losses in alike.values() if len(losses) > 1]
     freedom = sum(len(losses) - 1 for losses in groups)
     if not freedom:
@@ -106,24 +122,23 @@ def seed_spread(results: Sequence[Result]) -> tuple[float, int] | None:
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def _draw_effects(effects: Effects) -> Any:
+def _draw_effects(effects: Effects, space: Space) -> Any:
     """Draw the losses by the value of each field, one panel for each, and the mean of each group."""
     n_columns = min(3, len(effects))
     n_rows = -(-len(effects) // n_columns)
     size = (3.6 * n_columns, 3.0 * n_rows)
     figure, grid = pyplot().subplots(n_rows, n_columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axes, (field, groups) in zip(grid.flat, effects.items(), strict=False):
-        values = all_numbers([result.point[field] for group in groups.values() for result in group])
-        values = None if field == SEED else values  # a name, not a quantity
-        middles = []
+        values, middles = space.get(field), []
         for i, group in enumerate(groups.values()):
-            x = all_numbers([i if values is None else result.point[field] for result in group]) or []
+            x: list[Any] = [result.point[field] if isinstance(values, Range) else i for result in group]
             axes.plot(x, [result.loss for result in group], "o", ms=4, alpha=0.5, color=_BLUE)
             middles.append(statistics.median(x))
         axes.plot(middles, [mean_of(group) for group in groups.values()], "D-", ms=5, color=_ORANGE)
-        if values is None:
-            axes.set_xticks(middles, list(groups))
-        elif min(values) > 0 and max(values) / min(values) >= 8:
+        if not isinstance(values, Range):
+            slant = dict(rotation=30, ha="right") if sum(map(len, groups)) > _LABELS else {}
+            axes.set_xticks(middles, list(groups), **slant)
+        elif values.log:
             axes.set_xscale("log")
         axes.set(xlabel=field)
         axes.margins(x=0.15)
@@ -143,19 +158,24 @@ def _draw_curves(folder: SweepFolder, views: Sequence[RunView]) -> Any:
         for i, (view, log) in enumerate(zip(views, logs, strict=True)):
             if points := metric_points(log, name):
                 x, y = np.array(points, float).T
-                y = smooth(y, min(_SMOOTHING, 1 - 10 / max(len(y), 10))) if name == "loss" else y
+                y = smooth(y, _SMOOTHING) if name == "loss" else y
                 color = plt.get_cmap("viridis")(0.9 * i / max(len(views) - 1, 1))
                 style = dict(
-                    ls="--" if view.state in ("crashed", "pruned") else "-",
+                    ls="-" if view.state == "finished" else "--",
                     lw=2.5 if i == 0 else 1.2,
                     zorder=3 - i / len(views),
                 )
-                axes.plot(x, y, color=color, label=view.name if i < _NAMED else None, **style)
+                axes.plot(x, y, color=color, label=_name(view) if i < _NAMED else None, **style)
         axes.set(title=f"{title} loss", xlabel="tokens", ylabel="nats per token")
         count_tokens(axes.xaxis)
         axes.grid(alpha=0.3)
     place_legend(figure)
     return figure
+
+
+def _name(view: RunView) -> str:
+    """Return the run's name, with its state if it has not finished."""
+    return view.name if view.state == "finished" else f"{view.name} ({view.state})"
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -167,10 +187,10 @@ def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
     loss_of = lambda view: view.validation_loss if is_finite(view.validation_loss) else math.inf
     ranked = sorted(views, key=lambda view: (view.state != "finished", loss_of(view)))
     parts = [
-        f"<h1>Sweep {escape(name)}</h1><p>{escape(summary(views))}.</p>",
+        f"<h1>{escape(name)}</h1><p>{escape(count_states(views))}.</p>",
         _best(folder, views, results),
-        _effects(find_effects(folder.definition, results)),
-        _curves(folder, [view for view in sorted(views, key=loss_of) if view.loss is not None]),
+        _effects(folder.definition, views, results),
+        _curves(folder, [view for view in ranked if view.loss is not None]),
         _runs(ranked),
         _failures(folder, views),
         _settings(folder.definition),
@@ -178,7 +198,7 @@ def write_report(folder: SweepFolder, views: Sequence[RunView]) -> Path:
     path = folder.path / REPORT_FILE
     write_atomically(
         path,
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Sweep {escape(name)}</title>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(name)}: a sweep</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n<body>\n'
         + "\n".join(filter(None, parts))
         + "\n</body></html>\n",
@@ -203,9 +223,16 @@ def _best(folder: SweepFolder, views: Sequence[RunView], results: Sequence[Resul
     )
 
 
-def _effects(effects: Effects) -> str:
+def _effects(definition: Definition, views: Sequence[RunView], results: Sequence[Result]) -> str:
+    head, effects = "<h2>Effect of each field</h2>", find_effects(definition, results)
+    left_out = "" if definition.strategy.paired else _left_out(effects, views, results)
     if not effects:
-        return ""
+        return head + left_out if left_out else ""
+    others = (
+        "whatever the others were"
+        if definition.strategy.draws
+        else "over the settings of the other fields that have a result with each of its values"
+    )
     rows: list[list[str]] = []
     best: set[int] = set()
     for field, groups in effects.items():
@@ -216,19 +243,34 @@ def _effects(effects: Effects) -> str:
             losses = [result.loss for result in group]
             rows.append([field, label, str(len(group)), *(f"{x:.4f}" for x in (mean, min(losses), max(losses)))])
     return (
-        "<h2>Effect of each field</h2><p class=note>Validation loss of the finished runs by one field, whatever the "
-        "others were, the field with the largest effect first; orange: the means. The value with the lowest mean is "
-        f"marked in the table.</p>{_image(_draw_effects(effects), 'validation loss by field')}"
+        f"{head}<p class=note>Validation loss of finished runs for each value of a field, {others}. The field with the "
+        "largest effect comes first. Orange: the means. The value with the lowest mean is marked in the table.</p>"
+        f"{left_out}{_image(_draw_effects(effects, definition.space), 'validation loss by field')}"
         f"{_table(['field', 'value', 'runs', 'mean', 'best', 'worst'], rows, best)}"
     )
+
+
+def _left_out(effects: Effects, views: Sequence[RunView], results: Sequence[Result]) -> str:
+    """Return a paragraph on fields and runs that are not compared, "" if all are or if no field varies."""
+    values: dict[str, set[str]] = {}
+    for field, value in ((field, value) for result in results for field, value in result.point.items()):
+        values.setdefault(field, set()).add(format_value(value))
+    varied = [field for field, texts in values.items() if len(texts) > 1]
+    missing, text = [_name(view) for view in views if view.result is None], ""
+    if apart := [field for field in varied if field not in effects]:
+        text += f"Not compared, as no settings have a result with each of its values: {', '.join(apart)}. "
+    if varied and missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        text += f"Runs without a result: {', '.join(missing[:_NAMED])}{more}."
+    return f"<p class=note>{escape(text)}</p>" if text else ""
 
 
 def _curves(folder: SweepFolder, views: Sequence[RunView]) -> str:
     if not views:
         return ""
     return (
-        "<h2>Curves</h2><p class=note>The lowest last validation loss is darkest and thickest; crashed and pruned runs "
-        f"are dashed.</p>{_image(_draw_curves(folder, views), 'loss curves')}"
+        "<h2>Curves</h2><p class=note>The best run is darkest and thickest. Runs that have not finished are dashed.</p>"
+        f"{_image(_draw_curves(folder, views), 'loss curves')}"
     )
 
 

@@ -95,17 +95,23 @@ def table(views: Sequence[RunView]) -> list[str]:
     return [*align(rows, "<<>>>>>"), summary(views)]
 
 
+def count_states(views: Sequence[RunView]) -> str:
+    """Return the number of runs, and of those in each state."""
+    counts = {state: sum(view.state == state for view in views) for state in STATES}
+    return f"{len(views)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+
+
 def summary(views: Sequence[RunView], at_a_time: int | None = None) -> str:
     """Return one line: the number of runs in each state, the best finished run, and the time until all have ended.
 
     at_a_time: how many run at a time; default: as many as do now.
     """
-    counts = {state: sum(view.state == state for view in views) for state in STATES}
-    text = f"{len(views)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    text = count_states(views)
     if best := best_of(views):
         so_far = "" if all(view.state in SETTLED for view in views) else " so far"
         text += f"; best{so_far} {best.validation_loss:.4f} ({best.name})"
-    seconds = _seconds_left(views, counts["running"] if at_a_time is None else at_a_time)
+    n_running = sum(view.state == "running" for view in views)
+    seconds = _seconds_left(views, n_running if at_a_time is None else at_a_time)
     return text if seconds is None else f"{text}; ETA {tqdm.format_interval(seconds)}"
 
 

@@ -3,7 +3,7 @@
 import abc
 import warnings
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.runs import ENDED, RunView, SweepRun, is_finite
@@ -54,6 +54,16 @@ class ListSearch(Search):
         return not self._left
 
     def record_end(self, view: RunView) -> None:
+        pass
+
+
+class _NoLock:
+    """In place of Optuna's lock file, which a killed sweep leaves behind: `SweepFolder.lock` keeps others away."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
         pass
 
 
@@ -114,7 +124,7 @@ class OptunaSearch(Search):
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # constant_liar is marked experimental
-            storage = JournalStorage(JournalFileBackend(str(self._folder.path / _STORAGE)))
+            storage = JournalStorage(JournalFileBackend(str(self._folder.path / _STORAGE), cast(Any, _NoLock())))
             study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
             # A new seed each time: the same one would propose the first trials again.
             seed = self._folder.definition.search_seed + len(study.trials)

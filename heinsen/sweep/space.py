@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -59,12 +59,6 @@ def is_number(value: Value) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def all_numbers(values: Sequence[Value]) -> list[int | float] | None:
-    """Return the values as a list of numbers, or None if some are not numbers."""
-    numbers = [value for value in values if is_number(value)]
-    return numbers if len(numbers) == len(values) else None
-
-
 def parse_space(texts: Mapping[str, str], convert: Convert, paired: bool = False) -> Space:
     """Return the space of `--sweep.FIELD=TEXT` flags: V1,V2,... or a JSON list, LOW..HIGH or LOW..HIGH:log.
 
@@ -104,7 +98,8 @@ def _parse_list(flag: str, field: str, text: str, convert: Convert, paired: bool
         return tuple(values)
     if repeated := [each for i, each in enumerate(texts) if values[i] in values[:i]]:
         raise SweepError(f"{flag}: {', '.join(repeated)} is listed twice")
-    return tuple(sorted(numbers) if (numbers := all_numbers(values)) is not None else values)
+    numbers = [value for value in values if is_number(value)]
+    return tuple(sorted(numbers) if len(numbers) == len(values) else values)
 
 
 def _split(flag: str, text: str) -> list[str]:

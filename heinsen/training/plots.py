@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heinsen.figures import count_tokens, place_legend, pyplot
+from heinsen.figures import count_tokens, place_legend, pyplot, set_title
 from heinsen.files import write_figure
 from heinsen.training.metrics import metric_points, read_metrics
 
@@ -28,7 +28,8 @@ def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
             axes.plot(*zip(*points, strict=True), style, label=f"{label}: {points[-1][1]:.3f}", lw=1, ms=4)
     place_legend(figure)
     count_tokens(axes.xaxis)
-    axes.set(title=workdir.name, xlabel="tokens", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)")
+    set_title(figure, workdir.name)
     axes.grid(alpha=0.3)
     path = workdir / "plots" / "loss.png"
     write_figure(path, figure, dpi=120)
@@ -43,11 +44,11 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
     layers = sorted({_numbers(name)[0] for name in names})
     n_columns = min(4, len(layers))
     n_rows = -(-len(layers) // n_columns)
+    size = (max(6, 3 * n_columns), 1.5 + 2 * n_rows)
     figure, grid = plt.subplots(
-        n_rows, n_columns, figsize=(3 * n_columns, 2.5 * n_rows), sharex=True, sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axes, layer in zip(grid.flat, layers, strict=False):
+        n_rows, n_columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
+    )
+    for i, (axes, layer) in enumerate(zip(grid.flat, layers, strict=False)):
         heads = [name for name in names if _numbers(name)[0] == layer]
         for j, name in enumerate(heads):
             color = plt.get_cmap("viridis")(j / max(1, len(heads) - 1))
@@ -56,10 +57,13 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
         count_tokens(axes.xaxis)
         axes.set(title=f"layer {layer}", yscale="log")
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{workdir.name}: time constants of the forget gate, by head")
-    for axes in grid[-1]:
-        axes.set_xlabel("tokens")
-    figure.supylabel("time constant (tokens)")
+        if i + n_columns >= len(layers):  # no panel below
+            axes.set(xlabel="tokens")
+            axes.tick_params(labelbottom=True)
+    for axes in grid.flat[len(layers) :]:
+        axes.remove()
+    set_title(figure, f"{workdir.name}: time constants of the forget gate, by head")
+    figure.supylabel("time constant (tokens)", fontsize="medium")
     place_legend(figure)
     path = workdir / "plots" / "time_constants.png"
     write_figure(path, figure, dpi=120)

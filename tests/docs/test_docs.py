@@ -1,4 +1,4 @@
-"""Markdown pages: links and images resolve, and the files that they name exist."""
+"""Pages, and the notebook and web page of the examples: links and images resolve, and files that they name exist."""
 
 import re
 from pathlib import Path
@@ -7,9 +7,8 @@ import pytest
 
 from tests.runs import ROOT
 
-PAGES = sorted(
-    path for pattern in ("*.md", "docs/*.md", "docs/log/*.md", "experiments/*/*.md") for path in ROOT.glob(pattern)
-)
+PATTERNS = ("*.md", "docs/*.md", "docs/log/*.md", "experiments/**/*.md", "examples/*.ipynb", "examples/*/*.html")
+PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 FOLDERS = ("configs", "docs", "examples", "experiments", "heinsen", "scripts", "tests")
 PROGRAMS = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | set(ROOT.glob("*.py"))
 
@@ -22,8 +21,8 @@ def anchors(page: Path) -> set[str]:
 
 def broken_links(page: Path) -> list[str]:
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if re.match(r"\w+://", target):
+    for target in re.findall(r"""(?:\]\(|(?:src|href)=["'])([^)\s"']+)""", page.read_text()):
+        if re.match(r"\w+:", target):
             continue
         name, _, anchor = target.partition("#")
         path = page.parent / name if name else page
@@ -69,8 +68,9 @@ def test_every_program_of_the_map_exists():
 def test_the_checks_find_what_they_look_for(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "# A title: of it\n\n[a](#a-title-of-it) [b](other.md) ![c](no.png) [d](https://x.org/y) [e](#none)"
+        "# A title: of it\n\n[a](#a-title-of-it) [b](other.md) ![c](no.png) [d](https://x.org/y) [e](#none) "
+        '<a href="gone.html">x</a> <img src="data:,">'
     )
-    assert broken_links(page) == ["other.md", "no.png", "#none"]
+    assert broken_links(page) == ["other.md", "no.png", "#none", "gone.html"]
     text = "`heinsen/ops/api.py`, `heinsen/gone.py`, `api.py`, `gone.py`, `configs/`, `data/pile/gone`, `a.gone`"
     assert missing_files(text) == ["heinsen/gone.py", "gone.py"]

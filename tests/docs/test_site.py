@@ -12,17 +12,24 @@ from tests.documents import find_chromium
 from tests.runs import ROOT
 
 WIDTHS = (1300, 400)
-# Measures the page of each frame: its title, its width, and the elements over its right edge that nothing scrolls.
+# Measures the page of each frame: its title, its width, the elements over its right edge that nothing scrolls, the
+# equations that are cut or have a scroll bar beside them, and the tables with commands in the second of three columns
+# that one has to scroll.
 MEASURE = """
 <meta charset="utf-8"><pre id="found"></pre>
 <script>
 function measure({contentWindow: page}) {
   const scrolls = x => x && (/auto|scroll/.test(page.getComputedStyle(x).overflowX) || scrolls(x.parentElement));
   const runsOver = x => x.getBoundingClientRect().right > page.innerWidth + 1 && !scrolls(x.parentElement);
+  const isCut = x => x.scrollHeight > x.clientHeight + 1 || page.getComputedStyle(x).overflowY != "hidden";
+  const find = (what, is) => [...page.document.querySelectorAll(what)].filter(is).map(x => x.outerHTML.slice(0, 99));
+  const commands = ".md-typeset__scrollwrap:has(td:nth-child(2) code):not(:has(td:nth-child(4)))";
   return {
     title: page.document.querySelector("article h1")?.innerText,
     width: page.document.documentElement.scrollWidth,
-    over: [...page.document.querySelectorAll("article *")].filter(runsOver).map(x => x.outerHTML.slice(0, 200)),
+    over: find("article *", runsOver),
+    cut: find(".equation", isCut),
+    scrolled: find(commands, x => x.scrollWidth > x.clientWidth),
   };
 }
 onload = () => setTimeout(() => {
@@ -63,5 +70,5 @@ def test_pages_fit_into_wide_and_narrow_windows(tmp_path):
     for width in WIDTHS:
         broken = measured.pop(("wide.html", width))
         assert broken["width"] > width and "too wide" in broken["over"][-1], "the check finds what it looks for"
-    bad = {frame: page for frame, page in measured.items() if page["width"] > frame[1] or page["over"]}
-    assert bad == {}
+    is_bad = lambda page, width: page["width"] > width or page["over"] or page["cut"] or page["scrolled"]
+    assert {frame: page for frame, page in measured.items() if is_bad(page, frame[1])} == {}

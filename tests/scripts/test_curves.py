@@ -29,9 +29,23 @@ ANCHORS = ROOT / "docs" / "anchors.csv"
 @pytest.mark.parametrize("weight", [0.0, 0.5, 0.97])
 def test_smoothing_is_the_weighted_mean_of_what_came_before(rng, weight):
     values = rng.normal(size=50)
-    weights = [[weight ** (t - s) if s <= t else 0.0 for s in range(50)] for t in range(50)]
+    w = min(weight, 1 - 20 / 50)
+    weights = [[w ** (t - s) if s <= t else 0.0 for s in range(50)] for t in range(50)]
     expected = np.average(np.tile(values, (50, 1)), axis=1, weights=np.array(weights) + 0.0)
     np.testing.assert_allclose(smooth(values, weight), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 15, 300])
+def test_a_smoothed_curve_of_any_length_is_less_than_a_fifteenth_late(n):
+    values = 2 + 4 * np.exp(-np.linspace(0, 3, n))
+    late = max(1, n // 15)
+    assert np.all(smooth(values, 0.9)[late:] < values[:-late])
+
+
+def test_a_figure_of_runs_names_the_dots_of_validations(run, commands, tmp_path):
+    out = tmp_path / "loss.svg"
+    assert commands.fork("scripts/plot_runs.py", run.workdir, f"--out={out}", "--smooth=0.9").returncode == 0
+    assert "<!-- validation -->" in out.read_text(), "a label"
 
 
 def test_axes_measure_the_same_run(run):

@@ -30,7 +30,6 @@ PROGRAMS = sorted(
     path.relative_to(ROOT).as_posix() for path in SOURCES if '\nif __name__ == "__main__":\n' in path.read_text()
 )
 MAY_BE_EMPTY = [("scripts/prepare_data.py", "source_field")]  # stores no sources
-BY_CONFIG = [("scripts/sweep.py", "config.data.path")]  # checked with all other fields of the config
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_no_program_takes_an_empty_value(program, end_of):
         end_of(program)
         for name in text_flags(program):
             end = end_of(program, f"--{name}=")
-            if (program, name) in MAY_BE_EMPTY + BY_CONFIG:
+            if (program, name) in MAY_BE_EMPTY:
                 assert end is None or "is empty" not in end
             else:
                 message = f"error: --{name}= is empty: give a value, or leave it out"

@@ -149,8 +149,6 @@ def test_more_trials_keep_the_first_ones(rng):
         ({"a": (1,)}, dict(search="random"), "needs --trials"),
         ({"a": (1,)}, dict(search="random", trials=0), "needs --trials"),
         ({"a": Range(0, 1, False, False)}, {}, "--sweep.a is a range"),
-        ({"a": Range(0, 1, False, False)}, dict(search="zip"), "--sweep.a is a range"),
-        ({"a": (1,)}, dict(search="zip", trials=3), "--trials is for"),
         ({"a": (1, 2), "b": (3,)}, dict(search="zip"), "--sweep.a has 2, --sweep.b has 1"),
         ({"seed": (1,)}, dict(seeds=(0, 1)), "exclude each other"),
         ({"a": (1,)}, dict(seeds=(0, 1), search="optuna", trials=2), "--seeds is for"),

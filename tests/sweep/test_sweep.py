@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,13 +233,19 @@ def test_runs_of_a_killed_sweep_save_and_the_same_command_resumes(killed):
 
 
 class InstantLauncher(Launcher):
-    """Runs that make a validation at each look: `losses(point)` are those of a run."""
+    """A sweep whose runs make a validation at each look: `losses(point)` are those of a run."""
 
     start_message, stop_message = "started", "stopping"
 
-    def __init__(self, folder, losses):
-        self.folder, self.losses = folder, losses
+    def __init__(self, path, whole, losses, refuse=lambda point: None):
+        self.losses, self.make_run = losses, lambda point: SweepRun(point, len(losses(point)), 1, refuse(point))
+        self.folder = SweepFolder.open_or_create(path, whole, list(map(self.make_run, whole.points())))
         self.under_way, self.started, self.cancelled = {}, [], set()
+
+    def sweep(self):
+        """Run it; its runs in the end, and what it says."""
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            return drive(self.folder, make_search(self.folder, self.make_run), self), said.getvalue()
 
     def free(self):
         return 2 - len(self.under_way)
@@ -248,7 +255,7 @@ class InstantLauncher(Launcher):
             where = self.folder.folder(run)
             where.mkdir(parents=True, exist_ok=True)
             self.under_way[run.name] = (where, list(enumerate(self.losses(run.point), 1)))
-            self.started.append(run)
+            self.started.append(run.name)
 
     def active(self):
         for name, (where, left) in list(self.under_way.items()):
@@ -284,38 +291,26 @@ def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
     pytest.importorskip("optuna")
     space = {"rate": Range(1e-5, 1e-1, True, False), "kind": ("good", "bad")}
     losses = lambda p: [abs(np.log10(p["rate"]) + 3) + (p["kind"] == "bad") + 1 / step for step in range(1, 7)]
-
-    def search(trials):
-        whole = definition(space, search="optuna", trials=trials)
-        folder = SweepFolder.open_or_create(tmp_path / "sweep", whole, [])
-        launcher = InstantLauncher(folder, losses)
-        make_run = lambda p: SweepRun(p, 6, 1, "too fast" if p["rate"] > 5e-2 else None)
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            views = drive(folder, make_search(folder, make_run), launcher)
-        return views, launcher.started, said.getvalue()
-
-    first, started, _ = search(6)
-    assert len(started) == len(first) == 6 - sum(view.state == "refused" for view in first)
-    views, started, said = search(18)
-    assert len(views) <= 18 and not {run.name for run in started} & {view.name for view in first}
-    states = [view.state for view in views]
-    assert set(states) <= {"finished", "pruned", "refused"} and "pruned" in states
+    refuse = lambda point: "too fast" if point["rate"] > 5e-2 else None
+    search = lambda n: InstantLauncher(tmp_path / "s", definition(space, search="optuna", trials=n), losses, refuse)
+    few = search(6)
+    first, _ = few.sweep()
+    assert len(few.started) == len(first) == 6 - sum(view.state == "refused" for view in first)
+    many = search(18)
+    views, said = many.sweep()
+    assert len(views) <= 18 and not {*many.started} & {view.name for view in first}
+    by_state = lambda state: [view for view in views if view.state == state]
+    assert len(by_state("finished") + by_state("pruned") + by_state("refused")) == len(views)
     assert all(f"{v.name}: refused, too fast" in said for v in views[len(first) :] if v.state == "refused")
-    assert all(0 < view.step < 6 for view in views if view.state == "pruned")
-    finished = [view for view in views if view.state == "finished"]
-    assert min(view.validation_loss for view in finished) < 1.0
-    pruned = [view.run.point["kind"] for view in views if view.state == "pruned"]
-    assert pruned.count("bad") > 0
+    assert all(0 < view.step < 6 for view in by_state("pruned"))
+    assert min(view.validation_loss for view in by_state("finished")) < 1.0
+    assert any(view.run.point["kind"] == "bad" for view in by_state("pruned"))
 
 
 def test_a_log_file_has_an_eta_from_the_first_runs_on(tmp_path, quick, monkeypatch):
     monkeypatch.setattr("heinsen.sweep.drive._REDRAW_SECONDS", 0.0)
-    runs = [SweepRun({"seed": seed}, 5, 1) for seed in range(4)]
-    folder = SweepFolder.open_or_create(tmp_path / "sweep", definition({"seed": tuple(range(4))}), runs)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        drive(folder, ListSearch(folder), InstantLauncher(folder, lambda point: [1.0] * 5))
-    before, _ = said.getvalue().split("finished", 1)
-    (line,) = [line for line in before.splitlines() if "ETA" in line]
+    _, said = InstantLauncher(tmp_path / "s", definition({"seed": (0, 1, 2, 3)}), lambda point: [1.0] * 5).sweep()
+    (line,) = [line for line in said.split("finished", 1)[0].splitlines() if "ETA" in line]
     assert re.fullmatch(r"4 runs: 2 waiting, 2 running; ETA 00:1\d", line), (
         "18 of 20 tokens or less, 2 x 0.5 per second"
     )
@@ -334,18 +329,15 @@ def test_sigterm_stops_a_sweep_wherever_it_arrives(tmp_path, quick):
                 Dying()
             return super().active()
 
-    runs = [SweepRun({"seed": seed}, 3, 1) for seed in range(4)]
-    folder = SweepFolder.open_or_create(tmp_path / "sweep", definition({"seed": tuple(range(4))}), runs)
     before = signal.getsignal(signal.SIGTERM)
-    launcher = Terminated(folder, lambda point: [1.0] * 3)
+    launcher = Terminated(tmp_path / "sweep", definition({"seed": (0, 1, 2, 3)}), lambda point: [1.0] * 3)
     with pytest.raises(SweepInterrupted, match="stopped"):
-        drive(folder, ListSearch(folder), launcher)
+        launcher.sweep()
     assert len(launcher.started) == 2 and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
     pytest.importorskip("optuna")
-    whole = definition({"rate": Range(0.0, 1.0, False, False)}, search="optuna", trials=5)
 
     class Stopping(InstantLauncher):
         def active(self):
@@ -353,22 +345,30 @@ def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
                 raise KeyboardInterrupt
             return set(self.under_way)
 
-    def search(kind):
-        folder = SweepFolder.open_or_create(tmp_path / "sweep", whole, [])
-        launcher = kind(folder, lambda point: [point["rate"]] * 3)
-        make_run = lambda point: SweepRun(point, 3, 1)
-        return launcher.started, lambda: drive(folder, OptunaSearch(folder, make_run), launcher)
-
-    first, run = search(Stopping)
+    whole = definition({"rate": Range(0.0, 1.0, False, False)}, search="optuna", trials=5)
+    losses = lambda point: [point["rate"]] * 3
+    stopped = Stopping(tmp_path / "sweep", whole, losses)
     with pytest.raises(SweepInterrupted):
-        run()
+        stopped.sweep()
     left = [view.name for view in SweepFolder.load(tmp_path / "sweep").views() if view.state == "interrupted"]
     assert len(left) == 2
-    second, run = search(InstantLauncher)
-    views = run()
-    assert {run.name for run in second[:2]} == set(left)
-    assert len(first) + len(second) - 2 == len(views) == 5
+    resumed = InstantLauncher(tmp_path / "sweep", whole, losses)
+    views, _ = resumed.sweep()
+    assert {*resumed.started[:2]} == {*left}
+    assert len(stopped.started) + len(resumed.started) - 2 == len(views) == 5
     assert all(view.state in ("finished", "pruned") for view in views)
+
+
+def test_a_killed_search_does_not_lock_out_the_next(tmp_path, monkeypatch):
+    """Optuna's lock links to its log: to nowhere if --workdir is relative, and then Optuna waits without end."""
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    folder = SweepFolder.open_or_create(Path("s"), definition({"a": (1,)}, search="optuna", trials=1), [])
+    Path("s/optuna.log.lock").symlink_to("s/optuna.log")
+    search = threading.Thread(target=OptunaSearch, args=(folder, lambda point: SweepRun(point, 1, 1)), daemon=True)
+    search.start()
+    search.join(TIMEOUT / 5)
+    assert not search.is_alive()
 
 
 def test_a_missing_optuna_is_named(tmp_path, monkeypatch):
@@ -443,9 +443,7 @@ BAD_COMMANDS = {
     "unknown launcher": ([*GOOD, "--sweep.seed=1,2", "--launcher=cloud"], ["--launcher=cloud: choose local or slurm"]),
     "bad time": ([*GOOD, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
     "no config": (["--workdir={new}", "--sweep.seed=1"], ["--config=configs/NAME.py is missing"]),
-    "missing config": (["--workdir={new}", "--config=configs/no.py", "--sweep.seed=1"], ["configs/no.py"]),
     "status of nothing": (["--workdir={new}", "--status"], ["holds no sweep"]),
-    "report of nothing": (["--workdir={new}", "--report"], ["holds no sweep"]),
 }
 
 

@@ -6,14 +6,16 @@ import itertools
 import json
 import re
 import subprocess
+from html import escape
 
 import numpy as np
 import pytest
 
+from heinsen.sweep import report
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import write_status
 from heinsen.sweep.report import Result, find_effects, find_results, mean_of, seed_spread, write_report
-from heinsen.sweep.runs import RunView, SweepRun
+from heinsen.sweep.runs import SweepRun
 from heinsen.sweep.space import Range
 from tests.documents import find_chromium
 from tests.sweep.fake import definition
@@ -21,37 +23,43 @@ from tests.sweep.fake import definition
 
 @pytest.fixture
 def grid(rng):
-    """A grid with seeds, two of whose runs are missing, in random order: its definition and {point: loss}."""
+    """A grid two of whose runs have no result: its definition, its results in random order, its losses with NaN."""
     space = {"a.rate": (1e-4, 1e-3, 1e-2), "b.name": ("x", "y"), "seed": (0, 1)}
-    points = [dict(zip(space, values, strict=True)) for values in itertools.product(*space.values())]
-    chosen = [points[i] for i in rng.permutation(len(points))[:-2]]
-    return definition(space), [
-        Result(point, float(loss)) for point, loss in zip(chosen, rng.normal(3, 1, 10), strict=True)
-    ]
+    losses = rng.normal(3, 1, (3, 2, 2))
+    losses.flat[rng.permutation(12)[:2]] = np.nan
+    values = [dict(zip(space, point, strict=True)) for point in itertools.product(*space.values())]
+    results = [Result(point, loss) for point, loss in zip(values, losses.flat, strict=True) if np.isfinite(loss)]
+    rng.shuffle(results)
+    return definition(space), results, losses
 
 
-def test_marginal_effects_are_means_over_everything_else(grid):
-    whole, runs = grid
-    effects = find_effects(whole, runs)
-    assert set(effects) == set(whole.space)
-    sizes = []
-    for field, groups in effects.items():
-        values, means = whole.space[field], []
-        assert list(groups) == [str(value) for value in values]
-        for value, group in zip(values, groups.values(), strict=True):
-            losses = [run.loss for run in runs if run.point[field] == value]
-            assert sorted(run.loss for run in group) == sorted(losses)
-            means.append(sum(losses) / len(losses))
-            np.testing.assert_allclose(mean_of(group), means[-1])
-        sizes.append(max(means) - min(means))
-    assert list(effects)[-1] == "seed" and sizes[0] >= sizes[1]
+def test_values_are_compared_by_the_settings_that_each_has_a_result_with(grid):
+    """A missing run with a bad setting must not make a value look good."""
+    whole, results, losses = grid
+    effects, sizes = find_effects(whole, results), {}
+    for axis, (field, values) in enumerate(whole.space.items()):
+        by_value = np.moveaxis(losses, axis, 0).reshape(len(values), -1)
+        common = by_value[:, np.isfinite(by_value).all(axis=0)]
+        assert list(effects[field]) == [str(value) for value in values]
+        assert {len(group) for group in effects[field].values()} == {common.shape[1]}
+        np.testing.assert_allclose([mean_of(group) for group in effects[field].values()], common.mean(axis=1))
+        sizes[field] = np.ptp(common.mean(axis=1))
+    first, second, last = effects
+    assert sizes[first] >= sizes[second] and last == "seed"
 
 
-def test_fields_with_one_value_and_those_of_a_zip_have_no_effect(grid):
-    whole, runs = grid
-    only_x = [run for run in runs if run.point["b.name"] == "x"]
+def test_what_has_one_value_no_settings_in_common_or_is_a_zip_has_no_effect(grid):
+    whole, results, _ = grid
+    only_x = [result for result in results if result.point["b.name"] == "x"]
     assert "b.name" not in find_effects(whole, only_x)
-    assert find_effects(definition({"a.rate": (1, 2)}, search="zip"), runs) == {} == find_effects(whole, [])
+    assert find_effects(definition({"a.rate": (1, 2)}, search="zip"), results) == {} == find_effects(whole, [])
+    apart = [Result({"a.rate": 1e-4, "b.name": "x"}, 1.0), Result({"a.rate": 1e-3, "b.name": "y"}, 2.0)]
+    assert find_effects(whole, apart) == {}
+    searched = find_effects(definition(whole.space, search="random", trials=2), apart)
+    assert {field: list(groups) for field, groups in searched.items()} == {
+        "a.rate": ["0.0001", "0.001"],
+        "b.name": ["x", "y"],
+    }
 
 
 def test_ranges_are_cut_into_parts_of_as_many_runs(rng):
@@ -63,23 +71,13 @@ def test_ranges_are_cut_into_parts_of_as_many_runs(rng):
     assert next(iter(groups)) == f"{min(rates):.3g} to {np.sort(rates)[2]:.3g}"
 
 
-def test_results_are_the_finite_losses_of_finished_runs():
-    known = [("finished", 1.0), ("finished", None), ("finished", float("nan")), ("running", 2.0)]
-    views = [RunView(SweepRun({"a": i}, 1, 1), state, validation_loss=x) for i, (state, x) in enumerate(known)]
-    assert find_results(views) == [Result({"a": 0}, 1.0)]
-
-
 def test_the_spread_over_seeds_is_within_equal_settings(grid):
-    whole, runs = grid
-    spread, freedom = seed_spread(runs)
-    pairs = [
-        [r.loss for r in runs if (r.point["a.rate"], r.point["b.name"]) == each]
-        for each in itertools.product(whole.space["a.rate"], whole.space["b.name"])
-    ]
-    pairs = [pair for pair in pairs if len(pair) == 2]
+    _, results, losses = grid
+    spread, freedom = seed_spread(results)
+    pairs = losses.reshape(6, 2)[np.isfinite(losses.reshape(6, 2)).all(axis=1)]
     assert freedom == len(pairs)
-    np.testing.assert_allclose(spread, np.sqrt(sum((a - b) ** 2 / 2 for a, b in pairs) / len(pairs)))
-    assert seed_spread([run for run in runs if run.point["seed"] == 0]) is None
+    np.testing.assert_allclose(spread, np.sqrt(np.mean((pairs[:, 0] - pairs[:, 1]) ** 2) / 2))
+    assert seed_spread([result for result in results if result.point["seed"] == 0]) is None
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -159,6 +157,8 @@ def test_the_page_is_whole_and_loads_nothing(page):
     assert str(folder.folder(ranked[0].run)) in text
     assert "error: &lt;loss&gt; is no longer finite" in text and "<two>" not in text
     assert ("standard deviation" in text) == (folder.definition.seeds is not None)
+    unfinished = [f"{escape(view.name)} ({view.state})" for view in views if view.state != "finished"]
+    assert f"Runs without a result: {', '.join(unfinished)}." in text
     effects, runs, settings = parsed.tables
     found = [
         [field, label, str(len(group)), f"{mean_of(group):.4f}", f"{min(run.loss for run in group):.4f}"]
@@ -171,6 +171,32 @@ def test_the_page_is_whole_and_loads_nothing(page):
     column = runs[0].index("validation loss")
     assert [row[column] for row in runs[1:]][: len(ranked)] == [f"{view.validation_loss:.4f}" for view in ranked]
     assert ["--search", folder.definition.search] in settings and ["--config", "c.py"] in settings
+
+
+def test_figures_show_unfinished_runs_as_such_and_ticks_at_what_was_run(page):
+    folder, _ = page
+    views, space = folder.views(), folder.definition.space
+    effects = find_effects(folder.definition, find_results(views))
+    for axes, (field, groups) in zip(report._draw_effects(effects, space).axes, effects.items(), strict=True):
+        if isinstance(space.get(field), Range):
+            assert axes.get_xscale() == ("log" if space[field].log else "linear")
+        else:
+            assert [tick.get_text() for tick in axes.get_xticklabels()] == list(groups)
+            assert not len(axes.get_xticks(minor=True))
+    begun = [view for view in views if view.loss is not None]
+    for axes in report._draw_curves(folder, begun[-12:]).axes:
+        for view, line in zip(begun[-12:], axes.lines, strict=True):
+            is_finished = view.state == "finished"
+            assert line.get_linestyle() == ("-" if is_finished else "--")
+            assert line.get_label() == (view.name if is_finished else f"{view.name} ({view.state})")
+
+
+def test_a_field_without_settings_in_common_is_named(tmp_path, rng):
+    states = {1: "running", 2: "interrupted"}
+    folder = make_sweep(tmp_path / "s", rng, {"a": (1, 2), "b": (3, 4)}, states)
+    text = write_report(folder, folder.views()).read_text()
+    assert "Not compared, as no settings have a result with each of its values: a, b. Runs without" in text
+    assert "a result: a=1__b=4 (interrupted), a=2__b=3 (interrupted).</p>" in text and len(Page(text).sources) == 1
 
 
 def test_a_sweep_without_finished_runs_has_a_page_too(tmp_path, rng):
