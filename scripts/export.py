@@ -41,6 +41,7 @@ OVERWRITE = flags.DEFINE_bool("overwrite", False, "Replace an earlier export in 
 show_help(__name__)
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from heinsen.data.tokenizer import get_tokenizer, read_tokenizer_file
 from heinsen.decoding import hash_params, load_prefix
@@ -61,13 +62,14 @@ def main(argv: list[str]) -> None:
     if FORMAT.value != "onnx" and STATE.value is not None:
         refuse("--state is an option of --format=onnx: other exports read the file with generate.py --load_state")
     with exit_on_error():
-        write = export_step if FORMAT.value == "onnx" else export
-        print(write(Path(WORKDIR.value), Path(OUT.value)))
+        workdir, write = Path(WORKDIR.value), export_step if FORMAT.value == "onnx" else export
+        if is_export(workdir):
+            raise RunError(f"{workdir} holds exported weights already: copy it, or give the run that they come from")
+        print(write(workdir, Path(OUT.value)))
 
 
 def export(workdir: Path, out: Path) -> str:
     """Write the export, and return a line about it. Raises HeinsenError."""
-    check_run(workdir)
     tokenizer = load_tokenizer_name(workdir)
     config, for_transformers = load_run(workdir), FORMAT.value == "hf"
     step, params = load_params(workdir, config.model, make_mesh())
@@ -80,7 +82,7 @@ def export(workdir: Path, out: Path) -> str:
         step=step,
         run=dataclasses.asdict(config),
         tokenizer_file=read_tokenizer_file(tokenizer, workdir),
-        card=model_card(config, workdir, "." if for_transformers else str(out), step, n_params, for_transformers),
+        card=model_card(config, workdir, out, step, n_params, for_transformers),
         dtype=DTYPE.value,
         for_transformers=for_transformers,
         overwrite=OVERWRITE.value,
@@ -91,17 +93,10 @@ def export(workdir: Path, out: Path) -> str:
     )
 
 
-def check_run(workdir: Path) -> None:
-    """Raise RunError for an export."""
-    if is_export(workdir):
-        raise RunError(f"{workdir} holds exported weights already: copy it, or give the run that they come from")
-
-
 def export_step(workdir: Path, out: Path) -> str:
     """Write one decoding step in ONNX, and return a line about it. Raises HeinsenError."""
     from heinsen.contrib import onnx  # the only use of this part of contrib
 
-    check_run(workdir)
     tokenizer = get_tokenizer(load_tokenizer_name(workdir), workdir)
     run = load_run(workdir).model
     onnx.check_exportable(run)
@@ -116,16 +111,14 @@ def export_step(workdir: Path, out: Path) -> str:
 # ---- the model card ------------------------------------------------------------------------------
 
 
-def model_card(config: TrainConfig, workdir: Path, place: str, step: int, n_params: int, for_transformers: bool) -> str:
-    """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl.
-
-    `place` is the folder's name in the card: "." for one that may go to the Hub.
-    """
+def model_card(config: TrainConfig, workdir: Path, out: Path, step: int, n_params: int, for_transformers: bool) -> str:
+    """Return Markdown about a run's weights after `step`, from its config and its metrics.jsonl."""
     rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(config, workdir, step, n_params))
-    if for_transformers:
-        use, tensors = _TRANSFORMERS_USE, ""
+    if for_transformers:  # the folder may go to the Hub
+        place, use, tensors = ".", _TRANSFORMERS_USE, ""
     else:
-        use, tensors = "", _REFERENCE_TENSORS if is_reference_model(config.model) else _NATIVE_TENSORS
+        place, use = str(out), ""
+        tensors = _REFERENCE_TENSORS if is_reference_model(config.model) else _NATIVE_TENSORS
     return _CARD.format(
         front_matter=_FRONT_MATTER if for_transformers else "",
         name=workdir.resolve().name,
@@ -246,17 +239,12 @@ def _last(entries: Sequence[dict[str, Any]], loss: str, bits: str) -> str:
 
 def command(config: TrainConfig, workdir: Path) -> str:
     """Return the command that repeats a run: configs/default.py and every field that differs from it."""
-    defaults, fields = _flatten(default.get_config().to_dict()), _flatten(dataclasses.asdict(config))
+    defaults, fields = (
+        flatten_dict(values, sep=".") for values in (default.get_config().to_dict(), dataclasses.asdict(config))
+    )
     words = ["python train.py --config=configs/default.py", f"--workdir={workdir}"]
     words += [f"--config.{name}={value}" for name, value in fields.items() if defaults[name] != value]
     return " \\\n    ".join([words[0], *map(shlex.quote, words[1:])])
-
-
-def _flatten(values: dict[str, Any], path: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in values.items():
-        flat |= _flatten(value, f"{path}{name}.") if isinstance(value, dict) else {path + name: value}
-    return flat
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Every document of a token dataset is followed by one end-of-text token (`eot_id`
 that contains the characters `<|endoftext|>` is encoded as those characters.
 
 A tokenizer that is a file lies as `tokenizer.json` in each folder that depends on it: a split of a dataset, a run, an
-export. Its name holds the file's digest.
+export. Its name holds the file's digest. An export for other programs has it as `heinsen_tokenizer.json`, beside a
+`tokenizer.json` that encodes there as it does here.
 """
 
 import abc
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 EOT_BYTES = b"<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
+EXPORTED_TOKENIZER_FILE = "heinsen_tokenizer.json"
 
 
 class UnknownTokenizerError(HeinsenError, ValueError):
@@ -354,7 +356,8 @@ def read_tokenizer_file(name: str, folder: Path) -> bytes | None:
     """
     if (digest := digest_of_file(name)) is None:
         return None
-    path = folder / TOKENIZER_FILE
+    exported = folder / EXPORTED_TOKENIZER_FILE
+    path = exported if exported.exists() else folder / TOKENIZER_FILE
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -371,6 +374,14 @@ def write_tokenizer_file(content: bytes | None, folder: Path) -> None:
     if content is not None:
         with atomic_writer(folder / TOKENIZER_FILE) as file:
             file.write(content)
+
+
+def without_additions(content: bytes) -> dict[str, Any]:
+    """Return the JSON of a tokenizer's file without what it adds to a text and cuts of it, as `FileTokenizer` encodes.
+
+    Other programs take beginnings and ends of texts from it that no model of ours has seen.
+    """
+    return json.loads(content) | dict.fromkeys(("truncation", "padding", "post_processor"))
 
 
 def _digest(content: bytes) -> str:

@@ -3,7 +3,7 @@
     DIR/weights.safetensors   the parameters
     DIR/config.json           `Manifest`: model, tokenizer's name, run, the size and SHA-256 of the weights, its digest
     DIR/README.md             a model card
-    DIR/tokenizer.json        of a tokenizer that is a file
+    DIR/tokenizer.json        of a tokenizer that is a file ("huggingface": heinsen_tokenizer.json)
 
 Layouts: the paper's model is written as "reference", the published module's state_dict: any tool that reads
 safetensors gets what `load_state_dict` takes. Other models are "native", under the paths of our own parameters. On
@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinsen.config import ConfigError, from_mapping
-from heinsen.data.tokenizer import TOKENIZER_FILE, get_tokenizer, write_tokenizer_file
+from heinsen.data.tokenizer import EXPORTED_TOKENIZER_FILE, TOKENIZER_FILE, get_tokenizer
 from heinsen.errors import describe
 from heinsen.export import huggingface
 from heinsen.export.huggingface import huggingface_tensors
@@ -102,12 +101,12 @@ def _holds_manifest(folder: Path) -> bool:
         return False
 
 
-def _read_json(folder: Path) -> tuple[Any, bool]:
-    """Return the record in a folder's config.json, and whether transformers has written the folder since."""
+def _read_json(folder: Path) -> tuple[Any, dict[str, Any] | None]:
+    """Return the record in a folder's config.json, and transformers' fields if it has written the folder since."""
     config = json.loads((folder / CONFIG_FILE).read_text())
     if isinstance(config, dict) and config.get("model_type") == huggingface.RECORD:
-        return config.get(huggingface.RECORD), "transformers_version" in config
-    return config, False
+        return config.get(huggingface.RECORD), config if "transformers_version" in config else None
+    return config, None
 
 
 def _is_manifest(record: Any) -> bool:
@@ -124,7 +123,7 @@ def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
     """Return the manifest, and whether transformers has written the folder since. Raises ExportError."""
     path = folder / CONFIG_FILE
     try:
-        record, is_rewritten = _read_json(folder)
+        record, rewritten = _read_json(folder)
         is_other = isinstance(record, dict) and not (_is_manifest(record) or "digest" in record)
         mapping = record if is_other else unseal(record)
     except FileNotFoundError as error:
@@ -138,8 +137,12 @@ def _read_manifest(folder: Path) -> tuple[Manifest, bool]:
             f"{path} has format version {mapping.get('format_version')}, this code reads {FORMAT_VERSION}: use the "
             "version of heinsen that wrote it"
         )
+    if rewritten is not None and isinstance(n_rows := rewritten.get("vocab_size"), int):
+        # As resize_token_embeddings may have left the embedding.
+        for model in (mapping["model"], mapping["run"].get("model", {})):
+            model |= {"padded_vocab_size": n_rows, "vocab_size": min(model.get("vocab_size", n_rows), n_rows)}
     try:
-        return from_mapping(Manifest, mapping, str(path)), is_rewritten
+        return from_mapping(Manifest, mapping, str(path)), rewritten is not None
     except ConfigError as error:
         raise ExportError(str(error)) from error
 
@@ -216,17 +219,17 @@ def save_folder(
         raise ExportError(f"dtype = {dtype!r}: choose {' or '.join(DTYPES)}")
     name = "huggingface" if for_transformers else "reference" if is_reference_model(config) else "native"
     layout = LAYOUTS[name]
-    # safetensors writes memory in order, whatever the strides.
     state_dict = to_state_dict(config, layout.tensors(config), params)
-    tensors = {name: np.asarray(x, jnp.dtype(dtype), order="C") for name, x in state_dict.items()}
+    tensors = {name: x.astype(jnp.dtype(dtype), copy=False) for name, x in state_dict.items()}
     _check_free(folder, layout.weights_file, overwrite)
     others = [*huggingface.CODE_FILES, *huggingface.JSON_FILES] if for_transformers else []
-    if tokenizer_file is not None and TOKENIZER_FILE not in others:
-        others.append(TOKENIZER_FILE)
+    if tokenizer_file is not None:
+        others.append(EXPORTED_TOKENIZER_FILE if for_transformers else TOKENIZER_FILE)
     try:
         with atomic_folder(folder, (*others, layout.weights_file, CARD_FILE, CONFIG_FILE)) as temporary:
             (temporary / CARD_FILE).write_text(card)
-            write_tokenizer_file(tokenizer_file, temporary)
+            if tokenizer_file is not None:
+                (temporary / others[-1]).write_bytes(tokenizer_file)
             path = temporary / layout.weights_file
             save_file(tensors, path, {"format": "pt"} if for_transformers else None)
             shutil.copymode(temporary / CARD_FILE, path)  # safetensors makes it private
@@ -236,7 +239,7 @@ def save_folder(
             if for_transformers:
                 own = get_tokenizer(tokenizer, temporary)
                 huggingface.write_files(temporary, config, own)
-                record = huggingface.transformers_config(record, own, dtype)
+                record = huggingface.transformers_config(record, config, own, dtype)
             (temporary / CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
         raise ExportError(

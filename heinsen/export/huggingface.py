@@ -3,6 +3,7 @@
     model.safetensors                         the state_dict of pytorch/modeling_heinsen.py
     config.json                               transformers' fields, and under "heinsen" the export's own record
     generation_config.json, tokenizer.json, tokenizer_config.json
+    heinsen_tokenizer.json                    of a tokenizer that is a file: the file; tokenizer.json encodes alike
     modeling_heinsen.py, configuration_heinsen.py   the model in PyTorch (heinsen/export/pytorch)
 
 The PyTorch module has the heinsen kind of attention, with everything that a layer can have around it.
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heinsen.data.tokenizer import EOT_BYTES, TOKENIZER_FILE, Tokenizer, byte_characters
+from heinsen.data.tokenizer import EOT_BYTES, TOKENIZER_FILE, Tokenizer, byte_characters, without_additions
 from heinsen.export.state_dicts import ExportError, Tensor, parameter_names
 from heinsen.models import ModelConfig
 from heinsen.models.mixers import MIXERS
@@ -56,21 +57,17 @@ def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
 
 
 def write_files(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Write CODE_FILES and JSON_FILES, but no TOKENIZER_FILE of a tokenizer that is a file. Raises OSError."""
+    """Write CODE_FILES and JSON_FILES. Raises OSError."""
     for name in CODE_FILES:
         shutil.copy(_CODE_FOLDER / name, folder)
-    of_generation, of_tokenizer, vocabulary = JSON_FILES
-    contents = {
-        of_generation: _generation_config(config, tokenizer),
-        of_tokenizer: _tokenizer_config(config, tokenizer),
-    }
-    if tokenizer.content is None:
-        contents[vocabulary] = _tokenizer_json(tokenizer)
-    for name, content in contents.items():
+    contents = (_generation_config(config, tokenizer), _tokenizer_config(config, tokenizer), _tokenizer_json(tokenizer))
+    for name, content in zip(JSON_FILES, contents, strict=True):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def transformers_config(record: Mapping[str, Any], tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+def transformers_config(
+    record: Mapping[str, Any], config: ModelConfig, tokenizer: Tokenizer, dtype: str
+) -> dict[str, Any]:
     """Return the contents of config.json around an export's record."""
     eot_id = tokenizer.eot_id
     return {
@@ -81,6 +78,7 @@ def transformers_config(record: Mapping[str, Any], tokenizer: Tokenizer, dtype: 
         },
         "model_type": RECORD,
         "dtype": dtype,
+        "vocab_size": config.padded_vocab_size,
         "bos_token_id": eot_id,
         "eos_token_id": eot_id,
         "pad_token_id": eot_id,
@@ -101,13 +99,15 @@ def _tokenizer_config(config: ModelConfig, tokenizer: Tokenizer) -> dict[str, An
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.decode([tokenizer.eot_id])),
         "padding_side": "left",  # a text begins after its padding, and goes on after its last token
         "clean_up_tokenization_spaces": False,
-        "model_max_length": config.max_positions or 10**30,
+        "model_max_length": config.max_positions or int(1e30),  # transformers' own number for no limit, compared by ==
         "model_input_names": ["input_ids", "attention_mask"],
     }
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the contents of tokenizer.json: byte-level BPE; plain bytes are one without merges."""
+    """Return the contents of tokenizer.json: the file's, or byte-level BPE; plain bytes are one without merges."""
+    if tokenizer.content is not None:
+        return without_additions(tokenizer.content)
     pieces = [tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size) if i != tokenizer.eot_id]
     characters = byte_characters()
     spell = lambda piece: "".join(characters[byte] for byte in piece)

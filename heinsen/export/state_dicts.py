@@ -42,6 +42,8 @@ class Tensor(NamedTuple):
 def to_state_dict(config: ModelConfig, tensors: Sequence[Tensor], params: Params) -> dict[str, np.ndarray]:
     """Convert parameters to a state_dict of contiguous arrays, in their dtypes.
 
+    safetensors and torch write memory in order, whatever the strides.
+
     Raises ExportError if they do not fit the config.
     """
     arrays = {name: np.asarray(x) for name, x in named_leaves(params)}

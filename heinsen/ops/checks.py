@@ -77,7 +77,10 @@ def check_inputs(q: Array, k: Array, values: Array, causal: bool, segment_ids: A
     if k.shape[-2] != values.shape[-2]:
         raise ValueError(f"k and {values_name} differ in their number of tokens (axis -2): {shapes}")
     if not q.shape[:-2] == k.shape[:-2] == values.shape[:-2]:
-        raise ValueError(f"q, k and {values_name} differ in their leading axes: {shapes}")
+        raise ValueError(
+            f"q, k and {values_name} differ in their leading axes: {shapes}; where n heads of q share one of k and "
+            f"{values_name}, repeat both: jnp.repeat(k, n, axis=-3), jnp.repeat({values_name}, n, axis=-3)"
+        )
     if q.shape[-2] != k.shape[-2]:
         if causal:
             raise ValueError(f"causal attention needs as many queries as keys: {shapes}; pass causal=False")

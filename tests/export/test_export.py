@@ -25,7 +25,7 @@ from heinsen.export import (
 )
 from heinsen.export.published import reference_tensors
 from heinsen.export.state_dicts import from_state_dict, to_state_dict
-from heinsen.files import seal, unseal
+from heinsen.files import file_sha256, seal, unseal
 from heinsen.models import forward, mean_loss
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import CheckpointError
@@ -244,31 +244,25 @@ def test_a_disk_that_does_not_take_it_loses_nothing(params, tmp_path, monkeypatc
 
 
 def test_damaged_weights_are_never_loaded(rng, params, tmp_path):
+    """One damage for each message. tests/faults/test_fuzz.py does all kinds of damage, to what eval.py reads."""
     folder, weights = tmp_path / "export", tmp_path / "export" / "weights.safetensors"
     save(folder, params)
     whole = weights.read_bytes()
-    for size in (0, 5, int(rng.integers(8, len(whole))), len(whole) - 1):
-        weights.write_bytes(whole[:size])
-        with pytest.raises(ExportError, match=rf"weights.safetensors has {size} bytes instead of {len(whole)}: copy"):
-            load_folder(folder)
-    for place in rng.integers(len(whole), size=20):
-        flipped = bytearray(whole)
-        flipped[place] ^= 1 << int(rng.integers(8))
-        weights.write_bytes(flipped)
-        with pytest.raises(
-            ExportError, match="weights.safetensors is damaged, its SHA-256 is not the one in config.json"
-        ):
+    flipped = bytearray(whole)
+    flipped[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+    for content, message in (
+        (whole[:-1], rf"has {len(whole) - 1} bytes instead of {len(whole)}: copy the folder again"),
+        (flipped, "is damaged, its SHA-256 is not the one in config.json: copy the folder again"),
+    ):
+        weights.write_bytes(content)
+        with pytest.raises(ExportError, match=f"weights.safetensors {message}"):
             load_folder(folder)
     weights.unlink()
     with pytest.raises(ExportError, match="weights.safetensors cannot be read .*No such file.*copy the folder again"):
         load_folder(folder)
-    index = folder / "weights.safetensors.index.json"  # as transformers writes several files
-    index.write_text("{}")
+    (folder / "weights.safetensors.index.json").write_text("{}")  # as transformers writes several files
     with pytest.raises(ExportError, match="weights.safetensors cannot be read .*save it .* as one file"):
         load_folder(folder)
-    index.unlink()
-    weights.write_bytes(whole)
-    assert_equal(load_folder(folder)[2], params)
 
 
 def test_weights_that_do_not_fit_their_config_are_refused_with_all_names(state_dict, params, tmp_path):
@@ -276,31 +270,25 @@ def test_weights_that_do_not_fit_their_config_are_refused_with_all_names(state_d
     manifest = save(tmp_path / "export", params)
     weights, config = (tmp_path / "export" / name for name in ("weights.safetensors", "config.json"))
 
-    def sign():
-        from hashlib import sha256
-
-        raw = weights.read_bytes()
-        values = dataclasses.asdict(manifest) | {"weights": {"bytes": len(raw), "sha256": sha256(raw).hexdigest()}}
-        config.write_text(json.dumps(seal(values)))
+    def load_by_hand():
+        file = {"bytes": weights.stat().st_size, "sha256": file_sha256(weights)}
+        config.write_text(json.dumps(seal(dataclasses.asdict(manifest) | {"weights": file})))
+        load_folder(tmp_path / "export")
 
     del state_dict["lnorm.bias"]
     save_file(state_dict | {"lnorm.shift": np.zeros(10, np.float32)}, weights)
-    sign()
-    with pytest.raises(ExportError) as raised:
-        load_folder(tmp_path / "export")
-    assert str(weights) in str(raised.value)
-    assert "missing: lnorm.bias\n  unknown: lnorm.shift" in str(raised.value)
+    with pytest.raises(ExportError, match=f"{weights}(.|\n)*missing: lnorm.bias\n  unknown: lnorm.shift"):
+        load_by_hand()
     weights.write_bytes(b"not a safetensors file")
-    sign()
     with pytest.raises(ExportError, match=r"weights.safetensors cannot be read \(.*header"):
-        load_folder(tmp_path / "export")
+        load_by_hand()
 
 
 def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
+    """One damage for each message, as above."""
     folder, config = tmp_path / "export", tmp_path / "export" / "config.json"
-    with pytest.raises(
-        ExportError, match=r"holds no exported weights: it has no config.json; write one with .*export.py"
-    ):
+    missing = "holds no exported weights: it has no config.json; write one with .*export.py"
+    with pytest.raises(ExportError, match=missing):
         read_manifest(folder)
     save(folder, params)
     sealed = config.read_text()
@@ -308,17 +296,10 @@ def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
     change = lambda **fields: json.dumps(seal(whole | fields))
     cases = {
         sealed.replace('"step": 3', '"step": 8'): "config.json is damaged .its digest does not fit its contents.: copy",
-        sealed.replace('"bytes"', '"gpt2"', 1): "its digest does not fit",
-        sealed.replace('"format"', '"formau"'): "its digest does not fit",
-        json.dumps(whole): "config.json is damaged .it has no digest",
-        "5": "config.json is damaged .int in place of a record.",
-        '{"format": "heinsen ex': "config.json is damaged",
         "{}": "its config.json belongs to something else",
         change(format_version=2): "has format version 2, this code reads 1",
         change(step=3.0): "step = 3.0: expected int, got float",
         change(layout="torch"): "layout = 'torch': expected reference, native, huggingface",
-        change(model=whole["model"] | {"n_heads": 0}): r"model.n_heads = 0",
-        json.dumps(seal({name: x for name, x in whole.items() if name != "tokenizer"})): "lacks tokenizer",
     }
     for text, message in cases.items():
         config.write_text(text)
@@ -326,8 +307,6 @@ def test_a_damaged_config_says_what_is_wrong(params, tmp_path):
             load_folder(folder)
         assert str(folder) in str(error.value) and is_export(folder)
     assert not is_export(tmp_path)
-    config.write_text(sealed)
-    assert_equal(load_folder(folder)[2], params)
 
 
 # ---- runs ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from heinsen.export import ExportError
 from heinsen.models import abstract_params, forward, init_model_state
 from heinsen.ops.running import from_running, take_step, to_running
 from heinsen.ops.states import init_state
+from tests.export.test_transformers import save_tokenizer
 from tests.model_configs import model_config
 
 onnx = pytest.importorskip("onnx", reason="pip install onnx onnxruntime")
@@ -202,6 +203,13 @@ def test_the_folder_says_what_it_holds(rng, tmp_path):
     assert (metadata["tokenizer"], metadata["step"]) == ("bytes", "7")
     (opset,) = onnx.load(tmp_path / "a" / "model.onnx").opset_import
     assert opset.domain == "" and opset.version <= 21
+
+
+def test_a_tokenizer_that_is_a_file_adds_nothing_to_a_text(rng, tmp_path):
+    (ours, _), config = save_tokenizer(tmp_path / "a", "template"), model_config(**FAST)
+    save_step(tmp_path / "b", config, ours, make_params(config, rng), step=0)
+    theirs = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "b" / "tokenizer.json"))
+    assert theirs.encode("a text").ids == ours.encode("a text").tolist()
 
 
 def test_only_an_earlier_export_is_replaced(rng, tmp_path):

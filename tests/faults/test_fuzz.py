@@ -31,7 +31,7 @@ ROUNDS = int(os.environ.get("HEINSEN_FUZZ", 1))
 STEPS, EVERY = 12, 4  # the run's; its last checkpoint is removed, and `resume` repeats the steps after the one before
 
 # The folders of a world, with names that no prose contains.
-RAW, PARTIAL, DATA, RUN = (f"w.{name}" for name in ("raw", "partial", "data", "run"))
+RAW, PARTIAL, DATA, RUN, EXPORT = (f"w.{name}" for name in ("raw", "partial", "data", "run", "export"))
 SETTINGS = OVERRIDES | {
     "total_tokens": STEPS * 4 * 16,
     "model.n_layers": 1,
@@ -88,6 +88,10 @@ COMMANDS = {
         lambda folder: [e for e in without_timing(read_log(folder / RUN)) if e["step"] > 2 * EVERY],
     ),
     "eval": Command(["eval.py", f"--workdir={{}}/{RUN}"], RUN_FILES | of_split("validation")),
+    "eval: export": Command(
+        ["eval.py", f"--workdir={{}}/{EXPORT}"],
+        {"config.json of an export": f"{EXPORT}/config.json", "weights": f"{EXPORT}/weights.safetensors"},
+    ),
     "prepare: resume": Command(
         [*PREPARE, f"--out={{}}/{PARTIAL}", "--split=train"],
         {
@@ -232,7 +236,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Inputs, a preparation with two of its three shards, a dataset, and a run."""
+    """Inputs, a preparation with two of its three shards, a dataset, a run, and its export."""
     folder = tmp_path_factory.mktemp("world")
     world = World(commands, folder / "whole", folder / "live")
     (world.live / RAW).mkdir(parents=True)
@@ -245,8 +249,10 @@ def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> World
         end, _ = world.run(Command([*PREPARE, f"--out={{}}/{DATA}", f"--split={split}"], {}))
         assert end.returncode == 0, end.stderr
     interrupt(settings_of(world.live / RAW, shard_tokens=1000), world.live / PARTIAL, shards=2)
-    end, _ = world.run(COMMANDS["train"])
-    assert end.returncode == 0, end.stderr
+    export = Command(["scripts/export.py", f"--workdir={{}}/{RUN}", f"--out={{}}/{EXPORT}"], {})
+    for command in (COMMANDS["train"], export):
+        end, _ = world.run(command)
+        assert end.returncode == 0, end.stderr
     shutil.rmtree(world.live / RUN / "checkpoints" / str(STEPS))
     assert checkpoint_steps(world.live / RUN) == [EVERY, 2 * EVERY]
     world.live.rename(world.whole)

@@ -52,6 +52,7 @@ REFUSED_SHAPES = {
     "q and k differ in their last axis, the number of key features": ((T, K + 1), (T, K), (T, V)),
     "differ in their number of tokens (axis -2)": ((T, K), (T, K), (T + 1, V)),
     "differ in their leading axes": ((2, T, K), (2, T, K), (1, T, V)),
+    "share one of k and": ((4, T, K), (2, T, K), (2, T, V)),  # the remedy: to repeat heads
     "causal attention needs as many queries as keys": ((T + 1, K), (T, K), (T, V)),
     "expected [*batch, tokens, features], none of them empty": ((K,), (T, K), (T, V)),
 }

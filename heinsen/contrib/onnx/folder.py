@@ -3,7 +3,7 @@
 DIR/model.onnx          the step, with all weights (`heinsen.contrib.onnx.step`); its metadata are those of model.json
 DIR/model.json          config, tokenizer, step, and the names, shapes and dtypes of the state, which begins as zeros
 DIR/state.safetensors   with a saved state: its tensors, and the logits of the next token
-DIR/tokenizer.json      of a tokenizer that is a file
+DIR/tokenizer.json      of a tokenizer that is a file: what it encodes, without what it adds to a text
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from heinsen.contrib.onnx.state import state_dtype, state_shapes, to_step_state
-from heinsen.data.tokenizer import TOKENIZER_FILE, Tokenizer, write_tokenizer_file
+from heinsen.data.tokenizer import TOKENIZER_FILE, Tokenizer, without_additions
 from heinsen.decoding import Prefix
 from heinsen.errors import describe
 from heinsen.export import ExportError
@@ -80,11 +80,11 @@ def save_step(
     state = {name: {"shape": shape, "dtype": state_dtype(name)} for name, shape in state_shapes(config).items()}
     of_text = {"tokenizer": tokenizer.name, "end_of_text": tokenizer.eot_id}
     record = {"format": FORMAT, "format_version": 1, "step": step, **of_text, "config": model, "state": state}
+    if tokenizer.content is not None:
+        files[TOKENIZER_FILE] = json.dumps(without_additions(tokenizer.content)).encode()
     files[RECORD_FILE] = (json.dumps(record, indent=1) + "\n").encode()
-    names = list(files) if tokenizer.content is None else [TOKENIZER_FILE, *files]
     try:
-        with atomic_folder(folder, names) as temporary:
-            write_tokenizer_file(tokenizer.content, temporary)
+        with atomic_folder(folder, list(files)) as temporary:
             for name, data in files.items():
                 (temporary / name).write_bytes(data)
         if prefix is None:  # that of an earlier export belongs to another model

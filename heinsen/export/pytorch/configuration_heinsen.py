@@ -10,23 +10,20 @@ class HeinsenConfig(PretrainedConfig):
 
     Attributes:
       heinsen: the export's record; heinsen["model"] has the fields of heinsen's `ModelConfig`, which the model reads.
+      vocab_size: number of logits: rows of the embedding, of which the last may be padding that no text has.
     """
 
     model_type = "heinsen"
 
-    def __init__(self, heinsen: dict[str, Any] | None = None, **kwargs: Any):
+    def __init__(self, heinsen: dict[str, Any] | None = None, vocab_size: int | None = None, **kwargs: Any):
         self.heinsen = heinsen or {}
+        self.vocab_size = vocab_size
         super().__init__(**{"tie_word_embeddings": True, **kwargs})
 
     @property
     def model(self) -> dict[str, Any]:
         """Fields of heinsen's `ModelConfig`."""
         return self.heinsen.get("model", {})
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of logits: rows of the embedding, of which the last may be padding that no text has."""
-        return self.model.get("padded_vocab_size")
 
     @property
     def hidden_size(self) -> int | None:
