@@ -19,10 +19,11 @@ def keep_compilations() -> None:
     """
     if jax.config.values["jax_compilation_cache_dir"] is not None:
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heinsen" / "compiled" / _describe_cpu()
     try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heinsen" / "compiled"
+        cache /= _describe_cpu()
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a home that cannot be written: compile each time
+    except (OSError, RuntimeError):  # a home that cannot be written, or none: compile each time
         return
     if os.access(cache, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,6 +1,7 @@
 """Load parameters from a run or an export, placed on a mesh."""
 
 import dataclasses
+import os.path
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -60,7 +61,7 @@ def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> Load
     Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
     """
     assert config.init_from is not None, "init_from is not set"
-    source = Path(config.init_from)
+    source = Path(os.path.expanduser(config.init_from))
     old = load_run(source)
     absent = {name: part.absent for name, part in OPTIONAL_PARTS.items() if getattr(old.model, name) == part.absent}
     model = dataclasses.replace(config.model, **absent)

@@ -3,6 +3,7 @@
 import codecs
 import io
 import itertools
+import os.path
 import re
 import sys
 from collections.abc import Collection, Sequence
@@ -14,11 +15,14 @@ from absl import app, flags
 from heinsen.errors import InputError
 from scripts.config_files import as_integer, ask_for_similar, load_config, override
 
+_TEXTS = ("prompt", "stop")  # flags that may begin with ~ and name no file
+
 
 def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_arguments: bool = False) -> list[str]:
     """Parse flags for `app.run(main, flags_parser=parse_flags)`; what is wrong with them exits with one line.
 
-    A program that defines --config also takes --config.a.b=value (`read_config`). No flag and no argument is empty,
+    A program that defines --config also takes --config.a.b=value (`read_config`). ~ at the beginning of a value is the
+    home folder: in --out=~/data the shell leaves it as it is. No flag and no argument is empty,
     apart from the flags `may_be_empty`: --workdir="$RUN" with an unset variable must not mean the current folder.
     Arguments that are no flags are refused unless the program `takes_arguments`.
     """
@@ -43,6 +47,11 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
         refuse(f"unexpected arguments {arguments[1:]}: write --flag=value, and quote a value with spaces")
     if problem is not None:
         refuse(problem)
+    for name in set(values) - {*_TEXTS}:
+        if isinstance(texts := values[name].value, str):
+            values[name].value = os.path.expanduser(texts)
+        elif isinstance(texts, list):
+            values[name].value = [os.path.expanduser(text) if isinstance(text, str) else text for text in texts]
     return arguments
 
 

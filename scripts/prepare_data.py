@@ -11,14 +11,6 @@
 
 If a preparation is interrupted, rerun the same command to resume.
 
-Several machines with a common file system share the work by --shard_index=I --shard_count=N, I from 0 to N - 1: each
-takes every N-th input file, and the last to finish joins the parts. If one stops, rerun its command on any machine.
-
-On a SLURM cluster each task of an array is such a machine:
-
-    sbatch --array=0-29 --cpus-per-task=16 --requeue --wrap='python scripts/prepare_data.py ... --shard_count=30 \\
-        --shard_index=$SLURM_ARRAY_TASK_ID'
-
 --verify reads every finished shard again. Without sources it does nothing else:
 
     python scripts/prepare_data.py --verify --out=data/pile --split=train,validation
@@ -32,7 +24,7 @@ from pathlib import Path
 from absl import app, flags
 
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
+from heinsen.data.prepare import PreparationError, Settings, prepare
 from heinsen.data.sources import STDLIB, check_disjoint
 from heinsen.data.tokenizer import TOKENIZER_NAMES
 from heinsen.errors import exit_on_error
@@ -82,24 +74,17 @@ _SKIP = flags.DEFINE_bool("skip_bad_documents", False, "Count and leave out bad 
 _HUB_CONFIG = flags.DEFINE_string("hub_config", None, "Configuration of a hub dataset.")
 _HUB_SPLIT = flags.DEFINE_string("hub_split", None, "Split of a hub dataset (default: --split).")
 _VERIFY = flags.DEFINE_bool("verify", False, "Read the finished shards again and compare their SHA-256.")
-_SHARD_INDEX = flags.DEFINE_integer("shard_index", None, "Index of this machine, from 0.", lower_bound=0)
-_SHARD_COUNT = flags.DEFINE_integer("shard_count", None, "Number of machines that prepare the split.", lower_bound=1)
 
 _RESUME = "Finished shards are kept; rerun the same command to resume."
 
 
 def _check_flags(sources: tuple[str, ...]) -> None:
-    index, count = _SHARD_INDEX.value, _SHARD_COUNT.value
     if not sources and not _VERIFY.value:
         raise PreparationError("no source given: --source to prepare a dataset, or --verify for a finished one")
-    if not sources and (index, count) != (None, None):
-        raise PreparationError("--verify without sources is for whole splits: no --shard_index, no --shard_count")
     if sources and _TOKENIZER.value is None:
         raise PreparationError(
             f"no tokenizer given: --tokenizer={' or --tokenizer='.join((*TOKENIZER_NAMES, 'FILE.json'))}"
         )
-    if (index is None) != (count is None):
-        raise PreparationError(f"--shard_index={index} and --shard_count={count}: give both or neither")
 
 
 def _datasets(sources: tuple[str, ...]) -> Iterator[TokenDataset]:
@@ -124,12 +109,8 @@ def _datasets(sources: tuple[str, ...]) -> Iterator[TokenDataset]:
         for split in _SPLIT.value
     ]
     check_disjoint(splits)
-    options = {"workers": _WORKERS.value, "skip_bad_documents": _SKIP.value}
     for settings in splits:
-        if _SHARD_COUNT.value is None:
-            yield prepare(settings, _OUT.value, **options)
-        else:
-            yield prepare_part(settings, _OUT.value, _SHARD_INDEX.value, _SHARD_COUNT.value, **options)
+        yield prepare(settings, _OUT.value, workers=_WORKERS.value, skip_bad_documents=_SKIP.value)
 
 
 def main(argv: list[str]) -> None:

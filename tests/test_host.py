@@ -45,6 +45,11 @@ def test_without_a_folder_that_can_be_written_nothing_is_kept(tmp_path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     host.keep_compilations()
     assert jax.config.jax_compilation_cache_dir is None
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)  # of no user, so that there is no home
+    host.keep_compilations()
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])

@@ -15,7 +15,7 @@ Preparing, in the order of the data:
     tokenize    texts -> tokens, in worker processes
     tokenizer   text <-> token ids
     writer      tokens -> shards, their metadata, and the progress file
-    prepare     all of it, of a split or of parts of one on several machines
+    prepare     all of it
 
 Nothing here imports jax, except `loader` through Grain.
 """

@@ -9,9 +9,6 @@ The shards are one stream of tokens, cut at document boundaries. Every document 
 
 The sources of a shard's documents (The Pile: `meta.pile_set_name`) are in `shard-00000.sources.npy`, 1-D little-endian
 uint16: for each document the index of its source in the shard's `names`, where null means no source.
-
-A split prepared by several machines keeps its shards in one folder per part, `part-00000-of-00008/shard-00000.npy`.
-Each part is a dataset with its own metadata.json, and the split's metadata.json lists the shards of all parts.
 """
 
 import bisect
@@ -109,11 +106,6 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def find_parts(path: Path) -> list[Path]:
-    """Return the folders of parts in a split's folder, sorted."""
-    return sorted(part for part in path.glob("part-*-of-*") if part.is_dir())
-
-
 class TokenDataset:
     """One split of a token dataset.
 
@@ -122,7 +114,6 @@ class TokenDataset:
 
     Args:
       path: the folder of the split, `DIR/<split>`.
-      may_be_empty: accept a split without tokens, which a part of a split may be.
 
     Attributes:
       path: the folder.
@@ -134,7 +125,7 @@ class TokenDataset:
       DatasetError: the folder is missing, incomplete, damaged, empty or has another format version.
     """
 
-    def __init__(self, path: str | Path, *, may_be_empty: bool = False):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
         self.metadata = _read_metadata(self.path)
         try:
@@ -158,7 +149,7 @@ class TokenDataset:
         self.has_sources = any("sources" in s for s in shards)
         # _offsets[i] is the position of shard i's first token in the stream; the last entry is the stream's end.
         self._offsets = [0, *itertools.accumulate(shard.n_tokens for shard in self._shards)]
-        if self.n_bytes == 0 and not may_be_empty:
+        if self.n_bytes == 0:
             raise DatasetError(f"{self.path} holds no text in {self.n_documents:,} documents; prepare other sources")
 
     def __len__(self) -> int:
@@ -246,20 +237,16 @@ def _read_metadata(path: Path) -> Metadata:
         there = f" ({path.parent} has {', '.join(others)})" if others else ""
         raise DatasetError(f"no token dataset at {path}{there}; make one with `{command} --tokenizer=TOKENIZER`")
     if not metadata_path.is_file():
-        parts = find_parts(path)
-        finished = sum((part / METADATA_FILE).is_file() for part in parts)
-        of_parts = f", and {finished} of the {len(parts)} parts there are finished" if parts else ""
         raise DatasetError(
-            f"{path} is not a complete token dataset: it has no {METADATA_FILE}{of_parts}. If its preparation was "
-            f"interrupted, rerun the same command to resume (`{command} ...`); if it is still running, wait for it."
+            f"{path} is not a complete token dataset: it has no {METADATA_FILE}. If its preparation was interrupted, "
+            f"rerun the same command to resume (`{command} ...`); if it is still running, wait for it."
         )
     try:
         return read_metadata(metadata_path)
     except ValueError as error:
-        remedy = (
-            "rerun the command of any part" if find_parts(path) else "delete the folder and prepare the split again"
-        )
-        raise DatasetError(f"{metadata_path} is damaged ({error}); restore it, or {remedy}") from error
+        raise DatasetError(
+            f"{metadata_path} is damaged ({error}); restore it, or delete the folder and prepare the split again"
+        ) from error
 
 
 def _is_intact(path: Path, sha256: str) -> bool:

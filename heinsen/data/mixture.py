@@ -23,7 +23,8 @@ Mixture = Sequence[tuple[TokenDataset, float | int]]
 def parse_mixture(path: str) -> list[tuple[str, float]]:
     """Return the folders and addresses that the config's `data.path` names, with weights that sum to 1.
 
-    `path` is one folder, `data/pile`, or several with positive weights, `data/pile:7,data/code:3`. Raises DatasetError.
+    `path` is one folder, `data/pile`, or several with positive weights, `data/pile:7,data/code:3`. `~` is the home
+    folder. Raises DatasetError.
     """
     entries = [entry.strip() for entry in path.split(",")]
     if "" in entries:
@@ -43,7 +44,7 @@ def parse_mixture(path: str) -> list[tuple[str, float]]:
             raise _bad_mixture(path, f"the weight {text!r} of '{folder}' is not a number") from error
         if not (math.isfinite(weight) and weight > 0):
             raise _bad_mixture(path, f"the weight {text} of '{folder}' is not positive and finite")
-        folder = os.path.normpath(folder)
+        folder = os.path.normpath(os.path.expanduser(folder))
         if folder in weights:
             raise _bad_mixture(path, f"'{folder}' is named twice")
         weights[folder] = weight

@@ -4,9 +4,6 @@ The parent process reads the inputs in order (`sources`) and sends batches of ra
 parse and tokenize them (`tokenize`). It takes the results in the same order, closes a shard at the first document
 boundary at or after `shard_tokens` tokens, and records each finished shard with its position in the inputs (`writer`).
 The output is a function of inputs and settings alone, however often it was interrupted.
-
-Several machines that share a file system may each prepare a part of a split: every N-th input, into a folder of its
-own. The machine that finds all parts finished writes the metadata.json that joins them, and moves no shard.
 """
 
 import contextlib
@@ -21,20 +18,19 @@ from typing import IO
 
 import numpy as np
 
-from heinsen.data.dataset import TokenDataset, find_parts, read_metadata
+from heinsen.data.dataset import TokenDataset, read_metadata
 from heinsen.data.readers import PreparationError, Settings
-from heinsen.data.shards import METADATA_FILE, ShardRecord, token_dtype
+from heinsen.data.shards import METADATA_FILE, token_dtype
 from heinsen.data.sources import (
     STDLIB,
-    Document,
     Input,
     describe_inputs,
     find_inputs,
     hash_contents,
     hash_times,
-    read_documents,
+    read_blocks,
 )
-from heinsen.data.tokenize import TokenizedDocument, tokenize_documents
+from heinsen.data.tokenize import TokenizedDocument, tokenize_blocks
 from heinsen.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -43,7 +39,6 @@ from heinsen.data.tokenizer import (
     write_tokenizer_file,
 )
 from heinsen.data.writer import (
-    LOCK_FILE,
     PROGRESS_FILE,
     Provenance,
     ShardWriter,
@@ -51,13 +46,12 @@ from heinsen.data.writer import (
     remove_progress,
     write_metadata,
 )
-from heinsen.files import LockedError, hold_lock, unseal
+from heinsen.files import unseal
 
-__all__ = ["PreparationError", "Settings", "prepare", "prepare_part"]
+__all__ = ["PreparationError", "Settings", "prepare"]
 
 _SMALL_BYTES = 16 << 20  # tokenizing smaller inputs takes no longer than starting workers
 _LOG_SECONDS = 10.0  # between lines of progress
-_PATIENCE = 60.0  # seconds to wait for another machine that joins the same parts
 _FINISHED, _UNFINISHED = "was prepared", "holds an unfinished preparation"
 
 
@@ -80,69 +74,7 @@ def prepare(
     settings, tokenizer = _load_tokenizer(settings)
     inputs = find_inputs(settings)
     provenance = _describe(settings, inputs)
-    _check_neighbors(find_parts(folder), provenance)
     return _Preparation(settings, inputs, tokenizer, provenance, folder, skip_bad_documents).run(workers)
-
-
-def prepare_part(
-    settings: Settings,
-    out: str | Path,
-    index: int,
-    count: int,
-    *,
-    workers: int | None = None,
-    skip_bad_documents: bool = False,
-) -> TokenDataset:
-    """Prepare one of `count` parts of the split in `out/<split>/part-...`: write it, resume it, or find it finished.
-
-    The part holds the inputs `index`, `index + count`, ...; it may be empty. The call that finds all parts finished
-    writes `out/<split>/metadata.json`, which joins them into one dataset.
-
-    Args:
-      settings: of the whole split, without limits, which would have to be counted over all parts.
-      out: as for `prepare`.
-      index: from 0.
-      count: number of parts.
-      workers: as for `prepare`; may differ from part to part.
-      skip_bad_documents: as for `prepare`.
-
-    Returns:
-      The whole split if all parts are finished, else the part.
-
-    Raises:
-      PreparationError: as `prepare`; also if the folder holds parts made with other settings or of another number, or
-        there are fewer inputs than parts.
-    """
-    if count < 1 or not 0 <= index < count:
-        raise PreparationError(
-            f"shard_index = {index}, shard_count = {count}: the index must be from 0 to the count - 1"
-        )
-    for name in ("max_documents", "max_tokens"):
-        if (limit := getattr(settings, name)) is not None:
-            raise PreparationError(
-                f"{name} = {limit} and shard_count = {count}: no machine knows how much the others have; remove the "
-                "limit and give fewer inputs, or prepare the split on one machine"
-            )
-    split = Path(out) / settings.split
-    settings, tokenizer = _load_tokenizer(settings)
-    inputs = find_inputs(settings)
-    if len(inputs) < count:
-        hub = "" if inputs[0].is_file else " A hub dataset is one input: download its files and give those."
-        raise PreparationError(
-            f"{len(inputs)} input{'s' * (len(inputs) > 1)} for shard_count = {count}: each machine takes whole files "
-            f"and needs at least one. Use --shard_count={len(inputs)} or less, or more and smaller files.{hub}"
-        )
-    provenance, folder = _describe(settings, inputs) | {"shard_count": count}, split / _part_name(index, count)
-    _check_neighbors([other for other in find_parts(split) or [split] if other != folder], provenance)
-    part = _Preparation(
-        settings, inputs[index::count], tokenizer, provenance, folder, skip_bad_documents, may_be_empty=True
-    )
-    dataset = part.run(workers)
-    return _join_parts(split, count, tokenizer, provenance) or dataset
-
-
-def _part_name(index: int, count: int) -> str:
-    return f"part-{index:05d}-of-{count:05d}"
 
 
 def _load_tokenizer(settings: Settings) -> tuple[Settings, Tokenizer]:
@@ -165,7 +97,7 @@ def _describe(settings: Settings, inputs: Sequence[Input]) -> Provenance:
 
 @dataclasses.dataclass(frozen=True)
 class _Preparation:
-    """One folder to prepare: a split, or a part of one."""
+    """One split to prepare."""
 
     settings: Settings
     inputs: Sequence[Input]
@@ -173,7 +105,6 @@ class _Preparation:
     provenance: Provenance
     folder: Path
     skip_bad_documents: bool
-    may_be_empty: bool = False
 
     def run(self, workers: int | None) -> TokenDataset:
         """Return the folder's dataset, after writing what is missing of it."""
@@ -184,8 +115,8 @@ class _Preparation:
                 if not self._is_finished():  # else another process has finished it just now
                     self._write(progress_file, workers)
                     remove_progress(self.folder)
-                    return TokenDataset(self.folder, may_be_empty=self.may_be_empty)
-        dataset = TokenDataset(self.folder, may_be_empty=self.may_be_empty)
+                    return TokenDataset(self.folder)
+        dataset = TokenDataset(self.folder)
         self._check_same(_FINISHED, dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
         remove_progress(self.folder)
         print(
@@ -220,21 +151,17 @@ class _Preparation:
 
     def _check_other_splits(self, digests: Sequence[str]) -> None:
         """Raise PreparationError if a file is also in another split of the dataset."""
-        split = next(path for path in (self.folder, *self.folder.parents) if path.name == self.settings.split)
         files = [i for i in self.inputs if i.is_file]
         own = {digest: i for digest, i in zip(digests, files, strict=True) if i.size}
-        for folder in sorted(path for path in split.parent.iterdir() if path.is_dir() and path != split):
-            for part in (folder, *find_parts(folder)):
-                before: Provenance = {}
-                with contextlib.suppress(PreparationError):  # a damaged one
-                    _, before = _read_provenance(part) or ("", before)
-                if STDLIB in self.settings.sources and STDLIB in before.get("sources", ()):
-                    continue  # it has its own splits, and files that are copies of others
-                if shared := own.keys() & set(before.get("content", {}).get("files", ())):
-                    raise PreparationError(
-                        f"{own[min(shared)].location} is in split {folder.name!r} of {split.parent}, too: leave it out "
-                        "of one of the two, or give another --out"
-                    )
+        for folder in sorted(path for path in self.folder.parent.iterdir() if path.is_dir() and path != self.folder):
+            before = _read_provenance(folder)
+            if STDLIB in self.settings.sources and STDLIB in before.get("sources", ()):
+                continue  # it has its own splits, and files that are copies of others
+            if shared := own.keys() & set(before.get("content", {}).get("files", ())):
+                raise PreparationError(
+                    f"{own[min(shared)].location} is in split {folder.name!r} of {folder.parent}, too: leave it out "
+                    "of one of the two, or give another --out"
+                )
 
     def _write(self, progress_file: IO[bytes], workers: int) -> None:
         """Write the shards that are missing, and metadata.json."""
@@ -264,25 +191,27 @@ class _Preparation:
 
     def _write_shards(self, writer: ShardWriter, workers: int) -> None:
         """Tokenize the inputs from the writer's position to their end or to a limit of the settings."""
-        documents = read_documents(self.inputs, self.settings, start=writer.position)
+        blocks = read_blocks(self.inputs, self.settings, after=writer.position)
         start = last = time.monotonic()
         start_tokens, n_unknown = writer.n_tokens, 0
         unknown_id = getattr(self.tokenizer, "unknown_id", None)
         write_tokenizer_file(self.tokenizer.content, self.folder)  # for the workers
-        with contextlib.closing(tokenize_documents(documents, self.settings, self.folder, workers)) as tokenized:
-            while not self._is_complete(writer) and (item := next(tokenized, None)) is not None:
-                self._take(writer, *item)
+        with contextlib.closing(tokenize_blocks(blocks, self.settings, self.folder, workers)) as documents:
+            while not self._is_complete(writer) and (document := next(documents, None)) is not None:
+                if document.position <= writer.position:  # in a block with the next one
+                    continue
+                self._take(writer, document)
                 if unknown_id is not None:
-                    n_unknown += int(np.count_nonzero(item[1].tokens == unknown_id))
+                    n_unknown += int(np.count_nonzero(document.tokens == unknown_id))
                 if (now := time.monotonic()) - last >= _LOG_SECONDS:
                     last, rate = now, (writer.n_tokens - start_tokens) / (now - start)
                     print(
                         f"{self.folder}: {writer.n_tokens:,} tokens, {writer.n_documents:,} documents, input "
-                        f"{item[0].position.input + 1} of {len(self.inputs)}, {rate:,.0f} tokens/s",
+                        f"{document.position.input + 1} of {len(self.inputs)}, {rate:,.0f} tokens/s",
                         file=sys.stderr,
                         flush=True,
                     )
-        if writer.n_bytes == 0 and not self.may_be_empty:
+        if writer.n_bytes == 0:
             n_documents, n_bad = writer.n_documents, writer.n_skipped
             found = f"no text in any of the {n_documents:,} documents" if n_documents else "no documents"
             bad = f" ({n_bad} bad ones skipped)" if n_bad else ""
@@ -311,16 +240,16 @@ class _Preparation:
             max_tokens is not None and writer.n_tokens >= max_tokens
         )
 
-    def _take(self, writer: ShardWriter, document: Document, tokenized: TokenizedDocument) -> None:
+    def _take(self, writer: ShardWriter, document: TokenizedDocument) -> None:
         """Add a document to the shards, or skip a bad one."""
-        if tokenized.problem is None:
-            writer.add(tokenized)
+        if document.problem is None:
+            writer.add(document)
         elif self.skip_bad_documents:
             writer.n_skipped += 1
         else:
             where = self.inputs[document.position.input].where(document.position.number)
             raise PreparationError(
-                f"{where}: {tokenized.problem}. Correct the input, or skip such documents with --skip_bad_documents."
+                f"{where}: {document.problem}. Correct the input, or skip such documents with --skip_bad_documents."
             )
         writer.position = document.position
         if writer.pending_tokens >= self.settings.shard_tokens:
@@ -347,74 +276,11 @@ def _raise_if(differences: Sequence[str], folder: Path, state: str) -> None:
         )
 
 
-def _check_neighbors(folders: Sequence[Path], provenance: Provenance) -> None:
-    """Raise PreparationError if one of the folders, a split's or its parts', was prepared with other settings."""
-    for folder in folders:
-        if (found := _read_provenance(folder)) is not None:
-            state, before = found
-            _raise_if(_compare(before, provenance), folder, state)
-
-
-def _read_provenance(folder: Path) -> tuple[str, Provenance] | None:
-    """Return the state of a preparation and what it was made of; None if there is none. Raises PreparationError."""
+def _read_provenance(folder: Path) -> Provenance:
+    """Return what a split was made of; nothing if it has no record of that, or a damaged one."""
     for name in (METADATA_FILE, PROGRESS_FILE, METADATA_FILE):  # another process may finish between two looks
-        try:
+        with contextlib.suppress(OSError, ValueError):
             if name == METADATA_FILE:
-                return _FINISHED, read_metadata(folder / name)["source"]
-            first_line = (folder / name).read_bytes().partition(b"\n")[0]
-            return _UNFINISHED, unseal(json.loads(first_line))
-        except FileNotFoundError:
-            continue
-        except ValueError as error:
-            raise PreparationError(
-                f"{folder / name} is damaged ({error}); delete the folder and rerun the command that prepared it"
-            ) from error
-    return None
-
-
-# Joining parts.
-
-
-def _join_parts(split: Path, count: int, tokenizer: Tokenizer, provenance: Provenance) -> TokenDataset | None:
-    """Return the split whose `count` parts are all finished; None if one is not.
-
-    Writes the split's metadata.json if it does not list what the parts hold. Any machine may call this at any time.
-    """
-    folders = [split / _part_name(index, count) for index in range(count)]
-    if (n_finished := sum((part / METADATA_FILE).is_file() for part in folders)) < count:
-        print(f"{split}: {n_finished} of {count} parts are finished; the last one joins them", file=sys.stderr)
-        return None
-    _check_neighbors(folders, provenance)  # machines that began at the same moment did not see each other's settings
-    parts = [TokenDataset(part, may_be_empty=True).metadata for part in folders]
-    shards = [
-        _locate(shard, folder.name) for folder, part in zip(folders, parts, strict=True) for shard in part["shards"]
-    ]
-    n_skipped = sum(part["num_skipped_documents"] for part in parts)
-    if not any(part["num_bytes"] for part in parts):
-        raise PreparationError(f"no text in any of the {count} parts of {split}: give other sources")
-    is_joined = False
-    try:
-        with hold_lock(split / LOCK_FILE, _PATIENCE):
-            with contextlib.suppress(OSError, ValueError):  # not there, or damaged
-                is_joined = read_metadata(split / METADATA_FILE)["shards"] == shards
-            if not is_joined:
-                write_metadata(split, tokenizer, shards, n_skipped, provenance)
-            (split / LOCK_FILE).unlink()
-    except LockedError as error:
-        raise PreparationError(f"another process is joining {split} ({error}); rerun the same command") from error
-    dataset = TokenDataset(split)
-    print(
-        f"{split}: all {count} parts are finished and joined: {dataset.n_documents:,} documents, "
-        f"{dataset.n_tokens:,} tokens, {dataset.n_bytes:,} bytes in {len(shards)} shards",
-        file=sys.stderr,
-    )
-    return dataset
-
-
-def _locate(shard: ShardRecord, part: str) -> ShardRecord:
-    """Return the record of a part's shard with paths relative to the split's folder."""
-    located = shard.copy()
-    located["file"] = f"{part}/{shard['file']}"
-    if "sources" in shard:
-        located["sources"] = {**shard["sources"], "file": f"{part}/{shard['sources']['file']}"}
-    return located
+                return read_metadata(folder / name)["source"]
+            return unseal(json.loads((folder / name).read_bytes().partition(b"\n")[0]))
+    return {}

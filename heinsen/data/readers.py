@@ -1,7 +1,8 @@
 """Readers: what a preparation reads, and how the documents of each kind of input become text.
 
-Each kind of input has a `Reader`. Its `read` yields raw documents in the parent process, which does little more than
-read bytes; its `parse` gives the text of one in a worker. A new kind is an entry in `READERS`.
+Each kind of input has a `Reader`. In the parent process its `read` yields blocks of documents, and does little more
+than read bytes. In a worker its `split` divides a block into documents, and its `parse` gives the text of one. A new
+kind is an entry in `READERS`.
 """
 
 import codecs
@@ -14,11 +15,15 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from heinsen.errors import HeinsenError
 
+if TYPE_CHECKING:
+    import pyarrow
+
 READ_BYTES = 1 << 20
+_ROWS = 64  # of a table, decoded at a time
 
 
 class PreparationError(HeinsenError, ValueError):
@@ -81,8 +86,14 @@ class Row(NamedTuple):
     source: object
 
 
-Content = bytes | Row | BadDocumentError  # of a raw document; the error counts as one bad document
-Numbered = tuple[int, Content]  # numbers count lines or rows from 1, increase, and serve as positions in the input
+Content = bytes | Row | BadDocumentError  # of a document or of several lines; the error counts as one bad document
+# Documents that follow each other, with the numbers of their lines or rows, which count from 1 and are positions in the
+# input.
+Block = tuple[range, Content]
+
+
+def _keep(numbers: range, content: Content) -> list[tuple[int, Content]]:
+    return [(numbers.start, content)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,51 +101,62 @@ class Reader:
     """How to read one kind of input.
 
     Attributes:
-      read: yields the documents of the input at a location (a path, or the name of a hub dataset). It raises
+      read: yields the blocks of the input at a location (a path, or the name of a hub dataset). It raises
         PreparationError where the settings do not fit the input, and yields a BadDocumentError for damaged data.
-      parse: returns the text and the value of `settings.source_field`, None where there is none, of what `read` yields.
-        Raises BadDocumentError.
+      parse: returns the text of a document, and the value of `settings.source_field`, None where there is none. Raises
+        BadDocumentError.
       place: what to append to the input's name to point at document `{}` in messages.
       suffixes: endings of the files of this kind, in lower case.
+      split: returns number and content of each document of a block.
     """
 
-    read: Callable[[str, Settings], Iterator[Numbered]]
+    read: Callable[[str, Settings], Iterator[Block]]
     parse: Callable[[Any, Settings], tuple[str, object]]
     place: str
     suffixes: tuple[str, ...] = ()
+    split: Callable[[range, Content], list[tuple[int, Content]]] = _keep
 
 
-def read_txt(location: str, settings: Settings) -> Iterator[Numbered]:
+def read_txt(location: str, settings: Settings) -> Iterator[Block]:
     """Yield the whole file as one document."""
-    yield 1, Path(location).read_bytes().removeprefix(codecs.BOM_UTF8)
+    yield range(1, 2), Path(location).read_bytes().removeprefix(codecs.BOM_UTF8)
 
 
-def read_jsonl(location: str, settings: Settings) -> Iterator[Numbered]:
-    """Yield each line of a file, compressed if it ends in .zst or .gz, as a document. Blank lines are skipped."""
-    decompress = {".zst": _zstd_blocks, ".gz": _gzip_blocks}.get(Path(location).suffix.lower(), read_blocks)
-    number = 0
+def read_jsonl(location: str, settings: Settings) -> Iterator[Block]:
+    """Yield the lines of a file, compressed if it ends in .zst or .gz."""
+    decompress = {".zst": _zstd_blocks, ".gz": _gzip_blocks}.get(Path(location).suffix.lower(), _plain_blocks)
+    number = 1
     with Path(location).open("rb") as file:
         try:
-            for number, line in enumerate(_split_lines(decompress(file)), start=1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line and not line.isspace():
-                    yield number, line
+            for lines in _whole_lines(decompress(file)):
+                lines = lines.removeprefix(codecs.BOM_UTF8) if number == 1 else lines
+                numbers = range(number, number + lines.count(b"\n") + 1)
+                yield numbers, lines
+                number = numbers.stop
         except BadDocumentError as error:
-            yield number + 1, error
+            yield range(number, number + 1), error
 
 
-def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+def _whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes cut at ends of lines, which are left out there."""
     pieces: list[bytes] = []  # of the unfinished line: joined once, or a long line would take quadratic time
     for block in blocks:
-        *ends, rest = block.split(b"\n")
-        for end in ends:
-            yield b"".join([*pieces, end])
-            pieces = []
-        pieces.append(rest)
+        if (end := block.rfind(b"\n")) >= 0:
+            yield b"".join([*pieces, block[:end]])
+            pieces, block = [], block[end + 1 :]
+        pieces.append(block)
     yield b"".join(pieces)
 
 
-def read_blocks(file: IO[bytes]) -> Iterator[bytes]:
+def split_lines(numbers: range, content: Content) -> list[tuple[int, Content]]:
+    """Return number and content of each line that is not blank."""
+    if not isinstance(content, bytes):
+        return _keep(numbers, content)
+    lines = zip(numbers, content.split(b"\n"), strict=True)
+    return [(number, line) for number, line in lines if line and not line.isspace()]
+
+
+def _plain_blocks(file: IO[bytes]) -> Iterator[bytes]:
     return iter(functools.partial(file.read, READ_BYTES), b"")
 
 
@@ -175,35 +197,48 @@ def _zstd_blocks(file: IO[bytes]) -> Iterator[bytes]:
         raise BadDocumentError("the file ends within a zstd frame: it is truncated; fetch it again")
 
 
-def read_parquet(location: str, settings: Settings) -> Iterator[Numbered]:
+def read_parquet(location: str, settings: Settings) -> Iterator[Block]:
     """Yield each row of a file as a document."""
     import pyarrow.parquet
 
     number, source = 0, settings.source_field or ""
+    wanted = settings.text_field, source, source.split(".")[0]
     try:
-        names = pyarrow.parquet.read_schema(location).names
-        columns = [name for name in names if name in (settings.text_field, source, source.split(".")[0])]
-        rows = _rows("parquet", data_files=[location], columns=columns or None, split="train")
-        for number, row in enumerate(rows, start=1):
-            yield number, _select_fields(row, location, number, settings)
+        with pyarrow.parquet.ParquetFile(location, buffer_size=READ_BYTES) as file:  # no whole group of rows in memory
+            columns = [name for name in file.schema_arrow.names if name in wanted]
+            for number, row in enumerate(_rows(file.iter_batches(_ROWS, columns=columns or None)), start=1):
+                yield range(number, number + 1), _select_fields(row, location, number, settings)
     except PreparationError:
         raise
-    except Exception as error:  # of pyarrow, and what `datasets` makes of them
+    except Exception as error:  # of pyarrow
+        if isinstance(error, OSError) and error.errno is not None:  # of the system: the data may be right
+            raise
         reason = str(error).split("\n")[0]
-        yield number + 1, BadDocumentError(f"damaged Parquet data ({reason}): the rest cannot be read")
+        bad = BadDocumentError(f"damaged Parquet data ({reason}): the rest cannot be read")
+        yield range(number + 1, number + 2), bad
 
 
-def read_hub(location: str, settings: Settings) -> Iterator[Numbered]:
+def _rows(batches: Iterator["pyarrow.RecordBatch"]) -> Iterator[dict[str, object]]:
+    for batch in batches:
+        names = batch.schema.names
+        for values in zip(*map(batch.column, names), strict=True):
+            yield {name: value.as_py() for name, value in zip(names, values, strict=True)}
+
+
+def read_hub(location: str, settings: Settings) -> Iterator[Block]:
     """Stream the rows of a dataset on the Hugging Face hub as documents."""
+    import datasets
     import huggingface_hub
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it also raises
     split = settings.hub_split or settings.split
     number = 0
     try:
         # `datasets` would try again and again, with warnings, where there is no network or no such dataset.
         huggingface_hub.HfApi().dataset_info(location, timeout=10)
-        for number, row in enumerate(_rows(location, settings.hub_config, split=split), start=1):
-            yield number, _select_fields(row, location, number, settings)
+        rows = datasets.load_dataset(location, settings.hub_config, split=split, streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield range(number, number + 1), _select_fields(row, location, number, settings)
     except PreparationError:
         raise
     except Exception as error:  # network, hub and the dataset's own loading code
@@ -213,13 +248,6 @@ def read_hub(location: str, settings: Settings) -> Iterator[Numbered]:
             f"{location!r} is no local file or folder, and {where} the hub dataset of that name (split {split!r}) "
             f"failed: {reason}. Finished shards are kept; rerun the same command to resume."
         ) from error
-
-
-def _rows(*dataset: str | None, **options: object) -> Iterator[dict[str, object]]:
-    import datasets
-
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error, it also raises
-    return iter(datasets.load_dataset(*dataset, streaming=True, **options))
 
 
 def _select_fields(row: dict[str, object], location: str, number: int, settings: Settings) -> Row:
@@ -286,7 +314,7 @@ def _decode(content: bytes) -> str:
 
 
 READERS = {
-    "jsonl": Reader(read_jsonl, parse_json, ", line {}", (".jsonl", ".jsonl.zst", ".jsonl.gz")),
+    "jsonl": Reader(read_jsonl, parse_json, ", line {}", (".jsonl", ".jsonl.zst", ".jsonl.gz"), split_lines),
     "txt": Reader(read_txt, parse_text, "", (".txt",)),
     "parquet": Reader(read_parquet, parse_row, ", row {}", (".parquet",)),
     "hub": Reader(read_hub, parse_row, ", row {}"),

@@ -19,22 +19,15 @@ from heinsen.progress import track
 STDLIB = "stdlib"
 STDLIB_SPLITS = ("train", "validation")
 _KINDS = {suffix: kind for kind, reader in READERS.items() for suffix in reader.suffixes}
+_LOST = "lost+found"  # of a file system's root, for the administrator alone
 _KNOWN_ENDINGS = f"known endings are {', '.join(_KINDS)}"
 
 
 class InputPosition(NamedTuple):
-    """Where a document ends: `input` indexes the inputs, `number` counts lines or rows from 1."""
+    """A document: `input` indexes the inputs, `number` counts lines or rows from 1."""
 
     input: int
     number: int
-
-
-class Document(NamedTuple):
-    """A document as it was read by the reader `kind`, and the position after it."""
-
-    position: InputPosition
-    kind: str
-    content: Content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +60,23 @@ class Input:
         return self.name + READERS[self.kind].place.format(number)
 
 
-def read_documents(inputs: Sequence[Input], settings: Settings, start: InputPosition | None) -> Iterator[Document]:
-    """Yield all documents after position `start` in order; None means from the beginning."""
-    first_input, done = start or (0, 0)
-    for index in range(first_input, len(inputs)):
+class InputBlock(NamedTuple):
+    """A block that the reader `kind` read from input `input`."""
+
+    input: int
+    kind: str
+    numbers: range
+    content: Content
+
+
+def read_blocks(inputs: Sequence[Input], settings: Settings, after: InputPosition) -> Iterator[InputBlock]:
+    """Yield the inputs' blocks in order, without those that end at position `after` or before."""
+    for index in range(after.input, len(inputs)):
         kind, location = inputs[index].kind, inputs[index].location
         with name_errors(Path(location)):
-            for number, content in READERS[kind].read(location, settings):
-                if index > first_input or number > done:
-                    yield Document(InputPosition(index, number), kind, content)
+            for numbers, content in READERS[kind].read(location, settings):
+                if (index, numbers[-1]) > after:
+                    yield InputBlock(index, kind, numbers, content)
 
 
 def find_inputs(settings: Settings) -> list[Input]:
@@ -139,10 +140,7 @@ def _find_source(source: str, settings: Settings) -> list[Input]:
     elif re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source) and _kind(path) is None:
         return [Input("hub", source, source)]
     else:
-        matches = map(Path, glob.glob(source, recursive=True))
-        files = _choose_files(
-            source, (file for path in matches for file in (_walk(path) if path.is_dir() else [(path, False)]))
-        )
+        files = _choose_files(source, _match(source))
     if not files:
         raise PreparationError(
             f"no file matches source '{source}' (of {', '.join(settings.sources)}); {_KNOWN_ENDINGS}"
@@ -154,8 +152,22 @@ def _kind(path: Path) -> str | None:
     return next((kind for suffix, kind in _KINDS.items() if path.name.lower().endswith(suffix)), None)
 
 
+def _match(pattern: str) -> Iterator[tuple[Path, bool]]:
+    """Yield (file, whether it is hidden) of the files and folders that a glob matches."""
+    for path in map(Path, glob.glob(pattern, recursive=True)):
+        if _LOST in path.parts and _LOST not in pattern:
+            yield path, True
+        elif path.is_dir():
+            yield from _walk(path)
+        else:
+            yield path, False
+
+
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield (file, whether it is hidden) below a folder, also through symbolic links that do not lead in a circle."""
+    """Yield (file, whether it is hidden) below a folder, also through symbolic links that do not lead in a circle.
+
+    Of a hidden folder, which need not be readable, only itself.
+    """
 
     def fail(error: OSError) -> None:
         raise error
@@ -164,9 +176,14 @@ def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
         if os.path.islink(path) and os.path.realpath(path) in map(os.path.realpath, Path(path).absolute().parents):
             folders.clear()
             continue
-        for name in names:
-            file = Path(path, name)
-            yield file, any(part.startswith(".") for part in file.relative_to(folder).parts)
+        for name in filter(_is_hidden, [*folders]):
+            folders.remove(name)
+            yield Path(path, name), True
+        yield from ((Path(path, name), _is_hidden(name)) for name in names)
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == _LOST
 
 
 def _choose_files(source: str, found: Iterable[tuple[Path, bool]]) -> list[Path]:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heinsen.data.readers import READERS, BadDocumentError, PreparationError, Row, Settings
+from heinsen.data.readers import READERS, BadDocumentError, Content, PreparationError, Row, Settings
 from heinsen.data.shards import token_dtype
-from heinsen.data.sources import Document
-from heinsen.data.tokenizer import Tokenizer, get_tokenizer
+from heinsen.data.sources import InputBlock, InputPosition
+from heinsen.data.tokenizer import get_tokenizer
 
 BATCH_BYTES = 2 << 20  # of raw documents sent to a worker at a time
 
@@ -27,25 +27,30 @@ class TokenizedDocument(NamedTuple):
     """The tokens of a document, or the reason why it has none.
 
     Attributes:
+      position: of the document in the inputs.
       tokens: `token_dtype` `[n_tokens]`, the end-of-text token included.
       n_bytes: UTF-8 bytes of the text.
       source: name of the document's source; None if it names none.
       problem: what is wrong with the document, else None.
     """
 
+    position: InputPosition
     tokens: np.ndarray
     n_bytes: int
     source: str | None
     problem: str | None = None
 
 
-_Tokenized = concurrent.futures.Future[list[TokenizedDocument]]
+# Of a batch, in place of many small arrays: the tokens of all documents; and for each document its input, its number
+# there, its tokens, bytes, source and problem.
+_Document = tuple[int, int, int, int, str | None, str | None]
+_Tokenized = tuple[np.ndarray, list[_Document]]
 
 
-def tokenize_documents(
-    documents: Iterator[Document], settings: Settings, folder: Path, workers: int
-) -> Generator[tuple[Document, TokenizedDocument], None, None]:
-    """Yield each document with its tokens, in order, tokenized ahead by `workers` processes; 1 uses this process.
+def tokenize_blocks(
+    blocks: Iterator[InputBlock], settings: Settings, folder: Path, workers: int
+) -> Generator[TokenizedDocument, None, None]:
+    """Yield the documents of the blocks in order, tokenized ahead by `workers` processes; 1 uses this process.
 
     folder: the one that holds the tokenizer's file, if it is a file.
 
@@ -53,21 +58,20 @@ def tokenize_documents(
     """
     work = functools.partial(_tokenize_batch, settings, folder)
     if workers == 1:
-        for batch in _batch(documents):
-            yield from zip(batch, work(batch), strict=True)
+        for batch in _batch(blocks):
+            yield from _divide(work(batch))
         return
     # Spawned, not forked: the caller may have threads.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_start_worker)
-    queue: collections.deque[tuple[list[Document], _Tokenized]] = collections.deque()
+    queue: collections.deque[concurrent.futures.Future[_Tokenized]] = collections.deque()
     try:
-        for batch in _batch(documents):
-            queue.append((batch, pool.submit(work, batch)))
+        for batch in _batch(blocks):
+            queue.append(pool.submit(work, batch))
             if len(queue) > 2 * workers:  # bounds memory, and keeps workers busy while results are written
-                batch, tokenized = queue.popleft()
-                yield from zip(batch, tokenized.result(), strict=True)
-        for batch, tokenized in queue:
-            yield from zip(batch, tokenized.result(), strict=True)
+                yield from _divide(queue.popleft().result())
+        while queue:
+            yield from _divide(queue.popleft().result())
     except concurrent.futures.process.BrokenProcessPool as error:
         raise PreparationError(
             "a worker process died, perhaps for lack of memory. Finished shards are kept: rerun the same command to "
@@ -77,18 +81,27 @@ def tokenize_documents(
         pool.shutdown(cancel_futures=True)
 
 
-def _batch(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batch(blocks: Iterator[InputBlock]) -> Iterator[list[InputBlock]]:
+    batch: list[InputBlock] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        text = document.content.text if isinstance(document.content, Row) else document.content
+    for each in blocks:
+        batch.append(each)
+        text = each.content.text if isinstance(each.content, Row) else each.content
         size += len(text) if isinstance(text, bytes | str) else 1
         if size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _divide(tokenized: _Tokenized) -> Iterator[TokenizedDocument]:
+    tokens, documents = tokenized
+    start = 0
+    for index, number, n_tokens, n_bytes, source, problem in documents:
+        own = tokens[start : start + n_tokens]
+        yield TokenizedDocument(InputPosition(index, number), own, n_bytes, source, problem)
+        start += n_tokens
 
 
 # In the workers.
@@ -110,24 +123,35 @@ def _start_worker() -> None:
 _get_tokenizer_once = functools.cache(get_tokenizer)
 
 
-def _tokenize_batch(settings: Settings, folder: Path, documents: list[Document]) -> list[TokenizedDocument]:
+def _tokenize_batch(settings: Settings, folder: Path, batch: list[InputBlock]) -> _Tokenized:
     tokenizer = _get_tokenizer_once(settings.tokenizer, folder)
-    return [_tokenize(document, tokenizer, settings) for document in documents]
+    pieces = [np.empty(0, token_dtype(tokenizer.vocab_size))]
+    documents: list[_Document] = []
+    for index, kind, numbers, block in batch:
+        for number, content in READERS[kind].split(numbers, block):
+            try:
+                text, source = _parse(kind, content, settings)
+                n_bytes = len(text.encode())
+            except (BadDocumentError, UnicodeEncodeError) as error:
+                documents.append((index, number, 0, 0, None, _describe(error)))
+                continue
+            pieces.append(np.append(tokenizer.encode(text), tokenizer.eot_id).astype(pieces[0].dtype))
+            documents.append((index, number, len(pieces[-1]), n_bytes, source, None))
+    return np.concatenate(pieces), documents
 
 
-def _tokenize(document: Document, tokenizer: Tokenizer, settings: Settings) -> TokenizedDocument:
-    try:
-        if isinstance(document.content, BadDocumentError):
-            raise document.content
-        text, source = READERS[document.kind].parse(document.content, settings)
-        n_bytes = len(text.encode("utf-8"))
-    except (BadDocumentError, UnicodeEncodeError) as error:
-        problem = str(error)
-        if isinstance(error, UnicodeEncodeError):
-            problem = f"the text holds the lone surrogate {error.object[error.start]!r}, which has no UTF-8 form"
-        return TokenizedDocument(np.empty(0, np.uint16), 0, None, problem)
-    tokens = np.append(tokenizer.encode(text), tokenizer.eot_id).astype(token_dtype(tokenizer.vocab_size))
-    name = None
-    if isinstance(source, str):  # as one line of valid Unicode, unless it is blank
-        name = sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
-    return TokenizedDocument(tokens, n_bytes, name)
+def _parse(kind: str, content: Content, settings: Settings) -> tuple[str, str | None]:
+    """Return a document's text and the name of its source. Raises BadDocumentError."""
+    if isinstance(content, BadDocumentError):
+        raise content
+    text, source = READERS[kind].parse(content, settings)
+    if not isinstance(source, str):
+        return text, None
+    # One line of valid Unicode, unless it is blank.
+    return text, sys.intern(" ".join(source.encode("utf-8", "replace").decode().split())) or None
+
+
+def _describe(error: BadDocumentError | UnicodeEncodeError) -> str:
+    if isinstance(error, BadDocumentError):
+        return str(error)
+    return f"the text holds the lone surrogate {error.object[error.start]!r}, which has no UTF-8 form"

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ if TYPE_CHECKING:
 EOT_BYTES = b"<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 EXPORTED_TOKENIZER_FILE = "heinsen_tokenizer.json"
+
+# The tokenizers library takes 190 bytes of memory for each byte of a text: a long one is encoded in pieces.
+_PIECE = 1 << 18  # characters
+_CONTEXT = 1009  # characters before and after a cut that must not change; a prime, so that no repeated token fits
+_TRIES = 100  # places of a cut
 
 
 class UnknownTokenizerError(HeinsenError, ValueError):
@@ -203,6 +209,32 @@ class FileTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         text.encode("utf-8")  # raises what the library does not
+        return np.concatenate([self._encode(piece) for piece in self._cut(text)])
+
+    def _cut(self, text: str) -> Iterator[str]:
+        """Yield pieces of a text whose ids, one after another, are its own; a text without such places is one piece."""
+        begin, target = 0, _PIECE
+        while len(text) - target > _PIECE:
+            if (cut := self._find_cut(text, target)) is not None:
+                stop, resume = cut
+                yield text[begin:stop]
+                begin = target = resume
+            target += _PIECE
+        yield text[begin:]
+
+    def _find_cut(self, text: str, target: int) -> tuple[int, int] | None:
+        """Return where a piece may end, soon after `target`, and the next one begin: without the space between them
+        if the tokenizer puts one before every text."""
+        for stop in range(target, target + _TRIES):
+            before = self._encode(text[stop - _CONTEXT : stop])
+            whole = self._encode(text[stop - _CONTEXT : stop + _CONTEXT])
+            for resume in (stop, stop + 1) if text[stop] == " " else (stop,):
+                after = self._encode(text[resume : stop + _CONTEXT])
+                if np.array_equal(np.concatenate([before, after]), whole):
+                    return stop, resume
+        return None
+
+    def _encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         encoding = self._library.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         if not (is_eot := ids == self.eot_id).any():
@@ -213,7 +245,7 @@ class FileTokenizer(Tokenizer):
             middle = (start + stop) // 2
             pieces.append(text[begin:middle])
             begin = max(middle, start + 1)  # what is one character is left out
-        return np.concatenate([self.encode(piece) for piece in (*pieces, text[begin:])])
+        return np.concatenate([self._encode(piece) for piece in (*pieces, text[begin:])])
 
     def _decode_bytes(self, ids: np.ndarray) -> bytes:
         return b"".join(self._pieces[i] for i in ids.tolist())

@@ -1,8 +1,8 @@
 """Shards on disk: their writer, the record of its progress, and metadata.json.
 
 `progress.jsonl` exists while a preparation is unfinished. Its first line is the provenance (settings and inputs); each
-further line is a finished shard's record, the position after it, and how many documents were skipped before. All carry
-digests (`heinsen.files.seal`). A preparation that was killed resumes from it.
+further line is a finished shard's record, the position of the last document then, and how many documents were skipped
+before. All carry digests (`heinsen.files.seal`). A preparation that was killed resumes from it.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class ShardWriter:
     Attributes:
       provenance: that of the preparation to resume; None where there is none.
       shards: records of the finished shards.
-      position: position after the last document added or skipped; the caller sets it. None before the first.
+      position: of the last document added or skipped; the caller sets it.
       n_tokens, n_documents, n_bytes: totals, the unfinished shard included.
       n_skipped: bad documents left out; the caller counts them.
 
@@ -99,7 +99,7 @@ class ShardWriter:
         self._progress_file = progress_file
         self.provenance: Provenance | None = None
         self.shards: list[ShardRecord] = []
-        self.position: InputPosition | None = None
+        self.position = InputPosition(0, 0)
         self.n_tokens = self.n_documents = self.n_bytes = self.n_skipped = 0
 
         progress_file.seek(0)

@@ -7,7 +7,7 @@ import pytest
 
 from heinsen.data import writer as writer_module
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.prepare import Settings, prepare, prepare_part
+from heinsen.data.prepare import Settings, prepare
 from heinsen.data.tokenizer import get_tokenizer
 
 
@@ -29,7 +29,7 @@ def times_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def check_split(folder, texts, tokenizer="bytes", parts=0):
+def check_split(folder, texts, tokenizer="bytes"):
     """Check that the split in `folder` holds `texts`, each followed by eot, and that its metadata is right."""
     dataset = TokenDataset(folder)
     dataset.verify()
@@ -41,9 +41,7 @@ def check_split(folder, texts, tokenizer="bytes", parts=0):
     shards = dataset.metadata["shards"]
     for key in ("num_tokens", "num_documents", "num_bytes"):
         assert sum(shard[key] for shard in shards) == dataset.metadata[key]
-    folders = [f"part-{i:05d}-of-{parts:05d}/" for i in range(parts)]
-    books = [f"{name}metadata.json" for name in ["", *folders]]
-    assert sorted(files_of(folder)) == sorted([*books, *(shard["file"] for shard in shards)])  # nothing is left over
+    assert sorted(files_of(folder)) == ["metadata.json", *(shard["file"] for shard in shards)]  # nothing is left over
     for shard in shards:
         tokens = np.load(folder / shard["file"])
         assert tokens.dtype == np.uint16
@@ -52,11 +50,8 @@ def check_split(folder, texts, tokenizer="bytes", parts=0):
     return dataset
 
 
-def interrupt(settings, out, shards, part=None):
-    """Stop a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; return its folder.
-
-    `part` is (index, count) of the part to prepare; None means the whole split.
-    """
+def interrupt(settings, out, shards):
+    """Stop a preparation, as Ctrl-C does, when it is about to close the shard after `shards`; return its folder."""
     close_shard = writer_module.ShardWriter.close_shard
 
     def close(writer):
@@ -66,9 +61,7 @@ def interrupt(settings, out, shards, part=None):
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(writer_module.ShardWriter, "close_shard", close)
-        prepare_part(settings, out, *part) if part else prepare(settings, out)
+        prepare(settings, out)
     folder = out / settings.split
-    if part:
-        folder /= "part-{:05d}-of-{:05d}".format(*part)
     assert len(list(folder.glob("shard-?????.npy"))) == shards and not (folder / "metadata.json").exists()
     return folder

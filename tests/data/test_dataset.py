@@ -1,11 +1,14 @@
 """The reader serves the shards as one stream, and rejects datasets that are incomplete or damaged."""
 
-import contextlib
 import gc
+import io
 import json
 import os
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,6 +51,20 @@ def test_read_equals_slice_of_the_concatenation(make_dataset, shards, rng):
         np.testing.assert_array_equal(each.read(0, len(stream)), stream)
 
 
+def test_shards_may_lie_in_folders_of_the_split(make_dataset, shards):
+    """As those of splits that several machines prepared do, by code before 2026-11-29."""
+    folder = make_dataset(shards)
+    metadata = json.loads((folder / "metadata.json").read_text())
+    (folder / "part-00000-of-00002").mkdir()
+    for shard in metadata["shards"]:
+        (folder / shard["file"]).rename(folder / "part-00000-of-00002" / shard["file"])
+        shard["file"] = f"part-00000-of-00002/{shard['file']}"
+    (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
+    dataset = TokenDataset(folder)
+    dataset.verify()
+    np.testing.assert_array_equal(dataset.read(0, dataset.n_tokens), np.concatenate(shards))
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_few_files_are_open_however_many_shards(make_dataset, rng):
     """The same with several threads, whose reads close each other's least recently used files."""
@@ -67,50 +84,33 @@ def test_few_files_are_open_however_many_shards(make_dataset, rng):
     assert 0 < count_open() <= 256
 
 
-# Shards that change while the dataset is open.
-
-
-def _truncate(path, rng):
-    os.truncate(path, rng.integers(path.stat().st_size))
-
-
-def _replace(path, rng):
-    """Replace the file by another valid one, as another preparation would."""
-    np.save(path.with_suffix(".new.npy"), np.zeros(1, np.uint16))
-    os.replace(path.with_suffix(".new.npy"), path)
-
-
-def _make_unreadable(path, rng):
+def _make_unreadable(path):
     path.unlink()
     path.symlink_to(path)
 
 
-CHANGES = {
-    "truncated": (_truncate, "bytes instead of|ends at byte"),
-    "emptied": (lambda path, rng: os.truncate(path, 0), "bytes instead of|ends at byte 0"),
-    "removed": (lambda path, rng: path.unlink(), "No such file"),
-    "replaced": (_replace, "bytes instead of"),
-    "unreadable": (_make_unreadable, "Too many levels of symbolic links"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: os.truncate(path, path.stat().st_size // 2), "bytes instead of|ends at byte"),
+        (Path.unlink, "No such file"),
+        (_make_unreadable, "Too many levels of symbolic links"),
+    ],
+    ids=["truncated", "removed", "unreadable"],
+)
 @pytest.mark.parametrize("is_open", [False, True])
-def test_shard_that_changes_is_an_error_and_no_crash(make_dataset, rng, name, is_open):
+def test_shard_that_changes_under_a_dataset_is_an_error_and_no_crash(make_dataset, rng, change, message, is_open):
     shards = [rng.integers(0, 257, n) for n in rng.integers(5, 60, 3)]
     dataset, stream = TokenDataset(make_dataset(shards)), np.concatenate(shards)
-    path, (change, message) = dataset.path / "shard-00001.npy", CHANGES[name]
+    path, start = dataset.path / "shard-00001.npy", len(shards[0]) + len(shards[1])
     if is_open:
         dataset.read(0, dataset.n_tokens)
-    change(path, rng)
-    if is_open and name in ("removed", "replaced", "unreadable"):  # the open file is still the old one
+    change(path)
+    if is_open and "bytes" not in message:  # the open file is still the old one
         np.testing.assert_array_equal(dataset.read(0, dataset.n_tokens), stream)
     else:
-        with pytest.raises(
-            DatasetError, match=rf"{path} was whole .* cannot be read now: .*({message}).*Restore the file"
-        ):
+        with pytest.raises(DatasetError, match=rf"{path} was whole .* cannot be read now: .*({message}).*Restore the"):
             dataset.read(len(shards[0]), len(stream))
-    start = len(shards[0]) + len(shards[1])
     np.testing.assert_array_equal(dataset.read(start, len(stream)), shards[2])
     path.unlink(missing_ok=True)
     np.save(path, shards[1].astype(np.uint16))
@@ -134,16 +134,11 @@ def test_missing_and_incomplete_folders_are_named_with_the_command(make_dataset,
         ({"format_version": 99}, "format version 99"),
         ({"dtype": "uint32"}, "dtype is 'uint32', not uint16"),
         ({"num_tokens": 3}, r"its totals are Totals\(n_tokens=3, .* those of its shards Totals\(n_tokens=\d\d"),
-        ({"num_bytes": 10**6}, r"its totals are .*n_bytes=1000000\), those of its shards"),
         ({"vocab_size": 200}, "vocab_size is 200 and eot_id 256"),
-        ({"tokenizer": "x", "eot_id": -1}, "vocab_size is 257 and eot_id -1"),
-        ({"tokenizer": "x", "vocab_size": 65537}, "dtype is 'uint16', not uint32"),
-        ({"eot_id": "a"}, "TypeError"),
-        ({"eot_id": 255}, "eot_id 255, but those of tokenizer 'bytes' are 257 and 256"),
         ({"tokenizer": "gpt2"}, "but those of tokenizer 'gpt2' are 50257 and 50256"),
         ({"shards": [{}]}, "KeyError.'num_tokens'"),
         ({"shards": [], "num_tokens": 0, "num_documents": 0, "num_bytes": 0}, "no text in 0 documents"),
-        *((text, "metadata.json is damaged") for text in ("", "{", "[]", "{}", "[" * 100_000)),
+        *((text, "metadata.json is damaged") for text in ("{", "[" * 100_000)),
     ],
 )
 def test_unusable_metadata(make_dataset, shards, change, message):
@@ -155,30 +150,19 @@ def test_unusable_metadata(make_dataset, shards, change, message):
         TokenDataset(folder)
 
 
-def test_damage_that_agrees_with_itself_is_found_by_the_digest(make_dataset, shards, rng):
+def test_damage_that_agrees_with_itself_is_found_by_the_digest(make_dataset, shards):
     """Tenfold bytes in the total and in every shard: bits per byte would be a tenth."""
-    folder = make_dataset(shards)
-    path = folder / "metadata.json"
+    path = make_dataset(shards) / "metadata.json"
     metadata = json.loads(path.read_text())
     tenfold = metadata | {"num_bytes": 10 * metadata["num_bytes"]}
     tenfold["shards"] = [shard | {"num_bytes": 10 * shard["num_bytes"]} for shard in metadata["shards"]]
-    path.write_text(json.dumps({name: tenfold[name] for name in tenfold if name != "digest"}))
-    with pytest.raises(DatasetError, match=f"{path} is damaged .it has no digest"):
-        TokenDataset(folder)
-    path.write_text(json.dumps(seal(metadata)))
-    assert TokenDataset(folder).n_bytes == metadata["num_bytes"]
-    path.write_text(json.dumps(tenfold))
-    with pytest.raises(
-        DatasetError, match=f"{path} is damaged .its digest does not fit its contents.; restore it, or delete"
+    for damaged, message in (
+        (tenfold, "its digest does not fit its contents"),
+        ({name: tenfold[name] for name in tenfold if name != "digest"}, "it has no digest"),
     ):
-        TokenDataset(folder)
-    content = json.dumps(seal(metadata)).encode()
-    for place in rng.integers(len(content), size=100):  # whatever bit flips: an error, or the same data
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << int(rng.integers(8))
-        path.write_bytes(flipped)
-        with contextlib.suppress(DatasetError):
-            assert metadata.items() <= TokenDataset(folder).metadata.items()
+        path.write_text(json.dumps(damaged))
+        with pytest.raises(DatasetError, match=f"{path} is damaged .{message}.; restore it, or delete"):
+            TokenDataset(path.parent)
 
 
 def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_dataset, rng):
@@ -213,11 +197,8 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_data
 DAMAGES = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
     "header cut": lambda path: path.write_bytes(path.read_bytes()[:50]),
-    "empty": lambda path: path.write_bytes(b""),
-    "lengthened": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "a token less": lambda path: np.save(path, np.load(path)[:-1]),
     "wider numbers": lambda path: np.save(path, np.load(path).astype(np.int32)),
-    "two axes": lambda path: np.save(path, np.load(path)[None]),
     "missing": Path.unlink,
 }
 
@@ -242,3 +223,76 @@ def test_verify_names_every_damaged_shard_even_a_missing_one(make_dataset, shard
     with pytest.raises(DatasetError, match="SHA-256 differs") as error:
         dataset.verify()
     assert set(re.findall(r"shard-\d+\.npy", str(error.value))) == {flipped.name, missing.name}
+
+
+# ---- size ----------------------------------------------------------------------------------------
+
+
+def _write_sparse(folder, n_shards, shard_tokens):
+    """Write a dataset whose shards have headers and sizes but no blocks on disk: all tokens are 0."""
+    folder.mkdir()
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (shard_tokens,)})
+    names = [f"shard-{i:05d}.npy" for i in range(n_shards)]
+    for name in names:
+        (folder / name).write_bytes(header.getvalue())
+        os.truncate(folder / name, header.tell() + 2 * shard_tokens)
+    counts = {"num_tokens": shard_tokens, "num_documents": 1, "num_bytes": shard_tokens, "sha256": ""}
+    metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16"}
+    metadata |= {"shards": [{"file": name, **counts} for name in names], "num_skipped_documents": 0, "source": {}}
+    metadata |= {key: n_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
+    (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
+
+
+_AT_SCALE = """
+import json, os, re, sys, time
+from pathlib import Path
+from heinsen.data.dataset import TokenDataset
+from heinsen.data.loader import train_iterator
+
+def megabytes(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+before, start = megabytes("VmRSS"), time.perf_counter()
+dataset = TokenDataset(sys.argv[1])
+opening = time.perf_counter() - start
+starts, read = [], dataset.read
+def recording_read(start, stop):
+    starts.append(start)
+    return read(start, stop)
+dataset.read = recording_read
+iterator = train_iterator(dataset, 1024, 480, 0)
+for _ in range(3):
+    assert next(iterator)["tokens"].shape == (480, 1025)
+start = time.perf_counter()
+iterator.set_state({"next_index": 500_000})
+next(iterator)
+seeking = time.perf_counter() - start
+print(json.dumps({"opening": opening, "seeking": seeking, "megabytes": megabytes("VmHWM") - before, "starts": starts,
+    "state": iterator.get_state(), "open_files": len(os.listdir("/proc/self/fd"))}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_300_billion_tokens_need_no_memory(tmp_path):
+    folder, n_shards, shard_tokens = tmp_path / "train", 1000, 300_000_000
+    _write_sparse(folder, n_shards, shard_tokens)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", _AT_SCALE, str(folder)],
+            cwd=Path(__file__).resolve().parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    finally:
+        shutil.rmtree(folder)
+    found = json.loads(run.stdout)
+    assert found["opening"] < 10 and found["seeking"] < 5  # seconds; both take a tenth on a quiet machine
+    assert found["megabytes"] < 30  # the tokens take 600,000, a permutation of the windows 1,100
+    assert found["state"] == {"next_index": 500_001}
+    assert found["open_files"] < 300
+    starts = np.array(found["starts"])
+    assert len(set(found["starts"])) == len(starts) == 4 * 480 and (starts % 1024 == 0).all()
+    counts = np.histogram(starts, 10, (0, n_shards * shard_tokens))[0]
+    assert counts.min() > 120  # of 192 expected

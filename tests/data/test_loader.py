@@ -1,13 +1,6 @@
 """Training covers each window once per epoch, evaluation each token once, whichever process reads which rows."""
 
-import io
 import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import grain
 import numpy as np
@@ -15,7 +8,6 @@ import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.loader import count_windows, evaluation_batches, train_iterator
-from heinsen.files import seal
 
 LENGTH = 5
 
@@ -30,6 +22,18 @@ def stream(rng):
 def dataset(make_dataset, stream, rng):
     cuts = np.sort(rng.choice(np.arange(1, len(stream)), 7, replace=False))
     return TokenDataset(make_dataset(np.split(stream, cuts)))
+
+
+@pytest.fixture
+def streams(rng):
+    """Return tokens of three datasets of different sizes; no window is in two of them."""
+    return [rng.integers(85 * i, 85 * i + 85, n) for i, n in enumerate(rng.integers(300, 900, 3))]
+
+
+@pytest.fixture
+def mixture(make_dataset, streams, rng):
+    datasets = [TokenDataset(make_dataset(np.array_split(s, 3), name=f"d{i}")) for i, s in enumerate(streams)]
+    return list(zip(datasets, rng.uniform(0.5, 5, 3).tolist(), strict=True))
 
 
 def _windows(stream):
@@ -89,17 +93,6 @@ def test_order_is_as_good_as_random(make_dataset, rng):
     assert np.count_nonzero(order == np.arange(rows)) < 12  # Poisson(0.15)
 
 
-def test_each_batch_is_the_rows_asked_for(dataset, rng):
-    seed, steps, batch_size = int(rng.integers(2**31)), 20, 8
-    whole = _take(train_iterator(dataset, LENGTH, batch_size, seed), steps)
-    for rows in ([5], [0, 3, 4], [2, 7], range(batch_size)):
-        rows = np.array(rows, rng.choice([np.int32, np.uint8, np.int64]))
-        iterator = train_iterator(dataset, LENGTH, batch_size, seed, rows)
-        kept = rows.copy()
-        rows[:] = 0  # a change of the caller's array has no effect
-        np.testing.assert_array_equal(_take(iterator, steps), [batch[kept] for batch in whole])
-
-
 def test_order_is_that_of_grains_own_batches(dataset, rng):
     """The order of a run must survive changes of this code: Grain's shuffle twice, repeated, cut into batches."""
     windows, seed = count_windows(dataset, LENGTH), int(rng.integers(2**31))
@@ -109,24 +102,23 @@ def test_order_is_that_of_grains_own_batches(dataset, rng):
     np.testing.assert_array_equal(_take(train_iterator(dataset, LENGTH, 7, seed), steps), expected)
 
 
-@pytest.mark.parametrize("stop", ["start", "middle", "before the seam", "after the seam"])
-def test_state_continues_exactly(dataset, stop):
-    batch_size, rows = 14, np.arange(7, 14)
-    seam = count_windows(dataset, LENGTH) // batch_size
-    done = {"start": 0, "middle": seam // 2, "before the seam": seam, "after the seam": seam + 3}[stop]
-    iterator = train_iterator(dataset, LENGTH, batch_size, 3, rows)
+@pytest.mark.parametrize("done", [0, 7, 14, 17])  # the seam of two epochs is after batch 14 or 15
+@pytest.mark.parametrize("of", ["dataset", "mixture"])
+def test_state_continues_exactly_on_any_rows(dataset, mixture, of, done):
+    data = dataset if of == "dataset" else mixture
+    rows = np.array([5, 7, 12, 13], np.uint8)
+    iterator, resumed, some = (train_iterator(data, LENGTH, 14, 3, own) for own in (None, None, rows))
+    kept = rows.copy()
+    rows[:] = 0  # a change of the caller's array has no effect
     _take(iterator, done)
     state = iterator.get_state()
     assert state == {"next_index": done}  # the contents of checkpoints
-    expected = _take(iterator, 2 * seam)
-    resumed = train_iterator(dataset, LENGTH, batch_size, 3, rows)
+    expected = _take(iterator, 30)
     _take(resumed, 2)
     resumed.set_state(state)
-    np.testing.assert_array_equal(_take(resumed, 2 * seam), expected)
-    # The state is that of the global batch: one process resumes where two stopped.
-    alone = train_iterator(dataset, LENGTH, batch_size, 3)
-    alone.set_state(state)
-    np.testing.assert_array_equal([b[rows] for b in _take(alone, 2 * seam)], expected)
+    np.testing.assert_array_equal(_take(resumed, 30), expected)
+    some.set_state(state)
+    np.testing.assert_array_equal(_take(some, 30), [batch[kept] for batch in expected])
 
 
 def test_lost_shard_is_an_error_and_the_batch_comes_once_it_is_back(make_dataset, stream):
@@ -148,6 +140,10 @@ def test_too_few_windows(make_dataset, rng):
     with pytest.raises(DatasetError, match="make 0 windows"):
         train_iterator(dataset, 21, 1, 0)
     np.testing.assert_array_equal(next(train_iterator(dataset, 20, 1, 0))["tokens"][0], dataset.read(0, 21))
+    small = TokenDataset(make_dataset([rng.integers(0, 257, 11)], name="small"))
+    next(train_iterator([(dataset, 0.6), (small, 0.4)], LENGTH, 5, 0))
+    with pytest.raises(DatasetError, match="/small has 11 tokens, .* 2 windows .* fewer than its share of 3 of the"):
+        train_iterator([(dataset, 0.5), (small, 0.5)], LENGTH, 6, 0)
 
 
 @pytest.mark.parametrize("process_count", [1, 2, 3])
@@ -185,26 +181,18 @@ def test_evaluation_of_a_split_that_fills_its_batches(make_dataset, rng):
     [
         {"sequence_length": 0},
         {"batch_size": 0},
-        {"rows": np.array([0, 2])},
-        {"rows": np.array([-1, 0])},
-        {"rows": np.array([1, 0])},
-        {"rows": np.array([0, 0])},
-        {"rows": np.array([], np.int64)},
-        {"rows": np.array([[0, 1]])},
-        {"rows": np.array([0.0])},
-        {"rows": np.array([True, False])},
+        *({"rows": np.array(rows)} for rows in ([0, 2], [-1, 0], [1, 0], [0, 0], [], [[0, 1]], [0.0], [True])),
     ],
     ids=str,
 )
 def test_arguments_out_of_range(dataset, arguments):
     arguments = {"sequence_length": LENGTH, "batch_size": 2, **arguments}
-    with pytest.raises(ValueError, match="must be"):
-        train_iterator(dataset, seed=0, **arguments)
-    with pytest.raises(ValueError, match="must be"):
-        evaluation_batches(dataset, **arguments)
-
-
-def test_seed_and_limit_out_of_range(dataset):
+    for call in (
+        lambda: train_iterator(dataset, seed=0, **arguments),
+        lambda: evaluation_batches(dataset, **arguments),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            call()
     with pytest.raises(ValueError, match="seed"):
         train_iterator(dataset, LENGTH, 2, seed=-1)
     with pytest.raises(ValueError, match="max_tokens"):
@@ -214,17 +202,8 @@ def test_seed_and_limit_out_of_range(dataset):
 # ---- mixtures ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sources(make_dataset, rng):
-    """Return three datasets of different sizes with weights, and their streams; no window is in two of them."""
-    streams = [rng.integers(85 * i, 85 * i + 85, n) for i, n in enumerate(rng.integers(300, 900, 3))]
-    datasets = [TokenDataset(make_dataset(np.array_split(s, 3), name=f"d{i}")) for i, s in enumerate(streams)]
-    return list(zip(datasets, rng.uniform(0.5, 5, 3).tolist(), strict=True)), streams
-
-
-def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
+def test_mixture_keeps_the_weights_and_each_datasets_epochs(mixture, streams, rng):
     """Holds after any number of windows; a dataset's epoch is complete whatever the others do."""
-    mixture, streams = sources
     steps, batch_size, seed = 150, 11, int(rng.integers(2**31))
     rows = _random_rows(batch_size, 2, rng)
     iterators = [train_iterator(mixture, LENGTH, batch_size, seed, own) for own in rows]
@@ -247,18 +226,6 @@ def test_mixture_keeps_the_weights_and_each_datasets_epochs(sources, rng):
     assert max(seen) > 2
 
 
-def test_mixture_resumes_from_a_number(sources):
-    mixture, _ = sources
-    iterator = train_iterator(mixture, LENGTH, 6, 1)
-    _take(iterator, 40)
-    state = iterator.get_state()
-    assert state == {"next_index": 40}
-    expected = _take(iterator, 40)
-    resumed = train_iterator(mixture, LENGTH, 6, 1, np.array([1, 4]))
-    resumed.set_state(state)
-    np.testing.assert_array_equal(_take(resumed, 40), [batch[[1, 4]] for batch in expected])
-
-
 def test_mixture_of_one_is_that_dataset(dataset):
     alone, mixed = (_take(train_iterator(data, LENGTH, 8, 3), 30) for data in (dataset, [(dataset, 0.3)]))
     np.testing.assert_array_equal(alone, mixed)
@@ -269,83 +236,3 @@ def test_datasets_of_one_size_get_different_orders(make_dataset, rng):
     mixture = [(TokenDataset(make_dataset([tokens], name=name)), 1.0) for name in "ab"]
     order = np.concatenate(_take(train_iterator(mixture, 1, 2, int(rng.integers(2**31))), 200))[:, 0]
     assert np.mean(order[::2] == order[1::2]) < 0.05
-
-
-def test_mixture_with_too_small_a_dataset(make_dataset, rng):
-    large, small = (TokenDataset(make_dataset([rng.integers(0, 257, n)], name=str(n))) for n in (500, 11))
-    next(train_iterator([(large, 0.8), (small, 0.2)], LENGTH, 10, 0))
-    with pytest.raises(DatasetError, match="/11 has 11 tokens, .* 2 windows .* fewer than its share of 3 of the"):
-        train_iterator([(large, 0.7), (small, 0.3)], LENGTH, 10, 0)
-
-
-# ---- size ----------------------------------------------------------------------------------------
-
-
-def _write_sparse(folder, n_shards, shard_tokens):
-    """Write a dataset whose shards have headers and sizes but no blocks on disk: all tokens are 0."""
-    folder.mkdir()
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (shard_tokens,)})
-    names = [f"shard-{i:05d}.npy" for i in range(n_shards)]
-    for name in names:
-        (folder / name).write_bytes(header.getvalue())
-        os.truncate(folder / name, header.tell() + 2 * shard_tokens)
-    counts = {"num_tokens": shard_tokens, "num_documents": 1, "num_bytes": shard_tokens, "sha256": ""}
-    metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": 256, "dtype": "uint16"}
-    metadata |= {"shards": [{"file": name, **counts} for name in names], "num_skipped_documents": 0, "source": {}}
-    metadata |= {key: n_shards * counts[key] for key in ("num_tokens", "num_documents", "num_bytes")}
-    (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
-
-
-_AT_SCALE = """
-import json, os, re, sys, time
-from pathlib import Path
-from heinsen.data.dataset import TokenDataset
-from heinsen.data.loader import train_iterator
-
-def megabytes(field):
-    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-
-before, start = megabytes("VmRSS"), time.perf_counter()
-dataset = TokenDataset(sys.argv[1])
-opening = time.perf_counter() - start
-starts, read = [], dataset.read
-def recording_read(start, stop):
-    starts.append(start)
-    return read(start, stop)
-dataset.read = recording_read
-iterator = train_iterator(dataset, 1024, 480, 0)
-for _ in range(3):
-    assert next(iterator)["tokens"].shape == (480, 1025)
-start = time.perf_counter()
-iterator.set_state({"next_index": 500_000})
-next(iterator)
-seeking = time.perf_counter() - start
-print(json.dumps({"opening": opening, "seeking": seeking, "megabytes": megabytes("VmHWM") - before, "starts": starts,
-    "state": iterator.get_state(), "open_files": len(os.listdir("/proc/self/fd"))}))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-def test_300_billion_tokens_need_no_memory(tmp_path):
-    folder, n_shards, shard_tokens = tmp_path / "train", 1000, 300_000_000
-    _write_sparse(folder, n_shards, shard_tokens)
-    try:
-        run = subprocess.run(
-            [sys.executable, "-c", _AT_SCALE, str(folder)],
-            cwd=Path(__file__).resolve().parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    finally:
-        shutil.rmtree(folder)
-    found = json.loads(run.stdout)
-    assert found["opening"] < 10 and found["seeking"] < 5  # seconds; both take a tenth on a quiet machine
-    assert found["megabytes"] < 30  # the tokens take 600,000, a permutation of the windows 1,100
-    assert found["state"] == {"next_index": 500_001}
-    assert found["open_files"] < 300
-    starts = np.array(found["starts"])
-    assert len(set(found["starts"])) == len(starts) == 4 * 480 and (starts % 1024 == 0).all()
-    counts = np.histogram(starts, 10, (0, n_shards * shard_tokens))[0]
-    assert counts.min() > 120  # of 192 expected

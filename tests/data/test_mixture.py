@@ -18,9 +18,11 @@ from heinsen.data.mixture import bytes_per_token, check_mixture, deal, open_mixt
         ("data/pile:0.7,data/code:0.3", [("data/pile", 0.7), ("data/code", 0.3)]),
         (" a:1 , /b/c:2,d:1e0", [("a", 0.25), ("/b/c", 0.5), ("d", 0.25)]),
         ("a:1e308,b:1e308", [("a", 0.5), ("b", 0.5)]),
+        ("a:1,~/b:3", [("a", 0.25), ("/home/me/b", 0.75)]),
     ],
 )
-def test_parse(path, expected):
+def test_parse(path, expected, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
     parsed = parse_mixture(path)
     assert [folder for folder, _ in parsed] == [folder for folder, _ in expected]
     assert [weight for _, weight in parsed] == pytest.approx([weight for _, weight in expected], rel=1e-15)

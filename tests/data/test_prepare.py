@@ -1,4 +1,4 @@
-"""Preparations survive kills and full disks, refuse other settings, and may be divided among machines."""
+"""Preparations survive kills and full disks, and refuse other settings."""
 
 import contextlib
 import dataclasses
@@ -22,10 +22,10 @@ from heinsen.data import prepare as prepare_module
 from heinsen.data import tokenize as tokenize_module
 from heinsen.data import writer as writer_module
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.prepare import PreparationError, prepare, prepare_part
+from heinsen.data.prepare import PreparationError, prepare
 from heinsen.data.sources import find_inputs
 from heinsen.errors import exit_on_error
-from heinsen.files import hold_lock, seal, unseal
+from heinsen.files import hold_lock
 from tests.data.preparing import check_split, files_of, interrupt, jsonl, settings_of, times_of
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -75,10 +75,10 @@ def test_a_split_without_text_does_not_bind_the_next_attempt(tmp_path, content, 
 def test_number_of_workers(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["text"]))
     settings, counts = settings_of(tmp_path / "a.jsonl"), []
-    original = prepare_module.tokenize_documents
+    original = prepare_module.tokenize_blocks
     monkeypatch.setattr(
         prepare_module,
-        "tokenize_documents",
+        "tokenize_blocks",
         lambda *arguments: (counts.append(arguments[-1]), original(*arguments[:-1], 1))[1],
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
@@ -226,29 +226,15 @@ def test_full_disk_is_named_and_loses_nothing(interrupted, tmp_path, size, name)
     check_split(folder, documents)
 
 
-def _without_digests(text):
-    return re.sub(', "digest": "[0-9a-f]*"', "", text)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: re.sub(r'"num_bytes": (\d+)', r'"num_bytes": \g<1>0', text, count=1), "its digest does not fit"),
-        (lambda text: text.replace('"position": [0, 7]', '"position": [0, 3]'), "its digest does not fit"),
-        (_without_digests, "it has no digest"),
-        (lambda text: text.replace("\n", "\n5\n", 1), "int in place of a record"),
-        (None, "shard-00001.npy has .* bytes instead of"),
-    ],
-)
-def test_damage_of_an_unfinished_preparation_is_found(interrupted, tmp_path, change, message):
+@pytest.mark.parametrize("damaged", ["progress.jsonl", "shard-00001.npy"])
+def test_damage_of_an_unfinished_preparation_is_found(interrupted, tmp_path, damaged):
     settings, folder, _ = interrupted
-    progress, shard = folder / "progress.jsonl", folder / "shard-00001.npy"
-    if change is None:
-        shard.write_bytes(shard.read_bytes()[:-1])
+    content = (folder / damaged).read_bytes()
+    if damaged == "progress.jsonl":
+        message, content = "its digest does not fit", content.replace(b'"position": [0, 7]', b'"position": [0, 3]')
     else:
-        whole = progress.read_text()
-        progress.write_text(change(whole))
-        assert progress.read_text() != whole
+        message, content = "shard-00001.npy has .* bytes instead of", content[:-1]
+    (folder / damaged).write_bytes(content)
     with pytest.raises(PreparationError, match=f"{folder}.* is damaged .*{message}.*delete the folder"):
         prepare(settings, tmp_path / "out")
 
@@ -258,9 +244,6 @@ def test_damage_of_an_unfinished_preparation_is_found(interrupted, tmp_path, cha
     ("change", "message"),
     [
         ({"shard_tokens": 999}, "shard_tokens: 1000 before, 999 now"),
-        ({"tokenizer": "gpt2"}, "tokenizer: 'bytes' before, 'gpt2' now"),
-        ({"max_documents": 50}, "max_documents: None before, 50 now"),
-        ({"source_field": "from"}, "source_field: 'meta.pile_set_name' before, 'from' now"),
         ({}, "inputs: .* before, .* now"),
     ],
 )
@@ -331,196 +314,6 @@ def test_a_file_of_another_split_is_refused(tmp_path, finished):
     assert prepare(settings_of(tmp_path / "c*.jsonl", corpus / "empty.jsonl", split="validation"), out).n_documents == 1
 
 
-# ---- in parts, by several machines ---------------------------------------------------------------
-
-
-@pytest.fixture
-def corpus(tmp_path, rng):
-    """A folder of seven files and the texts of each; some texts are longer than a shard of 300 tokens."""
-    (tmp_path / "corpus").mkdir()
-    texts = {}
-    for name in "abcdefg":
-        texts[name] = [rng.bytes(n).hex() for n in rng.integers(1, 200, rng.integers(3, 9))]
-        (tmp_path / "corpus" / f"{name}.jsonl").write_bytes(jsonl(texts[name]))
-    return tmp_path / "corpus", list(texts.values())
-
-
-def _joined(texts, count):
-    """Return the documents in the order of parts: each takes every `count`-th file."""
-    return [text for index in range(count) for file in texts[index::count] for text in file]
-
-
-def _prepare_parts(settings, out, count):
-    for index in range(count):
-        dataset = prepare_part(settings, out, index, count)
-    return dataset
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_parts_make_one_dataset(tmp_path, corpus, rng, count, capsys):
-    source, texts = corpus
-    settings, folder = settings_of(source, shard_tokens=300), tmp_path / "out" / "train"
-    for number, index in enumerate(rng.permutation(count).tolist()):
-        if number:
-            with pytest.raises(DatasetError, match=f"no metadata.json, and {number} of the {number} parts there are"):
-                TokenDataset(folder)
-        capsys.readouterr()
-        dataset = prepare_part(settings, tmp_path / "out", index, count)
-        check_split(
-            folder / f"part-{index:05d}-of-{count:05d}", [text for file in texts[index::count] for text in file]
-        )
-        found = f"{number + 1} of {count} parts are finished" if number < count - 1 else "finished and joined"
-        assert found in capsys.readouterr().err
-    assert dataset.path == folder
-    check_split(folder, _joined(texts, count), parts=count)
-    metadata = dataset.metadata
-    assert [shard["file"] for shard in metadata["shards"]] == sorted(
-        path.relative_to(folder).as_posix() for path in folder.glob("part-*/shard-*.npy")
-    )
-    prepare(settings, tmp_path / "whole")
-    alone = TokenDataset(tmp_path / "whole" / "train").metadata
-    assert alone["source"].pop("content").keys() == {"times", "files"}
-    assert metadata["source"] == alone["source"] | {"shard_count": count}
-    assert metadata | {"shards": 0, "source": 0} == alone | {"shards": 0, "source": 0}
-
-    before = times_of(folder)
-    capsys.readouterr()
-    assert prepare_part(settings, tmp_path / "out", 0, count).path == folder
-    message = capsys.readouterr().err
-    assert f"part-00000-of-{count:05d}: already prepared" in message
-    assert f"all {count} parts are finished and joined" in message
-    assert {**times_of(folder), folder: 0} == {**before, folder: 0}, "only the lock comes and goes"
-
-
-def test_parts_do_not_depend_on_workers_or_interruptions(tmp_path, corpus):
-    settings = settings_of(corpus[0], shard_tokens=300)
-    _prepare_parts(settings, tmp_path / "out", 2)
-    again = tmp_path / "again"
-    prepare_part(settings, again, 1, 2, workers=2)
-    interrupt(settings, again, 2, part=(0, 2))
-    prepare_part(settings, again, 0, 2)
-    assert files_of(again / "train") == files_of(tmp_path / "out" / "train")
-
-
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "other"])
-def test_any_part_joins_all_again(tmp_path, corpus, text, monkeypatch):
-    """After a kill between the last part's metadata and the split's; or if the latter is damaged or of other parts."""
-    settings, out = settings_of(corpus[0]), tmp_path / "out"
-    _prepare_parts(settings, out, 2)
-    before, path = files_of(out), out / "train" / "metadata.json"
-    if text is None:
-        path.unlink()
-    elif text == "other":
-        other = unseal(json.loads(path.read_text()))
-        other["shards"].reverse()
-        path.write_text(json.dumps(seal(other)))
-    else:
-        path.write_text(text)
-        with pytest.raises(DatasetError, match=f"{path} is damaged .* rerun the command of any part"):
-            TokenDataset(out / "train")
-    monkeypatch.setattr(prepare_module, "_PATIENCE", 0.0)
-    with hold_lock(path.with_name("prepare.lock")), pytest.raises(PreparationError, match="another process is joining"):
-        prepare_part(settings, out, 0, 2)
-    prepare_part(settings, out, 0, 2)
-    assert files_of(out) == before
-
-
-def test_a_part_may_be_empty(tmp_path, corpus):
-    source, texts = corpus
-    (source / "b.jsonl").write_bytes(jsonl([""]))
-    settings, out = settings_of(source), tmp_path / "out"
-    assert prepare_part(settings, out, 1, 7).n_bytes == 0
-    _prepare_parts(settings, out, 7)
-    check_split(out / "train", _joined([[""] if i == 1 else file for i, file in enumerate(texts)], 7), parts=7)
-    for path in source.iterdir():
-        path.write_bytes(b"")
-    with pytest.raises(PreparationError, match="no text in any of the 2 parts"):
-        _prepare_parts(settings, tmp_path / "empty", 2)
-    assert not (tmp_path / "empty" / "train" / "metadata.json").exists()
-
-
-def test_bad_document_is_skipped_in_its_part(tmp_path, corpus):
-    source, texts = corpus
-    with open(source / "b.jsonl", "ab") as file:
-        file.write(b"\n{")
-    settings, out = settings_of(source), tmp_path / "out"
-    prepare_part(settings, out, 0, 2)
-    with pytest.raises(PreparationError, match=r"b\.jsonl, line .*invalid JSON"):
-        prepare_part(settings, out, 1, 2)
-    dataset = prepare_part(settings, out, 1, 2, skip_bad_documents=True)
-    assert dataset.metadata["num_skipped_documents"] == 1
-    check_split(out / "train", _joined(texts, 2), parts=2)
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_parts_with_other_settings_are_refused_and_nothing_is_touched(tmp_path, corpus, finished):
-    settings, out = settings_of(corpus[0], shard_tokens=50), tmp_path / "out"
-    part = out / "train" / "part-00001-of-00003"
-    if finished:
-        prepare_part(settings, out, 1, 3)
-    else:
-        interrupt(settings, out, 2, part=(1, 3))
-    before = files_of(out)
-    what = f"{part} {'was prepared' if finished else 'holds an unfinished preparation'} with other settings"
-    for change, index, count, message in [
-        ({"shard_tokens": 49}, 1, 3, "shard_tokens: 50 before, 49 now"),
-        ({"tokenizer": "gpt2"}, 0, 3, "tokenizer: 'bytes' before, 'gpt2' now"),
-        ({}, 0, 2, "shard_count: 3 before, 2 now"),
-        ({}, 1, 7, "shard_count: 3 before, 7 now"),
-    ]:
-        with pytest.raises(PreparationError, match=f"{what}: {message}.*delete the folder"):
-            prepare_part(dataclasses.replace(settings, **change), out, index, count)
-    with pytest.raises(PreparationError, match=f"{what}: shard_count: 3 before, None now"):
-        prepare(settings, out)
-    with open(corpus[0] / "g.jsonl", "ab") as file:  # an input of another part
-        file.write(b"\n")
-    with pytest.raises(PreparationError, match=f"{what}: inputs: "):
-        prepare_part(settings, out, 1, 3)
-    assert files_of(out) == before
-    (part / ("metadata.json" if finished else "progress.jsonl")).write_text("{\n")
-    with pytest.raises(PreparationError, match=f"{part}/.* is damaged .*; delete the folder and rerun the command"):
-        prepare_part(settings, out, 0, 3)
-
-
-def test_parts_of_a_split_prepared_whole_are_refused(interrupted, tmp_path):
-    settings, folder, _ = interrupted
-    (tmp_path / "b.jsonl").write_bytes(jsonl(["b"]))
-    settings = dataclasses.replace(settings, sources=(*settings.sources, str(tmp_path / "b.jsonl")))
-    before = files_of(folder)
-    with pytest.raises(PreparationError, match=f"{folder} .* with other settings: .*shard_count: None before, 2 now"):
-        prepare_part(settings, tmp_path / "out", 0, 2)
-    assert files_of(folder) == before
-
-
-def test_parts_that_differ_are_not_joined(tmp_path, corpus, monkeypatch):
-    """Two machines that begin at the same moment do not see each other's settings before the end."""
-    settings, out = settings_of(corpus[0]), tmp_path / "out"
-    prepare_part(settings, out, 0, 2)
-    find_parts = prepare_module.find_parts
-    monkeypatch.setattr(prepare_module, "find_parts", lambda path: [])
-    with pytest.raises(PreparationError, match="part-00000-of-00002 was prepared with other settings: text_field"):
-        prepare_part(settings_of(corpus[0], text_field="meta"), out, 1, 2, skip_bad_documents=True)
-    assert find_parts(out / "train") and not (out / "train" / "metadata.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "index", "count", "message"),
-    [
-        ({}, 0, 8, "7 inputs for shard_count = 8: .*--shard_count=7 or less"),
-        ({"sources": ("owner/corpus",)}, 0, 2, "1 input for shard_count = 2: .*A hub dataset is one input"),
-        ({"max_tokens": 10}, 0, 2, "max_tokens = 10 and shard_count = 2"),
-        ({"max_documents": 9}, 1, 2, "max_documents = 9 and shard_count = 2"),
-        ({}, 2, 2, "shard_index = 2, shard_count = 2: the index must be from 0"),
-        ({}, -1, 2, "shard_index = -1"),
-        ({}, 0, 0, "shard_count = 0"),
-    ],
-)
-def test_impossible_parts(tmp_path, corpus, change, index, count, message):
-    with pytest.raises(PreparationError, match=message):
-        prepare_part(dataclasses.replace(settings_of(corpus[0]), **change), tmp_path / "out", index, count)
-    assert not (tmp_path / "out").exists()
-
-
 _KILLED = """
 import os, runpy, signal, sys
 from heinsen.data.writer import ShardWriter
@@ -537,39 +330,29 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_command_line_in_parts(tmp_path, rng, commands):
-    """Kill one machine, rerun its command, join, verify; then damage a shard and follow the error message."""
-    source = tmp_path / "corpus"
-    source.mkdir()
-    texts = [[rng.bytes(20_000).hex() for _ in range(6)] for _ in range(3)]
-    for number, file in enumerate(texts):
-        (source / f"{number}.jsonl").write_bytes(jsonl(file))
+def test_command_line(tmp_path, rng, commands):
+    """Kill a preparation, rerun its command, verify; then damage a shard and follow the error message."""
+    texts = [rng.bytes(20_000).hex() for _ in range(12)]
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_bytes(jsonl(texts[4 * number : 4 * number + 4]))
     folder, data = tmp_path / "out" / "train", ["--split=train", f"--out={tmp_path / 'out'}"]
-    settings = settings_of(source, shard_tokens=30_000)
-    arguments = [f"--source={source}", "--tokenizer=bytes", "--shard_tokens=30000", "--shard_count=2", *data]
+    arguments = [f"--source={tmp_path}/*.jsonl", "--tokenizer=bytes", "--shard_tokens=30000", *data]
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(SCRIPT), *arguments], cwd=SCRIPT.parents[1])
+    assert killed.returncode == -signal.SIGKILL and len(list(folder.glob("shard-*.npy"))) == 2
+    result = commands.fork(SCRIPT, *arguments, "--verify")
+    assert "resuming after 1 fin" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
+    check_split(folder, texts)
 
-    killed = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(SCRIPT), *arguments, "--shard_index=0"], cwd=SCRIPT.parents[1]
-    )
-    assert killed.returncode == -signal.SIGKILL and len(list(folder.rglob("shard-*.npy"))) == 2
-    prepare_part(settings, tmp_path / "out", 1, 2)
-    result = commands.fork(SCRIPT, *arguments, "--shard_index=0", "--verify")
-    assert "resuming after" in result.stderr and f"{folder}: every shard matches its SHA-256" in result.stderr
-    check_split(folder, _joined(texts, 2), parts=2)
-    _prepare_parts(settings, tmp_path / "uninterrupted", 2)
-    before = files_of(folder)
-    assert before == files_of(tmp_path / "uninterrupted" / "train")
-
-    shard = folder / "part-00001-of-00002" / "shard-00001.npy"
+    before, shard = files_of(folder), folder / "shard-00001.npy"
     content = bytearray(shard.read_bytes())
     content[-3] ^= 1
     shard.write_bytes(content)
     result = commands.fork(SCRIPT, "--verify", *data)
-    message = "SHA-256 differs from metadata.json for part-00001-of-00002/shard-00001.npy; delete the folder (\\S+) and"
+    message = "SHA-256 differs from metadata.json for shard-00001.npy; delete the folder (\\S+) and"
     assert result.returncode == 1 and (found := re.search(message, result.stderr)), result.stderr
-    assert Path(found[1]) == shard.parent
+    assert Path(found[1]) == folder
     shutil.rmtree(found[1])
-    prepare_part(settings, tmp_path / "out", 1, 2)
+    prepare(settings_of(tmp_path / "*.jsonl", shard_tokens=30_000), tmp_path / "out")
     assert files_of(folder) == before
 
 
@@ -623,16 +406,12 @@ def test_sources_are_kept_beside_the_shards(tmp_path, named):
     ]
 
 
-def test_sources_do_not_depend_on_interruptions_or_parts(tmp_path, named):
-    source, _, names = named
-    settings = settings_of(source, shard_tokens=300)
+def test_sources_do_not_depend_on_interruptions(tmp_path, named):
+    settings = settings_of(named[0], shard_tokens=300)
     prepare(settings, tmp_path / "out")
     interrupt(settings, tmp_path / "again", 2)
     prepare(settings, tmp_path / "again")
     assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
-    dataset = _prepare_parts(settings, tmp_path / "parts", 2)
-    dataset.verify()
-    assert _sources(dataset.path) == [name for own in names[::2] + names[1::2] for name in own]
 
 
 def test_skipped_documents_have_no_source_and_damaged_ones_are_found(tmp_path):
@@ -675,9 +454,7 @@ def test_command_line_errors_are_one_line(commands, tmp_path):
     table = {
         "no file matches": ["--source=missing.txt", "--split=train"],
         "a.txt would be in every split": [f"--source={tmp_path}/a.txt", "--split=train,validation"],
-        "--shard_index=1 and --shard_count=None: give both": ["--source=a.txt", "--split=train", "--shard_index=1"],
         "no source given": ["--split=train"],
-        "no --shard_count": ["--split=train", "--verify", "--shard_count=2"],
         f"no token dataset at {tmp_path}/out/train": ["--split=train", "--verify"],
         "a.txt/train: Not a directory: giv": [f"--source={tmp_path}/a.txt", "--split=train", f"--out={tmp_path}/a.txt"],
     }

@@ -1,9 +1,12 @@
 """Every kind of input becomes the stream of its documents; bad input is named, not ignored."""
 
+import errno
 import functools
 import gzip
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +22,8 @@ from heinsen.data import readers as readers_module
 from heinsen.data import tokenize as tokenize_module
 from heinsen.data.prepare import PreparationError, prepare
 from heinsen.data.sources import check_disjoint, find_inputs
-from tests.data.preparing import check_split, jsonl, settings_of
+from tests.data.preparing import check_split, files_of, interrupt, jsonl, settings_of
+from tests.runs import ROOT
 
 
 @pytest.fixture
@@ -71,18 +75,22 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50)
     monkeypatch.setattr(readers_module, "READ_BYTES", 17)
     tokenize, sizes = tokenize_module._tokenize_batch, []
-    record = lambda settings, folder, batch: (sizes.append(len(batch)), tokenize(settings, folder, batch))[1]
+    record = lambda *arguments: (result := tokenize(*arguments), sizes.append(len(result[1])))[0]
     monkeypatch.setattr(tokenize_module, "_tokenize_batch", record)
     prepare(settings_of(folder / "*"), tmp_path / "glob", workers=1)  # the same files, in smaller pieces
     check_split(tmp_path / "glob" / "train", documents)
-    assert sum(sizes) == len(documents) and len(sizes) > 20
+    assert sum(sizes) == len(documents) and len(sizes) > 5
 
 
-def test_worker_processes_keep_the_order(tmp_path, documents, rng, monkeypatch):
-    folder = write_files(tmp_path / "in", "jsonl", documents, rng)
+def test_the_bytes_do_not_depend_on_workers_or_interruptions(tmp_path, documents, rng, monkeypatch):
+    folder = write_files(tmp_path / "in", "jsonl.zst", documents, rng)
+    settings = settings_of(folder, tokenizer="gpt2", shard_tokens=1500)
+    prepare(settings, tmp_path / "alone", workers=1)
     monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)  # many batches under way at once
-    prepare(settings_of(folder, tokenizer="gpt2"), tmp_path / "out", workers=2)
+    interrupt(settings, tmp_path / "out", 2)  # within a block of lines
+    prepare(settings, tmp_path / "out", workers=2)
     check_split(tmp_path / "out" / "train", documents, "gpt2")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "alone")
 
 
 def test_sources_are_read_in_the_order_given(tmp_path):
@@ -163,18 +171,20 @@ def test_a_dataset_that_is_not_on_the_hub_is_named_at_once(tmp_path, monkeypatch
 @pytest.mark.parametrize("pattern", ["", "*"])
 def test_every_file_of_a_folder_is_read_or_named(tmp_path, capsys, pattern):
     folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
-    for path in (folder / "sub", elsewhere):
+    for path in (folder / "sub", elsewhere, folder / "lost+found", folder / "sub" / ".git"):
         path.mkdir(parents=True)
     for path in (folder / "a.jsonl", folder / "b.JSONL", folder / "sub" / "c.jsonl", elsewhere / "d.jsonl"):
         path.write_bytes(jsonl([path.stem]))
-    for name in ("sub/.hidden.jsonl", "sub/._a.jsonl", "sub/README.md", "e.json"):
+    for name in ("sub/.hidden.jsonl", "sub/.git/a.jsonl", "lost+found/a.jsonl", "sub/README.md", "e.json"):
         (folder / name).write_bytes(jsonl(["unread"]))
     (folder / "linked").symlink_to(elsewhere)
     (folder / "sub" / "loop").symlink_to(folder)
     (folder / "f.jsonl").symlink_to("nowhere")
     prepare(settings_of(folder / pattern if pattern else folder), tmp_path / "out")
     check_split(tmp_path / "out" / "train", ["a", "b", "d", "c"])
-    groups = "hidden: 2 (._a.jsonl, .hidden.jsonl); broken links: 1 (f.jsonl); of other kinds: 2 (e.json, README.md)"
+    groups = (
+        "hidden: 3 (lost+found, .git, .hidden.jsonl); broken links: 1 (f.jsonl); of other kinds: 2 (e.json, README.md)"
+    )
     assert f": 4 files are read, others not; {groups}\n" in capsys.readouterr().err
 
 
@@ -240,9 +250,9 @@ def test_a_long_line_is_read_in_linear_time(tmp_path, monkeypatch):
     monkeypatch.setattr(readers_module, "READ_BYTES", 1 << 10)
     (tmp_path / "a.jsonl").write_bytes(b"x" * (1 << 24) + b"\ny")
     start = time.process_time()
-    lines = [line for _, line in readers_module.read_jsonl(str(tmp_path / "a.jsonl"), settings_of("a"))]
+    blocks = list(readers_module.read_jsonl(str(tmp_path / "a.jsonl"), settings_of("a")))
     assert time.process_time() - start < 2
-    assert lines == [b"x" * (1 << 24), b"y"]
+    assert blocks == [(range(1, 2), b"x" * (1 << 24)), (range(2, 3), b"y")]
 
 
 BAD_LINES = {
@@ -341,7 +351,7 @@ def not_utf8():
         ([("text", [1])], "row 1: the text is not a string but int"),
         ([("text", not_utf8())], r"row 2: damaged Parquet data \('utf-8' codec can't decode byte 0xe9"),
         ([("content", ["a"])], "row 1: no column 'text' but content; name the text column by --text_field"),
-        ([("text", ["a"]), ("text", ["b"])], "row 1: damaged Parquet data .*Multiple matches"),
+        ([("text", ["a"]), ("text", ["b"])], "row 1: damaged Parquet data .*exists 2 times"),
     ],
     ids=["null", "numbers", "not UTF-8", "no column", "two columns"],
 )
@@ -364,6 +374,24 @@ def test_damaged_parquet_is_skipped_with_the_rest_of_its_rows(tmp_path):
         prepare(settings, tmp_path / "out")
     assert prepare(settings, tmp_path / "out", skip_bad_documents=True).metadata["num_skipped_documents"] == 1
     check_split(tmp_path / "out" / "train", ["b"])
+
+
+def test_an_error_of_the_system_is_no_bad_document(tmp_path, monkeypatch):
+    """Nor is a home that cannot be written, of which nothing is needed for local files."""
+    write_table(tmp_path / "a.parquet", text=["a"] * 10)
+    arguments = [f"--source={tmp_path}/a.parquet", "--tokenizer=bytes", "--split=train", f"--out={tmp_path}/out"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("XDG_CACHE_HOME", "HF_HOME")}
+    environment |= {"HOME": "/proc/nobody"}
+    command = [sys.executable, ROOT / "scripts" / "prepare_data.py", "--skip_bad_documents", *arguments]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    check_split(tmp_path / "out" / "train", ["a"] * 10)
+
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied", "/elsewhere")
+
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", refuse)
+    with pytest.raises(PermissionError):
+        prepare(settings_of(tmp_path / "a.parquet"), tmp_path / "other", skip_bad_documents=True)
 
 
 @pytest.mark.parametrize("kind", [pyarrow.large_string(), pyarrow.string_view(), "dictionary"], ids=str)

@@ -12,9 +12,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heinsen.data import tokenizer as tokenizer_module
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.documents import find_documents
-from heinsen.data.prepare import PreparationError, Settings, prepare, prepare_part
+from heinsen.data.prepare import PreparationError, Settings, prepare
 from heinsen.data.tokenizer import (
     Tokenizer,
     TokenizerFilesError,
@@ -87,6 +88,19 @@ def folder(tmp_path_factory) -> Path:
     library.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     library.add_special_tokens(["<unk>", "</s>"])
     library.save(str(folder / "unigram.json"))
+
+    # As Llama's: merges of the whole text, before which stands a space, and bytes for what they cannot spell.
+    learned = json.loads((folder / "small.json").read_text())["model"]
+    bytes_and_special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [piece.replace("Ġ", "▁") for piece in learned["vocab"] if piece.replace("Ġ", "a").isascii()]
+    merges = [tuple(piece.replace("Ġ", "▁") for piece in pair) for pair in learned["merges"]]
+    merges = [pair for pair in merges if {*pair, "".join(pair)} <= {*pieces}]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([*bytes_and_special, *pieces]))}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    normalizers = tokenizers.normalizers
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.add_special_tokens(["<unk>", "</s>"])
+    library.save(str(folder / "llama.json"))
     return folder
 
 
@@ -131,6 +145,23 @@ def test_what_a_file_adds_and_cuts_is_left_out(folder, tmp_path):
     library.save(str(tmp_path / "tokenizer.json"))
     ours, plain = (open_tokenizer_file(path) for path in (tmp_path / "tokenizer.json", folder / "small.json"))
     np.testing.assert_array_equal(ours.encode("some words of a text"), plain.encode("some words of a text"))
+
+
+@pytest.mark.parametrize("name", ["small", "words", "unigram", "llama"])
+def test_a_long_text_is_encoded_in_pieces_with_the_ids_of_the_whole(folder, name, rng, monkeypatch):
+    """The library takes 190 bytes for each byte of a text at a time."""
+    tokenizer, own = open_tokenizer_file(folder / f"{name}.json", "</s>" * (name != "small") or None), Path(__file__)
+    drawn = ["".join(rng.choice(list(alphabet), 3000)) for alphabet in ("ab ", "ab", "a é漢🙂\n", "<|endoftext/s> ")]
+    texts = [own.read_text(), *drawn, "".join(NASTY) * 9, "a" * 3000, "0" * 3000, " " * 3000, "漢" * 3000]
+    wholes = [tokenizer._encode(text) for text in texts]
+    encode, lengths = tokenizer._encode, []
+    monkeypatch.setattr(tokenizer, "_encode", lambda text: (lengths.append(len(text)), encode(text))[1])
+    for constant, value in {"_PIECE": 400, "_CONTEXT": 61, "_TRIES": 50}.items():
+        monkeypatch.setattr(tokenizer_module, constant, value)
+    np.testing.assert_array_equal(tokenizer.encode(texts[0]), wholes[0])
+    assert max(lengths) < 900
+    for text, whole in zip(texts, wholes, strict=True):
+        np.testing.assert_array_equal(tokenizer.encode(text), whole)
 
 
 @pytest.mark.parametrize("name", ["words", "unigram"])
@@ -273,11 +304,9 @@ def test_a_preparation_knows_the_tokenizer_by_its_content(folder, tmp_path, capf
         TokenDataset(dataset.path)
 
 
-def test_parts_and_their_split_have_the_file(folder, tmp_path):
+def test_workers_find_the_file(folder, tmp_path):
     sources = tuple(str(jsonl(tmp_path / f"{i}.jsonl", [f"text {i}"])) for i in range(2))
-    for index in range(2):
-        settings = Settings(sources, "train", str(folder / "small.json"))
-        dataset = prepare_part(settings, tmp_path / "data", index, 2, workers=2)
+    dataset = prepare(Settings(sources, "train", str(folder / "small.json")), tmp_path / "data", workers=2)
     tokens = dataset.read(0, dataset.n_tokens)
     assert get_tokenizer(dataset.tokenizer_name, dataset.path).decode(tokens) == f"text 0{EOT}text 1{EOT}"
 

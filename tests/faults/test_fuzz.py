@@ -2,7 +2,8 @@
 
     python -m pytest -n 0 -m long tests/faults/test_fuzz.py [--seed=N] [-k prepare]
 
-HEINSEN_FUZZ is the number of times that each command meets each damage of each kind of file.
+HEINSEN_FUZZ is the number of times that each command meets each damage of each kind of file. Without -m long it meets
+one damage of each kind of file, drawn anew in every session.
 """
 
 import dataclasses
@@ -25,7 +26,6 @@ from tests.data.preparing import interrupt, settings_of
 from tests.runs import OVERRIDES, ROOT, Commands, checkpoint_steps, read_log, without_timing
 
 pytest_plugins = ["tests.run_fixtures"]
-pytestmark = pytest.mark.long
 
 ROUNDS = int(os.environ.get("HEINSEN_FUZZ", 1))
 STEPS, EVERY = 12, 4  # the run's; its last checkpoint is removed, and `resume` repeats the steps after the one before
@@ -78,7 +78,7 @@ RUN_FILES = {
     "records of a checkpoint": f"{RUN}/checkpoints/8/*METADATA*",
     "other files of a checkpoint": f"{RUN}/checkpoints/8/*",
 }
-PREPARE = ["scripts/prepare_data.py", "--tokenizer=bytes", "--shard_tokens=1000", "--workers=1", f"--source={{}}/{RAW}"]
+PREPARE = ["scripts/prepare_data.py", "--tokenizer=bytes", "--shard_tokens=1000", "--workers=1"]
 TRAIN = ["train.py", f"--config={ROOT}/configs/default.py", f"--workdir={{}}/{RUN}", f"--config.data.path={{}}/{DATA}"]
 TRAIN += [f"--config.{name}={value}" for name, value in SETTINGS.items()]
 COMMANDS = {
@@ -93,7 +93,7 @@ COMMANDS = {
         {"config.json of an export": f"{EXPORT}/config.json", "weights": f"{EXPORT}/weights.safetensors"},
     ),
     "prepare: resume": Command(
-        [*PREPARE, f"--out={{}}/{PARTIAL}", "--split=train"],
+        [*PREPARE, f"--source={{}}/{RAW}", f"--out={{}}/{PARTIAL}", "--split=train"],
         {
             "progress.jsonl": f"{PARTIAL}/train/progress.jsonl",
             "inputs": f"{RAW}/*",
@@ -239,14 +239,16 @@ def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> World
     """Inputs, a preparation with two of its three shards, a dataset, a run, and its export."""
     folder = tmp_path_factory.mktemp("world")
     world = World(commands, folder / "whole", folder / "live")
-    (world.live / RAW).mkdir(parents=True)
+    sources = {"train": world.live / RAW, "validation": folder / "validation"}  # no file may be in two splits
+    for path in sources.values():
+        path.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    for name in ("a", "b", "c"):
+    for path in [*(sources["train"] / name for name in "abc"), sources["validation"] / "d"]:
         texts = [" ".join(rng.choice(["abc", "de", "fgh"], 30)) for _ in range(10)]
         lines = [json.dumps({"text": text, "meta": {"pile_set_name": "AB"[i % 2]}}) for i, text in enumerate(texts)]
-        (world.live / RAW / f"{name}.jsonl.zst").write_bytes(zstandard.compress("\n".join(lines).encode()))
-    for split in ("train", "validation"):
-        end, _ = world.run(Command([*PREPARE, f"--out={{}}/{DATA}", f"--split={split}"], {}))
+        path.with_suffix(".jsonl.zst").write_bytes(zstandard.compress("\n".join(lines).encode()))
+    for split, source in sources.items():
+        end, _ = world.run(Command([*PREPARE, f"--source={source}", f"--out={{}}/{DATA}", f"--split={split}"], {}))
         assert end.returncode == 0, end.stderr
     interrupt(settings_of(world.live / RAW, shard_tokens=1000), world.live / PARTIAL, shards=2)
     export = Command(["scripts/export.py", f"--workdir={{}}/{RUN}", f"--out={{}}/{EXPORT}"], {})
@@ -264,13 +266,17 @@ def files_of(folder: Path) -> list[Path]:
     return sorted((path for path in folder.rglob("*") if path.is_file()), key=order)
 
 
-def cases_of(rng, world: World, command: Command) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, path, damage): ROUNDS times each damage of each kind of file, of which a file is drawn for each."""
+def cases_of(rng, world: World, command: Command, rounds: int) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, path, damage): `rounds` times each damage of each kind of file, of which a file is drawn for each.
+
+    0 rounds: one damage of each kind.
+    """
     left = [str(path.relative_to(world.whole)) for path in files_of(world.whole)]
     for kind, pattern in command.reads.items():
         files = fnmatch.filter(left, pattern)
         left = [path for path in left if path not in files]
-        for damage in [*damages_of(files[0])] * ROUNDS:
+        damages = [*damages_of(files[0])]
+        for damage in damages * rounds or [str(rng.choice(damages))]:
             yield kind, str(rng.choice(files)), damage
 
 
@@ -306,8 +312,9 @@ def judge(name: str, path: str, damage: str, end: Any, result: Any, accepted: li
     return None if names_file(message) or is_of_data else "the error does not name the file"
 
 
+@pytest.mark.parametrize("rounds", [0, pytest.param(ROUNDS, marks=pytest.mark.long)], ids=["smallest", "whole"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_damage_never_passes_for_a_result(world, rng, name):
+def test_damage_never_passes_for_a_result(world, rng, name, rounds):
     command, accepted, wrong = COMMANDS[name], [], []
     for kept in ("all", "older") if name == "eval" else ("all",):
         world.reset()
@@ -316,7 +323,7 @@ def test_damage_never_passes_for_a_result(world, rng, name):
         end, result = world.run(command)
         assert end.returncode == 0 and result not in accepted, end.stderr
         accepted.append(result)
-    for kind, path, damage in cases_of(rng, world, command):
+    for kind, path, damage in cases_of(rng, world, command, rounds):
         world.reset()
         damages_of(path)[damage](rng, world.live / path, others_of(world, path))
         end, result = world.run(command)

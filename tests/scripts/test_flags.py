@@ -99,6 +99,24 @@ def test_values_and_arguments_of_their_own_are_not_empty_either(command, end_of)
     assert re.match("error: (--workdir=|--source=|an argument) is empty: give a value", end_of(*command))
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "value"),
+    [
+        (["scripts/prepare_data.py", "--split=train", "--out=~/data"], "out", "/home/me/data"),
+        (
+            ["scripts/prepare_data.py", "--split=a", "--out=b", "--source=~/a", "--source=b~"],
+            "source",
+            ["/home/me/a", "b~"],
+        ),
+        (["train.py", "--config=configs/demo.py", "--config.data.path=~/x"], "config.data.path", "/home/me/x"),
+        (["scripts/generate.py", "--workdir=x", "--prompt=~/x"], "prompt", ["~/x"]),
+    ],
+)
+def test_a_tilde_that_the_shell_leaves_is_the_home_folder(command, name, value, end_of, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert end_of(*command) is None and flags.FLAGS[name].value == value
+
+
 HELP = """
 import contextlib, io, json, os, runpy, sys
 from absl import app
