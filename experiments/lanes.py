@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from experiments.reports import read_results
+from experiments.reports import best_rate, read_results
 from experiments.tools import ExperimentError, cell_file, describe_machine, done_cells
 from heinsen.evaluation.by_document import round_up
 from heinsen.files import write_atomically
@@ -153,11 +153,6 @@ def grids(rates: Sequence[float], losses: Mapping[float, float]) -> Iterator[lis
         yield list(rates)
         if not (rates := extend(losses)):
             break
-
-
-def best_rate(losses: Mapping[float, float]) -> float:
-    """The learning rate with the lowest loss, a number if there is one."""
-    return min(sorted(losses), key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
 
 
 def extend(losses: Mapping[float, float]) -> list[float]:

@@ -1,23 +1,24 @@
-"""What reports are made of: results.json and its figures, tables, intervals over seeds."""
+"""What reports are made of: results.json and its figures, tables, intervals over seeds. Axes: S seeds."""
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from matplotlib.figure import Figure
+from scipy import stats
 
 from heinsen.figures import place_legend, pyplot
 from heinsen.files import write_atomically, write_figure
 
-RESAMPLES = 2000
-
+Key = TypeVar("Key")
 Results = Mapping[str, Any]  # the contents of results.json
-Losses = Mapping[float, float | None]  # {learning rate: validation loss}; None: crashed
+Losses = Mapping[float, float]  # {learning rate: validation loss}; NaN: diverged
 
 
 def read_results(file: Path) -> Results:
@@ -65,57 +66,86 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
 
 
-def paired_difference(
-    own: Float[np.ndarray, "S D"],
-    other: Float[np.ndarray, "S D"],
-    sizes: Float[np.ndarray, " D"] | Int[np.ndarray, " D"],
-) -> tuple[float, float, float]:
-    """How far sums over documents are above others per size, mean over seeds, and the ends of the 95% interval.
+class Difference(NamedTuple):
+    """A mean difference with its 95% interval, and the p-value of no difference.
 
-    The interval is that of a bootstrap over documents and seeds together.
+    detectable: the smallest difference that as many seeds, as far from each other, would tell from none in about 80% of
+    experiments at the level of 5%, by the sum of the two quantiles of t.
     """
-    above = own - other
-    once = lambda seeds, documents: above[seeds][:, documents].sum() / len(seeds) / sizes[documents].sum()
-    value, low, high = bootstrap(once, *above.shape)
-    return value, low, high
+
+    value: float
+    low: float
+    high: float
+    p: float
+    detectable: float
 
 
-def bootstrap(
-    once: Callable[[np.ndarray, np.ndarray], Any], n_seeds: int, n_documents: int
-) -> Float[np.ndarray, "3 ..."]:
-    """once(numbers of seeds, numbers of documents) of all, and the ends of its 95% interval over both resampled."""
-    rng = np.random.default_rng(0)
-    drawn = [
-        once(rng.integers(n_seeds, size=n_seeds), rng.integers(n_documents, size=n_documents)) for _ in range(RESAMPLES)
-    ]
-    return np.stack([once(np.arange(n_seeds), np.arange(n_documents)), *np.percentile(drawn, [2.5, 97.5], axis=0)])
+def seed_interval(differences: Float[np.ndarray, " S"]) -> Difference:
+    """Return the mean over seeds with its interval by Student's t, with S - 1 degrees of freedom.
+
+    differences: of the same seed in two cells, or anything else that each seed has.
+    """
+    mean, t = float(np.mean(differences)), stats.t(len(differences) - 1)
+    error = float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
+    half = t.ppf(0.975) * error
+    p = 2 * t.sf(abs(mean) / error) if error else float(mean == 0)
+    return Difference(mean, mean - half, mean + half, p, detectable=half + t.ppf(0.8) * error)
 
 
-def interval(values: Iterable[float], form: str = ".3f") -> str:
-    """Return a value and its 95% interval, which are given as [value, low, high], as text."""
-    value, low, high = (format(x, form) for x in values)
-    return f"{value} [{low}, {high}]"
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values of a family of comparisons, corrected for their number (Holm 1979)."""
+    order = np.argsort(p_values)
+    corrected = np.maximum.accumulate(np.sort(p_values) * np.arange(len(order), 0, -1))
+    return np.minimum(corrected, 1)[np.argsort(order)].tolist()
+
+
+def show_family(differences: Mapping[Key, Float[np.ndarray, " S"]], form: str) -> dict[Key, str]:
+    """Return the differences of a table, by seed, as the texts that `explain_family` explains."""
+    found = {key: seed_interval(each) for key, each in differences.items()}
+    corrected = holm([each.p for each in found.values()])
+
+    def show(each: Difference, p: float) -> str:
+        level = f" ({each.detectable:{form.lstrip('+')}})"
+        verdict = "*" if p < 0.05 else " alone" if each.p < 0.05 else level
+        return f"{each.value:{form}} [{each.low:{form}}, {each.high:{form}}]{verdict}"
+
+    return {key: show(each, p) for (key, each), p in zip(found.items(), corrected, strict=True)}
+
+
+def explain_family(differences: Mapping[Key, Float[np.ndarray, " S"]]) -> str:
+    """Return the sentences that explain the texts of `show_family`."""
+    if not differences:
+        return ""
+    n_seeds = len(next(iter(differences.values())))
+    return (
+        f"In brackets the 95% interval of each difference by itself: Student's t over {n_seeds} seeds that both sides "
+        f"share ({n_seeds - 1} degrees of freedom), for these test data. `*`: not 0, with p < 0.05 after Holm's "
+        f"correction for all differences of this table ({len(differences)}). 'alone': p < 0.05 only without that "
+        "correction. Otherwise the two are level, and in parentheses stands the smallest difference that such seeds "
+        "would find in about 80% of experiments, without the correction."
+    )
 
 
 def best_rate(losses: Losses) -> float:
-    """Return the learning rate with the lowest loss."""
-    return min((loss, rate) for rate, loss in losses.items() if loss is not None)[1]
+    """Return the learning rate with the lowest loss, a number if there is one."""
+    return min(sorted(losses), key=lambda rate: (math.isnan(losses[rate]), losses[rate]))
 
 
-def tuning_section(tuning: Mapping[str, Losses], title: str = "Tuning", runs: str = "shorter runs") -> list[str]:
+def tuning_section(tuning: Mapping[str, Losses], runs: str) -> list[str]:
     """Return the section of a report on the tuning by such runs."""
     at_end = [name for name, losses in tuning.items() if best_rate(losses) in (min(losses), max(losses))]
     note = f" At the end of the grid: {', '.join(at_end)}." if at_end else ""
     rates = sorted({rate for losses in tuning.values() for rate in losses})
 
     def cell(losses: Losses, rate: float) -> str:
-        if (loss := losses.get(rate)) is None:
-            return "crashed" if rate in losses else ""
-        return f"**{loss:.4f}**" if rate == best_rate(losses) else f"{loss:.4f}"
+        if rate not in losses:
+            return ""
+        text = "diverged" if math.isnan(losses[rate]) else f"{losses[rate]:.4f}"
+        return f"**{text}**" if rate == best_rate(losses) else text
 
     rows = [[name, *(cell(losses, rate) for rate in rates)] for name, losses in tuning.items()]
     return [
-        f"## {title}",
+        "## Tuning",
         "",
         f"Validation loss in nats per token of {runs} with one seed, by learning rate.{note}",
         "",

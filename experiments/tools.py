@@ -1,37 +1,25 @@
-"""What the experiments share: flags, cells that are kept, and programs and sweeps in parallel."""
+"""What the experiments share: a main function, cells that are kept, and the data of a corpus."""
 
 import contextlib
-import json
-import os
 import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
 import jax
 from absl import app, flags
-from tqdm import tqdm
 
 from experiments.reports import Results, read_results, write_report
 from heinsen.errors import HeinsenError, exit_on_error
-from heinsen.files import make_folder, write_atomically
-from heinsen.sweep.folder import SweepFolder
-from heinsen.sweep.launch import divide, usable_cores, visible_gpus
-from heinsen.sweep.runs import RunView
-from heinsen.sweep.space import Value, format_value
+from heinsen.files import make_folder
+from heinsen.sweep.launch import usable_cores
 from scripts.cli import parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
-RATE = "optimizer.learning_rate"
-RUNS_CRASHED = 3  # exit status of scripts/sweep.py
-
-Settings = Mapping[str, Value]  # {field of the config: value}
 
 
 class ExperimentError(HeinsenError, RuntimeError):
@@ -41,18 +29,14 @@ class ExperimentError(HeinsenError, RuntimeError):
 def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, report: ModuleType) -> None:
     """Run an experiment as its flags say (experiments/command.py).
 
-    measure: (plan, the corpus if it reads one, folder, then runs at a time for experiments of programs, minutes and
-    cells for those of cells) -> results; does what is left of the plan.
+    measure: (plan, the corpus if it reads one, folder, then minutes and cells for experiments of cells) -> results;
+    does what is left of the plan.
     """
 
     def main(argv: list[str]) -> None:
         given = flags.FLAGS
         out = Path(f"{given.out}_small" if given.small else given.out)
-        options: tuple[Any, ...] = ()
-        if "cells" in given:
-            options = given.minutes, given.cells
-        elif "parallel" in given:
-            options = (given.parallel or len(visible_gpus()) or len(usable_cores()),)
+        options = (given.minutes, given.cells) if "cells" in given else ()
         corpus = [Path(given.corpus)] if "corpus" in given else []
         own = small_plan if given.small else plan
         if "size" in given and given.size is not None:
@@ -113,10 +97,9 @@ def list_cells(names: Sequence[str], out: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _keep_compilations(folder: Path) -> Iterator[None]:
-    """Keep what this process and the programs that it starts compile in a folder."""
+    """Keep what this process compiles in a folder."""
     before = jax.config.values["jax_compilation_cache_dir"]
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder.absolute())
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))  # which read the variable when it started
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
     try:
         yield
     finally:
@@ -129,17 +112,11 @@ def describe_machine() -> dict[str, str]:
     return {"machine": machine, "jax": jax.__version__}
 
 
-# ---- programs -------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------
 
 
-def from_root(path: Path) -> str:
-    """Return a path for programs, which run in the repository: relative inside it, so that results do not name it."""
-    path = path.absolute()
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-
-
-def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
-    """Run a program of this repository as a user would. Raises ExperimentError if its status is not `allowed`."""
+def run_script(*arguments: str) -> None:
+    """Run a program of this repository as a user would. Raises ExperimentError if it fails."""
     shown = " ".join(text if len(text) < 100 else f"{text[:97]}..." for text in map(shlex.quote, arguments))
     print(f"$ python {shown}", file=sys.stderr, flush=True)
     program = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=sys.stderr)
@@ -147,85 +124,17 @@ def run_script(*arguments: str, allowed: Sequence[int] = (0,)) -> None:
         program.wait()
     finally:
         program.wait()  # Ctrl-C interrupts it, too, and it may have to save
-    if program.returncode not in allowed:
+    if program.returncode:
         raise ExperimentError(f"python {shown} has failed, see above")
 
 
-def run_programs(commands: Mapping[Path, Sequence[str]], parallel: int) -> dict[Path, Any]:
-    """Run programs, `parallel` at a time, and return the JSON on the last line of stdout of each.
-
-    Cores and GPUs are divided among them. `commands` are {file: arguments}: each result is kept in its file, and not
-    computed again for the same arguments; stderr is in FILE.log. Raises ExperimentError if a program fails; the next
-    call starts it again.
-    """
-    slots: SimpleQueue[tuple[list[int], list[str]]] = SimpleQueue()
-    for slot in zip(divide(usable_cores(), parallel), divide(visible_gpus(), parallel), strict=True):
-        slots.put(slot)
-
-    def run(file: Path, arguments: Sequence[str]) -> Any:
-        cores, gpus = slot = slots.get()
-        try:
-            if hasattr(os, "sched_setaffinity"):
-                os.sched_setaffinity(0, cores)  # of this thread; its child process inherits it
-            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{file}.log", "w") as log:
-                command = [sys.executable, *arguments]
-                end = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log)
-        finally:
-            slots.put(slot)
-        if end.returncode:
-            raise ExperimentError(f"python {shlex.join(arguments)} has failed, see {file}.log")
-        result = json.loads(end.stdout.splitlines()[-1])
-        write_atomically(file, json.dumps({"arguments": list(arguments), "result": result}) + "\n")
-        return result
-
-    found: dict[Path, Any] = {}
-    for file, arguments in commands.items():
-        if file.exists() and (kept := json.loads(file.read_text()))["arguments"] == list(arguments):
-            found[file] = kept["result"]
-    pool = ThreadPoolExecutor(parallel)
-    try:
-        futures = {pool.submit(run, file, commands[file]): file for file in commands if file not in found}
-        for future in tqdm(as_completed(futures), "programs", len(futures), disable=not futures):
-            found[futures[future]] = future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return found
-
-
-def prepare_bytes(corpus: Path, data: Path, **splits: Sequence[Path]) -> None:
-    """Prepare DATA/SPLIT from files: train, validation and test of a corpus, unless others are given."""
+def prepare_bytes(corpus: Path, data: Path) -> None:
+    """Prepare DATA/SPLIT from the files of a corpus: train, validation and test. Raises ExperimentError."""
     if not any(corpus.glob("train-*")):
         raise ExperimentError(
             f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
         )
-    names = {"train": "train-*", "validation": "validation", "test": "test"}
-    own = {split: [corpus / f"{name}.jsonl.zst"] for split, name in names.items()}
-    for split, sources in (own | splits).items():
-        where = [f"--source={source.absolute()}" for source in sources]
-        where += ["--tokenizer=bytes", f"--split={split}", f"--out={from_root(data)}"]
+    for split, name in {"train": "train-*", "validation": "validation", "test": "test"}.items():
+        source = (corpus / f"{name}.jsonl.zst").absolute()
+        where = f"--source={source}", "--tokenizer=bytes", f"--split={split}", f"--out={data.absolute()}"
         run_script("scripts/prepare_data.py", *where)
-
-
-def run_sweep(config: str | Path, out: Path, runs: Sequence[Settings], parallel: int, *arguments: str) -> list[RunView]:
-    """Train one run for each of `runs` through scripts/sweep.py; return them. Raises ExperimentError.
-
-    Finished and crashed runs are not repeated.
-    """
-    fields = [f"--sweep.{field}={json.dumps([format_value(run[field]) for run in runs])}" for field in runs[0]]
-    where = [f"--config={from_root(Path(config))}", f"--workdir={from_root(out)}", f"--parallel={parallel}"]
-    run_script("scripts/sweep.py", *where, "--search=zip", *fields, *arguments, allowed=(0, RUNS_CRASHED))
-    return SweepFolder.load(out).views()
-
-
-def evaluate_runs(
-    folder: Path, runs: Sequence[RunView], out: Path, parallel: int, split: str
-) -> dict[str, dict[str, Any]]:
-    """Return {run: summary of eval.py, by position, on a split}; kept in out/RUN.json."""
-    commands = {}
-    for run in runs:
-        where = f"--workdir={from_root(folder / run.name)}", f"--by_position={from_root(out / run.name)}.png"
-        commands[out / f"{run.name}.json"] = ["eval.py", *where, f"--split={split}"]
-    found = run_programs(commands, parallel)
-    return {run.name: found[out / f"{run.name}.json"] for run in runs}

@@ -13,8 +13,8 @@ accuracy: errors of every implementation in float32 on this device against float
 with log and real values, with and without a forget gate, beside the promised tolerances.
 
 attention: forward and backward passes, against softmax attention at the same shapes. PyTorch's
-scaled_dot_product_attention and, on a GPU, flash-linear-attention take part if they are installed. What needs more
-memory than the device has is left out from that length on. With --inputs, --compile or --target, of JAX's attentions
+scaled_dot_product_attention takes part if it is installed. What needs more memory than the device has is left out from
+that length on. With --inputs, --compile or --target, of JAX's attentions
 and of forward and backward pass together: the time with other inputs as a multiple of that with the first kind
 (offsets, spikes and heavy tails take weights block by block, log values that spread logarithms); the time of
 compilation as a multiple of softmax attention's; kernels, bytes and a lower bound of the time on another machine, by
@@ -31,7 +31,7 @@ losses: 200 training steps of configs/demo.py on a generated text, beside a CPU'
 --write_reference makes these anew, on a CPU.
 
 All contestants run in one process and in turn, with warm-up calls before each timed one; medians are compared. Each
-benchmark prints a report and writes all figures to results.json; `attention` and `decode` also a plot.
+benchmark prints a report and writes all figures to results.json.
 """
 
 import functools
@@ -46,9 +46,7 @@ from absl import app, flags, logging
 from heinsen.errors import exit_on_error
 from scripts.cli import parse_counts, parse_flags, read_config, refuse
 
-OUT = flags.DEFINE_string(
-    "out", None, "Folder for results.json and plots; default: runs/benchmarks/attention, .../step."
-)
+OUT = flags.DEFINE_string("out", None, "Folder for results.json; default: runs/benchmarks/attention, .../step.")
 JSON = flags.DEFINE_string("json", None, "File for the results, too, with the command that made them.")
 CONFIG = flags.DEFINE_string(
     "config", "configs/default.py", "step, decode: config file; --config.a.b=value overrides a field."

@@ -26,7 +26,7 @@ from absl import app, flags
 from heinsen.errors import exit_on_error
 from scripts.cli import parse_flags
 
-OUT = flags.DEFINE_string("out", None, "Folder for the report, results and pictures.", required=True)
+OUT = flags.DEFINE_string("out", None, "Folder for the report and results.", required=True)
 MINUTES = flags.DEFINE_float("minutes", 10.0, "Minutes that all parts may take together.")
 PARTS = flags.DEFINE_list("parts", [], "Names of the parts to run; default: all.")
 SMALL = flags.DEFINE_bool("small", False, "Small sizes, as on a CPU: a rehearsal.")

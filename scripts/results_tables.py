@@ -40,6 +40,7 @@ MODELS = {
 ATTRIBUTION = {
     "exponential": "Exponential features",
     "exponential, parts": "+ additions",
+    "exponential, parts, real values": "+ additions, real values",
     "linear": "Linear attention",
     "linear, parts": "+ additions",
     "delta rule, parts": "Gated delta rule + additions",
@@ -115,11 +116,12 @@ def long_contexts() -> str:
 
 
 def scaling() -> str:
-    r, rows = results("scaling"), []
+    r, rows, baseline = results("scaling"), [], scaling_report.BASELINES[0]
     for kind in ("exponential", "linear"):
-        for ours, theirs in scaling_report.pairs_of(r, kind, scaling_report.BASELINES[0]).values():
+        shown = reports.show_family(scaling_report.differences(r, kind, baseline), "+.4f")
+        for width, (ours, _) in scaling_report.pairs_of(r, kind, baseline).items():
             size = f"{r['cells'][ours]['parameters'] / 1e6:.2f}M"
-            rows.append([kind, size, *scaling_report.differences(r, ours, theirs)])
+            rows.append([kind, size, *(shown.get((width, place), "") for place in range(len(r["text"])))])
     return table(["", "parameters", *(f"{n / 1e6:.2f}M bytes" for n in r["text"])], rows)
 
 

@@ -1,13 +1,16 @@
-"""report.md and its figures, from results.json."""
+"""report.md and its figures, from results.json. Axes: S seeds."""
 
 import math
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, interval, make_figure, paired_difference, table, tuning_section
+from experiments.reports import Results, explain_family, make_figure, show_family, table, tuning_section
+
+N_ONSETS = 4  # cells in the figure of the training loss
 
 
 def report(results: Results) -> list[str]:
@@ -16,6 +19,9 @@ def report(results: Results) -> list[str]:
     n_bytes = results["steps"] * settings["batch_size"] * settings["sequence_length"]
     first, parameters = next(iter(cells)), [cell["parameters"] for cell in cells.values()]
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
+    above_first = {name: difference(results, name, first) for name in cells if name != first}
+    by_change = {(change, name): difference(results, changed, name) for change, name, changed in changes(list(cells))}
+    shown, shown_by_change = (show_family(each, "+.4f") for each in (above_first, by_change))
     return [
         f"# One change at a time, {results['size']} parameters",
         "",
@@ -24,29 +30,27 @@ def report(results: Results) -> list[str]:
         f"{n_bytes:,} bytes of the corpus of scripts/build_corpus.py in windows of {settings['sequence_length']:,}; "
         "rates tuned on half of the bytes with one seed, then "
         f"{len(cells[first]['seeds'])} other seeds. Bits per byte of the whole test split, in windows: mean over seeds "
-        "+- their standard deviation. In brackets the 95% interval of the difference to the first row, by a bootstrap "
-        "over documents and seeds together. Recalled: nats per byte of the last bytes of n-grams that their window has "
-        "had before, and training text hardly has.",
+        "+- their standard deviation. Recalled: nats per byte of the last bytes of n-grams that their window has had "
+        "before, and training text hardly has.",
         "",
         *not_run(results),
         *table(
             ["", "bits per byte", f"above {first}", "parameters", "state", "rate"]
             + [f"recalled, n = {n}" for n in results["n_grams"]],
-            [row(results, name, first) for name in cells],
+            [row(results, name, shown.get(name, "")) for name in cells],
         ),
         "",
-        "State: numbers per sequence after a window, in all layers.",
+        f"{explain_family(above_first)} State: numbers per sequence after a window, in all layers.",
         "",
         "One change between two cells, in bits per byte:",
         "",
-        *table(
-            ["change", "of", "difference"],
-            [[change, name, difference(results, changed, name)] for change, name, changed in changes(list(cells))],
-        ),
+        *table(["change", "of", "difference"], [[*pair, text] for pair, text in shown_by_change.items()]),
+        "",
+        explain_family(by_change),
         "",
         "![Bits per byte](attribution.png)",
         "",
-        "![Training loss by seed](onset.png)",
+        "![Training loss by seed, of the cells whose seeds end farthest apart](onset.png)",
         "",
         *tuning_section({name: cell["tuning"] for name, cell in cells.items()}, runs="runs of half the bytes"),
     ]
@@ -65,13 +69,13 @@ def changes(cells: list[str]) -> list[tuple[str, str, str]]:
     return sorted(pair for pair in found if pair[1] in cells)
 
 
-def row(results: Results, name: str, first: str) -> list[str]:
+def row(results: Results, name: str, above_first: str) -> list[str]:
     cell, seeds = results["cells"][name], bits_per_byte(results, name)
     recalled = np.mean(cell["recalled_nats"], axis=0) / np.maximum(results["recalled"], 1)
     return [
         name,
         f"{seeds.mean():.4f} +- {seeds.std(ddof=1):.4f}",
-        "" if name == first else difference(results, name, first),
+        above_first,
         f"{cell['parameters']:,}",
         f"{cell['state_numbers']:,}",
         f"{cell['learning_rate']:g}",
@@ -79,17 +83,15 @@ def row(results: Results, name: str, first: str) -> list[str]:
     ]
 
 
-def bits_per_byte(results: Results, name: str) -> np.ndarray:
+def bits_per_byte(results: Results, name: str) -> Float[np.ndarray, " S"]:
     """Of each seed."""
     nats = np.asarray(results["cells"][name]["document_nats"])
     return nats.sum(1) / math.log(2) / sum(results["documents"]["num_bytes"])
 
 
-def difference(results: Results, name: str, first: str) -> str:
-    """How far one cell is above another, with the interval over resampled documents and seeds."""
-    own, other = (np.asarray(results["cells"][each]["document_nats"]) for each in (name, first))
-    scale = math.log(2) * np.asarray(results["documents"]["num_bytes"])
-    return interval(paired_difference(own, other, scale), "+.4f")
+def difference(results: Results, name: str, first: str) -> Float[np.ndarray, " S"]:
+    """How far one cell is above another, for each seed."""
+    return bits_per_byte(results, name) - bits_per_byte(results, first)
 
 
 def draw(results: Results) -> Figure:
@@ -109,23 +111,20 @@ def draw(results: Results) -> Figure:
 
 
 def draw_onset(results: Results) -> Figure:
-    """Draw the training loss of each cell's seeds: where it falls at once, a seed has learned to recall."""
+    """Draw the training loss of the cells whose seeds end farthest apart: one that falls has learned to copy."""
     cells, settings = results["cells"], results["settings"]
-    n_columns = min(len(cells), 4)
-    n_rows = math.ceil(len(cells) / n_columns)
-    size = 2.8 * n_columns, 0.6 + 1.9 * n_rows
-    figure, axes = make_figure(n_rows, n_columns, figsize=size, sharex=True, sharey=True, squeeze=False)
+    apart = sorted(cells, key=lambda name: -bits_per_byte(results, name).std())[:N_ONSETS]
     n_bytes = results["steps"] * settings["batch_size"] * settings["sequence_length"]
-    for place, (name, cell) in zip(axes.flat, cells.items(), strict=False):
-        blocks = np.asarray(cell["training"]).T[1:]  # the first has the losses of untrained models
-        at = n_bytes / 1e6 * np.arange(2, len(blocks) + 2) / (len(blocks) + 1)
-        for seed, losses in zip(cell["seeds"], blocks.T, strict=True):
-            place.plot(at, losses / math.log(2), lw=1.2, label=f"seed {seed}")
-        place.set_title(name, fontsize=8)
-        place.grid(alpha=0.3)
-    for place in list(axes.flat)[len(cells) :]:
-        place.set_axis_off()
-    figure.suptitle("training loss in bits per byte, by millions of bytes read", fontsize=9)
+    figure, axes = make_figure(figsize=(8, 5))
+    for color, name in enumerate(apart):
+        blocks = np.asarray(cells[name]["training"]) / math.log(2)
+        at = n_bytes / 1e6 * np.arange(1, blocks.shape[1] + 1) / blocks.shape[1]
+        first = blocks.shape[1] // 4  # before, all seeds fall alike
+        for i, losses in enumerate(blocks):
+            label = None if i else name
+            axes.plot(at[first:], losses[first:], color=f"C{color}", lw=1.2, label=label)
+    axes.set(xlabel="millions of bytes read", ylabel="training loss in bits per byte, a line for each seed")
+    axes.grid(alpha=0.3)
     return figure
 
 

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "attribution", runs="cells", sizes=("2M", "0.5M"))
+define_flags(__name__, "attribution", sizes=("2M", "0.5M"))
 
 import jax
 import numpy as np
 
 from experiments import lanes, tools
 from experiments.attribution import config, report, text
-from experiments.reports import read_results
+from experiments.reports import best_rate, read_results
 from heinsen.config import from_mapping
 from heinsen.models import abstract_params, count_params, state_size
 from heinsen.models.masking import window_losses
@@ -100,7 +100,7 @@ def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], tu
         began = time.monotonic()
         loss = lambda params: losses_of(params, "validation", n_validation).mean(1)
         tuning = programs.tune(size.rates[cell.optimizer], SEEDS[0], to_tune, plan.n_steps // 2, loss)
-        rate = lanes.best_rate(tuning)
+        rate = best_rate(tuning)
         params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of, plan.n_steps)
         tested, seconds = losses_of(params, "test", plan.most_tests), time.monotonic() - began
     by_document = text.sum_by_document(tested, np.arange(tested.shape[1]), found["starts"])

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, interval, make_figure, paired_difference, table
+from experiments.reports import Results, explain_family, make_figure, show_family, table
 
 READINGS = {"windows": "windows", "sliding": "windows that slide by half", "stream": "stream"}
 
@@ -24,6 +24,8 @@ def report(results: Results) -> list[str]:
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
     head = ["", "read as", "state, bytes", *spans(results)]
     firsts = first_of_block(results)
+    above = differences(results)
+    shown = show_family(above, "+.3f")
     return [
         f"# Long contexts, {results['size']} parameters",
         "",
@@ -40,19 +42,20 @@ def report(results: Results) -> list[str]:
         f"Bytes of state in float32. {', '.join(f'{n:,}' for n in np.count_nonzero(tokens, axis=0))} documents reach "
         "these positions.",
         "",
-        f"Nats per byte above a cell of the same block as a stream ({'; '.join(dict.fromkeys(firsts.values()))}), with "
-        "the 95% interval by a bootstrap over documents and seeds:",
+        f"Nats per byte above a cell of the same block as a stream ({'; '.join(dict.fromkeys(firsts.values()))}):",
         "",
         *table(
             head[:2] + head[3:],
             [
-                [name, READINGS[reading], *differences(results, (name, reading), (firsts[name], "stream"))]
+                [name, READINGS[reading], *(shown.get((name, reading, i), "") for i in range(tokens.shape[1]))]
                 for name, reading in readings(results)
                 if (name, reading) != (firsts[name], "stream")
             ],
         ),
         "",
-        "![Loss by position](contexts.png)",
+        f"{explain_family(above)} Within the first window all ways are that of the stream.",
+        "",
+        "![Loss by position, of the cells with parts in GPT-2's block](contexts.png)",
     ]
 
 
@@ -84,31 +87,35 @@ def losses(results: Results, name: str, reading: str) -> Float[np.ndarray, "L P"
     return nats / np.asarray(results["tokens"]).sum(0)[: nats.shape[1]]
 
 
-def differences(results: Results, own: tuple[str, str], other: tuple[str, str]) -> list[str]:
-    """How far a cell and way of reading is above another in each range; "" where one of them has none."""
-    ours, theirs = (np.asarray(results["cells"][name]["nats"][reading]) for name, reading in (own, other))
-    tokens, found = np.asarray(results["tokens"]), []
-    for i in range(min(ours.shape[2], theirs.shape[2])):
-        reach = tokens[:, i] > 0
-        above = paired_difference(ours[:, reach, i], theirs[:, reach, i], tokens[reach, i])
-        found.append(interval(above, "+.3f"))
-    return found + [""] * (tokens.shape[1] - len(found))
+def differences(results: Results) -> dict[tuple[str, str, int], Float[np.ndarray, " L"]]:
+    """{(cell, way of reading, range): how far each seed is above the first cell of the block, read as a stream}.
+
+    Within the first window all ways of reading are that of the stream.
+    """
+    found = {}
+    for name, first in first_of_block(results).items():
+        stream = losses(results, first, "stream")
+        for reading in READINGS:
+            own = losses(results, name, reading)
+            if name != first or reading != "stream":
+                n = min(own.shape[1], stream.shape[1])
+                found |= {(name, reading, i): own[:, i] - stream[:, i] for i in range(reading != "stream", n)}
+    return found
 
 
 def draw(results: Results) -> Figure:
-    """Draw the loss by position: a color for each cell, a line style for each way of reading."""
-    figure, axes = make_figure(figsize=(8, 6))
+    """Draw the loss by position in the cells of GPT-2's block, in windows that slide and as a stream."""
+    figure, axes = make_figure(figsize=(8, 5))
     window = results["settings"]["sequence_length"]
-    for i, name in enumerate(results["cells"]):
-        for reading, style in zip(READINGS, (":", "--", "-"), strict=True):
+    names = [name for name, cell in results["cells"].items() if cell["model"].get("block") == "gpt2"]
+    for color, name in enumerate(names):
+        for reading, style in (("sliding", "--"), ("stream", "-")):
             mean = losses(results, name, reading).mean(0)
-            label = name if reading == "stream" else None
-            axes.plot(window * 2.0 ** np.arange(len(mean)), mean, style, marker=".", color=f"C{i}", lw=1.2, label=label)
-    for reading, style in zip(READINGS, (":", "--", "-"), strict=True):
-        axes.plot([], [], style, color="0.3", label=READINGS[reading])
-    windowed = [losses(results, name, "windows").mean(0) for name in results["cells"]]
+            at, label = window * 2.0 ** np.arange(len(mean)), f"{name.partition(',')[0]}, {READINGS[reading]}"
+            axes.plot(at, mean, style, marker=".", color=f"C{color}", lw=1.4, label=label)
+    in_windows = [losses(results, name, "sliding").mean(0) for name in names]
     axes.set(xlabel="position, up to so many bytes", ylabel="nats per byte")
-    axes.set(ylim=(min(map(np.min, windowed)) - 0.1, max(map(np.max, windowed)) + 0.4))
+    axes.set(ylim=(min(map(np.min, in_windows)) - 0.1, max(map(np.max, in_windows)) + 0.3))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     return figure

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "long_contexts", runs="cells", sizes=("2M", "0.5M"))
+define_flags(__name__, "long_contexts", sizes=("2M", "0.5M"))
 
 import jax
 import jax.numpy as jnp

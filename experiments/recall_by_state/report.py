@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
 from experiments.recall_by_state import config
-from experiments.reports import Results, make_figure, table, tuning_section
+from experiments.reports import Results, explain_family, make_figure, show_family, table, tuning_section
 
 
 def report(results: Results) -> list[str]:
@@ -29,6 +29,7 @@ def report(results: Results) -> list[str]:
             [row(results, name) for name in cells],
         ),
         "",
+        *differences_section(results),
         "![Right answers by the size of the state](recall.png)",
         "",
         *tuning_section({name: cell["tuning"] for name, cell in cells.items()}, runs="the answers of whole runs"),
@@ -44,6 +45,36 @@ def tuned_with_all(results: Results) -> str:
 
 def right(results: Results, name: str) -> Float[np.ndarray, "seeds pairs"]:
     return np.array([run["right"] for run in results["cells"][name]["runs"]])
+
+
+def differences_section(results: Results) -> list[str]:
+    if not (family := differences(results)):
+        return []
+    return [
+        f"Right answers of {results['pairs'][-1]} pairs above those of another cell, in percentage points:",
+        "",
+        *table(["", "above", "difference"], [[*key, text] for key, text in show_family(family, "+.1%").items()]),
+        "",
+        explain_family(family),
+        "",
+    ]
+
+
+def differences(results: Results) -> dict[tuple[str, str], Float[np.ndarray, " seeds"]]:
+    """{(cell, another): how much more of the most pairs each seed recalls}, of cells with the same seeds.
+
+    The other is that of exponential features of the same shape, or for these and for changed settings that of the same
+    kind without the change.
+    """
+    seeds = {name: [run["seed"] for run in cell["runs"]] for name, cell in results["cells"].items()}
+    found = {}
+    for name in seeds:
+        kind, *_, last = name.split(", ")
+        shape = last if last in config.SHAPES else next(iter(config.SHAPES))
+        other = f"{'exponential' if name in config.EQUAL else kind}, {shape}"
+        if name != other and seeds.get(other) == seeds[name]:
+            found[name, other] = (right(results, name) - right(results, other))[:, -1]
+    return found
 
 
 def row(results: Results, name: str) -> list[str]:

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "recall_by_state", reads_corpus=False, runs="cells")
+define_flags(__name__, "recall_by_state", reads_corpus=False)
 
 import jax
 import numpy as np
 
 from experiments import lanes, tools
 from experiments.recall_by_state import config, report
+from experiments.reports import best_rate
 from heinsen.config import from_mapping
 from heinsen.evaluation.probes import Task, answer_loss, right_answers
 from heinsen.models import abstract_params, count_params, state_size
@@ -90,7 +91,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
     with turn:
         began = time.monotonic()
         tuning = programs.tune(config.RATES, tuning_seed, to_tune, n_steps, lambda params: test(params)[0].mean(-1))
-        rate = lanes.best_rate(tuning)
+        rate = best_rate(tuning)
         params, losses = programs.train(seeds, [rate] * len(seeds), batch_of, n_steps)
         _, right = test(params)
         seconds = time.monotonic() - began

@@ -6,6 +6,7 @@ differ from the fit by residuals drawn from its own, scaled up for the degrees o
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -38,7 +39,9 @@ def fit(n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 
     return Law(*_fit(np.log(n_params), np.log(tokens), np.log(loss), np.random.default_rng(seed), n_starts))
 
 
-def bootstrap(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n: int, seed: int = 0) -> list[Law]:
+def bootstrap(
+    law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n: int, seed: int = 0, n_starts: int = 4
+) -> list[Law]:
     """Return `n` laws fitted to losses that differ from this law as much as the given ones do."""
     rng = np.random.default_rng(seed)
     log_n, log_d = np.log(n_params), np.log(tokens)
@@ -46,7 +49,7 @@ def bootstrap(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarr
     expected = _log_loss(start, log_n, log_d)
     own = residuals(law, n_params, tokens, loss)
     draws = (expected + rng.choice(own, len(loss)) for _ in range(n))
-    return [Law(*_fit(log_n, log_d, draw, rng, 4, start)) for draw in draws]
+    return [Law(*_fit(log_n, log_d, draw, rng, n_starts, start)) for draw in draws]
 
 
 def residuals(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> np.ndarray:
@@ -56,6 +59,30 @@ def residuals(law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarr
     """
     raw = np.log(loss) - np.log(law(n_params, tokens))
     return (raw - raw.mean()) * np.sqrt(len(loss) / (len(loss) - N_COEFFICIENTS))
+
+
+def prediction_interval(laws: Sequence[Law], residuals: np.ndarray, n_params: float, tokens: float) -> list[float]:
+    """Return the ends of the interval of a new loss: 95% of what these laws predict, with each of the residuals."""
+    drawn = [law(n_params, tokens) * np.exp(residuals) for law in laws]
+    return np.percentile(drawn, [2.5, 97.5]).tolist()
+
+
+def coverage(
+    law: Law, n_params: np.ndarray, tokens: np.ndarray, noise: float, wanted: tuple[float, float], n: int, n_laws: int
+) -> float:
+    """Return the share of n simulated experiments whose `prediction_interval` holds the new loss.
+
+    The law is the truth of all, each log loss has normal noise, and fits begin at the law alone. wanted: parameters and
+    tokens of the new loss.
+    """
+    rng, hits, start = np.random.default_rng(0), 0, np.array(dataclasses.astuple(law))
+    for _ in range(n):
+        losses = law(n_params, tokens) * np.exp(noise * rng.standard_normal(len(n_params)))
+        best = Law(*_fit(np.log(n_params), np.log(tokens), np.log(losses), rng, 1, start))
+        laws = bootstrap(best, n_params, tokens, losses, n_laws, n_starts=1)
+        low, high = prediction_interval(laws, residuals(best, n_params, tokens, losses), *wanted)
+        hits += low <= law(*wanted) * np.exp(noise * rng.standard_normal()) <= high
+    return hits / n
 
 
 def on_bound(law: Law) -> list[str]:

@@ -1,17 +1,25 @@
 """report.md and scaling.png, from results.json. Axes: W widths, R lengths of text, L seeds, D documents."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, bootstrap, interval, make_figure, paired_difference, table, tuning_section
+from experiments.reports import (
+    Difference,
+    Results,
+    explain_family,
+    make_figure,
+    seed_interval,
+    show_family,
+    table,
+    tuning_section,
+)
 from experiments.scaling import config
 from experiments.scaling.law import Law
 
 BASELINES = "gated softmax", "softmax", "linear"
+DOUBLING = "doubling"
 
 
 def report(results: Results) -> list[str]:
@@ -64,26 +72,32 @@ def cells_of(results: Results, kind: str) -> dict[int, str]:
 
 
 def leads_section(results: Results) -> list[str]:
-    """How far kinds are ahead of the baselines after them, and how that changes with parameters and with text."""
+    """How far kinds are ahead of the baselines after them, and how that changes as text doubles and over widths."""
     lines, kinds = [], list(config.KINDS)
+    heads = [f"{n / 1e6:.2f}M tokens" for n in results["text"]]
     for kind, baseline in ((x, y) for y in BASELINES for x in kinds[: kinds.index(y)]):
-        pairs = pairs_of(results, kind, baseline)
-        if not pairs:
+        family = differences(results, kind, baseline)
+        if not family:
             continue
-        grid = {width: names for width, names in pairs.items() if width in config.WIDTHS and len(results["text"]) > 1}
-        by_text = {width: interval(trend(results, [names])["text"], "+.4f") for width, names in grid.items()}
-        rows = [[str(width), *differences(results, *pairs[width]), by_text.get(width, "")] for width in pairs]
+        shown, widths = show_family(family, "+.4f"), list(dict.fromkeys(width for width, _ in family))
+        columns = [*range(len(heads)), DOUBLING]
         lines += [
-            f"Nats per token by which {kind} is above {baseline}, with 95% intervals of a bootstrap over documents and "
-            "seeds together:",
+            f"Nats per token by which {kind} is above {baseline}:",
             "",
-            *table(["width", *(f"{n / 1e6:.2f}M tokens" for n in results["text"]), "per doubling of text"], rows),
+            *table(
+                ["width", *heads, "per doubling of text"],
+                [[str(width), *(shown.get((width, each), "") for each in columns)] for width in widths],
+            ),
             "",
+            explain_family(family),
         ]
-        if len(grid) > 1:
-            both = trend(results, list(grid.values())).items()
-            shown = (f"{interval(each, '+.4f')} per doubling of {what}" for what, each in both)
-            lines += [f"Least squares over all of them: {', '.join(shown)}.", ""]
+        if len(widths) > 1:
+            over, n = over_widths(results, kind, baseline), len(widths)
+            lines[-1] += (
+                f" Mean over the widths on the most text: {over.value:+.4f} [{over.low:+.4f}, {over.high:+.4f}], by "
+                f"Student's t over {n} widths, each tuned with one seed ({n - 1} degrees of freedom)."
+            )
+        lines += [""]
     return lines
 
 
@@ -93,31 +107,26 @@ def pairs_of(results: Results, kind: str, baseline: str) -> dict[int, tuple[str,
     return {width: (name, theirs[width]) for width, name in cells_of(results, kind).items() if width in theirs}
 
 
-def differences(results: Results, ours: str, theirs: str) -> list[str]:
-    """By length of text, with intervals."""
-    own, other = (np.asarray(results["cells"][name]["document_nats"]) for name in (ours, theirs))
-    tokens = np.asarray(results["tokens"])
-    found = [interval(paired_difference(*each, tokens), "+.4f") for each in zip(own, other, strict=True)]
-    return at_end(results, found)
+def differences(results: Results, kind: str, baseline: str) -> dict[tuple[int, int | str], Float[np.ndarray, " L"]]:
+    """{(width, place of a length of text, or DOUBLING): how far each seed of a kind is above that of a baseline}.
 
-
-def trend(results: Results, pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[float, float, float]]:
-    """The change of the difference with a doubling of parameters and of text, [value, low, high].
-
-    Of one width the latter alone means something.
+    DOUBLING: how much that changes as text doubles, by least squares.
     """
-    cells, tokens = results["cells"], np.asarray(results["tokens"])
-    nats = [np.subtract(*(cells[name]["document_nats"] for name in names)) for names in pairs]
-    above = np.stack(nats).reshape(-1, *np.shape(nats[0])[1:])  # [W R, L, D]
-    n_params = [cells[theirs]["parameters"] for _, theirs in pairs]
-    points = np.stack(np.meshgrid(np.log2(n_params), np.log2(results["text"]), indexing="ij"), -1).reshape(-1, 2)
-    solve = np.linalg.pinv(np.column_stack([np.ones(len(points)), points]))[1:]
+    found: dict[tuple[int, int | str], Float[np.ndarray, " L"]] = {}
+    for width, names in pairs_of(results, kind, baseline).items():
+        own, other = (losses(results, name) for name in names)
+        first = len(results["text"]) - len(own)  # a cell may have the last lengths only
+        found |= {(width, first + place): above for place, above in enumerate(own - other)}
+        if len(own) > 1:
+            found[width, DOUBLING] = np.polyfit(np.log2(results["text"]), own - other, 1)[0]
+    return found
 
-    def once(seeds: np.ndarray, documents: np.ndarray) -> np.ndarray:
-        return solve @ (above[:, seeds][:, :, documents].sum((1, 2)) / len(seeds) / tokens[documents].sum())
 
-    found = bootstrap(once, *above.shape[1:])
-    return {what: tuple(each) for what, each in zip(("parameters", "text"), found.T.tolist(), strict=True)}
+def over_widths(results: Results, kind: str, baseline: str) -> Difference:
+    """The mean difference over widths on the most text, as if each width were drawn at random."""
+    last = lambda name: losses(results, name)[-1].mean()
+    pairs = pairs_of(results, kind, baseline).values()
+    return seed_interval(np.array([last(ours) - last(theirs) for ours, theirs in pairs]))
 
 
 def laws_section(results: Results) -> list[str]:
@@ -126,27 +135,32 @@ def laws_section(results: Results) -> list[str]:
         return []
     rows = []
     for kind, law in results["laws"].items():
-        c = law["coefficients"]
-        name = f"{kind}, {config.NEXT_WIDTH}"
+        name, (value, low, high) = f"{kind}, {config.NEXT_WIDTH}", law["prediction"]
         found = f"{losses(results, name)[-1].mean():.4f}" if name in results["cells"] else "not trained yet"
+        c = {name: best for name, (best, *_) in law["coefficients"].items()}
         rows.append(
             [
                 kind,
-                interval(c["alpha"], ".3f"),
-                interval(c["beta"], ".3f"),
-                interval(np.exp(c["log_e"]), ".3f"),
+                f"{c['alpha']:.3f}",
+                f"{c['beta']:.3f}",
+                f"{np.exp(c['log_e']):.3f}",
                 ", ".join(law["on_bound"]) or "none",
                 f"{100 * law['residuals']:.2f}%",
-                interval(law["prediction"], ".4f"),
+                f"{value:.4f} [{low:.4f}, {high:.4f}]",
+                f"{high - low:.3f}",
+                f"{law['coverage']:.0%}",
                 found,
             ]
         )
-    head = ["", "alpha", "beta", "E", "on a bound", "residuals", f"predicted at width {config.NEXT_WIDTH}", "found"]
+    head = ["", "alpha", "beta", "E", "on a bound", "residuals", f"predicted at width {config.NEXT_WIDTH}"]
+    head += ["width of the interval", "coverage", "found"]
     return [
         "L(N, D) = E + A / N^alpha + B / D^beta in nats per token, N parameters and D tokens of text, fitted to the "
-        f"means over seeds of widths {', '.join(map(str, config.WIDTHS))}, with 95% intervals of a residual bootstrap. "
-        f"Predicted: the mean loss of the next width on {max(results['text']):,} tokens. A law with a coefficient on a "
-        "bound of the fit says nothing beyond its runs and this prediction.",
+        f"means over seeds of widths {', '.join(map(str, config.WIDTHS))}. Predicted: the mean loss of the next width "
+        f"on {max(results['text']):,} tokens, with an interval of a residual bootstrap that was meant for 95%, and its "
+        "width; coverage is the share of simulated experiments, with this law and such residuals, whose interval holds "
+        "the new mean. An interval much wider than the differences between kinds does not test a law. One with a "
+        "coefficient on a bound of the fit says nothing beyond its runs and this prediction.",
         "",
         *table(head, rows),
         "",

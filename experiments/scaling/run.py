@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 from experiments.command import define_flags
 
-define_flags(__name__, "scaling", runs="cells")
+define_flags(__name__, "scaling")
 
 import numpy as np
 
 from experiments import lanes, tools
 from experiments.attribution import run as attribution
 from experiments.attribution import text
+from experiments.reports import best_rate
 from experiments.scaling import config, law, report
 from heinsen.models import abstract_params, count_params
 from heinsen.training.config import TrainConfig
@@ -33,6 +34,7 @@ from heinsen.training.config import TrainConfig
 SEEDS = attribution.SEEDS[1:4]
 RATES = 2e-3, 4e-3, 8e-3
 N_LAWS = 100  # of the bootstrap
+SIMULATED = 100, 20  # experiments and laws of each, for the coverage of the prediction's interval
 
 
 class Plan(NamedTuple):
@@ -84,7 +86,7 @@ def measure_cell(
         began = time.monotonic()
         loss = lambda params: losses_of(params, "validation", plan.n_validation).mean(1)
         tuning = programs.tune(RATES, attribution.SEEDS[0], to_tune, plan.steps[-2], loss)
-        rate, nats = lanes.best_rate(tuning), []
+        rate, nats = best_rate(tuning), []
         for n_steps in plan.steps if cell.width in config.WIDTHS else plan.steps[-1:]:
             params, _ = programs.train(SEEDS, [rate] * len(SEEDS), batch_of, n_steps)
             nats.append(sum_by_document(losses_of(params, "test", len(found["test"]))))
@@ -119,19 +121,21 @@ def find_laws(cells: Mapping[str, Any], tokens: np.ndarray, read: Sequence[int])
 def describe_law(n_params: np.ndarray, read: np.ndarray, losses: np.ndarray, wanted: int, most: int) -> dict[str, Any]:
     """The law of mean losses, and what it predicts for `wanted` parameters on `most` tokens, as [value, low, high].
 
-    Intervals hold 95% of a residual bootstrap; that of the prediction counts the residual of a new mean, too.
+    Intervals hold 95% of a residual bootstrap; that of the prediction counts the residual of a new mean, too, and
+    `coverage` is the share of simulated experiments in which it holds the new mean.
     """
     best = law.fit(n_params, read, losses)
     laws, residuals = law.bootstrap(best, n_params, read, losses, N_LAWS), law.residuals(best, n_params, read, losses)
-    drawn = [each(wanted, most) * np.exp(residuals) for each in laws]
+    noise = float(residuals.std())
     bounds = lambda value, others: [float(value), *np.percentile(others, [2.5, 97.5]).tolist()]
     names = [field.name for field in dataclasses.fields(law.Law)]
     return dict(
         coefficients={name: bounds(getattr(best, name), [getattr(each, name) for each in laws]) for name in names},
         on_bound=law.on_bound(best),
-        residuals=float(residuals.std()),
+        residuals=noise,
         parameters=wanted,
-        prediction=bounds(best(wanted, most), drawn),
+        prediction=[float(best(wanted, most)), *law.prediction_interval(laws, residuals, wanted, most)],
+        coverage=law.coverage(best, n_params, read, noise, (wanted, most), *SIMULATED),
     )
 
 

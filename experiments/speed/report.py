@@ -4,6 +4,8 @@ from matplotlib.figure import Figure
 
 from experiments.reports import Results, make_figure, table
 
+DRAWN = {f"{kind}, parts, GPT-2's block": kind for kind in ("exponential", "linear", "delta rule", "gated softmax")}
+
 
 def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
@@ -32,13 +34,13 @@ def report(results: Results) -> list[str]:
 
 
 def draw(results: Results) -> Figure:
-    """Draw the time of decoding and the state by the tokens of context."""
-    figure, axes = make_figure(1, 2, figsize=(10, 5))
-    for index, (name, found) in enumerate(results["decoding"].items()):
-        contexts = [int(n) for n in found]
-        style = dict(marker="o", ms=4, lw=1.2, color=f"C{index % 10}", ls="--" if index > 9 else "-")
-        axes[0].plot(contexts, [each["milliseconds"] for each in found.values()], label=name, **style)
-        axes[1].plot(contexts, [each["state_bytes"] / 1e6 for each in found.values()], **style)
+    """Draw the time of decoding and the state by the tokens of context, of the models with parts in GPT-2's block."""
+    figure, axes = make_figure(1, 2, figsize=(10, 4.5))
+    for (name, kind), line in zip(DRAWN.items(), ("-", "--", ":", "-"), strict=True):
+        found = results["decoding"].get(name, {})  # a rehearsal has two
+        style = dict(marker="o", ms=4, lw=1.4, ls=line)
+        axes[0].plot(list(found), [each["milliseconds"] for each in found.values()], label=kind, **style)
+        axes[1].plot(list(found), [each["state_bytes"] / 1e6 for each in found.values()], **style)
     for one, label in zip(axes, ("decoding, ms per token", "state (MB)"), strict=True):
         one.set(xlabel="tokens of context", ylabel=label, xscale="log", yscale="log")
         one.grid(alpha=0.3)

@@ -11,10 +11,8 @@ from heinsen.errors import InputError
 from heinsen.host import keep_host_memory
 from scripts.benchmarking import measure
 from scripts.benchmarking.contestants import (
-    BACKWARD,
     CHUNKED,
     DIRECTIONS,
-    FORWARD,
     JaxContestant,
     Prepared,
     Shape,
@@ -65,7 +63,7 @@ class Settings:
 
 
 def benchmark_attention(settings: Settings, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json and OUT/attention.png, and return the report. Raises InputError."""
+    """Run the benchmark, write OUT/results.json, and return the report. Raises InputError."""
     keep_host_memory()
     race = Race(settings, settings.choose(contestants()))
     dtypes = settings.dtypes or DTYPES[: 1 if jax.default_backend() == "cpu" else 2]
@@ -75,11 +73,7 @@ def benchmark_attention(settings: Settings, out: Path) -> str:
                 race.run(settings.shape(n_tokens, dtype), direction)
                 measure.write_results(out, race.summary())
                 measure.tell(f"{dtype} T={n_tokens} {direction}: done")
-    race.growth = [each for dtype in dtypes for direction in DIRECTIONS for each in race.find_growth(dtype, direction)]
-    summary = race.summary()
-    measure.write_results(out, summary)
-    plot(summary, out / "attention.png")
-    return "\n".join(report(summary))
+    return "\n".join(report(race.summary()))
 
 
 @dataclass
@@ -89,14 +83,12 @@ class Race:
     settings: Settings
     contestants: Mapping[str, JaxContestant | TorchContestant]
     results: list[dict[str, Any]] = field(default_factory=list)
-    growth: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[tuple[str, str, str], str] = field(default_factory=dict)  # {(name, direction, dtype): reason}
 
     def summary(self) -> dict[str, Any]:
         names = "name", "direction", "dtype", "why"
         left_out = [dict(zip(names, (*key, why), strict=True)) for key, why in self.left_out.items()]
-        found = dict(shape=self.settings.describe(), results=self.results, growth=self.growth, left_out=left_out)
-        return measure.machine() | found
+        return measure.machine() | dict(shape=self.settings.describe(), results=self.results, left_out=left_out)
 
     def run(self, shape: Shape, direction: str) -> None:
         """Add one result for each contestant that can run; a slow one is timed once."""
@@ -129,19 +121,6 @@ class Race:
                     self.left_out[key] = f"took {took:.1f} s at T = {shape.n_tokens}"
         return prepared, times
 
-    def find_growth(self, dtype: str, direction: str) -> list[dict[str, Any]]:
-        """Return the chunked form's time per token at each length as a multiple of that at the first, from 1024 on."""
-        which = dict(name=CHUNKED, direction=direction, dtype=dtype)
-        lengths = [r["tokens"] for r in self.results if which.items() <= r.items() and r["tokens"] >= 1024]
-        if len(lengths) < 2:
-            return []
-        shapes = {n: self.settings.shape(n, dtype) for n in lengths}
-        calls = {n: self.contestants[CHUNKED].prepare(shape, direction).call for n, shape in shapes.items()}
-        times = measure.time_in_turn(calls, self.settings.repeats)
-        per_token = {n: measure.milliseconds(each) / n for n, each in times.items()}
-        first = lengths[0]
-        return [dict(**which, tokens=n, since=first, ratio=x / per_token[first]) for n, x in per_token.items()]
-
 
 # ---- the report ----------------------------------------------------------------------------------
 
@@ -155,9 +134,6 @@ def report(summary: Summary) -> list[str]:
         lines += ["", f"{direction}, {dtype}, ms", *_table(chosen, "milliseconds", 1.0)]
         lines += ["", f"{direction}, {dtype}, MiB beyond the inputs", *_table(chosen, "peak_bytes", 2.0**-20), ""]
         lines += [f"{direction}, {dtype}: {line}" for line in _speedups(chosen)]
-    for r in summary["growth"]:
-        ratio = f"{r['ratio']:.3f} times that at T = {r['since']}"
-        lines.append(f"{r['direction']}, {r['dtype']}: time per token at T = {r['tokens']} {ratio}")
     return lines + [f"left out: {r['name']}, {r['direction']}, {r['dtype']}: {r['why']}" for r in summary["left_out"]]
 
 
@@ -181,22 +157,3 @@ def _speedups(results: list[dict[str, Any]]) -> list[str]:
             ratio = r["milliseconds"] / chunked[r["tokens"]]
             ratios.setdefault(r["name"], []).append(f"{ratio:.2f} (T={r['tokens']})")
     return [f"{CHUNKED} is {', '.join(found)} times as fast as {name}" for name, found in ratios.items()]
-
-
-def plot(summary: Summary, path: Path) -> None:
-    """Draw time and memory against the number of tokens, in the first dtype."""
-    dtype = summary["results"][0]["dtype"]
-
-    def lines(direction: str, key: str, scale: float) -> dict[str, list[tuple[float, float]]]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for r in summary["results"]:
-            if (r["dtype"], r["direction"]) == (dtype, direction) and r[key]:
-                found.setdefault(r["name"], []).append((r["tokens"], scale * r[key]))
-        return found
-
-    panels = {
-        "ms, forward": lines(FORWARD, "milliseconds", 1.0),
-        "ms, forward + backward": lines(BACKWARD, "milliseconds", 1.0),
-        "MiB beyond inputs, forward + backward": lines(BACKWARD, "peak_bytes", 2.0**-20),
-    }
-    measure.plot(path, f"{summary['shape']}, {dtype}: {summary['device']}", "tokens T", panels)

@@ -54,10 +54,7 @@ class Settings:
 
 
 def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json and OUT/decode.png, and return the report.
-
-    Raises InputError and ConfigError.
-    """
+    """Run the benchmark, write OUT/results.json, and return the report. Raises InputError and ConfigError."""
     own = from_mapping(TrainConfig, values).model
     try:
         models = {own.attention: own, "softmax": dataclasses.replace(own, attention="softmax")}
@@ -65,7 +62,6 @@ def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> s
         raise InputError(str(error)) from error
     fixed = measure.machine() | dict(dtype=own.dtype, config=values)
     summary = time_decoding(models, settings, lambda found: measure.write_results(out, fixed | found))
-    plot(fixed | summary, out / "decode.png")
     return "\n".join(report(fixed | summary))
 
 
@@ -182,35 +178,4 @@ def report(summary: Result) -> list[str]:
     for r in summary["left_out"]:
         reason = f"left out: a state of {r['state_bytes'] / 2**30:.1f} GiB"
         lines.append(f"{r['name']:<20} {r['batch']:>5} {r['context']:>9}   {reason}")
-    return lines + _comparisons(summary)
-
-
-def _comparisons(summary: Result) -> list[str]:
-    name = summary["name"]
-    results = [r for r in summary["results"] if r["name"] == name]
-    if not results:
-        return []
-    first, *others = results
-    ratio = first["milliseconds_per_step"] / summary["read_milliseconds"]
-    lines = [f"{name}: {ratio:.2f} times as long as reading the parameters"]
-    for r in others:
-        if r["batch"] == first["batch"]:
-            ratio = r["milliseconds_per_step"] / first["milliseconds_per_step"]
-            lines.append(f"{name}: a token after {r['context']} takes {ratio:.3f} times that after {first['context']}")
-        else:
-            ratio = r["tokens_per_second"] / first["tokens_per_second"]
-            lines.append(f"{name}: batch {r['batch']} gives {ratio:.1f} times the tokens/s of batch {first['batch']}")
     return lines
-
-
-def plot(summary: Result, path: Path) -> None:
-    """Draw time per token and size of the state against the context, for the first batch size."""
-    results = [r for r in summary["results"] if r["batch"] == summary["results"][0]["batch"]]
-    reading = [(r["context"], summary["read_milliseconds"]) for r in results]
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {"ms per token": {}, "MiB of state": {}}
-    for r in results:
-        panels["ms per token"].setdefault(r["name"], []).append((r["context"], r["milliseconds_per_step"]))
-        panels["MiB of state"].setdefault(r["name"], []).append((r["context"], r["state_bytes"] / 2**20))
-    panels["ms per token"]["parameters read once"] = reading
-    title = f"decoding, {summary['parameters'] / 1e6:.0f}M parameters: {summary['device']}"
-    measure.plot(path, title, "tokens read before", panels)

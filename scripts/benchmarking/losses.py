@@ -21,8 +21,7 @@ from configs import demo
 from heinsen.config import from_mapping
 from heinsen.data.prepare import Settings, prepare
 from heinsen.errors import HeinsenError
-from heinsen.figures import place_legend, pyplot
-from heinsen.files import make_folder, write_atomically, write_figure
+from heinsen.files import make_folder, write_atomically
 from heinsen.training.config import TrainConfig
 from heinsen.training.loop import train
 from scripts.benchmarking.measure import describe_machine, machine, write_results
@@ -38,7 +37,7 @@ class LossesError(HeinsenError, RuntimeError):
 
 
 def compare_losses(out: Path) -> str:
-    """Train on this device, write OUT/results.json and OUT/losses.png, and return the report. Raises HeinsenError."""
+    """Train on this device, write OUT/results.json, and return the report. Raises HeinsenError."""
     reference = read_reference()
     data = make_data(out)
     precisions = ("float32",) if jax.default_backend() == "cpu" else ("default", "float32")
@@ -54,7 +53,6 @@ def compare_losses(out: Path) -> str:
         cpu_difference=largest_difference(*(reference["losses"][form] for form in _FORMS)),
     )
     write_results(out, summary)
-    plot(summary, out / "losses.png")
     return "\n".join(report(summary))
 
 
@@ -158,25 +156,3 @@ def report(summary: dict[str, Any]) -> list[str]:
 
 def describe(found: dict[str, float]) -> str:
     return "largest difference " + ", ".join(f"{x:.2g} over {where}" for where, x in found.items())
-
-
-def plot(summary: dict[str, Any], path: Path) -> None:
-    """Draw the losses, and their differences from the CPU's."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    cpu, steps = summary["cpu"]["chunked"], range(1, summary["steps"] + 1)
-    left.plot(steps, cpu, color="black", linewidth=3, alpha=0.4, label="CPU")
-    own = {f"here, {precision} matrix products": losses for precision, losses in summary["losses"].items()}
-    for label, losses in own.items():
-        left.plot(steps, losses, linewidth=1, label=label)
-    for label, losses in {**own, "CPU, scan": summary["cpu"]["scan"]}.items():
-        color = None if label in own else "grey"
-        right.plot(steps, [abs(a - b) for a, b in zip(losses, cpu, strict=True)], color=color, label=label)
-    left.set(xlabel="step", ylabel="loss, nats per byte")
-    right.set(xlabel="step", ylabel="difference from the CPU's chunked form", yscale="log")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"training losses of configs/demo.py: {summary['device']}")
-    place_legend(figure)
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)

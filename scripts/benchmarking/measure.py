@@ -8,14 +8,13 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
-from heinsen.figures import count_tokens, place_legend, pyplot
-from heinsen.files import make_folder, write_atomically, write_figure
+from heinsen.files import make_folder, write_atomically
 from heinsen.host import return_freed_memory
 
 IMPLEMENTATIONS = ("chunked", "pallas", "scan", "reference")
@@ -91,7 +90,7 @@ def describe_machine(results: Mapping[str, Any]) -> str:
     return "; ".join([results["device"], ", ".join(f"{name} {x}" for name, x in results["versions"].items())])
 
 
-# ---- progress, results, figures -----------------------------------------------------------
+# ---- progress and results ------------------------------------------------------------------------
 
 
 def tell(line: str) -> None:
@@ -103,22 +102,3 @@ def write_results(out: Path, results: dict[str, Any]) -> None:
     """Write OUT/results.json: after each part, so that a benchmark that is stopped leaves what it has found."""
     make_folder(out)
     write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
-
-
-def plot(
-    path: Path, title: str, xlabel: str, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
-) -> None:
-    """Draw panels {label of y: {label of a line: its points}}, with logarithmic axes."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), layout="constrained")
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    for axis, (ylabel, lines) in zip(axes, panels.items(), strict=True):
-        for name, points in lines.items():
-            axis.loglog(*zip(*points, strict=True), "o-", label=name, color=f"C{names.index(name)}")
-        axis.set(xlabel=xlabel, ylabel=ylabel)
-        axis.grid(alpha=0.3)
-        count_tokens(axis.xaxis)
-    figure.suptitle(title)
-    place_legend(figure)
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)

@@ -190,8 +190,6 @@ def write_record(out: Path, record: dict[str, Any]) -> str:
             lines += ["", f"**{part['state']}** after {part['seconds']:.0f} s; the end of `{name}/log.txt`:"]
             lines += ["", "```text", *part["last_lines"], "```"]
         if part["result"] is not None:
-            pictures = sorted((out / name).glob("*.png")) if part["state"] == DONE else []
-            lines += [line for path in pictures for line in ("", f"![{path.stem}]({name}/{path.name})")]
             lines += ["", "```text", *REPORTS[part["arguments"][0]](part["result"]), "```"]
     report = "\n".join(lines) + "\n"
     write_atomically(out / "results.json", json.dumps(record, indent=1) + "\n")

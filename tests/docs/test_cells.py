@@ -21,6 +21,8 @@ from experiments.tools import ExperimentError
 from heinsen.models import abstract_params, count_params, init_params, next_token_losses
 from tests.model_configs import model_config
 
+pytest_plugins = ["tests.run_fixtures"]
+
 CELLS = {"a": 1, "b, c": 2, "d": 3}
 
 
@@ -126,6 +128,7 @@ def test_the_report_on_some_cells():
     cell = lambda base: dict(
         machine="a chip", jax="0", seconds=3.0, seeds=[1, 2], parameters=7, state_numbers=8, learning_rate=0.5,
         document_nats=(base + rng.random((2, 5))).tolist(), recalled_nats=[[2.0], [4.0]], tuning={0.5: 1.0, 1.0: 2.0},
+        training=[[5.0, 4.0, 3.0, 2.0]] * 2,
     )  # fmt: skip
     results = dict(
         cells={"one": cell(8.0), "two": cell(9.0)}, missing=["three"], size="1M", steps=2, n_grams=[4], recalled=[10],
@@ -137,9 +140,32 @@ def test_the_report_on_some_cells():
     want = ours.sum() / 2 / np.log(2) / 50
     (row,) = (line for line in lines if line.startswith("| two |") and "[" in line)
     assert f"{want:+.4f} [" in row and row.endswith("| 7 | 8 | 0.5 | 0.300 |")
-    low, high = (float(x) for x in row.split("[")[1].split("]")[0].split(","))
-    assert low < want < high and low > 0
+    want = reports.seed_interval(ours.sum(1) / np.log(2) / 50)
+    assert f"[{want.low:+.4f}, {want.high:+.4f}]" in row and "all differences of this table (1)" in "\n".join(lines)
     assert len(report.draw(results).axes) == 1
+    (onset,) = report.draw_onset(results).axes
+    assert [len(line.get_xdata()) for line in onset.lines] == [3] * 4
+
+
+def test_recall_is_compared_by_seed_with_the_cell_that_differs_in_one_thing():
+    seeds = {"exponential, width 256, 64 sequences": (0, 1, 2)}
+    right = {
+        "exponential, 4 x 16 x 16": 0.9, "linear, 4 x 16 x 16": 0.5, "exponential, 1 x 16 x 16": 0.4,
+        "linear, 1 x 16 x 16": 0.3, "exponential, real values": 0.8, "exponential, real values, 1 x 16 x 16": 0.1,
+        "linear, default gate": 0.25, "delta rule, 8,000 steps": 0.7, "exponential, width 256, 64 sequences": 1.0,
+    }  # fmt: skip
+    runs = lambda name, x: [dict(seed=seed, right=[1.0, x + seed / 100]) for seed in seeds.get(name, (1, 2, 3))]
+    results = dict(cells={name: dict(runs=runs(name, x)) for name, x in right.items()}, pairs=[4, 32])
+    found = recall.report.differences(results)
+    assert {key: round(float(x.mean()), 3) for key, x in found.items()} == {
+        ("linear, 4 x 16 x 16", "exponential, 4 x 16 x 16"): -0.4,
+        ("linear, 1 x 16 x 16", "exponential, 1 x 16 x 16"): -0.1,
+        ("exponential, real values", "exponential, 4 x 16 x 16"): -0.1,
+        ("exponential, real values, 1 x 16 x 16", "exponential, 1 x 16 x 16"): -0.3,
+        ("linear, default gate", "linear, 4 x 16 x 16"): -0.25,
+    }
+    (line,) = (x for x in recall.report.differences_section(results) if x.startswith("| linear, default gate |"))
+    assert line == "| linear, default gate | linear, 4 x 16 x 16 | -25.0% [-25.0%, -25.0%]* |"
 
 
 def test_pairs_of_cells_with_one_change():
@@ -248,8 +274,8 @@ def test_rates_are_tuned_on_a_grid_and_its_extension(monkeypatch):
     programs = lanes.Lanes(None, 3, None, None, None)
     found = programs.tune((1.0, 2.0, 4.0), 7, None, 30, lambda rates: (np.log2(rates) - 3) ** 2)
     assert trained == [((7, 7, 7), (1.0, 2.0, 4.0), 30), ((7, 7), (8.0, 16.0), 30)]
-    assert found == {1.0: 9, 2.0: 4, 4.0: 1, 8.0: 0, 16.0: 1} and lanes.best_rate(found) == 8.0
-    assert lanes.best_rate({1.0: np.nan, 2.0: 5.0}) == 2.0
+    assert found == {1.0: 9, 2.0: 4, 4.0: 1, 8.0: 0, 16.0: 1} and reports.best_rate(found) == 8.0
+    assert reports.best_rate({1.0: np.nan, 2.0: 5.0}) == 2.0
 
 
 def test_a_text_of_other_windows_is_refused(tmp_path):
@@ -257,6 +283,18 @@ def test_a_text_of_other_windows_is_refused(tmp_path):
     message = r"training windows \(5, 2, 4, 9\) where this reads \(5, 2, 4, 11\): give another --out"
     with pytest.raises(ExperimentError, match=message):
         text.load(tmp_path, tmp_path, range(5), 10, 4, 2)
+
+
+@pytest.mark.long
+def test_the_text_of_a_corpus_is_read_once(corpus, tmp_path):
+    found = text.load(corpus, tmp_path, (0, 1), 16, 2, 3)
+    assert found["train"].shape == (2, 3, 2, 17) and (found["train"][0] != found["train"][1]).any()
+    targets = found["test"][:, 1:][np.arange(16) < found["test_lengths"][:, None]]
+    ends = np.flatnonzero(targets == contexts.END)
+    assert len(ends) == 20 and found["num_bytes"].sum() == len(targets) - 20
+    assert found["starts"].tolist() == [0, *(ends + 1)] and found["recalled"].shape == (3, len(targets))
+    again = text.load(tmp_path / "none", tmp_path, (0, 1), 16, 2, 3)
+    assert all(np.array_equal(found[name], again[name]) for name in found)
 
 
 def test_sums_over_documents():
@@ -293,6 +331,7 @@ def scaled():
 def test_laws_and_slopes_are_found_again(scaled, monkeypatch):
     law, slopes, results = scaled
     monkeypatch.setattr(scaling, "N_LAWS", 2)
+    monkeypatch.setattr(scaling, "SIMULATED", (2, 2))
     monkeypatch.setattr(scaling.law, "fit", partial(scaling.law.fit, n_starts=4))
     known = {name: results["cells"][name] for name in results["cells"] if name.startswith(("linear", "softmax"))}
     known = {name: cell for name, cell in known.items() if "256" not in name}
@@ -305,14 +344,15 @@ def test_laws_and_slopes_are_found_again(scaled, monkeypatch):
     text = "\n".join(scaling_report.report(part))
     assert "not trained yet" in text and "Not run yet: others." in text and "nan" not in text
     lines = scaling_report.report(results | dict(laws=laws))
-    trend = scaling_report.trend(
-        results, [(f"linear, {width}", f"softmax, {width}") for width in scaling.config.WIDTHS]
-    )
-    alone = scaling_report.trend(results, [("linear, 96", "softmax, 96")])
-    np.testing.assert_allclose(alone["text"], slopes["text"], atol=1e-3)
-    for what, slope in slopes.items():
-        np.testing.assert_allclose(trend[what], slope, atol=1e-3)
-        assert any(f"{trend[what][0]:+.4f} [" in line for line in lines if line.startswith("Least squares"))
+    family = scaling_report.differences(results, "linear", "softmax")
+    for width in scaling.config.WIDTHS:
+        np.testing.assert_allclose(family[width, scaling_report.DOUBLING], slopes["text"], atol=1e-3)
+    widths = np.array([*scaling.config.WIDTHS, scaling.config.NEXT_WIDTH])
+    above = slopes["parameters"] * np.log2(28.0 * widths**2) + slopes["text"] * np.log2(2e6)
+    over = scaling_report.over_widths(results, "linear", "softmax")
+    np.testing.assert_allclose(over, reports.seed_interval(above), atol=1e-3)
+    said = f"{over.value:+.4f} [{over.low:+.4f}, {over.high:+.4f}], by Student's t over 4 widths"
+    assert any(said in line for line in lines)
     assert len(scaling_report.draw(part | dict(laws=laws)).axes) == 2
 
 

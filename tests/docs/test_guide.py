@@ -72,7 +72,6 @@ SMALLER = {
     "d_model=256": "d_model=32",
     "batch_size=64": "batch_size=8",
     "=1e-3,3e-3,1e-2": "=1e-3",
-    "sigmoid_scaling/run.py": "sigmoid_scaling/run.py --small",
     "=300000000": "=12000",
     "warmup_steps=60": "warmup_steps=6",
     "=/shared/runs": "=runs",

@@ -6,6 +6,7 @@ Also what it compares with: accuracy's float64, the inputs of attention, the com
 import dataclasses
 import json
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,6 @@ def test_attention_is_timed_and_written_down(benchmark, tmp_path):
     for r in summary["results"]:
         assert len(r["seconds"]) == 2 and r["milliseconds"] == pytest.approx(500 * sum(r["seconds"]))
         assert r["peak_bytes"] > 0
-    assert (tmp_path / "attention.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record.pop("command").startswith("python scripts/benchmark.py attention ") and record == summary
 
@@ -130,17 +130,6 @@ def test_a_slow_contestant_is_timed_once_and_left_out_afterwards(monkeypatch):
         assert f"left out: {name}, forward, float32: {why}" in report
 
 
-def test_growth_is_that_of_the_time_per_token(monkeypatch):
-    settings = attention.Settings([256, 1024, 4096], [], [], [], 1, 1, 4, repeats=1, time_limit=1.0)
-    race = attention.Race(settings, {"heinsen chunked": Fake(1.0)})
-    monkeypatch.setattr(measure, "time_in_turn", lambda calls, repeats: {n: [3.0 if n == 4096 else 0.5] for n in calls})
-    which = {"name": "heinsen chunked", "direction": FORWARD, "dtype": "float32"}
-    race.results = [{**which, "tokens": n} for n in settings.lengths]
-    found = race.find_growth("float32", FORWARD)
-    assert [(r["tokens"], r["since"], r["ratio"]) for r in found] == [(1024, 1024, 1.0), (4096, 1024, 1.5)]
-    assert race.find_growth("bfloat16", FORWARD) == []
-
-
 # ---- steps and decoding --------------------------------------------------------------------------
 
 
@@ -159,11 +148,11 @@ def test_a_training_step_is_timed_against_matmul(benchmark):
 
 
 @pytest.mark.long
-def test_decoding_is_timed_against_the_context(benchmark, tmp_path):
+def test_decoding_is_timed_against_the_context(benchmark):
     sizes = dict(n_layers=2, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=60, padded_vocab_size=64)
     config = [f"--config.model.{name}={size}" for name, size in (sizes | {"convolution": 3}).items()]
     printed, summary = benchmark("decode", *config, "--contexts=50,1000", "--batches=1,3", "--repeats=2")
-    assert "batch 3 gives" in printed and "a token after 1000 takes" in printed
+    assert len(re.findall(r"^(?:heinsen|softmax) +[13] +(?:50|1000) ", printed, re.MULTILINE)) == 6
     taps = 2 * 2 * (2 * 12)  # two inputs of each layer's convolution, of queries, keys and values
     sizes = {(r["name"], r["batch"], r["context"]): r["state_bytes"] for r in summary["results"]}
     assert len(sizes) == len(summary["results"]) == 6
@@ -174,7 +163,6 @@ def test_decoding_is_timed_against_the_context(benchmark, tmp_path):
         r["tokens_per_second"] == pytest.approx(1e3 * r["batch"] / r["milliseconds_per_step"])
         for r in summary["results"]
     )
-    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
