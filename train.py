@@ -20,7 +20,7 @@ from absl import app, flags, logging
 from scripts.cli import parse_flags, read_config, refuse, refuse_address
 
 CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field.", required=True)
-WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: config, metrics, checkpoints, plots.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Run folder: metrics, checkpoints, plots. Required without --plan.")
 PLAN = flags.DEFINE_bool("plan", False, "Print what the run would take, without starting it.")
 PLAN_STEPS = flags.DEFINE_integer("plan_steps", 3, "--plan: steps to time; 0: only compile.", lower_bound=0)
 TARGET = flags.DEFINE_string("target", None, "--plan: the machine to plan for, such as h100, h200-8, v5e-4, v5p-8.")
@@ -52,14 +52,13 @@ def run() -> str | None:
     values = read_config(CONFIG)
     import jax
 
-    from heinsen.config import from_mapping
     from heinsen.distributed import join_processes
     from heinsen.host import keep_compilations
     from heinsen.plan.plan import plan
-    from heinsen.training.config import TrainConfig
+    from heinsen.training.data import train_config
     from heinsen.training.loop import train
 
-    config = from_mapping(TrainConfig, values)
+    config = train_config(values)
     if TARGET.value is not None:
         return str(plan(config, 0, TARGET.value, PEAK_FLOPS.value))
     join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)
@@ -70,7 +69,7 @@ def run() -> str | None:
         result = train(config, Path(WORKDIR.value))
         report = (
             f"{WORKDIR.value}: validation loss {result.loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per "
-            f"byte over {result.tokens:,} tokens"
+            f"byte over {result.extent} of the split {config.data.validation_split}"
         )
     return report if jax.process_index() == 0 else None
 

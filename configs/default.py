@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
             total_tokens=300_000_000_000,  # tokens to predict in the whole run; the last step may exceed it
             sequence_length=1024,  # tokens predicted per sequence
             batch_size=480,  # sequences per optimizer step, over all devices and accumulation steps
-            accumulation_steps=1,  # forward-backward passes per optimizer step
+            accumulation_steps=1,  # microbatches per optimizer step, one at a time, to save memory
             mesh=dict(  # devices along each axis (heinsen/parallel.py); one may be -1: all remaining devices
                 data=-1,  # splits the batch, replicates the parameters
                 fsdp=1,  # splits the batch, the parameters and the optimizer state
@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
                 validation_split="validation",
             ),
             model=dict(
-                vocab_size=50257,
-                padded_vocab_size=50304,
+                vocab_size=placeholder(int),  # None: the data's; a run's config.json has the number
+                padded_vocab_size=placeholder(int),  # rows of the embedding; None: the next multiple of 128 (small: 8)
                 n_layers=24,
                 d_model=768,
                 n_heads=24,

@@ -15,7 +15,6 @@ def get_config() -> ConfigDict:
     config.sequence_length = 64
     config.batch_size = 16
     config.data.path = "data/stdlib"
-    config.model.update(vocab_size=257, padded_vocab_size=264)
     config.model.update(n_layers=2, d_model=256, n_heads=16, d_key=8, d_value=8)
     config.optimizer.update(learning_rate=5e-3, final_learning_rate=1e-4, warmup_steps=100)
     config.update(log_every=50, validate_every=1000, validation_tokens=100_000, checkpoint_every=1000)

@@ -27,7 +27,6 @@ def get_config(kind: str = "gated") -> ConfigDict:
     config.sequence_length = 256
     config.batch_size = 8
     config.data.path = "data/shakespeare"
-    config.model.update(vocab_size=257, padded_vocab_size=264)
     config.model.update(n_layers=4, d_model=128, n_heads=4, d_key=32, d_value=32)
     config.model.update(KINDS[kind])
     config.optimizer.update(learning_rate=RATES[kind], final_learning_rate=1e-4, warmup_steps=50)

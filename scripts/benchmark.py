@@ -31,7 +31,7 @@ losses: 200 training steps of configs/demo.py on a generated text, beside a CPU'
 --write_reference makes these anew, on a CPU.
 
 All contestants run in one process and in turn, with warm-up calls before each timed one; medians are compared. Each
-benchmark prints a report and writes all figures to results.json.
+benchmark prints a report and writes all figures to results.json; `decode` also a plot.
 """
 
 import functools
@@ -49,7 +49,7 @@ from scripts.cli import parse_counts, parse_flags, read_config, refuse
 OUT = flags.DEFINE_string("out", None, "Folder for results.json; default: runs/benchmarks/attention, .../step.")
 JSON = flags.DEFINE_string("json", None, "File for the results, too, with the command that made them.")
 CONFIG = flags.DEFINE_string(
-    "config", "configs/default.py", "step, decode: config file; --config.a.b=value overrides a field."
+    "config", "configs/pile_125m.py", "step, decode: config file; --config.a.b=value overrides a field."
 )
 REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each contestant.", lower_bound=1)
 LENGTHS = flags.DEFINE_list(

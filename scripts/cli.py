@@ -16,6 +16,7 @@ from heinsen.errors import InputError
 from scripts.config_files import as_integer, ask_for_similar, load_config, override
 
 _TEXTS = ("prompt", "stop")  # flags that may begin with ~ and name no file
+_HELP = {"-h", "-help", "--help", "--helpshort"}
 
 
 def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_arguments: bool = False) -> list[str]:
@@ -28,6 +29,8 @@ def parse_flags(argv: list[str], may_be_empty: Collection[str] = (), takes_argum
     """
     _prepare_terminal()
     values = flags.FLAGS
+    if _HELP & {*argv}:
+        _show_help()
     for text in argv[1:] if "config" in values else ():
         if (match := re.match(r"--?(config\.[^=\s]+)", text)) and match[1] not in values:
             flags.DEFINE_string(match[1], None, "Overrides a field of the config.")
@@ -106,9 +109,17 @@ def show_help(name: str) -> None:
     if name != "__main__":
         return
     _prepare_terminal()
-    if {"--help", "--helpshort"} & {*sys.argv}:
-        app.define_help_flags()
-        flags.FLAGS(sys.argv)
+    if _HELP & {*sys.argv}:
+        _show_help()
+
+
+def _show_help() -> NoReturn:
+    """Print what the program does and its flags, and which of them are required."""
+    for name in (values := flags.FLAGS):
+        if any("other than None" in validator.message for validator in values[name].validators):
+            values[name].help = f"Required. {values[name].help}"
+    app.usage(shorthelp=True, writeto_stdout=True)
+    sys.exit()
 
 
 def _prepare_terminal() -> None:

@@ -8,6 +8,7 @@ gradients, and each row prints the ratio of their medians, new over old, the new
 took. With --config it is the training step of that config, on random tokens.
 """
 
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -40,6 +41,7 @@ import numpy as np
 
 import heinsen
 from heinsen.host import keep_host_memory
+from heinsen.training.data import train_config
 
 ROOT = Path(__file__).resolve().parent.parent
 FEATURES = 30
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> None:
     with exit_on_error(), tempfile.TemporaryDirectory() as folder:
         old = import_old(Path(folder))
         if CONFIG.value is not None:
-            values = read_config(CONFIG)
+            values = dataclasses.asdict(train_config(read_config(CONFIG)))
             print(compare(make_step(old, values), make_step(heinsen, values), ()))
             return
         rng = np.random.default_rng(0)
@@ -118,7 +120,7 @@ def make_step(package: Any, values: dict[str, Any]) -> Callable[[], Any]:
     optimizer = part("training.optimizer").make_optimizer(config.optimizer, config.total_steps)
     mesh, steps = part("parallel").make_mesh(), part("training.step")
     state = steps.init_train_state(config.model, optimizer, config.seed, mesh)
-    shape = config.accumulation_steps, config.sequences_per_pass, config.sequence_length + 1
+    shape = config.accumulation_steps, config.batch_size // config.accumulation_steps, config.sequence_length + 1
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.model.vocab_size)
     step = steps.make_train_step(config.model, optimizer, mesh)
 

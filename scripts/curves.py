@@ -14,9 +14,9 @@ from heinsen.figures import smooth
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.runs import align, format_number
 from heinsen.training.config import TrainConfig
+from heinsen.training.devices import train_flops_per_token
 from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.training.metrics import METRICS_FILE, metric_points, read_metrics
-from heinsen.training.throughput import train_flops_per_token
 
 
 class CurveError(HeinsenError, ValueError):

@@ -209,8 +209,8 @@ def _facts(config: TrainConfig, workdir: Path, step: int, n_params: int) -> list
         ("parameters", f"{n_params:,}, {DTYPE.value}"),
         (
             "model",
-            f"{model.n_layers} layers, d_model {model.d_model}, {model.n_heads} heads with {model.d_key} key and "
-            f"{model.d_value} value features; vocabulary {model.vocab_size:,}, padded to {model.padded_vocab_size:,}",
+            f"n_layers {model.n_layers}, d_model {model.d_model}, n_heads {model.n_heads}, d_key {model.d_key}, "
+            f"d_value {model.d_value}; vocabulary {model.vocab_size:,}, padded to {model.padded_vocab_size:,}",
         ),
         ("tokenizer", load_tokenizer_name(workdir)),
         ("data", f"{config.data.path}, split train"),

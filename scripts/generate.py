@@ -62,8 +62,8 @@ from heinsen.decoding import (
 from heinsen.host import keep_compilations
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
+from heinsen.training.devices import format_bytes
 from heinsen.training.folder import load_run, load_tokenizer_name
-from heinsen.training.throughput import format_bytes
 from heinsen.weights import load_params
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from heinsen.config import ConfigError, from_mapping
+from heinsen.config import ConfigError
 from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
 from heinsen.sweep.runs import SweepRun
 from heinsen.sweep.space import Point, SweepError, Value, format_value
 from heinsen.training.config import DataConfig, TrainConfig
-from heinsen.training.data import TRAIN_SPLIT, open_split
+from heinsen.training.data import TRAIN_SPLIT, open_split, train_config
 from scripts.config_files import load_config, override
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -64,7 +64,7 @@ def check(config: str, overrides: Mapping[str, str], point: Mapping[str, Value])
     texts = _texts(point)
     values = resolve(config, overrides, texts)
     try:
-        return from_mapping(TrainConfig, values)
+        return train_config(values)
     except ConfigError as error:
         settings = ", ".join(f"{field}={text}" for field, text in texts.items())
         raise SweepError(f"{settings}: {error}") from error

@@ -18,7 +18,10 @@ import contextlib, io, json, runpy, sys
 import absl.app, absl.logging
 from absl import flags
 
+from heinsen.training import data
+
 absl.app.run = lambda main, flags_parser: flags_parser(sys.argv)
+data._read_vocab_size = lambda path: 257
 
 def parse(program, arguments):
     before, argv = set(flags.FLAGS), [program, *arguments]
@@ -33,9 +36,7 @@ def parse(program, arguments):
         if program == "eval.py":
             module["read_run_config"]()
         if program == "train.py":
-            from heinsen.config import from_mapping
-            from heinsen.training.config import TrainConfig
-            from_mapping(TrainConfig, module["read_config"](module["CONFIG"]))
+            data.train_config(module["read_config"](module["CONFIG"]))
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
             first = {name: text.split(",")[0] for name, text in module["SWEPT"].items()}
             from scripts.cli import given_fields

@@ -11,7 +11,7 @@ import pytest
 from heinsen.errors import Interrupted, describe, exit_on_error
 from heinsen.export import ExportError
 from heinsen.export.folders import CONFIG_FILE, load_folder
-from heinsen.training.device_errors import DeviceError, explain_device_errors
+from heinsen.training.devices import DeviceError, explain_device_errors
 from heinsen.training.loop import RunInterrupted
 
 

@@ -261,7 +261,7 @@ def test_communication_does_not_grow_with_the_tokens(commands):
 
 def test_arrays_lie_where_the_mesh_says_and_a_mesh_that_does_not_fit_is_refused(data, run, commands, tmp_path):
     cases = [
-        ({"batch_size": 6}, "6 sequences per pass (batch_size 6 / accumulation_steps 1) do not divide over 4"),
+        ({"batch_size": 6}, "6 sequences per microbatch (batch_size 6 / accumulation_steps 1) do not divide over 4"),
         ({"mesh__data": 3}, "axes data 3 x fsdp 1 x tensor 1 x sequence 1 need 3 devices: there are 4"),
         ({"mesh__fsdp": 3}, "the mesh's axes data -1 x fsdp 3 x tensor 1 x sequence 1 do not divide 4 devices"),
         ({"mesh__tensor": 4}, "model.n_heads = 2 do not divide over mesh.tensor = 4"),
@@ -284,9 +284,7 @@ def test_arrays_lie_where_the_mesh_says_and_a_mesh_that_does_not_fit_is_refused(
     before = snapshot(workdir)
     done = commands.fork(*train_command(data, workdir), devices=3)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    message = (
-        f"error: {BATCH} sequences per pass (batch_size {BATCH} / accumulation_steps 1) do not divide over 3 devices"
-    )
+    message = f"error: {BATCH} sequences per microbatch (batch_size {BATCH} / accumulation_steps 1) do not divide over"
     assert done.stderr.startswith(message) and snapshot(workdir) == before
 
 

@@ -1,14 +1,15 @@
-"""Loss, perplexity and bits per byte over a whole split, every token predicted once."""
+"""Loss and bits per byte over a split, or its first tokens, every token predicted once."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from heinsen.data.loader import EvaluationBatches
 from heinsen.models import ModelConfig, Params
 from heinsen.models.masking import window_losses
 from heinsen.parallel import place_batch, replicated, split_batch
@@ -16,19 +17,26 @@ from heinsen.parallel import place_batch, replicated, split_batch
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Losses over a split.
+    """Losses over the first tokens of a split.
 
     Attributes:
       loss: nats per token.
-      perplexity: exp(loss).
       bits_per_byte: bits per byte of the documents' UTF-8 text.
       tokens: number of predicted tokens.
+      split_tokens: number of tokens of the split.
     """
 
     loss: float
-    perplexity: float
     bits_per_byte: float
     tokens: int
+    split_tokens: int
+
+    @property
+    def extent(self) -> str:
+        """Which tokens were predicted, in words."""
+        if self.tokens == self.split_tokens:
+            return f"all {self.tokens:,} tokens"
+        return f"the first {self.tokens:,} of {self.split_tokens:,} tokens"
 
 
 def perplexity(loss: float) -> float:
@@ -47,8 +55,8 @@ def mean_of_mixture(parts: list[tuple[Evaluation, float]], bytes_per_token: floa
     bytes_per_token: that of the mixture (`heinsen.data.mixture.bytes_per_token`).
     """
     loss = sum(share * part.loss for part, share in parts)
-    tokens = sum(part.tokens for part, _ in parts)
-    return Evaluation(loss, perplexity(loss), bits_per_byte(loss, bytes_per_token), tokens)
+    tokens, split_tokens = (sum(getattr(part, name) for part, _ in parts) for name in ("tokens", "split_tokens"))
+    return Evaluation(loss, bits_per_byte(loss, bytes_per_token), tokens, split_tokens)
 
 
 def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str, jax.Array]], jax.Array]:
@@ -67,19 +75,15 @@ def make_eval_step(model: ModelConfig, mesh: Mesh) -> Callable[[Params, dict[str
 def evaluate(
     eval_step: Callable[[Params, dict[str, jax.Array]], jax.Array],
     params: Params,
-    batches: Iterable[dict[str, np.ndarray]],
+    batches: EvaluationBatches,
     mesh: Mesh,
-    bytes_per_token: float,
 ) -> Evaluation:
-    """Average over the targets of `batches` (heinsen.data.loader.evaluation_batches) where their mask is 1, in float64.
-
-    eval_step is of `make_eval_step`.
-    """
+    """Average over the targets of the batches where their mask is 1, in float64. eval_step is of `make_eval_step`."""
     nats, tokens = 0.0, 0
     for batch in batches:
         placed = place_batch(mesh, batch)
         # Waiting for each batch keeps simulated devices from deadlocking, and bounds the queue on real ones.
         nats += float(np.asarray(eval_step(params, placed), np.float64).sum())
         tokens += int(jnp.sum(placed["mask"]))
-    loss = nats / tokens
-    return Evaluation(loss, perplexity(loss), bits_per_byte(loss, bytes_per_token), tokens)
+    loss, dataset = nats / tokens, batches.dataset
+    return Evaluation(loss, bits_per_byte(loss, dataset.bytes_per_token), tokens, dataset.n_tokens)

@@ -70,7 +70,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
     tokenizer = _find_tokenizer(datasets[0][0])
     documents = [(find_documents(dataset, tokenizer), share) for dataset, share in datasets]
     # As many sequences as training holds at a time, rounded up to a multiple of the devices.
-    batch_size = round_up(config.sequences_per_pass, n_batch_parts(mesh))
+    batch_size = round_up(config.sequences_per_microbatch, n_batch_parts(mesh))
     options = dict(window=config.sequence_length, batch_size=batch_size)
 
     def measure(measure_documents: Callable[..., DocumentLosses]) -> MixtureLosses:

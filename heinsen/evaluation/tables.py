@@ -60,7 +60,8 @@ def _total_table(result: SplitResult) -> str:
         ("run", f"{result.workdir}, step {result.step}"),
         (
             "split",
-            f"{result.split}: {total.tokens:,} tokens, {result.n_bytes:,} bytes, {total.documents:,} documents; {way}",
+            f"{result.split}: all {total.tokens:,} tokens, {result.n_bytes:,} bytes, {total.documents:,} documents; "
+            f"{way}",
         ),
     ]
     if len(result.dataset_losses) > 1:

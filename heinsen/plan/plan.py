@@ -18,11 +18,16 @@ from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, 
 from heinsen.plan.report import Plan
 from heinsen.plan.targets import Target, find_target
 from heinsen.training.config import TrainConfig, check_mesh
-from heinsen.training.device_errors import explain_device_errors
+from heinsen.training.data import make_microbatches
+from heinsen.training.devices import (
+    available_bytes,
+    bytes_per_device,
+    compiled_bytes,
+    explain_device_errors,
+    peak_flops_per_device,
+)
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.passes import make_passes
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
-from heinsen.training.throughput import available_bytes, bytes_per_device, compiled_bytes, peak_flops_per_device
 
 _MAX_SECONDS = 300.0  # for the timed steps
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,7 +49,7 @@ def plan(config: TrainConfig, steps: int, target: str | None = None, peak_flops:
 def _plan_here(config: TrainConfig, steps: int, peak_flops: float | None) -> Plan:
     keep_host_memory()
     mesh = make_mesh(config.mesh)
-    arrays = _random_batches(config, len(process_rows(mesh, config.sequences_per_pass)))
+    arrays = _random_batches(config, len(process_rows(mesh, config.sequences_per_microbatch)))
     step = _Step(config, mesh, arrays)
     start = time.perf_counter()
     compiled = step.compile()
@@ -67,7 +72,7 @@ def _plan_target(config: TrainConfig, target: Target, peak_flops: float | None) 
     devices = target.devices()
     with target.compiling():
         mesh = make_mesh(config.mesh, devices)
-        step = _Step(config, mesh, _random_batches(config, config.sequences_per_pass))
+        step = _Step(config, mesh, _random_batches(config, config.sequences_per_microbatch))
         start = time.perf_counter()
         try:
             compiled, overflow = step.compile(), None
@@ -110,7 +115,7 @@ class _Step:
         self.config, self.mesh = config, mesh
         self.optimizer = make_optimizer(config.optimizer, config.total_steps)
         self.state = abstract_train_state(config.model, self.optimizer, mesh)
-        global_shape = lambda x: (x.shape[0], config.sequences_per_pass, x.shape[2])
+        global_shape = lambda x: (x.shape[0], config.sequences_per_microbatch, x.shape[2])
         batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(global_shape(x), x.dtype), arrays)
         self.batches = with_shardings(batches, split_batch(mesh, axis=1))
 
@@ -143,11 +148,11 @@ class _Step:
 
 
 def _random_batches(config: TrainConfig, n_rows: int) -> Any:
-    """Return batches of random tokens, of n_rows per pass."""
+    """Return batches of random tokens, of n_rows per microbatch."""
     rows = np.arange(config.accumulation_steps * n_rows)
     shape = rows.size, config.sequence_length + 1
     windows = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-    return make_passes(config, windows, 1, rows)
+    return make_microbatches(config, windows, 1, rows)
 
 
 def _reason_not_to_time(untimed: Plan, steps: int) -> str | None:

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from heinsen.plan.costs import Costs
-from heinsen.training.throughput import format_bytes, train_flops_per_token
+from heinsen.training.devices import format_bytes, train_flops_per_token
 
 _ASSUMED_MFU = (0.2, 0.4)  # where there is neither a timed step nor a bound
 

@@ -10,22 +10,26 @@ damaged, and the one before it is used.
 
 import contextlib
 import functools
+import logging
 import os
 import re
+import sys
+import traceback
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from heinsen.distributed import first_reason
 from heinsen.errors import HeinsenError, print_warning
 from heinsen.files import seal, unseal
 from heinsen.models import Params
-from heinsen.training.checksums import checksums
-from heinsen.training.device_errors import is_device_error
-from heinsen.training.quiet_orbax import describe_cause, quiet_orbax
+from heinsen.training.devices import is_device_error
+from heinsen.training.step import TrainState
 
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged_checkpoints"
 
@@ -34,21 +38,11 @@ class CheckpointError(HeinsenError, RuntimeError):
     """A checkpoint that is missing, damaged, of another run, or cannot be saved."""
 
 
-@runtime_checkable
-class _NamedTuple(Protocol):
-    """Any NamedTuple."""
-
-    def _asdict(self) -> dict[str, Any]: ...
-
-    @property
-    def _replace(self) -> Callable[..., Any]: ...
-
-
 class Restored(NamedTuple):
-    """A checkpoint's contents, with the state of the type that was asked for."""
+    """A checkpoint's contents."""
 
     step: int
-    state: Any
+    state: TrainState
     progress: dict[str, Any]  # as it was saved
 
 
@@ -73,7 +67,7 @@ class Checkpoints:
         self._warn = warn
         self._checkpointer: ocp.training.Checkpointer | None = None
         self._saving: tuple[int, Any] | None = None  # step, and Orbax's handle
-        quiet_orbax()
+        _quiet_orbax()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -108,11 +102,10 @@ class Checkpoints:
                 self._open().wait()  # Orbax raises it a second time
             raise self._not_saved(step, error) from error
 
-    def save(self, step: int, state: _NamedTuple, progress: dict[str, Any], config_hash: str) -> None:
+    def save(self, step: int, state: TrainState, progress: dict[str, Any], config_hash: str) -> None:
         """Start saving a step, unless it is saved already; `state` may be donated as soon as this returns.
 
         Args:
-          state: a NamedTuple of pytrees of arrays; each field can be restored alone.
           progress: what else the run continues from, such as the data iterator's position, as JSON.
           config_hash: identifies the run's config to `restore_newest`.
 
@@ -122,7 +115,7 @@ class Checkpoints:
         self.wait()
         if self.latest == step:
             return
-        fields = _with_arrays(state._asdict())
+        fields = state._asdict()  # each can be restored alone
         record = {"step": step, "position": progress, "config_hash": config_hash, "arrays": _describe(fields)}
         try:
             response = self._open().save_checkpointables_async(step, fields, force=True, custom_metadata=seal(record))
@@ -130,7 +123,7 @@ class Checkpoints:
             raise self._not_saved(step, error) from error
         self._saving = step, response
 
-    def restore_newest(self, abstract: _NamedTuple, *config_hashes: str) -> Restored | None:
+    def restore_newest(self, abstract: TrainState, *config_hashes: str) -> Restored | None:
         """Restore the newest whole checkpoint with the shardings of `abstract`; return None if there is no checkpoint.
 
         Newer checkpoints are damaged: they are moved away, with a warning for each. config_hashes: those of the config,
@@ -140,14 +133,13 @@ class Checkpoints:
           CheckpointError: all are damaged, or one belongs to another config or model. Nothing has changed then.
         """
         self._close()
-        found, damaged = _find_newest(self.directory, _with_arrays(abstract._asdict()), config_hashes)
-        if found is None:
-            self._open()
-            return None
-        step, record, fields = found
-        self._move_away(damaged, step)
+        newest, damaged = _find_newest(self.directory, abstract._asdict(), config_hashes)
+        if newest is not None:
+            self._move_away(damaged, newest.step)
         self._open()
-        return Restored(step, abstract._replace(**fields), record["position"])
+        if newest is None:
+            return None
+        return Restored(newest.step, TrainState(**newest.fields), newest.record["position"])
 
     def _open(self) -> ocp.training.Checkpointer:
         """Open Orbax's view of the folder, unless it is open."""
@@ -184,7 +176,7 @@ class Checkpoints:
             raise CheckpointError(f"damaged checkpoints in {self.directory} cannot be moved away: {reason}")
 
     def _not_saved(self, step: int, error: Exception) -> CheckpointError:
-        older = [whole for whole in _steps(self.directory) if whole != step]
+        older = [whole for whole in checkpoint_steps(self.directory.parent) if whole != step]
         then = f"resume from checkpoint {older[-1]}" if older else "start over, as there is no checkpoint yet"
         return CheckpointError(
             f"step {step} could not be saved to {self.path(step)}: {describe_cause(error)}. Fix this, then rerun the "
@@ -193,8 +185,16 @@ class Checkpoints:
 
 
 def checkpoint_steps(workdir: Path) -> list[int]:
-    """Return the steps of a run's checkpoints, whole or damaged, in order. Raises CheckpointError."""
-    return _steps(workdir / CHECKPOINTS)
+    """Return the steps of a run's checkpoints, whole or damaged, in order; unfinished saves have longer names.
+
+    Raises CheckpointError.
+    """
+    directory = workdir / CHECKPOINTS
+    if not directory.exists():
+        return []
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder: move it away")
+    return sorted(int(path.name) for path in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
 
 
 def restore_params(
@@ -205,6 +205,8 @@ def restore_params(
 ) -> tuple[int, Params]:
     """Restore the newest whole parameters of a run; return their step and the parameters. Writes nothing.
 
+    The run may go on meanwhile, and remove checkpoints while they are read.
+
     Args:
       config_hashes: of the run's config, if the checkpoint is to have one of them.
       warn: called with a message for each damaged checkpoint that is newer.
@@ -212,17 +214,17 @@ def restore_params(
     Raises:
       CheckpointError: there is no whole checkpoint, or it belongs to another config or model.
     """
+    _quiet_orbax()
     directory = (workdir / CHECKPOINTS).absolute()
     if not directory.is_dir():
         raise CheckpointError(f"{workdir} has no {CHECKPOINTS}/ folder: is it the --workdir of a run of train.py?")
-    found, damaged = _find_newest(directory, {"params": abstract_params}, config_hashes)
-    if found is None:
+    newest, damaged = _find_newest(directory, {"params": abstract_params}, config_hashes)
+    if newest is None:
         raise CheckpointError(f"{directory} holds no whole checkpoint: let train.py reach one (checkpoint_every)")
-    step, _, fields = found
     if jax.process_index() == 0:
-        for newer, why in damaged.items():
-            warn(f"{directory / str(newer)} is damaged: {why}. Using step {step}")
-    return step, fields["params"]
+        for step, why in damaged.items():
+            warn(f"{directory / str(step)} is damaged: {why}. Using step {newest.step}")
+    return newest.step, newest.fields["params"]
 
 
 # ---- the record ------------------------------------------------------------------------------
@@ -240,22 +242,41 @@ def _describe(fields: dict[str, Any]) -> dict[str, list[str]]:
     return {name: [kind, f"{x:08x}"] for (name, kind), x in zip(_types(fields).items(), sums, strict=True)}
 
 
-def _with_arrays(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that hold arrays: Orbax saves no empty trees."""
-    return {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
+@jax.jit
+def checksums(tree: Any) -> list[jax.Array]:
+    """Return a uint32 for each array, of its words and their places; the same for every sharding.
+
+    A single changed word always changes the checksum; any other change does but for one in 2^32.
+    """
+    return [_checksum(x) for x in jax.tree.leaves(tree)]
 
 
-class _DamagedError(Exception):
-    """A checkpoint's record is missing or inconsistent."""
+def _checksum(x: jax.Array) -> jax.Array:
+    """Return Σ_i mix(w_i + i·odd) mod 2^32 over the words w_i: one pass, no gather, independent of the order of sums.
+
+    `mix` is a bijection. Without it (Σ w_i·odd_i) flipping the highest bit of any two words would go unnoticed. Words
+    are the bits of narrow numbers widened to 32, and those of wide ones as several words on a last axis.
+    """
+    width = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    words = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    index, stride = jnp.uint32(0), 1
+    for axis in reversed(range(words.ndim)):
+        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    mixed = words + index * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # the finalizer of MurmurHash3
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
 
 def _read_record(path: Path, step: int, field: str) -> dict[str, Any]:
+    """Return the record. Raises CheckpointError if it is missing or inconsistent."""
     try:
         record = unseal(ocp.metadata(path, field).custom_metadata or {})
     except ValueError as error:
-        raise _DamagedError(f"its record is damaged, or of an older version of the code ({error})") from error
+        raise CheckpointError(f"its record is damaged, or of an older version of the code ({error})") from error
     if record["step"] != step:
-        raise _DamagedError(f"it was saved as step {record['step']}")
+        raise CheckpointError(f"it was saved as step {record['step']}")
     return record
 
 
@@ -281,15 +302,6 @@ class _Whole(NamedTuple):
     fields: dict[str, Any]
 
 
-def _steps(directory: Path) -> list[int]:
-    """Return the steps of the checkpoints, whole or damaged, in order; unfinished saves have longer names."""
-    if not directory.exists():
-        return []
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder: move it away")
-    return sorted(int(path.name) for path in directory.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
-
-
 def _find_newest(
     directory: Path, wanted: dict[str, Any], config_hashes: Collection[str] = ()
 ) -> tuple[_Whole | None, dict[int, str]]:
@@ -297,9 +309,12 @@ def _find_newest(
 
     All processes return the same: what one of them cannot read counts as damaged for all, and the rest follows from the
     record and from checksums over all devices. Raises CheckpointError if all are damaged.
+
+    A run that goes on may remove a checkpoint that is read here, once it has saved a newer one: look again each time.
     """
     damaged: dict[int, str] = {}
-    for step in reversed(_steps(directory)):
+    while untried := [step for step in checkpoint_steps(directory.parent) if step not in damaged]:
+        step = untried[-1]
         path = directory / str(step)
         record, reason = _attempt(functools.partial(_read_record, path, step, next(iter(wanted))))
         fields: dict[str, Any] | None = None
@@ -309,15 +324,15 @@ def _find_newest(
         if record is not None and fields is not None:
             changed = [name for name, x in _describe(fields).items() if record["arrays"][name] != x]
             if not changed:
-                return _Whole(step, record, fields), damaged
+                return _Whole(step, record, fields), {at: why for at, why in damaged.items() if at > step}
             reason = f"{len(changed)} arrays are not as they were saved: {_join_first(changed)}"
         damaged[step] = str(reason)
     if not damaged:
-        return None, damaged
+        return None, {}
     raise CheckpointError(
         f"{directory} holds no usable checkpoint:\n"
         + "".join(f"  {directory / str(step)} cannot be restored: {why}\n" for step, why in damaged.items())
-        + "Restore one of them from a copy, or move the folder away to start over."
+        + "Restore one of them from a copy, or train in another --workdir."
     )
 
 
@@ -350,10 +365,9 @@ def _attempt(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None,
     """Return (result, None), or (None, reason) if `read` failed in any process."""
     result: dict[str, Any] | None = None
     reason: str | None = None
-    quiet_orbax()
     try:
         result = read()
-    except _DamagedError as error:
+    except CheckpointError as error:
         reason = str(error)
     except Exception as error:  # Orbax raises many kinds
         reason = describe_cause(error, otherwise="its metadata cannot be read")
@@ -362,6 +376,47 @@ def _attempt(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None,
 
 
 # ---- messages --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _quiet_orbax() -> None:
+    """Print, from now on, no log records of Orbax, which repeat what it raises, nor Python's complaints of its reads.
+
+    When one read fails, Orbax abandons the others. They end at any time later, in threads of TensorStore or when Python
+    collects them, and nothing can catch their errors: a damaged checkpoint of 120 arrays prints about as many
+    tracebacks.
+    """
+    is_unrelated = lambda text: not re.search("orbax/checkpoint|tensorstore|Event loop is closed", text)
+    for name in ("absl", "asyncio", None):
+        logging.getLogger(name).addFilter(lambda record: is_unrelated(record.pathname + record.getMessage()))
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+    report = sys.unraisablehook
+
+    def report_unrelated(unraisable: Any) -> None:
+        if is_unrelated("".join(traceback.format_exception(unraisable.exc_value))):
+            report(unraisable)
+
+    sys.unraisablehook = report_unrelated
+
+
+def describe_cause(error: BaseException, otherwise: str = "Orbax failed") -> str:
+    """Return the system's or TensorStore's error if there is one, else the innermost cause, which Orbax's errors hide.
+
+    Args:
+      otherwise: what an error of neither means: it comes without a sentence, such as KeyError("key_type").
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    for link in reversed(chain):
+        if isinstance(link, OSError) and link.strerror:
+            return f"{link.strerror}: {link.filename}" if link.filename else link.strerror
+        if number := re.search(r"os_error_code='(\d+)'", str(link)):
+            return os.strerror(int(number[1]))
+    text = re.sub(r" \[tensorstore_spec.*", "", " ".join(str(chain[-1]).split()))
+    if re.match("[A-Z_]{5,}: ", text):  # a status of TensorStore
+        return text
+    return f"{otherwise} ({type(chain[-1]).__name__}{text and f': {text}'})"
 
 
 def _join_first(items: list[str]) -> str:

@@ -83,7 +83,7 @@ class TrainConfig:
         return -(-self.total_tokens // self.tokens_per_step)
 
     @property
-    def sequences_per_pass(self) -> int:
+    def sequences_per_microbatch(self) -> int:
         return self.batch_size // self.accumulation_steps
 
     @property
@@ -137,11 +137,11 @@ def check_samples(model: ModelConfig, sample_tokens: int) -> None:
 def check_mesh(config: TrainConfig, mesh: Mesh) -> None:
     """Raise MeshError if the mesh does not divide the batch, the heads or the tokens, or the model forbids it."""
     shape = mesh.shape
-    if config.sequences_per_pass % n_batch_parts(mesh):
+    if config.sequences_per_microbatch % n_batch_parts(mesh):
         raise MeshError(
-            f"{config.sequences_per_pass} sequences per pass (batch_size {config.batch_size} / accumulation_steps "
-            f"{config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices (mesh.data "
-            f"{shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
+            f"{config.sequences_per_microbatch} sequences per microbatch (batch_size {config.batch_size} / "
+            f"accumulation_steps {config.accumulation_steps}) do not divide over {n_batch_parts(mesh)} devices "
+            f"(mesh.data {shape['data']} x mesh.fsdp {shape['fsdp']}): change --config.batch_size, "
             "--config.accumulation_steps or --config.mesh"
         )
     if config.model.n_heads % shape["tensor"]:

@@ -1,23 +1,59 @@
-"""The training and validation batches of a run."""
+"""The training and validation batches of a run, and the microbatches in which a step accumulates gradients.
+
+A microbatches of R rows that this process reads, M = A R rows, N tokens of a window.
+"""
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
+from heinsen.config import from_mapping
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, train_iterator
 from heinsen.data.mixture import bytes_per_token, open_mixture
 from heinsen.data.shards import DatasetError
+from heinsen.models.masking import mask_tokens
 from heinsen.parallel import process_rows
 from heinsen.training.config import TrainConfig
-from heinsen.training.passes import rows_by_pass
 
 TRAIN_SPLIT = "train"
+
+
+def train_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Return the config of a run from the fields of a config file.
+
+    model.vocab_size may be None: the data's. model.padded_vocab_size may be None: as in `pad_vocabulary`, with a row
+    for masked tokens if the model needs one. Raises ConfigError, and DatasetError if the data are needed and missing.
+    """
+    match values:
+        case {"model": {"vocab_size": None} as model, "data": {"path": str(path)}}:
+            values = {**values, "model": {**model, "vocab_size": _read_vocab_size(path)}}
+    match values:
+        case {"model": {"vocab_size": int(size), "padded_vocab_size": None, "objective": objective} as model}:
+            padded = pad_vocabulary(size + (objective == "masked"))
+            values = {**values, "model": {**model, "padded_vocab_size": padded}}
+    return from_mapping(TrainConfig, values)
+
+
+def pad_vocabulary(size: int) -> int:
+    """Return the next multiple of 128, or of 8 for less than 4,096 ids: devices divide it, and compute it faster."""
+    multiple = 128 if size >= 4096 else 8
+    return -(-size // multiple) * multiple
+
+
+def _read_vocab_size(path: str) -> int:
+    try:
+        return open_mixture(path, TRAIN_SPLIT)[0][0].vocab_size
+    except DatasetError as error:
+        raise DatasetError(f"{error}. To plan without it, give --config.model.vocab_size") from error
 
 
 @runtime_checkable
@@ -45,7 +81,7 @@ class RunData:
 
     Attributes:
       batches: training batches.
-      rows: those of the global batch that this process reads, of `rows_by_pass`.
+      rows: those of the global batch that this process reads, of `rows_by_microbatch`.
       digest: of all tokens, for training and validation: data of another one are other data.
       tokenizer: the name of the data's tokenizer.
       tokenizer_folder: holds its file, if it is a file.
@@ -66,7 +102,7 @@ class RunData:
     @classmethod
     def open(cls, config: TrainConfig, mesh: Mesh) -> "RunData":
         """Open the data that `config` names. Raises DatasetError."""
-        rows, length = rows_by_pass(config, mesh), config.sequence_length
+        rows, length = rows_by_microbatch(config, mesh), config.sequence_length
         training = open_split(config, TRAIN_SPLIT)
         tokenizer = training[0][0].tokenizer_name
         batches = train_iterator(training, length, config.batch_size, config.seed, rows)
@@ -74,8 +110,8 @@ class RunData:
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
             names = [str(dataset.path.parent) for dataset, _ in validation]
-        per_pass = config.sequences_per_pass
-        evaluated = length, per_pass, process_rows(mesh, per_pass), config.validation_tokens
+        at_a_time = config.sequences_per_microbatch
+        evaluated = length, at_a_time, process_rows(mesh, at_a_time), config.validation_tokens
         return cls(
             batches=batches,
             rows=rows,
@@ -89,6 +125,29 @@ class RunData:
             ],
             validation_bytes_per_token=bytes_per_token(validation),
         )
+
+
+def rows_by_microbatch(config: TrainConfig, mesh: Mesh) -> Int[np.ndarray, " M"]:
+    """Return the rows of the global batch that this process reads, in ascending order: microbatch by microbatch."""
+    firsts = np.arange(0, config.batch_size, config.sequences_per_microbatch)
+    return (firsts[:, None] + process_rows(mesh, config.sequences_per_microbatch)).reshape(-1)
+
+
+def make_microbatches(
+    config: TrainConfig, windows: Int[np.ndarray, "M N"], step: int, rows: Int[np.ndarray, " M"]
+) -> Any:
+    """Return the batches [A, R, ...] that the loss of the model's objective reads in a step.
+
+    They are the windows, or for a masked model the arrays of `mask_tokens`.
+
+    Args:
+      windows: tokens of these rows.
+      step: a masked model's masks depend on it.
+      rows: as returned by `rows_by_microbatch`.
+    """
+    model = config.model
+    batch = windows if model.causal else mask_tokens(model, windows[:, 1:], config.seed, step, rows)
+    return jax.tree.map(lambda x: x.reshape(config.accumulation_steps, -1, *x.shape[1:]), batch)
 
 
 def _digest(*splits: list[tuple[TokenDataset, float]]) -> str:
@@ -112,8 +171,8 @@ def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) ->
     if dataset.vocab_size > config.model.vocab_size:
         raise DatasetError(
             f"{dataset.path} has {dataset.tokenizer_name!r} tokens, a vocabulary of {dataset.vocab_size} ids, the "
-            f"model one of {config.model.vocab_size}: "
-            f"set --config.model.vocab_size={dataset.vocab_size} and a padded_vocab_size of at least that"
+            f"model one of {config.model.vocab_size}: set --config.model.vocab_size=None and "
+            "--config.model.padded_vocab_size=None, which take the data's"
         )
     if config.model.document_token not in (None, dataset.eot_id):
         raise DatasetError(

@@ -110,7 +110,7 @@ def claim_folder(
     data; the digest decides, not the path (None: unknown).
 
     Yields:
-      A line for each field that differs and may; `write_config` then records the new values.
+      A line for each field that differs and may; `write_config` then records the config.
 
     Raises:
       RunError: another process holds it, other fields differ, or the folder cannot be written.
@@ -122,8 +122,6 @@ def claim_folder(
             try:
                 stack.enter_context(_lock(workdir))
                 changes = _find_changes(config, workdir, tokenizer, data_digest)  # again, after the lock
-                if not (workdir / CONFIG_FILE).exists():
-                    write_config(config, workdir, tokenizer, data_digest)
             except RunError as error:
                 reason = str(error)
         if (reason := first_reason(reason)) is not None:

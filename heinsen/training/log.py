@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from heinsen.evaluation.loss import bits_per_byte
 from heinsen.training.config import TrainConfig
+from heinsen.training.devices import peak_flops_per_device, train_flops_per_token
 from heinsen.training.folder import RunError
 from heinsen.training.metrics import SAMPLE, MetricsLog, WandbLog
 from heinsen.training.optimizer import make_schedule
 from heinsen.training.plots import plot_run
-from heinsen.training.throughput import ThroughputMeter, peak_flops_per_device, train_flops_per_token
 
 # (metric, label, format) in the order shown.
 _COLUMNS = (
@@ -34,7 +34,7 @@ _COLUMNS = (
 class Console:
     """Progress of a run on stderr: loss, rate and ETA, as a bar on a terminal and as lines in a log file.
 
-    Without `enabled` it prints nothing.
+    The ETA is that of the steps alone, without what `pause` leaves out. Without `enabled` it prints nothing.
     """
 
     def __init__(self, name: str, start_step: int, total_steps: int, enabled: bool) -> None:
@@ -42,11 +42,22 @@ class Console:
         self._start_time = time.perf_counter()
         self._bar: tqdm | None = None
         if enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, initial=start_step, desc=name, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total_steps,
+                initial=start_step,
+                desc=name,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}",  # without tqdm's ETA, which knows no pauses
+                dynamic_ncols=True,
+            )
+
+    @property
+    def seconds(self) -> float:
+        """The time since it was made, without pauses."""
+        return time.perf_counter() - self._start_time
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the block's time out of the ETA."""
+        """Leave the block's time out of `seconds`."""
         start = time.perf_counter()
         yield
         self._start_time += time.perf_counter() - start
@@ -58,13 +69,13 @@ class Console:
 
     def report(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         """Show a step's metrics, and the sample."""
-        text = "  ".join(f"{label} {metrics[name]:{form}}" for name, label, form in _COLUMNS if name in metrics)
+        shown = [f"{label} {metrics[name]:{form}}" for name, label, form in _COLUMNS if name in metrics]
+        eta = self.seconds / max(step - self._start_step, 1) * (self._total_steps - step)
+        text = "  ".join([*shown, f"ETA {tqdm.format_interval(eta)}"])
         if self._bar is not None and "loss" in metrics:
             self._bar.set_postfix_str(text)
-        elif self._enabled:
-            elapsed = time.perf_counter() - self._start_time
-            eta = elapsed / max(step - self._start_step, 1) * (self._total_steps - step)
-            self.message(f"{self._name} step {step}/{self._total_steps}  {text}  ETA {tqdm.format_interval(eta)}")
+        else:
+            self.message(f"{self._name} step {step}/{self._total_steps}  {text}")
         if SAMPLE in metrics:
             self.message(f"a sample:\n{metrics[SAMPLE]}\n")
 
@@ -127,7 +138,8 @@ class Reporter:
         self._config, self._workdir, self._writes = config, workdir, writes
         self._bytes_per_token, self.losses = bytes_per_token, losses
         self._schedule = make_schedule(config.optimizer, config.total_steps)
-        peak_flops = peak_flops_per_device() * jax.device_count()
+        self._flops_per_token = train_flops_per_token(n_params)
+        self._peak_flops = peak_flops_per_device() * jax.device_count()
         self._tracing = False
         self._logs: list[MetricsLog | WandbLog] = []
         with contextlib.ExitStack() as opened:
@@ -137,7 +149,7 @@ class Reporter:
                 self._logs.insert(0, opened.enter_context(contextlib.closing(MetricsLog(workdir, start_step))))
             self._opened = opened.pop_all()
         self._console = Console(workdir.name, start_step, config.total_steps, writes)
-        self._meter = ThroughputMeter(start_step, config.tokens_per_step, train_flops_per_token(n_params), peak_flops)
+        self._measured_step, self._measured_seconds, self._data_seconds = start_step, self._console.seconds, 0.0
 
     def __enter__(self) -> "Reporter":
         return self
@@ -155,18 +167,22 @@ class Reporter:
     def message(self, text: str) -> None:
         self._console.message(text)
 
-    def waiting_for_data(self) -> AbstractContextManager[None]:
-        return self._meter.waiting_for_data()
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - start
 
     def pause(self) -> AbstractContextManager[None]:
-        return self._meter.pause()
+        """Leave the block's time out of the rates and the ETA."""
+        return self._console.pause()
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
         """Tell that a program is being compiled, and how long it took."""
         self.message(f"compiling the {what} ...")
         start = time.perf_counter()
-        with self._console.pause(), self._meter.pause():
+        with self.pause():
             yield
         self.message(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
 
@@ -200,7 +216,7 @@ class Reporter:
             self.message(f"trace of steps {self._config.trace_steps} written to {self._workdir / 'trace'}")
         if step % self._config.log_every and step != self._config.total_steps:
             return
-        rates = self._meter.measure(step)
+        rates = self._measure_rates(step)
         learning_rate = float(self._schedule(metrics["updates"]))
         loss = self.losses.take()
         measured = {"loss": loss, "bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
@@ -210,6 +226,19 @@ class Reporter:
         if "peak_bytes_in_use" in memory:
             measured["peak_device_bytes"] = memory["peak_bytes_in_use"]
         self.write(step, measured)
+
+    def _measure_rates(self, step: int) -> dict[str, float]:
+        """Return tokens/s, MFU and the share of time spent waiting for data, since the last call."""
+        now = self._console.seconds
+        seconds = now - self._measured_seconds
+        rate = (step - self._measured_step) * self._config.tokens_per_step / seconds
+        rates = {
+            "tokens_per_second": rate,
+            "mfu": rate * self._flops_per_token / self._peak_flops,
+            "data_wait": self._data_seconds / seconds,
+        }
+        self._measured_step, self._measured_seconds, self._data_seconds = step, now, 0.0
+        return rates
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
         metrics = {"tokens": step * self._config.tokens_per_step, **metrics}

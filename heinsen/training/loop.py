@@ -3,12 +3,19 @@
 import contextlib
 import dataclasses
 import math
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from tqdm import tqdm
 
 from heinsen.data.tokenizer import read_tokenizer_file, write_tokenizer_file
 from heinsen.errors import HeinsenError, Interrupted, describe
@@ -18,13 +25,11 @@ from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
 from heinsen.training.checkpoint import Checkpoints, checkpoint_steps
 from heinsen.training.config import TrainConfig, check_mesh
-from heinsen.training.data import RunData
-from heinsen.training.device_errors import check_memory, explain_device_errors
+from heinsen.training.data import RunData, make_microbatches
+from heinsen.training.devices import check_memory, explain_device_errors
 from heinsen.training.folder import RunError, claim_folder, write_config
 from heinsen.training.log import LossMean, Reporter
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.passes import make_passes
-from heinsen.training.signals import StopSignals
 from heinsen.training.step import Metrics, TrainState, abstract_train_state, init_train_state, make_train_step
 from heinsen.training.validation import Validator
 from heinsen.weights import load_initial_params
@@ -58,40 +63,38 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
-    initial = None
-    if config.init_from is not None and not checkpoint_steps(workdir):  # a resumed run has parameters of its own
-        initial = load_initial_params(config, mesh, data.tokenizer)
-    with (
-        claim_folder(config, workdir, data.tokenizer, data.digest) as changes,
-        Checkpoints(workdir, config.keep_checkpoints, config.keep_every) as checkpoints,
-        StopSignals() as signals,
-    ):
+    source = None
+    if config.init_from is not None and not checkpoint_steps(workdir):  # a run that has begun has its own parameters
+        source = load_initial_params(config, mesh, data.tokenizer)
+    with contextlib.ExitStack() as stack:
+        changes = stack.enter_context(claim_folder(config, workdir, data.tokenizer, data.digest))
+        checkpoints = stack.enter_context(Checkpoints(workdir, config.keep_checkpoints, config.keep_every))
+        signals = stack.enter_context(StopSignals())
         if (restored := checkpoints.restore_newest(abstract, *config.fingerprints)) is not None:
             start_step, state, progress = restored
-            losses = LossMean(progress.pop("losses"))
+            origin, losses = f"resuming after step {start_step}", LossMean(progress.pop("losses"))
             data.batches.set_state(progress)
         else:
-            start_step, losses = 0, LossMean()
-            state = init_train_state(config.model, optimizer, config.seed, mesh)
-            if initial is not None:
-                state = state._replace(params=initial.params)
-        if changes and is_main:
+            start_step, losses, origin = 0, LossMean(), f"run folder {workdir}"
+            state = init_train_state(config.model, optimizer, config.seed, mesh, source and source.params)
+            if source is not None:
+                origin += f", starting from the parameters of {config.init_from} after step {source.step}"
+        stack.enter_context(_explain_full_disk(workdir, checkpoints))
+        if is_main:
             write_config(config, workdir, data.tokenizer, data.digest)
+            write_tokenizer_file(read_tokenizer_file(data.tokenizer, data.tokenizer_folder), workdir)
         n_params = count_params(state.params)
-        with (
-            _explain_full_disk(workdir, checkpoints),
-            Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main) as reporter,
-        ):
-            if is_main:
-                write_tokenizer_file(read_tokenizer_file(data.tokenizer, data.tokenizer_folder), workdir)
-            reporter.message(_describe_start(config, workdir, start_step, n_params))
-            if initial is not None:
-                reporter.message(f"starting from the parameters of {config.init_from} after step {initial.step}")
-            for change in changes:
-                reporter.message(f"{change}: continuing with the command's")
-            train_step = make_train_step(config.model, optimizer, mesh)
-            loop = _Loop(config, mesh, data, train_step, validator, checkpoints, signals, reporter)
-            return loop.run(state, start_step)
+        reporter = Reporter(config, workdir, start_step, n_params, data.bytes_per_token, losses, is_main)
+        stack.enter_context(reporter)
+        reporter.message(
+            f"{n_params:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
+            f"{config.total_steps:,} steps of {config.batch_size} x {config.sequence_length} tokens; {origin}"
+        )
+        for change in changes:
+            reporter.message(f"{change}: continuing with the command's")
+        train_step = make_train_step(config.model, optimizer, mesh)
+        loop = _Loop(config, mesh, data, train_step, validator, checkpoints, signals, reporter)
+        return loop.run(state, start_step)
 
 
 @contextlib.contextmanager
@@ -104,14 +107,6 @@ def _explain_full_disk(workdir: Path, checkpoints: Checkpoints) -> Iterator[None
             f"{workdir} cannot be written: {describe(error)}. Free some space, then rerun the same command to "
             f"resume from {_newest(checkpoints)}"
         ) from error
-
-
-def _describe_start(config: TrainConfig, workdir: Path, start_step: int, n_params: int) -> str:
-    return (
-        f"{n_params:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
-        f"{config.total_steps:,} steps of {config.batch_size} x {config.sequence_length} tokens; "
-        + (f"resuming after step {start_step}" if start_step else f"run folder {workdir}")
-    )
 
 
 def _newest(checkpoints: Checkpoints) -> str:
@@ -134,7 +129,7 @@ class _Loop:
     train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     validator: Validator
     checkpoints: Checkpoints
-    signals: StopSignals
+    signals: "StopSignals"
     reporter: Reporter
 
     def run(self, state: TrainState, start_step: int) -> Evaluation:
@@ -173,7 +168,7 @@ class _Loop:
         """Return the batches [A, R, ...] of a step, placed on the mesh."""
         with self.reporter.waiting_for_data():
             windows = next(self.data.batches)["tokens"]
-            return place_batch(self.mesh, make_passes(self.config, windows, step, self.data.rows), axis=1)
+            return place_batch(self.mesh, make_microbatches(self.config, windows, step, self.data.rows), axis=1)
 
     def check_and_report(self, step: int, arrays: Metrics) -> None:
         """Report a step. Raises NonFiniteLossError: too many steps skipped in a row, or parameters not finite."""
@@ -209,3 +204,75 @@ class _Loop:
             f"Go back to {_newest(self.checkpoints)} with a lower --config.optimizer.learning_rate, or look at the "
             "data of these steps."
         )
+
+
+# ---- requests to stop ------------------------------------------------------------------------
+
+# SIGUSR1 is what SLURM's --signal is often set to; SIGHUP tells that the terminal has been closed.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopSignals:
+    """Turns signals and a cluster's preemption notice into requests to stop after a step, the same in every process.
+
+    Use as a context manager. A second SIGINT takes effect at once. A second one of the others does nothing: SLURM may
+    send a job more than one. A signal that was ignored stays so: nohup ignores SIGHUP. A message says at once that the
+    signal has arrived, also while Python waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[int, Any] = {}
+        self._alone = jax.process_count() == 1
+
+    def __enter__(self) -> "StopSignals":
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        # With several processes JAX's preemption service receives SIGTERM and informs all of them.
+        for number in _SIGNALS if self._alone else _SIGNALS[1:]:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._handle)
+        # Python runs handlers between two of its instructions, which may be minutes apart; it writes a signal's number
+        # to this pipe at once.
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._tell_signals, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+        for number, handler in list(self._previous.items()):
+            signal.signal(number, handler)
+
+    def stop_after(self, step: int) -> str | None:
+        """Return what asks to stop after this step, or None. Call once per step, in every process."""
+        if self._alone:
+            return self.received
+        return "a request to stop" if multihost_utils.reached_preemption_sync_point(step) else None
+
+    def _tell_signals(self) -> None:
+        while number := os.read(self._read, 1):
+            if number[0] in _SIGNALS:
+                self._leave_closed_terminals()
+                again = "; again to stop at once, without saving" if number[0] == signal.SIGINT else ""
+                tqdm.write(f"{signal.Signals(number[0]).name}: stopping after this step{again}", file=sys.stderr)
+
+    def _leave_closed_terminals(self) -> None:
+        """Write to nowhere instead: writing to a terminal that is closed is an error, which would end the run."""
+        for number in self._terminals:
+            if not os.isatty(number):
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), number)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        """Record the request. An exception could be lost here: where the garbage collector runs, Python ignores it."""
+        self._leave_closed_terminals()
+        self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous.pop(number))
+        if not self._alone:
+            os.kill(os.getpid(), signal.SIGTERM)

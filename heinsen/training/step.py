@@ -1,6 +1,7 @@
 """One optimizer step as a pure function, jitted over a mesh with a donated state."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,6 @@ from jaxtyping import Array, Int
 from heinsen.models import ModelConfig, Params, init_params, masked_loss, mean_loss
 from heinsen.parallel import replicated, shardings, split_batch, with_shardings
 from heinsen.promotion import usual_promotion
-from heinsen.training.passes import scale_weights
 
 
 class TrainState(NamedTuple):
@@ -34,18 +34,24 @@ def init_function(
     model: ModelConfig, optimizer: optax.GradientTransformation, seed: int | jax.Array
 ) -> Callable[[], TrainState]:
     """Return the function that computes the state before the first step; the seed may be traced."""
-
-    def init() -> TrainState:
-        params = init_params(model, jax.random.key(seed))
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, optimizer.init(params), {"all": zero, "in_a_row": zero})
-
-    return init
+    return lambda: _begin(optimizer, init_params(model, jax.random.key(seed)))
 
 
-def init_train_state(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """Return the state before the first step; each device computes only its own part."""
+def _begin(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params, optimizer.init(params), {"all": zero, "in_a_row": zero})
+
+
+def init_train_state(
+    model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh, params: Params | None = None
+) -> TrainState:
+    """Return the state before the first step; each device computes only its own part.
+
+    params: those to start with, which are donated; None: random ones.
+    """
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
+    if params is not None:
+        return jax.jit(partial(_begin, optimizer), out_shardings=where, donate_argnums=0)(params)
     return jax.jit(init_function(model, optimizer, seed), out_shardings=where)()
 
 
@@ -79,8 +85,9 @@ def make_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Return the step (state, batches [A, R, ...]) -> (state, metrics), a pure function.
 
-    The batches are of `make_passes`. The loss is the mean over A accumulated passes of R rows. A step with a loss
-    or gradient that is not finite changes neither parameters nor optimizer state, and is counted as skipped.
+    The batches are of `heinsen.training.data.make_microbatches`. The loss is the mean over A microbatches of R rows. A
+    step with a loss or gradient that is not finite changes neither parameters nor optimizer state, and is counted as
+    skipped.
 
     Args:
       loss: (model, params, batch, mesh) -> scalar; None: that of the model's objective.
@@ -89,19 +96,19 @@ def make_step(
       The step. Its metrics are "loss" in nats per token; "grad_norm" before clipping; "param_norm"; "skipped" and
       "skipped_in_a_row", the counts after the step.
     """
-    pass_loss: Callable[..., jax.Array] = loss or (mean_loss if model.causal else masked_loss)
-    value_and_grad = jax.value_and_grad(lambda params, batch: pass_loss(model, params, batch, mesh))
+    microbatch_loss: Callable[..., jax.Array] = loss or (mean_loss if model.causal else masked_loss)
+    value_and_grad = jax.value_and_grad(lambda params, batch: microbatch_loss(model, params, batch, mesh))
 
     def loss_and_grads(params: Params, batches: Any) -> tuple[jax.Array, Params]:
-        if pass_loss is masked_loss:
-            batches = scale_weights(batches)
-        n_passes = jax.tree.leaves(batches)[0].shape[0]
-        if n_passes == 1:
+        if microbatch_loss is masked_loss:
+            batches = _scale_weights(batches)
+        n_microbatches = jax.tree.leaves(batches)[0].shape[0]
+        if n_microbatches == 1:
             return value_and_grad(params, jax.tree.map(lambda x: x[0], batches))
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
         add = lambda total, batch: (jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None)
         total, _ = jax.lax.scan(add, zeros, batches)
-        return jax.tree.map(lambda x: x / n_passes, total)
+        return jax.tree.map(lambda x: x / n_microbatches, total)
 
     @usual_promotion
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
@@ -122,3 +129,12 @@ def make_step(
         return TrainState(params, opt_state, skipped), metrics
 
     return step
+
+
+def _scale_weights(batches: dict[str, Array]) -> dict[str, Array]:
+    """Scale a masked model's "weights": the mean over the microbatches becomes the mean over all hidden tokens.
+
+    Microbatches hide different numbers of tokens.
+    """
+    weights = batches["weights"]
+    return batches | {"weights": weights * (len(weights) / jnp.maximum(jnp.sum(weights), 1))}

@@ -31,10 +31,7 @@ class Validator:
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
-        results = [
-            evaluate(self._eval_step, params, batches, self._mesh, batches.dataset.bytes_per_token)
-            for _, _, batches in self._data.validation
-        ]
+        results = [evaluate(self._eval_step, params, batches, self._mesh) for _, _, batches in self._data.validation]
         shares = [share for _, share, _ in self._data.validation]
         mean = mean_of_mixture(list(zip(results, shares, strict=True)), self._data.validation_bytes_per_token)
         metrics: dict[str, float | str] = {

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen.config import from_mapping
 from heinsen.decoding import Prefix, Sampling, decode, step_params
 from heinsen.errors import InputError
+from heinsen.figures import count_tokens, place_legend, pyplot, write_figure
 from heinsen.host import keep_host_memory
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
-from heinsen.training.config import TrainConfig
+from heinsen.training.data import train_config
 from scripts.benchmarking import measure
 
 Result = dict[str, Any]
@@ -54,14 +54,18 @@ class Settings:
 
 
 def benchmark_decode(values: dict[str, Any], settings: Settings, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json, and return the report. Raises InputError and ConfigError."""
-    own = from_mapping(TrainConfig, values).model
+    """Run the benchmark, write OUT/results.json and OUT/decode.png, and return the report.
+
+    Raises InputError and ConfigError.
+    """
+    own = train_config(values).model
     try:
         models = {own.attention: own, "softmax": dataclasses.replace(own, attention="softmax")}
     except ValueError as error:  # softmax attention rejects a field that the config's own attention takes
         raise InputError(str(error)) from error
     fixed = measure.machine() | dict(dtype=own.dtype, config=values)
     summary = time_decoding(models, settings, lambda found: measure.write_results(out, fixed | found))
+    plot(fixed | summary, out / "decode.png")
     return "\n".join(report(fixed | summary))
 
 
@@ -179,3 +183,26 @@ def report(summary: Result) -> list[str]:
         reason = f"left out: a state of {r['state_bytes'] / 2**30:.1f} GiB"
         lines.append(f"{r['name']:<20} {r['batch']:>5} {r['context']:>9}   {reason}")
     return lines
+
+
+def plot(summary: Result, path: Path) -> None:
+    """Draw time per token and size of the state against the context, for the first batch size."""
+    plt = pyplot()
+    figure, (times, sizes) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    results = [r for r in summary["results"] if r["batch"] == summary["results"][0]["batch"]]
+    for name in dict.fromkeys(r["name"] for r in results):
+        contexts, milliseconds, state_bytes = zip(
+            *((r["context"], r["milliseconds_per_step"], r["state_bytes"]) for r in results if r["name"] == name),
+            strict=True,
+        )
+        times.loglog(contexts, milliseconds, "o-", label=name)
+        sizes.loglog(contexts, np.array(state_bytes) / 2**20, "o-")
+    times.axhline(summary["read_milliseconds"], color="gray", ls=":", label="parameters read once")
+    for axis, label in ((times, "ms per token"), (sizes, "MiB of state")):
+        axis.set(xlabel="tokens read before", ylabel=label)
+        axis.grid(alpha=0.3)
+        count_tokens(axis.xaxis)
+    figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters: {summary['device']}")
+    place_legend(figure)
+    write_figure(path, figure, dpi=120)
+    plt.close(figure)

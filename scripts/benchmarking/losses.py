@@ -91,6 +91,7 @@ def config_values(data: Path) -> dict[str, Any]:
     config.update(total_tokens=STEPS * config.batch_size * config.sequence_length, log_every=1)
     config.update(validate_every=STEPS, checkpoint_every=STEPS, validation_tokens=10_000)
     config.data.path = str(data)
+    config.model.update(vocab_size=257, padded_vocab_size=264)
     return config.to_dict()
 
 

@@ -8,16 +8,15 @@ from typing import Any
 import jax
 
 from heinsen.chips import chip_of
-from heinsen.config import from_mapping
 from heinsen.contrib.hlo_cost import count_costs
 from heinsen.host import keep_host_memory
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
 from heinsen.training.config import TrainConfig
-from heinsen.training.device_errors import explain_device_errors
+from heinsen.training.data import train_config
+from heinsen.training.devices import compiled_bytes, explain_device_errors, peak_flops_per_device, train_flops_per_token
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
-from heinsen.training.throughput import compiled_bytes, peak_flops_per_device, train_flops_per_token
 from scripts.benchmarking import measure
 
 _SIZE = 4096  # of the square matrices
@@ -26,7 +25,7 @@ _SIZE = 4096  # of the square matrices
 @explain_device_errors()
 def benchmark_step(values: dict[str, Any], repeats: int, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report. Raises ConfigError, DeviceError."""
-    config = from_mapping(TrainConfig, values)
+    config = train_config(values)
     keep_host_memory()
     measure.tell("compiling the step")
     take_step, n_params, compiled = prepare_step(config)
@@ -63,7 +62,7 @@ def prepare_step(config: TrainConfig) -> tuple[Callable[[], None], int, jax.stag
     mesh, optimizer = make_mesh(), make_optimizer(config.optimizer, config.total_steps)
     state = init_train_state(config.model, optimizer, config.seed, mesh)
     n_params = count_params(state.params)
-    shape = config.accumulation_steps, config.sequences_per_pass, config.sequence_length + 1
+    shape = config.accumulation_steps, config.sequences_per_microbatch, config.sequence_length + 1
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.model.vocab_size)
     step = make_train_step(config.model, optimizer, mesh).lower(state, tokens).compile()
 

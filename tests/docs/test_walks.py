@@ -121,13 +121,12 @@ def is_gate(x: object) -> bool:
 def parse_train_flags() -> None:
     """What train.py does with its flags, in a process of its own, whose flags they are."""
     import train
-    from heinsen.config import from_mapping
-    from heinsen.training.config import TrainConfig
+    from heinsen.training.data import train_config
     from scripts.cli import parse_flags, read_config
 
     def run() -> None:
-        parse_flags(["train.py", "--config=configs/default.py", FLAG, "--plan"])
-        from_mapping(TrainConfig, read_config(train.CONFIG))
+        parse_flags(["train.py", "--config=configs/pile_125m.py", FLAG, "--plan"])
+        train_config(read_config(train.CONFIG))
 
     print(json.dumps(walk(run, is_gate, "heinsen", "scripts")))
 

@@ -10,7 +10,7 @@ import pytest
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import evaluation_batches
-from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step
+from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step, perplexity
 from heinsen.files import seal
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
@@ -69,18 +69,18 @@ def measure(model, params, dataset):
 
     def measure(batch_size=BATCH, max_tokens=None):
         batches = evaluation_batches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
-        return len(batches), evaluate(step, params, batches, mesh, dataset.n_bytes / dataset.n_tokens)
+        return len(batches), evaluate(step, params, batches, mesh)
 
     return measure
 
 
 def test_loss_is_the_mean_over_every_token_of_the_split_and_bytes_are_of_its_text(measure, dataset, nats):
     _, result = measure()
-    assert result.tokens == dataset.n_tokens
+    assert result.tokens == result.split_tokens == dataset.n_tokens
+    assert result.extent == f"all {dataset.n_tokens} tokens"
     assert result.loss == pytest.approx(nats.mean(), rel=1e-6)
     text_bytes = int(np.sum(dataset.read(0, dataset.n_tokens) != EOT))
     assert text_bytes < dataset.n_tokens
-    assert result.perplexity == pytest.approx(math.exp(nats.mean()), rel=1e-5)
     assert result.bits_per_byte == pytest.approx(nats.sum() / math.log(2) / text_bytes, rel=1e-6)
     assert bits_per_byte(2.47, 4.0) == pytest.approx(2.47 * math.log2(math.e) / 4, rel=1e-12)
 
@@ -98,21 +98,19 @@ def test_max_tokens_takes_the_first_ones_in_the_middle_of_a_window_too(measure, 
         assert max_tokens % LENGTH
         _, result = measure(max_tokens=max_tokens)
         assert result.tokens == max_tokens
+        assert result.extent == f"the first {max_tokens} of {len(nats)} tokens"
         assert result.loss == pytest.approx(nats[:max_tokens].mean(), rel=1e-6)
 
 
-def test_sums_are_float64_and_over_the_masked_targets():
+def test_sums_are_float64_and_over_the_masked_targets(dataset):
     """A step that returns given sums, which float32 would lose."""
-    batches = [
-        {"tokens": np.zeros((2, 4), np.int32), "mask": np.array([[True, True, True], [True, False, False]])},
-        {"tokens": np.ones((2, 4), np.int32), "mask": np.zeros((2, 3), bool)},
-    ]
     sums = iter([np.array([2.0**24, 1.0], np.float32), np.array([1.0, 1.0], np.float32)])
-    result = evaluate(lambda params, batch: next(sums), {}, batches, make_mesh(), 2.0)
-    assert result.tokens == 4
-    assert result.loss == (2**24 + 3) / 4
-    assert result.bits_per_byte == result.loss / math.log(2) / 2
-    assert 1e300 < result.perplexity < math.inf, "a hopeless model has a large perplexity, and no overflow"
+    batches = evaluation_batches(dataset, 3, 2, max_tokens=8)
+    result = evaluate(lambda params, batch: next(sums), {}, batches, make_mesh())
+    assert result.tokens == 8 and next(sums, None) is None
+    assert result.loss == (2**24 + 3) / 8
+    assert result.bits_per_byte == bits_per_byte(result.loss, dataset.n_bytes / dataset.n_tokens)
+    assert 1e300 < perplexity(result.loss) < math.inf, "a hopeless model has a large perplexity, and no overflow"
 
 
 # ---- eval.py ---------------------------------------------------------------------------------
@@ -168,8 +166,9 @@ def test_last_line_of_eval_is_the_result_in_json(reports, run, measure, dataset)
         assert result["documents"] == dataset.n_documents
         assert result["mode"] == "windows"
         assert result["loss_interval"][0] < result["loss"] < result["loss_interval"][1]
-        for field in ("loss", "perplexity", "bits_per_byte"):
+        for field in ("loss", "bits_per_byte"):
             assert result[field] == pytest.approx(getattr(expected, field), rel=1e-5), (name, field)
+        assert result["perplexity"] == pytest.approx(math.exp(expected.loss), rel=1e-5)
 
 
 def test_lines_before_it_are_the_same_for_the_eye(reports):
@@ -177,6 +176,7 @@ def test_lines_before_it_are_the_same_for_the_eye(reports):
     table = "\n".join(reports["own"][:-1])
     for text in (
         f"step {STEPS}",
+        f"validation: all {result['tokens']} tokens, ",
         f"{result['loss']:.4f}",
         f"{result['perplexity']:.3f}",
         f"{result['bits_per_byte']:.4f}",

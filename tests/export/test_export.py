@@ -345,6 +345,7 @@ def test_the_model_card_tells_of_the_run_and_its_command_repeats_it(run, exporte
         f"{last['loss']:.4f} nats per token",
         f"{last['validation_loss']:.4f} nats per token",
         f"{run.data}, split train",
+        "n_layers 2, d_model 32, n_heads 2, d_key 4, d_value 4; vocabulary 257, padded to 264",
         "| tokenizer | bytes |",
         "module.load_state_dict(",
     ):

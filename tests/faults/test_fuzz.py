@@ -2,8 +2,8 @@
 
     python -m pytest -n 0 -m long tests/faults/test_fuzz.py [--seed=N] [-k prepare]
 
-HEINSEN_FUZZ is the number of times that each command meets each damage of each kind of file. Without -m long it meets
-one damage of each kind of file, drawn anew in every session.
+By default each command meets one damage of each kind of file. HEINSEN_FUZZ is the number of times that in the long
+test it meets each damage of each.
 """
 
 import dataclasses
@@ -267,10 +267,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def cases_of(rng, world: World, command: Command, rounds: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (kind, path, damage): `rounds` times each damage of each kind of file, of which a file is drawn for each.
-
-    0 rounds: one damage of each kind.
-    """
+    """Yield (kind, path, damage): so many times each damage of each kind of file (0: one), and a file drawn for it."""
     left = [str(path.relative_to(world.whole)) for path in files_of(world.whole)]
     for kind, pattern in command.reads.items():
         files = fnmatch.filter(left, pattern)

@@ -27,7 +27,7 @@ def run(script, *arguments):
 
 def plan(target, *flags):
     config = [f"--config.model.{name}={value}" for name, value in SMALL.items()]
-    config += [f"--config.batch_size={BATCH}", f"--config.sequence_length={LENGTH}"]
+    config += [f"--config.batch_size={BATCH}", f"--config.sequence_length={LENGTH}", "--config.model.vocab_size=257"]
     done = run("train.py", "--config=configs/demo.py", "--plan", f"--target={target}", *config, *flags)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

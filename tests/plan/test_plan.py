@@ -13,7 +13,7 @@ from heinsen.parallel import make_mesh
 from heinsen.plan.costs import Costs, Operation
 from heinsen.plan.plan import find_overflow, plan
 from heinsen.plan.targets import Target
-from heinsen.training.device_errors import DeviceError
+from heinsen.training.devices import DeviceError
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state
 from tests.runs import BATCH, LENGTH, STEPS, run_config
@@ -133,7 +133,7 @@ def test_an_overflow_of_a_compiler_is_understood():
 
 
 def test_wrong_targets_are_refused_in_one_line(commands):
-    small = ["--config=configs/demo.py", "--plan"]
+    small = ["--config=configs/pile_125m.py", "--plan"]
     done = commands.fork("train.py", *small, "--target=h300")
     assert done.returncode == 1 and done.stderr.startswith(
         "error: --target=h300: there is no such machine. There are a"
@@ -144,7 +144,8 @@ def test_wrong_targets_are_refused_in_one_line(commands):
 
 @pytest.mark.long
 def test_the_plan_is_a_command_that_writes_nothing(commands, tmp_path):
-    small = ["--config=configs/demo.py", "--config.model.d_model=16", "--config.sequence_length=16"]
+    small = ["--config=configs/demo.py", "--config.model.vocab_size=257", "--config.model.d_model=16"]
+    small += ["--config.sequence_length=16"]
     done = commands.run("train.py", *small, "--plan", "--plan_steps=0", "--config.mesh.fsdp=2", devices=4)
     assert done.returncode == 0, done.stderr
     assert "devices           4 x cpu; data 2 x fsdp 2 x tensor 1 x sequence 1" in done.stdout

@@ -30,17 +30,17 @@ BAD_COMMANDS = {
         ["error: --config.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
     "train: None for a number": (
-        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.batch_size=None"],
+        ["train.py", "--config=configs/pile_125m.py", "--workdir={new}", "--config.batch_size=None"],
         ["config.batch_size", "None"],
     ),
     "train: warm-up longer than the run": (
-        ["train.py", "--config=configs/default.py", "--workdir={new}", "--config.total_tokens=1000000"],
+        ["train.py", "--config=configs/pile_125m.py", "--workdir={new}", "--config.total_tokens=1000000"],
         ["error:", "optimizer.warmup_steps = 2000 does not fit a run of 3 steps"],
     ),
     "train: no workdir": (["train.py", "--config=configs/demo.py"], ["--workdir"]),
     "train: missing data": (
         ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.data.path={none}"],
-        ["error: no token dataset at {none}/train", "scripts/prepare_data.py"],
+        ["error: no token dataset at {none}/train", "scripts/prepare_data.py", "give --config.model.vocab_size"],
     ),
     "eval: no run": (["eval.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
     "eval: mistyped field": (

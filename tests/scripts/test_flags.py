@@ -17,7 +17,7 @@ import pytest
 from absl import app, flags
 
 import experiments.tools  # noqa: F401  imported within a test, its libraries would keep the test's streams
-from configs import default
+from configs import default, pile_125m
 from heinsen.config import ConfigError, from_mapping
 from heinsen.training.config import TrainConfig
 from scripts.cli import show_help
@@ -123,28 +123,35 @@ from absl import app
 from ml_collections import ConfigDict
 for program in json.load(sys.stdin):
     if os.fork() == 0:
-        sys.argv = [program, "--help"]
+        sys.argv = [program, "-h"]
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             runpy.run_path(program, run_name="__main__")
         slow = [name for name in ("jax", "matplotlib") if name in sys.modules]
-        print(json.dumps([program, slow, text.getvalue().count("\\n  --")]), flush=True)
+        counts = [text.getvalue().count(words) for words in ("\\n  --", ": Required. ")]
+        print(json.dumps([program, slow, *counts]), flush=True)
         os._exit(0)
     os.wait()
 """
 
 
-def test_help_is_shown_without_importing_jax():
+def test_help_says_which_flags_are_required_without_importing_jax():
     """Importing it takes most of the time that a program needs to start."""
     command = [sys.executable, "-c", HELP]
     end = subprocess.run(command, input=json.dumps(PROGRAMS), cwd=ROOT, capture_output=True, text=True)
     shown = [json.loads(line) for line in end.stdout.splitlines()]
     assert [program for program, *_ in shown] == PROGRAMS, end.stderr
-    for program, slow, n_flags in shown:
+    for program, slow, n_flags, n_required in shown:
         text = (ROOT / program).read_text()
         more = {'runs="cells"': 2, '", sizes=': 1, 'runs="here"': -1, "reads_corpus=False": -1}
         of_experiments = 5 + sum(n for option, n in more.items() if option in text)  # experiments/command.py
         n_defined = text.count("flags.DEFINE_") or of_experiments
-        assert slow == [] and n_flags == n_defined, program
+        assert slow == [] and n_flags == n_defined and n_required == text.count("required=True"), program
+
+
+def test_every_spelling_of_help_is_help(end_of, capsys):
+    for flag in ("-h", "-help", "--help", "--helpshort"):
+        assert end_of("eval.py", flag) is None
+        assert capsys.readouterr().out.count("\n  --workdir: Required. Run folder of train.py") == 1
 
 
 @pytest.mark.parametrize(("error", "told"), [(KeyboardInterrupt(), "interrupted"), (ValueError("x"), "ValueError: x")])
@@ -317,27 +324,27 @@ def fields(cls, path=""):
 def test_none_unsets_optional_fields_of_every_type_and_no_others():
     optional = {name: kind for name, kind in fields(TrainConfig) if types.NoneType in typing.get_args(kind)}
     assert {int, str} <= {kind for hint in optional.values() for kind in typing.get_args(hint)}
-    config = override(default.get_config(), dict.fromkeys(optional, "3"))
+    config = override(pile_125m.get_config(), dict.fromkeys(optional, "3"))
     assert None not in [config.get(name) for name in ("init_from", "keep_every")]
     assert from_mapping(TrainConfig, override(config, dict.fromkeys(optional, "None")).to_dict()).init_from is None
     for name in dict(fields(TrainConfig)).keys() - optional:
-        values = override(default.get_config(), {name: "None"}).to_dict()
+        values = override(pile_125m.get_config(), {name: "None"}).to_dict()
         with pytest.raises(ConfigError, match=rf"config\.{re.escape(name)} = None: expected"):
             from_mapping(TrainConfig, values)
 
 
 def test_a_sweep_unsets_an_optional_field():
-    factory = RunFactory("configs/default.py", {"keep_every": "5"}, check_data=False)
+    factory = RunFactory("configs/pile_125m.py", {"keep_every": "5"}, check_data=False)
     values = [factory.convert("keep_every", text) for text in ("None", "7")]
     assert values == [None, 7] and factory.base["keep_every"] == 5
     for value in values:
         command = factory.command(factory.make({"keep_every": value}), Path("run"))
-        assert command[1:] == [str(ROOT / "train.py"), "--config=configs/default.py", "--workdir=run", command[-1]]
+        assert command[1:] == [str(ROOT / "train.py"), "--config=configs/pile_125m.py", "--workdir=run", command[-1]]
         assert command[-1] == f"--config.keep_every={value}"
 
 
 def test_no_field_of_a_config_is_an_empty_text():
-    values = default.get_config().to_dict()
+    values = pile_125m.get_config().to_dict()
     values["data"]["path"] = ""
     with pytest.raises(ConfigError, match=r"config.data.path = '': it must not be empty"):
         from_mapping(TrainConfig, values)

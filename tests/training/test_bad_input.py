@@ -16,15 +16,14 @@ import jax
 import numpy as np
 import pytest
 
-from configs import default
-from heinsen.config import ConfigError, differences, from_mapping
+from heinsen.config import ConfigError, differences
 from heinsen.data.dataset import DatasetError
 from heinsen.files import LockedError, hold_lock, is_held
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import CheckpointError
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import RunData, open_split
-from heinsen.training.device_errors import DeviceError
+from heinsen.training.devices import DeviceError
 from heinsen.training.folder import RunError, claim_folder, load_run, load_tokenizer_name, write_config
 from heinsen.training.loop import train
 from heinsen.training.optimizer import make_optimizer
@@ -60,71 +59,29 @@ def config(data: Path) -> TrainConfig:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("total_tokens", 0, "total_tokens = 0: it must be positive"),
-        ("sequence_length", -1, "sequence_length = -1: it must be positive"),
-        ("batch_size", 0, "batch_size = 0"),
-        ("accumulation_steps", 0, "accumulation_steps = 0"),
         ("accumulation_steps", 3, "batch_size = 4 does not divide into accumulation_steps = 3"),
-        ("seed", -1, "seed = -1"),
-        ("log_every", 0, "log_every = 0"),
-        ("validate_every", 0, "validate_every = 0"),
-        ("validation_tokens", 0, "validation_tokens = 0"),
-        ("checkpoint_every", 0, "checkpoint_every = 0"),
-        ("keep_checkpoints", 0, "keep_checkpoints = 0"),
-        ("keep_every", 0, "keep_every = 0"),
+        ("seed", 2**63, f"seed = {2**63}: it does not fit into 64 bits"),
         ("mesh__fsdp", 0, "mesh.fsdp = 0: it must be positive, or -1"),
         ("mesh__fsdp", -1, "mesh.data and mesh.fsdp are -1"),
         ("model__remat", "some", "model.remat = 'some': choose none, full, dots"),
-        ("optimizer__learning_rate", math.nan, "optimizer.learning_rate = nan"),
-        ("optimizer__warmup_steps", STEPS, f"optimizer.warmup_steps = {STEPS} does not fit a run of {STEPS} steps"),
-        ("model__n_layers", 0, "model.n_layers = 0"),
-        ("model__padded_vocab_size", 256, "model.padded_vocab_size = 256 is smaller than vocab_size = 257"),
         ("model__dtype", "float16", "model.dtype = 'float16'"),
         ("model__implementation", "fastest", "model.implementation = 'fastest'"),
-        ("seed", 2**63, f"seed = {2**63}: it does not fit into 64 bits"),
-        ("total_tokens", 10**23, f"total_tokens = {10**23}: it does not fit into 64 bits"),
+        ("model__padded_vocab_size", 256, "model.padded_vocab_size = 256 is smaller than vocab_size = 257"),
+        ("model__n_layers", 10**9, "model.n_layers = 1000000000: it must be less than 10000"),
+        ("model__n_heads", 2**28 - 1, "features of all heads are more than an array can have"),
+        ("model__attention", "heinsen*999999999", "is a pattern of 999999999 layers, which does not divide"),
+        ("optimizer__warmup_steps", STEPS, f"optimizer.warmup_steps = {STEPS} does not fit a run of {STEPS} steps"),
         ("optimizer__learning_rate", math.inf, "optimizer.learning_rate = inf: it must be finite"),
         ("optimizer__learning_rate", 1e39, "optimizer.learning_rate = 1e+39: it must be finite in float32"),
         ("optimizer__learning_rate", 10**400, "optimizer.learning_rate = inf: it must be finite"),
         ("optimizer__eps", 1e-39, "optimizer.eps = 1e-39: it is too small for float32, which holds it as 0"),
         ("optimizer__b2", 1 - 1e-12, "optimizer.b2 = 0.999999999999: it must lie in [0, 1)"),
-        ("model__n_layers", 10**9, "model.n_layers = 1000000000: it must be less than 10000"),
-        ("model__d_model", 10**9, "model.d_model = 1000000000: it must be less than"),
-        ("model__n_heads", 2**28 - 1, "features of all heads are more than an array can have"),
-        ("model__attention", "heinsen*999999999", "is a pattern of 999999999 layers, which does not divide"),
-        # Types: a locked ConfigDict lets None and True pass for a number.
-        ("batch_size", None, "config.batch_size = None: expected int, got NoneType"),
-        ("batch_size", True, "config.batch_size = True: expected int, got bool"),
-        ("batch_size", 4.0, "config.batch_size = 4.0: expected int, got float"),
-        ("optimizer__weight_decay", None, "config.optimizer.weight_decay = None: expected float"),
-        ("model__remat", 1, "config.model.remat = 1: expected str"),
-        ("model__implementation", 3, "config.model.implementation = 3: expected str or None"),
-        ("data__path", None, "config.data.path = None: expected str"),
-        ("data", "data/pile", "config.data = 'data/pile': expected a group of fields"),
     ],
 )
 def test_bad_values_name_their_field(data, field, value, message):
     with pytest.raises(ConfigError) as error:
         run_config(data, **{field: value})
     assert message in str(error.value)
-
-
-def test_good_values_of_neighbouring_types_pass(data):
-    decay = run_config(data, optimizer__weight_decay=0).optimizer.weight_decay
-    assert decay == 0.0 and type(decay) is float
-    assert run_config(data, keep_every=None).keep_every is None
-    assert run_config(data, model__implementation="scan").model.implementation == "scan"
-
-
-def test_missing_and_unknown_fields_are_named():
-    mapping = default.get_config().to_dict()
-    del mapping["model"]["d_key"]
-    with pytest.raises(ConfigError, match=r"config\.model lacks d_key"):
-        from_mapping(TrainConfig, mapping)
-    mapping["model"]["d_key"] = 8
-    mapping["optimizer"]["momentum"] = 0.9
-    with pytest.raises(ConfigError, match=r"config\.optimizer has unknown fields momentum.*learning_rate"):
-        from_mapping(TrainConfig, mapping)
 
 
 def test_differences_between_configs_are_listed_field_by_field():
@@ -146,7 +103,7 @@ NUMBERS = [path for kind in (int, float) for path in fields_of_type(kind)]
 def test_no_number_is_beyond_its_type(data, path):
     """No list of fields: one that is added later is checked, too."""
     value = functools.reduce(getattr, path.split("."), run_config(data)).__class__
-    for bad in (10**19, -(10**19)) if value is int else (math.nan, math.inf, -math.inf, 1e39, -1e39):
+    for bad in (10**19, -(10**19), -1) if value is int else (math.nan, math.inf, -math.inf, 1e39, -1e39):
         if (path, bad) == ("optimizer.clip_norm", math.inf):
             continue  # no clipping
         with pytest.raises(ConfigError, match=rf"{path} ="):
@@ -205,7 +162,7 @@ def test_validation_split_is_checked_like_the_training_split(tmp_path, rng):
 
 def test_a_vocabulary_larger_than_the_models_is_refused(data, tmp_path):
     config = run_config(data, model__vocab_size=256, model__padded_vocab_size=256)
-    with pytest.raises(DatasetError, match=r"vocabulary of 257 ids.* 256: set --config\.model\.vocab_size=257"):
+    with pytest.raises(DatasetError, match=r"vocabulary of 257 ids.* 256: set --config\.model\.vocab_size=None and"):
         train(config, tmp_path / "run")
     ((dataset, share),) = open_split(run_config(data, model__vocab_size=260), "train")
     assert (dataset.vocab_size, share) == (257, 1.0), "a larger model is fine"
@@ -248,91 +205,46 @@ def test_another_config_in_the_folder_is_refused_with_the_fields_that_differ(a_r
     assert snapshot(a_run) == before
 
 
-def without_a_run(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-    (folder / "notes.txt").write_text("mine")
-
-
-def without_checkpoints_folder(folder: Path) -> None:
-    shutil.rmtree(folder / "checkpoints")
-
-
-def without_checkpoints(folder: Path) -> None:
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "checkpoints").mkdir()
-
-
-def with_an_empty_checkpoint(folder: Path) -> None:
-    without_checkpoints(folder)
-    (folder / "checkpoints" / "20").mkdir()
-
-
-def with_another_model(folder: Path) -> None:
-    mapping = json.loads((folder / "config.json").read_text())
+def test_a_folder_without_a_usable_checkpoint_is_refused_for_reading(a_run, config):
+    """Each step takes away a little more. tests/training/test_checkpoint.py damages the checkpoints themselves."""
+    read = lambda: load_params(a_run, load_run(a_run).model, make_mesh())
+    mapping = json.loads((a_run / "config.json").read_text())
     mapping["model"]["d_key"] = 8
-    (folder / "config.json").write_text(json.dumps(mapping))
+    (a_run / "config.json").write_text(json.dumps(mapping))
+    with pytest.raises(CheckpointError, match=r"/bias is float32\[2, 24\] in it, float32\[2, 40\] in the model"):
+        read()
+    shutil.rmtree(a_run / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"{a_run} has no checkpoints/ folder"):
+        read()
+    (a_run / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match=f"{a_run}/checkpoints holds no whole checkpoint"):
+        read()
+    (a_run / "config.json").unlink()
+    with pytest.raises(RunError, match=f"{a_run} is not a run folder: it has no config.json"):
+        read()
 
 
-def truncated(checkpoint: Path) -> None:
+def truncate(checkpoint: Path) -> None:
     """Cut every file that holds numbers in half."""
-    data_files = [path for path in checkpoint.rglob("*") if path.is_file() and "d" in path.parent.name.split(".")]
-    assert data_files
-    for path in data_files:
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and "d" in path.parent.name.split(".")]
+    assert files
+    for path in files:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def emptied(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint)
-    checkpoint.mkdir()
-
-
-def with_all_truncated(folder: Path) -> None:
-    for step in checkpoint_steps(folder):
-        truncated(folder / "checkpoints" / str(step))
-
-
-@pytest.mark.parametrize(
-    ("damage", "kind", "message"),
-    [
-        (without_a_run, RunError, "is not a run folder: it has no config.json"),
-        (without_checkpoints_folder, CheckpointError, "has no checkpoints/ folder"),
-        (without_checkpoints, CheckpointError, "holds no whole checkpoint"),
-        (with_an_empty_checkpoint, CheckpointError, "checkpoints/20 cannot be restored"),
-        (with_another_model, CheckpointError, "/bias is float32[2, 24] in it, float32[2, 40] in the model"),
-        (with_all_truncated, CheckpointError, f"checkpoints/{STEPS} cannot be restored"),
-    ],
-)
-def test_a_folder_without_a_usable_checkpoint_is_refused_for_reading(a_run, damage, kind, message):
-    damage(a_run)
+def test_training_does_not_start_over_where_all_checkpoints_are_damaged(a_run, config):
+    for step in checkpoint_steps(a_run):
+        truncate(a_run / "checkpoints" / str(step))
     before = snapshot(a_run)
-    with pytest.raises(kind) as error:
-        load_params(a_run, load_run(a_run).model, make_mesh())
-    assert message in str(error.value) and str(a_run) in str(error.value)
-    assert snapshot(a_run) == before
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (with_an_empty_checkpoint, "checkpoints/20 cannot be restored"),
-        (with_all_truncated, f"checkpoints/{STEPS} cannot be restored"),
-    ],
-)
-def test_training_does_not_start_over_where_all_checkpoints_are_damaged(a_run, config, damage, message):
-    damage(a_run)
-    before = snapshot(a_run)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match=f"{a_run}/checkpoints/{STEPS} cannot be restored"):
         train(config, a_run)
-    assert message in str(error.value) and str(a_run) in str(error.value)
     assert snapshot(a_run) == before
 
 
-@pytest.mark.parametrize("damage", [truncated, pytest.param(emptied, marks=pytest.mark.long)])
-def test_training_resumes_from_the_checkpoint_before_a_damaged_one(a_run, run, config, damage, capfd):
+def test_training_resumes_from_the_checkpoint_before_a_damaged_one(a_run, run, config, capfd):
     """The damaged one is moved away, and the run ends as if nothing had happened."""
     newest = a_run / "checkpoints" / str(STEPS)
-    damage(newest)
+    truncate(newest)
     damaged = snapshot(newest)
     train(config, a_run)
     start = STEPS - CHECKPOINT_EVERY
@@ -347,45 +259,18 @@ def test_training_resumes_from_the_checkpoint_before_a_damaged_one(a_run, run, c
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ('{"seed": 0, "total_', "Unterminated string"),
-        ("[1, 2]", "it holds list, not an object of fields"),
-        ("null", "it holds NoneType"),
-        ('"seed"', "it holds str"),
-        ("[" * 100_000, "recursion"),
-        (b'{"seed": "\xff"}', "utf-8"),
-        (None, "Is a directory"),
-    ],
-    ids=["torn", "list", "null", "string", "deep", "bytes", "folder"],
-)
-def test_a_damaged_config_file_is_named(a_run, config, content, reason):
-    path = a_run / "config.json"
-    path.unlink()
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    before = snapshot(a_run)
-    for call in (lambda: load_run(a_run), lambda: train(config, a_run)):
-        with pytest.raises(RunError, match=re.escape(f"{path} is damaged (")) as error:
-            call()
-        assert reason in str(error.value) and "\n" not in str(error.value)
-    assert snapshot(a_run) == before
-
-
-def test_a_field_that_is_damaged_is_named_with_its_file(a_run):
+def test_a_damaged_config_file_is_named(a_run, config):
+    """tests/faults/test_fuzz.py damages it in every way."""
     path = a_run / "config.json"
     mapping = json.loads(path.read_text())
+    path.write_text('{"seed": 0, "total_')
+    for call in (lambda: load_run(a_run), lambda: train(config, a_run)):
+        with pytest.raises(RunError, match=re.escape(f"{path} is damaged (Unterminated string")):
+            call()
     for change in ({"seed": "0"}, {"sed": 0}, {"total_tokens": -1}, {"tokenizer": "bytex"}, {"tokenizer": None}):
         path.write_text(json.dumps(mapping | change))
         with pytest.raises(RunError, match=re.escape(f"{path}: config") + f".*{next(iter(change))}.*Restore the file"):
             load_run(a_run)
-    del mapping["seed"]
-    path.write_text(json.dumps(mapping))
-    with pytest.raises(RunError, match=re.escape(f"{path}: config lacks seed")):
-        load_run(a_run)
 
 
 def test_a_config_that_was_changed_since_the_checkpoints_is_refused_for_reading(a_run):
@@ -402,11 +287,8 @@ def test_a_config_that_was_changed_since_the_checkpoints_is_refused_for_reading(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model__d_model": 10**8},
         {"model__vocab_size": 10**8, "model__padded_vocab_size": 10**8, "model__d_model": 2**12},
-        {"model__n_heads": 10**4, "model__d_key": 10**4, "model__d_model": 10**5},
         {"batch_size": 10**9, "total_tokens": 10**12},
-        {"sequence_length": 10**9, "total_tokens": 10**12},
     ],
 )
 def test_a_model_or_batch_that_does_not_fit_the_machine_is_refused(data, tmp_path, changes):
@@ -479,5 +361,5 @@ def test_a_file_system_without_locks_comes_with_a_warning(data, tmp_path, monkey
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with claim_folder(run_config(data), tmp_path / "run", "bytes") as changes:
-        assert changes == [] and load_run(tmp_path / "run") == run_config(data)
+        assert changes == []
     assert "is on a file system without locks" in capfd.readouterr().err

@@ -69,6 +69,24 @@ def test_too_many_in_a_row_stop_the_run_at_the_last_checkpoint(data, tmp_path, m
     assert checkpoint_steps(tmp_path / "run")[-1] == 2 * CHECKPOINT_EVERY
 
 
+# ---- progress --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_validations_do_not_change_the_eta(data, tmp_path, monkeypatch, capfd, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    now = [0.0]
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    with log.Reporter(run_config(data), tmp_path, 0, 1000, 1.0, log.LossMean(), writes=True) as reporter:
+        now[0] = 10.5
+        reporter.write(10, {"loss": 1.0})  # of 60
+        with reporter.pause():
+            now[0] = 1000.0
+        reporter.write(10, {"validation_loss": 1.0})
+    told = capfd.readouterr().err
+    assert told.count("ETA 00:52") >= 2 and told.count("ETA") == told.count("ETA 00:52"), told
+
+
 # ---- traces ----------------------------------------------------------------------------------
 
 

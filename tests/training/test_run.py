@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import struct
@@ -27,21 +26,23 @@ from heinsen.config import ConfigError
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
-from heinsen.training import loop, metrics, plots, throughput
-from heinsen.training.checkpoint import CheckpointError, Checkpoints
+from heinsen.training import devices, loop, metrics, plots
+from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.config import TrainConfig
+from heinsen.training.data import pad_vocabulary, train_config
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
-from heinsen.training.loop import NonFiniteLossError, RunInterrupted, train
+from heinsen.training.loop import NonFiniteLossError, RunInterrupted, StopSignals, train
 from heinsen.training.optimizer import make_optimizer
-from heinsen.training.signals import StopSignals
 from heinsen.training.step import abstract_train_state
 from heinsen.weights import load_params
+from scripts.sweep_runs import RunFactory
 from tests.runs import (
     BATCH,
     CHECKPOINT_EVERY,
     EOT,
     KEEP,
     LENGTH,
+    OVERRIDES,
     ROOT,
     STEPS,
     TIMEOUT,
@@ -190,7 +191,8 @@ def test_report_on_stdout_is_the_last_validation(run):
     last = [entry for entry in run.log if "validation_loss" in entry][-1]
     assert run.stdout == (
         f"{run.workdir}: validation loss {last['validation_loss']:.4f} nats per token, "
-        f"{last['validation_bits_per_byte']:.4f} bits per byte over 300 tokens\n"
+        f"{last['validation_bits_per_byte']:.4f} bits per byte over the first 300 of 333 tokens of the split "
+        "validation\n"
     )
 
 
@@ -261,6 +263,30 @@ def test_runs_from_before_data_were_known_by_their_content_resume(run, config, l
     assert json.loads((workdir / "config.json").read_text())["data_digest"]
 
 
+def test_the_vocabulary_is_the_datas_unless_it_is_given(run, config, commands, tmp_path):
+    model = dataclasses.asdict(config.model)
+
+    def sizes(**changes) -> tuple[int, int]:
+        found = train_config({**dataclasses.asdict(config), "model": model | changes}).model
+        return found.vocab_size, found.padded_vocab_size
+
+    unknown = {"vocab_size": None, "padded_vocab_size": None}
+    assert sizes(**unknown) == sizes(**unknown, objective="masked") == (257, 264)
+    assert sizes(vocab_size=264, padded_vocab_size=None) == (264, 264)
+    assert sizes(vocab_size=264, padded_vocab_size=None, objective="masked") == (264, 272), "a row for masked tokens"
+    assert sizes(vocab_size=None, padded_vocab_size=300) == (257, 300)
+    assert [pad_vocabulary(n) for n in (256, 32_000, 50_257)] == [256, 32_000, 50_304]
+    with pytest.raises(ConfigError, match="padded_vocab_size = 256 is smaller than vocab_size = 257"):
+        sizes(vocab_size=None, padded_vocab_size=256)
+
+    fields = OVERRIDES | {"data.path": run.data, "model.vocab_size": None, "model.padded_vocab_size": None}
+    RunFactory("configs/default.py", {name: str(value) for name, value in fields.items()}, check_data=True).make({})
+    workdir = copy_run(run.workdir, tmp_path / "run")
+    again = commands.fork(*train_command(run.data, workdir, model__vocab_size=None, model__padded_vocab_size=None))
+    assert again.returncode == 0 and f"resuming after step {STEPS}" in again.stderr, again.stderr
+    assert load_run(workdir) == config
+
+
 # ---- samples ---------------------------------------------------------------------------------
 
 
@@ -314,22 +340,9 @@ def test_a_torn_last_line_is_dropped_and_replaced(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == whole + '{"step": 3, "tokens": 192, "loss": 2.125}\n'
 
 
-def test_damaged_lines_are_dropped(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\x00\x00\xff\n{"step": 2}\n')
-    assert metrics.read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
-
-
-DAMAGED_LINES = [
-    *(b"5", b"null", b"{}", b'"x"', b"[]", b"", b"\xff", b"[" * 100_000),
-    *(b'{"step": null}', b'{"step": 0}', b'{"step": 2.0}', b'{"step": true}', b'{"stgp": 2}', b'{"step": 2'),
-    *(
-        b'{"step": 2, "loss": "1"}',
-        b'{"step": 2, "loss": [1]}',
-        b'{"step": 2, "loss": {}}',
-        b'{"step": 2, "loss": true}',
-    ),
-    *(b'{"step": 2, "loss": 1e999}', b'{"step": 2, "loss": NaN}', b'{"step": 2, "tokens": 1%s}' % (b"0" * 400)),
-]
+# One of each kind; tests/faults/test_fuzz.py damages the file in every way.
+DAMAGED_LINES = [b"5", b"\xff", b"[" * 100_000, b'{"step": 2', b'{"step": 0}', b'{"step": true}', b'{"stgp": 2}']
+DAMAGED_LINES += [b'{"step": 2, "loss": "1"}', b'{"step": 2, "loss": NaN}', b'{"step": 2, "tokens": 1e999}']
 
 
 def test_lines_that_hold_no_metrics_are_dropped_and_counted(tmp_path, capsys):
@@ -348,18 +361,6 @@ def test_lines_that_hold_no_metrics_are_dropped_and_counted(tmp_path, capsys):
     assert metrics.read_metrics(tmp_path) == whole and capsys.readouterr().err == ""
 
 
-def test_each_flipped_bit_of_the_metrics_leaves_the_others_readable(run, tmp_path, rng):
-    text = (run.workdir / "metrics.jsonl").read_bytes()
-    whole = metrics.read_metrics(run.workdir)
-    for position in rng.integers(len(text), size=60):
-        damaged = bytearray(text)
-        damaged[position] ^= 1 << rng.integers(8)
-        (tmp_path / "metrics.jsonl").write_bytes(damaged)
-        entries = metrics.read_metrics(tmp_path, warn=lambda _: None)
-        assert len([entry for entry in entries if entry in whole]) >= len(whole) - 2, position
-        assert all(type(entry["step"]) is int for entry in entries)
-
-
 def test_metrics_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(RunError, match=r"metrics.jsonl cannot be read: Is a directory"):
@@ -376,36 +377,27 @@ def test_entries_past_the_checkpoint_are_dropped(tmp_path):
     assert [e.step for e in read_events(tmp_path) if e.HasField("session_log")] == [4], "TensorBoard purges from here"
 
 
-def test_no_metrics_yet_is_no_error(tmp_path):
-    assert metrics.read_metrics(tmp_path) == []
-    assert plots.plot_run(tmp_path)[0].stat().st_size > 0
-
-
 def test_peak_rate_is_of_the_longest_name_that_fits_else_measured(monkeypatch):
-    measured = throughput.peak_flops_per_device()
+    measured = devices.peak_flops_per_device()
     assert 1e8 < measured < 1e16
 
     class Device:
         device_kind = "TPU v5 lite"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert throughput.peak_flops_per_device() == 197e12
+    assert devices.peak_flops_per_device() == 197e12
     Device.device_kind = "TPU v5p"
-    assert throughput.peak_flops_per_device() == 459e12
+    assert devices.peak_flops_per_device() == 459e12
     Device.device_kind = "NVIDIA H100 80GB HBM3"
-    assert throughput.peak_flops_per_device() == 989e12
+    assert devices.peak_flops_per_device() == 989e12
+
+
+def test_bytes_have_the_unit_that_shows_them():
+    sizes = {0: "0 bytes", 7_987: "7.8 KiB", 3 << 20: "3.0 MiB", 5 << 30: "5.00 GiB"}
+    assert {n: devices.format_bytes(n) for n in sizes} == sizes
 
 
 # ---- killed ----------------------------------------------------------------------------------
-
-
-def before_the_first_checkpoint(workdir: Path) -> bool:
-    return len(read_log(workdir)) >= 4 and not any((workdir / "checkpoints").iterdir())
-
-
-def while_the_first_checkpoint_is_written(workdir: Path) -> bool:
-    folder = workdir / "checkpoints"
-    return folder.exists() and any(folder.iterdir()) and not checkpoint_steps(workdir)
 
 
 def some_steps_past_a_checkpoint(workdir: Path) -> bool:
@@ -413,24 +405,15 @@ def some_steps_past_a_checkpoint(workdir: Path) -> bool:
     return bool(steps) and steps[-1] + 3 <= read_log(workdir)[-1]["step"] < STEPS
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(before_the_first_checkpoint, marks=pytest.mark.long),
-        pytest.param(while_the_first_checkpoint_is_written, marks=pytest.mark.long),
-        some_steps_past_a_checkpoint,
-    ],
-)
-def test_a_killed_run_resumes_bit_for_bit(moment, run, config, last_checkpoint, commands, tmp_path, capfd):
+def test_a_killed_run_resumes_bit_for_bit(run, config, last_checkpoint, commands, tmp_path, capfd):
+    """At other moments, such as within a save: tests/faults/test_kill.py."""
     workdir = tmp_path / "killed"
     process = commands.start(*train_command(run.data, workdir))
-    killed = stop_when(process, lambda: moment(workdir), signal.SIGKILL)
+    killed = stop_when(process, lambda: some_steps_past_a_checkpoint(workdir), signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL
-    saved, log = checkpoint_steps(workdir), read_log(workdir)
-    assert log == [] or log[-1]["step"] < STEPS
+    saved = checkpoint_steps(workdir)
     train(config, workdir)
-    message = f"resuming after step {saved[-1]}" if saved else f"run folder {workdir}"
-    assert message in capfd.readouterr().err
+    assert f"resuming after step {saved[-1]}" in capfd.readouterr().err
     assert_same_run(workdir, run, config, last_checkpoint)
     assert all(path.name.isdigit() for path in (workdir / "checkpoints").iterdir()), "remains of the killed save"
 
@@ -532,34 +515,6 @@ def test_a_run_whose_terminal_is_closed_saves_and_exits_with_75(run, commands, t
     assert process.wait(TIMEOUT) == INTERRUPTED, said
     step = checkpoint_steps(workdir)[-1]
     assert 12 <= step < STEPS and read_log(workdir)[-1]["step"] == step
-
-
-@pytest.mark.long
-def test_a_checkpoint_that_does_not_fit_ends_the_run_and_the_same_command_resumes(
-    run, config, last_checkpoint, tmp_path, monkeypatch
-):
-    workdir, unlimited = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited[1]))  # of a file, in bytes
-
-    def fill():
-        while checkpoint_steps(workdir) != [10]:
-            time.sleep(0.01)
-        limit(30_000)
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 18, fill)
-        try:
-            with pytest.raises(CheckpointError) as error:
-                train(config, workdir)
-        finally:
-            limit(unlimited[0])
-    assert str(error.value) == (
-        f"step 20 could not be saved to {workdir / 'checkpoints' / '20'}: File too large. Fix this, then rerun the "
-        "same command to resume from checkpoint 10"
-    )
-    assert checkpoint_steps(workdir) == [10] and read_log(workdir)[-1]["step"] == 30
-    train(config, workdir)
-    assert_same_run(workdir, run, config, last_checkpoint)
 
 
 def poisoned_after(steps: int):

@@ -10,7 +10,7 @@ from heinsen.models import forward
 from heinsen.models.losses import masked_losses
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import make_mesh
-from heinsen.training import passes
+from heinsen.training import data as training_data
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
 from tests.model_configs import model_config
@@ -32,8 +32,8 @@ def recorder() -> optax.GradientTransformation:
 RECORDING = optax.chain(recorder(), optax.clip_by_global_norm(CLIP), optax.sgd(RATE))
 
 
-def draw_tokens(rng, passes: int) -> jax.Array:
-    return jnp.asarray(rng.integers(0, 257, (passes, BATCH // passes, LENGTH + 1)), jnp.int32)
+def draw_tokens(rng, n: int) -> jax.Array:
+    return jnp.asarray(rng.integers(0, 257, (n, BATCH // n, LENGTH + 1)), jnp.int32)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_loss_is_the_mean_over_all_targets_in_nats(rng, one_step):
     np.testing.assert_allclose(loss, -np.take_along_axis(log_probabilities, targets, -1).mean(), rtol=1e-6)
 
 
-def test_accumulated_passes_equal_one_pass_over_the_whole_batch(rng, one_step):
+def test_accumulated_microbatches_equal_the_whole_batch(rng, one_step):
     tokens = draw_tokens(rng, 1)
     whole_loss, whole_norm, whole_gradients, whole_params, before = one_step(tokens)
     assert np.abs(flat(whole_gradients)).max() > 1e-2  # something to agree on
@@ -82,7 +82,7 @@ def test_accumulated_passes_equal_one_pass_over_the_whole_batch(rng, one_step):
 
 
 def test_every_accumulated_pass_counts_the_same(rng, one_step):
-    """Replacing one of four passes changes loss and gradient by a quarter of its own change."""
+    """Replacing one of four microbatches changes loss and gradient by a quarter of its own change."""
     tokens, others = draw_tokens(rng, 4), draw_tokens(rng, 4)
     loss, _, gradients, _, _ = one_step(tokens)
     changes = []
@@ -95,7 +95,7 @@ def test_every_accumulated_pass_counts_the_same(rng, one_step):
     np.testing.assert_allclose(sum(change for _, change in changes), flat(all_gradients) - flat(gradients), atol=1e-5)
 
 
-def test_passes_of_a_masked_model_weigh_as_much_as_they_hide(rng):
+def test_microbatches_of_a_masked_model_weigh_as_much_as_they_hide(rng):
     """The tokens that begin documents are not hidden: the rows of the second pass have few others."""
     model = model_config(
         d_model=16, n_layers=1, attention="softmax", position="none", objective="masked", document_token=256
@@ -108,9 +108,9 @@ def test_passes_of_a_masked_model_weigh_as_much_as_they_hide(rng):
     mesh = make_mesh()
     step, start = make_train_step(model, RECORDING, mesh), init_train_state(model, RECORDING, 0, mesh)
     found = []
-    for n_passes in (1, 2):
+    for n_microbatches in (1, 2):
         state, metrics = step(
-            jax.tree.map(jnp.copy, start), {name: x.reshape(n_passes, -1, 40) for name, x in batch.items()}
+            jax.tree.map(jnp.copy, start), {name: x.reshape(n_microbatches, -1, 40) for name, x in batch.items()}
         )
         found.append((metrics["loss"], flat(state.opt_state[0])))
     (loss, gradients), (loss_of_two, gradients_of_two) = found
@@ -125,17 +125,17 @@ def test_passes_of_a_masked_model_weigh_as_much_as_they_hide(rng):
 
 
 @pytest.mark.parametrize("changes", [{}, dict(model__objective="masked", model__attention="softmax")], ids=str)
-def test_passes_of_processes_are_parts_of_those_of_the_whole_batch(rng, monkeypatch, changes):
+def test_microbatches_of_processes_are_parts_of_those_of_the_whole_batch(rng, monkeypatch, changes):
     changes = changes | dict(model__position="none", batch_size=12, accumulation_steps=3, sample_tokens=0)
     config, mesh = run_config("unused", **changes), make_mesh()
     windows = rng.integers(0, 256, (12, 9)).astype(np.int32)
-    whole = passes.make_passes(config, windows, 7, passes.rows_by_pass(config, mesh))
+    whole = training_data.make_microbatches(config, windows, 7, training_data.rows_by_microbatch(config, mesh))
     if config.model.causal:
         np.testing.assert_array_equal(whole, windows.reshape(3, 4, 9))
     for held in ([0, 2], [1, 3]):
-        monkeypatch.setattr(passes, "process_rows", lambda mesh, n_rows, held=held: np.arange(n_rows)[held])
-        rows = passes.rows_by_pass(config, mesh)
-        own = passes.make_passes(config, windows[rows], 7, rows)
+        monkeypatch.setattr(training_data, "process_rows", lambda mesh, n_rows, held=held: np.arange(n_rows)[held])
+        rows = training_data.rows_by_microbatch(config, mesh)
+        own = training_data.make_microbatches(config, windows[rows], 7, rows)
         jax.tree.map(lambda own, whole, held=held: np.testing.assert_array_equal(own, whole[:, held]), own, whole)
 
 
