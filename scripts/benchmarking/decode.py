@@ -16,7 +16,8 @@ import numpy as np
 
 from heinsen.decoding import Prefix, Sampling, decode, step_params
 from heinsen.errors import InputError
-from heinsen.figures import count_tokens, place_legend, pyplot, write_figure
+from heinsen.figures import count_tokens, place_legend, pyplot
+from heinsen.files import write_figure
 from heinsen.host import keep_host_memory
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
