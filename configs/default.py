@@ -39,9 +39,9 @@ def get_config() -> ConfigDict:
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
                 convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
-                gate="none",  # all but sigmoid: head: a forget gate, one number per head and token
-                gate_shortest=2.0,  # its heads' time constants at the start, in tokens, run geometrically from this ...
-                gate_longest=4096.0,  # ... to this
+                forget_gate="none",  # all but sigmoid: head: a forget gate, one number per head and token
+                forget_gate_shortest=2.0,  # its heads' time constants at the start, in tokens, spread from this ...
+                forget_gate_longest=4096.0,  # ... to this
                 output_gate=False,  # whether the attention's output is multiplied by 2 sigmoid(Wg x)
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
                 position="recurrent",  # the paper's; or learned, rotary (softmax and sigmoid layers), none

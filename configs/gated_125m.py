@@ -14,5 +14,5 @@ from configs import pile_125m
 
 def get_config() -> ConfigDict:
     config = pile_125m.get_config()
-    config.model.update(gate="head", output_gate=True, convolution=4, position="none", n_layers=21)
+    config.model.update(forget_gate="head", output_gate=True, convolution=4, position="none", n_layers=21)
     return config

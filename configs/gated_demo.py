@@ -14,5 +14,5 @@ from configs import demo
 
 def get_config() -> ConfigDict:
     config = demo.get_config()
-    config.model.update(gate="head", output_gate=True, convolution=4, position="none", d_model=276)
+    config.model.update(forget_gate="head", output_gate=True, convolution=4, position="none", d_model=276)
     return config

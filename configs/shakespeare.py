@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from configs import default
 
 KINDS = {
-    "gated": dict(gate="head", output_gate=True, convolution=4, position="none", d_model=119),
+    "gated": dict(forget_gate="head", output_gate=True, convolution=4, position="none", d_model=119),
     "paper": dict(),
     "softmax": dict(attention="softmax", block="gpt2", position="rotary", n_layers=2, d_model=134),
 }

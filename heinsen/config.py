@@ -87,6 +87,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+# Fields of earlier runs and exports, and what they are called now.
+RENAMED = {f"gate{end}": f"forget_gate{end}" for end in ("", "_shortest", "_longest")}
+
+
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
     """Build dataclass `cls` and the dataclasses nested in it.
 
@@ -98,6 +102,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
       ConfigError: a field is missing, unknown, of the wrong type, or refused by its dataclass.
     """
     types_of_fields = typing.get_type_hints(cls)
+    values = {RENAMED.get(name, name): value for name, value in values.items()}
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if missing := [name for name in names if name not in values]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which configs/default.py has")

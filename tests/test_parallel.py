@@ -291,7 +291,7 @@ def test_arrays_lie_where_the_mesh_says_and_a_mesh_that_does_not_fit_is_refused(
 @pytest.mark.wrong_types  # a mesh without devices
 @pytest.mark.parametrize("parts", [dict(objective="masked"), dict(attention="delta"), dict(block="gpt2")])
 def test_parameters_with_an_axis_of_heads_are_divided_by_heads(parts):
-    config = model_config(n_heads=6, gate="head", output_gate=True, convolution=3, **parts)
+    config = model_config(n_heads=6, forget_gate="head", output_gate=True, convolution=3, **parts)
     abstract = abstract_params(config)
     where = shardings(jax.sharding.AbstractMesh((1, 1, 2, 1), AXES), abstract)
     specs = {

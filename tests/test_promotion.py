@@ -58,7 +58,7 @@ def test_states(rng):
 
 @pytest.mark.parametrize("attention", ["heinsen", "delta"])
 def test_a_training_step(attention):
-    fields = dict(gate="head", convolution=4, output_gate=True, dtype="bfloat16")
+    fields = dict(forget_gate="head", convolution=4, output_gate=True, dtype="bfloat16")
     model = model_config(attention=attention, **fields)
     mesh, optimizer = make_mesh(), optax.adamw(1e-3)
     with strict():

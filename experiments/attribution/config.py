@@ -54,7 +54,7 @@ def get_config(size: str) -> ConfigDict:
 
 
 # What helped the attentions with a forget gate, and what helped softmax (docs/log).
-PARTS = dict(gate="head", output_gate=True, convolution=4, position="none")
+PARTS = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
 SOFTMAX = dict(attention="softmax", position="rotary")
 SOFTMAX_PARTS = dict(**SOFTMAX, output_gate=True, convolution=4)
 GPT2 = dict(block="gpt2")
@@ -102,10 +102,10 @@ CELLS: dict[str, Cell] = {
     "softmax, parts, GPT-2's block, AdamW": _cell("adamw", GPT2_PARTS, **BEST_SOFTMAX),
     "linear, parts, AdamW": _cell("adamw", WITH_PARTS, **PARTS, **LINEAR),
     "exponential, AdamW": _cell("adamw"),
-    "exponential, gate": _cell("muon", gate="head"),
-    "linear, gate": _cell("muon", **LINEAR, gate="head"),
+    "exponential, gate": _cell("muon", forget_gate="head"),
+    "linear, gate": _cell("muon", **LINEAR, forget_gate="head"),
     "softmax": _cell("muon", (208, 136), **SOFTMAX),
     "gated softmax, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, attention="softmax", **GPT2),
-    "gated softmax, parts, rotary, GPT-2's block": _cell("muon", GPT2_PARTS, **BEST_SOFTMAX, gate="head"),
+    "gated softmax, parts, rotary, GPT-2's block": _cell("muon", GPT2_PARTS, **BEST_SOFTMAX, forget_gate="head"),
 }
 SMALL = ("exponential, parts", "softmax, parts, GPT-2's block, AdamW")

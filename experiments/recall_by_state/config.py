@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
     return config
 
 
-LATE = dict(gate="head", gate_shortest=512.0)  # heads forget slowly at first: docs/log/2026-11.md
+LATE = dict(forget_gate="head", forget_gate_shortest=512.0)  # heads forget slowly at first: docs/log/2026-11.md
 KINDS: dict[str, dict[str, Any]] = {
     "exponential": LATE,
     "linear": dict(**LATE, attention="linear"),
@@ -48,11 +48,11 @@ MORE = {
     "exponential, width 256": _shaped(LATE, 4, 16, 16, 256),
     "exponential, 64 sequences": _shaped(LATE, 4, 16, 16, 128) | dict(batch_size=64),
     "exponential, width 256, 64 sequences": _shaped(LATE, 4, 16, 16, 256) | dict(batch_size=64),
-    "exponential, default gate": dict(gate="head"),
+    "exponential, default gate": dict(forget_gate="head"),
     "exponential, real values": _shaped(LATE, *SHAPES["4 x 16 x 16"]) | dict(value_domain="real"),
     "exponential, real values, 1 x 16 x 16": _shaped(LATE, *SHAPES["1 x 16 x 16"]) | dict(value_domain="real"),
     # The protocol was found with exponential features (docs/log/2026-11.md): what it costs the others.
-    "linear, default gate": _shaped(dict(gate="head", attention="linear"), *SHAPES["4 x 16 x 16"]),
+    "linear, default gate": _shaped(dict(forget_gate="head", attention="linear"), *SHAPES["4 x 16 x 16"]),
     "linear, Muon at 4 times Adam's rate": EQUAL["linear, 4 x 16 x 16"] | dict(muon_multiple=4.0),
     "linear, Muon at 16 times Adam's rate": EQUAL["linear, 4 x 16 x 16"] | dict(muon_multiple=16.0),
     "delta rule, 8,000 steps": EQUAL["delta rule, 4 x 16 x 16"] | dict(n_steps=8000),

@@ -40,9 +40,10 @@ class ModelConfig:
       value_domain: for heinsen layers, "log" for `heinsen.log_attention` or "real" for `heinsen.attention`.
       convolution: taps of a short causal convolution of queries, keys and values (`heinsen.models.convolution`), from 2
         on; 0: none.
-      gate: a forget gate for layers of all kinds but sigmoid (`heinsen.models.gate`), "head": one number per head and
+      forget_gate: for layers of all kinds but sigmoid (`heinsen.models.gate`), "head": one number per head and
         token; in a masked model one for each direction, for heinsen layers alone, in the chunked implementation.
-      gate_shortest, gate_longest: the time constants of its heads at the start, in tokens, are spread between these.
+      forget_gate_shortest, forget_gate_longest: the time constants of its heads at the start, in tokens, are spread
+        between these.
       output_gate: whether the attention's output is multiplied by a gate (`heinsen.models.language_model.Layer`).
       block: what surrounds the attention in a layer, "heinsen" for the paper's or "gpt2".
       position: how the model knows the order of tokens (`heinsen.models.positions`).
@@ -68,9 +69,9 @@ class ModelConfig:
     sigmoid_bias: str
     value_domain: str
     convolution: Annotated[int, Limits(at_least=0, below=65)]
-    gate: str
-    gate_shortest: float
-    gate_longest: float
+    forget_gate: str
+    forget_gate_shortest: float
+    forget_gate_longest: float
     output_gate: bool
     block: str
     position: str
@@ -115,7 +116,7 @@ class ModelConfig:
             raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
         choices = {
             "remat": REMAT_POLICIES,
-            "gate": GATES,
+            "forget_gate": GATES,
             "block": BLOCKS,
             "position": POSITIONS,
             "objective": OBJECTIVES,
@@ -134,25 +135,25 @@ class ModelConfig:
             )
         for name, build in MIXERS.items():  # those without layers too: their fields must still be possible
             build(self).check_use(self.attention, is_used=name in self.pattern)
-        if self.gate != "none":
+        if self.forget_gate != "none":
             self._check_gate()
 
     def _check_gate(self) -> None:
         if not self.causal and self.implementation not in (None, "chunked"):
             raise ValueError(
                 f"model.implementation = {self.implementation!r}: a forget gate in a masked model is computed in "
-                "chunks; set it to chunked or None, or model.gate to none"
+                "chunks; set it to chunked or None, or model.forget_gate to none"
             )
         if not any(mixer.takes_log_decay for mixer in self.mixers):
             kinds = ", ".join(kind for kind, build in MIXERS.items() if build(self).takes_log_decay)
             raise ValueError(
-                f"model.gate = {self.gate!r} is an option of {kinds} attention, of which model.attention = "
-                f"{self.attention!r} has none: set it to none"
+                f"model.forget_gate = {self.forget_gate!r} is an option of {kinds} attention, of which "
+                f"model.attention = {self.attention!r} has none: set it to none"
             )
-        if self.gate_longest < self.gate_shortest:
+        if self.forget_gate_longest < self.forget_gate_shortest:
             raise ValueError(
-                f"model.gate_longest = {self.gate_longest} is below model.gate_shortest = {self.gate_shortest}: give "
-                "time constants in tokens, such as 2 and 4096"
+                f"model.forget_gate_longest = {self.forget_gate_longest} is below model.forget_gate_shortest = "
+                f"{self.forget_gate_shortest}: give time constants in tokens, such as 2 and 4096"
             )
 
     def _check_positions(self) -> None:

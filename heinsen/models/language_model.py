@@ -195,9 +195,9 @@ class Layer(nn.Module):
     def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
         c = self.config
-        if c.gate == "none" or not self.mixer.takes_log_decay:
+        if c.forget_gate == "none" or not self.mixer.takes_log_decay:
             return context
-        gate = partial(ForgetGate, c.n_heads, c.gate_shortest, c.gate_longest, c.dtype, self.init_std)
+        gate = partial(ForgetGate, c.n_heads, c.forget_gate_shortest, c.forget_gate_longest, c.dtype, self.init_std)
         before = gate(name="gate")(normed)
         after = None if c.causal else gate(name="gate_after")(normed)
         decays = before if after is None else jnp.concatenate([before, after], axis=1)

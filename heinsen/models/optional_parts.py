@@ -37,11 +37,11 @@ def _zeros(config: ModelConfig, shape: tuple[int, ...]) -> Array:
 _GATE = {  # with a scale of 0; the other parameters learn once it has left 0
     "scale": _zeros,
     "kernel": _zeros,
-    "bias": lambda config, shape: spread_biases(config.gate_shortest, config.gate_longest, shape),
+    "bias": lambda config, shape: spread_biases(config.forget_gate_shortest, config.forget_gate_longest, shape),
 }
 
 OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
-    "gate": OptionalPart(
+    "forget_gate": OptionalPart(
         "none", {f"/{name}/{end}": identity for name in ("gate", "gate_after") for end, identity in _GATE.items()}
     ),
     "output_gate": OptionalPart(False, {"output_gate/kernel": _zeros, "output_gate/bias": _zeros}),  # 2 sigmoid(0) = 1

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from jax.sharding import Mesh
 
-from heinsen.config import Limits, check_numbers
+from heinsen.config import RENAMED, Limits, check_numbers
 from heinsen.models import ModelConfig, check_halo
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
@@ -104,11 +104,13 @@ class TrainConfig:
 
     @property
     def fingerprints(self) -> tuple[str, str]:
-        """The fingerprint, and that of checkpoints from before 2026-11-29, which had the data's path in it."""
+        """The fingerprint, and that of checkpoints from before 2026-11-29: with the data's path and former names."""
         fields = fixed_fields(dataclasses.asdict(self))
         here = {name: value for name, value in fields["data"].items() if name != "path"}
         digest = lambda fields: hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
-        return digest(fields | {"data": here}), digest(fields)
+        former = {new: old for old, new in RENAMED.items()}
+        model = {former.get(name, name): value for name, value in fields["model"].items()}
+        return digest(fields | {"data": here}), digest(fields | {"model": model})
 
 
 def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Validator:
         self._config, self._mesh, self._data = config, mesh, data
         self._eval_step = make_eval_step(config.model, mesh)
         self._time_constants_step = None
-        if config.model.gate != "none":
+        if config.model.forget_gate != "none":
             self._time_constants_step = _make_time_constants_step(config.model, mesh)
         self._tokenizer = get_tokenizer(data.tokenizer, data.tokenizer_folder) if config.sample_tokens else None
 

@@ -81,7 +81,7 @@ def draw_tokens(rng, *shape: int) -> jax.Array:
 )
 def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, attention, document_token):
     """Also the steps of the decoding form, of parameters that are not stacked."""
-    config = dataclasses.replace(MODEL, attention=attention, gate="head", document_token=document_token)
+    config = dataclasses.replace(MODEL, attention=attention, forget_gate="head", document_token=document_token)
     params = draw_params(rng, config)
     tokens = np.where(np.asarray(draw_tokens(rng, 2, 24)) == 5, 6, draw_tokens(rng, 2, 24))
     tokens[0, [0, 15]] = tokens[1, 4] = 5

@@ -23,7 +23,7 @@ from tests.runs import BATCH, at_step, run_config
 pytest_plugins = ["tests.run_fixtures"]
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAG = "--config.model.gate=head"
+FLAG = "--config.model.forget_gate=head"
 WINDOW = 37  # tokens
 MARK = 0.7182818  # the value of every feature of every query
 
@@ -108,13 +108,13 @@ def test_a_query():
 
 
 def is_gate(x: object) -> bool:
-    """Whether x is the flag --config.model.gate=head, its value, or a mapping of fields that has it."""
+    """Whether x is the flag --config.model.forget_gate=head, its value, or a mapping of fields that has it."""
     if isinstance(x, list | tuple):
         return any(map(is_gate, x))
     if isinstance(x, str):
         return x in ("head", FLAG)
     if isinstance(x, Mapping | ConfigDict):
-        return x.get("model.gate", x.get("gate")) == "head" or is_gate(x.get("model"))
+        return x.get("model.forget_gate", x.get("forget_gate")) == "head" or is_gate(x.get("model"))
     return False
 
 

@@ -158,7 +158,7 @@ def test_parameters_of_another_size_are_refused(params):
 def test_other_models_are_exported_under_our_own_names(rng, params, tmp_path):
     assert is_reference_model(SMALL) and save(tmp_path / "papers", params).layout == "reference"
     assert set(load_file(tmp_path / "papers" / "weights.safetensors")) == set(SHAPES)
-    gated = dataclasses.replace(SMALL, gate="head")
+    gated = dataclasses.replace(SMALL, forget_gate="head")
     assert not is_reference_model(gated) and not is_reference_model(model_config(objective="masked"))
     other = draw_params(gated, rng)
     kernel = other["layers"]["w3"]["kernel"]

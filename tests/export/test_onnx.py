@@ -24,14 +24,14 @@ onnx = pytest.importorskip("onnx", reason="pip install onnx onnxruntime")
 onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnx onnxruntime")
 
 DOCUMENT = 256
-GATED = dict(gate="head", output_gate=True, convolution=4, position="none")
+GATED = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
 MODELS = {
     "paper": dict(),
     "gated": GATED,
     "gated, documents": GATED | dict(document_token=DOCUMENT),
     "real values": dict(value_domain="real", output_gate=True, document_token=DOCUMENT),
     "real values, gated": dict(value_domain="real", **GATED),
-    "gpt2's block": dict(block="gpt2", position="learned", n_positions=60, gate="head", document_token=DOCUMENT),
+    "gpt2's block": dict(block="gpt2", position="learned", n_positions=60, forget_gate="head", document_token=DOCUMENT),
 }
 # Their parts are among those of the others.
 COVERED = ("gated", "real values, gated")
@@ -143,7 +143,7 @@ def test_a_saved_state_goes_on(name, rng, tmp_path):
 @pytest.mark.parametrize("domain, spread", [("log", 100.0), ("log", 1.0), ("real", 1.0)])
 def test_exponents_of_any_size_lose_nothing(domain, spread, rng, tmp_path):
     """The attention of a layer against sums over all tokens in float64, where running averages underflow."""
-    config = model_config(value_domain=domain, n_layers=1, position="none", gate="head")
+    config = model_config(value_domain=domain, n_layers=1, position="none", forget_gate="head")
     params = make_params(config, rng)
     layer = params["layers"]
     factors = np.tile(np.repeat(np.float32([1000, 1000, spread]), 4), 2)  # of q, k and values, head by head

@@ -15,16 +15,16 @@ from heinsen.export import ExportError, is_export, load_folder, read_manifest, s
 from heinsen.models import ModelConfig, abstract_params, forward, init_params, mean_loss
 from tests.model_configs import model_config
 
-GATED = dict(gate="head", output_gate=True, convolution=4, position="none")
+GATED = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
 MODELS = {
     "paper": dict(),
     "gated": GATED,
     "gated, documents": GATED | dict(document_token=256),
     "paper, documents": dict(document_token=256),
     "real values": dict(value_domain="real", output_gate=True),
-    "gpt2's block": dict(block="gpt2", position="learned", n_positions=200, gate="head"),
+    "gpt2's block": dict(block="gpt2", position="learned", n_positions=200, forget_gate="head"),
     "all options": dict(attention="heinsen*2", n_layers=4, output_gate=True, **{
-        name: GATED[name] for name in ("gate", "convolution")
+        name: GATED[name] for name in ("forget_gate", "convolution")
     }),
 }  # fmt: skip
 

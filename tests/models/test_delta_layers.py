@@ -12,7 +12,7 @@ from heinsen.models.mixers import MIXERS
 from tests.model_configs import model_config
 from tests.models.model64 import SIZES, B, T, draw_params, draw_tokens
 
-CONFIG = model_config(**SIZES | dict(attention="delta", n_layers=1, gate="head", convolution=2))
+CONFIG = model_config(**SIZES | dict(attention="delta", n_layers=1, forget_gate="head", convolution=2))
 
 
 def test_padding_leaves_the_state_as_it_is(rng):

@@ -56,10 +56,12 @@ VARIANTS = {
         attention="softmax", block="gpt2", position="learned", n_positions=T, document_token=DOCUMENT, **EQUAL
     ),
     "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
-    "linear": dict(attention="linear", output_gate=True, gate="head", document_token=DOCUMENT),
-    "delta": dict(attention="delta", position="none", convolution=2, gate="head", document_token=DOCUMENT, **EQUAL),
+    "linear": dict(attention="linear", output_gate=True, forget_gate="head", document_token=DOCUMENT),
+    "delta": dict(
+        attention="delta", position="none", convolution=2, forget_gate="head", document_token=DOCUMENT, **EQUAL
+    ),
     "real": dict(
-        value_domain="real", position="none", block="gpt2", convolution=4, gate="head", document_token=DOCUMENT
+        value_domain="real", position="none", block="gpt2", convolution=4, forget_gate="head", document_token=DOCUMENT
     ),
     "hybrid": dict(
         attention="heinsen,softmax,sigmoid",
@@ -67,7 +69,7 @@ VARIANTS = {
         sigmoid_bias="-1.5",
         position="rotary",
         convolution=2,
-        gate="head",
+        forget_gate="head",
         document_token=DOCUMENT,
         **EQUAL,
     ),
@@ -109,7 +111,13 @@ def test_mean_decays_are_those_of_the_gates(rng):
     config = model_config(
         **SIZES
         | EQUAL
-        | dict(attention="sigmoid,heinsen", position="none", gate="head", gate_shortest=3, gate_longest=300),
+        | dict(
+            attention="sigmoid,heinsen",
+            position="none",
+            forget_gate="head",
+            forget_gate_shortest=3,
+            forget_gate_longest=300,
+        ),
         n_layers=4,
     )
     params = init_params(config, jax.random.key(0))
@@ -125,7 +133,7 @@ def test_mean_decays_are_those_of_the_gates(rng):
 
 
 def test_mean_decays_average_what_tokens_leave(rng):
-    config = model_config(**SIZES | EQUAL | dict(position="none", gate="head"), n_layers=1)
+    config = model_config(**SIZES | EQUAL | dict(position="none", forget_gate="head"), n_layers=1)
     params, tokens = init_params(config, jax.random.key(1)), draw_tokens(config, rng)
     gate = params["layers"]["gate"]
     gate["kernel"] = gate["kernel"] + 3 * rng.standard_normal(gate["kernel"].shape, np.float32)
@@ -250,7 +258,10 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(sigmoid_bias="inf"), "model.sigmoid_bias = 'inf'"),
         (dict(value_domain="complex"), "model.value_domain = 'complex': choose log, real"),
         (dict(value_domain="real", attention="linear"), "model.attention = 'linear' has none: set it to log"),
-        (dict(gate="head", attention="sigmoid"), "of heinsen, softmax, linear, delta attention, of which model."),
+        (
+            dict(forget_gate="head", attention="sigmoid"),
+            "of heinsen, softmax, linear, delta attention, of which model.",
+        ),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -259,7 +270,7 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
         (dict(position="rotary", attention="sigmoid", d_key=5), "model.d_key = 5 be even"),
         (dict(objective="denoise"), "model.objective = 'denoise': choose next_token, masked"),
         (
-            dict(objective="masked", gate="head", implementation="scan"),
+            dict(objective="masked", forget_gate="head", implementation="scan"),
             "model.implementation = 'scan': a forget gate in a masked model is computed in chunks; set it to chunked",
         ),
         (
@@ -357,7 +368,7 @@ for name in NAMES:
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
     of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * model.output_gate
-    of_gates = 3 * sum(name in ("heinsen", "linear", "delta") for name in model.pattern) * (model.gate == "head")
+    of_gates = 3 * sum(name in ("heinsen", "linear", "delta") for name in model.pattern) * (model.forget_gate == "head")
     of_gates += 2 * model.pattern.count("delta")  # strengths
     n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer + of_gates
     assert len(split) == n_split, split

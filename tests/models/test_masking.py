@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("compile_cache")
 MODEL = model_config(**SIZES, objective="masked", document_token=DOCUMENT)
 GATED = [  # the directions are gated separately
     model_config(
-        **SIZES | dict(implementation="chunked", gate="head", value_domain=domain),
+        **SIZES | dict(implementation="chunked", forget_gate="head", value_domain=domain),
         objective="masked",
         document_token=DOCUMENT,
     )

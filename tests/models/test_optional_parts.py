@@ -53,7 +53,7 @@ def test_every_part_is_a_field_that_the_papers_model_has_not():
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(convolution=4), dict(output_gate=True), dict(gate="head")],
+    [dict(convolution=4), dict(output_gate=True), dict(forget_gate="head")],
     ids=str,
 )
 def test_the_published_module_has_no_such_part(changes):

@@ -158,7 +158,7 @@ def test_the_rehearsal_runs_to_its_end_and_resumes(tmp_path):
     assert {row["implementation"] for row in rows} >= {"chunked", "scan", "reference"}
     assert len({(row["values"], row["gated"], row["sigma"]) for row in rows}) == 12
     assert all(row["passed"] for row in rows if row["implementation"] == "chunked")
-    assert found["step"]["mfu"] > 0 and found["step_gated"]["config"]["model"]["gate"] == "head"
+    assert found["step"]["mfu"] > 0 and found["step_gated"]["config"]["model"]["forget_gate"] == "head"
     assert {r["tokens"] for r in found["attention"]["results"]} == {256, 1024}
     assert found["losses"]["differences"]["float32"]["the first 20 steps"] < 1e-3
     assert {r["batch"] for r in found["decode"]["results"]} == {1, 32, 256}

@@ -21,7 +21,7 @@ pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
 # A value of each field with its part. That of positions is one for these tests: a table of zeros does nothing.
-WITH = {"position": "learned", "convolution": 4, "gate": "head", "output_gate": True}
+WITH = {"position": "learned", "convolution": 4, "forget_gate": "head", "output_gate": True}
 LEARNS_LATER = ("/gate/kernel", "/gate/bias")  # once the scale is not 0
 TABLE = OptionalPart("none", {"position/embedding": lambda config, shape: jnp.zeros(shape)})
 
@@ -51,8 +51,11 @@ def started_config(source: Path, **changes):
 @pytest.mark.parametrize(
     "part",
     [
-        "gate",
-        *(pytest.param(part, marks=pytest.mark.long) for part in sorted({"position", *OPTIONAL_PARTS} - {"gate"})),
+        "forget_gate",
+        *(
+            pytest.param(part, marks=pytest.mark.long)
+            for part in sorted({"position", *OPTIONAL_PARTS} - {"forget_gate"})
+        ),
     ],
 )
 def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part, source, table_is_optional, rng):
@@ -64,7 +67,7 @@ def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part
     want = apply(before.model, params, tokens[:, :-1])[0]
     got = apply(after.model, started, tokens[:, :-1])[0]
     # Decays of 0 take another path through the attention, whose rounding differs.
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if part == "gate" else 0)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if part == "forget_gate" else 0)
 
     gradients = jax.jit(jax.grad(lambda params: mean_loss(after.model, params, tokens)))(started)
     abstract = abstract_params(after.model)

@@ -248,8 +248,8 @@ def test_data_are_known_by_their_content_not_their_path(run, config, last_checkp
         assert snapshot(workdir) == before
 
 
-def test_runs_from_before_data_were_known_by_their_content_resume(run, config, last_checkpoint, tmp_path):
-    """Their checkpoints have a hash of the path, too, and their config no digest."""
+def test_runs_from_before_resume(run, config, last_checkpoint, tmp_path):
+    """Their checkpoints have a hash of the data's path, too, their config no digest, and fields with other names."""
     workdir = tmp_path / "run"
     with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainConfig, "fingerprint", property(lambda config: config.fingerprints[1]))
@@ -257,6 +257,7 @@ def test_runs_from_before_data_were_known_by_their_content_resume(run, config, l
         train(config, workdir)
     mapping = json.loads((workdir / "config.json").read_text())
     assert mapping.pop("data_digest")
+    mapping["model"]["gate"] = mapping["model"].pop("forget_gate")
     (workdir / "config.json").write_text(json.dumps(mapping))
     train(config, workdir)
     assert_same_run(workdir, run, config, last_checkpoint)

@@ -109,7 +109,7 @@ class _Step:
 
     def log_decay(self, normed: Value, name: str) -> Value | None:
         """The forget gate [B, H, 1], if the model has one."""
-        if self.config.gate == "none":
+        if self.config.forget_gate == "none":
             return None
         gate = self.log_sigmoid(self.dense(normed, f"{name}.gate"))
         scale = self.graph.weight(f"{name}.gate.scale", np.maximum(self.arrays[f"{name}.gate.scale"], 0))

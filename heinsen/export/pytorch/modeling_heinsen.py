@@ -279,7 +279,7 @@ class HeinsenLayer(nn.Module):
         self.norm = LayerNorm(d_model)
         self.w1 = Linear(d_model, n_heads * n_features)
         self.convolution = Convolution(n_heads, c["convolution"], n_features) if c["convolution"] else None
-        self.gate = ForgetGate(d_model, n_heads) if c["gate"] == "head" else None
+        self.gate = ForgetGate(d_model, n_heads) if c["forget_gate"] == "head" else None
         self.output_gate = Linear(d_model, n_heads * d_value) if c["output_gate"] else None
         if c["block"] == "gpt2":
             self.attention_out = Linear(n_heads * d_value, d_model)

@@ -20,7 +20,7 @@ from heinsen.ops.softmax import KVCache
 class Softmax(CachedMixer):
     """Softmax attention (`heinsen.ops.softmax`). Keys and values have the same number of features."""
 
-    gate: str
+    forget_gate: str
 
     def check_use(self, attention: str, is_used: bool) -> None:
         if is_used and self.d_key != self.d_value:
@@ -34,7 +34,7 @@ class Softmax(CachedMixer):
 
     def init_state(self, batch_size: int, capacity: int) -> KVCache:
         cache = super().init_state(batch_size, capacity)
-        if self.gate == "none" or not self.takes_log_decay:
+        if self.forget_gate == "none" or not self.takes_log_decay:
             return cache
         return cache._replace(decayed=jnp.zeros((*cache.k.shape[:-1], 1), self.accumulator_dtype))
 
