@@ -73,10 +73,18 @@ def _find_problem(value: float, at_least: float | None, below: float | None) -> 
     return None if abs(value) < 2**63 or isinstance(value, float) else "it does not fit into 64 bits"
 
 
+# Fields of earlier runs and exports, and what they are called now.
+RENAMED = {f"gate{end}": f"forget_gate{end}" for end in ("", "_shortest", "_longest")}
+
+
+def _rename(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(name, name): value for name, value in fields.items()}
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object. Raises ConfigError with the reason; an OSError where there is no file."""
+    """Read a file of fields, one JSON object. Raises ConfigError with the reason; an OSError where there is no file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_hook=_rename)
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -85,10 +93,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is damaged (it holds {type(value).__name__}, not an object of fields)")
     return value
-
-
-# Fields of earlier runs and exports, and what they are called now.
-RENAMED = {f"gate{end}": f"forget_gate{end}" for end in ("", "_shortest", "_longest")}
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") -> T:
@@ -102,7 +106,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
       ConfigError: a field is missing, unknown, of the wrong type, or refused by its dataclass.
     """
     types_of_fields = typing.get_type_hints(cls)
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
+    values = _rename(values)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if missing := [name for name in names if name not in values]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which configs/default.py has")

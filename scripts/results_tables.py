@@ -29,25 +29,23 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 
 # Names in the results -> names in the tables.
 MODELS = {
-    "exponential": "Paper's attention, the paper's block",
-    "exponential, parts, GPT-2's block": "Paper's attention + additions",
-    "linear, parts, GPT-2's block": "Linear attention + additions",
-    "delta rule, parts, GPT-2's block": "Gated delta rule + additions",
-    "softmax, GPT-2's block": "Softmax",
-    "softmax, parts, GPT-2's block": "Softmax + additions but the gate",
-    "gated softmax, parts, GPT-2's block": "Gated softmax + additions",
+    "exponential, additions, GPT-2's block": "Exponential features",
+    "linear, additions, GPT-2's block": "Linear attention",
+    "delta rule, additions, GPT-2's block": "Gated delta rule",
+    "gated softmax, additions, GPT-2's block": "Gated softmax",
+    "softmax, additions, GPT-2's block": "Softmax with rotary positions, no forget gate",
 }
 ATTRIBUTION = {
     "exponential": "Exponential features",
-    "exponential, parts": "+ additions",
-    "exponential, parts, real values": "+ additions, real values",
+    "exponential, additions": "+ additions",
+    "exponential, additions, real values": "+ additions, real values",
     "linear": "Linear attention",
-    "linear, parts": "+ additions",
-    "delta rule, parts": "Gated delta rule + additions",
+    "linear, additions": "+ additions",
+    "delta rule, additions": "Gated delta rule + additions",
     "softmax": "Softmax",
-    "softmax, parts": "+ additions",
-    "gated softmax, parts": "Gated softmax + additions",
-    "gated softmax, parts, rotary": "+ rotary positions",
+    "softmax, additions": "+ additions",
+    "gated softmax, additions": "Gated softmax + additions",
+    "gated softmax, additions, rotary": "+ rotary positions",
 }
 
 
@@ -81,18 +79,19 @@ def megabytes(decoding: reports.Results) -> str:
 def models() -> str:
     rows = []
     for name, label in MODELS.items():
-        each = [results("speed")["decoding"][name][context] for context in (1024, 65536)]
+        each = [results("speed")["decoding"][name][context] for context in (512, 65536)]
         times, states = (" / ".join(map(show, each)) for show in (milliseconds, megabytes))
         rows.append([label, loss(name, 3), times, states])
-    return table(["model", "loss", "time per token, ms", "memory of the context, MB"], rows)
+    heads = "loss, bits per byte", "ms per token after 512 / 65,536", "MB of context after 512 / 65,536"
+    return table(["attention", *heads], rows)
 
 
 def speed() -> str:
     r, rows = results("speed"), []
     for name, rates in r["speed"].items():
-        decoding = [milliseconds(r["decoding"][name][context]) for context in (1024, 65536)]
+        decoding = [milliseconds(r["decoding"][name][context]) for context in (512, 65536)]
         rows.append([name, f"{rates[512]:,.0f}", f"{rates[8192]:,.0f}", *decoding])
-    heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 1,024, ms per token", "after 65,536"]
+    heads = ["training, T = 512, tokens/s", "T = 8,192", "decoding after 512, ms per token", "after 65,536"]
     return table(["model", *heads], rows)
 
 

@@ -1,6 +1,6 @@
 """The config that all cells share, in two sizes, and the cells of the table.
 
-A cell is an attention in a block with parts. Parameters are equal within 1.1%: d_model is what is left for them.
+A cell is an attention in a block with additions. Parameters are equal within 1.1%: d_model is what is left for them.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def get_config(size: str) -> ConfigDict:
 
 
 # What helped the attentions with a forget gate, and what helped softmax (docs/log).
-PARTS = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
+ADDITIONS = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
 SOFTMAX = dict(attention="softmax", position="rotary")
 SOFTMAX_PARTS = dict(**SOFTMAX, output_gate=True, convolution=4)
 GPT2 = dict(block="gpt2")
@@ -83,29 +83,31 @@ LINEAR = dict(attention="linear")
 DELTA = dict(attention="delta")
 BEST_SOFTMAX = dict(**SOFTMAX_PARTS, **GPT2)
 WITH_PARTS = 180, 118
-GPT2_PARTS = 192, 128
+GPT2_ADDITIONS = 192, 128
 # The most important ones first.
 CELLS: dict[str, Cell] = {
-    "exponential, parts": _cell("muon", WITH_PARTS, **PARTS),
-    "linear, parts": _cell("muon", WITH_PARTS, **PARTS, **LINEAR),
-    "softmax, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **BEST_SOFTMAX),
-    "delta rule, parts": _cell("muon", (178, 118), **PARTS, **DELTA),
+    "exponential, additions": _cell("muon", WITH_PARTS, **ADDITIONS),
+    "linear, additions": _cell("muon", WITH_PARTS, **ADDITIONS, **LINEAR),
+    "softmax, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **BEST_SOFTMAX),
+    "delta rule, additions": _cell("muon", (178, 118), **ADDITIONS, **DELTA),
     "exponential": _cell("muon"),
-    "softmax, parts": _cell("muon", WITH_PARTS, **SOFTMAX_PARTS),
+    "softmax, additions": _cell("muon", WITH_PARTS, **SOFTMAX_PARTS),
     "linear": _cell("muon", **LINEAR),
     "softmax, GPT-2's block": _cell("muon", (202, 134), **SOFTMAX, **GPT2),
-    "exponential, parts, real values": _cell("muon", WITH_PARTS, **PARTS, value_domain="real"),
-    "exponential, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, **GPT2),
-    "linear, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, **LINEAR, **GPT2),
-    "delta rule, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, **DELTA, **GPT2),
-    "exponential, parts, AdamW": _cell("adamw", WITH_PARTS, **PARTS),
-    "softmax, parts, GPT-2's block, AdamW": _cell("adamw", GPT2_PARTS, **BEST_SOFTMAX),
-    "linear, parts, AdamW": _cell("adamw", WITH_PARTS, **PARTS, **LINEAR),
+    "exponential, additions, real values": _cell("muon", WITH_PARTS, **ADDITIONS, value_domain="real"),
+    "exponential, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, **GPT2),
+    "linear, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, **LINEAR, **GPT2),
+    "delta rule, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, **DELTA, **GPT2),
+    "exponential, additions, AdamW": _cell("adamw", WITH_PARTS, **ADDITIONS),
+    "softmax, additions, GPT-2's block, AdamW": _cell("adamw", GPT2_ADDITIONS, **BEST_SOFTMAX),
+    "linear, additions, AdamW": _cell("adamw", WITH_PARTS, **ADDITIONS, **LINEAR),
     "exponential, AdamW": _cell("adamw"),
     "exponential, gate": _cell("muon", forget_gate="head"),
     "linear, gate": _cell("muon", **LINEAR, forget_gate="head"),
     "softmax": _cell("muon", (208, 136), **SOFTMAX),
-    "gated softmax, parts, GPT-2's block": _cell("muon", GPT2_PARTS, **PARTS, attention="softmax", **GPT2),
-    "gated softmax, parts, rotary, GPT-2's block": _cell("muon", GPT2_PARTS, **BEST_SOFTMAX, forget_gate="head"),
+    "gated softmax, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, attention="softmax", **GPT2),
+    "gated softmax, additions, rotary, GPT-2's block": _cell(
+        "muon", GPT2_ADDITIONS, **BEST_SOFTMAX, forget_gate="head"
+    ),
 }
-SMALL = ("exponential, parts", "softmax, parts, GPT-2's block, AdamW")
+SMALL = ("exponential, additions", "softmax, additions, GPT-2's block, AdamW")

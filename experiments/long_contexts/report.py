@@ -55,7 +55,7 @@ def report(results: Results) -> list[str]:
         "",
         f"{explain_family(above)} Within the first window all ways are that of the stream.",
         "",
-        "![Loss by position, of the cells with parts in GPT-2's block](contexts.png)",
+        "![Loss by position, of the cells with additions in GPT-2's block](contexts.png)",
     ]
 
 

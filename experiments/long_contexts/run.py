@@ -34,12 +34,12 @@ from experiments.reports import read_results
 from heinsen.models import ModelConfig, init_model_state, next_token_losses, next_token_losses_with_state, state_size
 
 CELLS = (  # the first one of a block is what others are compared with
-    "exponential, parts",
-    "linear, parts",
-    "delta rule, parts",
-    "exponential, parts, GPT-2's block",
-    "gated softmax, parts, GPT-2's block",
-    "softmax, parts, GPT-2's block",
+    "exponential, additions",
+    "linear, additions",
+    "delta rule, additions",
+    "exponential, additions, GPT-2's block",
+    "gated softmax, additions, GPT-2's block",
+    "softmax, additions, GPT-2's block",
 )
 SEEDS = attribution.SEEDS[1:]
 LEAST_WINDOWS, MOST_WINDOWS = 16, 64  # of a document

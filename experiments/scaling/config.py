@@ -1,4 +1,4 @@
-"""The config that all cells share, and the cells: kinds of attention with parts in one block, of one depth, by width.
+"""The config that all cells share, and the cells: kinds of attention with additions in one block and depth, by width.
 
 Parameters are equal within 1% at each width.
 """
@@ -11,7 +11,7 @@ from experiments.attribution import config as attribution
 
 SIZE = "0.5M"  # of attribution: text, windows and layers
 HEAD = 32  # key and value features of a head
-KINDS = {kind: f"{kind}, parts, GPT-2's block" for kind in ("exponential", "linear", "gated softmax", "softmax")}
+KINDS = {kind: f"{kind}, additions, GPT-2's block" for kind in ("exponential", "linear", "gated softmax", "softmax")}
 WIDTHS = 64, 96, 160
 NEXT_WIDTH = 256  # whose loss is predicted
 STEPS = 240, 490, 980  # multiples of lanes.CYCLES; rates are tuned on the last but one

@@ -30,7 +30,7 @@ def report(results: Results) -> list[str]:
     return [
         "# Parameters and text apart",
         "",
-        f"`python experiments/scaling/run.py`, {machines(cells)}: {hours:.1f} hours. Attentions with parts in "
+        f"`python experiments/scaling/run.py`, {machines(cells)}: {hours:.1f} hours. Attentions with additions in "
         f"{cell['model']['n_layers']} layers of GPT-2's block, Muon, windows of {settings['sequence_length']:,}; each "
         f"cell's rate is tuned on {results['text'][-2]:,} tokens with one seed, then {len(cell['seeds'])} others. Nats "
         f"per token (a byte, or a document's end) of {round(sum(results['tokens'])):,} tokens of the test split: mean "

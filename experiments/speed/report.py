@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from experiments.reports import Results, make_figure, table
 
-DRAWN = {f"{kind}, parts, GPT-2's block": kind for kind in ("exponential", "linear", "delta rule", "gated softmax")}
+DRAWN = {f"{kind}, additions, GPT-2's block": kind for kind in ("exponential", "linear", "delta rule", "gated softmax")}
 
 
 def report(results: Results) -> list[str]:
@@ -34,7 +34,7 @@ def report(results: Results) -> list[str]:
 
 
 def draw(results: Results) -> Figure:
-    """Draw the time of decoding and the state by the tokens of context, of the models with parts in GPT-2's block."""
+    """Draw the time of decoding and the state by the tokens of context, of models with additions in GPT-2's block."""
     figure, axes = make_figure(1, 2, figsize=(10, 4.5))
     for (name, kind), line in zip(DRAWN.items(), ("-", "--", ":", "-"), strict=True):
         found = results["decoding"].get(name, {})  # a rehearsal has two

@@ -31,16 +31,16 @@ from scripts.benchmarking.step import prepare_step
 SIZE = "0.5M"
 CELLS = (
     "exponential",
-    "exponential, parts",
-    "linear, parts",
-    "delta rule, parts",
-    "softmax, parts",
-    "exponential, parts, GPT-2's block",
-    "linear, parts, GPT-2's block",
-    "delta rule, parts, GPT-2's block",
+    "exponential, additions",
+    "linear, additions",
+    "delta rule, additions",
+    "softmax, additions",
+    "exponential, additions, GPT-2's block",
+    "linear, additions, GPT-2's block",
+    "delta rule, additions, GPT-2's block",
     "softmax, GPT-2's block",
-    "softmax, parts, GPT-2's block",
-    "gated softmax, parts, GPT-2's block",
+    "softmax, additions, GPT-2's block",
+    "gated softmax, additions, GPT-2's block",
 )
 
 
@@ -49,11 +49,11 @@ class Plan(NamedTuple):
 
     cells: tuple[str, ...] = CELLS
     lengths: tuple[int, ...] = (512, 8192)
-    contexts: tuple[int, ...] = (1024, 65_536)
+    contexts: tuple[int, ...] = (512, 65_536)  # the window of training, and many
     repeats: int = 5
 
 
-SMALL_PLAN = Plan(CELLS[5:6] + CELLS[-1:], (512,), (1024,), 2)
+SMALL_PLAN = Plan(CELLS[5:6] + CELLS[-1:], (512,), (512,), 2)
 
 
 def measure_all(plan: Plan, out: Path) -> dict[str, Any]:

@@ -103,14 +103,15 @@ class TrainConfig:
         return self.fingerprints[0]
 
     @property
-    def fingerprints(self) -> tuple[str, str]:
-        """The fingerprint, and that of checkpoints from before 2026-11-29: with the data's path and former names."""
+    def fingerprints(self) -> tuple[str, ...]:
+        """The fingerprint, and those of earlier checkpoints: with former names, and with the data's path, too."""
         fields = fixed_fields(dataclasses.asdict(self))
         here = {name: value for name, value in fields["data"].items() if name != "path"}
         digest = lambda fields: hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
         former = {new: old for old, new in RENAMED.items()}
         model = {former.get(name, name): value for name, value in fields["model"].items()}
-        return digest(fields | {"data": here}), digest(fields | {"model": model})
+        earlier = fields | {"model": model}
+        return digest(fields | {"data": here}), digest(earlier | {"data": here}), digest(earlier)
 
 
 def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:

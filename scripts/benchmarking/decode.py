@@ -203,6 +203,8 @@ def plot(summary: Result, path: Path) -> None:
         axis.set(xlabel="tokens read before", ylabel=label)
         axis.grid(alpha=0.3)
         count_tokens(axis.xaxis)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}" if axis is times else "")
     figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters: {summary['device']}")
     place_legend(figure)
     write_figure(path, figure, dpi=120)

@@ -169,13 +169,19 @@ def test_recall_is_compared_by_seed_with_the_cell_that_differs_in_one_thing():
 
 
 def test_pairs_of_cells_with_one_change():
-    cells = ["exponential, parts", "linear, parts", "linear", "exponential, parts, AdamW", "linear, parts, AdamW"]
+    cells = [
+        "exponential, additions",
+        "linear, additions",
+        "linear",
+        "exponential, additions, AdamW",
+        "linear, additions, AdamW",
+    ]
     assert report.changes(cells) == [
-        ("+ AdamW", "exponential, parts", "exponential, parts, AdamW"),
-        ("+ AdamW", "linear, parts", "linear, parts, AdamW"),
-        ("+ parts", "linear", "linear, parts"),
-        ("linear instead of exponential", "exponential, parts", "linear, parts"),
-        ("linear instead of exponential", "exponential, parts, AdamW", "linear, parts, AdamW"),
+        ("+ AdamW", "exponential, additions", "exponential, additions, AdamW"),
+        ("+ AdamW", "linear, additions", "linear, additions, AdamW"),
+        ("+ additions", "linear", "linear, additions"),
+        ("linear instead of exponential", "exponential, additions", "linear, additions"),
+        ("linear instead of exponential", "exponential, additions, AdamW", "linear, additions, AdamW"),
     ]
 
 

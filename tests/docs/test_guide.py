@@ -140,7 +140,7 @@ def test_the_program_of_the_readme_runs(rng):
     assert isinstance(model, nnx.Module)
     y = nnx.jit(model)(x)
     # The same parameters in the module of Linen.
-    params = {"q": model.q, "k": model.k, "v": model.v, "out": model.out}
+    params = {"q": model.q, "k": model.k, "v": model.v, "gate": model.gate, "out": model.out}
     params = {name: {"kernel": each.kernel[...], "bias": each.bias[...]} for name, each in params.items()}
     want = linen["Attention"](n_heads=2, d_head=4).apply({"params": params}, x)
     assert y.shape == x.shape

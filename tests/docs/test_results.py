@@ -27,7 +27,9 @@ def test_a_changed_figure_is_found():
 
 def test_losses_by_seed_in_prose_follow_from_the_results():
     text = " ".join(" ".join(page.read_text() for page in PAGES).split())
-    *seeds, last = (f"{x:.3f}" for x in sorted(bits_per_byte(results("attribution"), "softmax, parts, GPT-2's block")))
+    *seeds, last = (
+        f"{x:.3f}" for x in sorted(bits_per_byte(results("attribution"), "softmax, additions, GPT-2's block"))
+    )
     assert f"{', '.join(seeds)} and {last}" in text
 
 

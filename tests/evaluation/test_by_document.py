@@ -39,7 +39,7 @@ def draw_documents(rng, folder, lengths, sources=None):
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["shards"][0]["sources"] = {"file": "shard-00000.sources.npy", "names": names, "sha256": ""}
         (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
-    return find_documents(TokenDataset(folder, may_be_empty=True), get_tokenizer("bytes"))
+    return find_documents(TokenDataset(folder), get_tokenizer("bytes"))
 
 
 def filled(documents, rng, window=WINDOW, forgets=False, scale=1.0):
@@ -100,7 +100,7 @@ from heinsen.models import init_params
 from heinsen.parallel import MeshConfig, make_mesh
 from tests.model_configs import model_config
 
-documents = find_documents(TokenDataset(Path(sys.argv[1]), may_be_empty=True), get_tokenizer("bytes"))
+documents = find_documents(TokenDataset(Path(sys.argv[1])), get_tokenizer("bytes"))
 model = model_config(implementation="reference", document_token=256)
 params = jax.device_get(jax.jit(init_params, static_argnums=0)(model, jax.random.key(0)))
 measure = lambda mesh: measure_streaming(model, params, mesh, documents, 16, 4).nats
@@ -233,7 +233,8 @@ def test_sources_are_estimated_alone_and_a_mixture_by_shares(rng, tmp_path):
 
 
 def test_empty_documents_have_no_bits_per_byte(rng, tmp_path):
-    result = estimate([(filled(draw_documents(rng, tmp_path / "split", [1, 1, 1]), rng)[0], 1.0)])
+    documents = draw_documents(rng, tmp_path / "split", [1, 5, 1, 1], ["x", "y", "x", "x"])
+    result = estimate_sources([(filled(documents, rng)[0], 1.0)])["x"]
     assert result.tokens == 3 and result.bits_per_byte is None and result.bits_per_byte_interval is None
 
 

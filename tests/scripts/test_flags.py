@@ -142,8 +142,8 @@ def test_help_says_which_flags_are_required_without_importing_jax():
     assert [program for program, *_ in shown] == PROGRAMS, end.stderr
     for program, slow, n_flags, n_required in shown:
         text = (ROOT / program).read_text()
-        more = {'runs="cells"': 2, '", sizes=': 1, 'runs="here"': -1, "reads_corpus=False": -1}
-        of_experiments = 5 + sum(n for option, n in more.items() if option in text)  # experiments/command.py
+        more = {'", sizes=': 1, "reads_corpus=False": -1, "has_cells=False": -3}
+        of_experiments = 7 + sum(n for option, n in more.items() if option in text)  # experiments/command.py
         n_defined = text.count("flags.DEFINE_") or of_experiments
         assert slow == [] and n_flags == n_defined and n_required == text.count("required=True"), program
 

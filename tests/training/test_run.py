@@ -252,7 +252,7 @@ def test_runs_from_before_resume(run, config, last_checkpoint, tmp_path):
     """Their checkpoints have a hash of the data's path, too, their config no digest, and fields with other names."""
     workdir = tmp_path / "run"
     with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainConfig, "fingerprint", property(lambda config: config.fingerprints[1]))
+        patch.setattr(TrainConfig, "fingerprint", property(lambda config: config.fingerprints[-1]))
         at_step(patch, 54, lambda: os.kill(os.getpid(), signal.SIGTERM))
         train(config, workdir)
     mapping = json.loads((workdir / "config.json").read_text())
