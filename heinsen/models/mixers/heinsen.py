@@ -95,7 +95,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         state: LogState | RunningState | None,
         context: TokenContext,
         mesh: Mesh | None,
-    ) -> tuple[Float[Array, "B H T V"], LogState | RunningState]:
+    ) -> tuple[Float[Array, "B H T V"], Any]:  # None: a model that sees later tokens keeps no state
         if mesh is not None and mesh.shape["sequence"] > 1 and self.causal:
             assert not isinstance(state, RunningState)
             segment_ids, log_decay = context.segment_ids, context.log_decay
