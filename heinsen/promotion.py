@@ -14,7 +14,7 @@ def usual_promotion(function: Callable[Parameters, Result]) -> Callable[Paramete
     """The function, traced with usual promotion also under `jax_numpy_rank_promotion="raise"` and
     `jax_numpy_dtype_promotion="strict"`.
 
-    Rules of derivatives need it for themselves: JAX may trace them after the function has returned.
+    It is for what users call, and for rules of derivatives, which JAX may trace after the function has returned.
     """
 
     @functools.wraps(function)

@@ -56,7 +56,7 @@ def get_config(size: str) -> ConfigDict:
 # What helped the attentions with a forget gate, and what helped softmax (docs/log).
 ADDITIONS = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
 SOFTMAX = dict(attention="softmax", position="rotary")
-SOFTMAX_PARTS = dict(**SOFTMAX, output_gate=True, convolution=4)
+SOFTMAX_ADDITIONS = dict(**SOFTMAX, output_gate=True, convolution=4)
 GPT2 = dict(block="gpt2")
 
 
@@ -81,26 +81,26 @@ def _cell(optimizer: str, d_model: tuple[int, int] = (200, 128), **model: Any) -
 
 LINEAR = dict(attention="linear")
 DELTA = dict(attention="delta")
-BEST_SOFTMAX = dict(**SOFTMAX_PARTS, **GPT2)
-WITH_PARTS = 180, 118
+BEST_SOFTMAX = dict(**SOFTMAX_ADDITIONS, **GPT2)
+WITH_ADDITIONS = 180, 118
 GPT2_ADDITIONS = 192, 128
 # The most important ones first.
 CELLS: dict[str, Cell] = {
-    "exponential, additions": _cell("muon", WITH_PARTS, **ADDITIONS),
-    "linear, additions": _cell("muon", WITH_PARTS, **ADDITIONS, **LINEAR),
+    "exponential, additions": _cell("muon", WITH_ADDITIONS, **ADDITIONS),
+    "linear, additions": _cell("muon", WITH_ADDITIONS, **ADDITIONS, **LINEAR),
     "softmax, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **BEST_SOFTMAX),
     "delta rule, additions": _cell("muon", (178, 118), **ADDITIONS, **DELTA),
     "exponential": _cell("muon"),
-    "softmax, additions": _cell("muon", WITH_PARTS, **SOFTMAX_PARTS),
+    "softmax, additions": _cell("muon", WITH_ADDITIONS, **SOFTMAX_ADDITIONS),
     "linear": _cell("muon", **LINEAR),
     "softmax, GPT-2's block": _cell("muon", (202, 134), **SOFTMAX, **GPT2),
-    "exponential, additions, real values": _cell("muon", WITH_PARTS, **ADDITIONS, value_domain="real"),
+    "exponential, additions, real values": _cell("muon", WITH_ADDITIONS, **ADDITIONS, value_domain="real"),
     "exponential, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, **GPT2),
     "linear, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, **LINEAR, **GPT2),
     "delta rule, additions, GPT-2's block": _cell("muon", GPT2_ADDITIONS, **ADDITIONS, **DELTA, **GPT2),
-    "exponential, additions, AdamW": _cell("adamw", WITH_PARTS, **ADDITIONS),
+    "exponential, additions, AdamW": _cell("adamw", WITH_ADDITIONS, **ADDITIONS),
     "softmax, additions, GPT-2's block, AdamW": _cell("adamw", GPT2_ADDITIONS, **BEST_SOFTMAX),
-    "linear, additions, AdamW": _cell("adamw", WITH_PARTS, **ADDITIONS, **LINEAR),
+    "linear, additions, AdamW": _cell("adamw", WITH_ADDITIONS, **ADDITIONS, **LINEAR),
     "exponential, AdamW": _cell("adamw"),
     "exponential, gate": _cell("muon", forget_gate="head"),
     "linear, gate": _cell("muon", **LINEAR, forget_gate="head"),

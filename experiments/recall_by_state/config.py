@@ -8,12 +8,12 @@ from configs import recall
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = 0, 1, 2, 3  # the first one tunes
-PARTS = dict(output_gate=True, convolution=4, position="none")
+ADDITIONS = dict(output_gate=True, convolution=4, position="none")
 
 
 def get_config() -> ConfigDict:
     config = recall.get_config()
-    config.model.update(n_layers=4, **PARTS)
+    config.model.update(n_layers=4, **ADDITIONS)
     config.optimizer.update(name="muon", muon_multiple=8.0)
     return config
 

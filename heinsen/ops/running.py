@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float
 
 from heinsen.logspace import NEG_INF, finite, logaddexp, logsumexp, posterior
 from heinsen.ops.states import LogState, MeanState, init_state
-from heinsen.promotion import usual_promotion
 
 # Outputs and means at least this large, relative to their column's largest value, have lost nothing that matters:
 # terms below float32's range are 1e-38, and there are at most some hundred of them.
@@ -39,7 +38,6 @@ class RunningState(NamedTuple):
     smallest: Float[Array, "*batch"]  # of all outputs, relative to their scale
 
 
-@usual_promotion
 def to_running(state: LogState) -> RunningState:
     """A state to be updated by `take_step`."""
     log_mean = state.h_s - finite(state.h_z)[..., None]
@@ -51,7 +49,6 @@ def to_running(state: LogState) -> RunningState:
     return RunningState(before, since, log_scale, log_scale, log_decay=none, smallest=one)
 
 
-@usual_promotion
 def take_step(
     state: RunningState,
     q: Float[Array, "*batch K"],
@@ -86,7 +83,6 @@ def take_step(
     )
 
 
-@usual_promotion
 def from_running(state: RunningState) -> tuple[LogState, Bool[Array, "*batch"]]:
     """The state after all steps, and whether its means and every output were exact (NaN, which stays, counts as so)."""
     decayed = state.before.decay(state.log_decay)

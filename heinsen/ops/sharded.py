@@ -27,7 +27,6 @@ from heinsen.ops.decay import with_starts
 from heinsen.ops.segments import document_starts
 from heinsen.ops.states import LogState, init_state, merge_states
 from heinsen.parallel import BATCH, MeshError, on_each_device, scan_before
-from heinsen.promotion import usual_promotion
 
 _TOKENS = P(BATCH, "tensor", "sequence", None)  # [B, H, T, ...]
 _STATE = P(BATCH, "tensor")
@@ -37,7 +36,6 @@ Before = TypeVar("Before")
 After = TypeVar("After")
 
 
-@usual_promotion
 def log_attention_on_mesh(
     mesh: Mesh,
     q: Float[Array, "B H T K"],
@@ -71,7 +69,6 @@ def log_attention_on_mesh(
     return log_y, jax.tree.map(lambda x: x[-1], ends)
 
 
-@usual_promotion
 def over_heads(
     mesh: Mesh | None, attend: Callable[[Array, Array, Array, Before, Any], tuple[Array, After]]
 ) -> Callable[[Array, Array, Array, Before, Any], tuple[Array, After]]:
@@ -134,7 +131,6 @@ def _next_device() -> list[tuple[int, int]]:
     return [(j, j + 1) for j in range(n - 1)]
 
 
-@usual_promotion
 def log_linear_recurrence(
     mesh: Mesh | None, log_a: Float[Array, "B T D"], log_b: Float[Array, "B T D"], initial: Float[Array, "B D"]
 ) -> Float[Array, "B T D"]:

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from heinsen import backend
 from heinsen.ops.segments import document_numbers, document_starts, mask_cross_document
-from heinsen.promotion import usual_promotion
 
 # Scores of one block of queries against a whole cache, in elements.
 _BLOCK_SCORES = 1 << 25
@@ -66,7 +65,6 @@ def sum_decays(cache: KVCache | None, log_decay: Float[Array, "B H T"], slots: I
     return sums + jnp.where(first > 0, before, 0.0)
 
 
-@usual_promotion
 def softmax_attention(
     q: Float[Array, "B H T K"],
     k: Float[Array, "B H T K"],
@@ -145,7 +143,6 @@ def _attend_in_blocks(
     return lax.map(head, heads).reshape(v.shape)
 
 
-@usual_promotion
 def attend_cached(
     q: Float[Array, "B H T K"], cache: KVCache, slots: Int[Array, "B T"], first: Int[Array, "B T"]
 ) -> Float[Array, "B H T V"]:
@@ -176,7 +173,6 @@ def _split(x: Array, size: int, axis: int) -> Array:
     return jnp.moveaxis(blocks, axis, 0)
 
 
-@usual_promotion
 def step_cached(
     q: Float[Array, "B H 1 K"], token: KVCache, cache: KVCache, slots: Int[Array, "B 1"], first: Int[Array, "B 1"]
 ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
