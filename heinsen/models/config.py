@@ -12,12 +12,14 @@ from heinsen.config import Limits, check_numbers
 from heinsen.errors import InputError
 from heinsen.models.dense import PRODUCT
 from heinsen.models.mixers import MIXERS, Mixer
+from heinsen.ops.arrays import ATTENTION
 
 # What each layer saves for the backward pass, which recomputes the rest, by the name of what is recomputed.
 REMAT_POLICIES = {
     "none": None,  # everything
     "full": None,  # its input
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),  # also the products with its matrices
+    # Also the products with its matrices, and the attention's output: what is elementwise is computed again.
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENTION),
 }
 
 _SIZE = Limits(at_least=1, below=2**28)  # of an axis of an array

@@ -17,26 +17,26 @@ PRODUCT = "product"  # the name of every product, for policies of remat
 
 
 class Dense(nn.Module):
-    """y = x W + b, with inputs of the product in `dtype`; y and its accumulator are float32 at least.
+    """y = x W + b, with inputs of the product in `dtype`, summed in float32 at least; y is rounded to `dtype`.
 
     W and b start uniform in (-1, 1) / sqrt(fan_in); with an `init_std`, W starts normal with this
-    standard deviation, and b zero.
+    standard deviation, and b zero. rounded = False leaves y as it is summed: for exponents and logarithms.
     """
 
     features: int
     dtype: str
     use_bias: bool = True
     init_std: float | None = None
+    rounded: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch fan_in"]) -> Float[Array, "*batch {self.features}"]:
         fan_in = x.shape[-1]
         kernel = self.param("kernel", weight_init(fan_in, self.init_std), (fan_in, self.features))
-        y = matmul(x, kernel, self.dtype)
         if not self.use_bias:
-            return y
+            return matmul(x, kernel, self.dtype, rounded=self.rounded)
         bias_init = uniform_init(fan_in) if self.init_std is None else nn.initializers.zeros
-        return y + self.param("bias", bias_init, (self.features,))
+        return matmul(x, kernel, self.dtype, self.param("bias", bias_init, (self.features,)), self.rounded)
 
 
 def weight_init(fan_in: int, init_std: float | None) -> Initializer:
@@ -54,32 +54,48 @@ def uniform_init(fan_in: int) -> Initializer:
 
 
 def matmul(
-    x: Float[Array | np.ndarray, "*batch N K"], w: Float[Array | np.ndarray, "K M"], dtype: str
+    x: Float[Array | np.ndarray, "*batch N K"],
+    w: Float[Array | np.ndarray, "K M"],
+    dtype: str,
+    bias: Float[Array | np.ndarray, " M"] | None = None,
+    rounded: bool = False,
 ) -> Float[Array, "*batch N M"]:
-    """x w, with inputs in `dtype`, accumulated in float32 at least; so are its gradients, in reverse mode."""
-    return checkpoint_name(_matmul(jnp.asarray(x), jnp.asarray(w), dtype), PRODUCT)
+    """x w + bias, with inputs in `dtype`, accumulated in float32 at least; so are its gradients, in reverse mode.
+
+    rounded: whether the result is rounded to `dtype`.
+    """
+    bias = None if bias is None else jnp.asarray(bias)
+    return checkpoint_name(_affine(jnp.asarray(x), jnp.asarray(w), bias, dtype, rounded), PRODUCT)
 
 
-# JAX's own gradient multiplies the float32 cotangent, which matrix units take at a fraction of the rate of `dtype`.
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x: Array, w: Array, dtype: str) -> Array:
-    return _product("...nk,km->...nm", x, w, dtype)
+# JAX's own gradient multiplies the float32 cotangent, which matrix units take at a fraction of the rate of `dtype`, and
+# sums the bias's in the dtype of y.
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _affine(x: Array, w: Array, bias: Array | None, dtype: str, rounded: bool) -> Array:
+    y = _product("...nk,km->...nm", x, w, dtype)
+    y = y if bias is None else y + bias
+    return y.astype(dtype) if rounded else y
 
 
 @usual_promotion
-def _forward(x: Array, w: Array, dtype: str) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(x, w, dtype), (x, w)
+def _forward(
+    x: Array, w: Array, bias: Array | None, dtype: str, rounded: bool
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    return _affine(x, w, bias, dtype, rounded), (x, w, bias)
 
 
 @usual_promotion
-def _backward(dtype: str, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, w = residuals
+def _backward(
+    dtype: str, rounded: bool, residuals: tuple[Array, Array, Array | None], dy: Array
+) -> tuple[Array, Array, Array | None]:
+    x, w, bias = residuals
     dx = _product("...nm,km->...nk", dy, w, dtype)
     dw = _product("...nk,...nm->km", x, dy, dtype)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
+    dbias = None if bias is None else jnp.sum(dy, axis=range(dy.ndim - 1), dtype=bias.dtype)
+    return dx.astype(x.dtype), dw.astype(w.dtype), dbias
 
 
-_matmul.defvjp(_forward, _backward)
+_affine.defvjp(_forward, _backward)
 
 
 def _product(axes: str, a: Array, b: Array, dtype: str) -> Array:

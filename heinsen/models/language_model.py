@@ -25,6 +25,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -37,6 +38,7 @@ from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
 from heinsen.models.positions import POSITION_CLASSES
 from heinsen.models.state import LayerState, ModelState, locate_tokens, state_after
+from heinsen.ops.arrays import ATTENTION
 from heinsen.parallel import BATCH, constrain
 from heinsen.promotion import usual_promotion
 
@@ -161,7 +163,7 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], state: LayerState, context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
-        normed = nn.LayerNorm(epsilon=1e-5, name="norm")(x)
+        normed = nn.LayerNorm(epsilon=1e-5, name="norm")(x).astype(self.config.dtype)
         q, k, values, inputs = self.project(normed, state.convolution, context)
         context = self.add_log_decays(normed, context)
         context = self.add_beta(normed, context)
@@ -170,6 +172,7 @@ class Layer(nn.Module):
         is_step = state.attention is not None and context.slot.shape[1] == 1
         mix = self.mixer.step if is_step else self.mixer.parallel
         y, mixer_state = mix(q, k, values, state.attention, context, self.mesh)
+        y = checkpoint_name(y.astype(self.config.dtype), ATTENTION)
         y = self.merge_heads(y, normed)
         self.record("attention", lambda: self.rms(y))
         x = self.add_to_residual(x, y)
@@ -183,14 +186,16 @@ class Layer(nn.Module):
         """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
         n_batch, n_tokens, _ = normed.shape
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, init_std=self.init_std, name="w1")(normed)
+        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, init_std=self.init_std, rounded=False, name="w1")(
+            normed
+        )
         h = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
         if c.convolution:
             h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
         q, k, values = jnp.split(h, (c.d_key, 2 * c.d_key), axis=-1)
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, context)
-        return q, k, values, inputs
+        return q, k, values.astype(c.dtype), inputs
 
     def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
@@ -209,7 +214,7 @@ class Layer(nn.Module):
         if not self.mixer.takes_beta:
             return context
         c = self.config
-        beta = Dense(c.n_heads, c.dtype, init_std=self.init_std, name="strength")(normed)
+        beta = Dense(c.n_heads, c.dtype, init_std=self.init_std, rounded=False, name="strength")(normed)
         return context._replace(beta=nn.sigmoid(beta).swapaxes(1, 2))
 
     def merge_heads(self, y: Float[Array, "B H T V"], normed: Float[Array, "B T D"]) -> Array:
@@ -251,7 +256,8 @@ class GPT2Layer(Layer):
         residual_std = 0.02 / math.sqrt(2 * c.n_layers)
         x = x + Dense(c.d_model, c.dtype, init_std=residual_std, name="attention_out")(y)
         h = nn.LayerNorm(epsilon=1e-5, name="mlp_norm")(constrain_stream(self.mesh, x))
-        h = nn.gelu(Dense(4 * c.d_model, c.dtype, init_std=0.02, name="mlp_in")(h), approximate=True)
+        h = Dense(4 * c.d_model, c.dtype, init_std=0.02, name="mlp_in")(h.astype(c.dtype))
+        h = nn.gelu(h, approximate=True)
         return x + Dense(c.d_model, c.dtype, init_std=residual_std, name="mlp_out")(h)
 
 

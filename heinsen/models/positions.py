@@ -57,7 +57,8 @@ class RecurrentPosition(Position):
         self, x: Float[Array, "B T D"], before: Float[Array, "B D"], context: TokenContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B D"]]:
         n_maps = 2 if self.config.causal else 4
-        maps = jnp.split(Dense(n_maps * self.config.d_model, self.config.dtype, name="dense")(x), n_maps, axis=-1)
+        dense = Dense(n_maps * self.config.d_model, self.config.dtype, rounded=False, name="dense")
+        maps = jnp.split(dense(x), n_maps, axis=-1)
         e = self._recurrence(maps[0], maps[1], before, context.begins, context.valid)
         if not self.config.causal:
             flip: Callable[[Array], Array] = lambda x: jnp.flip(x, axis=1)

@@ -3,7 +3,9 @@
     log y = log S - log Z,   log S = LSE_k(q + LSE_s(k + log v)),   log Z = LSE_k(q + LSE_s(k))          (eqs. 2-4)
 
 Axes: `*batch` any leading axes (a model has [B, H]); T queries, S keys (S = T if causal); K key and V value features.
-Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 inputs are taken up to float32.
+Arithmetic is in float32, or float64 for float64 inputs; bfloat16 and float16 inputs are taken up to float32. With
+bfloat16 values GPUs and TPUs round the factors <= 1 of products to bfloat16, and sum in float32: y is off by at most
+2^-7 of sum_s w[t, s] |v[s]| / Z[t], log y by 2^-7.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,8 @@ from heinsen.ops.states import LogState, MeanState, State
 from heinsen.promotion import usual_promotion
 
 # attend(signed, q, k, values, log_decay, causal, state) -> (y or log y, the state after all tokens): inputs are
-# validated, of one floating-point dtype, float32 or wider; log_decay is -inf where a document starts.
+# validated, of one floating-point dtype, float32 or wider, but values may be bfloat16; log_decay is -inf where a
+# document starts.
 Attend = Callable[[bool, Array, Array, Array, Array | None, bool, Any], tuple[Array, Any]]
 
 
@@ -169,7 +172,7 @@ def attend_both_ways(
     check_inputs(q, k, values, True, segment_ids, "v" if signed else "log_v")
     check_per_token("log_decay", log_decay, k)
     check_per_token("log_decay_after", log_decay_after, k)
-    arrays, starts = promote(q, k, values), starts_of_documents(segment_ids, k)
+    arrays, starts = promote_exponents(q, k, values), starts_of_documents(segment_ids, k)
     before = with_starts(log_decay, starts, arrays[1])
     assert before is not None
     y, _ = chunked.attend_both_ways(signed, *arrays, before, log_decay_after, starts, None)
@@ -211,7 +214,7 @@ def _attend(
     check_implementation(implementation, IMPLEMENTATIONS)
     if implementation != "reference":
         check_known_tokens(q.shape[-2], k.shape[-2])
-    q, k, values = promote(q, k, values)
+    q, k, values = promote_exponents(q, k, values)
     log_decay = with_starts(log_decay, starts_of_documents(segment_ids, k), k)
 
     def attend(q: Array, k: Array, values: Array, log_decay: Array | None, state: Any) -> tuple[Array, Any]:
@@ -227,6 +230,12 @@ def promote(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
     """The arrays in the dtype of the arithmetic: float32, or wider where one of them is."""
     dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
     return q.astype(dtype), k.astype(dtype), values.astype(dtype)
+
+
+def promote_exponents(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
+    """As `promote`, but bfloat16 values stay: products with them need no more (`arrays.precision_of`)."""
+    q, k, promoted = promote(q, k, values)
+    return q, k, values if values.dtype == jnp.bfloat16 else promoted
 
 
 def starts_of_documents(segment_ids: Array | None, k: Array) -> Array | None:

@@ -16,8 +16,21 @@ from heinsen.promotion import usual_promotion
 
 X = TypeVar("X")
 
+ATTENTION = "attention"  # the name of what attention returns, and of what its gradient needs, for policies of remat
+
+Precision = lax.Precision | lax.DotAlgorithmPreset
+
 # Without HIGHEST, TPUs and GPUs round float32 factors to bfloat16 or TF32.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def precision_of(values: Array) -> Precision:
+    """Precision of products of factors <= 1 with values, or for their sake: no more than the values have.
+
+    For bfloat16 values, GPUs and TPUs round float32 factors to bfloat16 and sum in float32; CPUs round nothing.
+    """
+    is_half = values.dtype == jnp.bfloat16
+    return lax.DotAlgorithmPreset.BF16_BF16_F32 if is_half else lax.Precision.HIGHEST
 
 
 @jax.custom_jvp

@@ -32,12 +32,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from heinsen import backend
 from heinsen.logspace import NEG_INF, centered_sum, finite, log_divide, logaddexp, two_sum
 from heinsen.ops import logarithms
-from heinsen.ops.arrays import einsum, isolate_values, safe_divide, safe_log, to_chunks, vary_together
+from heinsen.ops.arrays import (
+    Precision,
+    einsum,
+    isolate_values,
+    precision_of,
+    safe_divide,
+    safe_log,
+    to_chunks,
+    vary_together,
+)
 from heinsen.ops.decay import ChunkDecay, sums_until_end, with_starts
 from heinsen.ops.states import LogState, State, Summary, init_state, log_rescaling, lost_terms
 from heinsen.promotion import usual_promotion
@@ -84,8 +94,9 @@ LARGEST_SPREAD = 60.0
 # ---- one chunk ------------------------------------------------------------------------------------
 
 
-def value_factors(values: Array, b: Array | None) -> Array:
+def value_factors(values: Array, b: Array | None, dtype: DTypeLike) -> Array:
     """What weights multiply: v itself, or exp(log v - b) where there is a shift b [*batch, V]."""
+    values = values.astype(dtype)
     return values if b is None else jnp.exp(values - finite(b)[..., None, :])
 
 
@@ -93,8 +104,8 @@ def summarize(k: Array, values: Array, until_end: Array, is_log: bool) -> Summar
     """Sums over keys [*batch, C, K], each with a log decay until_end [*batch, C]."""
     c = lax.stop_gradient(jnp.max(k + until_end[..., None], axis=-2))
     weights = jnp.exp((k - finite(c)[..., None, :]) + until_end[..., None])
-    b = lax.stop_gradient(jnp.max(values, axis=-2)) if is_log else None
-    s = einsum("...sk,...sv->...kv", weights, value_factors(values, b))
+    b = lax.stop_gradient(jnp.max(values, axis=-2)).astype(k.dtype) if is_log else None
+    s = einsum("...sk,...sv->...kv", weights, value_factors(values, b, k.dtype), precision=precision_of(values))
     return Summary(s, jnp.sum(weights, axis=-2), c, b)
 
 
@@ -152,13 +163,13 @@ class QuerySums(NamedTuple):
         return lost_terms(self.s, self.z, self.b)
 
 
-def read_state(q: Array, state: Summary) -> Read:
+def read_state(q: Array, state: Summary, precision: Precision) -> Read:
     """What queries [*batch, T, K] read of a state alone; it loses no term where the state has lost none."""
     c = lax.stop_gradient(state.c)[..., None, :]
     exponents, r = centered_sum(q, c)
     exponents, shift = split_shift(exponents, exponents)
     weights = jnp.exp(exponents)
-    s = einsum("...tk,...kv->...tv", weights, state.s)
+    s = einsum("...tk,...kv->...tv", weights, state.s, precision=precision)
     return QuerySums(s, jnp.sum(weights * state.z[..., None, :], axis=-1), r, state.b, shift).mean()
 
 
@@ -199,7 +210,7 @@ class Weights(NamedTuple):
     shift: Array  # [*batch, C]: 0, by which all weights of a query are multiplied: `split_shift`
 
 
-def product_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array) -> Weights:
+def product_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array, precision: Precision) -> Weights:
     """Weights by one product of factors <= 1, where the `Spread` allows it."""
     c = lax.stop_gradient(jnp.maximum(c_before, jnp.max(k, axis=-2)))
     exponents, r = centered_sum(q, c[..., None, :])
@@ -207,11 +218,11 @@ def product_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array) -> W
     qf, kf = jnp.exp(exponents), jnp.exp(k - c[..., None, :])
     before = qf * jnp.exp(log_rescaling(c_before, c))[..., None, :]
     before = before * jnp.exp(decay.before_at_queries)[..., None]
-    own = einsum("...tk,...sk->...ts", qf, kf) * decay.key_factors
+    own = einsum("...tk,...sk->...ts", qf, kf, precision=precision) * decay.key_factors
     return Weights(before, own, r, shift)
 
 
-def block_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array) -> Weights:
+def block_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array, precision: Precision) -> Weights:
     """Weights block by block, exact at every dynamic range."""
     n_blocks, block = decay.since_start.shape[-2:]
     in_blocks = lambda x: x.reshape(*x.shape[:-2], n_blocks, block, x.shape[-1])
@@ -245,7 +256,7 @@ def block_weights(q: Array, k: Array, decay: ChunkDecay, c_before: Array) -> Wei
     if n_blocks > 1:
         kf = jnp.exp((k - finite(c_block)[..., None, :]) + decay.until_end[..., None])
         kf = kf[..., None, :-1, :, :] * to_start[..., 1:, 1:-1, None, :]  # [*batch, J-1 (queries), J-1 (keys), M, K]
-        earlier = einsum("...jtk,...jisk->...jtis", qf[..., 1:, :, :], kf)
+        earlier = einsum("...jtk,...jisk->...jtis", qf[..., 1:, :, :], kf, precision=precision)
         earlier = jnp.pad(earlier, [(0, 0)] * (earlier.ndim - 4) + [(1, 0), (0, 0), (0, 1), (0, 0)])
         is_own = jnp.eye(n_blocks, dtype=bool)[:, None, :, None]
         weights = jnp.where(is_own, weights[..., :, :, None, :], earlier)
@@ -259,12 +270,13 @@ def read_chunk(
     weigh: Callable[..., Weights], q: Array, k: Array, values: Array, decay: ChunkDecay, before: Summary
 ) -> QuerySums:
     """What the queries [*batch, C, K] of a chunk read of its keys, up to their own, and of the sums before it."""
-    of_before, weights, r, shift = weigh(q, k, decay, lax.stop_gradient(before.c))
+    product = partial(einsum, precision=precision_of(values))
+    of_before, weights, r, shift = weigh(q, k, decay, lax.stop_gradient(before.c), precision_of(values))
     b = shift_of_values(before, values)
-    s = einsum("...tk,...kv->...tv", of_before, before.s)
+    s = product("...tk,...kv->...tv", of_before, before.s)
     if before.b is not None and b is not None:
         s = s * jnp.exp(log_rescaling(before.b, b))[..., None, :]
-    s = s + einsum("...ts,...sv->...tv", weights, value_factors(values, b))
+    s = s + product("...ts,...sv->...tv", weights, value_factors(values, b, weights.dtype))
     z = jnp.sum(of_before * before.z[..., None, :], axis=-1) + jnp.sum(weights, axis=-1)
     return QuerySums(s, z, r, b, shift)
 
@@ -388,7 +400,7 @@ def _all_keys(
     split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[Read, State]:
     end = _sum_all(k, values, log_decay, Summary.of(state))
-    read = lambda *args: (read_state(q, end), end.to_state())
+    read = lambda *args: (read_state(q, end, precision_of(values)), end.to_state())
     if end.b is None:
         return read()
     return _in_logarithms_if(end.lost_terms(), read, split, False, q, k, values, log_decay, state)

@@ -67,7 +67,7 @@ def attend(
     state: LogState,
 ) -> tuple[Array, Array, Array, LogState]:
     """(log y [*batch, T, V], Z [*batch, T] relative to exp(r), r, the state after all tokens)."""
-    log_v, taint = isolate_values(log_v, signed=False)
+    log_v, taint = isolate_values(log_v.astype(k.dtype), signed=False)
     decays = jnp.zeros(k.shape[:-1], k.dtype) if log_decay is None else log_decay
     taint, decays = jnp.where(jnp.isnan(decays), jnp.nan, taint), jnp.where(jnp.isnan(decays), 0.0, decays)
     in_front = lambda x, fill=0.0: jnp.moveaxis(to_chunks(x, chunk_size, -2, constant_values=fill), x.ndim - 2, 0)

@@ -47,7 +47,7 @@ def attend(
     resets = None
     if log_decay is not None:
         resets, log_decay = log_decay == NEG_INF, finite(log_decay)
-    values, taint = isolate_values(values, signed)
+    values, taint = isolate_values(values.astype(k.dtype), signed)
     by_kind: Any = _attend_real_values if signed else _attend_log_values
     result: tuple[Array, Any] = by_kind(q, k + taint[..., None], values, resets, log_decay, causal, state)
     return result

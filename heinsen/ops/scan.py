@@ -38,7 +38,7 @@ def attend(
 
     log_decay [*batch, T] is -inf where nothing is left of the tokens before.
     """
-    values, taint = isolate_values(values, signed)
+    values, taint = isolate_values(values.astype(k.dtype), signed)
     k, resets = k + taint[..., None], None if log_decay is None else log_decay == NEG_INF
     if state is None:
         state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)

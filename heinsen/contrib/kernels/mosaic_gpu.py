@@ -10,14 +10,16 @@ factors between them (`shifts`), and the sums of log decays (`decays`). The math
 `heinsen.ops.chunked.product_weights`, with these shifts, and without its condition: where sums lose terms to underflow,
 which shows in S and Z, or where something is not finite, `heinsen.ops.chunked` computes the whole call.
 
-A float32 product takes six products of bfloat16 pieces (`wgmma`). Head sizes are filled up to 16, 32 or 64 features.
+A float32 product takes six products of bfloat16 pieces (`wgmma`). Where values are bfloat16, so are the factors of
+products, one piece, and the outputs y and the gradients of values. Arrays [B, T, H, F] lie as a model has them: XLA
+leaves out the transposes of its [B, H, T, F]. Head sizes are filled up to 16, 32 or 64 features.
 
 Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
 moves them all out of the loop, where they fill the registers. A second such zero is in the addresses of what is loaded
 in the layout of columns: of two equal loads jax keeps one from 0.11 on, and finds no layout that is both.
 
-Axes: G heads of all sequences; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M: the K
-key features, filled up to the 64 rows that the matrix units need.
+Axes: B sequences; H heads; G = B H; T tokens; N chunks; C tokens of a chunk; K key and V value features; R rows of M:
+the K key features, filled up to the 64 rows that the matrix units need.
 """
 
 import math
@@ -30,6 +32,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from heinsen import backend
@@ -47,6 +50,7 @@ from heinsen.contrib.kernels.shifts import (
 )
 from heinsen.contrib.kernels.wgmma import (
     COLUMNS,
+    EXACT_PIECES,
     MATRIX,
     ROWS,
     Operand,
@@ -54,13 +58,13 @@ from heinsen.contrib.kernels.wgmma import (
     Registers,
     columns,
     rows,
-    smem_float32,
+    smem_matrix,
     smem_pieces,
 )
 from heinsen.errors import InputError
 from heinsen.logspace import NEG_INF, finite, two_sum
 from heinsen.ops import chunked
-from heinsen.ops.arrays import vary_together
+from heinsen.ops.arrays import ATTENTION, vary_together
 from heinsen.ops.states import SMALLEST_SUM, State, Summary, init_state, log_rescaling
 
 # An array; in a kernel, a reference to it in global memory; of an output, its shape and dtype.
@@ -76,14 +80,21 @@ class Sizes(NamedTuple):
     d_key: int  # 16, 32 or 64
     d_value: int  # 16, 32 or 64
     log_values: bool
+    dtype: Any  # of values: float32 or bfloat16
     registers: Registers
 
     @property
     def n_rows(self) -> int:
         return max(64, self.d_key)
 
+    @property
+    def y_dtype(self) -> Any:
+        """Logarithms are float32."""
+        return jnp.float32 if self.log_values else self.dtype
+
     def pieces(self, n_rows: int, n_columns: int) -> Any:
-        return smem_pieces(n_rows, n_columns, min(self.d_key, self.d_value))
+        n_pieces = 1 if self.dtype == jnp.bfloat16 else EXACT_PIECES
+        return smem_pieces(n_pieces, n_rows, n_columns, min(self.d_key, self.d_value))
 
 
 # ---- what the kernels read of each chunk -------------------------------------------------------------
@@ -121,9 +132,9 @@ class ChunkVectors(NamedTuple):
 class Inputs(NamedTuple):
     """A call's arrays as the kernels read them."""
 
-    q: KernelArray  # [G, T, K]
-    k: KernelArray  # [G, T, K]
-    values: KernelArray  # [G, T, V]
+    q: KernelArray  # [B, T, H, K]
+    k: KernelArray  # [B, T, H, K]
+    values: KernelArray  # [B, T, H, V]
     vectors: ChunkVectors
 
 
@@ -134,18 +145,46 @@ class KernelSums(NamedTuple):
     z: KernelArray  # [G, K]
 
 
+class _Head(NamedTuple):
+    """The head that a block takes: where its arrays lie in global memory."""
+
+    b: Array
+    h: Array
+    g: Array
+
+    @classmethod
+    def of(cls, n_heads: int) -> "_Head":
+        b, h = lax.axis_index("b"), lax.axis_index("h")
+        return cls(b, h, b * n_heads + h)
+
+    def moved(self, by: Array) -> "_Head":
+        """The same, from a zero that the compiler cannot see."""
+        return _Head(*(x + by for x in self))
+
+    def tokens_of(self, ref: Ref, i: Any) -> Ref:
+        """The tokens [C, F] of chunk i of an array [B, T, H, F]."""
+        return ref.at[self.b, pl.ds(i * CHUNK, CHUNK), self.h]
+
+
 class _Chunk(NamedTuple):
     """One chunk within a kernel: reads its vectors from global memory."""
 
     sizes: Sizes
     vectors: ChunkVectors
-    g: Array
+    head: _Head
     i: Array
     apart: Array  # a zero that the compiler cannot see, in the addresses of what is loaded for columns
 
     @property
+    def g(self) -> Array:
+        return self.head.g
+
+    @property
     def tokens(self) -> Any:
         return pl.ds(self.i * CHUNK, CHUNK)
+
+    def tokens_of(self, ref: Ref) -> Ref:
+        return self.head.tokens_of(ref, self.i)
 
     def keys_vector(self, ref: Ref) -> Array:
         """[K], for columns."""
@@ -169,7 +208,7 @@ class _Chunk(NamedTuple):
 
     def load_tokens(self, ref: Ref) -> Array:
         """[C, K] or [C, V], from global memory."""
-        return self.sizes.registers.load(ref.at[self.g, self.tokens], MATRIX)
+        return self.sizes.registers.load(self.tokens_of(ref), MATRIX)
 
     def scale(self, m: Array, k: Ref, v: Ref | None) -> Array:
         """A matrix [R, V] times factors of its rows and columns."""
@@ -223,8 +262,8 @@ class _Chunk(NamedTuple):
 class Written(NamedTuple):
     """Outputs of the forward kernel."""
 
-    y: KernelArray  # [G, T, V]
-    s: KernelArray  # [G, T, V]: S, with 1 where it is rightly 0
+    y: KernelArray  # [B, T, H, V]
+    s: KernelArray  # [B, T, H, V]: S, with 1 where it is rightly 0
     z: KernelArray  # [G, T]: Z, the same
     least: KernelArray  # [G, T]: the smallest of each query's sums that must not lose terms
     before_s: KernelArray  # [G, N, K, V]: M_s before each chunk
@@ -253,22 +292,25 @@ class _ForwardOperands(NamedTuple):
 def _forward_kernel(
     sizes: Sizes, inputs: Inputs, first: KernelSums, out: Written, *, copied: Any, zero: Ref, smem: Any
 ) -> None:
-    g, n = lax.axis_index("g"), sizes.n_chunks
+    head, n = _Head.of(inputs.q.shape[2]), sizes.n_chunks
     d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
     store = registers.store
     vectors = inputs.vectors
     decay = vectors.decay
 
     def copy(i: Any, smem: Any) -> None:
-        tokens = pl.ds(i * CHUNK, CHUNK)
         for source, to in ((inputs.q, smem["q"]), (inputs.k, smem["k"]), (inputs.values, smem["values"])):
-            plgpu.copy_gmem_to_smem(source.at[g, tokens], to, copied)
+            plgpu.copy_gmem_to_smem(head.tokens_of(source, i), to, copied)
 
     def step(i: Array, m: KernelSums) -> KernelSums:
         def addresses() -> tuple[_Chunk, Any, _ForwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
-            return _Chunk(sizes, vectors, g + unseen, i + unseen, zero[1]), buffers, _ForwardOperands.of(sizes, buffers)
+            return (
+                _Chunk(sizes, vectors, head.moved(unseen), i + unseen, zero[1]),
+                buffers,
+                _ForwardOperands.of(sizes, buffers),
+            )
 
         # The chunk's factors.
         at, buffers, (q, k, k_end, v, a, sums) = addresses()
@@ -291,7 +333,7 @@ def _forward_kernel(
             z = z * at.tokens_vector(decay.of_state)
         m_z = m_z + jnp.sum(kf, axis=0)
         at, buffers, (q, k, k_end, v, a, sums) = addresses()
-        v.store(at.value_factors(buffers["values"][...]))
+        v.store(at.value_factors(buffers["values"][...].astype(jnp.float32)))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffers["m_float32"].at[pl.ds(0, d_key)], out.before_s.at[at.g, at.i])
         pl.when(i + 1 < n)(lambda: copy(at.i + 1, buffers))
@@ -323,10 +365,10 @@ def _forward_kernel(
     copy(0, jax.tree.map(lambda x: x.at[0], smem))
     if n_rows != d_key:  # keys of the features that are missing, which the matrix units want
         Operand(smem["kf" if decay is None else "kf_end"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
-    m = KernelSums(registers.load(first.s.at[g], MATRIX), registers.load(first.z.at[g], COLUMNS))
+    m = KernelSums(registers.load(first.s.at[head.g], MATRIX), registers.load(first.z.at[head.g], COLUMNS))
     m = lax.fori_loop(0, n, step, m)
-    store(out.end.s.at[g], m.s)
-    store(out.end.z.at[g], m.z)
+    store(out.end.s.at[head.g], m.s)
+    store(out.end.z.at[head.g], m.z)
 
 
 def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None:
@@ -336,31 +378,31 @@ def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None
     whole_z = jnp.where(z == 0, 1.0, z)
     z = jnp.where(r == NEG_INF, 1.0, z)
     if at.vectors.b is None:
-        store(out.y.at[at.g, at.tokens], jnp.where(empty, 0.0, s / rows(whole_z, d_value)))
+        store(at.tokens_of(out.y), jnp.where(empty, 0.0, s / rows(whole_z, d_value)))
         least = z
     else:
         b = columns(at.values_vector(at.vectors.b), CHUNK)
         y = jnp.log(jnp.where(s == 0, 1.0, s)) - rows(jnp.log(whole_z), d_value) + finite(b)
-        store(out.y.at[at.g, at.tokens], jnp.where(empty | (s == 0), NEG_INF, y))
+        store(at.tokens_of(out.y), jnp.where(empty | (s == 0), NEG_INF, y))
         s = jnp.where((b == NEG_INF) | (rows(r, d_value) == NEG_INF), 1.0, s)
         least = jnp.minimum(jnp.min(s, axis=1), z)
-    store(out.s.at[at.g, at.tokens], s)
+    store(at.tokens_of(out.s), s)
     store(out.z.at[at.g, at.tokens], z)
     store(out.least.at[at.g, at.tokens], least)
 
 
 def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> Written:
-    heads, n_tokens, d_key = inputs.q.shape
+    n_batch, n_tokens, n_heads, d_key = inputs.q.shape
     d_value, n_chunks = sizes.d_value, sizes.n_chunks
-    array = lambda *shape: jax.ShapeDtypeStruct((heads, *shape), jnp.float32)
-    tokens, values = array(n_tokens), array(n_tokens, d_value)
-    before = array(n_chunks, d_key, d_value), array(n_chunks, d_key)
-    out = Written(values, values, tokens, tokens, *before, KernelSums(*map(_like, first)))
+    array = lambda *shape: jax.ShapeDtypeStruct((n_batch * n_heads, *shape), jnp.float32)
+    values = lambda dtype: jax.ShapeDtypeStruct((n_batch, n_tokens, n_heads, d_value), dtype)
+    tokens, before = array(n_tokens), (array(n_chunks, d_key, d_value), array(n_chunks, d_key))
+    out = Written(values(sizes.y_dtype), values(jnp.float32), tokens, tokens, *before, KernelSums(*map(_like, first)))
     smem = {
-        "q": smem_float32(CHUNK, d_key),
-        "k": smem_float32(CHUNK, d_key),
-        "values": smem_float32(CHUNK, d_value),
-        "m_float32": smem_float32(sizes.n_rows, d_value),
+        "q": smem_matrix(CHUNK, d_key),
+        "k": smem_matrix(CHUNK, d_key),
+        "values": smem_matrix(CHUNK, d_value, sizes.dtype),
+        "m_float32": smem_matrix(sizes.n_rows, d_value),
         "qf": sizes.pieces(CHUNK, d_key),
         "kf": sizes.pieces(CHUNK, sizes.n_rows if inputs.vectors.decay is None else d_key),
         "vf": sizes.pieces(CHUNK, d_value),
@@ -378,8 +420,8 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> Written:
 class Cotangents(NamedTuple):
     """Inputs of the backward kernel beside those of the forward kernel; `moved_k`, `moved_v` are after each chunk."""
 
-    dy: KernelArray  # [G, T, V]
-    s: KernelArray  # [G, T, V], as written by the forward kernel
+    dy: KernelArray  # [B, T, H, V]
+    s: KernelArray  # [B, T, H, V], as written by the forward kernel
     z: KernelArray  # [G, T]
     before_s: KernelArray  # [G, N, K, V]
     before_z: KernelArray  # [G, N, K]
@@ -389,9 +431,9 @@ class Cotangents(NamedTuple):
 class Gradients(NamedTuple):
     """Outputs of the backward kernel."""
 
-    q: KernelArray  # [G, T, K]
-    k: KernelArray  # [G, T, K]
-    values: KernelArray  # [G, T, V]
+    q: KernelArray  # [B, T, H, K]
+    k: KernelArray  # [B, T, H, K]
+    values: KernelArray  # [B, T, H, V]
     first: KernelSums  # of the sums before the first chunk, relative to its shifts
     decay: Any  # DecayGradients, or None
 
@@ -432,24 +474,23 @@ def _backward_kernel(
     zero: Ref,
     smem: Any,
 ) -> None:
-    g, n = lax.axis_index("g"), sizes.n_chunks
+    head, n = _Head.of(inputs.q.shape[2]), sizes.n_chunks
     d_key, n_rows, registers = sizes.d_key, sizes.n_rows, sizes.registers
     store = registers.store
     decay = inputs.vectors.decay
 
     def copy(i: Any, smem: Any) -> None:
-        tokens = pl.ds(i * CHUNK, CHUNK)
         sources = {"q": inputs.q, "k": inputs.k, "values": inputs.values, "dy": given.dy}
         for name, source in sources.items():
-            plgpu.copy_gmem_to_smem(source.at[g, tokens], smem[name], copied)
-        plgpu.copy_gmem_to_smem(given.before_s.at[g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
+            plgpu.copy_gmem_to_smem(head.tokens_of(source, i), smem[name], copied)
+        plgpu.copy_gmem_to_smem(given.before_s.at[head.g, i], smem["m_float32"].at[pl.ds(0, d_key)], copied)
 
     def step(j: Array, dm: KernelSums) -> KernelSums:
         def addresses() -> tuple[_Chunk, Any, _BackwardOperands]:
             unseen = zero[0]
             buffers = jax.tree.map(lambda x: x.at[unseen], smem)
             return (
-                _Chunk(sizes, inputs.vectors, g + unseen, n - 1 - j + unseen, zero[1]),
+                _Chunk(sizes, inputs.vectors, head.moved(unseen), n - 1 - j + unseen, zero[1]),
                 buffers,
                 _BackwardOperands.of(sizes, buffers),
             )
@@ -463,7 +504,7 @@ def _backward_kernel(
         sums._replace(n_rows=n_rows).store(m_s)
         if decay is not None:
             store(out.decay.ends_s.at[at.g, at.i], jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1))
-        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...])
+        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...].astype(jnp.float32))
         ds.store(ds_value)
         at, buffers, (q, k, v, ds, a, sums) = addresses()
         q.store(at.query_factors(buffers["q"][...])[0])
@@ -472,7 +513,7 @@ def _backward_kernel(
         k.store(kf)
         of_keys = jnp.sum(kf, axis=0)
         at, buffers, (q, k, v, ds, a, sums) = addresses()
-        vf = at.value_factors(buffers["values"][...])
+        vf = at.value_factors(buffers["values"][...].astype(jnp.float32))
         v.store(vf if decay is None else at.scale_values(vf, decay.to_reading))
         plgpu.commit_smem()
         pl.when(j + 1 < n)(lambda: copy(at.i - 1, buffers))
@@ -494,7 +535,7 @@ def _backward_kernel(
         weights = qf * columns(m_z + of_keys, CHUNK)
         surplus, weight = jnp.sum(dq, axis=1) - dq_total, jnp.sum(weights, axis=1)
         surplus = jnp.where(weight == 0, 0.0, surplus / jnp.where(weight == 0, 1.0, weight))
-        store(out.q.at[at.g, at.tokens], (dq - weights * rows(surplus, d_key)) * given.factors[1])
+        store(at.tokens_of(out.q), (dq - weights * rows(surplus, d_key)) * given.factors[1])
 
         # Keys.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -513,7 +554,7 @@ def _backward_kernel(
             at, buffers, (q, k, v, ds, a, sums) = addresses()
             dk = dk + k.load() * registers.matmul((a.mT, q))
             store(out.decay.sums.at[at.g, at.tokens], dq_total - jnp.sum(dk, axis=1))
-        store(out.k.at[at.g, at.tokens], dk * given.factors[1])
+        store(at.tokens_of(out.k), dk * given.factors[1])
 
         # Values.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -529,7 +570,7 @@ def _backward_kernel(
             dv = dv + at.scale_values(registers.matmul((k, sums)), decay.to_after)
         if at.vectors.b is not None:
             dv = dv * (v.load() if decay is None else at.value_factors(at.load_tokens(inputs.values)))
-        store(out.values.at[at.g, at.tokens], dv * given.factors[1])
+        store(at.tokens_of(out.values), dv * given.factors[1])
 
         # The sums before the chunk.
         at, buffers, (q, k, v, ds, a, sums) = addresses()
@@ -547,10 +588,10 @@ def _backward_kernel(
     copy(n - 1, jax.tree.map(lambda x: x.at[0], smem))
     if n_rows != d_key:
         Operand(smem["qf"].at[0], CHUNK, n_rows).store(registers.zeros(CHUNK, n_rows))
-    dm = KernelSums(registers.load(end.s.at[g], MATRIX), registers.load(end.z.at[g], COLUMNS))
+    dm = KernelSums(registers.load(end.s.at[head.g], MATRIX), registers.load(end.z.at[head.g], COLUMNS))
     dm = lax.fori_loop(0, n, step, dm)
-    store(out.first.s.at[g], dm.s)
-    store(out.first.z.at[g], dm.z)
+    store(out.first.s.at[head.g], dm.s)
+    store(out.first.z.at[head.g], dm.z)
 
 
 def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array | float]:
@@ -571,11 +612,11 @@ def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: KernelSu
         decay = DecayGradients(*map(_like, (given.z, inputs.vectors.c, given.before_z)))
     out = Gradients(_like(inputs.q), _like(inputs.k), _like(inputs.values), KernelSums(*map(_like, end)), decay)
     smem = {
-        "q": smem_float32(CHUNK, d_key),
-        "k": smem_float32(CHUNK, d_key),
-        "values": smem_float32(CHUNK, d_value),
-        "dy": smem_float32(CHUNK, d_value),
-        "m_float32": smem_float32(sizes.n_rows, d_value),
+        "q": smem_matrix(CHUNK, d_key),
+        "k": smem_matrix(CHUNK, d_key),
+        "values": smem_matrix(CHUNK, d_value, sizes.dtype),
+        "dy": smem_matrix(CHUNK, d_value, sizes.y_dtype),
+        "m_float32": smem_matrix(sizes.n_rows, d_value),
         "qf": sizes.pieces(CHUNK, sizes.n_rows),
         "kf": sizes.pieces(CHUNK, d_key),
         "vf": sizes.pieces(CHUNK, d_value),
@@ -606,8 +647,8 @@ def _run_kernel(kernel: Any, sizes: Sizes, inputs: Any, out: Any, smem: dict[str
     written = plgpu.kernel(
         body,
         out_type=out_leaves,
-        grid=(leaves[0].shape[0],),
-        grid_names=("g",),
+        grid=leaves[0].shape[::2][:2],
+        grid_names=("b", "h"),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024),
         interpret=sizes.registers.interpret,
@@ -681,7 +722,7 @@ def _forward(layout: "_Layout", *args: Any) -> tuple[tuple[Array, State], Any]:
     args = _in_reverse_mode(args)
     out, residuals, lost = _forward_by_kernel(layout, *args)
     out = lax.cond(lost, lambda: layout.in_turn(partial(_by_chunks, layout), *args), lambda: out)
-    return out, (args, residuals, lost)
+    return out, (args, *checkpoint_name((residuals, lost), ATTENTION))
 
 
 def _backward(layout: "_Layout", saved: Any, grads: tuple[Array, State]) -> tuple[Any, ...]:
@@ -699,13 +740,14 @@ def _by_chunks(
     layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[Array, State]:
     """As `_attend`, by the chunked form."""
-    return chunked.attend(not layout.sizes.log_values, q, k, values, log_decay, True, state)
+    y, end = chunked.attend(not layout.sizes.log_values, q, k, values, log_decay, True, state)
+    return y.astype(layout.sizes.y_dtype), end
 
 
 class _Residuals(NamedTuple):
     """Arrays that the forward pass saves for the backward pass; tokens are as the kernels have them."""
 
-    s: Array  # [G, T, V]
+    s: Array  # [B, T, H, V]
     z: Array  # [G, T]
     before_s: Array  # [G, N, K, V]
     before_z: Array  # [G, N, K]
@@ -728,7 +770,7 @@ def _forward_by_kernel(
     # What is not finite in the state, keys and values is so in the sums at the end, too: no factor makes it a number.
     is_exact = jnp.all(written.least >= SMALLEST_SUM) & jnp.all(jnp.isfinite(end.s)) & jnp.all(jnp.isfinite(end.z))
     lost = ~is_exact | jnp.any(end.lost_terms())
-    y = layout.unflatten(written.y)[..., : layout.d_value]
+    y = layout.from_tokens(written.y, layout.d_value)
     residuals = _Residuals(written.s, written.z, written.before_s, written.before_z, shifts, end)
     return (y, end.to_state()), residuals, lost
 
@@ -745,7 +787,10 @@ def _backward_by_kernel(
     dend = jax.vjp(lambda s, z: end._replace(s=s, z=z).to_state(), end.s, end.z)[1](dstate)
     later = jax.tree.map(following, shifts.reading, Shifts(end.c, end.b))
     inputs = layout.inputs(q, k, values, decays, shifts, shift_scales(shifts.after, later))
-    dy, factors = layout.fill(dy, layout.sizes.d_value), jnp.stack([1 / divisor, divisor])
+    dy, factors = (
+        layout.to_tokens(dy.astype(layout.sizes.y_dtype), layout.sizes.d_value),
+        jnp.stack([1 / divisor, divisor]),
+    )
     given = Cotangents(dy, s, z, before_s, before_z, factors)
     written = _run_backward(layout.sizes, inputs, given, layout.state(KernelSums(*dend)))
 
@@ -760,7 +805,8 @@ def _backward_by_kernel(
     ds = dfirst.s * moved.k[..., None] * (1.0 if moved.v is None else moved.v[..., None, :])
     zeros = jax.tree.map(jnp.zeros_like, first)
     (dfirst_state,) = to_state(zeros._replace(s=divisor * ds, z=divisor * dfirst.z * moved.k))
-    dq, dk, dvalues = cut(written.q, layout.d_key), cut(written.k, layout.d_key), cut(written.values, layout.d_value)
+    sizes = layout.d_key, layout.d_key, layout.d_value
+    dq, dk, dvalues = map(layout.from_tokens, (written.q, written.k, written.values), sizes)
     return dq, dk, dvalues, dlog_decay, dfirst_state
 
 
@@ -792,7 +838,8 @@ class _Layout(NamedTuple):
     def of(cls, signed: bool, k: Array, values: Array) -> "_Layout":
         d_key, d_value = k.shape[-1], values.shape[-1]
         whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
-        sizes = Sizes(k.shape[-2] // CHUNK, whole(d_key), whole(d_value), not signed, Registers(interpret.params()))
+        registers = Registers(interpret.params())
+        sizes = Sizes(k.shape[-2] // CHUNK, whole(d_key), whole(d_value), not signed, values.dtype, registers)
         return cls(k.shape[:-2], d_key, d_value, sizes)
 
     def flatten(self, x: Array) -> Array:
@@ -800,6 +847,16 @@ class _Layout(NamedTuple):
 
     def unflatten(self, x: Array) -> Array:
         return x.reshape(*self.batch, *x.shape[1:])
+
+    def to_tokens(self, x: Array, size: int, with_: float = 0.0) -> Array:
+        """[B, T, H, size] of [*batch, H, T, F]."""
+        x = pad_axis(x, size, with_=with_)
+        return jnp.swapaxes(x.reshape(-1, *(self.batch[-1:] or (1,)), *x.shape[-2:]), 1, 2)
+
+    def from_tokens(self, x: Array, size: int) -> Array:
+        """[*batch, H, T, size] of [B, T, H, F]."""
+        x = jnp.swapaxes(x, 1, 2)[..., :size]
+        return x.reshape(*self.batch, *x.shape[-2:])
 
     def fill(self, x: Array, size: int, axis: int = -1, with_: float = 0.0) -> Array:
         """An array, flattened, with `axis` filled up to `size`."""
@@ -839,9 +896,9 @@ class _Layout(NamedTuple):
             decay=None if decays is None else self._decay_vectors(decays, own),
         )
         return Inputs(
-            self.fill(q, self.sizes.d_key),
-            self.fill(k, self.sizes.d_key, with_=NEG_INF),
-            self.fill(values, self.sizes.d_value, with_=NEG_INF if self.sizes.log_values else 0.0),
+            self.to_tokens(q, self.sizes.d_key),
+            self.to_tokens(k, self.sizes.d_key, NEG_INF),
+            self.to_tokens(values, self.sizes.d_value, NEG_INF if self.sizes.log_values else 0.0),
             vectors,
         )
 

@@ -1,8 +1,9 @@
 """Matrices of one warpgroup of a Hopper GPU, in Pallas Mosaic GPU: where they lie, and their products in float32.
 
-The matrix units multiply bfloat16. A float32 matrix is the sum of three bfloat16 matrices, its `PIECES`, and a product
+The matrix units multiply bfloat16. A float32 matrix is the sum of three bfloat16 matrices, its pieces, and a product
 is the sum of the six products of pieces that matter to float32: the relative error of a sum of non-negative terms is
-some 2^-22, plus that of float32 sums. Pieces lie in shared memory (SMEM), sums in registers.
+some 2^-22, plus that of float32 sums. With one piece factors are rounded to bfloat16: an error of 2^-8. Pieces lie in
+shared memory (SMEM), sums in registers.
 
 Matrices in registers are in the layout of the matrix units' results (`MATRIX`), vectors in the layouts that belong to
 it: a number for each row (`ROWS`), or for each column (`COLUMNS`). Rows come in multiples of 64.
@@ -18,11 +19,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-PIECES = 3
-# Pairs of pieces, the smallest products first: those left out are below 2^-24 of the product.
-TERMS = [(i, order - i) for order in reversed(range(PIECES)) for i in range(order + 1)]
+EXACT_PIECES = 3  # of float32
 
 MATRIX, ROWS, COLUMNS = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -32,23 +32,29 @@ NO_INDEX = ((),) if jax.__version_info__ < (0, 11) else ()
 Ref = Any  # a reference to memory, of the GPU (GMEM) or of the block (SMEM)
 
 
-def smem_pieces(n_rows: int, n_columns: int, tile: int) -> Any:
+def terms(n_pieces: int) -> list[tuple[int, int]]:
+    """Pairs of pieces, the smallest products first: those left out are below 2^-24 of the product, of three pieces."""
+    return [(i, order - i) for order in reversed(range(n_pieces)) for i in range(order + 1)]
+
+
+def smem_pieces(n_pieces: int, n_rows: int, n_columns: int, tile: int) -> Any:
     """SMEM for the pieces of a matrix. All operands of one product need the same `tile`: 16, 32 or 64 columns."""
     transforms = plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(2 * tile)
-    return plgpu.SMEM((1, PIECES, n_rows, n_columns), jnp.bfloat16, transforms=transforms)
+    return plgpu.SMEM((1, n_pieces, n_rows, n_columns), jnp.bfloat16, transforms=transforms)
 
 
-def smem_float32(n_rows: int, n_columns: int) -> Any:
-    """SMEM for a float32 matrix."""
-    tile = min(32, n_columns)
-    transforms = plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(4 * tile)
-    return plgpu.SMEM((1, n_rows, n_columns), jnp.float32, transforms=transforms)
+def smem_matrix(n_rows: int, n_columns: int, dtype: DTypeLike = jnp.float32) -> Any:
+    """SMEM for a matrix as it lies in GMEM."""
+    n_bytes = jnp.dtype(dtype).itemsize
+    tile = min(128 // n_bytes, n_columns)
+    transforms = plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(n_bytes * tile)
+    return plgpu.SMEM((1, n_rows, n_columns), dtype, transforms=transforms)
 
 
 class Operand(NamedTuple):
     """The upper left part of a matrix in pieces, or its transpose."""
 
-    ref: Ref  # [PIECES, at least n_rows, at least n_columns] bfloat16
+    ref: Ref  # [pieces, at least n_rows, at least n_columns] bfloat16
     n_rows: int
     n_columns: int
     transposed: bool = False
@@ -69,14 +75,15 @@ class Operand(NamedTuple):
 
     def store(self, x: Array) -> None:
         """Split a matrix [n_rows, n_columns] into pieces."""
-        for i in range(PIECES):
+        for i in range(self.ref.shape[0]):
             piece = x.astype(jnp.bfloat16)
             self.piece(i)[...] = piece
             x = x - piece.astype(jnp.float32)
 
     def load(self) -> Array:
-        """The matrix [n_rows, n_columns], up to 2^-24 of each number."""
-        return sum((self.piece(i)[...].astype(jnp.float32) for i in reversed(range(PIECES))), start=jnp.float32(0.0))
+        """The matrix [n_rows, n_columns], up to 2^-24 of each number with three pieces."""
+        pieces = (self.piece(i)[...].astype(jnp.float32) for i in reversed(range(self.ref.shape[0])))
+        return sum(pieces, start=jnp.float32(0.0))
 
 
 class Registers(NamedTuple):
@@ -86,14 +93,15 @@ class Registers(NamedTuple):
 
     def matmul(self, *pairs: tuple[Operand, Operand]) -> Array:
         """Sum of the products of pairs of operands, which `commit_smem` must have made visible."""
+        pieces = terms(pairs[0][0].ref.shape[0])
         if self.interpret:
             part = lambda x, i: jnp.swapaxes(x.piece(i)[...], 0, 1) if x.transposed else x.piece(i)[...]
             dot = lambda a, b: jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-            return sum((dot(part(a, i), part(b, j)) for i, j in TERMS for a, b in pairs), start=jnp.float32(0.0))
+            return sum((dot(part(a, i), part(b, j)) for i, j in pieces for a, b in pairs), start=jnp.float32(0.0))
 
         def accumulate(sums: Ref) -> Array:
             operand = lambda x, i: x.piece(i).transpose((1, 0)) if x.transposed else x.piece(i)
-            for i, j in TERMS:
+            for i, j in pieces:
                 for a, b in pairs:
                     plgpu.wgmma(sums, operand(a, i), operand(b, j))
             return sums[...]
@@ -102,11 +110,13 @@ class Registers(NamedTuple):
         return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
     def load(self, ref: Ref, layout: Any) -> Array:
-        """Numbers of a matrix or vector in GMEM."""
-        return ref[...] if self.interpret else plgpu.load(ref, *NO_INDEX, layout=layout, optimized=False)
+        """Numbers of a matrix or vector in GMEM, in float32."""
+        x = ref[...] if self.interpret else plgpu.load(ref, *NO_INDEX, layout=layout, optimized=False)
+        return x.astype(jnp.float32)
 
     def store(self, ref: Ref, x: Array) -> None:
-        """Write a matrix or vector to GMEM."""
+        """Write a matrix or vector to GMEM, in the dtype that it has there."""
+        x = x.astype(ref.dtype)
         if self.interpret or jax.__version_info__ < (0, 12):  # which stores only whole cache lines so
             ref[...] = x
         else:
