@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from experiments.reports import best_rate, read_results
 from experiments.tools import ExperimentError, cell_file, describe_machine, done_cells
-from heinsen.evaluation.by_document import round_up
+from heinsen.evaluation.document_losses import round_up
 from heinsen.files import write_atomically
 from heinsen.models import Params
 from heinsen.progress import track

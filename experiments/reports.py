@@ -10,11 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.figure import Figure
 from scipy import stats
 
-from heinsen.figures import place_legend, pyplot
-from heinsen.files import write_atomically, write_figure
+from heinsen.figures import save_figure
+from heinsen.files import write_atomically
 
 Key = TypeVar("Key")
 Results = Mapping[str, Any]  # the contents of results.json
@@ -45,19 +44,10 @@ def write_report(out: Path, results: Results, module: ModuleType) -> str:
     text = re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", one_line, text)
     write_atomically(out / "results.json", text + "\n")
     for name, draw in module.FIGURES.items():
-        figure = draw(results)
-        if not figure.legends:
-            place_legend(figure)
-        write_figure(out / name, figure, dpi=120)
-        pyplot().close(figure)
+        save_figure(out / name, draw(results))
     report = "\n".join(module.report(results)) + "\n"
     write_atomically(out / "report.md", report)
     return f"{report}\nwritten: {', '.join([str(out / 'report.md'), 'results.json', *module.FIGURES])}"
-
-
-def make_figure(*arguments: Any, **options: Any) -> tuple[Figure, Any]:
-    """Return (figure, axes) as plt.subplots does."""
-    return pyplot().subplots(*arguments, layout="constrained", **options)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,10 +1,7 @@
-"""What the experiments share: a main function, cells that are kept, and the data of a corpus."""
+"""What the experiments share: a main function, and cells that are kept."""
 
 import contextlib
-import shlex
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +13,12 @@ from absl import app, flags
 from experiments.reports import Results, read_results, write_report
 from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import make_folder
-from heinsen.sweep.launch import usable_cores
+from heinsen.sweep.launcher import usable_cores
 from scripts.cli import parse_flags
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 class ExperimentError(HeinsenError, RuntimeError):
-    """A flag that cannot be used, or a step that has failed: rerun the same command to resume there."""
+    """Flags, or files of an experiment, that cannot be used."""
 
 
 def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, report: ModuleType) -> None:
@@ -110,31 +105,3 @@ def describe_machine() -> dict[str, str]:
     cores, kind = f"{len(usable_cores())} CPU cores", jax.devices()[0].device_kind
     machine = cores if kind == "cpu" else f"{jax.device_count()} x {kind}, {cores}"
     return {"machine": machine, "jax": jax.__version__}
-
-
-# ---- data ------------------------------------------------------------------------------------------
-
-
-def run_script(*arguments: str) -> None:
-    """Run a program of this repository as a user would. Raises ExperimentError if it fails."""
-    shown = " ".join(text if len(text) < 100 else f"{text[:97]}..." for text in map(shlex.quote, arguments))
-    print(f"$ python {shown}", file=sys.stderr, flush=True)
-    program = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=sys.stderr)
-    try:
-        program.wait()
-    finally:
-        program.wait()  # Ctrl-C interrupts it, too, and it may have to save
-    if program.returncode:
-        raise ExperimentError(f"python {shown} has failed, see above")
-
-
-def prepare_bytes(corpus: Path, data: Path) -> None:
-    """Prepare DATA/SPLIT from the files of a corpus: train, validation and test. Raises ExperimentError."""
-    if not any(corpus.glob("train-*")):
-        raise ExperimentError(
-            f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
-        )
-    for split, name in {"train": "train-*", "validation": "validation", "test": "test"}.items():
-        source = (corpus / f"{name}.jsonl.zst").absolute()
-        where = f"--source={source}", "--tokenizer=bytes", f"--split={split}", f"--out={data.absolute()}"
-        run_script("scripts/prepare_data.py", *where)

@@ -21,7 +21,7 @@ class InputError(HeinsenError, ValueError):
     """An argument that cannot be used."""
 
 
-class Interrupted(Exception):
+class Interruption(Exception):
     """A request to stop, after which everything is saved; programs print it and exit with status 75."""
 
 
@@ -33,9 +33,9 @@ def print_warning(message: str) -> None:
 def exit_on_error(on_interrupt: str | None = None, on_os_error: str = "") -> Iterator[None]:
     """Exit the program with a message on stderr, not a traceback, where the block raises an error that a user can fix.
 
-    Every entry point runs its work in this context. The exit status is 75 for `Interrupted`, and 1 for a `HeinsenError`
-    and for an OSError of the system: a file that cannot be read, a full disk. Such an error names the file, as all do
-    that come from `heinsen.files`.
+    Every entry point runs its work in this context. The exit status is 75 for `Interruption`, and 1 for a
+    `HeinsenError` and for an OSError of the system: a file that cannot be read, a full disk. Such an error names the
+    file, as all do that come from `heinsen.files`.
 
     Args:
       on_interrupt: the message of Ctrl-C, which exits with status 1; None: raise KeyboardInterrupt.
@@ -43,7 +43,7 @@ def exit_on_error(on_interrupt: str | None = None, on_os_error: str = "") -> Ite
     """
     try:
         yield
-    except Interrupted as interruption:
+    except Interruption as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except HeinsenError as error:

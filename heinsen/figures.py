@@ -1,9 +1,12 @@
 """Figures as all programs draw them: into files, with one legend that covers nothing."""
 
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from heinsen.files import atomic_writer
 
 
 def pyplot() -> Any:
@@ -14,6 +17,23 @@ def pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def make_figure(*arguments: Any, **options: Any) -> tuple[Any, Any]:
+    """Return (figure, axes) of constrained layout; arguments are those of `pyplot().subplots`."""
+    return pyplot().subplots(*arguments, layout="constrained", **options)
+
+
+def save_figure(path: Path, figure: Any) -> None:
+    """Give a figure its legend, write it with `atomic_writer` in the format of the path's suffix, and close it.
+
+    Raises OSError.
+    """
+    place_legend(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_writer(path) as file:
+        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=120)
+    pyplot().close(figure)
 
 
 def place_legend(figure: Any) -> None:

@@ -69,13 +69,6 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_figure(path: Path, figure: Any, **options: Any) -> None:
-    """Write a matplotlib figure with `atomic_writer`, in the format of the path's suffix. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_writer(path) as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."), **options)
-
-
 @contextlib.contextmanager
 def atomic_folder(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """Yield an empty temporary folder in which to write the files `names`, which then become those of `folder`.

@@ -6,9 +6,9 @@
 eval.py, scripts/generate.py and train.py --config.init_from accept DIR in place of a run. The paper's model is written
 under the names of the published PyTorch module, for its `load_state_dict`.
 
-With --format=hf, for models of heinsen attention, the folder is one that transformers loads, with the model in PyTorch
-and the tokenizer; what transformers saves from it is accepted in place of a run, too. `hf upload USER/NAME DIR` puts it
-on the Hugging Face Hub.
+With --format=hf, for models with exponential features, the folder is one that transformers loads, with the model in
+PyTorch and the tokenizer; what transformers saves from it is accepted in place of a run, too. `hf upload USER/NAME DIR`
+puts it on the Hugging Face Hub.
 
 With --format=onnx, for the same models, the folder holds one decoding step for any runtime of ONNX, such as a browser's
 (`heinsen/contrib/onnx`; examples/browser has a page). --state adds what scripts/generate.py --save_state wrote.

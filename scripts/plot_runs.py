@@ -17,8 +17,7 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from heinsen.errors import exit_on_error
-from heinsen.figures import count_tokens, place_legend, pyplot
-from heinsen.files import write_figure
+from heinsen.figures import count_tokens, make_figure, pyplot, save_figure
 from scripts.cli import parse_flags, refuse, show_help
 
 OUT = flags.DEFINE_string("out", None, "File of the figure, .png or .svg.", required=True)
@@ -90,13 +89,12 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
 
 def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     """Draw the curves. Raises CurveError if there is none, OSError if `out` cannot be written."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    figure, axes = make_figure(figsize=(9, 5.5))
     if anchors:
         draw_anchors(axes, anchors)
     metric, n_points = METRICS[METRIC.value], 0
     for i, (log, label) in enumerate(zip(logs, labels([log.path for log in logs]), strict=True)):
-        color = plt.get_cmap("tab10")(i) if len(logs) <= 10 else plt.get_cmap("viridis")(i / len(logs))
+        color = pyplot().get_cmap("tab10")(i) if len(logs) <= 10 else pyplot().get_cmap("viridis")(i / len(logs))
         x, y = make_curve(log, metric.curve, X.value, SMOOTH.value)
         keep = x > 0 if LOG_X.value else slice(None)
         style = "o-" if METRIC.value == "validation_loss" else "-"
@@ -118,9 +116,7 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
     axes.grid(alpha=0.3, which="both" if LOG_Y.value else "major")
     if X.value == "tokens":
         count_tokens(axes.xaxis)
-    place_legend(figure)
-    write_figure(out, figure, dpi=130)
-    plt.close(figure)
+    save_figure(out, figure)
 
 
 def draw_anchors(axes: Axes, anchors: Sequence[Anchor]) -> None:

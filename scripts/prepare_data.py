@@ -24,7 +24,7 @@ from pathlib import Path
 from absl import app, flags
 
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.prepare import PreparationError, Settings, prepare
+from heinsen.data.preparation import PreparationError, Settings, prepare
 from heinsen.data.sources import STDLIB, check_disjoint
 from heinsen.data.tokenizer import TOKENIZER_NAMES
 from heinsen.errors import exit_on_error

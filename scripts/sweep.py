@@ -50,9 +50,9 @@ cli.show_help(__name__)
 import jax
 
 from heinsen.sweep.definition import Definition, find_strategy
-from heinsen.sweep.drive import drive
+from heinsen.sweep.driver import drive
 from heinsen.sweep.folder import CSV_FILE, SweepFolder
-from heinsen.sweep.launch import LaunchOptions, find_launcher
+from heinsen.sweep.launcher import LaunchOptions, find_launcher
 from heinsen.sweep.runs import summary, table
 from heinsen.sweep.search import make_search
 from heinsen.sweep.space import SweepError, parse_space

@@ -8,17 +8,17 @@ import sys
 import jax
 import pytest
 
-from heinsen.errors import Interrupted, describe, exit_on_error
+from heinsen.errors import Interruption, describe, exit_on_error
 from heinsen.export import ExportError
 from heinsen.export.folders import CONFIG_FILE, load_folder
 from heinsen.training.devices import DeviceError, explain_device_errors
-from heinsen.training.loop import RunInterrupted
+from heinsen.training.loop import RunInterruption
 
 
 def test_an_interrupted_run_exits_with_status_75(capsys):
-    assert issubclass(RunInterrupted, Interrupted)
+    assert issubclass(RunInterruption, Interruption)
     with pytest.raises(SystemExit) as end, exit_on_error():
-        raise RunInterrupted("saved")
+        raise RunInterruption("saved")
     assert end.value.code == 75 and capsys.readouterr().err == "saved\n"
 
 

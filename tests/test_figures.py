@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from heinsen.figures import place_legend, pyplot
+from heinsen.figures import make_figure, place_legend, pyplot, save_figure
 from heinsen.training import plots
 
 
 @pytest.mark.parametrize("size", [(5, 4), (8, 5), (11, 9)])
 def test_legends_are_whole_and_below_all_panels(rng, size):
-    figure, panels = pyplot().subplots(1, 2, figsize=size, layout="constrained")
+    figure, panels = make_figure(1, 2, figsize=size)
     labels = ["".join(rng.choice([*"abc, "], rng.integers(2, 45))) + str(i) for i in range(rng.integers(1, 12))]
     for axes in panels:
         for label in labels:
@@ -29,7 +29,7 @@ def test_legends_are_whole_and_below_all_panels(rng, size):
 
 
 def test_short_labels_share_a_row():
-    figure, axes = pyplot().subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = make_figure(figsize=(6, 4))
     for label in "abcd":
         axes.plot(np.arange(2), label=label)
     place_legend(figure)
@@ -38,12 +38,12 @@ def test_short_labels_share_a_row():
     pyplot().close(figure)
 
 
-def test_a_figure_without_labels_has_no_legend():
-    figure, axes = pyplot().subplots()
+def test_a_figure_is_written_by_its_suffix_and_closed(tmp_path):
+    figure, axes = make_figure()
     axes.plot([1, 2])
-    place_legend(figure)
-    assert not figure.legends
-    pyplot().close(figure)
+    save_figure(tmp_path / "new" / "x.svg", figure)
+    assert "<svg" in (tmp_path / "new" / "x.svg").read_text() and not pyplot().fignum_exists(figure.number)
+    assert not figure.legends, "no label"
 
 
 def test_titles_of_a_run_are_whole(tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_titles_of_a_run_are_whole(tmp_path, monkeypatch):
     folder.mkdir()
     entry = {"step": 1, "tokens": 8, "loss": 2.5, "time_constant/layer_0/head_0": 3.0}
     (folder / "metrics.jsonl").write_text(json.dumps(entry) + "\n")
-    monkeypatch.setattr(plots, "write_figure", lambda path, figure, dpi: figures.update({path.name: figure}))
+    monkeypatch.setattr(plots, "save_figure", lambda path, figure: figures.update({path.name: figure}))
     plots.plot_run(folder)
     for figure in figures.values():
         figure.draw_without_rendering()

@@ -3,7 +3,6 @@
 import errno
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ from heinsen.files import (
     seal,
     unseal,
     write_atomically,
-    write_figure,
 )
 
 
@@ -36,9 +34,6 @@ def test_an_error_without_a_name_gets_the_files(tmp_path):
     with pytest.raises(NotADirectoryError, match=f"'{path}/b/c"):
         path.write_text("")
         make_folder(path / "b" / "c")
-    figure = SimpleNamespace(savefig=lambda file, format, dpi: file.write(f"{format} {dpi}".encode()))
-    write_figure(tmp_path / "new" / "x.svg", figure, dpi=3)
-    assert (tmp_path / "new" / "x.svg").read_text() == "svg 3"
 
 
 def test_a_sealed_record_is_checked():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 MODULES = (
     "grain",
-    "heinsen.data.prepare",
+    "heinsen.data.preparation",
     "heinsen.decoding",
     "heinsen.evaluation.split",
     "heinsen.training.loop",

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, explain_family, make_figure, show_family, table, tuning_section
+from experiments.reports import Results, explain_family, show_family, table, tuning_section
+from heinsen.figures import make_figure
 
 N_ONSETS = 4  # cells in the figure of the training loss
 

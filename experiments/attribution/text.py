@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from experiments import tools
-from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
-from heinsen.data.loader import evaluation_batches, train_iterator
+from heinsen.data.loader import EvaluationBatches, train_iterator
+from heinsen.data.preparation import Settings, prepare
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.files import atomic_writer
 from scripts.corpus.duplicates import hash_n_grams
@@ -48,13 +48,18 @@ def load(
 def _prepare(
     file: Path, corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int
 ) -> None:
-    tools.prepare_bytes(corpus, out / "data")
-    splits = {split: TokenDataset(out / "data" / split) for split in ("train", "validation", "test")}
+    if not any(corpus.glob("train-*")):
+        raise tools.ExperimentError(
+            f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
+        )
+    files = {"train": "train-*", "validation": "validation", "test": "test"}
+    sources = {split: (str(corpus.absolute() / f"{name}.jsonl.zst"),) for split, name in files.items()}
+    splits = {split: prepare(Settings(source, split, "bytes"), out / "data") for split, source in sources.items()}
     read = lambda seed: train_iterator(splits["train"], length, batch_size, seed)
     train = np.stack([[next(batches)["tokens"] for _ in range(n_steps)] for batches in map(read, seeds)])
     arrays = {"train": train.astype(np.uint16)}
     for split in ("validation", "test"):
-        batches = list(evaluation_batches(splits[split], length, ROWS))
+        batches = list(EvaluationBatches(splits[split], length, ROWS))
         arrays[split] = np.concatenate([each["tokens"] for each in batches]).astype(np.uint16)
         arrays[f"{split}_lengths"] = np.concatenate([each["mask"].sum(1) for each in batches])
     documents = find_documents(splits["test"], get_tokenizer("bytes", out / "data" / "test"))

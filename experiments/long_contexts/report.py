@@ -7,7 +7,8 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
-from experiments.reports import Results, explain_family, make_figure, show_family, table
+from experiments.reports import Results, explain_family, show_family, table
+from heinsen.figures import make_figure
 
 READINGS = {"windows": "windows", "sliding": "windows that slide by half", "stream": "stream"}
 

@@ -6,7 +6,8 @@ from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
 from experiments.recall_by_state import config
-from experiments.reports import Results, explain_family, make_figure, show_family, table, tuning_section
+from experiments.reports import Results, explain_family, show_family, table, tuning_section
+from heinsen.figures import make_figure
 
 
 def report(results: Results) -> list[str]:

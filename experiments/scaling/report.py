@@ -9,7 +9,6 @@ from experiments.reports import (
     Difference,
     Results,
     explain_family,
-    make_figure,
     seed_interval,
     show_family,
     table,
@@ -17,6 +16,7 @@ from experiments.reports import (
 )
 from experiments.scaling import config
 from experiments.scaling.law import Law
+from heinsen.figures import make_figure
 
 BASELINES = "gated softmax", "softmax", "linear"
 DOUBLING = "doubling"

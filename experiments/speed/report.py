@@ -2,7 +2,8 @@
 
 from matplotlib.figure import Figure
 
-from experiments.reports import Results, make_figure, table
+from experiments.reports import Results, table
+from heinsen.figures import make_figure
 
 DRAWN = {f"{kind}, additions, GPT-2's block": kind for kind in ("exponential", "linear", "delta rule", "gated softmax")}
 

@@ -8,14 +8,12 @@ not depend on which rows: a run resumes unchanged on another number of processes
 datasets.
 """
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterator
 
 import grain
 import numpy as np
-from jaxtyping import Int64
 
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.mixture import Mixture, check_mixture, deal, whole_weights
@@ -108,18 +106,15 @@ def _check_enough(dataset: TokenDataset, sequence_length: int, batch_size: int, 
         )
 
 
-def evaluation_batches(
-    dataset: TokenDataset,
-    sequence_length: int,
-    batch_size: int,
-    rows: np.ndarray | None = None,
-    max_tokens: int | None = None,
-) -> "EvaluationBatches":
-    """Return batches that predict every token of a split exactly once, in order.
+class EvaluationBatches:
+    """Batches that predict every token of a split exactly once, in order.
 
     An end-of-text token is put before the split, so that its first token is predicted too. Rows and batches are padded
     with end-of-text tokens to static shapes, and the padding is masked. The number of batches does not depend on the
     rows.
+
+    Iterating, as often as needed, yields `{"tokens": int32 [b, T + 1], "mask": bool [b, T]}` with `b = len(rows)`;
+    where `mask[i, t]` is true, the target `tokens[i, t + 1]` counts.
 
     Args:
       dataset: the split.
@@ -128,42 +123,38 @@ def evaluation_batches(
       rows: which rows of each global batch to read, sorted; None means all.
       max_tokens: predict only this many tokens from the start of the split; None means all.
 
-    Returns:
-      A sized iterable, usable any number of times, of `{"tokens": int32 [b, T + 1], "mask": bool [b, T]}` with
-      `b = len(rows)`; where `mask[i, t]` is true, the target `tokens[i, t + 1]` counts. The masks of all rows together
-      sum to `EvaluationBatches.n_tokens`.
+    Attributes:
+      n_tokens: the number of targets in all rows of the global batches.
 
     Raises:
       ValueError: an argument is out of range.
     """
-    rows = _check_arguments(sequence_length, batch_size, rows)
-    if max_tokens is not None and max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-    n_tokens = dataset.n_tokens if max_tokens is None else min(max_tokens, dataset.n_tokens)
-    return EvaluationBatches(dataset, sequence_length, batch_size, rows, n_tokens)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class EvaluationBatches:
-    """The batches of `evaluation_batches`. `n_tokens` is the number of targets in all rows of the global batches."""
-
-    dataset: TokenDataset
-    sequence_length: int
-    batch_size: int
-    rows: Int64[np.ndarray, " b"]
-    n_tokens: int
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        sequence_length: int,
+        batch_size: int,
+        rows: np.ndarray | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        self.dataset, self.n_tokens = dataset, min(max_tokens or dataset.n_tokens, dataset.n_tokens)
+        self._length, self._batch_size = sequence_length, batch_size
+        self._rows = _check_arguments(sequence_length, batch_size, rows)
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        windows = -(-self.n_tokens // self.sequence_length)
-        return -(-windows // self.batch_size)
+        windows = -(-self.n_tokens // self._length)
+        return -(-windows // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        length = self.sequence_length
+        length, rows = self._length, self._rows
         for index in range(len(self)):
             # Window w predicts tokens w·T to (w+1)·T and sees the one before them.
-            starts = (index * self.batch_size + self.rows) * length
-            tokens = np.full((len(self.rows), length + 1), self.dataset.eot_id, np.int32)
+            starts = (index * self._batch_size + rows) * length
+            tokens = np.full((len(rows), length + 1), self.dataset.eot_id, np.int32)
             for row, start in zip(tokens, starts.tolist(), strict=True):
                 stop = min(start + length, self.n_tokens)
                 if start == 0:  # the token before the split is the end of text that the row is filled with

@@ -20,7 +20,7 @@ from heinsen.data.dataset import FORMAT_VERSION, Metadata, sum_shards
 from heinsen.data.readers import PreparationError
 from heinsen.data.shards import METADATA_FILE, SOURCE_DTYPE, ShardRecord, check_shard, check_sources, token_dtype
 from heinsen.data.sources import InputPosition
-from heinsen.data.tokenize import TokenizedDocument
+from heinsen.data.tokenization import TokenizedDocument
 from heinsen.data.tokenizer import Tokenizer, write_tokenizer_file
 from heinsen.files import LockedError, atomic_writer, hold_lock, name_errors, seal, unseal
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from heinsen.evaluation.by_document import DocumentLosses
+from heinsen.evaluation.document_losses import DocumentLosses
 from heinsen.evaluation.loss import perplexity
 
 RESAMPLES = 1000

@@ -13,9 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from heinsen.evaluation.bootstrap import Interval, MixtureLosses, interval, ratio, resample, weigh
-from heinsen.evaluation.by_document import LAST_POSITIONS, N_RANGES
-from heinsen.figures import place_legend, pyplot
-from heinsen.files import write_figure
+from heinsen.evaluation.document_losses import LAST_POSITIONS, N_RANGES
+from heinsen.figures import make_figure, save_figure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Context:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByPosition:
+class PositionLosses:
     """Losses by position and by context.
 
     Attributes:
@@ -73,7 +72,7 @@ class ByPosition:
     far: Comparison | None
 
 
-def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> ByPosition:
+def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> PositionLosses:
     """Return the loss in each range of positions that has tokens, and the benefit of seeing more than the window.
 
     Both arguments are measured on the same mixture, with windows of one length.
@@ -103,7 +102,7 @@ def compare_positions(windows: MixtureLosses, streaming: MixtureLosses) -> ByPos
         for first, last, n, loss in zip(firsts, lasts, n_context, ratio(nats, tokens), strict=True)
         if n
     ]
-    return ByPosition(windows[0][0].window, ranges, contexts, far)
+    return PositionLosses(windows[0][0].window, ranges, contexts, far)
 
 
 def _compare(
@@ -132,12 +131,9 @@ def _compare(
 # ---- the plot ------------------------------------------------------------------------------------
 
 
-def plot_positions(result: ByPosition, title: str, path: Path) -> None:
+def plot_positions(result: PositionLosses, title: str, path: Path) -> None:
     """Plot the loss by position in the document, in windows and streaming, and by context in the window."""
-    plt = pyplot()
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8, 7.5), sharex=True, height_ratios=(2, 1), layout="constrained"
-    )
+    figure, (above, below) = make_figure(2, 1, figsize=(8, 7.5), sharex=True, height_ratios=(2, 1))
     window, ranges = result.window, result.ranges
     _draw(above, ranges, "windows", f"windows of {window}, by position in the document", "C0")
     _draw(above, ranges, "streaming", "streaming, by position in the document", "C1")
@@ -152,9 +148,7 @@ def plot_positions(result: ByPosition, title: str, path: Path) -> None:
     for axes in (above, below):
         axes.axvline(window, color="0.5", lw=0.8, ls=":")
         axes.grid(alpha=0.3)
-    place_legend(figure)
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)
+    save_figure(path, figure)
 
 
 def _draw(axes: Any, ranges: Sequence[PositionRange], name: str, label: str | None, color: str) -> None:

@@ -11,8 +11,8 @@ from heinsen.data.documents import find_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
 from heinsen.errors import HeinsenError
 from heinsen.evaluation.bootstrap import Estimate, MixtureLosses, estimate, estimate_sources
-from heinsen.evaluation.by_document import DocumentLosses, measure_streaming, measure_windows, round_up
-from heinsen.evaluation.positions import ByPosition, compare_positions
+from heinsen.evaluation.document_losses import DocumentLosses, measure_streaming, measure_windows, round_up
+from heinsen.evaluation.positions import PositionLosses, compare_positions
 from heinsen.parallel import n_batch_parts
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import open_split
@@ -47,7 +47,7 @@ class SplitResult:
     dataset_losses: list[tuple[str, float, float]]
     total: Estimate
     sources: dict[str | None, Estimate] | None
-    positions: ByPosition | None
+    positions: PositionLosses | None
 
 
 def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: bool, with_positions: bool) -> SplitResult:

@@ -5,7 +5,7 @@ from typing import Any
 
 from heinsen.evaluation.bootstrap import Estimate, Interval
 from heinsen.evaluation.loss import perplexity
-from heinsen.evaluation.positions import ByPosition, Comparison, Context, PositionRange
+from heinsen.evaluation.positions import Comparison, Context, PositionLosses, PositionRange
 from heinsen.evaluation.split import SplitResult
 from heinsen.evaluation.tasks import TaskResult
 
@@ -89,7 +89,7 @@ def _source_table(sources: dict[str, Estimate]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def format_positions(positions: ByPosition) -> str:
+def format_positions(positions: PositionLosses) -> str:
     """Format, by ranges of positions, the losses of the same tokens in windows and streaming, and the conclusion."""
     context_losses = {context.first: f"{context.loss:.4f}" for context in positions.contexts}
     ranges = {r.first: r for r in positions.ranges}

@@ -145,11 +145,11 @@ def run_layers(
 
 
 class Layer(nn.Module):
-    """The paper's layer: x + W3 GLU(W2 mix(q, k, v)), with (q, k, v) = W1 LayerNorm(x) split head by head.
+    """The paper's layer: x + W3 GLU(W2 attend(q, k, v)), with (q, k, v) = W1 LayerNorm(x) split head by head.
 
     Shapes: x [B, T, D], W1 [D, H (2K + V)], W2 [H V, 2D], W3 [D, D]. The paper's attention takes log v for v, and
     returns the logarithm of its output. A short convolution, if the config has one, follows W1. With an output gate W2
-    reads mix(...) times 2 sigmoid(Wg LayerNorm(x)), Wg [D, H V].
+    reads attend(...) times 2 sigmoid(Wg LayerNorm(x)), Wg [D, H V].
     """
 
     config: ModelConfig
@@ -170,8 +170,8 @@ class Layer(nn.Module):
         if self.mixer.takes_log_decay and self.config.causal and not self.mixer.has_cache:
             k, context = hide_padding(k, context)
         is_step = state.attention is not None and context.slot.shape[1] == 1
-        mix = self.mixer.step if is_step else self.mixer.parallel
-        y, mixer_state = mix(q, k, values, state.attention, context, self.mesh)
+        attend = self.mixer.step if is_step else self.mixer.attend
+        y, mixer_state = attend(q, k, values, state.attention, context, self.mesh)
         y = checkpoint_name(y.astype(self.config.dtype), ATTENTION)
         y = self.merge_heads(y, normed)
         self.record("attention", lambda: self.rms(y))
@@ -242,7 +242,7 @@ class Layer(nn.Module):
 
 
 class GPT2Layer(Layer):
-    """GPT-2's layer: x = x + Wo mix(split(W1 LayerNorm(x)));  x + Wout gelu(Win LayerNorm(x)).
+    """GPT-2's layer: x = x + Wo attend(split(W1 LayerNorm(x)));  x + Wout gelu(Win LayerNorm(x)).
 
     Shapes: Wo [H V, D], Win [D, 4D], Wout [4D, D]. Weights start normal; those of the 2 L matrices whose output is
     added to the residual stream have a standard deviation smaller by 1/sqrt(2 L).

@@ -133,7 +133,7 @@ class Spread(NamedTuple):
         return lax.stop_gradient(jnp.all(of_keys + of_values <= LARGEST_SPREAD))
 
 
-class Read(NamedTuple):
+class QueryMeans(NamedTuple):
     """What queries read: y or log y [*batch, C, V], and their Z [*batch, C] relative to exp(r)."""
 
     y: Array
@@ -150,20 +150,20 @@ class QuerySums(NamedTuple):
     b: Array | None  # [*batch, V]
     shift: Array  # [*batch, C]: 0, of the weights: `split_shift`
 
-    def mean(self) -> Read:
+    def mean(self) -> QueryMeans:
         z, shift = self.z * jnp.exp(self.shift), self.shift[..., None]
         if self.b is None:
-            return Read(safe_divide(self.s, self.z[..., None]), z, self.r)
+            return QueryMeans(safe_divide(self.s, self.z[..., None]), z, self.r)
         log_mean = (safe_log(self.s) - jnp.where(self.s == 0, shift, 0.0)) - safe_log(self.z)[..., None]
         log_y = jnp.where((self.z == 0)[..., None], NEG_INF, log_mean) + finite(self.b)[..., None, :]
-        return Read(log_y, z, self.r)
+        return QueryMeans(log_y, z, self.r)
 
     def lost_terms(self) -> Array:
         """Whether a sum may have lost terms, [*batch]."""
         return lost_terms(self.s, self.z, self.b)
 
 
-def read_state(q: Array, state: Summary, precision: Precision) -> Read:
+def read_state(q: Array, state: Summary, precision: Precision) -> QueryMeans:
     """What queries [*batch, T, K] read of a state alone; it loses no term where the state has lost none."""
     c = lax.stop_gradient(state.c)[..., None, :]
     exponents, r = centered_sum(q, c)
@@ -331,12 +331,12 @@ def attend_both_ways(
     empty = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
     states = jax.tree.map(lambda *x: jnp.stack(x), empty if state is None else state, empty)
     read, end = _attend(signed, True, choose_split(both[1].shape), *both, states)
-    earlier, later = (Read(*(x[i] for x in read)) for i in range(2))
-    later = Read(*(jnp.roll(flip(x, axis), -1, axis=axis) for x, axis in zip(later, (-2, -1, -1), strict=True)))
+    earlier, later = (QueryMeans(*(x[i] for x in read)) for i in range(2))
+    later = QueryMeans(*(jnp.roll(flip(x, axis), -1, axis=axis) for x, axis in zip(later, (-2, -1, -1), strict=True)))
     return _merge_reads(signed, earlier, later), jax.tree.map(lambda x: x[0], end)
 
 
-def _merge_reads(signed: bool, a: Read, b: Read) -> Array:
+def _merge_reads(signed: bool, a: QueryMeans, b: QueryMeans) -> Array:
     """y or log y of queries that have read two sets of keys."""
     r = jnp.maximum(a.r, b.r)
     log_z = [jnp.where(x.z == 0, NEG_INF, safe_log(x.z) + (finite(x.r) - finite(r))) for x in (a, b)]
@@ -373,7 +373,7 @@ def _attend(
     values: Array,
     log_decay: Array | None,
     state: State | None,
-) -> tuple[Read, State]:
+) -> tuple[QueryMeans, State]:
     """What queries read, and the state after all tokens."""
     if state is None:
         state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
@@ -398,7 +398,7 @@ def _sum_all(k: Array, values: Array, log_decay: Array | None, first: Summary) -
 
 def _all_keys(
     split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
-) -> tuple[Read, State]:
+) -> tuple[QueryMeans, State]:
     end = _sum_all(k, values, log_decay, Summary.of(state))
     read = lambda *args: (read_state(q, end, precision_of(values)), end.to_state())
     if end.b is None:
@@ -407,26 +407,28 @@ def _all_keys(
 
 
 def _in_logarithms_if(
-    lost: Array, read: Callable[..., tuple[Read, State]], split: Split, causal: bool, *args: Any
-) -> tuple[Read, State]:
+    lost: Array, read: Callable[..., tuple[QueryMeans, State]], split: Split, causal: bool, *args: Any
+) -> tuple[QueryMeans, State]:
     """What `read` returns, computed from all arguments in logarithms where terms of any sum are lost."""
 
-    def exactly(q: Array, k: Array, values: Array, log_decay: Array | None, state: LogState) -> tuple[Read, State]:
+    def exactly(
+        q: Array, k: Array, values: Array, log_decay: Array | None, state: LogState
+    ) -> tuple[QueryMeans, State]:
         if not causal or log_decay is None:
             *read, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
-            return Read(*read), after
+            return QueryMeans(*read), after
         shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
         k = k - shift[..., None]
         y, z, r, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
-        return Read(y, z * jnp.exp(shift), r), after.decay(shift[..., -1])
+        return QueryMeans(y, z * jnp.exp(shift), r), after.decay(shift[..., -1])
 
-    result: tuple[Read, State] = lax.cond(jnp.any(lost), jax.checkpoint(exactly), read, *args)
+    result: tuple[QueryMeans, State] = lax.cond(jnp.any(lost), jax.checkpoint(exactly), read, *args)
     return result
 
 
 def _causal(
     split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
-) -> tuple[Read, State]:
+) -> tuple[QueryMeans, State]:
     first, tokens = Summary.of(state), (q, k, values, log_decay, state)
     is_log, batch, n_tokens = first.b is not None, k.shape[:-2], k.shape[-2]
 
@@ -467,8 +469,10 @@ def _causal(
     before = jax.tree.map(lambda x: x.reshape(*k.shape[:-2], *x.shape[len(batch) + 1 :]), before)
     lost_state = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
 
-    def read(weigh: Callable[..., Weights], *args: Any) -> tuple[Read, Array]:
-        def read_some(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, Array]:
+    def read(weigh: Callable[..., Weights], *args: Any) -> tuple[QueryMeans, Array]:
+        def read_some(
+            q: Array, k: Array, values: Array, decays: Array | None, before: Summary
+        ) -> tuple[QueryMeans, Array]:
             sums = read_chunk(weigh, q, k, values, decay_of(decays), before)
             return sums.mean(), sums.lost_terms()
 
@@ -476,10 +480,10 @@ def _causal(
         read, lost = again(read_some)(*args) if split.chunks is None else in_parts(*args)
         return jax.tree.map(to_tokens, read._replace(z=read.z * jnp.exp(shift))), jnp.any(lost)
 
-    def by_product(*args: Any) -> tuple[Read, State]:
+    def by_product(*args: Any) -> tuple[QueryMeans, State]:
         return read(product_weights, *args)[0], end.to_state()
 
-    def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[Read, State]:
+    def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[QueryMeans, State]:
         values, taint = isolate_values(values, not is_log)
         if decays is not None:
             taint = jnp.where(jnp.isnan(decays), jnp.nan, taint)
@@ -492,7 +496,7 @@ def _causal(
 
     b = None if before.b is None or own.b is None else jnp.maximum(before.b, own.b)
     is_exact = spread.allows_one_product(before.c, b) & ~lost_state & ~jnp.any(jnp.isnan(total))
-    result: tuple[Read, State] = lax.cond(is_exact, by_product, by_blocks, q, k, values, decays, before)
+    result: tuple[QueryMeans, State] = lax.cond(is_exact, by_product, by_blocks, q, k, values, decays, before)
     return result
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heinsen.figures import count_tokens, place_legend, pyplot, smooth
+from heinsen.figures import count_tokens, make_figure, place_legend, pyplot, smooth
 from heinsen.files import write_atomically
 from heinsen.sweep.definition import Definition
 from heinsen.sweep.folder import REPORT_FILE, SweepFolder
@@ -127,7 +127,7 @@ def _draw_effects(effects: Effects, space: Space) -> Any:
     n_columns = min(3, len(effects))
     n_rows = -(-len(effects) // n_columns)
     size = (3.6 * n_columns, 3.0 * n_rows)
-    figure, grid = pyplot().subplots(n_rows, n_columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    figure, grid = make_figure(n_rows, n_columns, figsize=size, sharey=True, squeeze=False)
     for axes, (field, groups) in zip(grid.flat, effects.items(), strict=False):
         values, middles = space.get(field), []
         for i, group in enumerate(groups.values()):
@@ -151,15 +151,14 @@ def _draw_effects(effects: Effects, space: Space) -> Any:
 
 def _draw_curves(folder: SweepFolder, views: Sequence[RunView]) -> Any:
     """Draw the training loss, smoothed, and the validation loss of runs, given the best first."""
-    plt = pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, panels = make_figure(1, 2, figsize=(11, 4.6))
     logs = [read_metrics(folder.folder(view.run)) for view in views]
     for axes, name, title in zip(panels, ("loss", "validation_loss"), ("training", "validation"), strict=True):
         for i, (view, log) in enumerate(zip(views, logs, strict=True)):
             if points := metric_points(log, name):
                 x, y = np.array(points, float).T
                 y = smooth(y, _SMOOTHING) if name == "loss" else y
-                color = plt.get_cmap("viridis")(0.9 * i / max(len(views) - 1, 1))
+                color = pyplot().get_cmap("viridis")(0.9 * i / max(len(views) - 1, 1))
                 style = dict(
                     ls="-" if view.state == "finished" else "--",
                     lw=2.5 if i == 0 else 1.2,

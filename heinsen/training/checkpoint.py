@@ -38,7 +38,7 @@ class CheckpointError(HeinsenError, RuntimeError):
     """A checkpoint that is missing, damaged, of another run, or cannot be saved."""
 
 
-class Restored(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint's contents."""
 
     step: int
@@ -123,7 +123,7 @@ class Checkpoints:
             raise self._not_saved(step, error) from error
         self._saving = step, response
 
-    def restore_newest(self, abstract: TrainState, *config_hashes: str) -> Restored | None:
+    def restore_newest(self, abstract: TrainState, *config_hashes: str) -> Checkpoint | None:
         """Restore the newest whole checkpoint with the shardings of `abstract`; return None if there is no checkpoint.
 
         Newer checkpoints are damaged: they are moved away, with a warning for each. config_hashes: those of the config,
@@ -134,12 +134,13 @@ class Checkpoints:
         """
         self._close()
         newest, damaged = _find_newest(self.directory, abstract._asdict(), config_hashes)
-        if newest is not None:
-            self._move_away(damaged, newest.step)
-        self._open()
         if newest is None:
+            self._open()  # rather than at the first save, where it may fail
             return None
-        return Restored(newest.step, TrainState(**newest.fields), newest.record["position"])
+        step, record, fields = newest
+        self._move_away(damaged, step)
+        self._open()
+        return Checkpoint(step, TrainState(**fields), record["position"])
 
     def _open(self) -> ocp.training.Checkpointer:
         """Open Orbax's view of the folder, unless it is open."""
@@ -221,10 +222,11 @@ def restore_params(
     newest, damaged = _find_newest(directory, {"params": abstract_params}, config_hashes)
     if newest is None:
         raise CheckpointError(f"{directory} holds no whole checkpoint: let train.py reach one (checkpoint_every)")
+    step, _, fields = newest
     if jax.process_index() == 0:
-        for step, why in damaged.items():
-            warn(f"{directory / str(step)} is damaged: {why}. Using step {newest.step}")
-    return newest.step, newest.fields["params"]
+        for newer, why in damaged.items():
+            warn(f"{directory / str(newer)} is damaged: {why}. Using step {step}")
+    return step, fields["params"]
 
 
 # ---- the record ------------------------------------------------------------------------------
@@ -294,18 +296,10 @@ def _differences(recorded: dict[str, list[str]], wanted: dict[str, Any]) -> list
 # ---- finding a whole checkpoint --------------------------------------------------------------
 
 
-class _Whole(NamedTuple):
-    """A checkpoint that is whole."""
-
-    step: int
-    record: dict[str, Any]
-    fields: dict[str, Any]
-
-
 def _find_newest(
     directory: Path, wanted: dict[str, Any], config_hashes: Collection[str] = ()
-) -> tuple[_Whole | None, dict[int, str]]:
-    """Return the newest whole checkpoint, None if there are no checkpoints, and {newer step: its damage}.
+) -> tuple[tuple[int, dict[str, Any], dict[str, Any]] | None, dict[int, str]]:
+    """Return (step, record, fields) of the newest whole checkpoint and {newer step: its damage}; None if there is none.
 
     All processes return the same: what one of them cannot read counts as damaged for all, and the rest follows from the
     record and from checksums over all devices. Raises CheckpointError if all are damaged.
@@ -324,7 +318,7 @@ def _find_newest(
         if record is not None and fields is not None:
             changed = [name for name, x in _describe(fields).items() if record["arrays"][name] != x]
             if not changed:
-                return _Whole(step, record, fields), {at: why for at, why in damaged.items() if at > step}
+                return (step, record, fields), {at: why for at, why in damaged.items() if at > step}
             reason = f"{len(changed)} arrays are not as they were saved: {_join_first(changed)}"
         damaged[step] = str(reason)
     if not damaged:

@@ -8,8 +8,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -17,7 +18,7 @@ from jaxtyping import Int
 
 from heinsen.config import from_mapping
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.loader import Batch, EvaluationBatches, evaluation_batches, train_iterator
+from heinsen.data.loader import Batch, EvaluationBatches, train_iterator
 from heinsen.data.mixture import bytes_per_token, open_mixture
 from heinsen.data.shards import DatasetError
 from heinsen.models.masking import mask_tokens
@@ -56,17 +57,6 @@ def _read_vocab_size(path: str) -> int:
         raise DatasetError(f"{error}. To plan without it, give --config.model.vocab_size") from error
 
 
-@runtime_checkable
-class BatchIterator(Protocol):
-    """Endless batches whose position can be saved as JSON; Grain's iterators are such."""
-
-    def __next__(self) -> Batch: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
-
-
 class ValidationSet(NamedTuple):
     """Validation batches of one dataset, with its share of the mixture."""
 
@@ -90,7 +80,7 @@ class RunData:
       validation_bytes_per_token: of the validation text.
     """
 
-    batches: BatchIterator
+    batches: grain.DatasetIterator[Batch]
     rows: np.ndarray
     digest: str
     tokenizer: str
@@ -120,7 +110,7 @@ class RunData:
             tokenizer_folder=training[0][0].path,
             bytes_per_token=bytes_per_token(training),
             validation=[
-                ValidationSet(name, share, evaluation_batches(dataset, *evaluated))
+                ValidationSet(name, share, EvaluationBatches(dataset, *evaluated))
                 for name, (dataset, share) in zip(names, validation, strict=True)
             ],
             validation_bytes_per_token=bytes_per_token(validation),

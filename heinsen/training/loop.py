@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from heinsen.data.tokenizer import read_tokenizer_file, write_tokenizer_file
-from heinsen.errors import HeinsenError, Interrupted, describe
+from heinsen.errors import HeinsenError, Interruption, describe
 from heinsen.evaluation.loss import Evaluation
 from heinsen.host import keep_host_memory
 from heinsen.models import Params, count_params
@@ -42,7 +42,7 @@ class NonFiniteLossError(HeinsenError, RuntimeError):
     """The loss, the gradient or the parameters are no longer finite."""
 
 
-class RunInterrupted(Interrupted):
+class RunInterruption(Interruption):
     """A signal of `StopSignals` or a preemption notice arrived; the run's state is saved."""
 
 
@@ -52,7 +52,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
 
     Raises:
       DatasetError, MeshError, RunError, CheckpointError: before anything is overwritten.
-      NonFiniteLossError, RunInterrupted, DeviceError, RunError and CheckpointError (the folder can no longer be
+      NonFiniteLossError, RunInterruption, DeviceError, RunError and CheckpointError (the folder can no longer be
         written), DatasetError (the data can no longer be read): later, with whole checkpoints to resume from.
     """
     keep_host_memory()
@@ -160,7 +160,7 @@ class _Loop:
             if stopping is not None and not is_last:
                 self.checkpoints.wait()
                 saved = self.checkpoints.path(step)
-                raise RunInterrupted(f"{stopping} at step {step}: saved {saved}; rerun the same command to resume")
+                raise RunInterruption(f"{stopping} at step {step}: saved {saved}; rerun the same command to resume")
         self.checkpoints.wait()
         return result or self.validate(c.total_steps, state.params)[0]
 

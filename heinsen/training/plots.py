@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from heinsen.figures import count_tokens, place_legend, pyplot, set_title
-from heinsen.files import write_figure
+from heinsen.figures import count_tokens, make_figure, pyplot, save_figure, set_title
 from heinsen.training.metrics import metric_points, read_metrics
 
 
@@ -20,38 +19,32 @@ def plot_run(workdir: Path) -> list[Path]:
 
 def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     """Training and validation loss over tokens."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = make_figure(figsize=(8, 5))
     for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
         points = metric_points(entries, name)
         if points:
             axes.plot(*zip(*points, strict=True), style, label=f"{label}: {points[-1][1]:.3f}", lw=1, ms=4)
-    place_legend(figure)
     count_tokens(axes.xaxis)
     axes.set(xlabel="tokens", ylabel="loss (nats per token)")
     set_title(figure, workdir.name)
     axes.grid(alpha=0.3)
     path = workdir / "plots" / "loss.png"
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)
+    save_figure(path, figure)
     return path
 
 
 def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     """Every head's time constant over tokens, one panel for each layer."""
-    plt = pyplot()
     names = sorted({name for entry in entries for name in entry if name.startswith("time_constant/")}, key=_numbers)
     layers = sorted({_numbers(name)[0] for name in names})
     n_columns = min(4, len(layers))
     n_rows = -(-len(layers) // n_columns)
     size = (max(6, 3 * n_columns), 1.5 + 2 * n_rows)
-    figure, grid = plt.subplots(
-        n_rows, n_columns, figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
+    figure, grid = make_figure(n_rows, n_columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for i, (axes, layer) in enumerate(zip(grid.flat, layers, strict=False)):
         heads = [name for name in names if _numbers(name)[0] == layer]
         for j, name in enumerate(heads):
-            color = plt.get_cmap("viridis")(j / max(1, len(heads) - 1))
+            color = pyplot().get_cmap("viridis")(j / max(1, len(heads) - 1))
             label = f"head {_numbers(name)[1]}"
             axes.plot(*zip(*metric_points(entries, name), strict=True), ".-", color=color, lw=1, ms=3, label=label)
         count_tokens(axes.xaxis)
@@ -64,10 +57,8 @@ def _plot_time_constants(workdir: Path, entries: Sequence[Mapping[str, Any]]) ->
         axes.remove()
     set_title(figure, f"{workdir.name}: time constants of the forget gate, by head")
     figure.supylabel("time constant (tokens)", fontsize="medium")
-    place_legend(figure)
     path = workdir / "plots" / "time_constants.png"
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)
+    save_figure(path, figure)
     return path
 
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from heinsen.decoding import Prefix, Sampling, decode, step_params
 from heinsen.errors import InputError
-from heinsen.figures import count_tokens, place_legend, pyplot
-from heinsen.files import write_figure
+from heinsen.figures import count_tokens, make_figure, save_figure
 from heinsen.host import keep_host_memory
 from heinsen.models import ModelConfig, Params, count_params, init_model_state, init_params
 from heinsen.ops.states import LogState
@@ -188,8 +187,7 @@ def report(summary: Result) -> list[str]:
 
 def plot(summary: Result, path: Path) -> None:
     """Draw time per token and size of the state against the context, for the first batch size."""
-    plt = pyplot()
-    figure, (times, sizes) = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    figure, (times, sizes) = make_figure(1, 2, figsize=(10, 4.5))
     results = [r for r in summary["results"] if r["batch"] == summary["results"][0]["batch"]]
     for name in dict.fromkeys(r["name"] for r in results):
         contexts, milliseconds, state_bytes = zip(
@@ -206,6 +204,4 @@ def plot(summary: Result, path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}" if axis is times else "")
     figure.suptitle(f"decoding, {summary['parameters'] / 1e6:.0f}M parameters: {summary['device']}")
-    place_legend(figure)
-    write_figure(path, figure, dpi=120)
-    plt.close(figure)
+    save_figure(path, figure)

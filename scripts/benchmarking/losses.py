@@ -19,7 +19,7 @@ import jax
 
 from configs import demo
 from heinsen.config import from_mapping
-from heinsen.data.prepare import Settings, prepare
+from heinsen.data.preparation import Settings, prepare
 from heinsen.errors import HeinsenError
 from heinsen.files import make_folder, write_atomically
 from heinsen.training.config import TrainConfig

@@ -7,7 +7,7 @@ import pytest
 
 from heinsen.data import writer as writer_module
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.prepare import Settings, prepare
+from heinsen.data.preparation import Settings, prepare
 from heinsen.data.tokenizer import get_tokenizer
 
 

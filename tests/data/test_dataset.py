@@ -17,7 +17,7 @@ import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.documents import find_documents
-from heinsen.data.loader import evaluation_batches, train_iterator
+from heinsen.data.loader import EvaluationBatches, train_iterator
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.files import seal
 
@@ -185,7 +185,7 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_their_place(make_data
     with pytest.raises(DatasetError, match=message):
         find_documents(dataset, get_tokenizer("bytes"))
     with pytest.raises(DatasetError, match=message):
-        list(evaluation_batches(dataset, 7, 2))
+        list(EvaluationBatches(dataset, 7, 2))
     small = dataset.n_tokens // 3  # windows that leave out no more than a third
     batches = train_iterator([(dataset, 1), (dataset, 2)], small, 1, 0)
     if start < small * ((dataset.n_tokens - 1) // small):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.loader import count_windows, evaluation_batches, train_iterator
+from heinsen.data.loader import EvaluationBatches, count_windows, train_iterator
 
 LENGTH = 5
 
@@ -153,7 +153,7 @@ def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, proc
         max_tokens = int(rng.integers(2, len(stream)))
     batch_size = process_count * int(rng.integers(1, 9))
     rows = _random_rows(batch_size, process_count, rng)
-    per_process = [evaluation_batches(dataset, LENGTH, batch_size, own, max_tokens) for own in rows]
+    per_process = [EvaluationBatches(dataset, LENGTH, batch_size, own, max_tokens) for own in rows]
     assert {batches.n_tokens for batches in per_process} == {min(max_tokens or len(stream), len(stream))}
     lengths = {len(batches) for batches in per_process} | {len(list(batches)) for batches in per_process}
     assert len(lengths) == 1  # as announced, and the same in all processes
@@ -172,7 +172,7 @@ def test_evaluation_predicts_each_token_once_in_order(dataset, stream, rng, proc
 
 
 def test_evaluation_of_a_split_that_fills_its_batches(make_dataset, rng):
-    batches = evaluation_batches(TokenDataset(make_dataset([rng.integers(0, 257, 4 * LENGTH)])), LENGTH, 2)
+    batches = EvaluationBatches(TokenDataset(make_dataset([rng.integers(0, 257, 4 * LENGTH)])), LENGTH, 2)
     assert len(batches) == 2 and all(batch["mask"].all() for batch in batches)
 
 
@@ -189,14 +189,14 @@ def test_arguments_out_of_range(dataset, arguments):
     arguments = {"sequence_length": LENGTH, "batch_size": 2, **arguments}
     for call in (
         lambda: train_iterator(dataset, seed=0, **arguments),
-        lambda: evaluation_batches(dataset, **arguments),
+        lambda: EvaluationBatches(dataset, **arguments),
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
     with pytest.raises(ValueError, match="seed"):
         train_iterator(dataset, LENGTH, 2, seed=-1)
     with pytest.raises(ValueError, match="max_tokens"):
-        evaluation_batches(dataset, LENGTH, 2, max_tokens=0)
+        EvaluationBatches(dataset, LENGTH, 2, max_tokens=0)
 
 
 # ---- mixtures ------------------------------------------------------------------------------------

@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 import zstandard
 
-from heinsen.data import prepare as prepare_module
-from heinsen.data import tokenize as tokenize_module
+from heinsen.data import preparation, tokenization
 from heinsen.data import writer as writer_module
 from heinsen.data.dataset import DatasetError, TokenDataset
-from heinsen.data.prepare import PreparationError, prepare
+from heinsen.data.preparation import PreparationError, prepare
 from heinsen.data.sources import find_inputs
 from heinsen.errors import exit_on_error
 from heinsen.files import hold_lock
@@ -75,15 +74,15 @@ def test_a_split_without_text_does_not_bind_the_next_attempt(tmp_path, content, 
 def test_number_of_workers(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["text"]))
     settings, counts = settings_of(tmp_path / "a.jsonl"), []
-    original = prepare_module.tokenize_blocks
+    original = preparation.tokenize_blocks
     monkeypatch.setattr(
-        prepare_module,
+        preparation,
         "tokenize_blocks",
         lambda *arguments: (counts.append(arguments[-1]), original(*arguments[:-1], 1))[1],
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(5))
     prepare(settings, tmp_path / "small")
-    monkeypatch.setattr(prepare_module, "_SMALL_BYTES", 1)
+    monkeypatch.setattr(preparation, "_SMALL_BYTES", 1)
     prepare(settings, tmp_path / "large")
     prepare(settings, tmp_path / "given", workers=3)
     assert counts == [1, 5, 3]
@@ -93,13 +92,13 @@ def test_number_of_workers(tmp_path, monkeypatch):
 
 def test_worker_death_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["text"]))
-    monkeypatch.setattr(tokenize_module, "_start_worker", functools.partial(os._exit, 9))
+    monkeypatch.setattr(tokenization, "_start_worker", functools.partial(os._exit, 9))
     with pytest.raises(PreparationError, match="a worker process died"):
         prepare(settings_of(tmp_path / "a.jsonl"), tmp_path / "out", workers=2)
 
 
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare_module, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(preparation, "_LOG_SECONDS", 0.0)
     (tmp_path / "a.jsonl").write_bytes(jsonl(["123456789"] * 3))
     prepare(settings_of(tmp_path / "a.jsonl"), tmp_path / "out")
     lines = capsys.readouterr().err.splitlines()
@@ -276,19 +275,19 @@ def test_a_preparation_at_work_or_finished_is_left_alone(interrupted, tmp_path, 
 
 def test_another_process_that_has_just_finished_is_noticed(interrupted, tmp_path, monkeypatch):
     settings, folder, documents = interrupted
-    original = prepare_module.open_progress
+    original = preparation.open_progress
 
     @contextlib.contextmanager
     def open_late(path):
         with monkeypatch.context() as patch:
-            patch.setattr(prepare_module, "open_progress", original)
+            patch.setattr(preparation, "open_progress", original)
             prepare(settings, tmp_path / "out")
         times.update(times_of(folder))
         with original(path) as file:
             yield file
 
     times = {}
-    monkeypatch.setattr(prepare_module, "open_progress", open_late)
+    monkeypatch.setattr(preparation, "open_progress", open_late)
     prepare(settings, tmp_path / "out")
     assert times_of(folder) == times
     check_split(folder, documents)

@@ -19,8 +19,8 @@ import pytest
 import zstandard
 
 from heinsen.data import readers as readers_module
-from heinsen.data import tokenize as tokenize_module
-from heinsen.data.prepare import PreparationError, prepare
+from heinsen.data import tokenization
+from heinsen.data.preparation import PreparationError, prepare
 from heinsen.data.sources import check_disjoint, find_inputs
 from tests.data.preparing import check_split, files_of, interrupt, jsonl, settings_of
 from tests.runs import ROOT
@@ -72,11 +72,11 @@ def test_files_become_the_stream_of_their_documents(tmp_path, documents, rng, fo
     dataset = check_split(tmp_path / "out" / "train", documents)
     shards = dataset.metadata["shards"]
     assert len(shards) > 1 and all(shard["num_tokens"] >= 1500 for shard in shards[:-1])
-    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 50)
+    monkeypatch.setattr(tokenization, "BATCH_BYTES", 50)
     monkeypatch.setattr(readers_module, "READ_BYTES", 17)
-    tokenize, sizes = tokenize_module._tokenize_batch, []
+    tokenize, sizes = tokenization._tokenize_batch, []
     record = lambda *arguments: (result := tokenize(*arguments), sizes.append(len(result[1])))[0]
-    monkeypatch.setattr(tokenize_module, "_tokenize_batch", record)
+    monkeypatch.setattr(tokenization, "_tokenize_batch", record)
     prepare(settings_of(folder / "*"), tmp_path / "glob", workers=1)  # the same files, in smaller pieces
     check_split(tmp_path / "glob" / "train", documents)
     assert sum(sizes) == len(documents) and len(sizes) > 5
@@ -86,7 +86,7 @@ def test_the_bytes_do_not_depend_on_workers_or_interruptions(tmp_path, documents
     folder = write_files(tmp_path / "in", "jsonl.zst", documents, rng)
     settings = settings_of(folder, tokenizer="gpt2", shard_tokens=1500)
     prepare(settings, tmp_path / "alone", workers=1)
-    monkeypatch.setattr(tokenize_module, "BATCH_BYTES", 300)  # many batches under way at once
+    monkeypatch.setattr(tokenization, "BATCH_BYTES", 300)  # many batches under way at once
     interrupt(settings, tmp_path / "out", 2)  # within a block of lines
     prepare(settings, tmp_path / "out", workers=2)
     check_split(tmp_path / "out" / "train", documents, "gpt2")

@@ -153,7 +153,7 @@ def test_data_modules_import_neither_jax_nor_contrib():
         "import sys, types, importlib.util as u\n"
         "package = sys.modules['heinsen'] = types.ModuleType('heinsen')\n"
         "package.__path__ = [sys.argv[1]]\n"
-        "import heinsen.data.mixture, heinsen.data.prepare\n"
+        "import heinsen.data.mixture, heinsen.data.preparation\n"
         "assert not {'jax', 'absl', 'ml_collections', 'grain', 'datasets'} & sys.modules.keys()\n"
         "others = {m for m in sys.modules if m.startswith('heinsen.') and not m.startswith('heinsen.data')}\n"
         "assert others == {'heinsen.' + name for name in ('errors', 'files', 'progress')}, others\n"

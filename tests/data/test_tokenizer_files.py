@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from heinsen.data import tokenizer as tokenizer_module
 from heinsen.data.dataset import DatasetError, TokenDataset
 from heinsen.data.documents import find_documents
-from heinsen.data.prepare import PreparationError, Settings, prepare
+from heinsen.data.preparation import PreparationError, Settings, prepare
 from heinsen.data.tokenizer import (
     Tokenizer,
     TokenizerFilesError,

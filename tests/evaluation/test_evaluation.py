@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heinsen.data.dataset import TokenDataset
-from heinsen.data.loader import evaluation_batches
+from heinsen.data.loader import EvaluationBatches
 from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step, perplexity
 from heinsen.files import seal
 from heinsen.models import forward
@@ -68,7 +68,7 @@ def measure(model, params, dataset):
     step = make_eval_step(model, mesh)
 
     def measure(batch_size=BATCH, max_tokens=None):
-        batches = evaluation_batches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
+        batches = EvaluationBatches(dataset, LENGTH, batch_size, max_tokens=max_tokens)
         return len(batches), evaluate(step, params, batches, mesh)
 
     return measure
@@ -105,7 +105,7 @@ def test_max_tokens_takes_the_first_ones_in_the_middle_of_a_window_too(measure, 
 def test_sums_are_float64_and_over_the_masked_targets(dataset):
     """A step that returns given sums, which float32 would lose."""
     sums = iter([np.array([2.0**24, 1.0], np.float32), np.array([1.0, 1.0], np.float32)])
-    batches = evaluation_batches(dataset, 3, 2, max_tokens=8)
+    batches = EvaluationBatches(dataset, 3, 2, max_tokens=8)
     result = evaluate(lambda params, batch: next(sums), {}, batches, make_mesh())
     assert result.tokens == 8 and next(sums, None) is None
     assert result.loss == (2**24 + 3) / 8

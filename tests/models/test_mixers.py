@@ -96,7 +96,7 @@ def test_it_computes_its_equation(registered, rng):
     values, m = np.float32(rng.standard_normal((2, 2, 6, 4))), np.zeros((2, 2, 4))
     qkv = 3 * [jnp.asarray(values)]
     _, context = locate_tokens(config, jnp.zeros((2, 6), jnp.int32))
-    y, _ = config.mixers[0].parallel(*qkv, None, context, None)
+    y, _ = config.mixers[0].attend(*qkv, None, context, None)
     for t in range(6):
         m = DECAY * m + (1 - DECAY) * values[:, :, t]
         np.testing.assert_allclose(y[:, :, t], m, atol=1e-6)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from heinsen.data.prepare import Settings, prepare
+from heinsen.data.preparation import Settings, prepare
 from scripts.corpus import duplicates, text
 from scripts.corpus.build import SPLITS, build, describe
 from scripts.corpus.packages import CorpusError, Package, fetch, find_data, read_files

@@ -39,10 +39,10 @@ def train(folder: Path, behaviour: str) -> int:
 
 
 def sweep(path: Path) -> None:
-    """Raises SweepInterrupted."""
-    from heinsen.sweep.drive import drive
+    """Raises SweepInterruption."""
+    from heinsen.sweep.driver import drive
     from heinsen.sweep.folder import SweepFolder
-    from heinsen.sweep.launch import LaunchOptions, LocalLauncher
+    from heinsen.sweep.launcher import LaunchOptions, LocalLauncher
     from heinsen.sweep.search import ListSearch
 
     whole = definition({"behaviour": ("slow", "finish")}, seeds=(0,))

@@ -12,7 +12,7 @@ import submitit
 
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import slurm_job
-from heinsen.sweep.launch import LaunchOptions, SlurmLauncher
+from heinsen.sweep.launcher import LaunchOptions, SlurmLauncher
 from heinsen.sweep.space import SweepError
 from tests.runs import BATCH, LENGTH, OVERRIDES, ROOT, TIMEOUT, finish, read_log
 from tests.sweep import fake

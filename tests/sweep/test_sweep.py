@@ -20,10 +20,10 @@ import pytest
 
 from heinsen.errors import HeinsenError
 from heinsen.files import hold_lock, is_held
-from heinsen.sweep.drive import SweepInterrupted, drive
+from heinsen.sweep.driver import SweepInterruption, drive
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.job import read_status, write_status
-from heinsen.sweep.launch import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher, divide, visible_gpus
+from heinsen.sweep.launcher import Launcher, LaunchOptions, LocalLauncher, SlurmLauncher, divide, visible_gpus
 from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError, parse_space
@@ -207,7 +207,7 @@ def killed(tmp_path_factory):
     terminate = threading.Thread(target=lambda: (wait_for_step(reached + 3), os.kill(os.getpid(), signal.SIGTERM)))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # should it come too late, it is not for the tests
     terminate.start()
-    with pytest.raises(SweepInterrupted, match="rerun the same command to resume"):
+    with pytest.raises(SweepInterruption, match="rerun the same command to resume"):
         fake.sweep(path)
     terminate.join()
     signal.signal(signal.SIGTERM, before)
@@ -283,7 +283,7 @@ class InstantLauncher(Launcher):
 @pytest.fixture
 def quick(monkeypatch):
     """No waiting between looks, and fake runs count as alive without a lock."""
-    monkeypatch.setattr("heinsen.sweep.drive._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("heinsen.sweep.driver._LOOK_SECONDS", 0.0)
     monkeypatch.setattr("heinsen.sweep.folder.is_alive", lambda folder: True)
 
 
@@ -308,7 +308,7 @@ def test_optuna_finds_the_better_part_prunes_and_goes_on(tmp_path, quick):
 
 
 def test_a_log_file_has_an_eta_from_the_first_runs_on(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr("heinsen.sweep.drive._REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr("heinsen.sweep.driver._REDRAW_SECONDS", 0.0)
     _, said = InstantLauncher(tmp_path / "s", definition({"seed": (0, 1, 2, 3)}), lambda point: [1.0] * 5).sweep()
     (line,) = [line for line in said.split("finished", 1)[0].splitlines() if "ETA" in line]
     assert re.fullmatch(r"4 runs: 2 waiting, 2 running; ETA 00:1\d", line), (
@@ -331,7 +331,7 @@ def test_sigterm_stops_a_sweep_wherever_it_arrives(tmp_path, quick):
 
     before = signal.getsignal(signal.SIGTERM)
     launcher = Terminated(tmp_path / "sweep", definition({"seed": (0, 1, 2, 3)}), lambda point: [1.0] * 3)
-    with pytest.raises(SweepInterrupted, match="stopped"):
+    with pytest.raises(SweepInterruption, match="stopped"):
         launcher.sweep()
     assert len(launcher.started) == 2 and signal.getsignal(signal.SIGTERM) == before
 
@@ -348,7 +348,7 @@ def test_trials_that_a_stopped_search_has_left_go_on(tmp_path, quick):
     whole = definition({"rate": Range(0.0, 1.0, False, False)}, search="optuna", trials=5)
     losses = lambda point: [point["rate"]] * 3
     stopped = Stopping(tmp_path / "sweep", whole, losses)
-    with pytest.raises(SweepInterrupted):
+    with pytest.raises(SweepInterruption):
         stopped.sweep()
     left = [view.name for view in SweepFolder.load(tmp_path / "sweep").views() if view.state == "interrupted"]
     assert len(left) == 2
@@ -407,7 +407,7 @@ def test_each_run_at_a_time_gets_a_gpu_of_its_own(ended, monkeypatch):
         taken.append((where.name, environment))
         return Process()
 
-    monkeypatch.setattr("heinsen.sweep.launch.start_run", start)
+    monkeypatch.setattr("heinsen.sweep.launcher.start_run", start)
     launcher = LocalLauncher(SweepFolder.load(folder.path), fake.command, LaunchOptions())
     assert launcher.free() == 2
     launcher.start(folder.runs[:2])

@@ -5,6 +5,7 @@ import shutil
 import sys
 import types
 
+import grain
 import pytest
 
 from heinsen.config import ConfigError
@@ -28,8 +29,8 @@ def with_bad_batches(monkeypatch, bad_steps):
     def train_iterator(*arguments, **options):
         batches = iterate(*arguments, **options)
 
-        class Batches:
-            get_state, set_state = batches.get_state, batches.set_state
+        class Batches(grain.DatasetIterator):
+            get_state, set_state = lambda _: batches.get_state(), lambda _, state: batches.set_state(state)
 
             def __next__(self):
                 step = batches.get_state()["next_index"] + 1

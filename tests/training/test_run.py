@@ -31,7 +31,7 @@ from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import pad_vocabulary, train_config
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
-from heinsen.training.loop import NonFiniteLossError, RunInterrupted, StopSignals, train
+from heinsen.training.loop import NonFiniteLossError, RunInterruption, StopSignals, train
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state
 from heinsen.weights import load_params
@@ -251,7 +251,7 @@ def test_data_are_known_by_their_content_not_their_path(run, config, last_checkp
 def test_runs_from_before_resume(run, config, last_checkpoint, tmp_path):
     """Their checkpoints have a hash of the data's path, too, their config no digest, and fields with other names."""
     workdir = tmp_path / "run"
-    with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
+    with pytest.raises(RunInterruption), pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainConfig, "fingerprint", property(lambda config: config.fingerprints[-1]))
         at_step(patch, 54, lambda: os.kill(os.getpid(), signal.SIGTERM))
         train(config, workdir)
@@ -294,7 +294,7 @@ def test_the_vocabulary_is_the_datas_unless_it_is_given(run, config, commands, t
 def test_samples_are_what_generate_draws_and_change_nothing_else(run, config, last_checkpoint, tmp_path, capfd):
     workdir = copy_run(run.workdir, tmp_path / "run", keep=lambda step: step <= 50)
     sampling = dataclasses.replace(config, sample_tokens=9, validate_every=5)
-    with pytest.raises(RunInterrupted), pytest.MonkeyPatch.context() as patch:
+    with pytest.raises(RunInterruption), pytest.MonkeyPatch.context() as patch:
         at_step(patch, 54, lambda: os.kill(os.getpid(), signal.SIGTERM))
         train(sampling, workdir)
     train(sampling, workdir)
@@ -453,7 +453,7 @@ def test_signals_stop_at_the_end_of_a_step(run, config, last_checkpoint, tmp_pat
     for number, times, step in zip(numbers, [1, 2, 1, 2], [4, 13, 22, 30], strict=True):
         with monkeypatch.context() as patch:
             at_step(patch, step - 1, lambda sent=[number] * times: [os.kill(os.getpid(), each) for each in sent])
-            with pytest.raises(RunInterrupted, match=rf"{number.name} at step {step}: saved .*/checkpoints/{step};"):
+            with pytest.raises(RunInterruption, match=rf"{number.name} at step {step}: saved .*/checkpoints/{step};"):
                 train(config, workdir)
         assert checkpoint_steps(workdir)[-1] == step
         assert read_log(workdir)[-1]["step"] == step

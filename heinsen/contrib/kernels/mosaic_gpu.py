@@ -259,7 +259,7 @@ class _Chunk(NamedTuple):
 # ---- forward ------------------------------------------------------------------------------------------
 
 
-class Written(NamedTuple):
+class ForwardOutputs(NamedTuple):
     """Outputs of the forward kernel."""
 
     y: KernelArray  # [B, T, H, V]
@@ -290,7 +290,7 @@ class _ForwardOperands(NamedTuple):
 
 
 def _forward_kernel(
-    sizes: Sizes, inputs: Inputs, first: KernelSums, out: Written, *, copied: Any, zero: Ref, smem: Any
+    sizes: Sizes, inputs: Inputs, first: KernelSums, out: ForwardOutputs, *, copied: Any, zero: Ref, smem: Any
 ) -> None:
     head, n = _Head.of(inputs.q.shape[2]), sizes.n_chunks
     d_key, d_value, n_rows, registers = sizes.d_key, sizes.d_value, sizes.n_rows, sizes.registers
@@ -371,7 +371,7 @@ def _forward_kernel(
     store(out.end.z.at[head.g], m.z)
 
 
-def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None:
+def _write_means(at: _Chunk, out: ForwardOutputs, s: Array, z: Array, r: Array) -> None:
     """Write what the chunk's queries read, and their sums, from S [C, V], Z [C] and r [C]."""
     d_value, store = at.sizes.d_value, at.sizes.registers.store
     empty = rows(z, d_value) == 0
@@ -391,13 +391,15 @@ def _write_means(at: _Chunk, out: Written, s: Array, z: Array, r: Array) -> None
     store(out.least.at[at.g, at.tokens], least)
 
 
-def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> Written:
+def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> ForwardOutputs:
     n_batch, n_tokens, n_heads, d_key = inputs.q.shape
     d_value, n_chunks = sizes.d_value, sizes.n_chunks
     array = lambda *shape: jax.ShapeDtypeStruct((n_batch * n_heads, *shape), jnp.float32)
     values = lambda dtype: jax.ShapeDtypeStruct((n_batch, n_tokens, n_heads, d_value), dtype)
     tokens, before = array(n_tokens), (array(n_chunks, d_key, d_value), array(n_chunks, d_key))
-    out = Written(values(sizes.y_dtype), values(jnp.float32), tokens, tokens, *before, KernelSums(*map(_like, first)))
+    out = ForwardOutputs(
+        values(sizes.y_dtype), values(jnp.float32), tokens, tokens, *before, KernelSums(*map(_like, first))
+    )
     smem = {
         "q": smem_matrix(CHUNK, d_key),
         "k": smem_matrix(CHUNK, d_key),

@@ -1,7 +1,7 @@
 """The mixer interface: everything in which one kind of attention differs from another.
 
-A mixer is what a layer mixes tokens with. The layer hands it queries, keys and values of all heads; the mixer returns
-one output per token, and its state: what it remembers of the tokens so far. `heinsen.models.mixers` lists the kinds.
+A mixer is the attention of a layer. The layer hands it queries, keys and values of all heads; the mixer returns one
+output per token, and its state: what it remembers of the tokens so far. `heinsen.models.mixers` lists the kinds.
 
 A mixer is a frozen dataclass, and its fields are the fields of `heinsen.models.ModelConfig` that it reads.
 
@@ -104,7 +104,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
     def init_state(self, batch_size: int, capacity: int) -> MixerState:
         """Return the state before any token. A cache has room for `capacity` tokens."""
 
-    def parallel(
+    def attend(
         self,
         q: Float[Array, "B H T K"],
         k: Float[Array, "B H T K"],
@@ -113,7 +113,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
         context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H T V"], MixerState]:
-        """Mix T tokens at once, to train and to read prompts: (output, state after them).
+        """Attend with T tokens at once, to train and to read prompts: (output, state after them).
 
         `state` is what came before (None: nothing). On a mesh the batch and the heads are divided, and tokens too if
         `splits_sequences`.
@@ -124,7 +124,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
     def _attend(
         self, q: Array, k: Array, v: Array, state: MixerState | None, context: TokenContext
     ) -> tuple[Array, MixerState]:
-        """Compute `parallel` on one device, for its share of the batch and of the heads."""
+        """Compute `attend` on one device, for its share of the batch and of the heads."""
 
     def step(
         self,
@@ -135,7 +135,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
         context: TokenContext,
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], MixerState]:
-        """Mix one more token: (output, state after it)."""
+        """Attend with one more token: (output, state after it)."""
         return over_heads(mesh, self._step)(q, k, values, state, context)
 
     def _step(self, q: Array, k: Array, v: Array, state: MixerState, context: TokenContext) -> tuple[Array, MixerState]:

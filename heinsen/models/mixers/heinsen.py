@@ -1,4 +1,4 @@
-"""The paper's attention: softmax attention with constant cost per token (`heinsen.log_attention`).
+"""The paper's attention: linear attention with exponential features (`heinsen.log_attention`).
 
     y[t] = sum_s w[t, s] v[s] / sum_s w[t, s],   w[t, s] = sum_k exp(q[t, k] + k[s, k])     over the visible s
 
@@ -87,7 +87,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
     def splits_sequences(self) -> bool:
         return self.causal
 
-    def parallel(
+    def attend(
         self,
         q: Float[Array, "B H T K"],
         k: Float[Array, "B H T K"],
@@ -112,7 +112,7 @@ class LogHeinsen(Heinsen[LogState | RunningState]):
         mesh: Mesh | None,
     ) -> tuple[Float[Array, "B H 1 V"], LogState | RunningState]:
         if isinstance(state, LogState):
-            return self.parallel(q, k, values, state, context, mesh)
+            return self.attend(q, k, values, state, context, mesh)
         log_y, state = running.take_step(state, q[:, :, 0], k[:, :, 0], values[:, :, 0], _decay_of_token(context))
         return log_y[:, :, None], state
 

@@ -12,10 +12,10 @@ import pytest
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import DocumentBatches, find_documents
 from heinsen.data.tokenizer import get_tokenizer
-from heinsen.evaluation import by_document
+from heinsen.evaluation import document_losses
 from heinsen.evaluation.bootstrap import estimate, estimate_sources
-from heinsen.evaluation.by_document import N_RANGES, DocumentLosses, measure_streaming, measure_windows
-from heinsen.evaluation.positions import ByPosition, Comparison, Context, compare_positions, plot_positions
+from heinsen.evaluation.document_losses import N_RANGES, DocumentLosses, measure_streaming, measure_windows
+from heinsen.evaluation.positions import Comparison, Context, PositionLosses, compare_positions, plot_positions
 from heinsen.evaluation.tables import format_positions
 from heinsen.files import seal
 from heinsen.models import abstract_params, forward, init_params
@@ -95,7 +95,7 @@ import jax, numpy as np
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.tokenizer import get_tokenizer
-from heinsen.evaluation.by_document import measure_streaming
+from heinsen.evaluation.document_losses import measure_streaming
 from heinsen.models import init_params
 from heinsen.parallel import MeshConfig, make_mesh
 from tests.model_configs import model_config
@@ -129,7 +129,7 @@ def test_losses_do_not_depend_on_the_id_that_pads(rng, data, tmp_path, monkeypat
             is_padding = np.pad(~batch["mask"], [(0, 0), (1, 0)])
             return batch | {"tokens": np.where(is_padding, filler, batch["tokens"])}
 
-        monkeypatch.setattr(by_document, "_track", lambda batches, label: map(fill, batches))
+        monkeypatch.setattr(document_losses, "_track", lambda batches, label: map(fill, batches))
         return [way(model, params, mesh, documents, WINDOW, 2).nats for way in (measure_windows, measure_streaming)]
 
     expected = measure(EOT)
@@ -141,7 +141,7 @@ def test_losses_are_added_where_their_tokens_stand(rng, tmp_path, monkeypatch):
     """By a model that answers with the stream's own tokens."""
     documents = draw_documents(rng, tmp_path / "split", [3, 40, 1, 22])
     stream = documents.dataset.read(0, documents.dataset.n_tokens)
-    monkeypatch.setattr(by_document, "window_losses", lambda model, params, tokens, *_: jnp.float32(tokens[:, 1:]))
+    monkeypatch.setattr(document_losses, "window_losses", lambda model, params, tokens, *_: jnp.float32(tokens[:, 1:]))
     sums = measure_windows(model_config(), {}, make_mesh(), documents, WINDOW, 3)
     each = np.split(np.float64(stream), documents.starts[1:-1])
     np.testing.assert_array_equal(sums.nats.sum(1), [text.sum() for text in each])
@@ -309,5 +309,5 @@ def test_without_long_documents_nothing_is_said_of_long_contexts(rng, tmp_path):
 
 def test_the_table_of_positions_has_contexts_that_no_document_is_long_enough_for():
     """In windows over several documents a token sees more tokens than its own document has before it."""
-    found = ByPosition(window=4, ranges=[], contexts=[Context(2, 3, tokens=5, loss=1.25)], far=None)
+    found = PositionLosses(window=4, ranges=[], contexts=[Context(2, 3, tokens=5, loss=1.25)], far=None)
     assert ["2-3", "1.2500"] in [line.split() for line in format_positions(found).splitlines()]

@@ -6,9 +6,9 @@ import time
 
 from tqdm import tqdm
 
-from heinsen.errors import Interrupted
+from heinsen.errors import Interruption
 from heinsen.sweep.folder import SweepFolder
-from heinsen.sweep.launch import Launcher
+from heinsen.sweep.launcher import Launcher
 from heinsen.sweep.runs import RunView, summary
 from heinsen.sweep.search import Search
 
@@ -16,7 +16,7 @@ _LOOK_SECONDS = 0.2
 _REDRAW_SECONDS = 1.0
 
 
-class SweepInterrupted(Interrupted):
+class SweepInterruption(Interruption):
     """Ctrl-C or SIGTERM: the runs have stopped, or remain with SLURM; the message says which."""
 
 
@@ -24,7 +24,7 @@ def drive(folder: SweepFolder, search: Search, launcher: Launcher, retry: bool =
     """Start the runs that `search` proposes as `launcher` has room, and return all runs when they have ended.
 
     A finished run is not started again; a run that has crashed before, only with `retry`. Messages go to stderr,
-    with a line of progress in a terminal. Raises SweepInterrupted on Ctrl-C and SIGTERM.
+    with a line of progress in a terminal. Raises SweepInterruption on Ctrl-C and SIGTERM.
     """
     terminated: list[int] = []  # an exception in the handler is lost where the garbage collector runs
     previous = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
@@ -36,7 +36,7 @@ def drive(folder: SweepFolder, search: Search, launcher: Launcher, retry: bool =
                     raise KeyboardInterrupt
         except KeyboardInterrupt as interruption:
             driver.say(launcher.stop_message)
-            raise SweepInterrupted(launcher.stop()) from interruption
+            raise SweepInterruption(launcher.stop()) from interruption
         finally:
             signal.signal(signal.SIGTERM, previous)
             views = folder.views()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from heinsen.data.documents import DocumentBatches, Documents
-from heinsen.data.loader import Batch, evaluation_batches
+from heinsen.data.loader import Batch, EvaluationBatches
 from heinsen.models import (
     ModelConfig,
     ModelState,
@@ -100,7 +100,7 @@ def measure_windows(
         return window_losses(model, params, batch["tokens"], mesh, batch["mask"].sum(axis=-1))
 
     losses, start = DocumentLosses(documents, window, model.document_token is not None), 0
-    batches = evaluation_batches(documents.dataset, window, batch_size)
+    batches = EvaluationBatches(documents.dataset, window, batch_size)
     for batch in _track(batches, f"{documents.dataset.path}, windows"):
         # Fetching each batch's losses keeps simulated devices from deadlocking, and bounds the queue on real ones.
         batch_losses, mask = np.asarray(step(params, place_batch(mesh, batch))), batch["mask"]

@@ -1,7 +1,7 @@
 """Documents to token shards: one pass over the inputs, tokenized in several processes, resumable.
 
 The parent process reads the inputs in order (`sources`) and sends batches of raw documents to worker processes, which
-parse and tokenize them (`tokenize`). It takes the results in the same order, closes a shard at the first document
+parse and tokenize them (`tokenization`). It takes the results in the same order, closes a shard at the first document
 boundary at or after `shard_tokens` tokens, and records each finished shard with its position in the inputs (`writer`).
 The output is a function of inputs and settings alone, however often it was interrupted.
 """
@@ -30,7 +30,7 @@ from heinsen.data.sources import (
     hash_times,
     read_blocks,
 )
-from heinsen.data.tokenize import TokenizedDocument, tokenize_blocks
+from heinsen.data.tokenization import TokenizedDocument, tokenize_blocks
 from heinsen.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -52,7 +52,6 @@ __all__ = ["PreparationError", "Settings", "prepare"]
 
 _SMALL_BYTES = 16 << 20  # tokenizing smaller inputs takes no longer than starting workers
 _LOG_SECONDS = 10.0  # between lines of progress
-_FINISHED, _UNFINISHED = "was prepared", "holds an unfinished preparation"
 
 
 def prepare(
@@ -117,7 +116,7 @@ class _Preparation:
                     remove_progress(self.folder)
                     return TokenDataset(self.folder)
         dataset = TokenDataset(self.folder)
-        self._check_same(_FINISHED, dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
+        self._check_same("was prepared", dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
         remove_progress(self.folder)
         print(
             f"{self.folder}: already prepared with these settings ({dataset.n_documents:,} documents, "
@@ -139,15 +138,24 @@ class _Preparation:
         return (self.folder / METADATA_FILE).is_file()
 
     def _check_same(self, state: str, before: Provenance, n_skipped: int) -> None:
-        """Raise PreparationError if this preparation differs from one that was recorded in the folder."""
-        differences = _compare(before, self.provenance)
+        """Raise PreparationError if this preparation differs from the recorded one, whose state the message names."""
+        now = self.provenance
+        differences = [
+            f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+            for key in sorted((before.keys() | now.keys()) - {"content"})
+            if before.get(key) != now.get(key)
+        ]
         times, files = (before.get("content", {}).get(name) for name in ("times", "files"))
         if not differences and times != hash_times(self.inputs) and files != hash_contents(self.inputs):
             differences.append("the content of the inputs, at equal sizes")
         # No setting of its own: it may be turned on after a bad document stopped a preparation.
         if n_skipped and not self.skip_bad_documents:
             differences.append(f"skip_bad_documents: {n_skipped} skipped before, off now")
-        _raise_if(differences, self.folder, state)
+        if differences:
+            raise PreparationError(
+                f"{self.folder} {state} with other settings: {'; '.join(differences)}. Use the same settings, choose "
+                "another --out or --split, or delete the folder to prepare it again."
+            )
 
     def _check_other_splits(self, digests: Sequence[str]) -> None:
         """Raise PreparationError if a file is also in another split of the dataset."""
@@ -169,7 +177,7 @@ class _Preparation:
             leftover.unlink()
         writer = ShardWriter(self.folder, progress_file, token_dtype(self.tokenizer.vocab_size))
         if writer.provenance is not None:
-            self._check_same(_UNFINISHED, writer.provenance, writer.n_skipped)
+            self._check_same("holds an unfinished preparation", writer.provenance, writer.n_skipped)
             print(
                 f"{self.folder}: resuming after {len(writer.shards)} finished shards "
                 f"({writer.n_documents:,} documents, {writer.n_tokens:,} tokens)",
@@ -254,26 +262,6 @@ class _Preparation:
         writer.position = document.position
         if writer.pending_tokens >= self.settings.shard_tokens:
             writer.close_shard()
-
-
-# Comparing preparations.
-
-
-def _compare(before: Provenance, now: Provenance) -> list[str]:
-    """Return the differences of two records of settings and inputs, apart from the content of the inputs."""
-    return [
-        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
-        for key in sorted((before.keys() | now.keys()) - {"content"})
-        if before.get(key) != now.get(key)
-    ]
-
-
-def _raise_if(differences: Sequence[str], folder: Path, state: str) -> None:
-    if differences:
-        raise PreparationError(
-            f"{folder} {state} with other settings: {'; '.join(differences)}. Use the same settings, choose another "
-            "--out or --split, or delete the folder to prepare it again."
-        )
 
 
 def _read_provenance(folder: Path) -> Provenance:
