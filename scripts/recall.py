@@ -1,7 +1,7 @@
-"""Train a small model on a probe of recall, and measure its accuracy by the number of pairs in its context.
+"""Train a small model on a probe of recall, and measure its accuracy by the number of items in its context.
 
     python scripts/recall.py --task=associative --lengths=4,8,16,32 --steps=2000 [--config.model.any=value ...]
-    python scripts/recall.py --task=mqar --lengths=4,8,16 --test_lengths=4,8,16,32,64 --out=runs/recall/mqar
+    python scripts/recall.py --task=copy --lengths=8,16,32 --test_lengths=8,16,32,64,128 --out=runs/recall/copy
 
 One model is trained from scratch on all --lengths in turn; heinsen/evaluation/probes.py describes the tasks. Of the
 config, model, optimizer, batch_size, log_every, checkpoint_every and seed are used. Prints a table, and one JSON object
@@ -36,9 +36,9 @@ CONFIG = flags.DEFINE_string(
     str(Path(__file__).resolve().parent.parent / "configs" / "recall.py"),
     "Config file; --config.a.b=value overrides a field.",
 )
-TASK = flags.DEFINE_string("task", None, "What to recall: associative or mqar.", required=True)
-LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of pairs in training, in turn.")
-TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of pairs to test; default: those of training.")
+TASK = flags.DEFINE_string("task", None, "What to recall: associative, phonebook, copy or mqar.", required=True)
+LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of items in training, in turn.")
+TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of items to test; default: those of training.")
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Number of models, which differ in their seed.", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: runs/recall/TASK.")
@@ -49,7 +49,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.evaluation.probes import Task, answer_loss, right_answers
+from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.host import keep_compilations, keep_host_memory
 from heinsen.models import Params, count_params, state_size
 from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
@@ -63,8 +63,8 @@ from heinsen.training.step import abstract_train_state, init_train_state, make_t
 TEST_SEQUENCES = 256  # of each length
 _TRAIN, _TEST = 0, 1  # parts of seeds: the two draw different sequences
 
-# (params, length, seed) -> the share of right answers in TEST_SEQUENCES of this length, and the number of answers
-Tester = Callable[[Params, int, Sequence[int]], dict[str, float | int]]
+# (params, length, seed) -> the accuracy on TEST_SEQUENCES of this length
+Tester = Callable[[Params, int, Sequence[int]], Accuracy]
 
 
 def main(argv: list[str]) -> None:
@@ -137,7 +137,7 @@ def run(
     """Train and test; return what results.json holds. Raises NonFiniteLossError, CheckpointError."""
     tester = make_tester(config, task, mesh)
     params, trained = train(config, task, lengths, out, mesh)
-    longest = max(task.draw(np.random.default_rng(0), 1, n)["tokens"].shape[1] for n in test_lengths)
+    longest = max(task.draw(np.random.default_rng(0), 1, n).tokens.shape[1] for n in test_lengths)
     return dict(
         task=task.name,
         label=out.name,
@@ -149,7 +149,7 @@ def run(
         chance=task.chance,
         parameters=count_params(params),
         state_numbers=state_size(config.model, longest),
-        accuracy=[dict(length=n, **tester(params, n, [config.seed, _TEST, n])) for n in test_lengths],
+        accuracy=[dict(length=n, **tester(params, n, [config.seed, _TEST, n])._asdict()) for n in test_lengths],
         model=dataclasses.asdict(config.model),
     )
 
@@ -178,10 +178,10 @@ def train(
                 number += 1
                 rng = np.random.default_rng([config.seed, _TRAIN, number])
                 probe = task.draw(rng, config.batch_size, lengths[number % len(lengths)])
-                batch = {name: x[None] for name, x in probe.items()}
+                batch = {name: x[None] for name, x in probe.batch.items()}
                 state, metrics = step(state, place_batch(mesh, batch, axis=1))
                 losses = [*at["losses"], float(metrics["loss"])][-len(lengths) :]
-                n_tokens, seconds = at["tokens"] + probe["tokens"].size, time.monotonic() - start
+                n_tokens, seconds = at["tokens"] + probe.tokens.size, time.monotonic() - start
                 at = {"tokens": n_tokens, "seconds": seconds, "losses": losses}
                 console.update(number)
                 if not math.isfinite(losses[-1]):
@@ -218,11 +218,13 @@ def make_tester(config: TrainConfig, task: Task, mesh: Mesh) -> Tester:
         out_shardings=replicated(mesh),
     )
 
-    def test(params: Params, length: int, seed: Sequence[int]) -> dict[str, float | int]:
-        rng, n_batches = np.random.default_rng(seed), -(-TEST_SEQUENCES // config.batch_size)
-        probes = (place_batch(mesh, task.draw(rng, config.batch_size, length)) for _ in range(n_batches))
-        right = np.concatenate([np.asarray(step(params, probe)) for probe in probes])
-        return {"answers": float(right.mean()), "n_answers": right.size}
+    def test(params: Params, length: int, seed: Sequence[int]) -> Accuracy:
+        rng, probes, right = np.random.default_rng(seed), [], []
+        for _ in range(-(-TEST_SEQUENCES // config.batch_size)):
+            probes.append(task.draw(rng, config.batch_size, length))
+            right.append(np.asarray(step(params, place_batch(mesh, probes[-1].batch))))
+        *arrays, _ = (np.concatenate(x) for x in zip(*probes, strict=True))
+        return accuracy(Probe(*arrays, probes[0].answers), np.concatenate(right))
 
     return test
 
@@ -236,27 +238,34 @@ def format_results(results: dict[str, Any]) -> list[str]:
     lines = [
         f"{results['task']}, seed {results['seed']}: {results['parameters']:,} parameters, a state of "
         f"{results['state_numbers']:,} numbers after the longest test, {results['steps']:,} steps of "
-        f"{results['batch_size']} sequences with {lengths} pairs; last loss {results['loss']:.4f} nats; guessing is "
+        f"{results['batch_size']} sequences with {lengths} items; last loss {results['loss']:.4f} nats; guessing is "
         f"right {results['chance']:.2%} of the time",
-        f"{'pairs':>8} {'trained':>8} {'right answers':>14} {'answers':>8}",
+        f"{'items':>8} {'trained':>8} {'right tokens':>13} {'right answers':>14} {'answers':>8}",
     ]
     for point in results["accuracy"]:
         trained = "yes" if point["length"] in results["trained_lengths"] else "no"
-        lines.append(f"{point['length']:>8} {trained:>8} {point['answers']:>14.1%} {point['n_answers']:>8,}")
+        lines.append(
+            f"{point['length']:>8} {trained:>8} {point['tokens']:>13.1%} {point['answers']:>14.1%} "
+            f"{point['n_answers']:>8,}"
+        )
     return lines
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the right answers of each run by the number of pairs."""
+    """Draw the accuracy of each run by the number of items."""
     figure, axes = make_figure(figsize=(8, 5))
     for i, results in enumerate(runs):
-        lengths, answers = ([point[name] for point in results["accuracy"]] for name in ("length", "answers"))
+        lengths, tokens, answers = (
+            [point[name] for point in results["accuracy"]] for name in ("length", "tokens", "answers")
+        )
         label = f"{results['label']}, seed {results['seed']}, state of {results['state_numbers']:,} numbers"
         axes.plot(lengths, answers, f"C{i}o-", ms=4, lw=1.2, label=label)
+        if tokens != answers:
+            axes.plot(lengths, tokens, f"C{i}--", lw=1, label="the same, single tokens")
     results = runs[0]
-    axes.axhline(results["chance"], color="0.5", lw=0.8, ls=":", label="guessing a value")
+    axes.axhline(results["chance"], color="0.5", lw=0.8, ls=":", label="guessing one token")
     axes.axvline(max(results["trained_lengths"]), color="0.7", lw=0.8, label="longest in training")
-    axes.set(title=results["task"], xlabel="pairs in the context", ylabel="right answers", ylim=(-0.02, 1.02))
+    axes.set(title=results["task"], xlabel="items in the context", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     save_figure(path, figure)

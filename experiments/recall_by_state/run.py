@@ -62,7 +62,7 @@ def train_config(fields: dict[str, Any]) -> TrainConfig:
 @cache
 def draw(task: Task, seed: int, step: int, batch_size: int) -> dict[str, np.ndarray]:
     """The training batch of a seed's step, of the numbers of pairs in turn."""
-    return task.draw(np.random.default_rng([seed, 0, step]), batch_size, PAIRS[step % len(PAIRS)])
+    return task.draw(np.random.default_rng([seed, 0, step]), batch_size, PAIRS[step % len(PAIRS)]).batch
 
 
 def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
 
     to_tune, batch_of = batches_of([tuning_seed]), batches_of(seeds)
     programs = lanes.Lanes.compile(each, n_lanes, [batch_of(step) for step in range(len(PAIRS))], answer_loss)
-    tests = [task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n) for n in PAIRS]
+    tests = [task.draw(np.random.default_rng([0, 1, n]), plan.n_tests, n).batch for n in PAIRS]
     read = lambda params, batch: (answer_loss(model, params, batch), right_answers(model, params, batch).mean())
     read_lanes = jax.jit(jax.vmap(read, (0, None)))
     readers = [read_lanes.lower(programs.params, batch).compile() for batch in tests]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen.evaluation.probes import TASKS, Task, answer_loss, right_answers
+from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
 from heinsen.models import abstract_params, forward
 from tests.models.test_model import SMALL
 from tests.runs import stop_when
@@ -22,19 +22,35 @@ MODEL = dataclasses.replace(
 )
 
 
+def recalled(task, row):
+    """The tokens of a sequence's answers, found by looking up what is asked for in its context."""
+    start, *rest = row
+    assert start == 0 and rest.count(1) == 1 and 0 not in rest
+    context, asked = rest[: rest.index(1)], rest[rest.index(1) + 1 :]
+    if task == "copy":
+        return context
+    given, size = {"associative": (1, 2), "phonebook": (2, 5)}[task]
+    entries = [context[i : i + size] for i in range(0, len(context), size)]
+    book = {tuple(entry[:given]): entry[given:] for entry in entries}
+    assert len(book) == len(entries), "every key once"
+    queries = [tuple(asked[i : i + given]) for i in range(0, len(asked), size)]
+    assert len(set(queries)) == len(queries)
+    return [token for query in queries for token in book[query]]
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "mqar"])
 @pytest.mark.parametrize("length", [1, 2, 9, 14])
-def test_answers_stand_in_the_context(rng, length):
-    task, batch = Task("associative", VOCAB), 20
-    tokens, indices, targets = task.draw(rng, batch, length).values()
-    assert tokens.dtype == indices.dtype == targets.dtype == np.int32 and tokens.min() == 0 and tokens.max() < VOCAB
-    assert indices.shape == targets.shape == (batch, length) and indices.max() == tokens.shape[1] - 1
+def test_answers_stand_in_the_context(rng, name, length):
+    task, batch = Task(name, VOCAB), 20
+    tokens, indices, targets, answers = task.draw(rng, batch, length)
+    assert tokens.dtype == np.int32 and tokens.min() == 0 and tokens.max() < VOCAB
+    assert indices.shape == targets.shape == (batch, len(answers))
+    assert indices.max() == tokens.shape[1] - 1
     for row, at, own in zip(tokens, indices, targets, strict=True):
-        (start, *context), (mark, *asked) = np.split(row, [2 * length + 1])
-        assert (start, mark) == (0, 1) and min(*context, *asked) > 1
-        book = dict(zip(context[::2], context[1::2], strict=True))
-        assert len(book) == len(set(asked[::2])) == length, "every key once"
-        assert own.tolist() == [book[key] for key in asked[::2]] == [*asked[1::2], own[-1]]
-        assert row[at].tolist() == asked[::2]
+        assert own.tolist() == recalled(name, [*row.tolist(), own[-1]])
+        assert row[at[1:]][np.diff(at) == 1].tolist() == own[:-1][np.diff(at) == 1].tolist(), "answers are tokens"
+    expected = {"associative": length, "phonebook": min(length, 8), "copy": 1}[name]
+    assert sorted(set(answers.tolist())) == list(range(expected)) and (np.diff(answers) >= 0).all()
     assert len(np.unique(tokens[:, 1:], axis=0)) > batch / 2 or length == 1
     check_draws_repeat(task, batch, length)
 
@@ -42,15 +58,16 @@ def test_answers_stand_in_the_context(rng, length):
 def check_draws_repeat(task, batch, length):
     draw = lambda seed: task.draw(np.random.default_rng(seed), batch, length)
     jax.tree.map(np.testing.assert_array_equal, draw(3), draw(3))
-    assert not np.array_equal(draw([3, 0, length])["tokens"], draw([3, 1, length])["tokens"]), "training and test"
+    assert not np.array_equal(draw([3, 0, length]).tokens, draw([3, 1, length]).tokens), "training and test"
 
 
 @pytest.mark.parametrize("length", [1, 2, 9, 14])
 def test_mqar_answers_every_key_by_its_value(rng, length):
     """Every token is read one by one: pairs first, then fillers, and every key once more, where its value is due."""
     task, batch = Task("mqar", VOCAB), 20
-    tokens, indices, targets = task.draw(rng, batch, length).values()
+    tokens, indices, targets, answers = task.draw(rng, batch, length)
     assert tokens.shape == (batch, 16 * length) and tokens.dtype == indices.dtype == targets.dtype == np.int32
+    assert answers.tolist() == list(range(length))
     for row, at, own in zip(tokens.tolist(), indices.tolist(), targets.tolist(), strict=True):
         book, due = {}, {}
         for key, value in zip(row[0 : 2 * length : 2], row[1 : 2 * length : 2], strict=True):
@@ -67,7 +84,7 @@ def test_mqar_answers_every_key_by_its_value(rng, length):
 def test_mqar_asks_soon_by_a_power_law(rng):
     """The first key's distance has p(d) ~ d^-0.99, d = 1 to 7 n pairs of tokens after the context."""
     length, batch = 3, 3000
-    indices = Task("mqar", VOCAB).draw(rng, batch, length)["indices"]
+    indices = Task("mqar", VOCAB).draw(rng, batch, length).indices
     distances = (indices[:, 0] - 2 * length) // 2 + 1
     assert (indices % 2 == 0).all()
     p = np.arange(1, 7 * length + 1) ** -0.99
@@ -80,7 +97,7 @@ def test_mqar_asks_soon_by_a_power_law(rng):
 def test_a_guess_among_the_possible_answers_is_right_by_chance(rng):
     for name in TASKS:
         task = Task(name, VOCAB)
-        values, counts = np.unique(task.draw(rng, 2000, 5)["targets"], return_counts=True)
+        values, counts = np.unique(task.draw(rng, 2000, 5).targets, return_counts=True)
         assert len(values) == round(1 / task.chance)
         np.testing.assert_allclose(counts / counts.sum(), task.chance, rtol=0.5)
 
@@ -88,19 +105,26 @@ def test_a_guess_among_the_possible_answers_is_right_by_chance(rng):
 def test_lengths_and_tasks_that_cannot_be(rng):
     with pytest.raises(ValueError, match=r"length 15 of task 'associative': .* 1 to 14, as model.vocab_size = 30"):
         Task("associative", VOCAB).draw(rng, 2, 15)
+    assert Task("phonebook", VOCAB).max_length == 14**2
     with pytest.raises(ValueError, match="length 0"):
-        Task("mqar", VOCAB).draw(rng, 2, 0)
-    with pytest.raises(ValueError, match="task 'recite': choose associative, mqar"):
+        Task("copy", VOCAB).draw(rng, 2, 0)
+    with pytest.raises(ValueError, match="task 'recite': choose associative, phonebook, copy"):
         Task("recite", VOCAB)
     with pytest.raises(ValueError, match="model.vocab_size = 3: the probes need 4"):
-        Task("mqar", 3)
+        Task("copy", 3)
+
+
+def test_accuracy_counts_answers_of_which_every_token_is_right():
+    probe = Probe(np.zeros((2, 6), np.int32), *np.zeros((2, 2, 4), np.int32), np.array([0, 0, 1, 1]))
+    right = np.array([[True, True, True, False], [False, False, True, True]])
+    assert accuracy(probe, right) == (5 / 8, 2 / 4, 4)
 
 
 def test_only_answers_count(rng):
     """Loss, gradient and right answers are those of the logits of all tokens, where only the answers weigh anything."""
     params = jax.tree.map(lambda x: rng.normal(0, 0.5, x.shape).astype(np.float32), abstract_params(MODEL))
-    batch, rows = Task("mqar", MODEL.vocab_size).draw(rng, 2, 2), np.arange(2)[:, None]
-    tokens, indices, targets = batch.values()
+    tokens, indices, targets, _ = Task("mqar", MODEL.vocab_size).draw(rng, 2, 2)
+    batch, rows = {"tokens": tokens, "indices": indices, "targets": targets}, np.arange(2)[:, None]
     is_answer, target_of = np.zeros(tokens.shape, bool), np.zeros_like(tokens)
     is_answer[rows, indices], target_of[rows, indices] = True, targets
 
@@ -137,8 +161,8 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     assert (tmp_path / "new/probe/accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert [point["length"] for point in result["accuracy"]] == [1, 3]
     assert [point["n_answers"] for point in result["accuracy"]] == [256, 768]
-    assert result["accuracy"][0]["answers"] > 0.6 > 2 * result["chance"]
-    assert f"{result['accuracy'][0]['answers']:.1%}" in end.stdout and result["model"]["d_model"] == 16
+    assert result["accuracy"][0]["tokens"] > 0.6 > 2 * result["chance"]
+    assert f"{result['accuracy'][0]['tokens']:.1%}" in end.stdout and result["model"]["d_model"] == 16
 
     # Killed after a checkpoint of the second seed, and resumed.
     arguments = [*arguments, f"--out={tmp_path}/killed", "--seeds=2", "--config.checkpoint_every=30"]
