@@ -51,7 +51,7 @@ class ModelConfig:
       position: how the model knows the order of tokens (`heinsen.models.positions`).
       n_positions: number of learned positions.
       objective: "next_token", or "masked" for a bidirectional model.
-      dtype: dtype of the inputs of matrix products.
+      dtype: dtype of matrix products, values and what follows them: docs/training.md#precision.
       remat: what the backward pass recomputes, a key of REMAT_POLICIES.
       implementation: the argument of `heinsen.log_attention`, for heinsen layers (None: the fastest).
       document_token: the id that begins a document. There the model forgets everything before it (None: never).
@@ -115,7 +115,10 @@ class ModelConfig:
 
     def _check_choices(self) -> None:
         if self.dtype not in ("float32", "bfloat16", "float64"):
-            raise ValueError(f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64)")
+            raise ValueError(
+                f"model.dtype = {self.dtype!r}: choose float32 or bfloat16 (float64 needs JAX_ENABLE_X64; the range of "
+                "float16 is too small)"
+            )
         choices = {
             "remat": REMAT_POLICIES,
             "forget_gate": GATES,

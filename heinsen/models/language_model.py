@@ -4,8 +4,8 @@
     logits = LayerNorm(x) embed^T
 
 There is no MLP block, no dropout and no 1/sqrt(d): queries and keys are exponents, and the layer goes on with the
-logarithm of the attention. The residual stream, logarithms and scans are float32; inputs of matrix products have
-`ModelConfig.dtype` and float32 accumulators.
+logarithm of the attention. Products, values and y have `ModelConfig.dtype`, with float32 accumulators; queries, keys,
+logarithms, scans and the residual stream are float32 (docs/training.md#precision).
 
 `ModelConfig` exchanges the parts: the attention of all layers or of a pattern (`heinsen.models.mixers`), the positions
 (`heinsen.models.positions`), the block around the attention (`LAYERS`), and the objective.
