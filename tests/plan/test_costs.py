@@ -44,6 +44,22 @@ def test_a_kernel_reads_its_operands_and_writes_its_results_once():
     assert costs.seconds == costs.total.seconds and costs.total.flops == {}
 
 
+def test_a_fusion_beside_others_counts_as_any_other():
+    """XLA's GPU compiler runs some on a stream of their own: their results are a tuple with the operands."""
+    costs = count_costs(
+        program(
+            "%x = f32[8,256]{1,0} parameter(0)\n%i = s32[] parameter(1)\n%y = f32[1,256]{1,0} parameter(2)\n"
+            "%s = ((f32[8,256]{1,0}, f32[1,256]{1,0}, s32[]), f32[8,256]{1,0}, u32[]) fusion-start(%x, %y, %i), "
+            "kind=kLoop, calls=%inner\nROOT %f = f32[8,256]{1,0} fusion-done(%s)",
+            "inner\n%p = f32[8,256]{1,0} parameter(0)\n%q = f32[1,256]{1,0} parameter(1)\n%i = s32[] parameter(2)\n"
+            "%n = f32[1,256]{1,0} negate(%q)\n"
+            "ROOT %u = f32[8,256]{1,0} dynamic-update-slice(%p, %n, %i, %i)",
+        ),
+        GPU,
+    )
+    assert costs.total.kernels == 1 and costs.total.n_bytes == 2 * K + 4  # the slice read and written, and the index
+
+
 def test_what_is_sliced_counts_as_the_slice():
     sliced = (
         "inner\n%p = f32[8,256]{1,0} parameter(0)\n%i = s32[] parameter(1)\n%w = f32[256]{0} parameter(2)\n"

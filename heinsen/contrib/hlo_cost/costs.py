@@ -95,7 +95,7 @@ class _Counter:
 
     def _flops(self, computation: Computation, instruction: Instruction) -> Counter[str]:
         """FLOPs of the products in a kernel, by the kind of product."""
-        if instruction.opcode != "fusion":
+        if instruction.opcode.removesuffix("-start") != "fusion":
             return product_flops(computation, instruction, self.chip.platform)
         inner = self.module.called(instruction, "calls")[0]
         return sum((self._flops(inner, x) for x in inner.instructions.values()), Counter())

@@ -34,6 +34,11 @@ class _Traffic:
 def _find_traffic(module: Module, computation: Computation, kernel: Instruction) -> _Traffic:
     if kernel.opcode == "fusion":
         return _traffic_of_fusion(module, module.called(kernel, "calls")[0])
+    if kernel.opcode == "fusion-start":  # ((operands), results, context)
+        traffic = _traffic_of_fusion(module, module.called(kernel, "calls")[0])
+        first = sum(len(computation.instructions[name].arrays) for name in kernel.operands)
+        written = [*[0.0] * first, *(traffic.writes.get(i, 1.0) for i in range(len(kernel.arrays) - first - 1)), 0.0]
+        return _Traffic(traffic.reads, dict(enumerate(written)))
     reads = {i: _read_fraction(computation, kernel, i, kernel.opcode in _UPDATES) for i in range(len(kernel.operands))}
     if kernel.opcode in _UPDATES:
         return _Traffic(reads, {0: _update_fraction(computation, kernel)})
