@@ -22,6 +22,7 @@ from heinsen.ops import api, reference
 from heinsen.training.config import TrainConfig
 from heinsen.training.folder import write_config
 from tests.documents import commands, errors_of
+from tests.export.gpt2 import CONFIG, draw_weights, write_source
 from tests.runs import ROOT, run_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -57,7 +58,7 @@ CONFIGS = {
     "small_pile": dict(base="pile_125m", data="", vocab=50257, model=SIZES),
     "small_10b": dict(base="pile_10b", data="", vocab=50257, model=SIZES),
     "small_gated_125m": dict(base="gated_125m", data="", vocab=50257, model=SIZES),
-    "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=50257, model=SIZES),
+    "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=50257, model=SIZES.replace("=8", "=16")),
 }
 SMALLER = {
     "configs/demo.py": "configs/small_demo.py",
@@ -98,7 +99,7 @@ def test_every_command_is_one_that_its_program_takes(tmp_path):
     for name in ("small", "mine", "gated", "mlm", "bpe"):
         write_config(run_config(tmp_path / "data"), tmp_path / name, "bytes")
     pile = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
-    for name in ("pile_125m", "gpt2_10b"):
+    for name in ("pile_125m", "gpt2_10b", "gpt2"):
         write_config(pile, tmp_path / name, "gpt2")
     tables = in_tables(ROOT / "README.md", ROOT / "docs" / "results.md")
     assert len(tables) >= 7
@@ -200,6 +201,8 @@ def run_all(tmp_path, corpus):
     for name, split in (("val", "validation"), ("test", "test")):
         (tmp_path / "pile" / f"{name}.jsonl.zst").symlink_to(corpus / f"{split}.jsonl.zst")
     (tmp_path / "book.txt").write_text("abc de fgh " * 100)
+    sizes = CONFIG | dict(n_embd=32, n_head=2, n_layer=2, n_positions=1024, vocab_size=50257 + 47)  # of small_gpt2_124m
+    write_source(tmp_path / "gpt2", sizes, draw_weights(np.random.default_rng(0), sizes))
     python = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{python}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
 

@@ -1,4 +1,7 @@
-"""Exports for transformers: their files, the way back, and (with torch) the same logits, losses, states and texts."""
+"""Exports for transformers: their files, the way back, and (with torch) the same logits, losses, states and texts.
+
+GPT-2's weights are imported from there.
+"""
 
 import json
 from functools import partial, wraps
@@ -14,6 +17,8 @@ from heinsen.data.tokenizer import get_tokenizer, open_tokenizer_file
 from heinsen.export import ExportError, is_export, load_folder, read_manifest, save_folder
 from heinsen.models import ModelConfig, abstract_params, forward, init_params, mean_loss
 from tests.model_configs import model_config
+
+pytest_plugins = ["tests.run_fixtures"]
 
 GATED = dict(forget_gate="head", output_gate=True, convolution=4, position="none")
 MODELS = {
@@ -396,3 +401,26 @@ def test_the_tokenizer_is_ours(transformers, tmp_path, name):
         assert theirs(text)["input_ids"] == ours.encode(text).tolist()
         assert theirs.decode(ours.encode(text)) == text
     assert theirs.eos_token_id == ours.eot_id and theirs.padding_side == "left"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes", [dict(n_embd=24, n_head=3, n_layer=2, n_positions=40), dict(n_embd=64, n_head=1, n_layer=3), dict()]
+)
+def test_an_imported_gpt2_has_the_logits_of_transformers(changes, transformers, rng, commands, tmp_path):
+    """The last is GPT-2 small. The weights' scales and biases are not as initialized."""
+    import torch
+
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**changes)).eval()
+    with torch.no_grad():
+        for x in theirs.parameters():
+            x += torch.tensor(1.5 * rng.standard_normal(x.shape) / theirs.config.n_embd**0.5, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "gpt2")
+    end = commands.run("scripts/import_weights.py", f"--source={tmp_path}/gpt2", f"--out={tmp_path}/imported")
+    assert end.returncode == 0, end.stderr
+    config, tokenizer, params = load_folder(tmp_path / "imported")
+    tokens = rng.integers(0, config.vocab_size, (2, 40))
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits
+    assert want.std() > 1 and (tokenizer, config.padded_vocab_size) == ("gpt2", 50257)
+    np.testing.assert_allclose(forward(config, params, tokens)[0], want, atol=1e-4)
