@@ -163,7 +163,7 @@ class Layer(nn.Module):
         self, x: Float[Array, "B T D"], state: LayerState, context: TokenContext, keep_state: bool
     ) -> tuple[Float[Array, "B T D"], LayerState]:
         """Return x after the layer, and the state after the last token if it is to be kept, else an empty one."""
-        normed = nn.LayerNorm(epsilon=1e-5, name="norm")(x).astype(self.config.dtype)
+        normed = self.normalize(x).astype(self.config.dtype)
         q, k, values, inputs = self.project(normed, state.convolution, context)
         context = self.add_log_decays(normed, context)
         context = self.add_beta(normed, context)
@@ -179,6 +179,10 @@ class Layer(nn.Module):
         self.record("residual", lambda: self.rms(x))
         after = LayerState(mixer_state, inputs) if keep_state else LayerState(None, None)
         return constrain_stream(self.mesh, x), after
+
+    def normalize(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """LayerNorm(x), of which all of the attention is made."""
+        return nn.LayerNorm(epsilon=1e-5, name="norm")(x)
 
     def project(
         self, normed: Float[Array, "B T D"], inputs: Array | None, context: TokenContext

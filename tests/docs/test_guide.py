@@ -135,7 +135,7 @@ def programs(page: str) -> list[str]:
 def test_the_program_of_the_readme_runs(rng):
     names = {}
     exec(programs("README.md")[0], names)
-    exec(programs("docs/library.md")[1], linen := {})
+    exec(programs("docs/library.md")[2], linen := {})
     x = jnp.asarray(rng.standard_normal((2, 5, 6)), jnp.float32)
     model = names["Attention"](d_model=6, n_heads=2, d_head=4, rngs=nnx.Rngs(0))
     assert isinstance(model, nnx.Module)
@@ -152,7 +152,7 @@ def test_the_program_of_the_readme_runs(rng):
 def test_a_model_of_a_run_takes_a_step_as_a_module_of_nnx(run):
     tokens = jnp.arange(24).reshape(2, 12) % 256
     names = {"workdir": run.workdir, "tokens": tokens}
-    exec(programs("docs/library.md")[2], names)
+    exec(programs("docs/library.md")[3], names)
     config, params, model = (names[name] for name in ("config", "params", "model"))
     hidden = jax.jit(hidden_states, static_argnums=0)
     np.testing.assert_allclose(names["hidden"], hidden(config, params, tokens)[0], atol=1e-6)
@@ -181,6 +181,14 @@ def test_the_program_of_the_library_page_runs(rng, monkeypatch):
     names |= dict(other_state=heinsen.init_state((2, 3), 3, 4))
     exec(programs("docs/library.md")[0], names)
     assert names["log_y_next"].shape == (2, 3, 1, 4) and np.isfinite(names["log_y_next"]).all()
+
+
+def test_the_block_of_the_library_page_reads_on_from_its_state(monkeypatch):
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "chunked", reference.attend)
+    exec(programs("docs/library.md")[1], names := {})
+    whole = nnx.jit(lambda block, x: block(x))(names["block"], names["x"])
+    np.testing.assert_allclose(jnp.concatenate([names["prompt"], names["last"]], axis=1), whole, atol=1e-5)
+    assert sum(x[0].size for x in jax.tree.leaves(names["state"])) == 8 * (8 + 1) * 8 + 2 * 3 * 48
 
 
 # ---- whole ----------------------------------------------------------------------------------------
