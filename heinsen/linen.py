@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from heinsen.errors import InputError
 from heinsen.models import ModelConfig
-from heinsen.models.convolution import Convolution
 from heinsen.models.dense import Dense
 from heinsen.models.language_model import Layer
 from heinsen.models.mixers import TokenContext
@@ -188,14 +187,11 @@ class _AttentionLayer(Layer):
         c, n_kv_heads = self.config, self.n_kv_heads
         n_batch, n_tokens, _ = normed.shape
         n_queries = c.n_heads // n_kv_heads * c.d_key
-        h = Dense(n_kv_heads * (n_queries + c.d_key + c.d_value), c.dtype, init_std=self.init_std, name="w1")(normed)
-        h = h.reshape(n_batch, n_tokens, n_kv_heads, -1).swapaxes(1, 2)
-        if c.convolution:
-            h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
-        q, k, values = jnp.split(h, (n_queries, n_queries + c.d_key), axis=-1)
+        sizes = n_queries, c.d_key, c.d_value
+        (q, k, values), inputs = self.project_heads(n_kv_heads, sizes, normed, inputs, context)
         q = q.reshape(n_batch, n_kv_heads, n_tokens, -1, c.d_key).swapaxes(2, 3).reshape(n_batch, -1, n_tokens, c.d_key)
         k, values = (jnp.repeat(each, c.n_heads // n_kv_heads, axis=1) for each in (k, values))
-        return q, k, values, inputs
+        return q, k, values.astype(c.dtype), inputs
 
     def add_to_residual(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
         """Wout y."""

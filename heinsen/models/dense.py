@@ -39,6 +39,42 @@ class Dense(nn.Module):
         return matmul(x, kernel, self.dtype, self.param("bias", bias_init, (self.features,)), self.rounded)
 
 
+class HeadsDense(nn.Module):
+    """y = x W + b of H = n_heads heads, in parts [B, H, T, size] of these sizes; W [fan_in, H sum(sizes)], by heads.
+
+    Each part is a product of its own, which writes it where it is read. One token's is a single product, as the parts
+    of W would be copied. Otherwise as `Dense`.
+    """
+
+    n_heads: int
+    sizes: tuple[int, ...]
+    dtype: str
+    init_std: float | None = None
+    rounded: bool = True
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T fan_in"]) -> list[Float[Array, "B H T size"]]:
+        n_batch, n_tokens, fan_in = x.shape
+        shape = fan_in, self.n_heads * sum(self.sizes)
+        kernel = self.param("kernel", weight_init(fan_in, self.init_std), shape)
+        bias_init = uniform_init(fan_in) if self.init_std is None else nn.initializers.zeros
+        bias = self.param("bias", bias_init, shape[1:])
+
+        def multiply(kernel: Array, bias: Array) -> Array:
+            y = matmul(x, kernel.reshape(fan_in, -1), self.dtype, bias.reshape(-1), self.rounded)
+            return y.reshape(n_batch, n_tokens, self.n_heads, -1).swapaxes(1, 2)
+
+        if n_tokens == 1:
+            return split_parts(multiply(kernel, bias), self.sizes)
+        of_heads = (split_parts(w.reshape(*w.shape[:-1], self.n_heads, -1), self.sizes) for w in (kernel, bias))
+        return [multiply(*part) for part in zip(*of_heads, strict=True)]
+
+
+def split_parts(x: Float[Array, "*batch F"], sizes: tuple[int, ...]) -> list[Float[Array, "*batch size"]]:
+    """Parts of x of these sizes."""
+    return jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=-1)
+
+
 def weight_init(fan_in: int, init_std: float | None) -> Initializer:
     """Initializer of matrices and embeddings: normal with this standard deviation, or `uniform_init` (None)."""
     return uniform_init(fan_in) if init_std is None else nn.initializers.normal(init_std)

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
 from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
-from heinsen.models.dense import Dense, matmul, weight_init
+from heinsen.models.dense import Dense, HeadsDense, matmul, split_parts, weight_init
 from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
@@ -189,17 +189,32 @@ class Layer(nn.Module):
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys [B, H, T, K] and values [B, H, T, V], and the last inputs of the convolution after `inputs`."""
         c = self.config
-        n_batch, n_tokens, _ = normed.shape
-        h = Dense(c.n_heads * (2 * c.d_key + c.d_value), c.dtype, init_std=self.init_std, rounded=False, name="w1")(
-            normed
-        )
-        h = h.reshape(n_batch, n_tokens, c.n_heads, -1).swapaxes(1, 2)
-        if c.convolution:
-            h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
-        q, k, values = jnp.split(h, (c.d_key, 2 * c.d_key), axis=-1)
+        sizes = c.d_key, c.d_key, c.d_value
+        (q, k, values), inputs = self.project_heads(c.n_heads, sizes, normed, inputs, context)
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, context)
         return q, k, values.astype(c.dtype), inputs
+
+    def project_heads(
+        self,
+        n_heads: int,
+        sizes: tuple[int, ...],
+        normed: Float[Array, "B T D"],
+        inputs: Array | None,
+        context: TokenContext,
+    ) -> tuple[list[Array], Array | None]:
+        """W1 LayerNorm(x) of each head after the convolution, in parts [B, H, T, size], and the last inputs of that.
+
+        Exponents are not rounded: bfloat16 would be off by up to 2^-9 of their size, in nats.
+        """
+        c = self.config
+        rounded = not (self.mixer.takes_exponents or c.convolution)
+        dense = partial(HeadsDense, n_heads, dtype=c.dtype, init_std=self.init_std, rounded=rounded, name="w1")
+        if not c.convolution:
+            return dense(sizes=sizes)(normed), inputs
+        (h,) = dense(sizes=(sum(sizes),))(normed)
+        h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
+        return split_parts(h, sizes), inputs
 
     def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""

@@ -129,11 +129,11 @@ def _angles(places: Array, rates: Array) -> Array:
 
 
 def _rotate_pairs(x: Float[Array, "B H T K"], places: Int[Array, "B T"]) -> Float[Array, "B H T K"]:
-    half = x.shape[-1] // 2
+    half, dtype = x.shape[-1] // 2, jnp.promote_types(x.dtype, jnp.float32)
     angles = _angles(places[:, None, :, None], 10000.0 ** (-jnp.arange(half) / half))
-    a, b = x[..., :half], x[..., half:]
-    cos, sin = jnp.cos(angles).astype(a.dtype), jnp.sin(angles).astype(a.dtype)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    a, b = x[..., :half].astype(dtype), x[..., half:].astype(dtype)
+    cos, sin = jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
 # The names in heinsen.models.config.POSITIONS.

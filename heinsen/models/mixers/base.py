@@ -59,6 +59,8 @@ class Mixer(abc.ABC, Generic[MixerState]):
     has_cache: ClassVar[bool] = False
     # Whether queries and keys are rotated where the model has rotary positions.
     uses_rotary: ClassVar[bool] = False
+    # Whether queries and keys are exponents, which stay float32.
+    takes_exponents: ClassVar[bool] = False
     # Whether tokens write with `TokenContext.beta`. A beta of 0 then hides padding, else keys do.
     takes_beta: ClassVar[bool] = False
     # Whether exports for other libraries have it: transformers (`heinsen.export.huggingface`) and ONNX.

@@ -30,6 +30,7 @@ class Heinsen(Mixer[MixerState], Generic[MixerState]):
     implementation: str | None
 
     signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
+    takes_exponents: ClassVar[bool] = True
     is_exportable: ClassVar[bool] = True
 
     @classmethod
