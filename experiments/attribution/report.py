@@ -101,10 +101,8 @@ def draw(results: Results) -> Figure:
     names = sorted(bits, key=lambda name: -bits[name].mean())
     figure, axes = make_figure(figsize=(8, 1.5 + 0.3 * len(names)))
     for place, name in enumerate(names):
-        axes.plot(bits[name], [place] * len(bits[name]), "o", color="C0", ms=4, alpha=0.5)
-        axes.plot(bits[name].mean(), place, "|", color="C3", ms=14)
-    axes.plot([], [], "o", color="C0", ms=4, alpha=0.5, label="a seed")
-    axes.plot([], [], "|", color="C3", ms=14, label="mean")
+        axes.plot(bits[name], [place] * len(bits[name]), "o", color="C0", ms=4, alpha=0.5, label="a seed")
+        axes.plot(bits[name].mean(), place, "|", color="C3", ms=14, label="mean")
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="bits per byte of the test split", ylim=(-0.6, len(names) - 0.4))
     axes.grid(alpha=0.3)
@@ -121,9 +119,8 @@ def draw_onset(results: Results) -> Figure:
         blocks = np.asarray(cells[name]["training"]) / math.log(2)
         at = n_bytes / 1e6 * np.arange(1, blocks.shape[1] + 1) / blocks.shape[1]
         first = blocks.shape[1] // 4  # before, all seeds fall alike
-        for i, losses in enumerate(blocks):
-            label = None if i else name
-            axes.plot(at[first:], losses[first:], color=f"C{color}", lw=1.2, label=label)
+        for losses in blocks:
+            axes.plot(at[first:], losses[first:], color=f"C{color}", lw=1.2, label=name)
     axes.set(xlabel="millions of bytes read", ylabel="training loss in bits per byte, a line for each seed")
     axes.grid(alpha=0.3)
     return figure

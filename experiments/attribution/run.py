@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     cells: tuple[str, ...] = tuple(config.CELLS)
     size: str = "2M"
     most_steps: int = 10**9
-    most_tests: int = 10**9  # windows
+    most_tests: int = 10**9  # windows; of long_contexts: documents
 
     @property
     def n_steps(self) -> int:

@@ -48,20 +48,8 @@ N_ROWS = 16  # documents of a batch
 END = 256  # the token after a document
 
 
-class Plan(NamedTuple):
-    """How much of everything."""
-
-    cells: tuple[str, ...] = CELLS
-    size: str = "2M"
-    most_steps: int = 10**9
-    most_documents: int = 10**9
-
-    @property
-    def n_steps(self) -> int:
-        return min(self.most_steps, config.SIZES[self.size].n_steps)
-
-
-SMALL_PLAN = Plan(CELLS[:1] + CELLS[-1:], "0.5M", most_steps=20, most_documents=4)
+PLAN = attribution.Plan(CELLS)
+SMALL_PLAN = attribution.Plan(CELLS[:1] + CELLS[-1:], "0.5M", most_steps=20, most_tests=4)
 
 
 class Documents(NamedTuple):
@@ -72,12 +60,12 @@ class Documents(NamedTuple):
 
 
 def measure(
-    plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
+    plan: attribution.Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises ExperimentError."""
     own = config.get_config(plan.size)
     found = attribution.load_text(corpus, out, plan.size, plan.n_steps)
-    documents = find_documents(found, own.sequence_length, plan.most_documents)
+    documents = find_documents(found, own.sequence_length, plan.most_tests)
     rates = {name: cell["learning_rate"] for name, cell in tuned_cells(plan.size).items()}
 
     def run(name: str, turn: lanes.Turn) -> dict[str, Any]:
@@ -121,7 +109,7 @@ def find_documents(found: dict[str, np.ndarray], window: int, most: int) -> Docu
 
 
 def measure_cell(
-    plan: Plan,
+    plan: attribution.Plan,
     cell: config.Cell,
     rate: float,
     found: dict[str, np.ndarray],
@@ -204,4 +192,4 @@ def sum_ranges(losses: Float[np.ndarray, "L D T"], documents: Documents, window:
 
 
 if __name__ == "__main__":
-    tools.run_experiment(measure, Plan(), SMALL_PLAN, report)
+    tools.run_experiment(measure, PLAN, SMALL_PLAN, report)

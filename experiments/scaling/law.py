@@ -32,18 +32,18 @@ class Law:
         return np.exp(_log_loss(np.array(dataclasses.astuple(self)), np.log(n_params), np.log(tokens)))
 
 
-def fit(n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0, n_starts: int = 40) -> Law:
+def fit(n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n_starts: int = 40) -> Law:
     """Return the law with the smallest Huber loss. Raises ValueError unless there are more runs than coefficients."""
     if len(loss) <= N_COEFFICIENTS:
         raise ValueError(f"{len(loss)} runs cannot determine {N_COEFFICIENTS} coefficients: more runs are needed")
-    return Law(*_fit(np.log(n_params), np.log(tokens), np.log(loss), np.random.default_rng(seed), n_starts))
+    return Law(*_fit(np.log(n_params), np.log(tokens), np.log(loss), np.random.default_rng(0), n_starts))
 
 
 def bootstrap(
-    law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n: int, seed: int = 0, n_starts: int = 4
+    law: Law, n_params: np.ndarray, tokens: np.ndarray, loss: np.ndarray, n: int, n_starts: int = 4
 ) -> list[Law]:
     """Return `n` laws fitted to losses that differ from this law as much as the given ones do."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     log_n, log_d = np.log(n_params), np.log(tokens)
     start = np.array(dataclasses.astuple(law))
     expected = _log_loss(start, log_n, log_d)

@@ -26,7 +26,7 @@ def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
     cells = results["cells"]
     hours = sum(cell["seconds"] for cell in cells.values()) / 3600
-    settings, (_, cell) = results["settings"], next(iter(cells.items()))
+    settings, cell = results["settings"], next(iter(cells.values()))
     return [
         "# Parameters and text apart",
         "",
@@ -177,9 +177,9 @@ def draw(results: Results) -> Figure:
         law = found and Law(*(value for value, *_ in found["coefficients"].values()))
         for width, name in cells_of(results, kind).items():
             color = f"C{(*config.WIDTHS, config.NEXT_WIDTH).index(width)}"
-            label = f"width {width}" if panel is panels[0, 0] else None
-            for i, seeds in enumerate(losses(results, name).T):
-                panel.plot(results["text"][-len(seeds) :], seeds, ".", color=color, ms=5, label=None if i else label)
+            for seeds in losses(results, name).T:
+                text = results["text"][-len(seeds) :]
+                panel.plot(text, seeds, ".", color=color, ms=5, label=f"width {width}")
             if law:
                 panel.plot(along, law(results["cells"][name]["parameters"], along), color=color, lw=1)
         if found:
