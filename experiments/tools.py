@@ -1,18 +1,18 @@
 """What the experiments share: a main function, and cells that are kept."""
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 from experiments.reports import Results, read_results, write_report
 from heinsen.errors import HeinsenError, exit_on_error
 from heinsen.files import make_folder
+from heinsen.host import keep_compilations
 from heinsen.sweep.launcher import usable_cores
 from scripts.cli import parse_flags
 
@@ -39,6 +39,8 @@ def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, 
         if "plan" in given and given.plan:
             print("\n".join(list_cells(own.cells, out)))
             return
+        logging.set_verbosity(logging.WARNING)
+        keep_compilations()
         measure_all = lambda: measure(own, *corpus, out, *options)
         execute(out, report, None if given.report else measure_all)
 
@@ -53,8 +55,7 @@ def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None
     with exit_on_error(on_interrupt="interrupted; rerun the same command to resume"):
         if measure is not None:
             make_folder(out)
-            with _keep_compilations(out / "compiled"):
-                results: Results = {**describe_machine(), **measure()}
+            results: Results = {**describe_machine(), **measure()}
         elif (out / "results.json").exists():
             results = read_results(out / "results.json")
         else:
@@ -88,17 +89,6 @@ def list_cells(names: Sequence[str], out: Path) -> list[str]:
         *lines,
         f"{sum(hours.values()):.1f} hours for {len(hours)} of {len(names)}; about {left:.1f} for the others",
     ]
-
-
-@contextlib.contextmanager
-def _keep_compilations(folder: Path) -> Iterator[None]:
-    """Keep what this process compiles in a folder."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def describe_machine() -> dict[str, str]:

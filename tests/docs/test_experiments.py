@@ -3,7 +3,6 @@
 import importlib
 import re
 
-import jax
 import numpy as np
 import pytest
 from scipy import stats
@@ -58,16 +57,6 @@ def test_the_reports_of_finished_experiments_have_the_figures_of_their_results()
 def test_a_report_needs_results(tmp_path):
     with pytest.raises(SystemExit, match=r"has no results\.json: run the experiment without --report"):
         tools.execute(tmp_path, EXPERIMENTS["scaling"].report, None)
-
-
-def test_what_an_experiment_compiles_is_kept_in_its_folder(tmp_path):
-    folder = lambda: jax.config.values["jax_compilation_cache_dir"]
-    before, seen = folder(), []
-    results = (ROOT / "experiments" / "speed" / "results.json").read_text()
-    (tmp_path / "results.json").write_text(results)
-    found = reports.read_results(tmp_path / "results.json")
-    tools.execute(tmp_path, EXPERIMENTS["speed"].report, lambda: seen.append(folder()) or found)
-    assert seen == [str(tmp_path / "compiled")] and folder() == before
 
 
 # ---- intervals ------------------------------------------------------------------------------------
