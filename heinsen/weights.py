@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from heinsen.export import ExportError, is_export, load_folder, read_manifest
 from heinsen.export.state_dicts import from_arrays, named_leaves
 from heinsen.models import ModelConfig, Params, abstract_params
-from heinsen.models.optional_parts import OPTIONAL_PARTS, identity_params
+from heinsen.models.additions import ADDITIONS, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
 from heinsen.training.checkpoint import CheckpointError, restore_params
 from heinsen.training.config import TrainConfig, check_mesh
@@ -55,15 +55,15 @@ def load_params(workdir: Path, model: ModelConfig, mesh: Mesh) -> LoadedParams:
 def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> LoadedParams:
     """Load the parameters that `config.init_from` names, split over the mesh.
 
-    The run may add optional parts to the model there (`heinsen.models.optional_parts.OPTIONAL_PARTS`): they begin doing
-    nothing, so that the run starts at that model's outputs. `tokenizer` is that of the run's data.
+    The run's model may have additions to the model there (`heinsen.models.additions`): they begin doing nothing, so
+    that the run starts at that model's outputs. `tokenizer` is that of the run's data.
 
     Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
     """
     assert config.init_from is not None, "init_from is not set"
     source = Path(os.path.expanduser(config.init_from))
     old = load_run(source)
-    absent = {name: part.absent for name, part in OPTIONAL_PARTS.items() if getattr(old.model, name) == part.absent}
+    absent = {name: each.absent for name, each in ADDITIONS.items() if getattr(old.model, name) == each.absent}
     model = dataclasses.replace(config.model, **absent)
     check_same_model(old.model, model, source)
     if (old_tokenizer := load_tokenizer_name(source)) != tokenizer:

@@ -1,4 +1,4 @@
-"""Parameters of a run start a model with parts that it lacks: first at its outputs, then learning with the parts."""
+"""Parameters of a run start a model with additions: first at its outputs, then learning with the additions."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from heinsen.models import abstract_params, forward, mean_loss
-from heinsen.models.optional_parts import OPTIONAL_PARTS, OptionalPart
+from heinsen.models.additions import ADDITIONS, Addition
 from heinsen.parallel import make_mesh
 from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.folder import RunError, write_config
@@ -20,15 +20,15 @@ from tests.runs import run_config
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-# A value of each field with its part. That of positions is one for these tests: a table of zeros does nothing.
+# A value of each field with its addition. That of positions is one for these tests: a table of zeros does nothing.
 WITH = {"position": "learned", "convolution": 4, "forget_gate": "head", "output_gate": True}
 LEARNS_LATER = ("/gate/kernel", "/gate/bias")  # once the scale is not 0
-TABLE = OptionalPart("none", {"position/embedding": lambda config, shape: jnp.zeros(shape)})
+TABLE = Addition("none", {"position/embedding": lambda config, shape: jnp.zeros(shape)})
 
 
 @pytest.fixture
 def table_is_optional(monkeypatch):
-    monkeypatch.setitem(OPTIONAL_PARTS, "position", TABLE)
+    monkeypatch.setitem(ADDITIONS, "position", TABLE)
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,17 @@ def started_config(source: Path, **changes):
 
 
 @pytest.mark.parametrize(
-    "part",
+    "addition",
     [
         "forget_gate",
         *(
-            pytest.param(part, marks=pytest.mark.long)
-            for part in sorted({"position", *OPTIONAL_PARTS} - {"forget_gate"})
+            pytest.param(addition, marks=pytest.mark.long)
+            for addition in sorted({"position", *ADDITIONS} - {"forget_gate"})
         ),
     ],
 )
-def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part, source, table_is_optional, rng):
-    before, after = started_config(source), started_config(source, **{f"model__{part}": WITH[part]})
+def test_a_model_with_an_addition_starts_as_its_source_and_learns(addition, source, table_is_optional, rng):
+    before, after = started_config(source), started_config(source, **{f"model__{addition}": WITH[addition]})
     tokens, mesh = jnp.asarray(rng.integers(0, 257, (3, 9)), jnp.int32), make_mesh()
     (_, params), (step, started) = (load_initial_params(config, mesh, "bytes") for config in (before, after))
     assert step == 2 and len(jax.tree.leaves(started)) > len(jax.tree.leaves(params))
@@ -67,13 +67,13 @@ def test_a_model_with_a_part_starts_at_the_outputs_of_the_source_and_learns(part
     want = apply(before.model, params, tokens[:, :-1])[0]
     got = apply(after.model, started, tokens[:, :-1])[0]
     # Decays of 0 take another path through the attention, whose rounding differs.
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if part == "forget_gate" else 0)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 if addition == "forget_gate" else 0)
 
     gradients = jax.jit(jax.grad(lambda params: mean_loss(after.model, params, tokens)))(started)
     abstract = abstract_params(after.model)
     assert jax.tree.structure(started) == jax.tree.structure(abstract)
     assert jax.tree.map(jnp.shape, started) == jax.tree.map(jnp.shape, abstract)
-    ends = [*OPTIONAL_PARTS[part].identity]
+    ends = [*ADDITIONS[addition].identity]
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if any(map(name.endswith, ends)) and not name.endswith(LEARNS_LATER):
@@ -84,7 +84,7 @@ def test_what_no_part_explains_is_refused(source, table_is_optional, monkeypatch
     cases = [
         ({"model__position": "learned", "model__n_layers": 3}, "model.n_layers: 2 in the run, 3 in the command"),
         ({"model__n_layers": 3}, "model.n_layers: 2 in the run, 3 in the command"),
-        # The field is that of a part, the parameters are not: positions of another kind.
+        # The field is that of an addition, the parameters are not: positions of another kind.
         (
             {"model__position": "recurrent"},
             r"cannot start this model: the tensors do not fit the model:\n  missing: position.dense.bias, position",
@@ -95,12 +95,12 @@ def test_what_no_part_explains_is_refused(source, table_is_optional, monkeypatch
             load_initial_params(started_config(source, **changes), make_mesh(), "bytes")
     with pytest.raises(RunError, match="of a model of 'bytes' tokens, the data of data has 'gpt2' tokens: use other"):
         load_initial_params(started_config(source), make_mesh(), "gpt2")
-    monkeypatch.delitem(OPTIONAL_PARTS, "position")
+    monkeypatch.delitem(ADDITIONS, "position")
     with pytest.raises(RunError, match="model.position: 'none' in the run, 'learned' in the command"):
         load_initial_params(started_config(source, model__position="learned"), make_mesh(), "bytes")
 
 
-def test_a_source_with_a_part_does_not_start_a_model_without_it(table_is_optional, tmp_path):
+def test_a_source_with_an_addition_does_not_start_a_model_without_it(table_is_optional, tmp_path):
     write_config(run_config(Path("data")), tmp_path, "bytes")
     with pytest.raises(RunError, match="model.position: 'recurrent' in the run, 'none' in the command"):
         load_initial_params(started_config(tmp_path, model__n_positions=None), make_mesh(), "bytes")

@@ -1,6 +1,6 @@
-"""Optional parts of a model, and the parameters with which they do nothing.
+"""Additions to a model, and the parameters with which they do nothing.
 
-Added to a trained model with these parameters, a part leaves its outputs unchanged.
+Added to a trained model with these parameters, an addition leaves its outputs unchanged.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from heinsen.models.language_model import Params, abstract_params
 
 
 @dataclasses.dataclass(frozen=True)
-class OptionalPart:
-    """A part that a field of `ModelConfig` adds.
+class Addition:
+    """What a field of `ModelConfig` adds to a model.
 
     Attributes:
       absent: the field's value without it.
-      identity: the end of a parameter's path -> its value with which the part does nothing, from (config, shape).
+      identity: the end of a parameter's path -> its value with which the addition does nothing, from (config, shape).
     """
 
     absent: Any
@@ -40,18 +40,18 @@ _GATE = {  # with a scale of 0; the other parameters learn once it has left 0
     "bias": lambda config, shape: spread_biases(config.forget_gate_shortest, config.forget_gate_longest, shape),
 }
 
-OPTIONAL_PARTS: dict[str, OptionalPart] = {  # by the name of the field
-    "forget_gate": OptionalPart(
+ADDITIONS: dict[str, Addition] = {  # by the name of the field
+    "forget_gate": Addition(
         "none", {f"/{name}/{end}": identity for name in ("gate", "gate_after") for end, identity in _GATE.items()}
     ),
-    "output_gate": OptionalPart(False, {"output_gate/kernel": _zeros, "output_gate/bias": _zeros}),  # 2 sigmoid(0) = 1
-    "convolution": OptionalPart(0, {"convolution/taps": lambda config, shape: identity_taps(shape)}),
+    "output_gate": Addition(False, {"output_gate/kernel": _zeros, "output_gate/bias": _zeros}),  # 2 sigmoid(0) = 1
+    "convolution": Addition(0, {"convolution/taps": lambda config, shape: identity_taps(shape)}),
 }
 
 
 def identity_params(config: ModelConfig) -> Params:
-    """Return the parameters of the optional parts with which they do nothing, and no others, as in `init_params`."""
-    identities = [each for part in OPTIONAL_PARTS.values() for each in part.identity.items()]
+    """Return the parameters of the additions with which they do nothing, and no others, as in `init_params`."""
+    identities = [each for addition in ADDITIONS.values() for each in addition.identity.items()]
     params: Params = {}
     for path, x in jax.tree_util.tree_leaves_with_path(abstract_params(config)):
         *groups, name = (key.key for key in path)

@@ -1,4 +1,4 @@
-"""Optional parts of a model: parameters with which they do nothing, and what the published module lacks."""
+"""Additions to a model: parameters with which they do nothing, and what the published module lacks."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import pytest
 
 from heinsen.export import is_reference_model
 from heinsen.models import ModelConfig, forward, init_params
-from heinsen.models.optional_parts import OPTIONAL_PARTS, identity_params
+from heinsen.models.additions import ADDITIONS, identity_params
 from tests.model_configs import model_config
 from tests.models.model64 import SIZES, draw_params
 
@@ -46,9 +46,9 @@ def test_identity_parameters_make_a_model_the_one_without_the_parts_bit_for_bit(
 
 
 def test_every_part_is_a_field_that_the_papers_model_has_not():
-    for name, part in OPTIONAL_PARTS.items():
+    for name, addition in ADDITIONS.items():
         assert name in {field.name for field in dataclasses.fields(ModelConfig)}
-        assert getattr(model_config(), name) == part.absent
+        assert getattr(model_config(), name) == addition.absent
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,6 @@ def test_every_part_is_a_field_that_the_papers_model_has_not():
     [dict(convolution=4), dict(output_gate=True), dict(forget_gate="head")],
     ids=str,
 )
-def test_the_published_module_has_no_such_part(changes):
+def test_the_published_module_has_no_such_addition(changes):
     """Not even where the parameters have the same names and shapes."""
     assert is_reference_model(model_config()) and not is_reference_model(model_config(**changes))
