@@ -22,7 +22,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from experiments.reports import best_rate, read_results
-from experiments.tools import ExperimentError, cell_file, describe_machine, done_cells
+from experiments.tools import cell_file, describe_machine, done_cells
+from heinsen.errors import InputError
 from heinsen.evaluation.document_losses import round_up
 from heinsen.files import write_atomically
 from heinsen.models import Params
@@ -185,7 +186,7 @@ class Turn:
         return time.monotonic() > self._end
 
 
-class NoTimeError(ExperimentError):
+class NoTimeError(Exception):
     """A cell that was not begun."""
 
 
@@ -204,10 +205,10 @@ def run_cells(
     Args:
       minutes, numbers: of the flags --minutes and --cells, in this order.
 
-    Raises ExperimentError if there is no such number, or no cell is done.
+    Raises InputError if there is no such number, or no cell is done.
     """
     if wrong := [number for number in numbers or () if number not in map(str, range(1, len(cells) + 1))]:
-        raise ExperimentError(f"--cells={','.join(wrong)}: there are cells 1 to {len(cells)}: {'; '.join(cells)}")
+        raise InputError(f"--cells={','.join(wrong)}: there are cells 1 to {len(cells)}: {'; '.join(cells)}")
     file, found = lambda name: cell_file(name, out), done_cells(cells, out)
     (out / "cells").mkdir(parents=True, exist_ok=True)
     names = list(cells)
@@ -229,7 +230,7 @@ def run_cells(
             elif not isinstance(error, NoTimeError):
                 print(f"{name}: {type(error).__name__}: {error}"[:2000], file=sys.stderr, flush=True)
     if not found:
-        raise ExperimentError("no cell is done, see above: give more --minutes, or lower what fails")
+        raise InputError("no cell is done, see above: give more --minutes, or lower what fails")
     done = {name: found[name] for name in cells if name in found}
     return dict(cells=done, missing=[name for name in cells if name not in done])
 

@@ -10,15 +10,11 @@ import jax
 from absl import app, flags, logging
 
 from experiments.reports import Results, read_results, write_report
-from heinsen.errors import HeinsenError, exit_on_error
+from heinsen.errors import InputError, exit_on_error
 from heinsen.files import make_folder
 from heinsen.host import keep_compilations
 from heinsen.sweep.launcher import usable_cores
 from scripts.cli import parse_flags
-
-
-class ExperimentError(HeinsenError, RuntimeError):
-    """Flags, or files of an experiment, that cannot be used."""
 
 
 def run_experiment(measure: Callable[..., Results], plan: Any, small_plan: Any, report: ModuleType) -> None:
@@ -59,7 +55,7 @@ def execute(out: Path, report: ModuleType, measure: Callable[[], Results] | None
         elif (out / "results.json").exists():
             results = read_results(out / "results.json")
         else:
-            raise ExperimentError(f"{out} has no results.json: run the experiment without --report")
+            raise InputError(f"{out} has no results.json: run the experiment without --report")
         print(write_report(out, results, report))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heinsen.errors import HeinsenError
+from heinsen.errors import InputError
 from heinsen.figures import smooth
 from heinsen.models import abstract_params, count_params
 from heinsen.sweep.runs import align, format_number
@@ -17,10 +17,6 @@ from heinsen.training.config import TrainConfig
 from heinsen.training.devices import train_flops_per_token
 from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.training.metrics import METRICS_FILE, metric_points, read_metrics
-
-
-class CurveError(HeinsenError, ValueError):
-    """A run or a file of anchors that cannot be drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +30,10 @@ class RunLog:
 
     @classmethod
     def read(cls, path: Path) -> "RunLog":
-        """Read a run folder. Raises RunError, and CurveError if it has logged nothing."""
+        """Read a run folder. Raises RunError, and InputError if it has logged nothing."""
         config, tokenizer, entries = load_run(path), load_tokenizer_name(path), read_metrics(path)
         if not entries:
-            raise CurveError(f"{path} has logged nothing yet: its {METRICS_FILE} holds no step")
+            raise InputError(f"{path} has logged nothing yet: its {METRICS_FILE} holds no step")
         return cls(path, config, tokenizer, entries)
 
     @property
@@ -119,7 +115,7 @@ class Anchor(NamedTuple):
 
 
 def read_anchors(path: Path) -> list[Anchor]:
-    """Read a CSV file with the columns tokens, loss, label, source. Raises CurveError.
+    """Read a CSV file with the columns tokens, loss, label, source. Raises InputError.
 
     A column tokenizer says of what tokens; default: gpt2.
     """
@@ -131,11 +127,11 @@ def read_anchors(path: Path) -> list[Anchor]:
             tokens, loss = (float(row[name]) for name in ("tokens", "loss"))
             anchors.append(Anchor(tokens, loss, row["label"], row["source"], row.get("tokenizer") or "gpt2"))
     except OSError as error:
-        raise CurveError(f"--against={path} cannot be read: {error.strerror}") from error
+        raise InputError(f"--against={path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise CurveError(f"--against={path}: expected columns tokens, loss, label, source ({error!r})") from error
+        raise InputError(f"--against={path}: expected columns tokens, loss, label, source ({error!r})") from error
     if not anchors or not all(0 < x < math.inf for anchor in anchors for x in anchor[:2]):
-        raise CurveError(f"--against={path}: expected rows with tokens and loss above 0")
+        raise InputError(f"--against={path}: expected rows with tokens and loss above 0")
     return anchors
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from heinsen.errors import exit_on_error
+from heinsen.errors import InputError, exit_on_error
 from heinsen.figures import count_tokens, make_figure, pyplot, save_figure
 from scripts.cli import parse_flags, refuse, show_help
 
@@ -39,7 +39,6 @@ from scripts.curves import (
     AXES,
     METRICS,
     Anchor,
-    CurveError,
     RunLog,
     compare_with_anchors,
     final_table,
@@ -71,12 +70,12 @@ def check_flags(paths: Sequence[str]) -> None:
 
 
 def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
-    """Write the figure, and return the lines to print. Raises CurveError."""
+    """Write the figure, and return the lines to print. Raises InputError."""
     anchors = read_anchors(Path(AGAINST.value)) if AGAINST.value is not None else []
     logs = [RunLog.read(path) for path in paths]
     for log in logs:
         if other := {anchor.tokenizer for anchor in anchors} - {log.tokenizer}:
-            raise CurveError(
+            raise InputError(
                 f"{log.path} counts {log.tokenizer} tokens, --against={AGAINST.value} those of "
                 f"{other.pop()}: leave it out, or say what it counts in a column tokenizer"
             )
@@ -88,7 +87,7 @@ def plot_runs(paths: Sequence[Path], out: Path) -> list[str]:
 
 
 def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
-    """Draw the curves. Raises CurveError if there is none, OSError if `out` cannot be written."""
+    """Draw the curves. Raises InputError if there is none, OSError if `out` cannot be written."""
     figure, axes = make_figure(figsize=(9, 5.5))
     if anchors:
         draw_anchors(axes, anchors)
@@ -103,7 +102,7 @@ def draw(logs: Sequence[RunLog], anchors: Sequence[Anchor], out: Path) -> None:
             axes.plot(*make_curve(log, metric.marks, X.value), "o", color=color, ms=4, mec="white", mew=0.5)
         n_points += len(x)
     if not n_points:
-        raise CurveError(f"nothing to draw: no {METRIC.value} is logged in {', '.join(str(log.path) for log in logs)}")
+        raise InputError(f"nothing to draw: no {METRIC.value} is logged in {', '.join(str(log.path) for log in logs)}")
     if metric.marks is not None and any(len(log.points(metric.marks)[0]) for log in logs):
         axes.plot([], [], "o", color="0.4", ms=4, label="validation")
     axes.set_xscale("log" if LOG_X.value else "linear")

@@ -26,6 +26,7 @@ from experiments import lanes, tools
 from experiments.attribution import config, report, text
 from experiments.reports import best_rate, read_results
 from heinsen.config import from_mapping
+from heinsen.errors import InputError
 from heinsen.models import abstract_params, count_params, state_size
 from heinsen.models.masking import window_losses
 from heinsen.training.config import TrainConfig
@@ -52,7 +53,7 @@ N_LANES = 4
 def measure(
     plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    """Do what is left of the experiment, and return its results. Raises InputError."""
     base, found = config.get_config(plan.size), load_text(corpus, out, plan.size, plan.n_steps)
     cells = {name: config.CELLS[name] for name in plan.cells}
     run = lambda cell, turn: measure_cell(plan, cell, found, turn)
@@ -73,10 +74,10 @@ def measure(
 
 
 def load_text(corpus: Path, out: Path, size: str, n_steps: int) -> dict[str, np.ndarray]:
-    """`text.load` at a size. Raises ExperimentError if OUT is of another one."""
+    """`text.load` at a size. Raises InputError if OUT is of another one."""
     base, results = config.get_config(size), out / "results.json"
     if results.exists() and (other := read_results(results)["size"]) != size:
-        raise tools.ExperimentError(f"{out} has results of --size={other}: give --size={size} an --out of its own")
+        raise InputError(f"{out} has results of --size={other}: give --size={size} an --out of its own")
     return text.load(corpus, out, SEEDS, base.sequence_length, base.batch_size, n_steps)
 
 

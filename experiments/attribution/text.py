@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from experiments import tools
 from heinsen.data.documents import find_documents
 from heinsen.data.loader import EvaluationBatches, train_iterator
 from heinsen.data.preparation import Settings, prepare
 from heinsen.data.tokenizer import get_tokenizer
+from heinsen.errors import InputError
 from heinsen.files import atomic_writer
 from scripts.corpus.duplicates import hash_n_grams
 
@@ -25,7 +25,7 @@ ROWS = 32  # windows of a batch of evaluation
 def load(
     corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int
 ) -> dict[str, np.ndarray]:
-    """The arrays of OUT/text.npz, which is made if it is not there. Raises ExperimentError if it is of other windows.
+    """The arrays of OUT/text.npz, which is made if it is not there. Raises InputError if it is of other windows.
 
     It has train [S, n_steps, batch_size, N] in the order of each seed; validation and test [W, N] with their lengths
     [W], the targets of each window; and, of the test split, starts [D + 1], num_bytes [D], sources [D], names, and
@@ -39,7 +39,7 @@ def load(
         arrays = {name: loaded[name] for name in loaded}
     wanted = len(seeds), n_steps, batch_size, length + 1
     if arrays["train"].shape != wanted:
-        raise tools.ExperimentError(
+        raise InputError(
             f"{file} has training windows {arrays['train'].shape} where this reads {wanted}: give another --out"
         )
     return arrays
@@ -49,7 +49,7 @@ def _prepare(
     file: Path, corpus: Path, out: Path, seeds: Sequence[int], length: int, batch_size: int, n_steps: int
 ) -> None:
     if not any(corpus.glob("train-*")):
-        raise tools.ExperimentError(
+        raise InputError(
             f"--corpus={corpus} has no train-*.jsonl.zst: build it with `python scripts/build_corpus.py --out=CORPUS`"
         )
     files = {"train": "train-*", "validation": "validation", "test": "test"}

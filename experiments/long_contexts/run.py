@@ -31,6 +31,7 @@ from experiments.attribution import config, text
 from experiments.attribution import run as attribution
 from experiments.long_contexts import report
 from experiments.reports import read_results
+from heinsen.errors import InputError
 from heinsen.models import ModelConfig, init_model_state, next_token_losses, next_token_losses_with_state, state_size
 
 CELLS = (  # the first one of a block is what others are compared with
@@ -62,7 +63,7 @@ class Documents(NamedTuple):
 def measure(
     plan: attribution.Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    """Do what is left of the experiment, and return its results. Raises InputError."""
     own = config.get_config(plan.size)
     found = attribution.load_text(corpus, out, plan.size, plan.n_steps)
     documents = find_documents(found, own.sequence_length, plan.most_tests)
@@ -70,9 +71,7 @@ def measure(
 
     def run(name: str, turn: lanes.Turn) -> dict[str, Any]:
         if name not in rates:
-            raise tools.ExperimentError(
-                f"experiments/attribution has no rate at --size={plan.size}: run its cell first"
-            )
+            raise InputError(f"experiments/attribution has no rate at --size={plan.size}: run its cell first")
         return measure_cell(plan, config.CELLS[name], rates[name], found, documents, turn)
 
     return dict(
@@ -92,7 +91,7 @@ def tuned_cells(size: str) -> dict[str, Any]:
 
 
 def find_documents(found: dict[str, np.ndarray], window: int, most: int) -> Documents:
-    """Documents of LEAST_WINDOWS to MOST_WINDOWS, where they are cut, the longest first. Raises ExperimentError."""
+    """Documents of LEAST_WINDOWS to MOST_WINDOWS, where they are cut, the longest first. Raises InputError."""
     documents: list[np.ndarray] = []
     for split in ("validation", "test"):
         targets = found[split][:, 1:].astype(np.int32)
@@ -101,7 +100,7 @@ def find_documents(found: dict[str, np.ndarray], window: int, most: int) -> Docu
     texts = [document[document != END][: MOST_WINDOWS * window] for document in documents]
     texts = sorted((each for each in texts if len(each) >= LEAST_WINDOWS * window), key=len, reverse=True)[:most]
     if not texts:
-        raise tools.ExperimentError(f"no document has {LEAST_WINDOWS * window} bytes: give a corpus with longer ones")
+        raise InputError(f"no document has {LEAST_WINDOWS * window} bytes: give a corpus with longer ones")
     tokens = np.full((len(texts), MOST_WINDOWS * window + 1), END, np.int32)
     for row, each in zip(tokens, texts, strict=True):
         row[1 : len(each) + 1] = each

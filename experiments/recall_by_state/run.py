@@ -43,7 +43,7 @@ PAIRS = 4, 8, 16, 32
 
 
 def measure(plan: Plan, out: Path, minutes: float | None, numbers: Sequence[str] | None) -> dict[str, Any]:
-    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    """Do what is left of the experiment, and return its results. Raises InputError."""
     cells = {name: config.CELLS[name] for name in plan.cells}
     found = lanes.run_cells(cells, lambda cell, turn: measure_cell(plan, cell, turn), out, minutes, numbers)
     settings = dict(settings=config.get_config().to_dict(), steps=plan.n_steps, pairs=PAIRS, tests=plan.n_tests)

@@ -52,7 +52,7 @@ SMALL_PLAN = Plan(config.SMALL, steps=(10, 20), n_validation=32, stride=100)
 def measure(
     plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Do what is left of the experiment, and return its results. Raises ExperimentError."""
+    """Do what is left of the experiment, and return its results. Raises InputError."""
     own = config.get_config()
     length, n_steps = own.sequence_length, max(config.STEPS)
     found = text.load(corpus, out, attribution.SEEDS, length, own.batch_size, n_steps)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Int32, Int64
 from numpy.typing import ArrayLike
 
-from heinsen.errors import HeinsenError, describe
+from heinsen.errors import HeinsenError, InputError, describe
 from heinsen.files import atomic_writer
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ EXPORTED_TOKENIZER_FILE = "heinsen_tokenizer.json"
 _PIECE = 1 << 18  # characters
 _CONTEXT = 1009  # characters before and after a cut that must not change; a prime, so that no repeated token fits
 _TRIES = 100  # places of a cut
-
-
-class UnknownTokenizerError(HeinsenError, ValueError):
-    """A name that no tokenizer has."""
 
 
 class TokenizerFilesError(HeinsenError, RuntimeError):
@@ -303,7 +299,7 @@ _NAME_OF_FILE = re.compile(r"file:([0-9a-f]{16}):(\d+)")  # the beginning of its
 def get_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     """Return the tokenizer called `name`: one of `TOKENIZER_NAMES`, or that of the file in a folder.
 
-    Raises UnknownTokenizerError (a ValueError) for another name, and TokenizerFilesError (a RuntimeError) if the files
+    Raises InputError (a ValueError) for another name, and TokenizerFilesError (a RuntimeError) if the files
     of "gpt2", or the one in the folder, are not available.
     """
     if name in TOKENIZERS:
@@ -311,9 +307,7 @@ def get_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     match = _NAME_OF_FILE.fullmatch(name)
     if match is None or folder is None:
         needs = "" if match is None else "; it needs the folder that holds its file"
-        raise UnknownTokenizerError(
-            f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}{needs}"
-        )
+        raise InputError(f"unknown tokenizer {name!r}; choose one of {', '.join(map(repr, TOKENIZER_NAMES))}{needs}")
     content = read_tokenizer_file(name, folder)
     assert content is not None
     return FileTokenizer(content, _parse(content, folder / TOKENIZER_FILE), int(match[2]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.documents import find_documents
 from heinsen.data.tokenizer import Tokenizer, get_tokenizer
-from heinsen.errors import HeinsenError
+from heinsen.errors import InputError
 from heinsen.evaluation.bootstrap import Estimate, MixtureLosses, estimate, estimate_sources
 from heinsen.evaluation.document_losses import DocumentLosses, measure_streaming, measure_windows, round_up
 from heinsen.evaluation.positions import PositionLosses, compare_positions
@@ -18,10 +18,6 @@ from heinsen.training.config import TrainConfig
 from heinsen.training.data import open_split
 from heinsen.training.folder import load_tokenizer_name
 from heinsen.weights import load_params, mesh_for_reading
-
-
-class EvaluationError(HeinsenError, ValueError):
-    """An evaluation that does not fit the model, or that has no meaningful result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +55,12 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
 
     Raises:
       DatasetError, RunError, CheckpointError, MeshError: the data or the parameters cannot be used.
-      EvaluationError: the way of reading does not fit the model, or the loss is not finite.
+      InputError: the way of reading does not fit the model, or the loss is not finite.
     """
     folder = Path(workdir)
     datasets = open_split(config, split, load_tokenizer_name(folder))
     if not config.model.causal and (streaming or with_positions):
-        raise EvaluationError("a masked model reads whole windows: it has no state for --streaming or --by_position")
+        raise InputError("a masked model reads whole windows: it has no state for --streaming or --by_position")
     mesh = mesh_for_reading(config)
     step, params = load_params(folder, config.model, mesh)
     tokenizer = _find_tokenizer(datasets[0][0])
@@ -81,7 +77,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
     measured = in_streams if streaming else in_windows
     total = estimate(measured)
     if not math.isfinite(total.loss):
-        raise EvaluationError(f"the loss is {total.loss}: the parameters of {workdir}, step {step}, are useless")
+        raise InputError(f"the loss is {total.loss}: the parameters of {workdir}, step {step}, are useless")
     return SplitResult(
         workdir=workdir,
         step=step,

@@ -5,17 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heinsen.data.tokenizer import get_tokenizer
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, InputError
 from heinsen.evaluation.harness import Answers, as_lm
 from heinsen.parallel import make_mesh
 from heinsen.progress import track
 from heinsen.training.config import TrainConfig
 from heinsen.training.folder import load_tokenizer_name
 from heinsen.weights import load_params
-
-
-class TasksError(HeinsenError, ValueError):
-    """Tasks that do not exist, or that the lm-evaluation-harness or the model cannot run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +50,18 @@ def run_tasks(
       batch_size: texts that the model reads at a time.
       add_bos_token: whether end-of-text comes before every text, as in training.
 
-    Raises TasksError, CheckpointError, MeshError, RunError.
+    Raises InputError, CheckpointError, MeshError, RunError.
     """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise TasksError("--tasks needs the lm-evaluation-harness: pip install 'lm-eval>=0.4.9'") from error
+        raise InputError("--tasks needs the lm-evaluation-harness: pip install 'lm-eval>=0.4.9'") from error
     try:
         # Without a folder of its own, the manager indexes all tasks of the harness, which takes many seconds.
         manager = TaskManager(include_path=folder, include_defaults=folder is None)
         if unknown := sorted(set(names) - set(manager.match_tasks(list(names)))):
-            raise TasksError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
+            raise InputError(f"--tasks={','.join(unknown)}: {folder or 'the installed harness'} has no such task")
         run = Path(workdir)
         step, params = load_params(run, config.model, make_mesh())
         tokenizer = get_tokenizer(load_tokenizer_name(run), run)
@@ -78,7 +74,7 @@ def run_tasks(
     except HeinsenError:
         raise
     except (ValueError, RuntimeError) as error:  # of the harness, or of a task that asks too much
-        raise TasksError(str(error)) from error
+        raise InputError(str(error)) from error
     metrics = {
         task: {name: value for name, value in values.items() if isinstance(value, (int, float))}
         for task, values in results.items()

@@ -19,10 +19,10 @@ from heinsen.data.preparation import PreparationError, Settings, prepare
 from heinsen.data.tokenizer import (
     Tokenizer,
     TokenizerFilesError,
-    UnknownTokenizerError,
     get_tokenizer,
     open_tokenizer_file,
 )
+from heinsen.errors import InputError
 from heinsen.export import read_manifest
 from heinsen.training.data import open_split
 from tests.runs import read_log, run_config, train_command
@@ -131,7 +131,7 @@ def test_a_file_has_its_sizes_and_a_name_of_its_content(tokenizer, folder, tmp_p
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.content)
     again = get_tokenizer(tokenizer.name, tmp_path)
     assert again.name == tokenizer.name and again.encode(text).tolist() == ids.tolist()
-    with pytest.raises(UnknownTokenizerError, match="needs the folder that holds its file"):
+    with pytest.raises(InputError, match="needs the folder that holds its file"):
         get_tokenizer(tokenizer.name)
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode("a\ud800b")

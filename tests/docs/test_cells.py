@@ -17,7 +17,7 @@ from experiments.recall_by_state import run as recall
 from experiments.scaling import report as scaling_report
 from experiments.scaling import run as scaling
 from experiments.scaling.law import Law, on_bound
-from experiments.tools import ExperimentError
+from heinsen.errors import InputError
 from heinsen.models import abstract_params, count_params, init_params, next_token_losses
 from tests.model_configs import model_config
 
@@ -63,18 +63,18 @@ def test_the_plan_says_how_long_cells_take(tmp_path):
 
 @pytest.mark.parametrize("numbers, message", [(["0"], "--cells=0: there are cells 1 to 3"), (["x", "1"], "--cells=x:")])
 def test_cells_that_are_not_there(numbers, message, tmp_path):
-    with pytest.raises(ExperimentError, match=message):
+    with pytest.raises(InputError, match=message):
         lanes.run_cells(CELLS, measure, tmp_path, None, numbers)
 
 
 def test_no_cell_is_done(tmp_path):
-    with pytest.raises(ExperimentError, match="no cell is done"):
+    with pytest.raises(InputError, match="no cell is done"):
         lanes.run_cells(CELLS, measure, tmp_path, None, ["3"])
 
 
 def test_results_of_another_size_are_refused(tmp_path):
     (tmp_path / "results.json").write_text('{"size": "0.5M"}')
-    with pytest.raises(ExperimentError, match=r"has results of --size=0\.5M: give --size=2M an --out of its own"):
+    with pytest.raises(InputError, match=r"has results of --size=0\.5M: give --size=2M an --out of its own"):
         attribution.measure(attribution.Plan(), tmp_path / "corpus", tmp_path, None, None)
 
 
@@ -287,7 +287,7 @@ def test_rates_are_tuned_on_a_grid_and_its_extension(monkeypatch):
 def test_a_text_of_other_windows_is_refused(tmp_path):
     np.savez(tmp_path / "text.npz", train=np.zeros((5, 2, 4, 9)))
     message = r"training windows \(5, 2, 4, 9\) where this reads \(5, 2, 4, 11\): give another --out"
-    with pytest.raises(ExperimentError, match=message):
+    with pytest.raises(InputError, match=message):
         text.load(tmp_path, tmp_path, range(5), 10, 4, 2)
 
 

@@ -6,8 +6,9 @@ import types
 
 import pytest
 
+from heinsen.errors import InputError
 from heinsen.evaluation.tables import format_tasks, summarize_tasks
-from heinsen.evaluation.tasks import TasksError, run_tasks
+from heinsen.evaluation.tasks import run_tasks
 from heinsen.training.folder import load_run
 from tests.runs import STEPS
 
@@ -69,11 +70,11 @@ def test_tasks_are_run_and_reported(run, harness):
     ],
 )
 def test_tasks_that_cannot_be_run_are_named(run, harness, names, folder, limit, message):
-    with pytest.raises(TasksError, match=message):
+    with pytest.raises(InputError, match=message):
         run_tasks(load_run(run.workdir), str(run.workdir), names, folder=folder, limit=limit)
 
 
 def test_a_missing_harness_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(TasksError, match="pip install 'lm-eval"):
+    with pytest.raises(InputError, match="pip install 'lm-eval"):
         run_tasks(load_run(run.workdir), str(run.workdir), ["own"])

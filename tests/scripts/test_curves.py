@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from heinsen.errors import InputError
 from heinsen.figures import smooth
 from heinsen.training.folder import RunError
 from scripts.curves import (
     Anchor,
-    CurveError,
     RunLog,
     compare_with_anchors,
     final_table,
@@ -81,7 +81,7 @@ def test_what_cannot_be_drawn_is_named(run, tmp_path):
     with pytest.raises(RunError, match="is not a run folder"):
         RunLog.read(tmp_path)
     (tmp_path / "config.json").write_text((run.workdir / "config.json").read_text())
-    with pytest.raises(CurveError, match="has logged nothing yet"):
+    with pytest.raises(InputError, match="has logged nothing yet"):
         RunLog.read(tmp_path)
     config = json.loads((run.workdir / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"seed": "one"}))
@@ -129,7 +129,7 @@ def test_bad_anchors_are_named(tmp_path, text, message):
     path: Path = tmp_path / "published.csv"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(CurveError, match=message):
+    with pytest.raises(InputError, match=message):
         read_anchors(path)
 
 
