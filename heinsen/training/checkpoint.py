@@ -167,8 +167,11 @@ class Checkpoints:
         if jax.process_index() == 0:
             try:
                 for step, why in damaged.items():
-                    target = _free_path(self.directory.parent / DAMAGED / str(step))
+                    target, taken = self.directory.parent / DAMAGED / str(step), 0
                     target.parent.mkdir(exist_ok=True)
+                    while target.exists():
+                        taken += 1
+                        target = target.with_name(f"{step}.{taken}")
                     os.rename(self.path(step), target)
                     self._warn(f"{self.path(step)} is damaged: {why}. Using step {used}; it is now {target}")
             except OSError as error:
@@ -416,11 +419,3 @@ def describe_cause(error: BaseException, otherwise: str = "Orbax failed") -> str
 def _join_first(items: list[str]) -> str:
     """Join the first three items and count the others."""
     return "; ".join(items[:3]) + (f"; and {len(items) - 3} more" if len(items) > 3 else "")
-
-
-def _free_path(path: Path) -> Path:
-    """Return `path`, or the first of path.1, path.2, ... that does not exist."""
-    taken = 0
-    while (free := path.with_name(f"{path.name}.{taken}") if taken else path).exists():
-        taken += 1
-    return free
