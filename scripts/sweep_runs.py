@@ -11,7 +11,7 @@ from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
 from heinsen.sweep.runs import SweepRun
 from heinsen.sweep.space import Point, SweepError, Value, format_value
-from heinsen.training.config import DataConfig, TrainConfig
+from heinsen.training.config import DataConfig
 from heinsen.training.data import TRAIN_SPLIT, open_split, train_config
 from scripts.config_files import load_config, override
 
@@ -23,17 +23,26 @@ class RunFactory:
 
     def __init__(self, config: str, overrides: Mapping[str, str], check_data: bool):
         self._config, self._overrides, self._check_data = config, overrides, check_data
-        self.base = resolve(config, overrides)
+        self.base = self._resolve({})
         self._seen: set[tuple[DataConfig, ModelConfig]] = set()  # found to fit each other
 
     def convert(self, field: str, text: str) -> Value:
         """Return the value that the config makes of a text. Raises ConfigError."""
-        values = resolve(self._config, self._overrides, {field: text})
-        return functools.reduce(dict.__getitem__, field.split("."), values)
+        return functools.reduce(dict.__getitem__, field.split("."), self._resolve({field: text}))
+
+    def _resolve(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Return the mapping that train.py would make of the flags; `texts` are of a point. Raises ConfigError."""
+        return override(override(load_config(self._config), self._overrides), texts, "sweep").to_dict()
 
     def make(self, point: Point) -> SweepRun:
         """Return the run of a point. Raises HeinsenError if the config rejects the point, or the data do not fit."""
-        config = check(self._config, self._overrides, point)
+        texts = _texts(point)
+        values = self._resolve(texts)
+        try:
+            config = train_config(values)
+        except ConfigError as error:
+            settings = ", ".join(f"{field}={text}" for field, text in texts.items())
+            raise SweepError(f"{settings}: {error}") from error
         if self._check_data and (config.data, config.model) not in self._seen:
             ((dataset, _), *_) = open_split(config, TRAIN_SPLIT)
             open_split(config, config.data.validation_split, dataset.tokenizer_name)
@@ -52,22 +61,6 @@ class RunFactory:
         fields = {**self._overrides, **_texts(run.point)}
         settings = [f"--config.{field}={text}" for field, text in fields.items()]
         return [sys.executable, str(TRAIN), f"--config={self._config}", f"--workdir={folder}", *settings]
-
-
-def resolve(config: str, overrides: Mapping[str, str], texts: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the mapping that train.py would make of these flags; `texts` are of a point. Raises ConfigError."""
-    return override(override(load_config(config), overrides), texts or {}, "sweep").to_dict()
-
-
-def check(config: str, overrides: Mapping[str, str], point: Mapping[str, Value]) -> TrainConfig:
-    """Return the TrainConfig of a point. Raises ConfigError and SweepError."""
-    texts = _texts(point)
-    values = resolve(config, overrides, texts)
-    try:
-        return train_config(values)
-    except ConfigError as error:
-        settings = ", ".join(f"{field}={text}" for field, text in texts.items())
-        raise SweepError(f"{settings}: {error}") from error
 
 
 def _texts(point: Mapping[str, Value]) -> dict[str, str]:

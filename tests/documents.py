@@ -40,9 +40,9 @@ def parse(program, arguments):
         if program == "scripts/sweep.py" and module["CONFIG"].value is not None:
             first = {name: text.split(",")[0] for name, text in module["SWEPT"].items()}
             from scripts.cli import given_fields
-            from scripts.sweep_runs import check
+            from scripts.sweep_runs import RunFactory
 
-            check(module["CONFIG"].value, given_fields(), first)
+            RunFactory(module["CONFIG"].value, given_fields(), check_data=False).make(first)
         return None
     except (SystemExit, Exception) as error:
         return repr(error)
