@@ -100,6 +100,8 @@ def test_ragged_prompts_and_steps_equal_the_forward_pass_at_every_position(rng, 
         np.testing.assert_allclose(logits[:, 0], expected[at], atol=1e-4, err_msg=f"step {step}")
         logits, quick_state = full_forward(config, own, now[:, None], quick_state)
         np.testing.assert_allclose(logits[:, 0], expected[at], atol=1e-4, err_msg=f"step {step}")
+    sizes = lambda state: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+    assert sizes(state) == sizes(init_model_state(config, 2, 24))
     if document_token is None:
         np.testing.assert_array_equal(state.n_tokens, lengths + 11)
     else:
@@ -173,16 +175,6 @@ def test_a_prompt_read_in_pieces_equals_one_read_at_once(rng, params, monkeypatc
     assert np.abs(without - expected).max() > 0.1, "what came before matters"
 
 
-def test_state_keeps_its_size(rng, params):
-    sizes = lambda state: [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
-    tokens = draw_tokens(rng, 2, 13)
-    _, state = prefill(MODEL, params, tokens)
-    assert sizes(state) == sizes(init_model_state(MODEL, 2))
-    for position in range(3):
-        _, state = full_forward(MODEL, params, tokens[:, position, None], state)
-        assert sizes(state) == sizes(init_model_state(MODEL, 2))
-
-
 @pytest.mark.parametrize("attention, dtype", [("heinsen", "bfloat16"), ("heinsen,linear", "float32")])
 def test_parameters_of_steps_can_take_the_place_of_the_others(rng, attention, dtype):
     config = dataclasses.replace(MODEL, dtype=dtype, attention=attention)
@@ -196,20 +188,15 @@ def test_parameters_of_steps_can_take_the_place_of_the_others(rng, attention, dt
     assert all(x.is_deleted() for x in jax.tree.leaves(params["layers"]))
 
 
-def test_an_empty_prompt_is_refused(params):
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        prefill(MODEL, params, jnp.zeros((1, 0), jnp.int32))
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        prefill(MODEL, params, jnp.zeros((2, 3), jnp.int32), lengths=np.array([0, 3]))
-    with pytest.raises(ValueError, match="the prompt has no tokens"):
-        next(generate(MODEL, params, np.array([], np.int32), GREEDY, seed=0))
-
-
-@pytest.mark.parametrize("bad", [-1, 257, 263])
-def test_prompt_ids_outside_the_vocabulary_are_refused(params, bad):
+def test_prompts_without_tokens_or_with_ids_outside_the_vocabulary_are_refused(params):
     """The padded rows of the embedding are no tokens."""
-    with pytest.raises(ValueError, match=rf"{bad}.*the vocabulary has 257"):
-        next(generate(MODEL, params, np.array([65, bad]), GREEDY, seed=0))
+    for tokens, lengths in ((jnp.zeros((1, 0), jnp.int32), None), (jnp.zeros((2, 3), jnp.int32), np.array([0, 3]))):
+        with pytest.raises(ValueError, match="the prompt has no tokens"):
+            prefill(MODEL, params, tokens, lengths=lengths)
+    refused = {(): "the prompt has no tokens"} | {(65, i): rf"{i}.*the vocabulary has 257" for i in (-1, 257, 263)}
+    for prompt, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            next(generate(MODEL, params, np.array(prompt, np.int32), GREEDY, seed=0))
 
 
 # ---- generate --------------------------------------------------------------------------------
@@ -286,16 +273,6 @@ def test_generation_without_end_is_lazy(rng, params):
     assert list(generate(MODEL, params, np.array([65]), Sampling(), seed=0, max_tokens=0)) == []
 
 
-def test_generation_stops_before_the_stop_id(rng, params):
-    prompt = np.asarray(draw_tokens(rng, 7))
-    written = list(generate(MODEL, params, prompt, Sampling(), seed=0, max_tokens=20))
-    stop_id = written[6]
-    stopped = list(generate(MODEL, params, prompt, Sampling(), seed=0, max_tokens=20, stop_id=stop_id))
-    assert stopped == written[: written.index(stop_id)]
-    missing = next(token for token in range(257) if token not in written)
-    assert list(generate(MODEL, params, prompt, Sampling(), 0, max_tokens=20, stop_id=missing)) == written
-
-
 def collect(pieces) -> np.ndarray:
     return np.concatenate([tokens for tokens, _ in pieces], axis=1)
 
@@ -324,17 +301,26 @@ def test_forks_go_on_from_one_reading_in_their_own_ways(rng, params):
     np.testing.assert_array_equal(written[0], list(generate(MODEL, params, prompt, Sampling(), 5, max_tokens=12)))
 
 
-def test_each_row_stops_by_itself(rng, params):
-    own, prefix = step_params(MODEL, params), read(MODEL, params, [draw_tokens(rng, 5)] * 3)
-    free = collect(continue_texts(MODEL, own, prefix, Sampling(), 7, max_tokens=12, tokens_per_call=5))
+def test_each_row_stops_by_itself_before_the_stop_id(rng, params):
+    prompt = np.asarray(draw_tokens(rng, 5))
+    own, prefix = step_params(MODEL, params), read(MODEL, params, [prompt] * 3)
+
+    def write(stop_id=None):
+        return collect(
+            continue_texts(MODEL, own, prefix, Sampling(), 7, max_tokens=12, tokens_per_call=5, stop_id=stop_id)
+        )
+
+    free = write()
     stop_id = int(free[1, 6])
-    stopped = collect(
-        continue_texts(MODEL, own, prefix, Sampling(), 7, max_tokens=12, tokens_per_call=5, stop_id=stop_id)
-    )
+    stopped = write(stop_id)
+    end_of = lambda tokens, stop_id: list(tokens).index(stop_id) if stop_id in tokens else 12
     for row, tokens in enumerate(free):
-        end = list(tokens).index(stop_id) if stop_id in tokens else 12
-        np.testing.assert_array_equal(stopped[row], np.where(np.arange(12) < end, tokens, -1)[: stopped.shape[1]])
+        kept = np.where(np.arange(12) < end_of(tokens, stop_id), tokens, -1)
+        np.testing.assert_array_equal(stopped[row], kept[: stopped.shape[1]])
     assert (stopped[1] == -1).any()
+    for stop_id in (int(free[0, 6]), next(token for token in range(257) if token not in free[0])):
+        alone = list(generate(MODEL, params, prompt, Sampling(), 7, max_tokens=12, stop_id=stop_id))
+        assert alone == free[0, : end_of(free[0], stop_id)].tolist()
 
 
 def test_repetition_is_penalised_as_defined(rng, params):
@@ -422,79 +408,6 @@ def saved(tmp_path_factory):
     return config, params, path, *contents(path)
 
 
-def test_states_of_other_models_are_refused_by_name(saved, tmp_path):
-    config, params, path, header, arrays = saved
-    with pytest.raises(StateError, match="another model: model.document_token None there, 5 here"):
-        load_prefix(path, dataclasses.replace(config, document_token=5), params)
-    with pytest.raises(StateError, match="with other parameters"):
-        load_prefix(path, config, params | {"embedding": params["embedding"] + 1})
-    with pytest.raises(StateError, match="nowhere does not exist"):
-        load_prefix(tmp_path / "nowhere", config, params)
-    write_state(tmp_path / "state", header | {"version": 3}, arrays)
-    with pytest.raises(StateError, match="has version 3 of the state format, this program reads 2: read the text"):
-        load_prefix(tmp_path / "state", config, params)
-
-
-def test_any_change_of_a_state_is_told_by_its_digest(rng, saved, tmp_path):
-    """Also one that leaves a valid file."""
-    config, params, _, header, arrays = saved
-    refused = pytest.raises(StateError, match="damaged one .*digest is that of other contents")
-    for i, x in enumerate(arrays):
-        changed = x.copy()
-        changed.reshape(-1).view(np.uint8)[rng.integers(x.nbytes)] ^= 1 << rng.integers(8)
-        for others in ([changed], [x[None]], [x.view(np.uint32)], []):
-            write_state(tmp_path / "state", header, [*arrays[:i], *others, *arrays[i + 1 :]])
-            with refused:
-                load_prefix(tmp_path / "state", config, params)
-    for change in (
-        {"params": "x"},
-        {"model": header["model"] | {"remat": "x"}},
-        {"version": None},
-        {"digest": None},
-        {"digest": "0" * 32},
-    ):
-        write_state(tmp_path / "state", header | change, arrays)
-        with refused:
-            load_prefix(tmp_path / "state", config, params)
-
-
-def test_a_file_that_may_not_be_read_is_no_damaged_one(saved, tmp_path, monkeypatch):
-    config, params, *_ = saved
-    monkeypatch.setattr(saved_state, "_read_file", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(StateError, match="state cannot be read: Permission denied"):
-        load_prefix(tmp_path / "state", config, params)
-
-
-@pytest.mark.parametrize("header", [[], 5, None, {}, "x"])
-def test_a_file_with_another_header_is_no_state(saved, tmp_path, header):
-    config, params, _, _, arrays = saved
-    write_state(tmp_path / "state", header, arrays)
-    with pytest.raises(StateError, match="state is no saved state, or a damaged one .*: read the text again"):
-        load_prefix(tmp_path / "state", config, params)
-
-
-def test_other_and_damaged_files_are_no_states(saved, tmp_path):
-    config, params, path, _, arrays = saved
-    whole = path.read_bytes()
-    flipped, compressed = bytearray(whole), bytearray(whole)
-    flipped[len(whole) // 2] ^= 16
-    compressed[8] = compressed[compressed.index(b"PK\x01\x02") + 10] = 99  # an unknown method of compression
-    files = {f"cut{n}": whole[:n] for n in (0, 100, len(whole) // 2, len(whole) - 3)}
-    files |= {"flipped": flipped, "compressed": compressed, "text": b"# A text\n"}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    np.save(tmp_path / "array.npy", arrays[0])
-    np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
-    np.savez(tmp_path / "nested.npz", header=np.array("[" * 100_000))
-    (tmp_path / "folder").mkdir()
-    for name in (*files, "array.npy", "objects.npy", "nested.npz", "folder"):
-        # Without NumPy's advice on pickles.
-        with pytest.raises(
-            StateError, match=rf"{name} is no saved state, or a damaged one( \((?!.*pickle).*\))?: read the text again"
-        ):
-            load_prefix(tmp_path / name, config, params)
-
-
 class Pickled:
     """An object whose pickle creates a file when it is loaded."""
 
@@ -505,12 +418,61 @@ class Pickled:
         return open, (str(self.path), "w")
 
 
-def test_objects_in_a_state_are_never_unpickled(saved, tmp_path):
+def flipped(rng, x):
+    changed = x.copy()
+    changed.reshape(-1).view(np.uint8)[rng.integers(x.nbytes)] ^= 1 << rng.integers(8)
+    return changed
+
+
+NO_STATE = r"state is no saved state, or a damaged one( \((?!.*pickle).*\))?: read the text again"  # no NumPy's advice
+OTHER_CONTENTS = "damaged one .*digest is that of other contents"
+# name -> (what makes (header, arrays) or the bytes of a file of those of a whole one, the error)
+OTHER_STATES = {
+    "another version": (
+        lambda rng, h, x: (h | {"version": 3}, x),
+        "has version 3 of the state format, this program reads 2: read the text",
+    ),
+    "a flipped bit": (lambda rng, h, x: (h, [flipped(rng, x[0]), *x[1:]]), OTHER_CONTENTS),
+    "another shape": (lambda rng, h, x: (h, [x[0][None], *x[1:]]), OTHER_CONTENTS),
+    "another dtype": (lambda rng, h, x: (h, [x[0].view(np.uint32), *x[1:]]), OTHER_CONTENTS),
+    "an array less": (lambda rng, h, x: (h, x[1:]), OTHER_CONTENTS),
+    "another field": (lambda rng, h, x: (h | {"model": h["model"] | {"remat": "x"}}, x), OTHER_CONTENTS),
+    "no digest": (lambda rng, h, x: (h | {"digest": None}, x), OTHER_CONTENTS),
+    "no version": (lambda rng, h, x: (h | {"version": None}, x), OTHER_CONTENTS),
+    "no header": (lambda rng, h, x: ([], x), NO_STATE),
+    "nested too deep": (lambda rng, h, x: np.savez("state.npz", header=np.array("[" * 100_000)), NO_STATE),
+    "an array": (lambda rng, h, x: np.save("state.npy", x[0]), NO_STATE),
+    "an array of objects": (lambda rng, h, x: np.save("state.npy", np.array([{}]), allow_pickle=True), NO_STATE),
+    "objects": (lambda rng, h, x: (h, [np.array([Pickled("loaded")]), *x[1:]]), "no saved state, or a damaged one"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_STATES)
+def test_what_is_no_state_of_this_program_is_refused(rng, saved, tmp_path, monkeypatch, name):
+    """Of files that NumPy reads, and without loading a pickle; tests/faults/test_fuzz.py damages the bytes."""
+    monkeypatch.chdir(tmp_path)
     config, params, _, header, arrays = saved
-    write_state(tmp_path / "state", header, [np.array([Pickled(tmp_path / "loaded")]), *arrays[1:]])
-    with pytest.raises(StateError, match="state is no saved state, or a damaged one"):
-        load_prefix(tmp_path / "state", config, params)
-    assert not (tmp_path / "loaded").exists()
+    change, message = OTHER_STATES[name]
+    if (found := change(rng, header, arrays)) is not None:
+        write_state("state", *found)
+    (path,) = tmp_path.iterdir()
+    path = path.rename(tmp_path / "state")
+    with pytest.raises(StateError, match=message):
+        load_prefix(path, config, params)
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_states_that_are_not_for_this_model_or_cannot_be_read_are_named(saved, tmp_path, monkeypatch):
+    config, params, path, *_ = saved
+    with pytest.raises(StateError, match="another model: model.document_token None there, 5 here"):
+        load_prefix(path, dataclasses.replace(config, document_token=5), params)
+    with pytest.raises(StateError, match="with other parameters"):
+        load_prefix(path, config, params | {"embedding": params["embedding"] + 1})
+    with pytest.raises(StateError, match="nowhere does not exist"):
+        load_prefix(tmp_path / "nowhere", config, params)
+    monkeypatch.setattr(saved_state, "_read_file", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(StateError, match="state cannot be read: Permission denied"):
+        load_prefix(path, config, params)
 
 
 # ---- stop strings ----------------------------------------------------------------------------
@@ -559,12 +521,12 @@ def exact_probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     return out
 
 
-def count_draws(rng, logits: np.ndarray, sampling: Sampling, n_draws: int = DRAWS) -> np.ndarray:
+def count_draws(rng, logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """How often each token is drawn; the ids past the vocabulary have by far the largest logits."""
     padded = np.concatenate([logits, np.full(PADDED - VOCAB, 50.0)]).astype(np.float32)
-    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), n_draws)
-    drawn = quick_sample(keys, jnp.broadcast_to(padded, (n_draws, PADDED)), sampling, VOCAB)
-    assert drawn.shape == (n_draws,)
+    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), DRAWS)
+    drawn = quick_sample(keys, jnp.broadcast_to(padded, (DRAWS, PADDED)), sampling, VOCAB)
+    assert drawn.shape == (DRAWS,)
     counts = np.bincount(drawn, minlength=VOCAB)
     assert len(counts) == VOCAB, "an id past the vocabulary"
     return counts
@@ -576,6 +538,8 @@ def count_draws(rng, logits: np.ndarray, sampling: Sampling, n_draws: int = DRAW
         Sampling(),
         Sampling(temperature=0.5),
         Sampling(temperature=3.0),
+        Sampling(temperature=1e-5),
+        Sampling(temperature=1e-38),
         Sampling(top_k=1),
         Sampling(top_k=4),
         Sampling(top_k=VOCAB),
@@ -668,32 +632,16 @@ def test_of_equal_tokens_the_first_are_kept_and_no_more_than_needed(rng, n_alike
         np.testing.assert_array_equal(np.flatnonzero(quick_keep(logits, top_p)), alike[: math.ceil(top_p * n_alike)])
 
 
-@pytest.mark.parametrize("temperature", [1e-5, 1e-38])
-def test_a_tiny_temperature_takes_the_likeliest_token(rng, temperature):
-    logits = rng.permutation(np.linspace(-3.0, 8.0, VOCAB))
-    counts = count_draws(rng, logits, Sampling(temperature=temperature), n_draws=50)
-    assert counts[np.argmax(logits)] == 50
+IMPOSSIBLE = {
+    "temperature": (math.nan, -0.1, math.inf),
+    "top_k": (-1,),
+    "top_p": (0.0, 1.5, -0.5, math.nan),
+    "min_p": (-0.1, 1.1, math.nan),
+    "repetition_penalty": (0.0, math.nan, math.inf),
+}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", math.nan),
-        ("temperature", -0.1),
-        ("temperature", math.inf),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.5),
-        ("top_p", -0.5),
-        ("top_p", math.nan),
-        ("min_p", -0.1),
-        ("min_p", 1.1),
-        ("min_p", math.nan),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", math.nan),
-        ("repetition_penalty", math.inf),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]])
 def test_bad_values_name_their_field(field, value):
     with pytest.raises(ValueError, match=rf"{field} = {value}: it must"):
         Sampling(**{field: value})

@@ -31,7 +31,7 @@ ROUNDS = int(os.environ.get("HEINSEN_FUZZ", 1))
 STEPS, EVERY = 12, 4  # the run's; its last checkpoint is removed, and `resume` repeats the steps after the one before
 
 # The folders of a world, with names that no prose contains.
-RAW, PARTIAL, DATA, RUN, EXPORT = (f"w.{name}" for name in ("raw", "partial", "data", "run", "export"))
+RAW, PARTIAL, DATA, RUN, EXPORT, STATE = (f"w.{name}" for name in ("raw", "partial", "data", "run", "export", "state"))
 SETTINGS = OVERRIDES | {
     "total_tokens": STEPS * 4 * 16,
     "model.n_layers": 1,
@@ -81,6 +81,7 @@ RUN_FILES = {
 PREPARE = ["scripts/prepare_data.py", "--tokenizer=bytes", "--shard_tokens=1000", "--workers=1"]
 TRAIN = ["train.py", f"--config={ROOT}/configs/default.py", f"--workdir={{}}/{RUN}", f"--config.data.path={{}}/{DATA}"]
 TRAIN += [f"--config.{name}={value}" for name, value in SETTINGS.items()]
+GENERATE = ["scripts/generate.py", f"--workdir={{}}/{RUN}", "--prompt=abc", "--temperature=0"]
 COMMANDS = {
     "train": Command(
         TRAIN,
@@ -92,6 +93,7 @@ COMMANDS = {
         ["eval.py", f"--workdir={{}}/{EXPORT}"],
         {"config.json of an export": f"{EXPORT}/config.json", "weights": f"{EXPORT}/weights.safetensors"},
     ),
+    "generate: state": Command([*GENERATE, f"--load_state={{}}/{STATE}", "--max_tokens=9"], {"saved state": STATE}),
     "prepare: resume": Command(
         [*PREPARE, f"--source={{}}/{RAW}", f"--out={{}}/{PARTIAL}", "--split=train"],
         {
@@ -236,7 +238,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Inputs, a preparation with two of its three shards, a dataset, a run, and its export."""
+    """Inputs, a preparation with two of its three shards, a dataset, a run, its export, and a state of its model."""
     folder = tmp_path_factory.mktemp("world")
     world = World(commands, folder / "whole", folder / "live")
     sources = {"train": world.live / RAW, "validation": folder / "validation"}  # no file may be in two splits
@@ -252,10 +254,13 @@ def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> World
         assert end.returncode == 0, end.stderr
     interrupt(settings_of(world.live / RAW, shard_tokens=1000), world.live / PARTIAL, shards=2)
     export = Command(["scripts/export.py", f"--workdir={{}}/{RUN}", f"--out={{}}/{EXPORT}"], {})
+    state = Command([*GENERATE, f"--save_state={{}}/{STATE}", "--max_tokens=0"], {})
     for command in (COMMANDS["train"], export):
         end, _ = world.run(command)
         assert end.returncode == 0, end.stderr
     shutil.rmtree(world.live / RUN / "checkpoints" / str(STEPS))
+    end, _ = world.run(state)
+    assert end.returncode == 0, end.stderr
     assert checkpoint_steps(world.live / RUN) == [EVERY, 2 * EVERY]
     world.live.rename(world.whole)
     return world
