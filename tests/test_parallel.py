@@ -224,10 +224,10 @@ assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * size(state)
 
 
 COMMUNICATION = """
+import re
 import jax, numpy as np
 from heinsen.models import mean_loss
-from heinsen.models import abstract_params
-from heinsen.parallel import AXES, MeshConfig, make_mesh, shardings, split_batch
+from heinsen.parallel import MeshConfig, make_mesh, split_batch
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import abstract_train_state
 from tests.runs import run_config
@@ -243,8 +243,7 @@ def sent(sizes, n_tokens):
     loss = lambda params, tokens: mean_loss(config.model, params, tokens[0], mesh)
     text = jax.jit(jax.grad(loss)).lower(params, tokens).compile().as_text()
     found = {}
-    for kind, shape in re.findall(r"= \\S*?f32\\[([\\d,]*)\\]\\S* (collective-permute|all-reduce|all-gather)\\(", text):
-        kind, shape = shape, kind
+    for shape, kind in re.findall(r"= \\S*?f32\\[([\\d,]*)\\]\\S* (collective-permute|all-reduce|all-gather)\\(", text):
         found[kind] = found.get(kind, 0) + 4 * int(np.prod([int(n) for n in shape.split(",") if n] or [1]))
     return found
 
