@@ -176,11 +176,6 @@ class Commands:
             stdout, stderr = (Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(words, status, stdout, stderr)
 
-    def fork_all(self, cases: Mapping[str, Mapping[str, Any]]) -> dict[str, subprocess.CompletedProcess]:
-        """Run scripts `{name: {"arguments": [...], and devices or stdin}}` by `fork`."""
-        call = lambda arguments, **options: self.fork(*arguments, **options)
-        return {name: call(**case) for name, case in cases.items()}
-
     @functools.cached_property
     def _warm(self) -> subprocess.Popen:
         return subprocess.Popen(

@@ -446,23 +446,3 @@ def test_command_line_prepares_both_stdlib_splits(tmp_path):
         texts = [Path(i.location).read_bytes().decode() for i in find_inputs(settings_of("stdlib", split=split))]
         dataset = check_split(tmp_path / split, texts)
         assert f"{split}: {len(texts):,} documents, {dataset.n_tokens:,} tokens" in result.stderr
-
-
-def test_command_line_errors_are_one_line(commands, tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    table = {
-        "no file matches": ["--source=missing.txt", "--split=train"],
-        "a.txt would be in every split": [f"--source={tmp_path}/a.txt", "--split=train,validation"],
-        "no source given": ["--split=train"],
-        f"no token dataset at {tmp_path}/out/train": ["--split=train", "--verify"],
-        "a.txt/train: Not a directory: giv": [f"--source={tmp_path}/a.txt", "--split=train", f"--out={tmp_path}/a.txt"],
-    }
-    ends = commands.fork_all(
-        {
-            message: {"arguments": [SCRIPT, f"--out={tmp_path}/out", *arguments, "--tokenizer=bytes"]}
-            for message, arguments in table.items()
-        }
-    )
-    for message, result in ends.items():
-        assert result.returncode == 1 and result.stderr.startswith("error: ") and message in result.stderr
-        assert result.stderr.count("\n") == 1

@@ -141,12 +141,11 @@ def reports(run, other_data, plot, commands):
     """What eval.py prints: as it is, of other data, and by position on devices that do not divide the batch."""
     before = snapshot(run.workdir)
     command = ["eval.py", f"--workdir={run.workdir}"]
-    done = {"own": commands.run(*command)} | commands.fork_all(
-        {
-            "other": {"arguments": [*command, "--split=test", f"--config.data.path={other_data}"]},
-            "three devices": {"arguments": [*command, f"--by_position={plot}"], "devices": 3},
-        }
-    )
+    done = {
+        "own": commands.run(*command),
+        "other": commands.fork(*command, "--split=test", f"--config.data.path={other_data}"),
+        "three devices": commands.fork(*command, f"--by_position={plot}", devices=3),
+    }
     assert snapshot(run.workdir) == before, "evaluation leaves the run as it is"
     for process in done.values():
         assert process.returncode == 0, process.stderr

@@ -436,24 +436,3 @@ def test_an_export_of_another_model_is_not_loaded_as_this_one(run, exported):
         load_params(exported[0], run_config(run.data, model__n_layers=3).model, make_mesh())
     computes_otherwise = run_config(run.data, model__remat="full", model__implementation="chunked").model
     assert load_params(exported[0], computes_otherwise, make_mesh())[0] == STEPS
-
-
-BAD_COMMANDS = {
-    "of an export": (["--workdir={export}", "--out={new}"], "error: {export} holds exported weights already"),
-    "onto its run": (["--workdir={run}", "--out={run}", "--overwrite"], "error: {run} exists and holds something"),
-}
-
-
-def test_bad_export_commands_fail_with_a_message_and_write_nothing(run, exported, commands, tmp_path):
-    names = {"run": run.workdir, "export": exported[0], "new": tmp_path / "new"}
-    before = [snapshot(folder) for folder in names.values()]
-    ends = commands.fork_all(
-        {
-            name: {"arguments": ["scripts/export.py", *(word.format(**names) for word in arguments)]}
-            for name, (arguments, _) in BAD_COMMANDS.items()
-        }
-    )
-    for name, end in ends.items():
-        assert end.returncode == 1 and "Traceback" not in end.stderr, end.stderr
-        assert BAD_COMMANDS[name][1].format(**names) in end.stderr
-    assert [snapshot(folder) for folder in names.values()] == before and not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""The entry points as commands: bad input ends in one line that names the cause.
+"""The programs as commands: bad input ends in one line that names the cause.
 
 Whole runs by train.py are in training/test_run.py and test_parallel.py, eval.py's numbers in test_evaluation.py.
 """
@@ -22,37 +22,39 @@ from tests.runs import BATCH, LENGTH, checkpoint_steps, finish, read_log, run_co
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
-# name -> (arguments, what stderr must say); {run} is a whole run, {none} an empty folder, {bare} a run that has no
-# checkpoint yet, {new} does not exist.
+DEMO, PILE = (["train.py", f"--config=configs/{name}.py", "--workdir={new}"] for name in ("demo", "pile_125m"))
+GENERATE, RUN = ["scripts/generate.py", "--workdir={run}"], "--workdir={run}"
+SWEEP = ["scripts/sweep.py", *train_command("{data}", "{new}")[1:]]
+PREPARE = ["scripts/prepare_data.py", "--tokenizer=bytes"]
+
+# name -> (arguments, what stderr must say); {run} is a whole run on {data}, {none} an empty folder, {bare} a run that
+# has no checkpoint yet, {export} one of weights, {text} a file, {new} does not exist.
 BAD_COMMANDS = {
     "train: mistyped field": (
-        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.optimizer.learning_rat=1"],
+        [*DEMO, "--config.optimizer.learning_rat=1"],
         ["error: --config.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
-    "train: None for a number": (
-        ["train.py", "--config=configs/pile_125m.py", "--workdir={new}", "--config.batch_size=None"],
-        ["config.batch_size", "None"],
-    ),
+    "train: None for a number": ([*PILE, "--config.batch_size=None"], ["config.batch_size", "None"]),
     "train: warm-up longer than the run": (
-        ["train.py", "--config=configs/pile_125m.py", "--workdir={new}", "--config.total_tokens=1000000"],
+        [*PILE, "--config.total_tokens=1000000"],
         ["error:", "optimizer.warmup_steps = 2000 does not fit a run of 3 steps"],
     ),
-    "train: no workdir": (["train.py", "--config=configs/demo.py"], ["--workdir"]),
+    "train: no workdir": (DEMO[:-1], ["--workdir"]),
     "train: missing data": (
-        ["train.py", "--config=configs/demo.py", "--workdir={new}", "--config.data.path={none}"],
+        [*DEMO, "--config.data.path={none}"],
         ["error: no token dataset at {none}/train", "scripts/prepare_data.py", "give --config.model.vocab_size"],
     ),
     "eval: no run": (["eval.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
     "eval: mistyped field": (
-        ["eval.py", "--workdir={run}", "--config.data.pth=x"],
+        ["eval.py", RUN, "--config.data.pth=x"],
         ["error: --config.data.pth: the config has no such field; is it data.path?"],
     ),
     "eval: missing split": (
-        ["eval.py", "--workdir={run}", "--split=test"],
+        ["eval.py", RUN, "--split=test"],
         ["error: no token dataset at", "/test (", "has train, validation)"],
     ),
     "eval: a plot of another kind": (
-        ["eval.py", "--workdir={run}", "--by_position={new}/plot.txt"],
+        ["eval.py", RUN, "--by_position={new}/plot.txt"],
         ["error: --by_position={new}/plot.txt: expected the name of a file that ends in .png"],
     ),
     "recall: more keys than ids": (
@@ -62,71 +64,116 @@ BAD_COMMANDS = {
     "generate: no run": (["scripts/generate.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
     "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], ["error: {bare}", "checkpoint"]),
     "generate: empty prompt": (
-        ["scripts/generate.py", "--workdir={run}", "--prompt="],
+        [*GENERATE, "--prompt="],
         ["--prompt= is empty: give a value, or leave it out"],
     ),
     "generate: prompt and stdin": (
-        ["scripts/generate.py", "--workdir={run}", "--prompt=a", "--stdin"],
+        [*GENERATE, "--prompt=a", "--stdin"],
         ["--prompt and --stdin exclude each other"],
     ),
     "generate: temperature that is no number": (
-        ["scripts/generate.py", "--workdir={run}", "--temperature=nan"],
+        [*GENERATE, "--temperature=nan"],
         ["error: temperature = nan"],
     ),
     "generate: samples without end": (
-        ["scripts/generate.py", "--workdir={run}", "--samples=2", "--max_tokens=0"],
+        [*GENERATE, "--samples=2", "--max_tokens=0"],
         ["error: --max_tokens=0 writes without end"],
     ),
     "generate: no state": (
-        ["scripts/generate.py", "--workdir={run}", "--load_state={new}"],
+        [*GENERATE, "--load_state={new}"],
         ["error: {new} does not exist", "--save_state"],
     ),
     "generate: nowhere to save": (
-        ["scripts/generate.py", "--workdir={run}", "--save_state={new}/state"],
+        [*GENERATE, "--save_state={new}/state"],
         ["error: --save_state={new}/state: {new} is no folder that can be written to"],
     ),
     "generate: a state after a stop": (
-        ["scripts/generate.py", "--workdir={run}", "--save_state={all}/state", "--stop=x", "--max_tokens=9"],
+        [*GENERATE, "--save_state={all}/state", "--stop=x", "--max_tokens=9"],
         ["error: --save_state saves what was read, tokens after a --stop too"],
     ),
+    "corpus: another folder": (
+        ["scripts/build_corpus.py", "--out={run}"],
+        ["error: {run} is not empty and holds no whole corpus"],
+    ),
+    "prepare: no file": ([*PREPARE, "--out={new}", "--split=train", "--source=missing.txt"], ["no file matches"]),
+    "prepare: a file in every split": (
+        [*PREPARE, "--out={new}", "--split=train,validation", "--source={text}"],
+        ["{text} would be in every split"],
+    ),
+    "prepare: no source": ([*PREPARE, "--out={new}", "--split=train"], ["no source given"]),
+    "prepare: nothing to verify": (
+        [*PREPARE, "--out={new}", "--split=train", "--verify"],
+        ["no token dataset at {new}/train"],
+    ),
+    "prepare: a file for a folder": (
+        [*PREPARE, "--out={text}", "--split=train", "--source={text}"],
+        ["{text}/train: Not a directory: giv"],
+    ),
+    "export: of an export": (
+        ["scripts/export.py", "--workdir={export}", "--out={new}"],
+        ["error: {export} holds exported weights already"],
+    ),
+    "export: onto its run": (
+        ["scripts/export.py", RUN, "--out={run}", "--overwrite"],
+        ["error: {run} exists and holds something"],
+    ),
+    "sweep: no such field": (
+        [*SWEEP, "--sweep.optimizer.learning_rat=1"],
+        ["--sweep.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
+    ),
+    "sweep: twice": ([*SWEEP, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
+    "sweep: no value": ([*SWEEP, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
+    "sweep: an impossible end": (
+        [*SWEEP, "--sweep.optimizer.b1=0.5..1.5", "--search=optuna", "--trials=2"],
+        ["b1=1.5", "it must lie in [0, 1)"],
+    ),
+    "sweep: unknown launcher": (
+        [*SWEEP, "--sweep.seed=1,2", "--launcher=cloud"],
+        ["--launcher=cloud: choose local or slurm"],
+    ),
+    "sweep: bad time": ([*SWEEP, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
+    "sweep: no config": (
+        ["scripts/sweep.py", "--workdir={new}", "--sweep.seed=1"],
+        ["--config=configs/NAME.py is missing"],
+    ),
+    "sweep: status of nothing": (["scripts/sweep.py", "--workdir={new}", "--status"], ["holds no sweep"]),
 }
+IN_NEW_PROCESSES = ("recall: more keys than ids", "corpus: another folder")  # no other quick test starts these so
 
 
 @pytest.fixture(scope="module")
 def folders(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
-    for name in ("none", "bare"):
+    for name in ("none", "bare", "export"):
         (folder / name).mkdir()
     shutil.copy(run.workdir / "config.json", folder / "bare")
+    (folder / "export" / "config.json").write_text(json.dumps({"format": "heinsen export"}))
+    (folder / "a.txt").write_text("a")
     shutil.copytree(run.workdir, folder / "run")
-    return {name: str(folder / name) for name in ("run", "none", "bare", "new")} | {"all": folder}
+    names = {name: str(folder / name) for name in ("run", "none", "bare", "export", "new")}
+    return names | {"text": str(folder / "a.txt"), "all": folder, "data": run.data}
 
 
 @pytest.fixture(scope="module")
 def bad_commands(folders, commands):
     """Run every bad command; together they must leave all folders as they were."""
     before = snapshot(folders["all"])
-    cases = {
-        name: {"arguments": [argument.format(**folders) for argument in arguments]}
-        for name, (arguments, _) in BAD_COMMANDS.items()
-    }
-    new_process = "recall: more keys than ids"  # no other quick test starts this script in one
-    ends = {new_process: commands.run(*cases.pop(new_process)["arguments"])} | commands.fork_all(cases)
+    ends = {}
+    for name, (arguments, _) in BAD_COMMANDS.items():
+        start = commands.run if name in IN_NEW_PROCESSES else commands.fork
+        ends[name] = start(*(argument.format(**folders) for argument in arguments))
     assert snapshot(folders["all"]) == before
-    assert sorted(path.name for path in folders["all"].iterdir()) == ["bare", "none", "run"]
+    assert sorted(path.name for path in folders["all"].iterdir()) == ["a.txt", "bare", "export", "none", "run"]
     return ends
 
 
 @pytest.mark.parametrize("name", BAD_COMMANDS)
 def test_bad_commands_fail_with_a_message_that_names_the_cause(bad_commands, folders, name):
     end = bad_commands[name]
-    assert end.returncode == 1, end.stderr
-    lines = end.stderr.strip().splitlines()
-    usage = "flags:" in lines  # of a wrong call, above its message
+    assert end.returncode == 1 and end.stderr.startswith("error: ") and "Traceback" not in end.stderr, end.stderr
+    assert end.stderr.count("\n") == 1, end.stderr
     for text in BAD_COMMANDS[name][1]:
-        assert text.format(**folders) in (lines[-1] if usage else end.stderr)
-    assert usage or len(lines) <= 2, end.stderr
-    assert "Traceback" not in end.stderr
+        assert text.format(**folders) in end.stderr
 
 
 def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, folders):

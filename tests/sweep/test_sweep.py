@@ -28,7 +28,7 @@ from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError, parse_space
 from scripts.sweep_runs import RunFactory
-from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot
+from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot, train_command
 from tests.sweep import fake
 from tests.sweep.fake import definition, wait_until
 
@@ -426,44 +426,6 @@ def test_slurm_that_is_not_there_is_named(ended, monkeypatch):
 
 # ---- the command ---------------------------------------------------------------------------------
 
-SMALL = [f"--config.{name}={value}" for name, value in OVERRIDES.items() if name != "optimizer.learning_rate"]
-GOOD = ["--config=configs/default.py", "--workdir={new}", *SMALL, "--config.data.path={data}"]
-
-BAD_COMMANDS = {
-    "no such field": (
-        [*GOOD, "--sweep.optimizer.learning_rat=1"],
-        ["--sweep.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
-    ),
-    "twice": ([*GOOD, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
-    "no value": ([*GOOD, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
-    "an impossible end": (
-        [*GOOD, "--sweep.optimizer.b1=0.5..1.5", "--search=optuna", "--trials=2"],
-        ["b1=1.5", "it must lie in [0, 1)"],
-    ),
-    "unknown launcher": ([*GOOD, "--sweep.seed=1,2", "--launcher=cloud"], ["--launcher=cloud: choose local or slurm"]),
-    "bad time": ([*GOOD, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
-    "no config": (["--workdir={new}", "--sweep.seed=1"], ["--config=configs/NAME.py is missing"]),
-    "status of nothing": (["--workdir={new}", "--status"], ["holds no sweep"]),
-}
-
-
-@pytest.fixture(scope="module")
-def bad_ends(data, commands, tmp_path_factory):
-    new = tmp_path_factory.mktemp("bad") / "new"
-    fill = lambda text: text.replace("{new}", str(new)).replace("{data}", str(data))
-    cases = {name: ["scripts/sweep.py", *map(fill, arguments)] for name, (arguments, _) in BAD_COMMANDS.items()}
-    ends = commands.fork_all({name: {"arguments": arguments} for name, arguments in cases.items()})
-    assert not new.exists(), "nothing is written before all is checked"
-    return ends, fill
-
-
-@pytest.mark.parametrize("name", BAD_COMMANDS)
-def test_bad_commands_end_in_a_message_that_names_the_cause(bad_ends, name):
-    ends, fill = bad_ends
-    assert ends[name].returncode == 1 and ends[name].stderr.startswith("error: "), ends[name]
-    for text in BAD_COMMANDS[name][1]:
-        assert fill(text) in ends[name].stderr
-
 
 @pytest.mark.parametrize(
     ("field", "text", "message"),
@@ -487,9 +449,8 @@ def test_values_that_no_run_can_have_are_named(data, field, text, message):
 def test_a_sweep_of_two_real_runs(run, commands, tmp_path):
     """By the command, and drawn by scripts/plot_runs.py. The first is the fixture's run: what that compiled is used."""
     folder = tmp_path / "sweep"
-    fill = lambda text: text.replace("{new}", str(folder)).replace("{data}", str(run.data))
-    rate = f"--config.optimizer.learning_rate={OVERRIDES['optimizer.learning_rate']}"
-    end = commands.run("scripts/sweep.py", *map(fill, GOOD), rate, "--sweep.seed=1,0", "--parallel=2")
+    config = train_command(run.data, folder)[1:]
+    end = commands.run("scripts/sweep.py", *config, "--sweep.seed=1,0", "--parallel=2")
     assert end.returncode == 0, end.stderr
     runs = [folder / f"seed={seed}" for seed in (0, 1)]
     losses = []
@@ -500,13 +461,10 @@ def test_a_sweep_of_two_real_runs(run, commands, tmp_path):
         assert f"{losses[-1]:.4f}" in end.stdout
     assert abs(losses[0] - run.log[-1]["validation_loss"]) < 1e-3 < abs(losses[0] - losses[1])
     assert f"best {min(losses):.4f}" in end.stdout
-    cases = {
-        "plot": ["scripts/plot_runs.py", *runs, f"--out={tmp_path}/plot.svg", "--x=flops", "--log_x"],
-        "report": ["scripts/sweep.py", f"--workdir={folder}", "--report"],
-    }
-    ends = commands.fork_all({name: {"arguments": arguments} for name, arguments in cases.items()})
-    assert all(end.returncode == 0 for end in ends.values()), [end.stderr for end in ends.values()]
-    rows = [line.split() for line in ends["plot"].stdout.splitlines() if line.startswith(str(folder))]
+    plot = commands.fork("scripts/plot_runs.py", *runs, f"--out={tmp_path}/plot.svg", "--x=flops", "--log_x")
+    report = commands.fork("scripts/sweep.py", f"--workdir={folder}", "--report")
+    assert plot.returncode == report.returncode == 0, plot.stderr + report.stderr
+    rows = [line.split() for line in plot.stdout.splitlines() if line.startswith(str(folder))]
     assert [row[1] for row in rows] == [f"{loss:.4f}" for loss in losses]
     assert (tmp_path / "plot.svg").read_text().count("<path") > 10
     assert re.search(rf"<b>{min(losses):.4f}</b>", (folder / "report.html").read_text())
