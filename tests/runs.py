@@ -7,6 +7,7 @@ The runs use configs/default.py with small sizes: 60 steps of 4 x 16 tokens, two
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import select
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,27 +62,39 @@ OVERRIDES: dict[str, Any] = {
 # ---- data and configs ------------------------------------------------------------------------
 
 
-def write_split(folder: Path, tokens: np.ndarray, **changes: Any) -> None:
-    """Write a split of byte tokens in one shard, following the contract of heinsen/data/dataset.py."""
+def write_split(
+    folder: Path,
+    *shards: Sequence[int] | np.ndarray,
+    sources: Sequence[Sequence[str | None] | None] = (),
+    **changes: Any,
+) -> None:
+    """Write a split of byte tokens, following the contract of heinsen/data/dataset.py.
+
+    sources: the names of each shard's documents, in order, for the first shards; None for a shard without.
+    changes: fields of metadata.json. For other totals the last shard makes up.
+    """
     folder.mkdir(parents=True)
-    path = folder / "shard-00000.npy"
-    np.save(path, np.asarray(tokens, np.uint16))
-    n_documents = int(np.sum(tokens == EOT))
-    totals = {"num_tokens": len(tokens), "num_documents": n_documents, "num_bytes": len(tokens) - n_documents}
-    shard = {"file": path.name, **totals, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    metadata = {
-        "format_version": 1,
-        "tokenizer": "bytes",
-        "vocab_size": 257,
-        "eot_id": EOT,
-        "dtype": "uint16",
-        **totals,
-        "num_skipped_documents": 0,
-        "shards": [shard],
-        "source": {},
-        **changes,
-    }
+    metadata = {"format_version": 1, "tokenizer": "bytes", "vocab_size": 257, "eot_id": EOT, "dtype": "uint16"}
+    metadata |= {"num_skipped_documents": 0, "source": {}, "shards": []} | changes
+    for index, (tokens, names) in enumerate(itertools.zip_longest(shards, sources)):
+        n_documents = int(np.sum(np.asarray(tokens) == metadata["eot_id"]))
+        totals = {"num_tokens": len(tokens), "num_documents": n_documents, "num_bytes": len(tokens) - n_documents}
+        shard = write_array(folder / f"shard-{index:05d}.npy", tokens) | totals
+        if names is not None:
+            found = list(dict.fromkeys(names))
+            file = write_array(folder / f"shard-{index:05d}.sources.npy", list(map(found.index, names)))
+            shard["sources"] = file | {"names": found}
+        metadata["shards"].append(shard)
+    for name in totals:
+        total = sum(shard[name] for shard in metadata["shards"])
+        metadata["shards"][-1][name] += metadata.setdefault(name, total) - total
     (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
+
+
+def write_array(path: Path, numbers: Sequence[int] | np.ndarray) -> dict[str, Any]:
+    """Write a file of uint16; return its record."""
+    np.save(path, np.asarray(numbers, np.uint16))
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
 def draw_text(rng: np.random.Generator, n_tokens: int) -> np.ndarray:

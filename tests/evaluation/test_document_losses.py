@@ -1,7 +1,6 @@
 """Losses by document against the definition: every document alone, whole, in one forward pass; and sums by loops."""
 
 import dataclasses
-import json
 import math
 
 import jax
@@ -17,7 +16,6 @@ from heinsen.evaluation.bootstrap import estimate, estimate_sources
 from heinsen.evaluation.document_losses import N_RANGES, DocumentLosses, measure_streaming, measure_windows
 from heinsen.evaluation.positions import Comparison, Context, PositionLosses, compare_positions, plot_positions
 from heinsen.evaluation.tables import format_positions
-from heinsen.files import seal
 from heinsen.models import abstract_params, forward, init_params
 from heinsen.parallel import make_mesh
 from tests.model_configs import model_config
@@ -32,13 +30,7 @@ WINDOW = 16
 def draw_documents(rng, folder, lengths, sources=None):
     """A split of documents of so many tokens, with the names of their sources if they have any."""
     stream = np.concatenate([np.append(rng.integers(97, 123, n - 1), EOT) for n in lengths])
-    write_split(folder, stream)
-    if sources is not None:
-        names = list(dict.fromkeys(sources))
-        np.save(folder / "shard-00000.sources.npy", np.array([names.index(name) for name in sources], np.uint16))
-        metadata = json.loads((folder / "metadata.json").read_text())
-        metadata["shards"][0]["sources"] = {"file": "shard-00000.sources.npy", "names": names, "sha256": ""}
-        (folder / "metadata.json").write_text(json.dumps(seal(metadata)))
+    write_split(folder, stream, sources=[sources] if sources else [])
     return find_documents(TokenDataset(folder), get_tokenizer("bytes"))
 
 

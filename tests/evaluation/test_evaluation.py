@@ -11,7 +11,6 @@ import pytest
 from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import EvaluationBatches
 from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step, perplexity
-from heinsen.files import seal
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
 from heinsen.weights import load_params
@@ -122,12 +121,8 @@ def other_data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("other")
     text = draw_text(np.random.default_rng(1), 150)
     text[[30, 90]] = EOT
-    names = ["books", "web", None]
-    write_split(folder / "test", text)
-    np.save(folder / "test" / "sources.npy", np.arange(np.sum(text == EOT), dtype=np.uint16) % 3)
-    metadata = json.loads((folder / "test" / "metadata.json").read_text())
-    metadata["shards"][0]["sources"] = {"file": "sources.npy", "names": names, "sha256": ""}
-    (folder / "test" / "metadata.json").write_text(json.dumps(seal(metadata)))
+    names = ["books", "web", None] * 9
+    write_split(folder / "test", text, sources=[names[: np.sum(text == EOT)]])
     return folder
 
 
