@@ -21,14 +21,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from configs import default
 from heinsen.config import from_mapping
 from heinsen.files import seal
+from heinsen.parallel import make_mesh
 from heinsen.training import metrics
+from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.config import TrainConfig
+from heinsen.training.optimizer import make_optimizer
+from heinsen.training.step import abstract_train_state
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a command on a busy machine
@@ -277,6 +282,15 @@ def checkpoint_steps(workdir: Path) -> list[int]:
     """Return the steps of the complete checkpoints; a save in progress has a longer name."""
     folder = workdir / "checkpoints"
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit()) if folder.exists() else []
+
+
+def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.ndarray], dict[str, Any]]:
+    """Return its step, all arrays of parameters and optimizer state, and its progress. A damaged one fails the test."""
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    abstract = abstract_train_state(config.model, optimizer, make_mesh())
+    with Checkpoints(workdir, config.keep_checkpoints, warn=pytest.fail) as checkpoints:
+        restored = checkpoints.restore_newest(abstract, config.fingerprint)
+    return restored.step, [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)], restored.progress
 
 
 def snapshot(folder: Path) -> dict[str, str]:

@@ -7,15 +7,10 @@ import os
 import signal
 import time
 
-import jax
 import numpy as np
 import pytest
 
-from heinsen.parallel import make_mesh
-from heinsen.training.checkpoint import Checkpoints
-from heinsen.training.optimizer import make_optimizer
-from heinsen.training.step import abstract_train_state
-from tests.runs import finish, read_log, run_config, train_command, without_timing
+from tests.runs import finish, newest_checkpoint, read_log, run_config, train_command, without_timing
 
 pytest_plugins = ["tests.run_fixtures"]
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compile_cache")]
@@ -23,15 +18,6 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("compile_cache")]
 KILLS = int(os.environ.get("HEINSEN_KILLS", 25))
 STEPS = 40 * (KILLS + 1)
 CHANGES = {"total_tokens": STEPS * 4 * 16, "checkpoint_every": 7, "validate_every": 50, "validation_tokens": 50}
-
-
-def last_state(workdir, config) -> list[np.ndarray]:
-    mesh = make_mesh()
-    abstract = abstract_train_state(config.model, make_optimizer(config.optimizer, config.total_steps), mesh)
-    with Checkpoints(workdir, config.keep_checkpoints) as checkpoints:
-        restored = checkpoints.restore_newest(abstract, config.fingerprint)
-    assert restored.step == STEPS
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)]
 
 
 def saves(workdir) -> bool:
@@ -72,6 +58,8 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(commands, data, r
     done = commands.run(*command)
     assert done.returncode == 0, done.stderr
     config = run_config(data, **CHANGES)
-    for actual, wanted in zip(last_state(killed, config), last_state(undisturbed, config), strict=True):
+    (step, state, progress), expected = newest_checkpoint(killed, config), newest_checkpoint(undisturbed, config)
+    assert step == expected[0] == STEPS and progress == expected[2]
+    for actual, wanted in zip(state, expected[1], strict=True):
         np.testing.assert_array_equal(actual, wanted)
     assert without_timing(read_log(killed)) == without_timing(read_log(undisturbed))

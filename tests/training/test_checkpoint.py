@@ -1,9 +1,12 @@
-"""Checkpoints restore what was saved, bit for bit, or are reported as damaged; nothing in between."""
+"""Checkpoints restore what was saved, bit for bit, or are reported as damaged; nothing in between.
+
+Longer than what it tests: a third of it are programs, on other devices, in two processes, and where no file has room.
+"""
 
 import contextlib
-import json
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,9 +57,6 @@ class Saved(NamedTuple):
 
     def path(self, step: int) -> Path:
         return self.workdir / "checkpoints" / str(step)
-
-    def files(self, step: int) -> list[Path]:
-        return sorted(path for path in self.path(step).rglob("*") if path.is_file())
 
     def restore(self, config_hash: str = HASH) -> tuple[int, list[str]]:
         """Restore and compare with what was saved; return the step and the warnings."""
@@ -173,20 +173,10 @@ def test_parameters_are_read_alone(saved):
 # ---- damage ----------------------------------------------------------------------------------
 
 
-def flip(path: Path, rng: np.random.Generator) -> None:
-    content = bytearray(path.read_bytes())
-    content[rng.integers(len(content))] ^= 1 << rng.integers(8)
-    path.write_bytes(content)
-
-
-def check_fallback(saved: Saved) -> str | None:
-    """Restore the last save (return None), or the one before it with a warning (return the reason it gives)."""
+def check_fallback(saved: Saved) -> str:
+    """Restore the save before the last one, with a warning; return the reason it gives."""
     damaged = snapshot(saved.path(30))
-    step, warnings = saved.restore()
-    if step == 30:
-        assert warnings == [] and checkpoint_steps(saved.workdir) == list(STEPS)
-        return None
-    (warning,) = warnings
+    step, (warning,) = saved.restore()
     aside = saved.workdir / "damaged_checkpoints" / "30"
     start, end = f"{saved.path(30)} is damaged: ", f". Using step 20; it is now {aside}"
     assert step == 20 and warning.startswith(start) and warning.endswith(end)
@@ -194,27 +184,12 @@ def check_fallback(saved: Saved) -> str | None:
     return warning[len(start) : -len(end)]
 
 
-def test_values_with_a_flipped_bit_are_never_used(saved, rng, tmp_path):
-    reasons = []
-    for trial in range(8):
-        copy = saved.copy(tmp_path / str(trial))
-        files = copy.files(30)
-        large = [path for path in files if path.stat().st_size > 1000]
-        flip(large[rng.integers(len(large))] if trial % 2 else files[rng.integers(len(files))], rng)
-        reasons.append(check_fallback(copy))
-        shutil.rmtree(copy.workdir)
-    assert any(reason and "not as they were saved: " in reason for reason in reasons), "what Orbax does not notice"
-
-
 def no_record(saved: Saved) -> None:
     (saved.path(30) / METADATA).unlink()
 
 
-def another_position(saved: Saved) -> None:
-    path = saved.path(30) / METADATA
-    content = json.loads(path.read_text())
-    content["custom_metadata"]["position"]["next_index"] = 31
-    path.write_text(json.dumps(content))
+def no_arrays(saved: Saved) -> None:
+    shutil.rmtree(saved.path(30) / "params" / "d")
 
 
 def another_step(saved: Saved) -> None:
@@ -222,23 +197,30 @@ def another_step(saved: Saved) -> None:
     shutil.copytree(saved.path(10), saved.path(30))
 
 
-def a_tree_without_types(saved: Saved) -> None:
-    path = saved.path(30) / "params" / "_METADATA"
-    path.write_text(path.read_text().replace("key_type", "key_typf"))
+def a_flipped_bit(saved: Saved) -> None:
+    """Of a value, which Orbax does not notice."""
+    path = max((path for path in (saved.path(30) / "params").rglob("*")), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
 
 
-def no_arrays(saved: Saved) -> None:
-    shutil.rmtree(saved.path(30) / "params" / "d")
+def edit(name: str, old: str, new: str) -> Callable[[Saved], object]:
+    return lambda saved: (path := saved.path(30) / name).write_text(path.read_text().replace(old, new))
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (no_record, "its record is damaged, or of an older version of the code (it has no digest)"),
-        (another_position, "its record is damaged, or of an older version of the code (its digest does not fit"),
+        (
+            edit(METADATA, '"next_index": 30', '"next_index": 31'),
+            "its record is damaged, or of an older version of the code (its digest does not fit",
+        ),
         (another_step, "it was saved as step 10"),
-        (a_tree_without_types, "its metadata cannot be read (KeyError: 'key_type')"),
+        (edit("params/_METADATA", "key_type", "key_typf"), "its metadata cannot be read (KeyError: 'key_type')"),
         (no_arrays, ""),
+        (a_flipped_bit, "1 arrays are not as they were saved: params/layers/w"),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_used(saved, damage, reason):

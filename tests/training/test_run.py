@@ -27,13 +27,10 @@ from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
 from heinsen.training import devices, loop, metrics, plots
-from heinsen.training.checkpoint import Checkpoints
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import pad_vocabulary, train_config
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
-from heinsen.training.loop import NonFiniteLossError, RunInterruption, StopSignals, train
-from heinsen.training.optimizer import make_optimizer
-from heinsen.training.step import abstract_train_state
+from heinsen.training.loop import NonFiniteLossError, RunInterrupted, StopSignals, train
 from heinsen.weights import load_params
 from scripts.sweep_runs import RunFactory
 from tests.runs import (
@@ -52,6 +49,7 @@ from tests.runs import (
     checkpoint_steps,
     copy_run,
     draw_text,
+    newest_checkpoint,
     read_log,
     run_config,
     snapshot,
@@ -79,16 +77,6 @@ def traced_steps() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def config(data: Path) -> TrainConfig:
     return run_config(data)
-
-
-def newest_checkpoint(workdir: Path, config: TrainConfig) -> tuple[int, list[np.ndarray], dict]:
-    """Return its step, all arrays of parameters and optimizer state, and its progress."""
-    mesh = make_mesh()
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
-    abstract = abstract_train_state(config.model, optimizer, mesh)
-    with Checkpoints(workdir, KEEP, warn=pytest.fail) as checkpoints:
-        restored = checkpoints.restore_newest(abstract, config.fingerprint)
-    return restored.step, [np.asarray(leaf) for leaf in jax.tree.leaves(restored.state)], restored.progress
 
 
 @pytest.fixture(scope="module")
@@ -541,26 +529,15 @@ def test_parameters_that_are_not_finite_stop_the_run_and_are_not_saved(
     run, config, last_checkpoint, tmp_path, monkeypatch
 ):
     workdir = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        # Step 30 would be saved.
-        patch.setattr(loop, "make_train_step", poisoned_after(29))
-        with pytest.raises(NonFiniteLossError) as error:
-            train(config, workdir)
-    assert "parameters are no longer finite at step 30: loss nan" in str(error.value)
-    assert f"Go back to {workdir / 'checkpoints' / '20'} with a lower" in str(error.value)
-    assert checkpoint_steps(workdir)[-1] == 20
-    assert read_log(workdir)[-1]["step"] == 29 and all(map(math.isfinite, read_log(workdir)[-1].values()))
+    for step, saved in ((5, "there is no checkpoint yet"), (30, f"Go back to {workdir / 'checkpoints' / '20'} with a")):
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "make_train_step", poisoned_after(step - 1))  # step 30 would be saved
+            with pytest.raises(NonFiniteLossError, match=f"no longer finite at step {step}: loss nan.*{saved}"):
+                train(config, workdir)
+        assert checkpoint_steps(workdir) == ([] if step == 5 else [10, 20])
+        assert read_log(workdir)[-1]["step"] == step - 1 and all(map(math.isfinite, read_log(workdir)[-1].values()))
     train(config, workdir)
     assert_same_run(workdir, run, config, last_checkpoint)
-
-
-def test_parameters_that_are_not_finite_before_the_first_checkpoint_say_that_there_is_none(
-    config, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(loop, "make_train_step", poisoned_after(4))
-    with pytest.raises(NonFiniteLossError, match="at step 5.*there is no checkpoint yet"):
-        train(config, tmp_path / "run")
-    assert checkpoint_steps(tmp_path / "run") == []
 
 
 # ---- complete --------------------------------------------------------------------------------
