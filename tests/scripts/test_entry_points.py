@@ -34,21 +34,15 @@ BAD_COMMANDS = {
         [*DEMO, "--config.optimizer.learning_rat=1"],
         ["error: --config.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
-    "train: None for a number": ([*PILE, "--config.batch_size=None"], ["config.batch_size", "None"]),
     "train: warm-up longer than the run": (
         [*PILE, "--config.total_tokens=1000000"],
         ["error:", "optimizer.warmup_steps = 2000 does not fit a run of 3 steps"],
     ),
-    "train: no workdir": (DEMO[:-1], ["--workdir"]),
     "train: missing data": (
         [*DEMO, "--config.data.path={none}"],
         ["error: no token dataset at {none}/train", "scripts/prepare_data.py", "give --config.model.vocab_size"],
     ),
     "eval: no run": (["eval.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
-    "eval: mistyped field": (
-        ["eval.py", RUN, "--config.data.pth=x"],
-        ["error: --config.data.pth: the config has no such field; is it data.path?"],
-    ),
     "eval: missing split": (
         ["eval.py", RUN, "--split=test"],
         ["error: no token dataset at", "/test (", "has train, validation)"],
@@ -63,10 +57,6 @@ BAD_COMMANDS = {
     ),
     "generate: no run": (["scripts/generate.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
     "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], ["error: {bare}", "checkpoint"]),
-    "generate: empty prompt": (
-        [*GENERATE, "--prompt="],
-        ["--prompt= is empty: give a value, or leave it out"],
-    ),
     "generate: prompt and stdin": (
         [*GENERATE, "--prompt=a", "--stdin"],
         ["--prompt and --stdin exclude each other"],
@@ -116,10 +106,6 @@ BAD_COMMANDS = {
     "export: onto its run": (
         ["scripts/export.py", RUN, "--out={run}", "--overwrite"],
         ["error: {run} exists and holds something"],
-    ),
-    "sweep: no such field": (
-        [*SWEEP, "--sweep.optimizer.learning_rat=1"],
-        ["--sweep.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
     ),
     "sweep: twice": ([*SWEEP, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
     "sweep: no value": ([*SWEEP, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
@@ -174,17 +160,6 @@ def test_bad_commands_fail_with_a_message_that_names_the_cause(bad_commands, fol
     assert end.stderr.count("\n") == 1, end.stderr
     for text in BAD_COMMANDS[name][1]:
         assert text.format(**folders) in end.stderr
-
-
-def test_another_config_in_the_folder_is_refused_by_the_command(run, commands, folders):
-    before = snapshot(folders["all"])
-    end = commands.fork(*train_command(run.data, folders["run"], seed=5, log_every=2, data__validation_split="train"))
-    assert end.returncode == 1
-    assert end.stderr.startswith(f"error: {folders['run']} holds a run with another config:\n")
-    assert "config.seed: 0 in the run, 5 in the command" in end.stderr
-    assert "config.data.validation_split: 'validation' in the run, 'train' in the command" in end.stderr
-    assert "log_every" not in end.stderr, "this may change"
-    assert "Traceback" not in end.stderr and snapshot(folders["all"]) == before
 
 
 @pytest.mark.long
