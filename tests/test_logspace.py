@@ -1,6 +1,8 @@
 """The log-sum-exp monoid, its scans and gradients against float64 NumPy loops; the policy at -inf."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heinsen import logspace
+from heinsen.logspace import cumulative_logsumexp, gated_sum, log_divide, log_linear_recurrence, log_matmul, logsumexp
 from tests.arrays import takes_numpy
 
-cumulative_logsumexp = takes_numpy(logspace.cumulative_logsumexp)
-gated_sum = takes_numpy(logspace.gated_sum)
-log_divide = takes_numpy(logspace.log_divide)
-log_linear_recurrence = takes_numpy(logspace.log_linear_recurrence)
-log_matmul = takes_numpy(logspace.log_matmul)
 logaddexp = takes_numpy(logspace.logaddexp)
-logsumexp = takes_numpy(logspace.logsumexp)
 posterior = takes_numpy(logspace.posterior)
 
 INF = np.inf
@@ -49,26 +46,24 @@ def weights64(x, total):
     return np.where(total == -INF, 0.0, np.exp(x.astype(np.float64) - np.where(total == -INF, 0.0, total)))
 
 
-def assert_close(got, want, tolerance=1e-6):
-    """Assert equality within `tolerance`, relative to each entry or to 1, whichever is larger; infinities are equal."""
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+def assert_close(got, want, rtol=1e-6, atol=None):
+    """Assert equality within rtol, relative to each entry or to 1 (or atol), whichever is larger; infinities agree."""
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rtol, atol=rtol if atol is None else atol)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pull(function, arguments, cotangent, fixed):
-    if hasattr(function, "lower"):
-        function = function.__wrapped__  # compiled here, as part of the whole
-    return jax.vjp(lambda *arguments: function(*arguments, *fixed), *arguments)[1](cotangent)
+def _pull(function, arguments, cotangent):
+    return jax.vjp(function, *arguments)[1](cotangent)
 
 
-def pull(function, arguments, cotangent, *fixed):
-    """Return the gradients of function(*arguments, *fixed) with respect to `arguments`; a NaN is an error."""
+def pull(function, arguments, cotangent):
+    """Return the gradients of function(*arguments) with respect to `arguments`; a NaN is an error."""
     with jax.debug_nans(True):
-        return _pull(function, tuple(map(jnp.asarray, arguments)), jnp.asarray(cotangent, jnp.float32), fixed)
+        return _pull(function, tuple(map(jnp.asarray, arguments)), jnp.asarray(cotangent, jnp.float32))
 
 
 def finite_differences(function, arguments, cotangent, step=1e-5):
-    """Return the gradients of sum(cotangent * function(*arguments)), entry by entry in float64."""
+    """Return the gradients of sum(cotangent * function(*arguments)), entry by entry in float64; 0 in an empty sum."""
     arguments = [np.asarray(x, np.float64) for x in arguments]
     gradients = [np.zeros_like(x) for x in arguments]
     for x, gradient in zip(arguments, gradients, strict=True):
@@ -76,9 +71,10 @@ def finite_differences(function, arguments, cotangent, step=1e-5):
             at, sides = x[index], []
             for side in (at + step, at - step):
                 x[index] = side
-                sides.append(np.sum(cotangent * function(*arguments)))
+                sides.append(function(*arguments))
             x[index] = at
-            gradient[index] = (sides[0] - sides[1]) / (2 * step)
+            with np.errstate(invalid="ignore"):  # -inf - -inf
+                gradient[index] = np.nansum(cotangent * (sides[0] - sides[1])) / (2 * step)
     return gradients
 
 
@@ -105,53 +101,10 @@ def test_minus_infinity_is_the_identity_of_logaddexp(a):
     assert logaddexp(np.float32(-INF), a) == a
 
 
-@laws
-@given(logarithms, logarithms)
-def test_logaddexp_is_the_log_of_the_sum(a, b):
-    assert_close(logaddexp(a, b), np.logaddexp(np.float64(a), np.float64(b)), 4 * FLOAT32_EPS)
-
-
-@laws
-@given(logarithms, logarithms)
-def test_derivatives_of_logaddexp_are_the_posterior_weights(a, b):
-    total = np.logaddexp(np.float64(a), np.float64(b))
-    da, db = pull(logaddexp, (a, b), 1.0)
-    # A float32 logarithm near 1e4 has an error of 1e-3, and so has the weight, exp of the difference of two.
-    tolerance = 1e-6 + 2 * FLOAT32_EPS * max(abs(x) for x in (total, 1) if np.isfinite(x))
-    assert_close(da, weights64(a, total), tolerance)
-    assert_close(db, weights64(b, total), tolerance)
-
-
-def test_logaddexp_broadcasts_forward_and_backward(rng):
-    a, b, g = normal(rng, 3, 1, 4), normal(rng, 5, 1), normal(rng, 3, 5, 4)
-    assert_close(logaddexp(a, b), np.logaddexp(a.astype(np.float64), b))
-    wants = finite_differences(np.logaddexp, (a, b), g)
-    for got, want in zip(pull(logaddexp, (a, b), g), wants, strict=True):
-        assert_close(got, want, 1e-5)
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("scale", [1, 1e4])
-def test_logsumexp_is_the_log_of_the_sum(rng, axis, scale):
-    x = with_zeros(rng, normal(rng, 4, 3, 5, scale=scale))
-    assert_close(logsumexp(x, axis), lse64(x, axis))
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_gradient_of_logsumexp_is_the_posterior_weight(rng, axis):
-    x = with_zeros(rng, normal(rng, 4, 3, 5, scale=3))
-    x[:, 1, 2], x[2, :, 3], x[0, 0, :] = -INF, -INF, -INF  # sums of nothing along every axis
-    total = lse64(x, axis)
-    assert np.any(total == -INF) and np.any(np.isfinite(total))
-    g = normal(rng, *total.shape)
-    (got,) = pull(lambda x: logsumexp(x, axis), (x,), g)
-    assert_close(got, np.expand_dims(g, axis) * weights64(x, np.expand_dims(total, axis)))
-
-
 def test_posterior_is_at_most_one_and_zero_in_an_empty_sum(rng):
     x = with_zeros(rng, normal(rng, 50, 4, scale=1e3))
     x[0] = -INF
-    total = logsumexp(x)[:, None]
+    total = takes_numpy(logsumexp)(x)[:, None]
     weights = np.asarray(posterior(x, total))
     assert np.all(weights <= 1 + 1e-3) and np.all(weights[0] == 0)
     assert_close(weights, weights64(x, np.asarray(total, np.float64)), 1e-5)
@@ -187,38 +140,27 @@ def test_second_derivatives_of_logsumexp(rng, zeros):
     assert_close(tangent, p @ dx)
 
 
-# ---- products, quotients, signed numbers --------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale", [1, 1e4])
-def test_log_matmul_is_the_log_of_the_product(rng, scale):
-    a, b = with_zeros(rng, normal(rng, 2, 3, 4, scale=scale)), with_zeros(rng, normal(rng, 4, 5, scale=scale))
-    a[0, 1] = -INF
-    terms = a.astype(np.float64)[..., None] + b
-    assert_close(log_matmul(a, b), lse64(terms, -2))
-
-
-def test_gradients_of_log_matmul(rng):
-    a, b = with_zeros(rng, normal(rng, 2, 3, 4)), with_zeros(rng, normal(rng, 4, 5))
-    a[0, 1], b[:, 2] = -INF, -INF
-    terms = a.astype(np.float64)[..., None] + b
-    total = lse64(terms, -2)[..., None, :]
-    g = normal(rng, 2, 3, 5)
-    dterms = g[..., None, :] * weights64(terms, total)
-    da, db = pull(log_matmul, (a, b), g)
-    assert_close(da, dterms.sum(-1), 1e-5)
-    assert_close(db, dterms.sum((0, 1)), 1e-5)
-
-
-def test_log_divide_is_a_difference_and_nothing_over_nothing_is_nothing():
+def test_nothing_over_nothing_is_nothing():
     a, b = np.float32([1.5, -INF, -INF, 1e4]), np.float32([0.25, 2.0, -INF, -1e4])
-    assert_close(log_divide(a, b), [1.25, -INF, -INF, 2e4])
+    assert_close(takes_numpy(log_divide)(a, b), [1.25, -INF, -INF, 2e4])
     da, db = pull(log_divide, (a, b), np.ones(4))
     assert_close(da, [1, 1, 0, 1])
     assert_close(db, [-1, -1, 0, -1])
 
 
-# ---- scans -------------------------------------------------------------------------------------
+# ---- sums, products and scans ------------------------------------------------------------------
+
+
+class Operation(NamedTuple):
+    """A function, what it computes in float64, and its arguments, given random numbers and the scale of logarithms."""
+
+    function: Callable[..., Any]
+    truth: Callable[..., Any]
+    arguments: Callable[[np.random.Generator, float], tuple[np.ndarray, ...]]
+    scales: tuple[float, ...] = (1, 1e4)  # of its values
+    gradient_scales: tuple[float, ...] = (1,)
+    rtol: float = 1e-6
+    gradient_rtol: float = 1e-5
 
 
 def gated_sum64(gate, x):
@@ -229,118 +171,7 @@ def gated_sum64(gate, x):
     return np.stack(out)
 
 
-METHODS = ["associative", "sequential"]
-
-
-# One block, and three of 33 where there are blocks.
-@pytest.mark.parametrize("n_tokens, reverse", [(9, False), (99, True)])
-@pytest.mark.parametrize("method", METHODS)
-def test_gated_sum_is_the_linear_recurrence(rng, n_tokens, reverse, method):
-    gate = rng.random((n_tokens, 3, 1), np.float32)
-    x, g = normal(rng, n_tokens, 3, 2), normal(rng, n_tokens, 3, 2)
-    gate[4, 0] = 0
-    turn = (lambda z: z[::-1]) if reverse else (lambda z: z)
-    loop = lambda gate, x: turn(gated_sum64(turn(gate), turn(x)))
-    function = lambda gate, x: gated_sum(gate, x, 0, reverse, method)
-    assert_close(jax.jit(function)(gate, x), loop(gate.astype(np.float64), x.astype(np.float64)))
-    for got, want in zip(pull(function, (gate, x), g), finite_differences(loop, (gate, x), g), strict=True):
-        assert_close(got, want, 1e-5)
-
-
-def test_gated_sum_runs_along_its_axis(rng):
-    gate, x = rng.random((2, 4, 3), np.float32), normal(rng, 2, 4, 3)
-    want = np.moveaxis(gated_sum64(*(np.moveaxis(z, 1, 0).astype(np.float64) for z in (gate, x))), 0, 1)
-    for axis in (1, -2):
-        assert_close(gated_sum(gate, x, axis), want)
-
-
-def test_the_program_of_a_scan_does_not_grow_with_the_tokens():
-    text = lambda n: jax.jit(functools.partial(logspace.cumulative_logsumexp, axis=0)).lower(jnp.ones(n)).as_text()
-    assert len(text(4096).splitlines()) == len(text(128).splitlines())
-
-
-def segments(resets):
-    """Return the index of each token's segment."""
-    return np.cumsum(resets)
-
-
-@jax.jit
-def lcse(x, resets):
-    """Along axis 0; where it restarts, as the recurrence whose gates are 1 and 0 there."""
-    if resets is None:
-        return cumulative_logsumexp(x, 0)
-    return log_linear_recurrence(jnp.where(resets, -INF, 0.0), x, 0, method="associative")
-
-
-def lcse64(x, resets):
-    """Log-cumulative-sum along axis 0, restarted where `resets` is true."""
-    h = np.full(x.shape[1:], -INF)
-    out = []
-    for x_t, reset in zip(x.astype(np.float64), resets, strict=True):
-        h = x_t if reset else np.logaddexp(h, x_t)
-        out.append(h)
-    return np.stack(out)
-
-
-def lcse64_gradient(x, resets, g):
-    """sum_t g[t] exp(x[s] - h[t]) over the t >= s in the segment of s."""
-    h, gradient, segment = lcse64(x, resets), np.zeros(x.shape), segments(resets)
-    for s in range(len(x)):
-        for t in range(s, len(x)):
-            if segment[s] == segment[t]:
-                gradient[s] += g[t] * weights64(x[s], h[t])
-    return gradient
-
-
-@pytest.mark.parametrize("scale", [1, 30, 1e4])
-@pytest.mark.parametrize("reset", [False, True])
-def test_cumulative_logsumexp(rng, scale, reset):
-    x, g = with_zeros(rng, normal(rng, 11, 3, scale=scale)), normal(rng, 11, 3)
-    x[:4, 0] = -INF
-    resets = np.zeros(11, bool)
-    if reset:
-        # Two segments that begin with zero, one of a single token, and a fall far beyond exp's range.
-        resets[[5, 6, 8]] = True
-        x[4], x[5:8] = 1000, -INF
-        assert np.any(lcse64(x, resets) != lcse64(x, np.zeros(11, bool)))
-    fixed = resets[:, None] if reset else None
-    tolerance = 1e-6 + 4 * FLOAT32_EPS * scale
-    assert_close(lcse(x, fixed), lcse64(x, resets))
-    assert_close(pull(lcse, (x,), g, fixed)[0], lcse64_gradient(x, resets, g), 10 * tolerance)
-
-
-@pytest.mark.parametrize("reset", [False, True])
-def test_cumulative_logsumexp_of_nothing_is_nothing(reset):
-    resets = np.arange(11)[:, None] == 2 if reset else None
-    x = np.full((11, 3), -INF, np.float32)
-    assert np.all(np.asarray(lcse(x, resets)) == -INF)
-    assert np.all(np.asarray(pull(lcse, (x,), np.ones((11, 3)), resets)[0]) == 0)
-
-
-def test_cumulative_logsumexp_broadcasts_resets_off_its_axis(rng):
-    x, resets, g = normal(rng, 2, 7, 3), rng.random((2, 7, 1)) < 0.4, normal(rng, 2, 7, 3)
-    resets[0, 3], resets[1, 3] = True, False
-    function = jax.jit(lambda x: log_linear_recurrence(jnp.where(resets, -INF, 0.0), x, -2, method="associative"))
-    out, gradient = function(x), pull(function, (x,), g)[0]
-    for row in range(2):
-        assert_close(out[row], lcse64(x[row], resets[row, :, 0]))
-        assert_close(gradient[row], lcse64_gradient(x[row], resets[row, :, 0], g[row]), 1e-5)
-
-
-def test_first_token_may_reset(rng):
-    x, resets = normal(rng, 11, 3), np.isin(np.arange(11), [0, 3])
-    assert_close(lcse(x, resets[:, None]), lcse64(x, resets))
-
-
-def _recurrence(method, log_a, log_b, initial=None):
-    return log_linear_recurrence(log_a, log_b, 0, initial, method)
-
-
-recurrence = jax.jit(_recurrence, static_argnums=0)
-RECURRENCE_BY = {method: functools.partial(_recurrence, method) for method in METHODS}
-
-
-def recurrence64(log_a, log_b, initial):
+def recurrence64(log_a, log_b, initial=-INF):
     e, out = initial, []
     for log_a_t, log_b_t in zip(log_a, log_b, strict=True):
         e = np.logaddexp(e + log_a_t, log_b_t)
@@ -348,51 +179,159 @@ def recurrence64(log_a, log_b, initial):
     return np.stack(out)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scale", [1, 1e4])
-@pytest.mark.parametrize("given_initial", [False, True])
-def test_log_linear_recurrence(rng, scale, given_initial, method):
-    log_a, log_b = normal(rng, 9, 4, scale=scale), with_zeros(rng, normal(rng, 9, 4, scale=scale))
-    log_a = -np.abs(log_a) if scale > 1 else log_a  # decay only, or decay and growth
-    log_a[3, 0], log_b[:, 1] = -INF, -INF
-    initial = normal(rng, 4) if given_initial else None
-    start = np.float64(initial) if given_initial else np.full(4, -INF)
-    want = recurrence64(log_a.astype(np.float64), log_b.astype(np.float64), start)
-    largest = np.max(np.abs(want[np.isfinite(want)]))  # rounding errors scale with the terms, even if these cancel
-    got = np.asarray(recurrence(method, log_a, log_b, initial), np.float64)
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=3e-7 * largest)
+def along(axis, truth):
+    """Of arrays that have the axis; `truth` goes along the first one."""
+    return lambda *arrays: np.moveaxis(truth(*(np.moveaxis(x, axis, 0) for x in arrays)), 0, axis)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_gradients_of_log_linear_recurrence(rng, method):
-    arguments, g = (normal(rng, 9, 4), normal(rng, 9, 4), normal(rng, 4)), normal(rng, 9, 4)
-    wants = finite_differences(recurrence64, arguments, g)
-    for got, want in zip(pull(RECURRENCE_BY[method], arguments, g), wants, strict=True):
-        assert_close(got, want, 1e-5)
+def draw_summands(rng, scale):
+    """With sums of nothing along every axis."""
+    x = with_zeros(rng, normal(rng, 4, 3, 5, scale=3 * scale))
+    x[:, 1, 2], x[2, :, 3], x[0, 0, :] = -INF, -INF, -INF
+    return (x,)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("initial", [(np.full(4, -INF, np.float32),), ()], ids=["initial", "no initial"])
-def test_gradients_of_a_recurrence_of_nothing_are_zero(initial, method):
-    log_a, log_b = np.full((9, 4), -1, np.float32), np.full((9, 4), -INF, np.float32)
-    for gradient in pull(RECURRENCE_BY[method], (log_a, log_b, *initial), np.ones((9, 4))):
-        np.testing.assert_array_equal(gradient, 0)
+def draw_factors(rng, scale):
+    a, b = with_zeros(rng, normal(rng, 2, 3, 4, scale=scale)), with_zeros(rng, normal(rng, 4, 5, scale=scale))
+    a[0, 1], b[:, 2] = -INF, -INF
+    return a, b
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_recurrence_with_zero_gates_forgets(rng, method):
+def draw_tokens(rng, scale):
+    """With a beginning of zeros, and zeros alone."""
+    x = with_zeros(rng, normal(rng, 11, 3, scale=scale))
+    x[:4, 0], x[:, 1] = -INF, -INF
+    return (x,)
+
+
+RESETS = np.zeros((2, 11, 1), bool)  # also at the first token, and around a single one
+RESETS[0, [0, 5, 6, 8]] = RESETS[1, [2, 3, 7, 10]] = True
+
+
+def draw_segments(rng, scale):
+    """Some begin with zeros, and there is a fall far beyond exp's range."""
+    x = with_zeros(rng, normal(rng, 2, 11, 3, scale=scale))
+    x[:, 4], x[:, 5:8], x[0, :, 2] = 1000, -INF, -INF
+    return (x,)
+
+
+def draw_gates(shape, shape_of_gate):
+    def draw(rng, scale):
+        gate, x = rng.random(shape_of_gate, np.float32), normal(rng, *shape)
+        gate[0, 1] = 0
+        return gate, x
+
+    return draw
+
+
+def draw_recurrence(shape, axis=0, with_initial=True):
+    """Decay only, or decay and growth; gates that are zero, inputs that are, and a last column of nothing."""
+
+    def draw(rng, scale):
+        log_a, log_b = normal(rng, *shape, scale=scale), with_zeros(rng, normal(rng, *shape, scale=scale))
+        log_a = -np.abs(log_a) if scale > 1 else log_a
+        log_a[0, 0], log_b[..., -1] = -INF, -INF
+        initial = normal(rng, *np.delete(shape, axis))
+        initial[..., -1] = -INF
+        return (log_a, log_b, initial) if with_initial else (log_a, log_b)
+
+    return draw
+
+
+PRECISE = dict(scales=(1, 30, 1e4), gradient_scales=(1, 30, 1e4), rtol=4 * FLOAT32_EPS, gradient_rtol=1e-6)
+OPERATIONS = {
+    "logaddexp": Operation(
+        logspace.logaddexp,
+        np.logaddexp,
+        lambda rng, scale: (with_zeros(rng, normal(rng, 6, 1, 4, scale=scale)), with_zeros(rng, normal(rng, 5, 1))),
+        **PRECISE,
+    ),
+    "log_matmul": Operation(log_matmul, lambda a, b: np.logaddexp.reduce(a[..., None] + b, axis=-2), draw_factors),
+    "cumulative_logsumexp": Operation(
+        functools.partial(cumulative_logsumexp, axis=0),
+        lambda x: recurrence64(np.zeros_like(x), x),
+        draw_tokens,
+        **PRECISE | dict(rtol=1e-6, gradient_rtol=1e-5),
+    ),
+    "cumulative_logsumexp, restarted": Operation(
+        lambda x: log_linear_recurrence(jnp.where(RESETS, -INF, 0.0), x, -2, method="associative"),
+        lambda x: along(1, recurrence64)(np.broadcast_to(np.where(RESETS, -INF, 0.0), x.shape), x),
+        draw_segments,
+        **PRECISE | dict(rtol=1e-6, gradient_rtol=1e-5),
+    ),
+}
+for _axis in (0, 1, -1):
+    OPERATIONS[f"logsumexp along {_axis}"] = Operation(
+        functools.partial(logsumexp, axis=_axis),
+        functools.partial(np.logaddexp.reduce, axis=_axis),
+        draw_summands,
+        gradient_rtol=1e-6,
+    )
+for _method in ("associative", "sequential"):
+    _gated_sum, _recurrence = (functools.partial(f, method=_method) for f in (gated_sum, log_linear_recurrence))
+    OPERATIONS |= {
+        # One block, and three of 33 where there are blocks.
+        f"gated_sum, {_method}": Operation(
+            functools.partial(_gated_sum, axis=0), gated_sum64, draw_gates((9, 3, 2), (9, 3, 1)), (1,)
+        ),
+        f"gated_sum, {_method}, reverse": Operation(
+            functools.partial(_gated_sum, axis=0, reverse=True),
+            lambda gate, x: gated_sum64(gate[::-1], x[::-1])[::-1],
+            draw_gates((99, 3, 2), (99, 3, 1)),
+            (1,),
+        ),
+        f"gated_sum, {_method}, along -2": Operation(
+            functools.partial(_gated_sum, axis=-2), along(1, gated_sum64), draw_gates((2, 4, 3), (2, 4, 3)), (1,)
+        ),
+        f"recurrence, {_method}": Operation(
+            functools.partial(_recurrence, axis=0), recurrence64, draw_recurrence((9, 4), with_initial=False)
+        ),
+        f"recurrence, {_method}, from an initial value": Operation(
+            lambda a, b, initial, f=_recurrence: f(a, b, 0, initial), recurrence64, draw_recurrence((9, 4))
+        ),
+        f"recurrence, {_method}, along 1": Operation(
+            lambda a, b, initial, f=_recurrence: f(a, b, 1, initial),
+            lambda a, b, initial: along(1, lambda a, b: recurrence64(a, b, initial))(a, b),
+            draw_recurrence((2, 5, 3), axis=1),
+        ),
+    }
+VALUES = [(name, scale) for name, each in OPERATIONS.items() for scale in each.scales]
+GRADIENTS = [(name, scale) for name, each in OPERATIONS.items() for scale in each.gradient_scales]
+
+
+@pytest.mark.parametrize("name, scale", VALUES)
+def test_operations_have_the_values_of_loops_in_float64(rng, name, scale):
+    operation = OPERATIONS[name]
+    arguments = operation.arguments(rng, scale)
+    want = operation.truth(*(x.astype(np.float64) for x in arguments))
+    # Rounding errors of a recurrence scale with its terms, even if these cancel.
+    atol = 3e-7 * np.max(np.abs(want[np.isfinite(want)])) if name.startswith("recurrence") else None
+    assert_close(jax.jit(operation.function)(*map(jnp.asarray, arguments)), want, operation.rtol, atol)
+
+
+@pytest.mark.parametrize("name, scale", GRADIENTS)
+def test_operations_have_the_gradients_of_loops_in_float64(rng, name, scale):
+    """Those of a sum are the posterior weights of its terms, which are 0 in an empty sum."""
+    operation = OPERATIONS[name]
+    arguments = operation.arguments(rng, scale)
+    cotangent = normal(rng, *operation.truth(*arguments).shape)
+    wants = finite_differences(operation.truth, arguments, cotangent)
+    # A float32 logarithm near 1e4 has an error of 1e-3, and so has the weight, exp of the difference of two.
+    tolerance = operation.gradient_rtol + (4 * FLOAT32_EPS * scale if scale > 1 else 0)
+    for got, want in zip(pull(operation.function, arguments, cotangent), wants, strict=True):
+        assert_close(got, want, tolerance)
+
+
+def test_recurrence_with_zero_gates_forgets(rng):
     arguments = np.full((9, 4), -INF, np.float32), normal(rng, 9, 4), normal(rng, 4)
-    assert_close(recurrence(method, *arguments), arguments[1])
-    da, db, dinitial = pull(RECURRENCE_BY[method], arguments, np.ones((9, 4)))
+    recurrence = lambda log_a, log_b, initial: log_linear_recurrence(log_a, log_b, 0, initial, "associative")
+    da, db, dinitial = pull(recurrence, arguments, np.ones((9, 4)))
     assert np.all(np.asarray(da) == 0) and np.all(np.asarray(db) == 1) and np.all(np.asarray(dinitial) == 0)
 
 
-def test_log_linear_recurrence_runs_along_its_axis(rng):
-    log_a, log_b, initial = -np.abs(normal(rng, 2, 5, 3)), normal(rng, 2, 5, 3), normal(rng, 2, 3)
-    swap = lambda x: np.moveaxis(x.astype(np.float64), 1, 0)
-    want = np.moveaxis(recurrence64(swap(log_a), swap(log_b), np.float64(initial)), 0, 1)
-    for axis in (1, -2):
-        assert_close(jax.jit(log_linear_recurrence, static_argnums=2)(log_a, log_b, axis, initial), want)
+def test_the_program_of_a_scan_does_not_grow_with_the_tokens():
+    text = lambda n: jax.jit(functools.partial(cumulative_logsumexp, axis=0)).lower(jnp.ones(n)).as_text()
+    assert len(text(4096).splitlines()) == len(text(128).splitlines())
 
 
 @pytest.mark.parametrize("length", range(1, 10))
