@@ -110,10 +110,6 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
 # ---- resuming ------------------------------------------------------------------------------------
 
 
-def _command(*arguments):
-    return [sys.executable, str(SCRIPT), *map(str, arguments)]
-
-
 def _processes_of(mark):
     """Return the processes with PREPARATION=mark in their environment: a preparation and its workers."""
     found = []
@@ -126,48 +122,35 @@ def _processes_of(mark):
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.long
-def test_rerun_after_sigkill_gives_the_same_bytes(tmp_path, rng):
-    """Kill preparations with worker processes at random moments, then let one finish."""
+def test_workers_end_with_a_killed_preparation_and_a_rerun_gives_the_same_bytes(tmp_path, rng):
+    """At a random moment after the first shard."""
     words = np.array(["".join(rng.choice(list("abcdefghijklmnop"), n)) for n in rng.integers(1, 12, 4000)])
     texts = [" ".join(rng.choice(words, n)) for n in rng.integers(1, 40_000, 120)]
-    source = tmp_path / "a.jsonl.zst"
+    source, folder, mark = tmp_path / "a.jsonl.zst", tmp_path / "killed" / "train", str(os.getpid())
     source.write_bytes(zstandard.compress(jsonl(texts)))
+    settings = settings_of(source, tokenizer="gpt2", shard_tokens=200_000)
     arguments = [f"--source={source}", "--tokenizer=gpt2", "--split=train", "--shard_tokens=200000", "--workers=2"]
-    uninterrupted = tmp_path / "uninterrupted"
-    prepare(settings_of(source, tokenizer="gpt2", shard_tokens=200_000), uninterrupted, workers=1)
-
-    folder = tmp_path / "killed" / "train"
-    kills = 0
-    for attempt in range(2):
-        mark = f"{os.getpid()}-{attempt}"
-        finished_before = len(list(folder.glob("shard-*.npy")))
-        process = subprocess.Popen(
-            _command(*arguments, f"--out={folder.parent}"),
-            env={**os.environ, "PREPARATION": mark},
-            stderr=subprocess.DEVNULL,  # a pipe would stay open as long as a worker does
-        )
-        while process.poll() is None and len(list(folder.glob("shard-*.npy"))) < finished_before + 1 + attempt:
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.05))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait()
-        deadline = time.monotonic() + 10
-        while alive := _processes_of(mark):
-            if time.monotonic() > deadline:
-                for pid in alive:
-                    os.kill(pid, signal.SIGKILL)
-                pytest.fail(f"workers {alive} outlive their parent")
-            time.sleep(0.02)
-    assert kills and not (folder / "metadata.json").exists()
-    (folder / "shard-99999.npy.tmp").write_bytes(b"left over by a kill")
-
-    result = subprocess.run(
-        _command(*arguments, f"--out={folder.parent}", "--verify"), capture_output=True, text=True, check=True
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments, f"--out={folder.parent}"],
+        env={**os.environ, "PREPARATION": mark},
+        stderr=subprocess.DEVNULL,  # a pipe would stay open as long as a worker does
     )
-    assert "resuming after" in result.stderr and "matches its SHA-256" in result.stderr
-    assert files_of(folder) == files_of(uninterrupted / "train")
+    while process.poll() is None and not list(folder.glob("shard-*.npy")):
+        time.sleep(0.002)
+    assert len(_processes_of(mark)) >= 3, "it has workers"
+    time.sleep(rng.uniform(0, 0.05))
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and not (folder / "metadata.json").exists()
+    deadline = time.monotonic() + 10
+    while alive := _processes_of(mark):
+        if time.monotonic() > deadline:
+            for pid in alive:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"workers {alive} outlive their parent")
+        time.sleep(0.02)
+    for out, workers in ((folder.parent, 2), (tmp_path / "uninterrupted", 1)):
+        prepare(settings, out, workers=workers)
+    assert files_of(folder) == files_of(tmp_path / "uninterrupted" / "train")
     check_split(folder, texts, "gpt2")
 
 
@@ -387,7 +370,11 @@ def _sources(folder):
 
 def test_sources_are_kept_beside_the_shards(tmp_path, named):
     source, texts, names = named
-    dataset = prepare(settings_of(source, shard_tokens=300), tmp_path / "out", workers=1)
+    settings = settings_of(source, shard_tokens=300)
+    dataset = prepare(settings, tmp_path / "out", workers=1)
+    interrupt(settings, tmp_path / "again", 2)
+    prepare(settings, tmp_path / "again")
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
     flat = [name for own in names for name in own]
     assert _sources(dataset.path) == flat
     found, numbers = dataset.read_sources()
@@ -403,14 +390,6 @@ def test_sources_are_kept_beside_the_shards(tmp_path, named):
     assert [shard["sha256"] for shard in alone.metadata["shards"]] == [
         shard["sha256"] for shard in dataset.metadata["shards"]
     ]
-
-
-def test_sources_do_not_depend_on_interruptions(tmp_path, named):
-    settings = settings_of(named[0], shard_tokens=300)
-    prepare(settings, tmp_path / "out")
-    interrupt(settings, tmp_path / "again", 2)
-    prepare(settings, tmp_path / "again")
-    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
 
 
 def test_skipped_documents_have_no_source_and_damaged_ones_are_found(tmp_path):
@@ -441,7 +420,9 @@ def test_a_field_with_ever_new_names_is_no_source(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_command_line_prepares_both_stdlib_splits(tmp_path):
     arguments = ["--source=stdlib", "--tokenizer=bytes", f"--out={tmp_path}", "--split=train,validation", "--verify"]
-    result = subprocess.run(_command(*arguments), capture_output=True, text=True, cwd=tmp_path, check=True)
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     for split in ("train", "validation"):
         texts = [Path(i.location).read_bytes().decode() for i in find_inputs(settings_of("stdlib", split=split))]
         dataset = check_split(tmp_path / split, texts)
