@@ -42,6 +42,17 @@ def filled(documents, rng, window=WINDOW, forgets=False, scale=1.0):
     return sums, losses
 
 
+def read_alone(model, params, stream):
+    """-log p [D, N] of the tokens of documents that each end with EOT, by the definition: every one alone and whole."""
+    ends = np.flatnonzero(stream == EOT) + 1
+    lengths = np.diff(ends, prepend=0)
+    rows = np.full((len(ends), 1 + lengths.max()), EOT, np.int32)
+    for row, end, length in zip(rows, ends, lengths, strict=True):
+        row[1 : 1 + length] = stream[end - length : end]
+    logits = np.float64(jax.jit(forward, static_argnums=0)(model, params, rows[:, :-1])[0])
+    return np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0], lengths
+
+
 # ---- the model's losses ----------------------------------------------------------------------
 
 
@@ -60,12 +71,8 @@ def test_streaming_is_every_document_alone_and_whole(model, rng, tmp_path):
 
     assert DocumentBatches(documents, WINDOW, 3).window_sizes == [16]
     streamed = measure_streaming(model, params, mesh, documents, WINDOW, 3)
-    stream = documents.dataset.read(0, documents.dataset.n_tokens).astype(np.int32)
-    rows = np.full((len(documents), 1 + documents.lengths.max()), EOT, np.int32)
-    for row, start, length in zip(rows, documents.starts, documents.lengths, strict=False):
-        row[1 : 1 + length] = stream[start : start + length]
-    logits = np.float64(jax.jit(forward, static_argnums=0)(model, params, rows[:, :-1])[0])
-    nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
+    nats, lengths = read_alone(model, params, documents.dataset.read(0, documents.dataset.n_tokens))
+    np.testing.assert_array_equal(documents.lengths, lengths)
     for d, length in enumerate(documents.lengths):
         for first, last in [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, 128)]:
             want = nats[d, first - 1 : min(last, length)].sum()

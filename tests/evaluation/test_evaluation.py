@@ -14,6 +14,7 @@ from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step, per
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
 from heinsen.weights import load_params
+from tests.evaluation.test_by_document import read_alone
 from tests.runs import BATCH, EOT, LENGTH, STEPS, draw_text, run_config, snapshot, write_split
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -198,14 +199,7 @@ def test_by_position_compares_windows_and_streaming(reports, plot, model, params
     """Streaming on three devices too is every document alone and whole."""
     table, found = "\n".join(reports["three devices"][:-1]), json.loads(reports["three devices"][-1])["by_position"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-    tokens = dataset.read(0, dataset.n_tokens)
-    ends = np.flatnonzero(tokens == EOT) + 1
-    lengths = np.diff(ends, prepend=0)
-    rows = np.full((len(ends), lengths.max() + 1), EOT, np.int32)
-    for row, end, length in zip(rows, ends, lengths, strict=True):
-        row[1 : length + 1] = tokens[end - length : end]
-    logits = np.asarray(jax.jit(forward, static_argnums=0)(model, params, rows[:, :-1])[0], np.float64)
-    nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, rows[:, 1:, None], -1)[..., 0]
+    nats, lengths = read_alone(model, params, dataset.read(0, dataset.n_tokens))
     position = np.arange(1, lengths.max() + 1)
     for r in found["ranges"]:
         own = (position >= r["first"]) & (position <= r["last"]) & (position <= lengths[:, None])
