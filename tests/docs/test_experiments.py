@@ -152,9 +152,35 @@ def test_the_coverage_of_a_prediction_is_that_of_simulated_experiments(rng):
 
 # ---- programs -------------------------------------------------------------------------------------
 
+EXPERIMENT = """
+import pathlib, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
+from experiments import tools
+tools.execute(pathlib.Path({out!r}), None, lambda: tools.run_script("-c", {program!r}))
+"""
+SLOW_TO_SAVE = """
+import pathlib, signal, time
+def save(number, frame):
+    time.sleep(0.3)
+    pathlib.Path({file!r}).write_text(str(number))
+    raise SystemExit(0)
+signal.signal(signal.SIGINT, save)
+print("started", flush=True)
+time.sleep(60)
+"""
 
-def test_bad_commands_are_named(commands, tmp_path):
-    command = ["experiments/scaling/run.py", f"--corpus={tmp_path / 'none'}", f"--out={tmp_path / 'out'}"]
-    end = commands.fork(*command)
-    assert end.returncode == 1 and "Traceback" not in end.stderr
-    assert re.search("/none has no train-.*: build it with `python scripts/build_corpus.py", end.stderr)
+
+def test_an_interrupted_experiment_waits_for_its_program_to_save(tmp_path):
+    """Ctrl-C reaches the program as well."""
+    saved = tmp_path / "saved"
+    code = EXPERIMENT.format(program=SLOW_TO_SAVE.format(file=str(saved)), out=str(tmp_path))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    experiment = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with experiment:
+        assert "started\n" in iter(experiment.stderr.readline, "")
+        os.killpg(experiment.pid, signal.SIGINT)
+        assert experiment.stderr.readline() == "interrupted; rerun the same command to resume\n"
+        assert saved.read_text() == str(int(signal.SIGINT))
+    assert experiment.returncode == 1

@@ -107,6 +107,10 @@ BAD_COMMANDS = {
         ["scripts/export.py", RUN, "--out={run}", "--overwrite"],
         ["error: {run} exists and holds something"],
     ),
+    "experiment: no corpus": (
+        ["experiments/scaling/run.py", "--corpus={none}", "--out={new}"],
+        ["error: --corpus={none} has no train-", "build it with `python scripts/build_corpus.py"],
+    ),
     "sweep: twice": ([*SWEEP, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
     "sweep: no value": ([*SWEEP, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
     "sweep: an impossible end": (

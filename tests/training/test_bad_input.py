@@ -51,30 +51,39 @@ def config(data: Path) -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("changes", "message"),
     [
-        ("accumulation_steps", 3, "batch_size = 4 does not divide into accumulation_steps = 3"),
-        ("seed", 2**63, f"seed = {2**63}: it does not fit into 64 bits"),
-        ("mesh__fsdp", 0, "mesh.fsdp = 0: it must be positive, or -1"),
-        ("mesh__fsdp", -1, "mesh.data and mesh.fsdp are -1"),
-        ("model__remat", "some", "model.remat = 'some': choose none, full, dots"),
-        ("model__dtype", "float16", "model.dtype = 'float16'"),
-        ("model__implementation", "fastest", "model.implementation = 'fastest'"),
-        ("model__padded_vocab_size", 256, "model.padded_vocab_size = 256 is smaller than vocab_size = 257"),
-        ("model__n_layers", 10**9, "model.n_layers = 1000000000: it must be less than 10000"),
-        ("model__n_heads", 2**28 - 1, "features of all heads are more than an array can have"),
-        ("model__attention", "heinsen*999999999", "is a pattern of 999999999 layers, which does not divide"),
-        ("optimizer__warmup_steps", STEPS, f"optimizer.warmup_steps = {STEPS} does not fit a run of {STEPS} steps"),
-        ("optimizer__learning_rate", math.inf, "optimizer.learning_rate = inf: it must be finite"),
-        ("optimizer__learning_rate", 1e39, "optimizer.learning_rate = 1e+39: it must be finite in float32"),
-        ("optimizer__learning_rate", 10**400, "optimizer.learning_rate = inf: it must be finite"),
-        ("optimizer__eps", 1e-39, "optimizer.eps = 1e-39: it is too small for float32, which holds it as 0"),
-        ("optimizer__b2", 1 - 1e-12, "optimizer.b2 = 0.999999999999: it must lie in [0, 1)"),
+        (dict(accumulation_steps=3), "batch_size = 4 does not divide into accumulation_steps = 3"),
+        (dict(seed=2**63), f"seed = {2**63}: it does not fit into 64 bits"),
+        (dict(mesh__fsdp=0), "mesh.fsdp = 0: it must be positive, or -1"),
+        (dict(mesh__fsdp=-1), "mesh.data and mesh.fsdp are -1"),
+        (dict(model__remat="some"), "model.remat = 'some': choose none, full, dots"),
+        (dict(model__dtype="float16"), "model.dtype = 'float16'"),
+        (dict(model__implementation="fastest"), "model.implementation = 'fastest'"),
+        (dict(model__padded_vocab_size=256), "model.padded_vocab_size = 256 is smaller than vocab_size = 257"),
+        (dict(model__n_layers=10**9), "model.n_layers = 1000000000: it must be less than 10000"),
+        (dict(model__n_heads=2**28 - 1), "features of all heads are more than an array can have"),
+        (dict(model__attention="heinsen*999999999"), "is a pattern of 999999999 layers, which does not divide"),
+        (dict(optimizer__warmup_steps=STEPS), f"optimizer.warmup_steps = {STEPS} does not fit a run of {STEPS} steps"),
+        (dict(optimizer__learning_rate=math.inf), "optimizer.learning_rate = inf: it must be finite"),
+        (dict(optimizer__learning_rate=1e39), "optimizer.learning_rate = 1e+39: it must be finite in float32"),
+        (dict(optimizer__learning_rate=10**400), "optimizer.learning_rate = inf: it must be finite"),
+        (dict(optimizer__eps=1e-39), "optimizer.eps = 1e-39: it is too small for float32, which holds it as 0"),
+        (dict(optimizer__b2=1 - 1e-12), "optimizer.b2 = 0.999999999999: it must lie in [0, 1)"),
+        (dict(sample_tokens=-1), "sample_tokens = -1"),
+        (
+            dict(sample_tokens=16, model__objective="masked"),
+            "sample_tokens = 16: a model with model.objective = 'masked' predicts no next token; set it to 0",
+        ),
+        (
+            dict(sample_tokens=16, model__position="learned", model__n_positions=16),
+            "sample_tokens = 16 and a document's beginning go beyond model.n_positions = 16: ask for fewer",
+        ),
     ],
 )
-def test_bad_values_name_their_field(data, field, value, message):
+def test_bad_values_name_their_field(data, changes, message):
     with pytest.raises(ConfigError) as error:
-        run_config(data, **{field: value})
+        run_config(data, **changes)
     assert message in str(error.value)
 
 

@@ -299,19 +299,6 @@ def test_samples_are_what_generate_draws_and_change_nothing_else(run, config, la
     assert texts == [(step, "validation/sample/text_summary") for step, _ in samples]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sample_tokens": -1}, "sample_tokens = -1"),
-        ({"model__objective": "masked"}, "sample_tokens = 16: .*'masked' predicts no next token; set it to 0"),
-        ({"model__position": "learned", "model__n_positions": 16}, "sample_tokens = 16 .* model.n_positions = 16: ask"),
-    ],
-)
-def test_samples_that_a_model_cannot_write_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        run_config("data", **{"sample_tokens": 16} | changes)
-
-
 # ---- metrics.jsonl ---------------------------------------------------------------------------
 
 
