@@ -174,6 +174,7 @@ def test_finished_shards_are_not_made_again(interrupted, tmp_path, damage):
         interrupt(settings, tmp_path / "out", shards=3)  # its own lines must be readable too
     elif damage == "left over":
         (folder / "shard-00002.npy.tmp").write_bytes(b"by a kill")
+    os.utime(tmp_path / "a.jsonl", (1, 1))  # another time alone changes nothing
     prepare(settings, tmp_path / "out")
     assert kept.stat().st_mtime_ns == before
     check_split(folder, documents)
@@ -226,20 +227,23 @@ def test_damage_of_an_unfinished_preparation_is_found(interrupted, tmp_path, dam
     ("change", "message"),
     [
         ({"shard_tokens": 999}, "shard_tokens: 1000 before, 999 now"),
-        ({}, "inputs: .* before, .* now"),
+        (lambda content: content + b'\n{"text": "one more"}', "inputs: .* before, .* now"),
+        (lambda content: content.replace(b"9", b"8", 1), "the content of the inputs, at equal sizes"),
     ],
 )
 def test_other_settings_are_refused_and_nothing_is_touched(interrupted, tmp_path, finished, change, message):
     settings, folder, _ = interrupted
+    path = tmp_path / "a.jsonl"
     if finished:
         prepare(settings, tmp_path / "out")
-    if not change:
-        with open(tmp_path / "a.jsonl", "ab") as file:
-            file.write(b'\n{"text": "one more"}')
+    if callable(change):
+        path.write_bytes(change(path.read_bytes()))
+    else:
+        settings = dataclasses.replace(settings, **change)
     before = files_of(folder)
     state = "was prepared" if finished else "holds an unfinished preparation"
     with pytest.raises(PreparationError, match=f"{folder} {state} with other settings: {message}.*delete the folder"):
-        prepare(dataclasses.replace(settings, **change), tmp_path / "out")
+        prepare(settings, tmp_path / "out")
     assert files_of(folder) == before
 
 
@@ -251,6 +255,7 @@ def test_a_preparation_at_work_or_finished_is_left_alone(interrupted, tmp_path, 
     check_split(folder, documents)
     before = times_of(folder)
     (folder / "progress.jsonl").write_text("")  # as a kill after the last rename leaves it
+    os.utime(tmp_path / "a.jsonl", (1, 1))
     assert prepare(settings, tmp_path / "out").n_documents == len(documents)
     assert "already prepared with these settings" in capsys.readouterr().err
     assert before == times_of(folder)

@@ -437,29 +437,3 @@ def test_sources_of_tables(tmp_path, hub, columns, expected):
     assert sources_of(prepare(settings_of(tmp_path / "a.jsonl"), tmp_path / "lines")) == expected
     hub(**rows)
     assert sources_of(prepare(settings_of("owner/corpus"), tmp_path / "hub")) == expected
-
-
-# ---- changes -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_change_of_equal_size_is_noticed(tmp_path, finished, capsys):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(jsonl(["0123456789"] * 3))
-    settings = settings_of(path, shard_tokens=10, max_documents=2)
-    if finished:
-        prepare(settings, tmp_path / "out")
-    else:
-        with path.open("ab") as file:
-            file.write(b"\n{")
-        settings = settings_of(path, shard_tokens=10)
-        with pytest.raises(PreparationError, match="line 6"):
-            prepare(settings, tmp_path / "out")
-    os.utime(path, (1, 1))  # another time alone changes nothing
-    if finished:
-        prepare(settings, tmp_path / "out")
-        assert "already prepared" in capsys.readouterr().err
-    path.write_bytes(path.read_bytes().replace(b"9", b"8", 1))
-    with pytest.raises(PreparationError, match="other settings: the content of the inputs, at equal sizes.*delete"):
-        prepare(settings, tmp_path / "out")
-    assert Path(tmp_path / "out" / "train" / "metadata.json").exists() == finished
