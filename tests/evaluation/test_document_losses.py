@@ -284,18 +284,9 @@ def test_positions_and_what_a_long_context_brings(rng, tmp_path, gain, verdict):
 )
 def test_a_difference_is_one_where_its_interval_excludes_0(interval, verdict):
     difference = -1.0 if interval is None else sum(interval) / 2
-    assert (
-        verdict
-        == Comparison(
-            tokens=9,
-            windows=2.0,
-            streaming=2.0 + difference,
-            windows_interval=None,
-            streaming_interval=None,
-            difference=difference,
-            difference_interval=interval,
-        ).verdict
-    )
+    intervals = dict(windows_interval=None, streaming_interval=None, difference_interval=interval)
+    found = Comparison(tokens=9, windows=2.0, streaming=2.0 + difference, difference=difference, **intervals)
+    assert found.verdict == verdict
 
 
 def test_without_long_documents_nothing_is_said_of_long_contexts(rng, tmp_path):
