@@ -27,106 +27,97 @@ GENERATE, RUN = ["scripts/generate.py", "--workdir={run}"], "--workdir={run}"
 SWEEP = ["scripts/sweep.py", *train_command("{data}", "{new}")[1:]]
 PREPARE = ["scripts/prepare_data.py", "--tokenizer=bytes"]
 
-# name -> (arguments, what stderr must say); {run} is a whole run on {data}, {none} an empty folder, {bare} a run that
-# has no checkpoint yet, {export} one of weights, {text} a file, {new} does not exist.
+# name -> (arguments, how the line after "error: " begins; ... is anything). {run} is a whole run on {data}, {none}
+# an empty folder, {bare} a run without a checkpoint, {export} a folder of weights, {text} a file; {new} does not exist.
 BAD_COMMANDS = {
     "train: mistyped field": (
         [*DEMO, "--config.optimizer.learning_rat=1"],
-        ["error: --config.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or"],
+        "--config.optimizer.learning_rat: the config has no such field; is it optimizer.learning_rate or",
     ),
     "train: warm-up longer than the run": (
         [*PILE, "--config.total_tokens=1000000"],
-        ["error:", "optimizer.warmup_steps = 2000 does not fit a run of 3 steps"],
+        "...optimizer.warmup_steps = 2000 does not fit a run of 3 steps",
     ),
     "train: missing data": (
         [*DEMO, "--config.data.path={none}"],
-        ["error: no token dataset at {none}/train", "scripts/prepare_data.py", "give --config.model.vocab_size"],
+        "no token dataset at {none}/train...scripts/prepare_data.py...give --config.model.vocab_size",
     ),
-    "eval: no run": (["eval.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
+    "eval: no run": (["eval.py", "--workdir={none}"], "{none} is not a run folder"),
     "eval: missing split": (
         ["eval.py", RUN, "--split=test"],
-        ["error: no token dataset at", "/test (", "has train, validation)"],
+        "no token dataset at.../test (...has train, validation)",
     ),
     "eval: a plot of another kind": (
         ["eval.py", RUN, "--by_position={new}/plot.txt"],
-        ["error: --by_position={new}/plot.txt: expected the name of a file that ends in .png"],
+        "--by_position={new}/plot.txt: expected the name of a file that ends in .png",
     ),
     "recall: more keys than ids": (
         ["scripts/recall.py", "--task=associative", "--lengths=4,500", "--out={new}"],
-        ["error: length 500 of task 'associative': it must be from 1 to 127, as model.vocab_size = 256"],
+        "length 500 of task 'associative': it must be from 1 to 127, as model.vocab_size = 256",
     ),
-    "generate: no run": (["scripts/generate.py", "--workdir={none}"], ["error: {none} is not a run folder"]),
-    "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], ["error: {bare}", "checkpoint"]),
-    "generate: prompt and stdin": (
-        [*GENERATE, "--prompt=a", "--stdin"],
-        ["--prompt and --stdin exclude each other"],
-    ),
-    "generate: temperature that is no number": (
-        [*GENERATE, "--temperature=nan"],
-        ["error: temperature = nan"],
-    ),
+    "generate: no run": (["scripts/generate.py", "--workdir={none}"], "{none} is not a run folder"),
+    "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], "{bare}...checkpoint"),
+    "generate: prompt and stdin": ([*GENERATE, "--prompt=a", "--stdin"], "...--prompt and --stdin exclude each other"),
+    "generate: temperature that is no number": ([*GENERATE, "--temperature=nan"], "temperature = nan"),
     "generate: samples without end": (
         [*GENERATE, "--samples=2", "--max_tokens=0"],
-        ["error: --max_tokens=0 writes without end"],
+        "--max_tokens=0 writes without end",
     ),
-    "generate: no state": (
-        [*GENERATE, "--load_state={new}"],
-        ["error: {new} does not exist", "--save_state"],
-    ),
+    "generate: no state": ([*GENERATE, "--load_state={new}"], "{new} does not exist...--save_state"),
     "generate: nowhere to save": (
         [*GENERATE, "--save_state={new}/state"],
-        ["error: --save_state={new}/state: {new} is no folder that can be written to"],
+        "--save_state={new}/state: {new} is no folder that can be written to",
     ),
     "generate: a state after a stop": (
         [*GENERATE, "--save_state={all}/state", "--stop=x", "--max_tokens=9"],
-        ["error: --save_state saves what was read, tokens after a --stop too"],
+        "--save_state saves what was read, tokens after a --stop too",
     ),
     "corpus: another folder": (
         ["scripts/build_corpus.py", "--out={run}"],
-        ["error: {run} is not empty and holds no whole corpus"],
+        "{run} is not empty and holds no whole corpus",
     ),
-    "prepare: no file": ([*PREPARE, "--out={new}", "--split=train", "--source=missing.txt"], ["no file matches"]),
+    "prepare: no file": ([*PREPARE, "--out={new}", "--split=train", "--source=missing.txt"], "...no file matches"),
     "prepare: a file in every split": (
         [*PREPARE, "--out={new}", "--split=train,validation", "--source={text}"],
-        ["{text} would be in every split"],
+        "...{text} would be in every split",
     ),
-    "prepare: no source": ([*PREPARE, "--out={new}", "--split=train"], ["no source given"]),
+    "prepare: no source": ([*PREPARE, "--out={new}", "--split=train"], "...no source given"),
     "prepare: nothing to verify": (
         [*PREPARE, "--out={new}", "--split=train", "--verify"],
-        ["no token dataset at {new}/train"],
+        "...no token dataset at {new}/train",
     ),
     "prepare: a file for a folder": (
         [*PREPARE, "--out={text}", "--split=train", "--source={text}"],
-        ["{text}/train: Not a directory: giv"],
+        "...{text}/train: Not a directory: giv",
     ),
     "export: of an export": (
         ["scripts/export.py", "--workdir={export}", "--out={new}"],
-        ["error: {export} holds exported weights already"],
+        "{export} holds exported weights already",
     ),
     "export: onto its run": (
         ["scripts/export.py", RUN, "--out={run}", "--overwrite"],
-        ["error: {run} exists and holds something"],
+        "{run} exists and holds something",
     ),
     "experiment: no corpus": (
-        ["experiments/scaling/run.py", "--corpus={none}", "--out={new}"],
-        ["error: --corpus={none} has no train-", "build it with `python scripts/build_corpus.py"],
+        ["experiments/scaling/run.py", "--corpus={none}", "--out={none}"],
+        "--corpus={none} has no train-...build it with `python scripts/build_corpus.py",
     ),
-    "sweep: twice": ([*SWEEP, "--sweep.seed=1", "--sweep.seed=2"], ["--sweep.seed is given twice"]),
-    "sweep: no value": ([*SWEEP, "--sweep.seed", "1"], ["write --sweep.seed=VALUE"]),
+    "sweep: twice": ([*SWEEP, "--sweep.seed=1", "--sweep.seed=2"], "...--sweep.seed is given twice"),
+    "sweep: no value": ([*SWEEP, "--sweep.seed", "1"], "...write --sweep.seed=VALUE"),
     "sweep: an impossible end": (
         [*SWEEP, "--sweep.optimizer.b1=0.5..1.5", "--search=optuna", "--trials=2"],
-        ["b1=1.5", "it must lie in [0, 1)"],
+        "...b1=1.5...it must lie in [0, 1)",
     ),
     "sweep: unknown launcher": (
         [*SWEEP, "--sweep.seed=1,2", "--launcher=cloud"],
-        ["--launcher=cloud: choose local or slurm"],
+        "...--launcher=cloud: choose local or slurm",
     ),
-    "sweep: bad time": ([*SWEEP, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], ["--time=soon"]),
+    "sweep: bad time": ([*SWEEP, "--sweep.seed=1,2", "--launcher=slurm", "--time=soon"], "...--time=soon"),
     "sweep: no config": (
         ["scripts/sweep.py", "--workdir={new}", "--sweep.seed=1"],
-        ["--config=configs/NAME.py is missing"],
+        "...--config=configs/NAME.py is missing",
     ),
-    "sweep: status of nothing": (["scripts/sweep.py", "--workdir={new}", "--status"], ["holds no sweep"]),
+    "sweep: status of nothing": (["scripts/sweep.py", "--workdir={new}", "--status"], "...holds no sweep"),
 }
 IN_NEW_PROCESSES = ("recall: more keys than ids", "corpus: another folder")  # no other quick test starts these so
 
@@ -160,10 +151,8 @@ def bad_commands(folders, commands):
 @pytest.mark.parametrize("name", BAD_COMMANDS)
 def test_bad_commands_fail_with_a_message_that_names_the_cause(bad_commands, folders, name):
     end = bad_commands[name]
-    assert end.returncode == 1 and end.stderr.startswith("error: ") and "Traceback" not in end.stderr, end.stderr
-    assert end.stderr.count("\n") == 1, end.stderr
-    for text in BAD_COMMANDS[name][1]:
-        assert text.format(**folders) in end.stderr
+    message = re.escape(BAD_COMMANDS[name][1].format(**folders)).replace(re.escape("..."), ".*")
+    assert end.returncode == 1 and re.fullmatch(f"error: {message}.*\n", end.stderr), end.stderr
 
 
 @pytest.mark.long
