@@ -14,7 +14,7 @@ from heinsen.evaluation.loss import bits_per_byte, evaluate, make_eval_step, per
 from heinsen.models import forward
 from heinsen.parallel import make_mesh
 from heinsen.weights import load_params
-from tests.evaluation.test_by_document import read_alone
+from tests.evaluation.test_document_losses import read_alone
 from tests.runs import BATCH, EOT, LENGTH, STEPS, draw_text, run_config, snapshot, write_split
 
 pytest_plugins = ["tests.run_fixtures"]
