@@ -36,7 +36,7 @@ class Attention(nn.Module):
         these.
       convolution: taps of the convolution of queries, keys and values, from 2 on; 0: none.
       output_gate: whether the attention's output is multiplied by 2 sigmoid(Wg x).
-      dtype: of the inputs of matrix products, "float32" or "bfloat16". Parameters, states and outputs are float32.
+      dtype: of matrix products and outputs, "float32" or "bfloat16". Parameters and states are float32.
 
     Raises ValueError for impossible values.
     """
@@ -179,6 +179,7 @@ class _AttentionLayer(Layer):
     n_kv_heads: int = 1
 
     def normalize(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """x, which is normalized already."""
         return x
 
     def project(

@@ -85,6 +85,16 @@ def test_a_text_in_pieces_has_the_outputs_of_the_whole(layer, rng):
     assert_close(apply(layer, params, x, method="read"), (whole, state))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_keeps_its_shapes_and_dtypes(dtype, layer):
+    layer = layer.clone(dtype=dtype)
+    for n_tokens in (1, T):
+        x = jnp.zeros((B, n_tokens, D), dtype)
+        read = lambda x: layer.init_with_output(jax.random.key(0), x, layer.init_state(B), method="read")
+        y, state = jax.eval_shape(read, x)[0]
+        assert y.dtype == dtype and state == jax.eval_shape(lambda: layer.init_state(B))
+
+
 def test_padding_leaves_the_state_of_each_row(layer, rng):
     params, x, lengths = draw_params(rng, layer), draw(rng, B, T, D), [2, T]
     y, state = apply(layer, params, x, None, jnp.asarray(lengths), method="read")

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import heinsen
+import heinsen.linen
 from heinsen.models import init_params, next_token_losses
 from heinsen.parallel import make_mesh
 from heinsen.training.step import init_train_state, make_train_step
@@ -54,6 +55,13 @@ def test_states(rng):
         state = heinsen.update_state(state, k, v, log_decay=-jnp.ones(B))
         y, state = heinsen.extend_context(heinsen.merge_states(state, state), k, v, q[:, None])
         assert y.shape == (B, 1, K) and heinsen.query_state(state, q).shape == (B, K)
+
+
+def test_a_layer(rng):
+    layer, x = heinsen.linen.Attention(8, 2, n_kv_heads=1), jnp.asarray(rng.normal(size=(B, T, 8)), jnp.bfloat16)
+    with strict():
+        (y, _), _ = layer.init_with_output(jax.random.key(0), x, lengths=jnp.full(B, T), method="read")
+    assert y.shape == x.shape and y.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("attention", ["heinsen", "delta"])
