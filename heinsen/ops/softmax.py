@@ -75,19 +75,28 @@ def softmax_attention(
 ) -> Float[Array, "B H T V"]:
     """Softmax attention over whole sequences; segment_ids and, if causal, log_decay as in `heinsen.log_attention`.
 
-    Requires K = V except on CPUs. On GPUs bfloat16 and float16 inputs without log_decay use cuDNN's flash attention.
+    Requires K = V except on CPUs. On GPUs it is cuDNN's flash attention where `is_fused` says so. Otherwise all T x T
+    scores are in memory at once, except on CPUs.
     """
     bias = None if log_decay is None else -jnp.cumsum(log_decay, axis=-1)  # up to a number for each query
     if backend.current() == "cpu":
         return _attend_in_blocks(q, k, v, bias, segment_ids, causal)
     mask = None if segment_ids is None else mask_cross_document(document_starts(segment_ids))
-    fused = backend.current() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and bias is None
+    implementation: Literal["cudnn"] | None = "cudnn" if is_fused(q.dtype, has_gate=bias is not None) else None
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    implementation: Literal["cudnn"] | None = "cudnn" if fused else None
     if bias is not None:
         bias = bias[:, :, None]
     y = jax.nn.dot_product_attention(q, k, v, bias, mask, is_causal=causal, implementation=implementation)
     return y.swapaxes(1, 2)
+
+
+def is_fused(dtype: DTypeLike, has_gate: bool) -> bool:
+    """Whether cuDNN computes the attention of whole sequences: on GPUs, in 16 bits, without a forget gate.
+
+    cuDNN takes a gate only as a bias of T x T numbers. As further features of the keys it would cost little, but its
+    gradient would be a sum over all later tokens of numbers that cuDNN rounds to bfloat16.
+    """
+    return backend.current() == "gpu" and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and not has_gate
 
 
 def _attend_visible(

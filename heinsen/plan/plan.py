@@ -12,8 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from heinsen import backend
 from heinsen.chips import Chip, chip_of
 from heinsen.host import keep_host_memory
+from heinsen.models import ModelConfig
+from heinsen.ops.softmax import is_fused
 from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, with_shardings
 from heinsen.plan.report import Plan
 from heinsen.plan.targets import Target, find_target
@@ -80,7 +83,7 @@ def _plan_target(config: TrainConfig, target: Target, peak_flops: float | None) 
             compiled, overflow = None, find_overflow(str(error))
             if overflow is None:
                 raise
-    planned = step.plan_of(compiled, target.chip, peak_flops or target.chip.bfloat16)
+        planned = step.plan_of(compiled, target.chip, peak_flops or target.chip.bfloat16)
     planned = dataclasses.replace(
         planned, target=target.name, bytes_device=target.memory, seconds_compiling=time.perf_counter() - start
     )
@@ -144,7 +147,17 @@ class _Step:
             bytes_step=0 if compiled is None else compiled_bytes(compiled),
             peak_flops=peak_flops * n_devices,
             costs=costs,
+            notes=find_notes(config.model),
         )
+
+
+def find_notes(model: ModelConfig) -> tuple[str, ...]:
+    """Return what slows a model on the backend that is compiled for, and what to compare it with."""
+    has_gate = model.forget_gate != "none"
+    if backend.current() != "gpu" or "softmax" not in model.pattern or is_fused(model.dtype, has_gate):
+        return ()
+    remedy = "model.forget_gate=none" if has_gate else "model.dtype=bfloat16"
+    return (f"softmax attention writes all T x T scores: cuDNN takes part with {remedy}, compare with that",)
 
 
 def _random_batches(config: TrainConfig, n_rows: int) -> Any:

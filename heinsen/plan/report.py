@@ -8,6 +8,7 @@ from heinsen.plan.costs import Costs
 from heinsen.training.devices import format_bytes, train_flops_per_token
 
 _ASSUMED_MFU = (0.2, 0.4)  # where there is neither a timed step nor a bound
+_REACHED = (0.52, 0.81)  # of the bound, by the steps of three models on an H200 (bench/h200_step*.json)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Plan:
     that exists at once in a step (with the batch, gradients and activations); bytes_device is the device's memory,
     where it is known. peak_flops is of all devices. seconds_per_step is None if no step was timed, for the reason
     not_timed. target is the name of the machine that is planned for, None: the devices here. costs are those of one
-    step on one device, None: the chip is not known, or the step does not fit and was not compiled.
+    step on one device, None: the chip is not known, or the step does not fit and was not compiled. notes say what slows
+    the model there.
     """
 
     n_devices: int
@@ -38,6 +40,7 @@ class Plan:
     not_timed: str | None = None
     target: str | None = None
     costs: Costs | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def tokens_per_step(self) -> int:
@@ -51,6 +54,11 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether a step fits into a device's memory; None if that is not known."""
         return None if self.bytes_device is None else self.bytes_step <= self.bytes_device
+
+    @property
+    def expected_seconds(self) -> tuple[float, float] | None:
+        """The least and the most seconds that a step is expected to take, by its bound; None without one."""
+        return None if self.costs is None else (self.costs.seconds / _REACHED[1], self.costs.seconds / _REACHED[0])
 
     def __str__(self) -> str:
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
@@ -69,6 +77,7 @@ class Plan:
             ("compile time", f"{self.seconds_compiling:.0f} s"),
             *self._cost_rows(),
             *self._time_rows(),
+            *(("note", note) for note in self.notes),
         ]
         lines = [f"{name:<17} {text}" for name, text in rows]
         if self.costs is not None:
@@ -93,6 +102,7 @@ class Plan:
             "bound_mfu": self.flops_per_step / bound / self.peak_flops,
             "bound_hours": bound * self.total_steps / 3600,
             "bound_device_hours": bound * self.total_steps / 3600 * self.n_devices,
+            "expected_seconds_per_step": self.expected_seconds,
         }
         return fields | at_bound | {"costs": self.costs.figures()}
 
@@ -127,18 +137,22 @@ class Plan:
 
     def _time_rows(self) -> list[tuple[str, str]]:
         """The time of a step and of the run: measured, or at the bound, or at assumed rates."""
-        rows = []
+        rows: list[tuple[str, str]] = []
         if self.seconds_per_step is not None:
             mfu = self.flops_per_step / self.seconds_per_step / self.peak_flops
             rate = self.tokens_per_step / self.seconds_per_step
             rows = [("time per step", f"{self.seconds_per_step:.3g} s, {rate:,.0f} tokens/s, MFU {mfu:.1%}")]
             seconds = {"measured": self.seconds_per_step}
-        elif self.costs is not None:
-            seconds = {"at the bound": self.costs.seconds}
+        elif self.expected_seconds is not None and self.costs is not None:
+            least, most = self.expected_seconds
+            rates = f"{self.tokens_per_step / most:,.0f} to {self.tokens_per_step / least:,.0f} tokens/s"
+            shares = f"{_REACHED[0]:.0%} to {_REACHED[1]:.0%} of the bound, as measured on an H200"
+            rows = [("expected", f"{least:.3g} to {most:.3g} s per step, {rates}: {shares}")]
+            seconds = {"at the bound": self.costs.seconds, "expected, at most": most}
         else:
             seconds = {f"if MFU were {mfu:.0%}": self.flops_per_step / (mfu * self.peak_flops) for mfu in _ASSUMED_MFU}
         if self.target is None and self.seconds_per_step is None:
-            rows = [("time", f"not measured: {self.not_timed}")]
+            rows.append(("time", f"not measured: {self.not_timed}"))
         if self.fits is False and self.target is not None:
             return rows
         for label, each in seconds.items():

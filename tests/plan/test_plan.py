@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax
 import pytest
 
 import heinsen.plan.plan
+from heinsen import backend
 from heinsen.chips import CHIPS
 from heinsen.parallel import make_mesh
+from heinsen.plan import report
 from heinsen.plan.costs import Costs, Operation
-from heinsen.plan.plan import find_overflow, plan
+from heinsen.plan.plan import find_notes, find_overflow, plan
 from heinsen.plan.targets import Target
 from heinsen.training.devices import DeviceError
 from heinsen.training.optimizer import make_optimizer
@@ -76,6 +79,7 @@ def test_a_plan_for_a_target_has_its_chip_its_memory_and_a_bound(bounded):
     figures = json.loads(str(bounded).splitlines()[-1])
     assert figures["bound_seconds_per_step"] == bound
     assert figures["bound_device_hours"] == pytest.approx(bound * STEPS / 3600)
+    assert figures["expected_seconds_per_step"] == pytest.approx([bound / 0.81, bound / 0.52])
     assert figures["bound_mfu"] == pytest.approx(bounded.flops_per_step / bound / chip.bfloat16)
     assert figures["costs"]["bytes"] == bounded.costs.total.n_bytes and len(figures["costs"]["costliest"]) == 10
 
@@ -103,7 +107,11 @@ def test_the_report_says_what_a_step_costs_and_whether_it_fits(bounded):
     assert "(h100-8, by its compiler)" in text and "of 953.7 MiB: it fits" in text and "not measured" not in text
     assert "3 all-reduce (4.0 GB)" in text and "1 loops whose length depends on data count as not run" in text
     assert f"bound             0.25 s per step at least, {BATCH * LENGTH / 0.25:,.0f} tokens/s" in text
+    rates = f"{BATCH * LENGTH * 0.52 / 0.25:,.0f} to {BATCH * LENGTH * 0.81 / 0.25:,.0f} tokens/s"
+    assert f"expected          0.309 to 0.481 s per step, {rates}: 52% to 81% of the bound, as measured on" in text
     assert "at the bound      0.2 minutes for the whole run, 0.0 device-hours at least" in text
+    assert "expected, at most 0.5 minutes for the whole run, 0.0 device-hours\n" in text and "note  " not in text
+    assert "note              too slow" in str(dataclasses.replace(found, notes=("too slow",)))
     costliest = text.splitlines()[-3:-1]
     assert [line.split() for line in costliest] == [
         ["200.00", "80.0%", "2", "3.0", "slow"],
@@ -119,6 +127,24 @@ def test_the_report_says_what_a_step_costs_and_whether_it_fits(bounded):
     assert "of 953.7 MiB: IT DOES NOT FIT" in overflow and "whole run" not in overflow
     assert json.loads(overflow.splitlines()[-1])["fits"] is False
     assert not str(dataclasses.replace(found, target=None, costs=None)).splitlines()[-1].startswith("{")
+
+
+def test_the_expected_time_is_that_of_the_steps_that_were_measured():
+    files = (Path(__file__).parents[2] / "bench").glob("h200_step*.json")
+    steps = [json.loads(file.read_text()) for file in files]
+    reached = sorted(step["bound_seconds_per_step"] / step["seconds_per_step"] for step in steps)
+    assert (reached[0], reached[-1]) == pytest.approx(report._REACHED, abs=0.005) and len(steps) == 3
+
+
+def test_softmax_that_is_not_fused_is_noted(tmp_path):
+    model = lambda **fields: dataclasses.replace(run_config(tmp_path).model, attention="softmax", **fields)
+    assert find_notes(model(dtype="float32")) == ()
+    with backend.compiling_for("gpu"):
+        assert find_notes(model(dtype="bfloat16")) == () == find_notes(run_config(tmp_path).model)
+        (note,) = find_notes(model(dtype="bfloat16", forget_gate="head"))
+        assert "cuDNN takes part with model.forget_gate=none" in note
+        (note,) = find_notes(model(dtype="float32"))
+        assert "cuDNN takes part with model.dtype=bfloat16" in note
 
 
 def test_an_overflow_of_a_compiler_is_understood():
