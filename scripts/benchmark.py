@@ -1,27 +1,28 @@
 """Measure attention, training steps and decoding: accuracy, time, memory, bounds of the time.
 
-    python scripts/benchmark.py accuracy [--lengths=250,1000]
-    python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536]
-    python scripts/benchmark.py attention --inputs=normal,offsets,spikes,tails,values [--only='heinsen chunked']
-    python scripts/benchmark.py attention --compile [--lengths=1024]
+    python scripts/benchmark.py accuracy [--lengths=250,1000 --dtypes=float32]
+    python scripts/benchmark.py attention [--lengths=256,1024,4096,16384,65536 --inputs=normal,tails]
     python scripts/benchmark.py attention --target=h200 [--batch=32 --lengths=1024]
-    python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...]
+    python scripts/benchmark.py step [--config=configs/NAME.py --config.any.field=value ...] [--lengths=1024,8192]
+    python scripts/benchmark.py attention|step --old=COMMIT [...]
     python scripts/benchmark.py decode [--config=configs/NAME.py --contexts=1000,10000,100000,1000000 --batches=1,32]
     python scripts/benchmark.py losses [--write_reference]
 
-accuracy: errors of every implementation in float32 on this device against float64 on the host, outputs and gradients,
-with log and real values, with and without a forget gate, beside the promised tolerances.
+accuracy: errors of every implementation on this device against float64 on the host, outputs and gradients, with log and
+real values, with and without a forget gate, beside the promised tolerances.
 
-attention: forward and backward passes, against softmax attention at the same shapes. PyTorch's
-scaled_dot_product_attention takes part if it is installed. What needs more memory than the device has is left out from
-that length on. With --inputs, --compile or --target, of JAX's attentions
-and of forward and backward pass together: the time with other inputs as a multiple of that with the first kind
-(offsets, spikes and heavy tails take weights block by block, log values that spread logarithms); the time of
-compilation as a multiple of softmax attention's; kernels, bytes and a lower bound of the time on another machine, by
-its compiler (docs/planning.md).
+attention: forward and backward passes, against softmax attention at the same shapes: JAX's, cuDNN's on GPUs, PyTorch's
+if it is installed, on GPUs also the linear attention of jax-linear-attention (heads of 64). What needs more memory than
+the device has is left out from that length on. Each kind of --inputs beyond "normal" is another contestant (offsets,
+spikes and heavy tails take weights block by block, log values that spread logarithms). With --target nothing runs:
+kernels, bytes and a lower bound of the time on another machine, by its compiler (docs/planning.md).
 
-step: the training step of a config on random tokens, against the rate of a 4096 x 4096 x 4096 matrix product and the
-device's peak rate.
+step: the training step of a config on random tokens, against the rate of 4096 x 4096 x 4096 matrix products and the
+device's peak rate; on GPUs beside the same model with softmax attention, which is cuDNN's there. At other --lengths a
+step has as many tokens. HEINSEN_XLA_OPTIONS=0 leaves XLA's options as they are (docs/training.md).
+
+With --old, attention and step compare this checkout with another commit, whose package is imported under another name:
+attention's chunked form in more cases, also packed documents and all keys; the step of a config that both can read.
 
 decode: time per token and memory by the context length, for the model of a config and for the same model with softmax
 attention and its key-value cache. Parameters are random and states are synthetic, as if so many tokens had been read.
@@ -35,9 +36,6 @@ benchmark prints a report and writes all figures to results.json; `decode` also 
 """
 
 import functools
-import json
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,17 +45,20 @@ from heinsen.errors import exit_on_error
 from scripts.cli import parse_counts, parse_flags, read_config, refuse
 
 OUT = flags.DEFINE_string("out", None, "Folder for results.json; default: runs/benchmarks/attention, .../step.")
-JSON = flags.DEFINE_string("json", None, "File for the results, too, with the command that made them.")
 CONFIG = flags.DEFINE_string(
     "config", "configs/pile_125m.py", "step, decode: config file; --config.a.b=value overrides a field."
 )
 REPEATS = flags.DEFINE_integer("repeats", 9, "Timed calls of each contestant.", lower_bound=1)
 LENGTHS = flags.DEFINE_list(
-    "lengths", [], "accuracy, attention: numbers of tokens T; default: 250,1000 and 256,1024,4096,16384,65536."
+    "lengths",
+    [],
+    "accuracy, attention, step: numbers of tokens T; default: 250,1000, 256,1024,4096,16384,65536, and the config's.",
 )
-ONLY = flags.DEFINE_list("only", [], "attention: names of the contestants to run; default: all available.")
+ONLY = flags.DEFINE_list("only", [], "Names of the implementations, contestants or kinds of attention; default: all.")
 SKIP = flags.DEFINE_list("skip", [], "attention: names of contestants to leave out.")
-DTYPES = flags.DEFINE_list("dtypes", [], "attention: default: float32; times on accelerators also bfloat16.")
+DTYPES = flags.DEFINE_list(
+    "dtypes", [], "accuracy: default: float32,bfloat16; attention: float32; times on accelerators also bfloat16."
+)
 BATCH = flags.DEFINE_integer("batch", 1, "attention: batch size B.", lower_bound=1)
 HEADS = flags.DEFINE_integer("heads", None, "Heads H; default: 2 for accuracy, 24 for attention.", lower_bound=1)
 FEATURES = flags.DEFINE_integer(
@@ -66,8 +67,8 @@ FEATURES = flags.DEFINE_integer(
 TIME_LIMIT = flags.DEFINE_float(
     "time_limit", 5.0, "attention: seconds; a slower contestant is timed once, and left out at longer sequences."
 )
-INPUTS = flags.DEFINE_list("inputs", [], "attention: kinds of inputs: normal, offsets, spikes, tails, values.")
-COMPILE = flags.DEFINE_bool("compile", False, "attention: time compilation instead of the compiled program.")
+INPUTS = flags.DEFINE_list("inputs", ["normal"], "attention: kinds of inputs: normal, offsets, spikes, tails, values.")
+OLD = flags.DEFINE_string("old", None, "attention, step: a commit to compare with.")
 TARGET = flags.DEFINE_string("target", None, "attention: bounds for this machine, such as h200, v5e-4, v5p-8.")
 CONTEXTS = flags.DEFINE_list("contexts", ["1000", "10000", "100000", "1000000"], "decode: tokens read before.")
 BATCHES = flags.DEFINE_list("batches", ["1", "32"], "decode: texts at a time; only the fewest with all contexts.")
@@ -78,16 +79,17 @@ def accuracy(out: Path) -> str:
     from scripts.benchmarking.accuracy import benchmark_accuracy
 
     lengths = sorted(parse_counts("lengths", LENGTHS.value or ["250", "1000"]))
-    return benchmark_accuracy(lengths, HEADS.value or 2, FEATURES.value, out)
+    return benchmark_accuracy(lengths, DTYPES.value, ONLY.value, HEADS.value or 2, FEATURES.value, out)
 
 
 def attention(out: Path) -> str:
-    from scripts.benchmarking import comparisons
     from scripts.benchmarking.attention import Settings, benchmark_attention
+    from scripts.benchmarking.bounds import find_bounds
 
     settings = Settings(
         lengths=sorted(parse_counts("lengths", LENGTHS.value or ["256", "1024", "4096", "16384", "65536"])),
         dtypes=DTYPES.value,
+        inputs=INPUTS.value,
         only=ONLY.value,
         skip=SKIP.value,
         batch=BATCH.value,
@@ -95,20 +97,18 @@ def attention(out: Path) -> str:
         features=FEATURES.value,
         repeats=REPEATS.value,
         time_limit=TIME_LIMIT.value,
+        old=OLD.value,
     )
     if TARGET.value is not None:
-        return comparisons.find_bounds(settings, TARGET.value, out)
-    if COMPILE.value:
-        return comparisons.compare_compilation(settings, out)
-    if INPUTS.value:
-        return comparisons.compare_inputs(settings, INPUTS.value, out)
+        return find_bounds(settings, TARGET.value, out)
     return benchmark_attention(settings, out)
 
 
 def step(out: Path) -> str:
     from scripts.benchmarking.step import benchmark_step
 
-    return benchmark_step(read_config(CONFIG), REPEATS.value, out)
+    lengths = sorted(parse_counts("lengths", LENGTHS.value))
+    return benchmark_step(read_config(CONFIG), lengths, ONLY.value, OLD.value, REPEATS.value, out)
 
 
 def decode(out: Path) -> str:
@@ -142,12 +142,6 @@ def main(argv: list[str]) -> None:
     with exit_on_error(on_interrupt="interrupted"):
         print(BENCHMARKS[argv[1]](out))
         print(f"written: {out}")
-        if JSON.value is not None:
-            from heinsen.files import write_atomically
-
-            results = json.loads((out / "results.json").read_text())
-            record = {"command": f"python {shlex.join(sys.argv)}", **results}
-            write_atomically(Path(JSON.value), json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,23 @@
-"""Measure everything that matters on the GPU or TPU of this machine, in at most ten minutes.
+"""Measure everything that matters on the GPU or TPU of this machine, in a quarter of an hour.
 
-    python scripts/on_device.py --out=DIR [--minutes=10] [--parts=accuracy,attention,...]
+    python scripts/on_device.py --out=DIR [--minutes=15] [--parts=accuracy,attention,...]
 
-The parts, each a benchmark of scripts/benchmark.py in a process of its own:
+The parts, each a benchmark of scripts/benchmark.py in a process of its own, in this order:
 
-    accuracy     errors of every implementation of attention against float64, beside the promised tolerances
-    step         training step of configs/pile_125m.py: tokens/s, MFU
-    step_gated   the same of configs/gated_125m.py
-    attention    time and memory by the number of tokens, against softmax attention
-    losses       200 training steps of configs/demo.py, beside a CPU's losses
-    decode       time per token of 1, 32 and 256 texts at a time
-    step_keep, step_gated_keep
-                 the training steps with model.remat=none, on devices with the memory for it
+    accuracy         errors of attention against float64, in float32 and bfloat16
+    step, step_fused, step_gated, step_gated_fused, step_gpt2
+                     training steps of configs/pile_125m.py, gated_125m.py (with fused kernels) and gpt2_124m.py
+    step_fused_...   the paper's step with one thing changed: float32, another remat, XLA's options off
+    attention, attention_64
+                     time and memory by the number of tokens, beside cuDNN's softmax; heads of 32 and of 64
+    step_8192        the paper's step and that with softmax attention, at 8,192 tokens
+    tails            attention to heavy tails, beside normal inputs
+    decode           time per token of 1, 32 and 256 texts at a time
+    losses           200 training steps of configs/demo.py, beside a CPU's losses
 
-DIR receives report.md, results.json with all figures, and a folder with the files of each part. What is done is kept:
-rerun the same command to run the parts that have failed or for which there was no time; remove DIR to start again. On a
-CPU, or with --small, all sizes are small: a rehearsal of some minutes.
+DIR receives report.md and results.json after each figure, and a folder with the files of each part. What is done is
+kept: rerun the same command to run the parts that have failed or for which there was no time; remove DIR to start
+again. On a CPU, or with --small, all sizes are small: a rehearsal of some minutes.
 """
 
 import signal
@@ -27,7 +29,7 @@ from heinsen.errors import exit_on_error
 from scripts.cli import parse_flags
 
 OUT = flags.DEFINE_string("out", None, "Folder for the report and results.", required=True)
-MINUTES = flags.DEFINE_float("minutes", 10.0, "Minutes that all parts may take together.")
+MINUTES = flags.DEFINE_float("minutes", 15.0, "Minutes that all parts may take together.")
 PARTS = flags.DEFINE_list("parts", [], "Names of the parts to run; default: all.")
 SMALL = flags.DEFINE_bool("small", False, "Small sizes, as on a CPU: a rehearsal.")
 

@@ -1,4 +1,4 @@
-"""The devices of a run: memory, peak rate, and their errors with what to do about them."""
+"""The devices of a run: memory, peak rate, options of their compiler, and their errors with what to do about them."""
 
 import contextlib
 import functools
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from heinsen import backend
 from heinsen.chips import chip_of
-from heinsen.errors import HeinsenError
+from heinsen.errors import HeinsenError, InputError
 from heinsen.parallel import n_batch_parts
 from heinsen.training.config import TrainConfig
 
@@ -99,6 +100,44 @@ def _measure_matmul() -> float:
         seconds.append(time.perf_counter() - start)
     # Simulated devices share one machine, and one matmul uses all of it.
     return 2 * n**3 / min(seconds) / jax.local_device_count()
+
+
+# ---- options of the compiler -----------------------------------------------------------------
+
+OPTIONS_SWITCH = "HEINSEN_XLA_OPTIONS"  # an environment variable: 0 turns the options off
+
+# XLA's options for the training step on GPUs.
+_GPU_OPTIONS: dict[str, bool | str] = {
+    # A loop takes two turns at a time, in turn in two buffers: what it carries from turn to turn is not copied.
+    "xla_gpu_enable_while_loop_double_buffering": True,
+    # Gradients are sent, and parameters fetched, while the layers compute. XLA's own order waits for each collective.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+
+
+def compiler_options() -> dict[str, bool | str]:
+    """Return XLA's options for the training step on the backend that is compiled for: none but on GPUs.
+
+    Options that XLA_FLAGS names, and those that this version of XLA does not have, are left out. Raises InputError if
+    HEINSEN_XLA_OPTIONS is neither 0 nor 1.
+    """
+    switch = os.environ.get(OPTIONS_SWITCH, "1")
+    if switch not in ("0", "1"):
+        raise InputError(f"{OPTIONS_SWITCH}={switch}: set it to 0 to leave XLA's options as they are, or remove it")
+    if switch == "0" or backend.current() != "gpu":
+        return {}
+    named = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in _GPU_OPTIONS.items() if name not in named and _is_known(name, value)}
+
+
+@functools.cache
+def _is_known(name: str, value: bool | str) -> bool:
+    """Return whether this XLA has an option: it refuses to compile anything with one that it does not know."""
+    try:
+        jax.jit(lambda: None, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 # ---- errors ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from heinsen.models import ModelConfig, Params, init_params, masked_loss, mean_loss
 from heinsen.parallel import replicated, shardings, split_batch, with_shardings
 from heinsen.promotion import usual_promotion
+from heinsen.training.devices import compiler_options
 
 
 class TrainState(NamedTuple):
@@ -67,13 +68,14 @@ def make_train_step(
     mesh: Mesh,
     loss: Callable[..., jax.Array] | None = None,
 ) -> jax.stages.Wrapped:
-    """Return `make_step` jitted over the mesh. The given state is donated."""
+    """Return `make_step` jitted over the mesh, with XLA's options for its devices. The given state is donated."""
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
     return jax.jit(
         make_step(model, optimizer, mesh, loss),
         in_shardings=(where, split_batch(mesh, axis=1)),
         out_shardings=(where, replicated(mesh)),
         donate_argnums=0,
+        compiler_options=compiler_options(),
     )
 
 

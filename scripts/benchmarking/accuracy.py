@@ -1,7 +1,8 @@
 """Largest errors of every implementation of attention on this device, against float64 on the host.
 
-Inputs are normal numbers times sigma, in float32: queries, keys and values; with a gate also log decays, whose time
-constants are spread over 1 to 1000 tokens. The promised tolerances are those of docs/attention.md.
+Inputs are normal numbers times sigma, in float32 or rounded to bfloat16: queries, keys and values; with a gate also log
+decays in float32, whose time constants are spread over 1 to 1000 tokens. The promised tolerances are those of
+docs/attention.md for float32; with bfloat16 what values and outputs of 8 bits allow (`output_tolerance`).
 """
 
 import itertools
@@ -13,23 +14,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import heinsen
+from heinsen.errors import InputError
 from scripts.benchmarking import measure
 
 FUNCTIONS = {"log": heinsen.log_attention, "real": heinsen.attention}
 SIGMAS = (1, 8, 64)
-GRADIENT_TOLERANCE = 1e-4  # of a tensor's largest
+GRADIENT_TOLERANCES = {"float32": 1e-4, "bfloat16": 2.0**-6}  # of a tensor's largest
 
 
-def output_tolerance(sigma: float) -> float:
-    """Return the promised error of log y, and of y relative to the largest."""
+def output_tolerance(sigma: float, dtype: str) -> float:
+    """Return the promised error of log y, and of y relative to the largest.
+
+    Weights and values that are rounded to bfloat16, and y, are off by 2^-9 each.
+    """
+    if dtype == "bfloat16":
+        return 2.0**-7
     return 2e-5 if sigma <= 8 else 2e-4
 
 
 class Case(NamedTuple):
-    """Inputs and the cotangent of the output, in float32: [H, T, K] each, the log decays [H, T]."""
+    """Inputs and the cotangent of the output: [H, T, K] each, of one dtype; the log decays [H, T] in float32."""
 
     q: np.ndarray
     k: np.ndarray
@@ -41,30 +49,39 @@ class Case(NamedTuple):
 Results = dict[str, np.ndarray]  # the output "y", and gradients by the names of a case's inputs
 
 
-def benchmark_accuracy(lengths: Sequence[int], heads: int, features: int, out: Path) -> str:
-    """Run the benchmark, write OUT/results.json, and return the report."""
+def benchmark_accuracy(
+    lengths: Sequence[int], dtypes: Sequence[str], only: Sequence[str], heads: int, features: int, out: Path
+) -> str:
+    """Run the benchmark, write OUT/results.json, and return the report. Raises InputError.
+
+    only: names of the implementations, (): all.
+    """
+    measure.check_dtypes(dtypes)
+    if unknown := set(only) - {*measure.IMPLEMENTATIONS}:
+        raise InputError(f"--only={','.join(sorted(unknown))}: there are {', '.join(measure.IMPLEMENTATIONS)}")
+    implementations = [name for name in measure.IMPLEMENTATIONS if name in (only or measure.IMPLEMENTATIONS)]
     summary: dict[str, Any] = measure.machine() | dict(heads=heads, features=features, rows=[], left_out=[])
     for n_tokens in lengths:
         errors = lambda which, n_tokens=n_tokens: measure_errors((heads, n_tokens, features), *which)
-        combinations = itertools.product(measure.IMPLEMENTATIONS, FUNCTIONS, (False, True))
+        combinations = itertools.product(implementations, FUNCTIONS, (False, True), dtypes or measure.DTYPES)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # most of the time goes into compiling
             for rows, left_out in pool.map(errors, combinations):
                 summary["rows"] += rows
                 summary["left_out"] += left_out
-        measure.write_results(out, summary)
+                measure.write_results(out, summary)
         measure.tell(f"T={n_tokens}: done")
     return "\n".join(report(summary))
 
 
 def measure_errors(
-    shape: tuple[int, int, int], implementation: str, values: str, gated: bool
+    shape: tuple[int, int, int], implementation: str, values: str, gated: bool, dtype: str
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of an implementation at a shape [H, T, K] for every sigma, and why there are no more, if so."""
-    which = dict(implementation=implementation, values=values, gated=gated, tokens=shape[1])
+    which = dict(implementation=implementation, values=values, gated=gated, dtype=dtype, tokens=shape[1])
     rows: list[dict[str, Any]] = []
     call = prepare(implementation, values)
     for sigma in SIGMAS:
-        case = draw_case(shape, sigma, gated)
+        case = draw_case(shape, sigma, gated, dtype)
         try:
             got = call(case)
         except Exception as error:
@@ -72,11 +89,11 @@ def measure_errors(
             failed = not isinstance(error, ValueError | NotImplementedError)
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return rows, [dict(**which, why=why, failed=failed)]
-        rows.append(dict(**which, sigma=sigma, **judge(got, compute(case, values), values, sigma)))
+        rows.append(dict(**which, sigma=sigma, **judge(got, compute(case, values), values, sigma, dtype)))
     return rows, []
 
 
-def judge(got: Results, want: Results, values: str, sigma: float) -> dict[str, Any]:
+def judge(got: Results, want: Results, values: str, sigma: float, dtype: str = "float32") -> dict[str, Any]:
     """Return the errors by name, None for what is not finite, the tolerances, and whether all are within them.
 
     log y's error is absolute, that of y and of a gradient relative to the largest.
@@ -86,21 +103,22 @@ def judge(got: Results, want: Results, values: str, sigma: float) -> dict[str, A
         scale = 1.0 if (name, values) == ("y", "log") else float(np.max(np.abs(expected)))
         error = float(np.max(np.abs(got[name].astype(np.float64) - expected))) / scale
         errors[name] = error if math.isfinite(error) else None
-    tolerances = {name: output_tolerance(sigma) if name == "y" else GRADIENT_TOLERANCE for name in want}
+    allowed = {"y": output_tolerance(sigma, dtype)}
+    tolerances = {name: allowed.get(name, GRADIENT_TOLERANCES[dtype]) for name in want}
     passed = all(error is not None and error <= tolerances[name] for name, error in errors.items())
     return dict(errors=errors, tolerances=tolerances, passed=passed)
 
 
-def draw_case(shape: tuple[int, int, int], sigma: float, gated: bool) -> Case:
+def draw_case(shape: tuple[int, int, int], sigma: float, gated: bool, dtype: str = "float32") -> Case:
     rng = np.random.default_rng(0)
-    normal = lambda scale: (scale * rng.standard_normal(shape)).astype(np.float32)
+    normal = lambda scale: (scale * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
     q, k, values, cotangent = normal(sigma), normal(sigma), normal(sigma), normal(1.0)
     log_decay = (-(1e-3 ** rng.random(shape[:-1]))).astype(np.float32) if gated else None
     return Case(q, k, values, log_decay, cotangent)
 
 
 def prepare(implementation: str, values: str) -> Callable[[Case], Results]:
-    """Return a call that computes the output and its gradients on the device, in float32."""
+    """Return a call that computes the output and its gradients on the device."""
 
     def run(inputs: dict[str, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         def attend(inputs: dict[str, jax.Array]) -> jax.Array:
@@ -108,7 +126,7 @@ def prepare(implementation: str, values: str) -> Callable[[Case], Results]:
             return FUNCTIONS[values](*arrays, log_decay=inputs.get("log_decay"), implementation=implementation)
 
         y, pull = jax.vjp(attend, inputs)
-        return y, pull(cotangent)[0]
+        return y, pull(cotangent.astype(y.dtype))[0]
 
     compiled = jax.jit(run)
 
@@ -181,13 +199,13 @@ def report(summary: Mapping[str, Any]) -> list[str]:
     lines = [
         f"causal, H={summary['heads']} K=V={summary['features']}; {measure.describe_machine(summary)}",
         "errors against float64: log y absolute; y and gradients relative to the largest",
-        f"{'implementation':<14} {'values':<24} {'sigma':>5} {'T':>6} {'output':>8} {'allowed':>8} "
+        f"{'implementation':<14} {'values':<34} {'sigma':>5} {'T':>6} {'output':>8} {'allowed':>8} "
         f"{'gradient':>8} {'allowed':>8} {'worst by':<10}",
     ]
     for row in summary["rows"]:
         name, error = worst_gradient(row["errors"])
         lines.append(
-            f"{row['implementation']:<14} {kind(row):<24} {row['sigma']:>5g} {row['tokens']:>6} "
+            f"{row['implementation']:<14} {kind(row):<34} {row['sigma']:>5g} {row['tokens']:>6} "
             f"{_number(row['errors']['y']):>8} {row['tolerances']['y']:>8.0e} "
             f"{_number(error):>8} {row['tolerances'][name]:>8.0e} {name:<10} {'pass' if row['passed'] else 'FAIL'}"
         )
@@ -200,7 +218,7 @@ def report(summary: Mapping[str, Any]) -> list[str]:
 
 
 def kind(which: Mapping[str, Any]) -> str:
-    return f"{which['values']} values{', forget gate' if which['gated'] else ''}"
+    return f"{which['values']} values{', forget gate' if which['gated'] else ''}, {which['dtype']}"
 
 
 def worst_gradient(errors: Mapping[str, float | None]) -> tuple[str, float | None]:

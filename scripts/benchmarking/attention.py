@@ -1,5 +1,6 @@
 """Forward and backward passes of attention: time and memory by the number of tokens."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,29 +14,33 @@ from scripts.benchmarking import measure
 from scripts.benchmarking.contestants import (
     CHUNKED,
     DIRECTIONS,
+    INPUTS,
     JaxContestant,
     Prepared,
     Shape,
     SkipError,
     TorchContestant,
     contestants,
+    with_normal_inputs,
 )
+from scripts.benchmarking.versions import old_package
 
 Summary = Mapping[str, Any]
-DTYPES = ("float32", "bfloat16")
 Contestant = TypeVar("Contestant")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Lengths in ascending order; dtypes [] means the device's default.
+    """Lengths in ascending order; dtypes [] means the device's default. inputs: kinds of them, for JAX's contestants.
 
     `only` names the contestants, [] means all; those in `skip` are left out, whether they could run here or not. A
-    contestant with a call that took more than `time_limit` seconds is left out at longer sequences.
+    contestant with a call that took more than `time_limit` seconds is left out at longer sequences. old: a commit that
+    is compared with (`contestants`).
     """
 
     lengths: Sequence[int]
     dtypes: Sequence[str]
+    inputs: Sequence[str]
     only: Sequence[str]
     skip: Sequence[str]
     batch: int
@@ -43,17 +48,23 @@ class Settings:
     features: int
     repeats: int
     time_limit: float
+    old: str | None = None
 
     def __post_init__(self) -> None:
-        for dtype in self.dtypes:
-            if dtype not in DTYPES:
-                raise InputError(f"--dtypes={dtype}: choose float32 or bfloat16")
+        measure.check_dtypes(self.dtypes)
+        for kind in self.inputs:
+            if kind not in INPUTS:
+                raise InputError(f"--inputs={kind}: choose among {', '.join(INPUTS)}")
 
     def choose(self, found: Mapping[str, Contestant]) -> dict[str, Contestant]:
         """Return the contestants to run. Raises InputError."""
-        if unknown := set(self.only) - found.keys():
-            raise InputError(f"--only={','.join(sorted(unknown))}: here there are {', '.join(found)}")
-        return {name: x for name, x in found.items() if name in (self.only or found) and name not in self.skip}
+        bare = {name: with_normal_inputs(name) for name in found}
+        if unknown := set(self.only) - {*bare.values()}:
+            raise InputError(
+                f"--only={','.join(sorted(unknown))}: here there are {', '.join(dict.fromkeys(bare.values()))}"
+            )
+        chosen = {*(self.only or bare.values())} - {*self.skip}
+        return {name: x for name, x in found.items() if bare[name] in chosen}
 
     def shape(self, n_tokens: int, dtype: str) -> Shape:
         return Shape(self.batch, self.heads, n_tokens, self.features, dtype)
@@ -65,14 +76,14 @@ class Settings:
 def benchmark_attention(settings: Settings, out: Path) -> str:
     """Run the benchmark, write OUT/results.json, and return the report. Raises InputError."""
     keep_host_memory()
-    race = Race(settings, settings.choose(contestants()))
-    dtypes = settings.dtypes or DTYPES[: 1 if jax.default_backend() == "cpu" else 2]
-    for dtype in dtypes:
-        for n_tokens in settings.lengths:
-            for direction in DIRECTIONS:
-                race.run(settings.shape(n_tokens, dtype), direction)
-                measure.write_results(out, race.summary())
-                measure.tell(f"{dtype} T={n_tokens} {direction}: done")
+    jax.config.update("jax_enable_compilation_cache", False)  # compilation is timed
+    dtypes = settings.dtypes or measure.DTYPES[: 1 if jax.default_backend() == "cpu" else 2]
+    with old_package(settings.old) as old:
+        race = Race(settings, settings.choose(contestants(settings.inputs, old)))
+        for dtype, n_tokens, direction in itertools.product(dtypes, settings.lengths, DIRECTIONS):
+            race.run(settings.shape(n_tokens, dtype), direction)
+            measure.write_results(out, race.summary())
+            measure.tell(f"{dtype} T={n_tokens} {direction}: done")
     return "\n".join(report(race.summary()))
 
 
@@ -98,7 +109,8 @@ class Race:
         for name, entry in prepared.items():
             which = dict(name=name, direction=direction, dtype=shape.dtype, tokens=shape.n_tokens)
             took = dict(milliseconds=measure.milliseconds(times[name]), seconds=times[name])
-            self.results.append(dict(**which, **took, peak_bytes=entry.peak_bytes))
+            costs = dict(peak_bytes=entry.peak_bytes, seconds_compiling=entry.seconds_compiling)
+            self.results.append(which | took | costs)
 
     def _prepare(self, shape: Shape, direction: str) -> tuple[dict[str, Prepared], dict[str, list[float]]]:
         """Return the contestants that can run at a shape, and the time of one call of each."""
@@ -124,6 +136,12 @@ class Race:
 
 # ---- the report ----------------------------------------------------------------------------------
 
+_TABLES = {
+    "ms": ("milliseconds", 1.0),
+    "MiB beyond the inputs": ("peak_bytes", 2.0**-20),
+    "seconds of compilation": ("seconds_compiling", 1.0),
+}
+
 
 def report(summary: Summary) -> list[str]:
     """Return the lines of the report."""
@@ -131,10 +149,14 @@ def report(summary: Summary) -> list[str]:
     groups = dict.fromkeys((r["direction"], r["dtype"]) for r in summary["results"])
     for direction, dtype in groups:
         chosen = [r for r in summary["results"] if (r["direction"], r["dtype"]) == (direction, dtype)]
-        lines += ["", f"{direction}, {dtype}, ms", *_table(chosen, "milliseconds", 1.0)]
-        lines += ["", f"{direction}, {dtype}, MiB beyond the inputs", *_table(chosen, "peak_bytes", 2.0**-20), ""]
-        lines += [f"{direction}, {dtype}: {line}" for line in _speedups(chosen)]
-    return lines + [f"left out: {r['name']}, {r['direction']}, {r['dtype']}: {r['why']}" for r in summary["left_out"]]
+        for title, (key, scale) in _TABLES.items():
+            lines += ["", f"{direction}, {dtype}, {title}", *_table(chosen, key, scale)]
+        lines.append("")
+        lines += [f"{direction}, {dtype}: {line}" for line in _ratios(chosen)]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in summary["left_out"]:
+        reasons.setdefault((r["name"], r["why"]), []).append(f"{r['direction']} {r['dtype']}")
+    return lines + [f"left out: {name} ({', '.join(cases)}): {why}" for (name, why), cases in reasons.items()]
 
 
 def _table(results: list[dict[str, Any]], key: str, scale: float) -> list[str]:
@@ -148,12 +170,14 @@ def _table(results: list[dict[str, Any]], key: str, scale: float) -> list[str]:
     return lines
 
 
-def _speedups(results: list[dict[str, Any]]) -> list[str]:
-    """Return lines that compare the chunked form with every other contestant, by length."""
-    chunked = {r["tokens"]: r["milliseconds"] for r in results if r["name"] == CHUNKED}
-    ratios: dict[str, list[str]] = {}
-    for r in results:
-        if r["tokens"] in chunked and not r["name"].startswith(CHUNKED):
-            ratio = r["milliseconds"] / chunked[r["tokens"]]
-            ratios.setdefault(r["name"], []).append(f"{ratio:.2f} (T={r['tokens']})")
-    return [f"{CHUNKED} is {', '.join(found)} times as fast as {name}" for name, found in ratios.items()]
+def _ratios(results: list[dict[str, Any]]) -> list[str]:
+    """Return lines that compare contestants, by length: with normal inputs, with the old version, or with CHUNKED."""
+    milliseconds = {(r["name"], r["tokens"]): r["milliseconds"] for r in results}
+    ratios: dict[tuple[str, str], list[str]] = {}
+    for (name, n_tokens), took in milliseconds.items():
+        bases = (with_normal_inputs(name), name.replace("heinsen", "old", 1), CHUNKED)
+        base = next((x for x in bases if x != name and (x, n_tokens) in milliseconds), None)
+        if base is not None and not name.startswith("old"):
+            ratio = took / milliseconds[base, n_tokens]
+            ratios.setdefault((name, base), []).append(f"{ratio:.2f} (T={n_tokens})")
+    return [f"{name} takes {', '.join(found)} times as long as {base}" for (name, base), found in ratios.items()]

@@ -1,21 +1,41 @@
-"""The contestants of the attention benchmark: heinsen's implementations, and those of JAX and PyTorch."""
+"""The contestants of the attention benchmark: heinsen's implementations, and those of JAX and other packages."""
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 import heinsen
+from heinsen import backend
 from heinsen.errors import InputError
-from scripts.benchmarking.measure import IMPLEMENTATIONS, free_memory
+from heinsen.ops.softmax import softmax_attention
+from scripts.benchmarking import measure
 
 DIRECTIONS = FORWARD, BACKWARD = "forward", "forward+backward"
-CHUNKED, SOFTMAX = "heinsen chunked", "softmax (jax)"
+CHUNKED = "heinsen chunked"
 INPUTS = ("normal", "offsets", "spikes", "tails", "values")
+GATE, DOCUMENTS = ("log_decay",), ("segment_ids",)  # names of further arrays
+
+# Cases of heinsen's attention: a function, the further arrays that it is given, other arguments.
+_MAIN_CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "": ("log_attention", (), {}),
+    " (real values)": ("attention", (), {}),
+    " (forget gate)": ("log_attention", GATE, {}),
+}
+_CASES = _MAIN_CASES | {
+    " (documents)": ("log_attention", DOCUMENTS, {}),
+    " (forget gate, documents)": ("log_attention", GATE + DOCUMENTS, {}),
+    " (all keys)": ("log_attention", (), {"causal": False}),
+    " (all keys, real values)": ("attention", (), {"causal": False}),
+    " (all keys of documents)": ("log_attention", DOCUMENTS, {"causal": False}),
+}
 
 
 @dataclass(frozen=True)
@@ -35,19 +55,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One contestant at one shape: a call that waits for its result, and its peak memory beyond the inputs."""
+    """One contestant at one shape: a call that waits for its result. peak_bytes: beyond the inputs."""
 
     call: Callable[[], Any]
     peak_bytes: int | None
+    seconds_compiling: float | None = None
 
 
 class SkipError(Exception):
     """The reason why a contestant cannot run at a shape."""
 
 
-def contestants() -> "dict[str, JaxContestant | TorchContestant]":
-    """Return the contestants that can run on this machine, by name."""
-    found: dict[str, JaxContestant | TorchContestant] = dict(jax_contestants())
+def contestants(
+    inputs: Sequence[str] = INPUTS[:1], old: ModuleType | None = None
+) -> "dict[str, JaxContestant | TorchContestant]":
+    """Return the contestants on this machine, by name: those of JAX with each kind of inputs.
+
+    old: another version of heinsen; then both versions' chunked forms alone, in all cases.
+    """
+    if old is not None:
+        versions = ("heinsen", heinsen), ("old", old)
+        return {f"{name} chunked{case}": _heinsen("chunked", case, x) for case in _CASES for name, x in versions}
+    found: dict[str, JaxContestant | TorchContestant] = dict(jax_contestants(inputs))
     with contextlib.suppress(ImportError):
         import torch
 
@@ -56,20 +85,28 @@ def contestants() -> "dict[str, JaxContestant | TorchContestant]":
     return found
 
 
-def jax_contestants() -> "dict[str, JaxContestant]":
+def jax_contestants(inputs: Sequence[str] = INPUTS[:1]) -> "dict[str, JaxContestant]":
+    """Return JAX's contestants on the backend that is compiled for, by name, with each kind of inputs."""
     found = {}
-    for name in IMPLEMENTATIONS:
-        log_attention = functools.partial(heinsen.log_attention, implementation=name)
-        found[f"heinsen {name}"] = JaxContestant(log_attention)
-        if name in ("chunked", "pallas"):
-            attention = functools.partial(heinsen.attention, implementation=name)
-            gated = lambda q, k, v, g, attend=log_attention: attend(q, k, v, log_decay=g)
-            found[f"heinsen {name} (real values)"] = JaxContestant(attention)
-            found[f"heinsen {name} (forget gate)"] = JaxContestant(gated, gated=True)
-    found[SOFTMAX] = JaxContestant(functools.partial(_jax_softmax, "xla"))
-    if jax.default_backend() == "gpu":
+    for name in measure.IMPLEMENTATIONS:
+        cases = _MAIN_CASES if name in ("chunked", "pallas") else [""]
+        found |= {f"heinsen {name}{case}": _heinsen(name, case) for case in cases}
+    found["softmax (jax)"] = JaxContestant(functools.partial(_jax_softmax, "xla"))
+    found["softmax (forget gate)"] = JaxContestant(softmax_attention, GATE)
+    if backend.current() == "gpu":
         found["softmax (cuDNN)"] = JaxContestant(functools.partial(_jax_softmax, "cudnn"))
-    return found
+        found["linear attention (jla)"] = JaxContestant(_jla, GATE)
+    rename = lambda name, kind: name if kind == INPUTS[0] else f"{name}: {kind}"
+    return {rename(name, kind): replace(x, inputs=kind) for name, x in found.items() for kind in inputs}
+
+
+def with_normal_inputs(name: str) -> str:
+    """Return the name of a contestant with normal inputs."""
+    return name.partition(":")[0]
+
+
+def _with_gate(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda q, k, v, log_decay: function(q, k, v, log_decay=log_decay)
 
 
 # ---- JAX -----------------------------------------------------------------------------------------
@@ -77,60 +114,73 @@ def jax_contestants() -> "dict[str, JaxContestant]":
 
 @dataclass(frozen=True)
 class JaxContestant:
-    """A causal attention y = function(q, k, v) of arrays [B, H, T, K]; gated: of log decays [B, H, T], too."""
+    """A causal attention y = function(q, k, v, **further arrays) of arrays [B, H, T, K].
+
+    further: the names of GATE and DOCUMENTS that it is given. inputs: what all are (`draw`).
+    """
 
     function: Callable[..., jax.Array]
-    gated: bool = False
+    further: tuple[str, ...] = ()
+    inputs: str = INPUTS[0]
 
-    def pass_for(self, direction: str) -> Callable[..., Any]:
-        """Return the function that is compiled, of (the gradient by y, q, k, v), for BACKWARD with all gradients."""
+    def pass_for(self, direction: str) -> Callable[[dict[str, jax.Array]], Any]:
+        """Return the function of the arrays that is compiled, for BACKWARD with all gradients."""
 
-        def forward(_, *inputs):
-            return self.function(*inputs)
+        def attend(floats: dict[str, jax.Array], **documents: jax.Array) -> jax.Array:
+            further = {name: x for name, x in floats.items() if name in GATE}
+            return self.function(floats["q"], floats["k"], floats["v"], **further, **documents)
 
-        def backward(grad, *inputs):
-            y, pull = jax.vjp(self.function, *inputs)
-            return y, pull(grad.astype(y.dtype))  # y too, as in training, where the layers above need it
+        def run(arrays: dict[str, jax.Array]) -> Any:
+            documents = {name: x for name, x in arrays.items() if name in DOCUMENTS}
+            floats = {name: x for name, x in arrays.items() if name not in ("grad", *DOCUMENTS)}
+            if direction == FORWARD:
+                return attend(floats, **documents)
+            y, pull = jax.vjp(functools.partial(attend, **documents), floats)
+            return y, pull(arrays["grad"].astype(y.dtype))[0]  # y too, as in training, where the layers above need it
 
-        return forward if direction == FORWARD else backward
+        return run
 
-    def draw(self, shape: Shape, inputs: str = "normal") -> list[jax.Array]:
-        """Return arguments: the gradient, q, k, v and log decays, for time constants from 1 to 1000 tokens.
+    def draw(self, shape: Shape) -> dict[str, jax.Array]:
+        """Return the arrays by name, with the gradient by y. Log decays have time constants from 1 to 1000 tokens.
 
-        inputs: "normal" numbers; "offsets": all features of a key plus a number of deviation 20; "spikes": 1% of the
+        inputs are "normal" numbers; "offsets": all features of a key plus a number of deviation 20; "spikes": 1% of the
         entries of q and k are 100; "tails": q and k are 3 n exp(n') of normal n and n'; "values": v has deviation 30.
         """
         normal = lambda seed, axes=shape.axes: jax.random.normal(jax.random.key(seed), axes, shape.dtype)
         grad, q, k, v = map(normal, range(4))
-        if inputs == "offsets":
+        if self.inputs == "offsets":
             k = k + 20 * normal(4, (*shape.axes[:-1], 1))
-        elif inputs == "spikes":
+        elif self.inputs == "spikes":
             is_spike = lambda seed: jax.random.uniform(jax.random.key(seed), shape.axes) < 0.01
             q, k = jnp.where(is_spike(4), 100, q), jnp.where(is_spike(5), 100, k)
-        elif inputs == "tails":
+        elif self.inputs == "tails":
             q, k = 3 * q * jnp.exp(normal(4)), 3 * k * jnp.exp(normal(5))
-        elif inputs == "values":
+        elif self.inputs == "values":
             v = 30 * v
-        decays = [-(1e-3 ** jax.random.uniform(jax.random.key(6), shape.axes[:-1]))] if self.gated else []
-        return [grad, q, k, v, *decays]
+        decays = -(1e-3 ** jax.random.uniform(jax.random.key(6), shape.axes[:-1]))
+        documents = jnp.sort(jax.random.randint(jax.random.key(7), (shape.batch, 1, shape.n_tokens), 0, 5))
+        further = {"log_decay": decays, "segment_ids": documents}
+        return dict(grad=grad, q=q, k=k, v=v) | {name: further[name] for name in self.further}
 
-    def compile(self, direction: str, arguments: list[jax.Array]) -> jax.stages.Compiled:
-        """Compile one pass. Raises SkipError."""
+    def prepare(self, shape: Shape, direction: str) -> Prepared:
+        """Return a call of one pass. Raises SkipError."""
+        arrays, start = self.draw(shape), time.perf_counter()
         try:
-            return jax.jit(self.pass_for(direction)).lower(*arguments).compile()
+            compiled = jax.jit(self.pass_for(direction)).lower(arrays).compile()
         except InputError as error:  # a kernel that is not for this device
             raise SkipError(str(error)) from None
-
-    def prepare(self, shape: Shape, direction: str, inputs: str = "normal") -> Prepared:
-        """Return a call of one pass. Raises SkipError."""
-        arguments = self.draw(shape, inputs)
-        compiled = self.compile(direction, arguments)
+        seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
         peak = None if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes
-        free = free_memory()
+        free = measure.free_memory()
         if peak is not None and free is not None and peak > 0.9 * free:
             raise SkipError(f"needs {peak / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-        return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), peak)
+        return Prepared(lambda: jax.block_until_ready(compiled(arrays)), peak, seconds)
+
+
+def _heinsen(implementation: str, case: str, package: ModuleType = heinsen) -> JaxContestant:
+    name, further, options = _CASES[case]
+    return JaxContestant(functools.partial(getattr(package, name), implementation=implementation, **options), further)
 
 
 def _jax_softmax(implementation: Literal["xla", "cudnn"], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -138,6 +188,17 @@ def _jax_softmax(implementation: Literal["xla", "cudnn"], q: jax.Array, k: jax.A
         raise SkipError("it takes 16-bit numbers only")
     tokens_first = (x.swapaxes(1, 2) for x in (q, k, v))
     return jax.nn.dot_product_attention(*tokens_first, is_causal=True, implementation=implementation).swapaxes(1, 2)
+
+
+def _jla(q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array) -> jax.Array:
+    """Linear attention with a forget gate, by the kernels for Hopper GPUs of jax-linear-attention."""
+    if importlib.util.find_spec("jla") is None:
+        raise SkipError("not installed: pip install jax-linear-attention, for Python 3.12 and jax 0.11.2")
+    from jla import ops
+
+    q, k, v, log_decay = (x.swapaxes(1, 2) for x in (q, k, v, log_decay))
+    y, _ = ops.linear_attention("simple_gla", q, k, v, g=log_decay, impl="mosaic_gpu")
+    return y.swapaxes(1, 2)
 
 
 # ---- PyTorch -------------------------------------------------------------------------------------

@@ -5,22 +5,31 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
+from heinsen.errors import InputError
 from heinsen.files import make_folder, write_atomically
 from heinsen.host import return_freed_memory
 
 IMPLEMENTATIONS = ("chunked", "pallas", "scan", "reference")
+DTYPES = ("float32", "bfloat16")
 _WARM_UP = 0.3  # seconds
 
 Name = TypeVar("Name")
+
+
+def check_dtypes(dtypes: Sequence[str]) -> None:
+    """Raise InputError if one is not of DTYPES."""
+    if unknown := set(dtypes) - {*DTYPES}:
+        raise InputError(f"--dtypes={','.join(sorted(unknown))}: choose {' or '.join(DTYPES)}")
 
 
 # ---- time and memory -----------------------------------------------------------------------------
@@ -98,7 +107,8 @@ def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def write_results(out: Path, results: dict[str, Any]) -> None:
-    """Write OUT/results.json: after each part, so that a benchmark that is stopped leaves what it has found."""
+def write_results(out: Path, results: Mapping[str, Any]) -> None:
+    """Write OUT/results.json: after each figure, so that a benchmark that is stopped leaves what it has found."""
     make_folder(out)
-    write_atomically(out / "results.json", json.dumps(results, indent=1) + "\n")
+    record = {"command": f"python {shlex.join(sys.argv)}", **results}
+    write_atomically(out / "results.json", json.dumps(record, indent=1) + "\n")

@@ -4,20 +4,36 @@ Also what it compares with: accuracy's float64, the inputs of attention, the com
 """
 
 import dataclasses
+import itertools
 import json
 import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
-from scripts.benchmarking import accuracy, attention, losses, measure
-from scripts.benchmarking.contestants import FORWARD, INPUTS, JaxContestant, Prepared, Shape, SkipError
+from heinsen import backend
+from heinsen.config import ConfigError
+from scripts.benchmarking import accuracy, attention, contestants, losses, measure, step
+from scripts.benchmarking.contestants import (
+    BACKWARD,
+    DOCUMENTS,
+    FORWARD,
+    GATE,
+    INPUTS,
+    JaxContestant,
+    Prepared,
+    Shape,
+    SkipError,
+)
 from tests.ops.truth import Case as TrueCase
 from tests.ops.truth import truth
+from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]
 
@@ -42,58 +58,64 @@ SMALL = ["--lengths=32", "--heads=2", "--features=4", "--repeats=2"]
 
 
 @pytest.mark.long
-def test_attention_is_timed_and_written_down(benchmark, tmp_path):
-    only = "--only=heinsen chunked,heinsen chunked (forget gate),softmax (jax)"
+def test_attention_is_timed_and_written_down(benchmark):
+    only = "--only=heinsen chunked,heinsen chunked (forget gate),softmax (jax),heinsen pallas"
     skip = "--skip=heinsen chunked (forget gate),not here"
-    printed, summary = benchmark("attention", only, skip, *SMALL, f"--json={tmp_path}/bench.json")
-    assert "forward+backward, float32, ms" in printed and "times as fast as softmax (jax)" in printed
-    assert summary["device"] and summary["versions"]["jax"] and summary["left_out"] == []
-    seen = {(r["name"], r["direction"], r["tokens"]) for r in summary["results"]}
-    assert len(seen) == len(summary["results"]) == 4
+    printed, summary = benchmark("attention", only, skip, *SMALL, "--inputs=normal,tails")
+    assert "forward+backward, float32, ms" in printed
+    assert re.search(r"softmax \(jax\) takes [\d.]+ \(T=32\) times as long as heinsen chunked\n", printed)
+    assert re.search(r"heinsen chunked: tails takes [\d.]+ \(T=32\) times as long as heinsen chunked\n", printed)
+    assert "left out: heinsen pallas (forward float32, forward+backward float32): " in printed
+    assert summary["device"] and summary["versions"]["jax"]
+    assert summary["command"].startswith("python scripts/benchmark.py attention ")
+    seen = {(r["name"], r["direction"]) for r in summary["results"]}
+    assert len(seen) == len(summary["results"]) == 8 and ("softmax (jax): tails", "forward") in seen
     for r in summary["results"]:
         assert len(r["seconds"]) == 2 and r["milliseconds"] == pytest.approx(500 * sum(r["seconds"]))
-        assert r["peak_bytes"] > 0
-    record = json.loads((tmp_path / "bench.json").read_text())
-    assert record.pop("command").startswith("python scripts/benchmark.py attention ") and record == summary
+        assert r["peak_bytes"] > 0 and r["tokens"] == 32
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "options, kinds, said",
-    [
-        (["--inputs=normal,offsets,spikes,tails"], ["normal", "offsets", "spikes", "tails"], "as with normal inputs"),
-        (["--compile"], [None], "times as long as softmax (jax)"),
-    ],
-)
-def test_attention_is_compared(options, kinds, said, benchmark):
-    printed, summary = benchmark("attention", *options, *SMALL, "--only=heinsen chunked,heinsen pallas")
-    assert printed.count(said) == len(kinds) and "heinsen pallas, float32, T=32: left out: " in printed
-    assert [(r["name"], r["tokens"], r.get("inputs")) for r in summary["results"]] == [
-        ("heinsen chunked", 32, kind) for kind in kinds
-    ]
-    for r in summary["results"]:
-        others = r.get("softmax_seconds", summary["results"][0]["seconds"])
-        assert r["ratio"] == pytest.approx(np.median(r["seconds"]) / np.median(others)) and len(r["seconds"]) == 2
+def test_contestants_on_gpus(monkeypatch):
+    """cuDNN's softmax in 16 bits, and the package jax-linear-attention by its own layout and kernels."""
+    with backend.compiling_for("gpu"):
+        found = contestants.jax_contestants()
+    assert {*found} - {*contestants.jax_contestants()} == {"softmax (cuDNN)", "linear attention (jla)"}
+    shape = Shape(2, 3, 16, 4, "float32")
+    for name, why in (("softmax (cuDNN)", "16-bit"), ("linear attention (jla)", "pip install jax-linear-attention")):
+        with pytest.raises(SkipError, match=why):
+            found[name].prepare(shape, FORWARD)
+
+    def linear_attention(kind, q, k, v, *, g, impl):
+        assert (kind, impl, q.shape, g.shape) == ("simple_gla", "mosaic_gpu", (2, 16, 3, 4), (2, 16, 3))
+        return 2 * v, None
+
+    monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "jla", SimpleNamespace(ops=SimpleNamespace(linear_attention=linear_attention)))
+    arrays = found["linear attention (jla)"].draw(shape)
+    y, gradients = found["linear attention (jla)"].pass_for(BACKWARD)(arrays)
+    np.testing.assert_array_equal(y, 2 * arrays["v"])
+    np.testing.assert_array_equal(gradients["v"], 2 * arrays["grad"])
+    assert {*gradients} == {"q", "k", "v", "log_decay"}
 
 
 def test_inputs_are_what_their_names_say():
     shape = Shape(2, 3, 500, 8, "float32")
-    contestant = JaxContestant(lambda q, k, v, log_decay: q, gated=True)
-    normal = contestant.draw(shape)
-    drawn = {kind: contestant.draw(shape, kind) for kind in INPUTS[1:]}
-    assert [x.shape for x in normal] == 4 * [shape.axes] + [shape.axes[:-1]]
-    assert np.all(normal[-1] < 0) and np.all(normal[-1] >= -1)
+    draw = lambda kind: JaxContestant(lambda q, k, v, log_decay: q, GATE + DOCUMENTS, kind).draw(shape)
+    normal, drawn = draw("normal"), {kind: draw(kind) for kind in INPUTS[1:]}
+    assert all(normal[name].shape == shape.axes for name in ("grad", "q", "k", "v"))
+    decays, ids = normal["log_decay"], normal["segment_ids"]
+    assert decays.shape == shape.axes[:-1] and np.all(decays < 0) and np.all(decays >= -1)
+    assert ids.shape == (2, 1, 500) and np.all(np.diff(ids) >= 0) and len(np.unique(ids)) == 5
     for kind, arrays in drawn.items():
-        same = (0, 1, 2, 4) if kind == "values" else (0, 3, 4)
-        assert all(np.array_equal(arrays[i], normal[i]) for i in same)
-    np.testing.assert_allclose(drawn["values"][3], 30 * normal[3], rtol=1e-6)
-    offsets = drawn["offsets"][2] - normal[2]
+        changed = {name for name, x in arrays.items() if not np.array_equal(x, normal[name])}
+        assert changed == {"values": {"v"}, "offsets": {"k"}}.get(kind, {"q", "k"})
+    np.testing.assert_allclose(drawn["values"]["v"], 30 * normal["v"], rtol=1e-6)
+    offsets = drawn["offsets"]["k"] - normal["k"]
     np.testing.assert_allclose(offsets, offsets[..., :1] + 0 * offsets, atol=1e-4)
     assert np.std(offsets[..., 0]) == pytest.approx(20, rel=0.1)
-    for q in drawn["spikes"][1:3]:
-        assert np.mean(q == 100) == pytest.approx(0.01, rel=0.3)
-    for i in (1, 2):
-        assert np.std(np.log(np.abs(drawn["tails"][i] / normal[i] / 3))) == pytest.approx(1, rel=0.1)
+    for name in ("q", "k"):
+        assert np.mean(drawn["spikes"][name] == 100) == pytest.approx(0.01, rel=0.3)
+        assert np.std(np.log(np.abs(drawn["tails"][name] / normal[name] / 3))) == pytest.approx(1, rel=0.1)
 
 
 @dataclasses.dataclass
@@ -116,7 +138,7 @@ def test_a_slow_contestant_is_timed_once_and_left_out_afterwards(monkeypatch):
         "no": Fake(SkipError("not here")),
         "bad": Fake(RuntimeError("a\nb")),
     }
-    settings = attention.Settings([16, 64], [], [], [], 1, 1, 4, repeats=2, time_limit=1.0)
+    settings = attention.Settings([16, 64], [], [], [], [], 1, 1, 4, repeats=2, time_limit=1.0)
     race = attention.Race(settings, fakes)
     for n in settings.lengths:
         race.run(settings.shape(n, "float32"), FORWARD)
@@ -127,25 +149,62 @@ def test_a_slow_contestant_is_timed_once_and_left_out_afterwards(monkeypatch):
     ]
     report = attention.report(race.summary())
     for name, why in (("slow", "took 3.0 s at T = 16"), ("no", "not here"), ("bad", "RuntimeError: a")):
-        assert f"left out: {name}, forward, float32: {why}" in report
+        assert f"left out: {name} (forward float32): {why}" in report
 
 
 # ---- steps and decoding --------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_a_training_step_is_timed_against_matmul(benchmark):
-    config = ["--config=configs/demo.py", "--config.sequence_length=16", "--config.model.d_model=16"]
+def test_training_steps_are_timed_against_matmul(benchmark, monkeypatch):
+    config = ["--config=configs/gated_demo.py", "--config.sequence_length=16", "--config.model.d_model=16"]
     config += ["--config.model.vocab_size=257"]
-    printed, summary = benchmark("step", *config, "--repeats=1")
-    assert f"{summary['tokens_per_second']:,.0f} tokens/s" in printed
-    flops = 6 * summary["parameters"] * summary["tokens_per_step"] / summary["seconds_per_step"]
-    assert summary["flops_per_second"] == pytest.approx(flops)
-    assert summary["tokens_per_step"] == 16 * summary["config"]["batch_size"]
-    assert summary["share_of_product_rate"] == pytest.approx(flops / summary["product_flops_per_second"])
-    assert summary["mfu"] == pytest.approx(flops / summary["peak_flops_per_second"])
-    assert summary["bound_seconds_per_step"] is None  # of a CPU
-    assert summary["peak_bytes"] > 4 * 3 * summary["parameters"]  # at least AdamW's
+    printed, summary = benchmark("step", *config, "--repeats=1", "--lengths=16,32", "--only=heinsen,softmax")
+    rows = summary["rows"]
+    assert [(r["name"], r["tokens"]) for r in rows] == [(x, n) for n in (16, 32) for x in ("heinsen", "softmax")]
+    assert rows[0]["parameters"] > rows[1]["parameters"], "without a gate"
+    assert summary["compiler_options"] == {} and summary["left_out"] == summary["notes"] == []
+    for row in rows:
+        assert f" {row['tokens_per_second']:,.0f} " in printed
+        flops = 6 * row["parameters"] * row["tokens_per_step"] / row["seconds_per_step"]
+        assert row["flops_per_second"] == pytest.approx(flops)
+        assert row["tokens_per_step"] == 16 * summary["config"]["batch_size"]
+        assert row["share_of_product_rate"] == pytest.approx(flops / row["product_flops_per_second"])
+        assert row["bound_seconds_per_step"] is None  # of a CPU
+        assert row["peak_bytes"] > 4 * 3 * row["parameters"]  # at least AdamW's
+
+
+def test_products_are_chained_in_one_program(monkeypatch):
+    monkeypatch.setattr(step, "_SIZE", 64)
+    monkeypatch.setattr(step, "_n_products", lambda: 5)
+    matrix = np.float64(jax.random.normal(jax.random.key(0), (64, 64)) / 8)
+    np.testing.assert_allclose(step.prepare_products("float32")(), np.linalg.matrix_power(matrix, 6), atol=1e-5)
+
+
+def test_softmax_takes_part_in_steps_on_gpus_where_it_can(monkeypatch, tmp_path):
+    config = run_config(tmp_path)
+    names = lambda config, *only: [x.name for x in step.choose_cases(dataclasses.asdict(config), (), only)[0]]
+    assert names(config) == ["heinsen"] and names(config, "softmax") == ["softmax"]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    gated = dataclasses.asdict(dataclasses.replace(config, model=dataclasses.replace(config.model, forget_gate="head")))
+    (cases,) = step.choose_cases(gated, (2 * config.sequence_length,), ())
+    assert [(x.name, x.config.model.forget_gate) for x in cases] == [("heinsen", "head"), ("softmax", "none")]
+    assert all(x.config.tokens_per_step == config.tokens_per_step for x in cases)
+    uneven = dataclasses.replace(config, model=dataclasses.replace(config.model, d_value=2 * config.model.d_key))
+    assert names(uneven) == ["heinsen"]
+    with pytest.raises(ConfigError, match="softmax attention needs model.d_key"):
+        names(uneven, "softmax")
+
+
+@pytest.mark.long
+def test_another_version_is_imported_beside_this_one_and_compared(benchmark):
+    printed, summary = benchmark("attention", "--old=HEAD", "--only=heinsen chunked,old chunked", *SMALL)
+    assert re.search(r"heinsen chunked takes [\d.]+ \(T=32\) times as long as old chunked\n", printed)
+    assert {r["name"] for r in summary["results"]} == {"heinsen chunked", "old chunked"}
+    assert all(r["seconds_compiling"] > 0 for r in summary["results"])
+    config = ["--config=configs/demo.py", "--config.sequence_length=16", "--config.model.d_model=16"]
+    _, summary = benchmark("step", *config, "--config.model.vocab_size=257", "--repeats=1", "--old=HEAD")
+    assert [row["name"] for row in summary["rows"]] == ["heinsen", "old"]
 
 
 @pytest.mark.long
@@ -199,6 +258,8 @@ def test_errors_are_judged_by_the_promise():
     assert not judge(off(y=2.1e-5))["passed"] and judge(off(y=2.1e-5), sigma=9)["passed"]
     assert judge(off(y=1.9e-4), "real")["passed"] and not judge(off(y=2.1e-4), "real")["passed"]
     assert not judge(off(q=2.1e-4))["passed"]
+    rounded = lambda got: accuracy.judge(got, want, "real", 1, "bfloat16")["passed"]
+    assert rounded(off(y=0.078, q=0.03)) and not rounded(off(y=0.079)) and not rounded(off(q=0.032))
     broken = judge(off(q=np.nan))
     assert broken["errors"]["q"] is None and not broken["passed"]
 
@@ -213,14 +274,16 @@ def test_what_an_implementation_cannot_do_is_no_failure_and_a_crash_is_one(monke
     forms = {"here": accuracy.compute, "elsewhere": refuse, "broken": crash}
     monkeypatch.setattr(measure, "IMPLEMENTATIONS", tuple(forms))
     monkeypatch.setattr(accuracy, "prepare", lambda name, values: lambda case: forms[name](case, values))
-    lines = accuracy.benchmark_accuracy([16], 1, 4, tmp_path).splitlines()
-    assert "left out: elsewhere, log values, T = 16: NotImplementedError: not on this device" in lines
-    assert "FAIL: broken, real values, forget gate, T = 16: RuntimeError: broken" in lines
-    assert lines[-1] == "12 of 12 rows within their tolerances; 4 failed to run; 4 left out"
+    lines = accuracy.benchmark_accuracy([16], [], [], 1, 4, tmp_path).splitlines()
+    assert "left out: elsewhere, log values, float32, T = 16: NotImplementedError: not on this device" in lines
+    assert "FAIL: broken, real values, forget gate, bfloat16, T = 16: RuntimeError: broken" in lines
+    assert lines[-1] == "24 of 24 rows within their tolerances; 8 failed to run; 8 left out"
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert {(row["values"], row["gated"], row["sigma"]) for row in rows} == {
-        (values, gated, sigma) for values in ("log", "real") for gated in (False, True) for sigma in (1, 8, 64)
+    assert {(row["values"], row["gated"], row["dtype"], row["sigma"]) for row in rows} == {
+        *itertools.product(("log", "real"), (False, True), ("float32", "bfloat16"), (1, 8, 64))
     }
+    one = accuracy.benchmark_accuracy([16], ["bfloat16"], ["here"], 1, 4, tmp_path).splitlines()[-1]
+    assert one == "12 of 12 rows within their tolerances; 0 failed to run; 0 left out"
 
 
 # ---- losses --------------------------------------------------------------------------------------
@@ -251,6 +314,11 @@ def test_the_committed_losses_are_of_the_config_and_text_of_today(monkeypatch):
         (["decode", "--contexts=1k"], "'1k' is not a number above 0"),
         (["attention", "--dtypes=float8"], "choose float32 or bfloat16"),
         (["attention", "--only=heinsen"], "here there are heinsen chunked"),
+        (["accuracy", "--dtypes=float8"], "choose float32 or bfloat16"),
+        (["accuracy", "--only=fast"], "there are chunked, pallas, scan, reference"),
+        (["step", "--only=linear"], "here there are heinsen, softmax"),
+        (["step", "--lengths=1000"], "does not divide a step's"),
+        (["attention", "--old=nowhere"], "--old=nowhere is no commit of this checkout"),
         (["attention", "--inputs=odd"], "choose among normal, offsets, spikes, tails, values"),
         (["attention", "--target=h300"], "there is no such machine"),
     ],

@@ -1,5 +1,6 @@
 """scripts/on_device.py: its limit of time, resumption, failing parts, the report, and (long) the whole rehearsal."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,17 +11,17 @@ import numpy as np
 import pytest
 
 from heinsen.errors import InputError
-from scripts.benchmarking import on_device
+from scripts.benchmarking import contestants, on_device
 from scripts.benchmarking.on_device import DONE, FAILED, STOPPED, OnDeviceError
 
 pytest_plugins = ["tests.run_fixtures"]
 
 ROOT = Path(__file__).parents[2]
-DEVICE = dict(platform="gpu", device="NVIDIA H200", versions={"jax": "1"}, count=2, memory=140 * 2**30)
+DEVICE = dict(platform="gpu", device="NVIDIA H200", versions={"jax": "1"}, count=2)
 
 # A benchmark in the place of scripts/benchmark.py: it counts its calls, and does what its name says.
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 name, *options = sys.argv[1:]
 out = Path(options[-1].removeprefix("--out="))
@@ -30,7 +31,7 @@ print("on it", file=sys.stderr)
 if name == "fail":
     sys.exit("error: cannot do it")
 if name != "silent":
-    (out / "results.json").write_text(json.dumps({"name": name}))
+    (out / "results.json").write_text(json.dumps({"name": name, "options": os.environ.get("HEINSEN_XLA_OPTIONS")}))
 if name == "hang":
     time.sleep(100)
 """
@@ -40,11 +41,12 @@ if name == "hang":
 def fake(tmp_path, monkeypatch):
     """A folder for the results of parts that pretend, on a device that pretends; returns run(names of parts, ...)."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    parts = {name: (name,) for name in ("good", "other", "fail", "silent", "hang")}
+    parts = {name: (name.split("_")[0],) for name in ("good", "other", "fail", "silent", "hang", "good_plain_xla")}
     monkeypatch.setattr(on_device, "PROGRAM", str(tmp_path / "program.py"))
     monkeypatch.setattr(on_device, "find_device", lambda: DEVICE)
     monkeypatch.setattr(on_device, "full_parts", lambda device: parts)
     monkeypatch.setattr(on_device, "_LEAST", 0.1)
+    monkeypatch.setattr(on_device, "_INTERVAL", 0.01)
     monkeypatch.setattr(on_device, "REPORTS", dict.fromkeys(parts, lambda x: [f"report of {x['name']}"]))
     return tmp_path / "out", parts
 
@@ -67,7 +69,7 @@ def test_failing_parts_are_shown_and_do_not_stop_the_others(fake, capfd):
         "fail": FAILED,
         "silent": FAILED,
     }
-    assert record["device"] == DEVICE and not record["small"] and record["parts"]["good"]["result"] == {"name": "good"}
+    assert record["device"] == DEVICE and not record["small"] and record["parts"]["good"]["result"]["name"] == "good"
     assert record["parts"]["fail"]["result"] is None
     report = (out / "report.md").read_text()
     assert report.startswith("# 2 x NVIDIA H200\n\nNVIDIA H200; jax 1; written by") and "rehearsal" not in report
@@ -97,12 +99,33 @@ def test_a_part_is_stopped_when_the_time_is_over(fake):
     with pytest.raises(OnDeviceError, match="not done: "):
         run(out, "hang", seconds=2)
     part = json.loads((out / "results.json").read_text())["parts"]["hang"]
-    assert part["state"] == STOPPED and part["result"] == {"name": "hang"} and 1 < part["seconds"] < 10
+    assert part["state"] == STOPPED and part["result"]["name"] == "hang" and 1 < part["seconds"] < 10
     report = (out / "report.md").read_text()
     assert "report of hang" in report, "what it had found so far"
     with pytest.raises(OnDeviceError, match="not done: good, other; "):
         run(out, "good", "other", seconds=0.01)
     assert not (out / "good").exists(), "without time nothing is started"
+
+
+def test_a_figure_is_in_the_report_before_its_part_ends(fake):
+    """An end in the middle, of the whole process, loses nothing."""
+    out, parts = fake
+    found = next(on_device.run_part(parts["hang"], out / "hang", 60.0))
+    assert found["state"] == STOPPED and found["result"]["name"] == "hang"
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_device, "write_record", lambda out, record: written.append(str(record)) or "")
+        with pytest.raises(OnDeviceError):
+            run(out, "hang", seconds=2)
+    assert len(written) == 3 and "'name': 'hang'" in written[0]
+
+
+def test_a_part_runs_without_xlas_options(fake):
+    out, _ = fake
+    report = run(out, "good", "good_plain_xla")
+    found = json.loads((out / "results.json").read_text())["parts"]
+    assert [found[name]["result"]["options"] for name in ("good", "good_plain_xla")] == [None, "0"]
+    assert report.count("`HEINSEN_XLA_OPTIONS=0 python ") == 1
 
 
 def test_results_of_another_device_are_not_mixed(fake, monkeypatch):
@@ -122,12 +145,20 @@ def test_the_device_is_that_of_another_process(monkeypatch):
         on_device.find_device()
 
 
-def test_parts_fit_the_device():
-    full = on_device.full_parts(DEVICE)
-    assert "--config.batch_size=64" in full["step"] and "--config.model.remat=none" in full["step_keep"]
-    less = on_device.full_parts(DEVICE | {"memory": 16 * 2**30})
-    assert [*less] == [*on_device.small_parts()] == [*full][:-2]
+def test_the_parts_are_benchmarks_in_the_order_of_need():
+    full, small = on_device.full_parts(DEVICE), on_device.small_parts()
+    assert all("--config.batch_size=64" in arguments for arguments in full.values() if arguments[0] == "step")
     assert {arguments[0] for arguments in full.values()} == on_device.REPORTS.keys()
+    assert {arguments[0] for arguments in small.values()} == on_device.REPORTS.keys()
+    names = [*full]
+    for first, second in itertools.pairwise(("accuracy", "step", "step_gpt2", "attention", "tails", "decode")):
+        assert names.index(first) < names.index(second)
+    (only,) = (x.removeprefix("--only=").split(",") for x in full["tails"] if x.startswith("--only="))
+    assert {*only} < {*contestants.jax_contestants()}
+    assert [name for name in full if name not in on_device.full_parts(DEVICE | {"platform": "tpu"})] == [
+        name for name in full if "fused" in name
+    ]
+    assert "--lengths=1024,8192,32768" in full["attention"]
 
 
 def test_bad_input_is_named(commands, fake):
@@ -138,7 +169,7 @@ def test_bad_input_is_named(commands, fake):
         with pytest.raises(InputError, match=f"^--minutes={minutes}: expected a number above 0$"):
             on_device.run(out, minutes, [], small=True)
     assert not out.exists()
-    with pytest.raises(InputError, match="^--parts=speed: here there are good, other, fail, silent, hang$"):
+    with pytest.raises(InputError, match="^--parts=speed: here there are good, other, fail, silent, hang, good_plain"):
         run(out, "good", "speed")
 
 
@@ -155,10 +186,12 @@ def test_the_rehearsal_runs_to_its_end_and_resumes(tmp_path):
     assert list(found) == list(on_device.small_parts()) and results["small"]
     assert all(each["state"] == DONE for each in results["parts"].values())
     rows = found["accuracy"]["rows"]
-    assert {row["implementation"] for row in rows} >= {"chunked", "scan", "reference"}
-    assert len({(row["values"], row["gated"], row["sigma"]) for row in rows}) == 12
+    assert {row["implementation"] for row in rows} == {"chunked", "scan"}
+    assert len({(row["values"], row["gated"], row["dtype"], row["sigma"]) for row in rows}) == 24
     assert all(row["passed"] for row in rows if row["implementation"] == "chunked")
-    assert found["step"]["mfu"] > 0 and found["step_gated"]["config"]["model"]["forget_gate"] == "head"
+    assert found["step"]["rows"][0]["mfu"] > 0 and found["step_softmax"]["rows"][0]["name"] == "softmax"
+    assert found["step_gated"]["config"]["model"]["forget_gate"] == "head"
+    assert {r["name"] for r in found["tails"]["results"]} == {"heinsen chunked", "heinsen chunked: tails"}
     assert {r["tokens"] for r in found["attention"]["results"]} == {256, 1024}
     assert found["losses"]["differences"]["float32"]["the first 20 steps"] < 1e-3
     assert {r["batch"] for r in found["decode"]["results"]} == {1, 32, 256}

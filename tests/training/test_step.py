@@ -6,11 +6,16 @@ import numpy as np
 import optax
 import pytest
 
+from heinsen import backend
+from heinsen.errors import InputError
 from heinsen.models import forward
 from heinsen.models.losses import masked_losses
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import make_mesh
 from heinsen.training import data as training_data
+from heinsen.training import devices
+from heinsen.training import step as step_module
+from heinsen.training.devices import compiler_options
 from heinsen.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
 from tests.model_configs import model_config
@@ -182,3 +187,29 @@ def test_initial_state_depends_on_the_seed_alone():
     first, again, other = (flat(init_train_state(MODEL, RECORDING, seed, mesh).params) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
+
+
+# ---- options of the compiler ---------------------------------------------------------------------
+
+
+def test_a_step_for_gpus_has_xlas_options_that_this_version_knows(monkeypatch):
+    assert compiler_options() == {}, "on a CPU"
+    monkeypatch.setattr(devices, "_GPU_OPTIONS", devices._GPU_OPTIONS | {"xla_gpu_of_another_version": True})
+    with backend.compiling_for("gpu"):
+        found = compiler_options()
+        assert {*devices._GPU_OPTIONS} - {*found} == {"xla_gpu_of_another_version"}
+        name = next(iter(found))
+        monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
+        assert {*found} - {*compiler_options()} == {name}, "what XLA_FLAGS says holds"
+        monkeypatch.setenv("HEINSEN_XLA_OPTIONS", "0")
+        assert compiler_options() == {}
+        monkeypatch.setenv("HEINSEN_XLA_OPTIONS", "off")
+        with pytest.raises(InputError, match="^HEINSEN_XLA_OPTIONS=off: set it to 0"):
+            compiler_options()
+
+
+def test_the_step_is_compiled_with_the_options(monkeypatch, rng):
+    monkeypatch.setattr(step_module, "compiler_options", lambda: {"xla_of_no_version": True})
+    start, step = init_train_state(MODEL, RECORDING, 0, make_mesh()), make_train_step(MODEL, RECORDING, make_mesh())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_of_no_version'"):
+        step.lower(start, draw_tokens(rng, 1)).compile()
