@@ -21,6 +21,8 @@ def find_bounds(settings: Settings, machine: str, out: Path) -> str:
     Raises TargetError, InputError.
     """
     target = find_target(machine)
+    # The layouts are the compiler's own choice, as in a model, where it makes the arrays, too.
+    layout = Format(Layout.AUTO, jax.sharding.SingleDeviceSharding(target.devices()[0]))
     with target.compiling():
         contestants = settings.choose(jax_contestants(settings.inputs))
     described = measure.machine() | dict(device=machine, shape=settings.describe())
@@ -32,7 +34,7 @@ def find_bounds(settings: Settings, machine: str, out: Path) -> str:
             start = f"{name}, {shape.dtype}, T={shape.n_tokens}"
             measure.tell(start)
             try:
-                found = find_bound(contestant, shape, target)
+                found = find_bound(contestant, shape, target, layout)
             except SkipError as reason:
                 lines.append(f"{start}: left out: {reason}")
                 continue
@@ -42,10 +44,8 @@ def find_bounds(settings: Settings, machine: str, out: Path) -> str:
     return "\n".join(lines)
 
 
-def find_bound(contestant: JaxContestant, shape: Shape, target: Target) -> dict[str, Any]:
+def find_bound(contestant: JaxContestant, shape: Shape, target: Target, layout: Format) -> dict[str, Any]:
     """Return the costs of both passes and the bound that follows. Raises SkipError."""
-    # The layouts are the compiler's own choice, as in a model, where it makes the arrays, too.
-    layout = Format(Layout.AUTO, jax.sharding.SingleDeviceSharding(target.devices()[0]))
     arrays = jax.eval_shape(lambda: contestant.draw(shape))
     try:
         with target.compiling():
