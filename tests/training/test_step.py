@@ -198,7 +198,7 @@ def test_a_step_for_gpus_has_xlas_options_that_this_version_knows(monkeypatch):
     with backend.compiling_for("gpu"):
         found = compiler_options()
         assert {*devices._GPU_OPTIONS} - {*found} == {"xla_gpu_of_another_version"}
-        name = next(iter(found))
+        (name,) = found
         monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
         assert {*found} - {*compiler_options()} == {name}, "what XLA_FLAGS says holds"
         monkeypatch.setenv("HEINSEN_XLA_OPTIONS", "0")
