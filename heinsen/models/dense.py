@@ -64,15 +64,11 @@ class HeadsDense(nn.Module):
             y = matmul(x, kernel.reshape(fan_in, -1), self.dtype, bias.reshape(-1), self.rounded)
             return y.reshape(n_batch, n_tokens, self.n_heads, -1).swapaxes(1, 2)
 
+        cuts = np.cumsum(self.sizes)[:-1]
         if n_tokens == 1:
-            return split_parts(multiply(kernel, bias), self.sizes)
-        of_heads = (split_parts(w.reshape(*w.shape[:-1], self.n_heads, -1), self.sizes) for w in (kernel, bias))
+            return jnp.split(multiply(kernel, bias), cuts, axis=-1)
+        of_heads = (jnp.split(w.reshape(*w.shape[:-1], self.n_heads, -1), cuts, axis=-1) for w in (kernel, bias))
         return [multiply(*part) for part in zip(*of_heads, strict=True)]
-
-
-def split_parts(x: Float[Array, "*batch F"], sizes: tuple[int, ...]) -> list[Float[Array, "*batch size"]]:
-    """Parts of x of these sizes."""
-    return jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=-1)
 
 
 def weight_init(fan_in: int, init_std: float | None) -> Initializer:

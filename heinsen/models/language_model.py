@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
 from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
-from heinsen.models.dense import Dense, HeadsDense, matmul, split_parts, weight_init
+from heinsen.models.dense import Dense, HeadsDense, matmul, weight_init
 from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
@@ -214,7 +214,7 @@ class Layer(nn.Module):
             return dense(sizes=sizes)(normed), inputs
         (h,) = dense(sizes=(sum(sizes),))(normed)
         h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
-        return split_parts(h, sizes), inputs
+        return jnp.split(h, np.cumsum(sizes)[:-1], axis=-1), inputs
 
     def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""

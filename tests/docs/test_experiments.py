@@ -148,39 +148,3 @@ def test_too_few_runs_are_no_law(rng):
 def test_the_coverage_of_a_prediction_is_that_of_simulated_experiments(rng):
     law, (sizes, tokens) = draw_law(rng), draw_runs(rng, 20)
     assert 0.5 < coverage(law, sizes, tokens, 1e-3, (1e6, 1e7), 8, 8) <= 1
-
-
-# ---- programs -------------------------------------------------------------------------------------
-
-EXPERIMENT = """
-import pathlib, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in a shell's background
-from experiments import tools
-tools.execute(pathlib.Path({out!r}), None, lambda: tools.run_script("-c", {program!r}))
-"""
-SLOW_TO_SAVE = """
-import pathlib, signal, time
-def save(number, frame):
-    time.sleep(0.3)
-    pathlib.Path({file!r}).write_text(str(number))
-    raise SystemExit(0)
-signal.signal(signal.SIGINT, save)
-print("started", flush=True)
-time.sleep(60)
-"""
-
-
-def test_an_interrupted_experiment_waits_for_its_program_to_save(tmp_path):
-    """Ctrl-C reaches the program as well."""
-    saved = tmp_path / "saved"
-    code = EXPERIMENT.format(program=SLOW_TO_SAVE.format(file=str(saved)), out=str(tmp_path))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    experiment = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    with experiment:
-        assert "started\n" in iter(experiment.stderr.readline, "")
-        os.killpg(experiment.pid, signal.SIGINT)
-        assert experiment.stderr.readline() == "interrupted; rerun the same command to resume\n"
-        assert saved.read_text() == str(int(signal.SIGINT))
-    assert experiment.returncode == 1
