@@ -1,12 +1,13 @@
-"""The implementations to test anywhere, and jax.jit as users have it."""
+"""The implementations to test anywhere, small sizes of what they take at a time, and jax.jit as users have it."""
 
 import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from heinsen.ops import chunked
+from heinsen.ops import chunked, delta, linear, sigmoid, softmax
 from heinsen.ops.api import IMPLEMENTATIONS
 
 PORTABLE = sorted(IMPLEMENTATIONS.keys() - {"pallas"})  # the implementations that run on every platform
@@ -30,9 +31,17 @@ user_jit = functools.partial(
 )
 
 
-SMALL_SPLIT = chunked.Split(chunk=4, block=2, rows=2)  # few tokens, which compile fast, are several chunks
+SMALL_SPLIT = chunked.Split(chunk=4, block=2, rows=2)
+SMALL = 4  # tokens
 
 
-def split_small(monkeypatch):
-    """Let the chunked form take few tokens at a time."""
-    monkeypatch.setattr(chunked, "choose_split", lambda shape: SMALL_SPLIT)
+@contextlib.contextmanager
+def small_sizes(wanted=True):
+    """Within the block, few tokens, which compile fast, are several chunks and blocks, where that is `wanted`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted:
+            patch.setattr(chunked, "choose_split", lambda shape: SMALL_SPLIT)
+            sizes = [(linear, "_CHUNK"), (delta, "_CHUNK"), (sigmoid, "_LARGEST_BLOCK"), (sigmoid, "_SMALLEST_BLOCK")]
+            for module, name in [*sizes, (softmax, "_SMALLEST_BLOCK")]:
+                patch.setattr(module, name, SMALL)
+        yield

@@ -1,4 +1,4 @@
-"""float32 against the reference implementation in float64, over every dynamic range and a few hard cases.
+"""float32 against the reference implementation in float64, over every dynamic range and decay and a few hard cases.
 
 The bar: log y within 2e-4, and 2e-5 where no input exceeds some tens; gradients within 1e-4 of a tensor's largest.
 """
@@ -12,77 +12,117 @@ import pytest
 
 import heinsen
 from tests.ops.common import user_jit
+from tests.ops.oracle import draw_decays
 
 SIGMAS = (0.1, 1, 4, 8, 16, 32, 64)
 FEATURES = 16
-FORMS = ["chunked", "scan"]
+NAMES = ("q", "k", "values", "log_decay")
 LONG = 500  # tokens: 16 chunks, of one shape for all quick tests: it is compiled once
+EPSILON = 2.0**-24
 
 
 @functools.cache
-def compiled(implementation, n_tokens):
-    def run(q, k, log_v, g):
-        attend = functools.partial(heinsen.log_attention, implementation=implementation)
-        y, pull = jax.vjp(attend, q, k, log_v)
+def compiled(function, jit, options):
+    def run(arrays, ids, g):
+        attend = functools.partial(getattr(heinsen, function), segment_ids=ids, **dict(options))
+        y, pull = jax.vjp(lambda q, k, values, decay=None: attend(q, k, values, log_decay=decay), *arrays)
         return y, *pull(g.astype(y.dtype))
 
-    # What is measured is compiled as for users. The plain scan is one program whatever the number of tokens: once, in
-    # the long tests. A single token has no sum of several terms.
-    as_users = {"chunked": n_tokens > 1, "scan": n_tokens == 256, "reference": False}
-    return (user_jit if as_users[implementation] else jax.jit)(run)
+    return jit(run)
 
 
-def run(implementation, arrays, dtype):
+def run(arrays, g, dtype, function="log_attention", ids=None, jit=jax.jit, **options):
+    """y and gradients by all arrays: q, k, values and log decays, if any."""
     with jax.enable_x64(dtype == np.float64):
-        call = compiled(implementation, arrays[0].shape[-2])
-        return [np.asarray(x) for x in call(*(x.astype(dtype) for x in arrays))]
+        arrays, g = jax.tree.map(lambda x: jnp.asarray(x, dtype), (arrays, g))
+        return jax.tree.map(np.asarray, compiled(function, jit, tuple(options.items()))(arrays, ids, g))
 
 
-def check(arrays, bar, floor=0.0):
-    """Gradients are compared relative to their largest, or to `floor` where they vanish: their terms are of order 1."""
-    arrays = [x.astype(np.float32) for x in arrays]
-    y64, *gradients64 = run("reference", arrays, np.float64)
-    for form in FORMS:
-        y, *gradients = run(form, arrays, np.float32)
+def more_rounding(form, n_tokens, sigma):
+    """(of log y, of the gradient by log decays): what decays in long sequences add to the bars.
+
+    The scan merges logarithms of sums, up to 10 (sigma + 1), ceil(log2 T) times for S and Z each; so does the chunked
+    form once a chunk where values spread so far that it computes in logarithms. Gradients are exponentials of these,
+    off by a part as large. The gradient by a decay is the sum of S dS over K V numbers, which cancels: dS sums up some
+    T V cotangents near 1, of any sign, and is rounded T / 32 times.
+    """
+    if n_tokens < 1000:
+        return 0.0, 0.0
+    merges = {"scan": np.ceil(np.log2(n_tokens)), "chunked": n_tokens / 32 if sigma > 8 else 0}[form]
+    return 2 * EPSILON * 10 * (sigma + 1) * merges, 2 * EPSILON * np.sqrt(n_tokens / 32 * n_tokens * FEATURES)
+
+
+def check(arrays, g, sigma, floor=0.0, as_users=("chunked",)):
+    """Gradients are compared relative to their largest, or to `floor` where they vanish: their terms are of order 1.
+
+    What is measured is compiled as for users, where that is said: it takes long.
+    """
+    arrays, g = jax.tree.map(np.float32, (arrays, g))
+    n_tokens, is_gated, bar = g.shape[-2], len(arrays) > 3, 2e-5 if sigma <= 8 else 2e-4
+    # Many tokens are too much for the quadratic form's memory.
+    yardstick = "scan" if is_gated and n_tokens > 256 else "reference"
+    y64, *gradients64 = run(arrays, g, np.float64, implementation=yardstick)
+    for form in ("chunked", "scan"):
+        jit = user_jit if form in as_users else jax.jit
+        y, *gradients = run(arrays, g, np.float32, jit=jit, implementation=form)
+        more, more_of_decays = more_rounding(form, n_tokens, sigma) if is_gated else (0.0, 0.0)
         assert y.dtype == np.float32
         np.testing.assert_array_equal(np.isneginf(y), np.isneginf(y64))
         seen = np.isfinite(y64)
         error = np.max(np.abs(y[seen] - y64[seen]), initial=0)
-        assert np.all(np.isfinite(y[seen])) and error <= bar, f"{form}: log y off by {error:.2g}"
-        for name, x, want in zip(("q", "k", "log_v"), gradients, gradients64, strict=True):
+        assert np.all(np.isfinite(y[seen])) and error <= bar + more, f"{form}: log y off by {error:.2g}"
+        for name, x, want in zip(NAMES, gradients, gradients64, strict=False):
             assert np.all(np.isfinite(x)), f"{form}: gradient by {name}"
             error, largest = np.max(np.abs(x - want)), np.max(np.abs(want))
             # The scan's means of log values far below their largest are rounded to their size in each of its steps.
-            relative = max(1e-4, bar) if form == "scan" else 1e-4
-            assert error <= relative * max(largest, floor), (
-                f"{form}: gradient by {name} off by {error:.2g} of {largest:.2g}"
-            )
+            relative = (max(1e-4, bar) if form == "scan" and not is_gated else 1e-4) + more
+            allowed = max(relative * max(largest, floor), more_of_decays if name == "log_decay" else 0.0)
+            assert error <= allowed, f"{form}: gradient by {name} off by {error:.2g} of {largest:.2g}"
 
 
 def draw(rng, n_tokens, sigma_k, sigma_v, batch=(6,)):
-    """q, k, log_v and a cotangent."""
+    """(q, k and log v), a cotangent."""
     normal = lambda sigma: sigma * rng.standard_normal((*batch, n_tokens, FEATURES))
-    return [normal(sigma_k), normal(sigma_k), normal(sigma_v), normal(1)]
-
-
-def check_grid(rng, n_tokens, sigmas_k, sigmas_v):
-    for sigma_k in sigmas_k:
-        for sigma_v in sigmas_v:
-            bar = 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4
-            # A single token's query and key change nothing.
-            check(draw(rng, n_tokens, sigma_k, sigma_v), bar, floor=0.1 if n_tokens == 1 else 0.0)
+    return [normal(sigma_k), normal(sigma_k), normal(sigma_v)], normal(1)
 
 
 def test_dynamic_ranges(rng):
     for sigma_k, sigma_v in [(0.1, 64), (8, 8), (64, 64)]:
-        bar = 2e-5 if max(sigma_k, sigma_v) <= 8 else 2e-4
-        check(draw(rng, LONG, sigma_k, sigma_v, batch=()), bar)
+        check(*draw(rng, LONG, sigma_k, sigma_v, batch=()), max(sigma_k, sigma_v))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("n_tokens", [1, 63, 256, 1000])
 def test_every_dynamic_range(rng, n_tokens):
-    check_grid(rng, n_tokens, SIGMAS, SIGMAS)
+    # The plain scan is one program whatever the number of tokens: once. A single token has no sum of several terms, and
+    # its query and key change nothing.
+    as_users = {1: (), 256: ("chunked", "scan")}.get(n_tokens, ("chunked",))
+    for sigma_k in SIGMAS:
+        for sigma_v in SIGMAS:
+            floor = 0.1 if n_tokens == 1 else 0.0
+            check(*draw(rng, n_tokens, sigma_k, sigma_v), max(sigma_k, sigma_v), floor, as_users)
+
+
+# ---- decays --------------------------------------------------------------------------------------
+# Where tokens see little but themselves, most gradients vanish beside the cotangents, which are near 1.
+
+
+@pytest.mark.parametrize("sigma", [1, pytest.param(8, marks=pytest.mark.long), 64])
+def test_decays_of_every_size_in_one_sequence(rng, sigma):
+    arrays, g = draw(rng, 100, sigma, sigma)
+    check([*arrays, draw_decays(rng, (6, 100))], g, sigma, floor=0.1, as_users=())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sigma", SIGMAS)
+@pytest.mark.parametrize("n_tokens", [1, 2, 63, 1000, 4096])
+def test_every_size_of_decay_and_every_dynamic_range(rng, n_tokens, sigma):
+    of_one_size = [np.full((2, n_tokens), decay) for decay in (-1e-6, -1e-2, -1.0, -50.0)]
+    for decays in of_one_size:
+        decays[:, 0] = -20.0  # so that the gradient by the decays does not vanish as a whole
+    for decays in (draw_decays(rng, (2, n_tokens)), *of_one_size):
+        arrays, g = draw(rng, n_tokens, sigma, sigma, (2,))
+        check([*arrays, decays], g, sigma, floor=0.1)
 
 
 # ---- hard cases ----------------------------------------------------------------------------------
@@ -140,15 +180,15 @@ def queries_of_one_document_reach_far_below_the_next(rng, q, k, log_v, g):
 
 @pytest.mark.parametrize("name", HARD)
 def test_hard_cases(rng, name):
-    arrays = draw(rng, LONG, 1, 1, batch=())
-    HARD[name](rng, *arrays)
-    check(arrays, 2e-4, floor=0.01)
+    arrays, g = draw(rng, LONG, 1, 1, batch=())
+    HARD[name](rng, *arrays, g)
+    check(arrays, g, sigma=64, floor=0.01)
 
 
 @pytest.mark.parametrize("form", ["chunked", pytest.param("scan", marks=pytest.mark.long)])
 def test_a_state_of_a_million_tokens(rng, form):
     """Handed in as its sums: h_z = log 1e6 plus what keys of some nats add."""
-    q, k, log_v, _ = (x.astype(np.float32) for x in draw(rng, 63, 2, 2))
+    q, k, log_v = (x.astype(np.float32) for x in draw(rng, 63, 2, 2)[0])
     h_z = (np.log(1e6) + 2 * rng.standard_normal((6, FEATURES))).astype(np.float32)
     h_s = (h_z[..., None] + rng.standard_normal((6, FEATURES, FEATURES))).astype(np.float32)
 
@@ -163,55 +203,46 @@ def test_a_state_of_a_million_tokens(rng, form):
         assert np.max(np.abs(got - want)) <= 2e-5
 
 
-OFFSET_KEYS = {"keys up to its own": True, "all keys": False, "all keys of its document": False}
-OFFSET_CASES = [
-    pytest.param("log_attention", "keys up to its own", marks=pytest.mark.long),
-    pytest.param("log_attention", "all keys", marks=pytest.mark.long),
-    ("log_attention", "all keys of its document"),
-    pytest.param("attention", "all keys of its document", marks=pytest.mark.long),
-]
+OFFSET_OPTIONS = {"gate": {}, "causal": {}, "all keys": {"causal": False}, "all keys of documents": {"causal": False}}
+OFFSET_CASES = [("log_attention", name) for name in OFFSET_OPTIONS]
+OFFSET_CASES += [("attention", "gate"), ("attention", "all keys of documents")]
+OFFSETS_QUICK = [("log_attention", "gate"), ("log_attention", "all keys of documents")]
 
 
-@functools.cache
-def compiled_with(function, keys, implementation):
-    def run(q, k, values, ids, g):
-        ids = ids if "document" in keys else None
-        attend = functools.partial(
-            getattr(heinsen, function), causal=OFFSET_KEYS[keys], segment_ids=ids, implementation=implementation
-        )
-        y, pull = jax.vjp(attend, q, k, values)
-        return y, *pull(g.astype(y.dtype))
-
-    return jax.jit(run)
-
-
-@pytest.mark.parametrize("function, keys", OFFSET_CASES)
 @pytest.mark.parametrize("offset", [pytest.param(1e3, marks=pytest.mark.long), 1e5])
-def test_exponents_far_from_zero_cost_no_precision(rng, function, keys, offset):
-    """Of one entry, of all, and of each feature by its own number, which the queries take back."""
-    n_tokens, ids = 70, (np.arange(70) // 40).astype(np.int32)
+@pytest.mark.parametrize(
+    "function, name",
+    [pytest.param(*case, marks=[pytest.mark.long] * (case not in OFFSETS_QUICK)) for case in OFFSET_CASES],
+)
+def test_exponents_far_from_zero_cost_no_precision(rng, function, name, offset):
+    """Of one entry, of all, and of each feature by its own number, which the queries take back.
+
+    k + decay would round small decays away: shifts are subtracted first.
+    """
+    n_tokens, ids = 70, (np.arange(70) // 40).astype(np.int32) if "documents" in name else None
     q, k, values, g = (rng.standard_normal((2, n_tokens, n)) for n in (4, 4, 3, 3))
+    decays = [-np.exp(rng.uniform(np.log(1e-6), np.log(0.1), (2, n_tokens)))] * (name == "gate")
     entry, each = np.zeros_like(k), np.round(offset * rng.standard_normal(4) / 4)
     entry[:, 45, 1] = offset
-    for name, dq, dk in [
+    for what, dq, dk in [
         ("entry", 0, entry),
         ("all keys", 0, offset),
         ("all below", 0, -offset),
         ("each", -each, each),
     ]:
-        arrays = [x.astype(np.float32) for x in (q + dq, k + dk, values, g)]
-        got = compiled_with(function, keys, "chunked")(*arrays[:3], ids, arrays[3])
-        with jax.enable_x64(True):
-            arrays = [x.astype(np.float64) for x in arrays]
-            want = jax.tree.map(np.asarray, compiled_with(function, keys, "reference")(*arrays[:3], ids, arrays[3]))
-        for what, x, truth in zip(("y", "dq", "dk", "dvalues"), got, want, strict=True):
+        arrays = [np.float32(x) for x in (q + dq, k + dk, values, *decays)]
+        given = dict(function=function, ids=ids, **OFFSET_OPTIONS[name])
+        got = run(arrays, np.float32(g), np.float32, implementation="chunked", **given)
+        want = run(arrays, np.float32(g), np.float64, implementation="reference", **given)
+        for of, x, truth in zip(("y", *NAMES), got, want, strict=False):
             error = np.max(np.abs(np.float64(x) - truth))
-            assert error <= 1e-5 * max(1, np.max(np.abs(truth))), f"{name}, {what}: off by {error:.2g}"
+            bar = 2e-5 if decays else 1e-5
+            assert error <= bar * max(1, np.max(np.abs(truth))), f"{what}, {of}: off by {error:.2g}"
 
 
 def test_a_public_state_rounds_its_log_sums_to_their_size(rng):
     """h_s and h_z are float32 numbers: at 1e5 they differ by 0.004 from what they stand for, and outputs with them."""
-    q, k, log_v, _ = draw(rng, 9, 1, 1, batch=())
+    (q, k, log_v), _ = draw(rng, 9, 1, 1, batch=())
 
     def read_state(q, k, log_v):
         state = heinsen.log_attention(q, k, log_v, return_state=True, implementation="scan")[1]

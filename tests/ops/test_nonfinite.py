@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import heinsen
-from tests.ops.common import PORTABLE, split_small
+from tests.ops.common import PORTABLE, small_sizes
 
 T, K, V = 14, 3, 2
 NAMES = ("q", "k", "values", "log_decay")
@@ -16,8 +16,7 @@ NAMES = ("q", "k", "values", "log_decay")
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(function, implementation, q, k, values, log_decay):
     """Outputs and the state after all tokens; several blocks and chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        split_small(patch)
+    with small_sizes():
         attend = functools.partial(getattr(heinsen, function), implementation=implementation, return_state=True)
         return attend(q, k, values, log_decay=log_decay)
 

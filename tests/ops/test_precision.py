@@ -9,12 +9,14 @@ from jax import lax
 
 import heinsen
 from heinsen.ops.api import IMPLEMENTATIONS
+from heinsen.ops.delta import delta_rule
 
 FUNCTIONS = {
     **{f"log, {name}": functools.partial(heinsen.log_attention, implementation=name) for name in IMPLEMENTATIONS},
     **{f"real, {name}": functools.partial(heinsen.attention, implementation=name) for name in IMPLEMENTATIONS},
     "linear": heinsen.linear_attention,
     "sigmoid": heinsen.sigmoid_attention,
+    "delta": lambda q, k, v, causal: delta_rule(q, k, v, k[..., 0], log_decay=-k[..., 0])[0],
 }
 
 

@@ -1,28 +1,33 @@
 """Steps on running averages against the equations in logarithms, and against float64 over very many tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import heinsen
 from heinsen.ops.running import from_running, take_step, to_running
 from heinsen.ops.states import LogState, init_state, query_state, update_state
+from tests.ops.oracle import draw_decays
 
 BATCH, K, V = (2, 3), 4, 5
 
 
 def draw(rng, n, sigma):
-    """(q, k, log_v) of n tokens, [n, *BATCH, ...]."""
+    """[q, k, log_v] of n tokens, [n, *BATCH, ...]."""
     return [jnp.asarray(sigma * rng.standard_normal((n, *BATCH, size)), jnp.float32) for size in (K, K, V)]
 
 
 @jax.jit
 def step_logarithms(state, tokens):
     def body(state, token):
-        state = update_state(state, *token[1:])
-        return state, query_state(state, token[0])
+        q, k, log_v, log_decay = token
+        state = update_state(state, k, log_v, log_decay=log_decay)
+        return state, query_state(state, q)
 
-    return jax.lax.scan(body, state, tokens)
+    return jax.lax.scan(body, state, (*tokens, *[None] * (4 - len(tokens))))
 
 
 @jax.jit
@@ -31,23 +36,31 @@ def step_averages(state, tokens):
         log_y, state = take_step(state, *token)
         return state, log_y
 
-    state, log_y = jax.lax.scan(body, to_running(state), tokens)
+    state, log_y = jax.lax.scan(body, to_running(state), tuple(tokens))
     return from_running(state), log_y
 
 
-@pytest.mark.parametrize("n_before", [0, 6])
-@pytest.mark.parametrize("sigma", [0.1, 1.0, 8.0])
-def test_steps_are_equations_5_and_6(rng, sigma, n_before):
-    state = init_state(BATCH, K, V)
+@pytest.mark.parametrize("sigma, n_before, decay", [(0.1, 0, False), (1.0, 6, False), (8.0, 6, False), (1.0, 0, True)])
+def test_steps_are_equations_5_and_6_and_these_the_parallel_form(rng, sigma, n_before, decay):
+    """Decays of every size; the second half of the steps goes on from the state of the first."""
+    state, n = init_state(BATCH, K, V), 60 if decay else 9
     if n_before:
         state, _ = step_logarithms(state, draw(rng, n_before, sigma))
-    tokens = draw(rng, 9, sigma)
-    (end, exact), log_y = step_averages(state, tokens)
-    expected_end, expected = step_logarithms(state, tokens)
-    assert bool(exact.all())
-    np.testing.assert_allclose(log_y, expected, atol=1e-5 * max(1, sigma))
-    for got, want in zip(end, expected_end, strict=True):
-        np.testing.assert_allclose(got, want, atol=1e-5 * max(1, sigma))
+    tokens = [*draw(rng, n, sigma), *[jnp.asarray(draw_decays(rng, (n, *BATCH)))] * decay]
+    q, k, log_v, *decays = (jnp.moveaxis(x, 0, 2) for x in tokens)
+    attend = jax.jit(functools.partial(heinsen.log_attention, return_state=True))
+    want, want_end = attend(q, k, log_v, state=state, log_decay=decays[0] if decays else None)
+    found = [step_logarithms(state, tokens)]
+    halves, end = [], state
+    for part in (slice(0, n // 2), slice(n // 2, None)):
+        (end, exact), log_y = step_averages(end, [x[part] for x in tokens])
+        assert bool(exact.all())
+        halves.append(log_y)
+    found.append((end, np.concatenate(halves)))
+    bar = 2e-5 if decay else 1e-5 * max(1, sigma)
+    for end, log_y in found:
+        np.testing.assert_allclose(np.moveaxis(log_y, 0, 2), want, atol=bar)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=bar), end, want_end)
 
 
 def test_steps_whose_averages_underflow_say_so_and_no_others(rng):
@@ -105,3 +118,38 @@ def test_error_stays_small_over_very_many_tokens(rng, n_tokens):
         np.log(np.exp(q) @ np.exp(np.float64(s.h_s))) - np.log(np.exp(q) @ np.exp(np.float64(s.h_z)))[:, None]
     )
     assert np.abs(read(state) - read(expected)).max() < 2e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("decay", [-1e-6, -1e-4, -0.1])
+def test_a_million_steps(rng, decay):
+    """Decays as small as float32's rounding of a sum of exponents add up all the same."""
+    n_calls, n, size = 31_250, 32, 8
+    key = jax.random.key(int(rng.integers(2**31)))
+
+    def run(dtype):
+        def call(carry, i):
+            x = jax.random.normal(jax.random.fold_in(key, i), (n, 3, size), jnp.float32).astype(dtype)
+
+            def step(state, token):
+                log_y, state = take_step(state, *token, jnp.asarray(decay, dtype))
+                return state, log_y
+
+            state, log_y = jax.lax.scan(step, to_running(carry), tuple(x[:, j] for j in range(3)))
+            end, exact = from_running(state)
+            return end, (log_y[-1], exact)
+
+        state, (log_y, exact) = jax.lax.scan(call, init_state((), size, size, dtype=dtype), jnp.arange(n_calls))
+        return state, log_y, exact
+
+    state, log_y, exact = jax.tree.map(np.asarray, jax.jit(run, static_argnums=0)(jnp.float32))
+    with jax.enable_x64(True):
+        state64, log_y64, _ = jax.tree.map(np.asarray, jax.jit(run, static_argnums=0)(jnp.float64))
+    assert exact.all()
+    assert np.max(np.abs(log_y - log_y64)) <= 2e-4
+    means, means64 = (np.asarray(h_s) - np.asarray(h_z)[..., None] for h_s, h_z in (state, state64))
+    assert np.max(np.abs(means - means64)) <= 2e-4
+    # The state between calls rounds h_z: by as much for all features, where it is stationary, which no query sees.
+    drift = np.asarray(state.h_z) - np.asarray(state64.h_z)
+    assert np.max(np.abs(drift)) <= n_calls * np.spacing(np.float32(np.max(np.abs(state64.h_z)))) / 2
+    assert np.ptp(drift) <= 2e-4
