@@ -1,13 +1,17 @@
 """The language model in float64, by NumPy, loops and quadratic forms: what heinsen.models is tested against.
 
 It is written from the definitions (docs/design.md), document by document and head by head, and shares no code with the
-package. A part is in the model where its parameters are in the tree.
+package, but that `MovingAverage` is a kind for it. A part is in the model where its parameters are in the tree.
 """
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from heinsen.models import abstract_params
+from heinsen.models.mixers import Mixer
 
 B, T = 2, 8  # of `draw_tokens`
 DOCUMENT = 3
@@ -88,6 +92,9 @@ def layer64(config, kind, x, p, records):
         if kind == "delta":
             beta = sigmoid64(h @ p["strength"]["kernel"][:, i] + p["strength"]["bias"][i])
             heads.append(delta64(q, k, v, beta, *log_decays))
+        elif kind == "moving_average":
+            weights = (1 - DECAY) * DECAY ** np.arange(len(v))
+            heads.append(np.stack([weights[: t + 1][::-1] @ v[: t + 1] for t in range(len(v))]))
         else:
             heads.append(attention64(config, kind, q, k, v, log_decays))
     y = np.concatenate(heads, axis=-1)
@@ -169,6 +176,36 @@ def norm64(p, x):
 
 def sigmoid64(x):
     return 1 / (1 + np.exp(-x))
+
+
+# ---- one more kind -------------------------------------------------------------------------------
+
+DECAY = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingAverage(Mixer[jax.Array]):
+    """y[t] = m[t] = DECAY m[t-1] + (1 - DECAY) v[t], from m = 0. The state is m, [B, H, V]."""
+
+    def init_state(self, batch_size, capacity):
+        return jnp.zeros((batch_size, self.n_heads, self.d_value), self.accumulator_dtype)
+
+    def _attend(self, q, k, values, state, tokens):
+        n_batch, _, n_tokens, _ = values.shape
+        begins = jnp.zeros((n_batch, n_tokens), bool)
+        if tokens.segment_ids is not None:
+            begins = begins.at[:, 1:].set(jnp.diff(tokens.segment_ids[:, 0], axis=-1) != 0)
+        valid = jnp.ones_like(begins) if tokens.valid is None else tokens.valid
+
+        def token(m, at_t):
+            v, begins, valid = at_t
+            new = DECAY * jnp.where(begins[:, None, None], 0, m) + (1 - DECAY) * v
+            m = jnp.where(valid[:, None, None], new, m)
+            return m, m
+
+        state = self.init_state(n_batch, 0) if state is None else state
+        state, y = jax.lax.scan(token, state, (jnp.moveaxis(values, 2, 0), begins.T, valid.T))
+        return jnp.moveaxis(y, 0, 2), state
 
 
 # ---- losses and comparisons ----------------------------------------------------------------------

@@ -10,14 +10,14 @@ import pytest
 
 from heinsen import backend
 from heinsen.config import ConfigError
-from heinsen.decoding import Sampling, generate, load_prefix, prefill, prompts, save_prefix
-from heinsen.models import forget, forward, init_model_state, init_params
+from heinsen.decoding import Sampling, generate
+from heinsen.models import forward, init_model_state, init_params
 from heinsen.models.convolution import convolve, random_taps
 from heinsen.parallel import PARAMETER_RULES, MeshError
 from heinsen.training.config import check_mesh
 from heinsen.training.optimizer import decay_mask
 from tests.model_configs import model_config
-from tests.models.model64 import DOCUMENT, SIZES, assert_close, draw_params
+from tests.models.model64 import DOCUMENT, SIZES, draw_params
 from tests.runs import run_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -102,30 +102,6 @@ def test_it_does_not_decay_and_is_divided_with_the_heads():
     assert not decay_mask(params)["layers"]["convolution"]["taps"]
     assert params["layers"]["convolution"]["taps"].shape == (2, 3, N, 8)
     assert dict(PARAMETER_RULES)["convolution/taps"] == (None, "tensor", None, None)
-
-
-def test_ragged_prompts_pieces_saved_states_and_steps_equal_the_forward_pass(rng, monkeypatch, tmp_path):
-    monkeypatch.setattr(prompts, "PREFILL_PIECE", 4)
-    params = draw_params(CONFIG, rng)
-    tokens = np.int32(rng.integers(4, 13, (2, 16)))
-    tokens[0, [5, 7]] = tokens[1, 9] = DOCUMENT
-    want = full_forward(CONFIG, params, tokens)[0]
-    lengths = rng.permutation([5, 11])
-    prefix = prefill(CONFIG, params, np.where(np.arange(11) < lengths[:, None], tokens[:, :11], 2), lengths=lengths)
-    save_prefix(tmp_path / "state", CONFIG, params, prefix)
-    logits, state = load_prefix(tmp_path / "state", CONFIG, params)
-    step = jax.jit(lambda params, tokens, state: forward(CONFIG, params, tokens, state))
-    rows = np.arange(2)
-    assert_close(logits, np.asarray(want, np.float64)[rows, lengths - 1], 2e-5)
-    for t in range(5):
-        logits, state = step(params, tokens[rows, lengths + t][:, None], state)
-        assert_close(logits[:, 0], np.asarray(want, np.float64)[rows, lengths + t], 3e-5)
-    # What is forgotten is not seen, in the rows that forget.
-    state = forget(CONFIG, state, jnp.array([True, False]))
-    fresh = step(params, tokens[:, :1], init_model_state(CONFIG, 2))[0]
-    after = step(params, tokens[:, :1], state)[0]
-    assert_close(after[0], np.asarray(fresh[0], np.float64), 1e-5)
-    assert np.abs(after[1] - fresh[1]).max() > 1e-3
 
 
 def test_a_stream_may_go_on_beyond_what_int32_counts(rng):

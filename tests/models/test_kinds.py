@@ -10,11 +10,15 @@ import numpy as np
 import pytest
 
 from heinsen.config import ConfigError, from_mapping
-from heinsen.decoding import Sampling, decode, read
+from heinsen.contrib.onnx import check_exportable
+from heinsen.decoding import Sampling, decode, load_prefix, prefill, prompts, read, save_prefix
 from heinsen.decoding.prompts import longest_document
+from heinsen.export.huggingface import huggingface_tensors
 from heinsen.models import (
+    abstract_params,
     check_room,
     count_params,
+    forget,
     forward,
     init_model_state,
     init_params,
@@ -22,8 +26,9 @@ from heinsen.models import (
     mean_loss,
     state_size,
 )
-from heinsen.models.mixers import TokenContext
+from heinsen.models.mixers import MIXERS, TokenContext
 from heinsen.models.positions import POSITION_CLASSES
+from heinsen.models.state import resize_caches
 from heinsen.ops.delta import DeltaState
 from heinsen.ops.linear import LinearState
 from heinsen.ops.softmax import KVCache
@@ -35,6 +40,7 @@ from tests.models.model64 import (
     DOCUMENT,
     SIZES,
     B,
+    MovingAverage,
     T,
     assert_close,
     assert_gradients,
@@ -58,7 +64,7 @@ VARIANTS = {
     "sigmoid": dict(attention="sigmoid", sigmoid_alpha=0.5, sigmoid_bias="-log_n", position="rotary", block="gpt2"),
     "linear": dict(attention="linear", output_gate=True, forget_gate="head", document_token=DOCUMENT),
     "delta": dict(
-        attention="delta", position="none", convolution=2, forget_gate="head", document_token=DOCUMENT, **EQUAL
+        attention="delta", position="none", convolution=4, forget_gate="head", document_token=DOCUMENT, **EQUAL
     ),
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, forget_gate="head", document_token=DOCUMENT
@@ -74,7 +80,8 @@ VARIANTS = {
         **EQUAL,
     ),
 }
-QUICK = ("paper", "gpt2", "hybrid", "delta")
+VARIANTS["another kind"] = dict(attention="moving_average", document_token=DOCUMENT)
+QUICK = ("paper", "gpt2", "hybrid", "delta", "another kind")
 
 
 @pytest.fixture(
@@ -82,6 +89,12 @@ QUICK = ("paper", "gpt2", "hybrid", "delta")
 )
 def config(request):
     return model_config(**SIZES | VARIANTS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """One more kind, which the frame knows by one class and one registration."""
+    monkeypatch.setitem(MIXERS, "moving_average", MovingAverage.from_config)
 
 
 # ---- the models ----------------------------------------------------------------------------------
@@ -144,20 +157,47 @@ def test_mean_decays_average_what_tokens_leave(rng):
     np.testing.assert_allclose(decays[0], kept.mean((0, 1)), rtol=1e-5)
 
 
-def test_pieces_and_steps_equal_the_whole(rng, config):
-    """From nothing, and after a piece of 4 tokens: another piece, or token by token; none sees what comes later."""
+def test_pieces_prompts_saved_states_and_steps_equal_the_whole(rng, config, monkeypatch, tmp_path):
+    """Token by token from nothing; and ragged prompts with padding, read in pieces, saved, loaded and gone on with."""
+    monkeypatch.setattr(prompts, "PREFILL_PIECE", 4)
     params, tokens = draw_params(config, rng), draw_tokens(config, rng)
-    want = logits64(config, params, tokens)
+    want, rows = logits64(config, params, tokens), np.arange(B)
     read = jax.jit(lambda params, tokens, state: forward(config, params, tokens, state))
     empty = init_model_state(config, B, capacity=T)
-    first, middle = read(params, tokens[:, :4], empty)
-    assert_close(first, want[:, :4], 2e-5)
-    assert_close(read(params, tokens[:, 4:], middle)[0], want[:, 4:], 2e-5)
-    for start, state in ((0, empty), (4, middle)):
-        for t in range(start, T):
-            logits, state = read(params, tokens[:, t : t + 1], state)
-            assert_close(logits[:, 0], want[:, t], 3e-5)
+    state = empty
+    for t in range(T):
+        logits, state = read(params, tokens[:, t : t + 1], state)
+        assert_close(logits[:, 0], want[:, t], 3e-5)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, empty)
+
+    lengths = rng.permutation([1, 5])
+    prompt = np.where(np.arange(5) < lengths[:, None], tokens[:, :5], rng.integers(2, 13))
+    prefix = prefill(config, params, prompt, empty, lengths)
+    save_prefix(tmp_path / "state", config, params, prefix)
+    logits, before = load_prefix(tmp_path / "state", config, params)
+    before = resize_caches(config, before, T)  # files hold what is filled
+    assert_close(logits, want[rows, lengths - 1], 2e-5)
+    place = lengths[:, None] + np.arange(3)
+    more = tokens[rows[:, None], place]
+    logits, state = read(params, more[:, :2], before)
+    assert_close(logits, want[rows[:, None], place[:, :2]], 2e-5)
+    logits, _ = read(params, more[:, 2:], state)
+    assert_close(logits[:, 0], want[rows, place[:, 2]], 3e-5)
+
+    # A row of padding alone keeps every bit of its state; another has that of its tokens, whatever the padding is.
+    padded = jax.jit(lambda params, tokens, state, lengths: forward(config, params, tokens, state, lengths))
+    _, after = padded(params, more, before, np.array([0, 2]))
+    _, other = padded(params, np.where(np.arange(3) < 2, more, 7), before, np.array([0, 2]))
+    same = lambda row, a, b: jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[row], b[row]), a, b)
+    same(0, after.attention, before.attention)
+    same(1, after.attention, other.attention)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b[1], atol=1e-5), after.attention, state.attention)
+    # What is forgotten is not seen, in the rows that forget.
+    fresh = read(params, tokens[:, :1], empty)[0]
+    logits = read(params, tokens[:, :1], forget(config, state, jnp.array([True, False])))[0]
+    assert_close(logits[0], np.asarray(fresh[0], np.float64), 1e-5)
+    if config.document_token is None or tokens[1, 0] != DOCUMENT:
+        assert np.abs(logits[1] - fresh[1]).max() > 1e-3
 
 
 def test_padding_of_a_whole_batch_changes_nothing(rng):
@@ -178,6 +218,23 @@ def test_each_kind_has_its_own_state():
     assert states[1].k.shape[2] == 5
     real = model_config(value_domain="real")
     assert isinstance(init_model_state(real, B).attention[0], MeanState) and not real.has_cache
+    another = model_config(attention="moving_average")
+    assert isinstance(another.mixers[0], MovingAverage) and not another.has_cache and not another.splits_sequences
+    assert init_model_state(another, B).attention[0].shape == (B, 2, 4)
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_only_delta_layers_have_beta(kind):
+    layers = abstract_params(model_config(attention=kind))["layers"]
+    assert ("strength" in layers) == (kind == "delta") == MIXERS[kind](model_config()).takes_beta
+
+
+def test_gradients_at_zero_queries_keys_and_values_of_delta_layers_are_finite(rng):
+    config = model_config(**SIZES | VARIANTS["delta"])
+    params, tokens = draw_params(config, rng), draw_tokens(config, rng)
+    params["layers"]["w1"] = jax.tree.map(np.zeros_like, params["layers"]["w1"])
+    grads = jax.jit(jax.grad(lambda params: mean_loss(config, params, jnp.asarray(tokens))))(params)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
 def test_size_of_the_state_by_hand():
@@ -323,6 +380,17 @@ def test_prompts_that_padding_takes_beyond_the_learned_positions_are_read_and_lo
     before = init_model_state(documents, 1)._replace(n_tokens=jnp.array([9]), document_start=jnp.array([5]))
     longest = lambda *row: longest_document(documents, before, np.array([row]), np.array([len(row)]))
     assert [longest(5, 6), longest(5, DOCUMENT, 6), longest(DOCUMENT, *[5] * 6, DOCUMENT)] == [6, 5, 7]
+
+
+def test_exports_of_delta_layers_are_refused():
+    config = model_config(attention="delta")
+    with pytest.raises(ValueError, match="not model.attention = 'delta' .* export it without --format=hf"):
+        huggingface_tensors(config)
+    pytest.importorskip("onnx", reason="pip install onnx")
+    with pytest.raises(
+        ValueError, match="model.attention = 'delta': one step in ONNX needs heinsen; export it without"
+    ):
+        check_exportable(config)
 
 
 @pytest.mark.parametrize(
