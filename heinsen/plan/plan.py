@@ -12,11 +12,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from heinsen import backend
 from heinsen.chips import Chip, chip_of
 from heinsen.host import keep_host_memory
 from heinsen.models import ModelConfig
-from heinsen.ops.softmax import is_fused
 from heinsen.parallel import make_mesh, place_batch, process_rows, split_batch, with_shardings
 from heinsen.plan.report import Plan
 from heinsen.plan.targets import Target, find_target
@@ -153,11 +151,7 @@ class _Step:
 
 def find_notes(model: ModelConfig) -> tuple[str, ...]:
     """Return what slows a model on the backend that is compiled for, and what to compare it with."""
-    has_gate = model.forget_gate != "none"
-    if backend.current() != "gpu" or "softmax" not in model.pattern or is_fused(model.dtype, has_gate):
-        return ()
-    remedy = "model.forget_gate=none" if has_gate else "model.dtype=bfloat16"
-    return (f"softmax attention writes all T x T scores: cuDNN takes part with {remedy}, compare with that",)
+    return tuple(dict.fromkeys(note for mixer in model.mixers if (note := mixer.find_handicap())))
 
 
 def _random_batches(config: TrainConfig, n_rows: int) -> Any:

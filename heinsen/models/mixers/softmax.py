@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from heinsen import backend
 from heinsen.models.mixers.base import TokenContext
 from heinsen.models.mixers.cached import CachedMixer
 from heinsen.ops import softmax
@@ -31,6 +32,13 @@ class Softmax(CachedMixer):
     @property
     def takes_log_decay(self) -> bool:
         return self.causal
+
+    def find_handicap(self) -> str | None:
+        has_gate = self.forget_gate != "none"
+        if backend.current() != "gpu" or softmax.is_fused(self.dtype, has_gate):
+            return None
+        remedy = "model.forget_gate=none" if has_gate else "model.dtype=bfloat16"
+        return f"softmax attention writes all T x T scores: cuDNN takes part with {remedy}, compare with that"
 
     def init_state(self, batch_size: int, capacity: int) -> KVCache:
         cache = super().init_state(batch_size, capacity)
