@@ -39,12 +39,14 @@ def get_config() -> ConfigDict:
                 sigmoid_bias="0.0",  # sigmoid: added to the logits; a number, or -log_n
                 value_domain="log",  # heinsen: W1 outputs log values and W2 reads log y; real: values and y themselves
                 convolution=0,  # taps of a short causal convolution of queries, keys and values, such as 4; 0: none
+                feature_map="none",  # heinsen: learned maps of queries and keys: exponential, elu, relu, softmax
+                d_features=placeholder(int),  # of a head, even; None: 2 d_key
                 forget_gate="none",  # all but sigmoid: head: a forget gate, one number per head and token
                 forget_gate_shortest=2.0,  # its heads' time constants at the start, in tokens, spread from this ...
                 forget_gate_longest=4096.0,  # ... to this
                 output_gate=False,  # whether the attention's output is multiplied by 2 sigmoid(Wg x)
                 block="heinsen",  # the paper's; or gpt2: attention with a projection, then an MLP D -> 4D -> D
-                position="recurrent",  # the paper's; or learned, rotary (softmax and sigmoid layers), none
+                position="recurrent",  # the paper's; or learned, rotary (softmax, sigmoid, feature maps), none
                 n_positions=placeholder(int),  # learned: number of positions, at least sequence_length
                 objective="next_token",  # or masked: a bidirectional model that fills in masked tokens
                 dtype="float32",  # of matmul inputs; bfloat16 on accelerators

@@ -76,6 +76,9 @@ def _find_problem(value: float, at_least: float | None, below: float | None) -> 
 # Fields of earlier runs and exports, and what they are called now.
 RENAMED = {f"gate{end}": f"forget_gate{end}" for end in ("", "_shortest", "_longest")}
 
+# Fields that earlier runs and exports lack. Their defaults leave a run as it was.
+ADDED = ("feature_map", "d_features")
+
 
 def _rename(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {RENAMED.get(name, name): value for name, value in fields.items()}
@@ -99,7 +102,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
     """Build dataclass `cls` and the dataclasses nested in it.
 
     Args:
-      values: a value for every field, and nothing else.
+      values: a value for every field, and nothing else. Those of `ADDED` may be missing.
       path: the name of `values` in error messages.
 
     Raises:
@@ -108,12 +111,13 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
     types_of_fields = typing.get_type_hints(cls)
     values = _rename(values)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    if missing := [name for name in names if name not in values]:
+    if missing := [name for name in names if name not in values and name not in ADDED]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which configs/default.py has")
     if unknown := [name for name in values if name not in names]:
         raise ConfigError(f"{path} has unknown fields {', '.join(unknown)}: the fields are {', '.join(names)}")
     try:
-        return cls(**{name: _check_type(types_of_fields[name], values[name], f"{path}.{name}") for name in names})
+        given = {name: _check_type(types_of_fields[name], x, f"{path}.{name}") for name, x in values.items()}
+        return cls(**given)
     except ConfigError:
         raise
     except ValueError as error:

@@ -43,6 +43,8 @@ PARAMETER_RULES: tuple[tuple[str, tuple[MeshAxes, ...]], ...] = (
     ("w1/kernel", (None, "fsdp", "tensor")),  # [L, D, H (2K + V)], head by head
     ("w1/bias", (None, "tensor")),
     ("convolution/taps", (None, "tensor", None, None)),  # [L, H, N, 2K + V]
+    ("feature_map/kernel", (None, None, "tensor", None, None)),  # [L, 2, H, K, F]
+    ("feature_map/bias", (None, None, "tensor", None, None)),  # [L, 2, H, 1, F]
     ("/gate/kernel", (None, None, "tensor")),  # [L, D, H]
     ("/gate/bias", (None, "tensor")),
     ("/gate/scale", (None, "tensor")),

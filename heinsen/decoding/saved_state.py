@@ -62,8 +62,9 @@ def load_prefix(path: Path, config: ModelConfig, params: Params | str) -> Prefix
         why = f" ({error})" if zipfile.is_zipfile(path) else ""  # else NumPy takes it for a pickle
         raise StateError(f"{path} is no saved state, or a damaged one{why}: read the text again") from error
     saved, own = header["model"], _state_fields(config)
-    if differing := [name for name in own if saved.get(name) != own[name]]:
-        listed = "; ".join(f"model.{n} {saved.get(n)!r} there, {own[n]!r} here" for n in differing)
+    saved = {name: getattr(ModelConfig, name, None) for name in own} | saved  # earlier states lack later fields
+    if differing := [name for name in own if saved[name] != own[name]]:
+        listed = "; ".join(f"model.{n} {saved[n]!r} there, {own[n]!r} here" for n in differing)
         raise StateError(f"{path} is a state of another model: {listed}")
     if header["params"] != (params if isinstance(params, str) else hash_params(params)):
         raise StateError(

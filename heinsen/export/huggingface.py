@@ -40,6 +40,11 @@ def huggingface_tensors(config: ModelConfig) -> list[Tensor]:
             f"transformers gets models of {kinds} attention that predict the next token, not model.attention = "
             f"{config.attention!r} with objective = {config.objective!r}: export it without --format=hf"
         )
+    if config.n_features is not None:
+        raise ExportError(
+            f"model.feature_map = {config.feature_map!r}: transformers gets models without a feature map; export it "
+            "without --format=hf"
+        )
     tensors, period = [], len(config.pattern)
     for ours in parameter_names(config):
         # Linear's and LayerNorm's names for flax's: w1.kernel is w1.weight, norm.scale is norm.weight.

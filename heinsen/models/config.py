@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from heinsen.config import Limits, check_numbers
 from heinsen.errors import InputError
 from heinsen.models.dense import PRODUCT
+from heinsen.models.feature_map import LOG_FEATURES
 from heinsen.models.mixers import MIXERS, Mixer
 from heinsen.ops.arrays import ATTENTION
 
@@ -55,6 +56,9 @@ class ModelConfig:
       remat: what the backward pass recomputes, a key of REMAT_POLICIES.
       implementation: the argument of `heinsen.log_attention`, for heinsen layers (None: the fastest).
       document_token: the id that begins a document. There the model forgets everything before it (None: never).
+      feature_map: for heinsen layers, "none", or the features that learned maps make of queries and keys
+        (`heinsen.models.feature_map`). With one, rotary positions rotate these layers' queries and keys, too.
+      d_features: number of these features of a head, even (None: 2 d_key).
 
     Raises ValueError for values that are impossible or do not fit each other.
     """
@@ -83,6 +87,8 @@ class ModelConfig:
     remat: str
     implementation: str | None
     document_token: Annotated[int | None, Limits(at_least=0)]
+    feature_map: str = "none"
+    d_features: Annotated[int | None, _SIZE] = None
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -122,6 +128,7 @@ class ModelConfig:
         choices = {
             "remat": REMAT_POLICIES,
             "forget_gate": GATES,
+            "feature_map": ("none", *LOG_FEATURES),
             "block": BLOCKS,
             "position": POSITIONS,
             "objective": OBJECTIVES,
@@ -142,6 +149,7 @@ class ModelConfig:
             build(self).check_use(self.attention, is_used=name in self.pattern)
         if self.forget_gate != "none":
             self._check_gate()
+        self._check_feature_map()
 
     def _check_gate(self) -> None:
         if not self.causal and self.implementation not in (None, "chunked"):
@@ -160,6 +168,23 @@ class ModelConfig:
                 f"model.forget_gate_longest = {self.forget_gate_longest} is below model.forget_gate_shortest = "
                 f"{self.forget_gate_shortest}: give time constants in tokens, such as 2 and 4096"
             )
+
+    def _check_feature_map(self) -> None:
+        if self.n_features is None:
+            if self.d_features is not None:
+                raise ValueError(
+                    f"model.d_features = {self.d_features} is the number of a feature map's features, and there is "
+                    f"none: set model.feature_map to {' or '.join(LOG_FEATURES)}, or d_features to None"
+                )
+            return
+        if not any(mixer.takes_exponents for mixer in self.mixers):
+            kinds = ", ".join(kind for kind, build in MIXERS.items() if build(self).takes_exponents)
+            raise ValueError(
+                f"model.feature_map = {self.feature_map!r} is an option of {kinds} attention, of which "
+                f"model.attention = {self.attention!r} has none: set it to none"
+            )
+        if self.n_features % 2:
+            raise ValueError(f"model.d_features = {self.d_features}: features come in pairs, give an even number")
 
     def _check_positions(self) -> None:
         if self.position == "learned" and self.n_positions is None:
@@ -199,6 +224,13 @@ class ModelConfig:
     def layer_mixers(self) -> tuple[Mixer[Any], ...]:
         """Mixers of all layers."""
         return self.mixers * (self.n_layers // len(self.pattern))
+
+    @property
+    def n_features(self) -> int | None:
+        """Number of features of the feature map, None if there is none."""
+        if self.feature_map == "none":
+            return None
+        return 2 * self.d_key if self.d_features is None else self.d_features
 
     @property
     def causal(self) -> bool:

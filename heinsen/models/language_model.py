@@ -33,6 +33,7 @@ from heinsen.models.config import REMAT_POLICIES, ModelConfig, check_causal
 from heinsen.models.convolution import Convolution
 from heinsen.models.cross_entropy import token_logits
 from heinsen.models.dense import Dense, HeadsDense, matmul, weight_init
+from heinsen.models.feature_map import FeatureMap
 from heinsen.models.gate import ForgetGate
 from heinsen.models.mixers import Mixer, TokenContext
 from heinsen.models.mixers.base import hide_padding
@@ -148,8 +149,8 @@ class Layer(nn.Module):
     """The paper's layer: x + W3 GLU(W2 attend(q, k, v)), with (q, k, v) = W1 LayerNorm(x) split head by head.
 
     Shapes: x [B, T, D], W1 [D, H (2K + V)], W2 [H V, 2D], W3 [D, D]. The paper's attention takes log v for v, and
-    returns the logarithm of its output. A short convolution, if the config has one, follows W1. With an output gate W2
-    reads attend(...) times 2 sigmoid(Wg LayerNorm(x)), Wg [D, H V].
+    returns the logarithm of its output. A short convolution, if the config has one, follows W1, then rotations, then a
+    feature map. With an output gate W2 reads attend(...) times 2 sigmoid(Wg LayerNorm(x)), Wg [D, H V].
     """
 
     config: ModelConfig
@@ -167,6 +168,7 @@ class Layer(nn.Module):
         q, k, values, inputs = self.project(normed, state.convolution, context)
         context = self.add_log_decays(normed, context)
         context = self.add_beta(normed, context)
+        q, k = self.map_features(q, k)
         if self.mixer.takes_log_decay and self.config.causal and not self.mixer.has_cache:
             k, context = hide_padding(k, context)
         is_step = state.attention is not None and context.slot.shape[1] == 1
@@ -215,6 +217,13 @@ class Layer(nn.Module):
         (h,) = dense(sizes=(sum(sizes),))(normed)
         h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
         return jnp.split(h, np.cumsum(sizes)[:-1], axis=-1), inputs
+
+    def map_features(self, q: Array, k: Array) -> tuple[Array, Array]:
+        """Queries and keys as the mixer takes them: exponents [B, H, T, F], if there is a feature map."""
+        c = self.config
+        if c.n_features is None or not self.mixer.takes_exponents:
+            return q, k
+        return FeatureMap(c.feature_map, c.n_features, c.dtype, name="feature_map")(q, k)
 
     def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from jax.sharding import Mesh
 
-from heinsen.config import RENAMED, Limits, check_numbers
+from heinsen.config import ADDED, RENAMED, Limits, check_numbers
 from heinsen.models import ModelConfig, check_halo
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
@@ -115,11 +115,14 @@ class TrainConfig:
 
 
 def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a config without the fields that may change."""
+    """Return a config without the fields that may change, and without those of `ADDED` at their defaults."""
+    defaults = {
+        field.name: field.default for group in (TrainConfig, ModelConfig) for field in dataclasses.fields(group)
+    }
     return {
         name: fixed_fields(value, f"{path}{name}.") if isinstance(value, Mapping) else value
         for name, value in mapping.items()
-        if path + name not in _CHANGEABLE
+        if path + name not in _CHANGEABLE and not (name in ADDED and value == defaults[name])
     }
 
 

@@ -32,6 +32,7 @@ from heinsen.decoding import (
     step_params,
 )
 from heinsen.decoding.sampling import keep_likeliest
+from heinsen.decoding.saved_state import _digest_contents
 from heinsen.models import forward, init_model_state, init_params
 from heinsen.models.state import resize_caches
 from heinsen.ops import running
@@ -400,6 +401,16 @@ def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "state"
     save_prefix(path, config, params, read(config, params, [[1, 2, 3]]))
     return config, params, path, *contents(path)
+
+
+def test_a_state_from_before_a_field_of_models_is_read(saved, tmp_path):
+    config, params, path, header, arrays = saved
+    model = {name: x for name, x in header["model"].items() if name not in ("feature_map", "d_features")}
+    earlier = {"version": header["version"], "model": model, "params": header["params"]}
+    write_state(tmp_path / "state", earlier | {"digest": _digest_contents(earlier, arrays)}, arrays)
+    jax.tree.map(np.testing.assert_array_equal, *(load_prefix(x, config, params) for x in (path, tmp_path / "state")))
+    with pytest.raises(StateError, match="another model: model.feature_map 'none' there, 'elu' here"):
+        load_prefix(tmp_path / "state", dataclasses.replace(config, feature_map="elu"), params)
 
 
 class Pickled:

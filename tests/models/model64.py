@@ -89,6 +89,11 @@ def layer64(config, kind, x, p, records):
             if name in p
         ]
         q, k, v = np.split(qkv, [n_k, 2 * n_k], axis=-1)
+        if config.position == "rotary" and (kind in ("softmax", "sigmoid") or "feature_map" in p):
+            q, k = rotate64(q, np.arange(len(q))), rotate64(k, np.arange(len(k)))
+        if "feature_map" in p:
+            maps = zip((q, k), p["feature_map"]["kernel"][:, i], p["feature_map"]["bias"][:, i], strict=True)
+            q, k = (log_features64(config, x @ a + b) for x, a, b in maps)
         if kind == "delta":
             beta = sigmoid64(h @ p["strength"]["kernel"][:, i] + p["strength"]["bias"][i])
             heads.append(delta64(q, k, v, beta, *log_decays))
@@ -115,8 +120,6 @@ def attention64(config, kind, q, k, v, log_decays):
     """One head of one document, [T, K], [T, K], [T, V], [T]s -> [T, V]: the weights of all pairs."""
     place = np.arange(len(q))
     seen = np.tril(np.ones((len(q), len(q)))) if config.causal else np.ones((len(q), len(q)))
-    if config.position == "rotary" and kind in ("softmax", "sigmoid"):
-        q, k = rotate64(q, place), rotate64(k, place)
     if kind == "sigmoid":
         count = seen.sum(-1, keepdims=True)
         bias = -np.log(count) if config.sigmoid_bias == "-log_n" else float(config.sigmoid_bias)
@@ -135,6 +138,17 @@ def attention64(config, kind, q, k, v, log_decays):
         weights = weights * np.exp(left)
     weights = seen * weights / (seen * weights).sum(-1, keepdims=True)
     return np.log(weights @ np.exp(v)) if kind == "heinsen" and config.value_domain == "log" else weights @ v
+
+
+def log_features64(config, z):
+    """Logarithms of the features of a feature map."""
+    features = {
+        "exponential": np.exp,
+        "elu": lambda z: np.where(z > 0, z + 1, np.exp(np.minimum(z, 0))),
+        "relu": lambda z: np.maximum(z, 0) + 1e-6,
+        "softmax": lambda z: np.exp(z) / np.exp(z).sum(-1, keepdims=True),
+    }
+    return np.log(features[config.feature_map](z))
 
 
 def delta64(q, k, v, beta, log_decays=None):

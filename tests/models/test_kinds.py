@@ -69,6 +69,9 @@ VARIANTS = {
     "real": dict(
         value_domain="real", position="none", block="gpt2", convolution=4, forget_gate="head", document_token=DOCUMENT
     ),
+    "features": dict(
+        value_domain="real", feature_map="elu", position="rotary", forget_gate="head", document_token=DOCUMENT
+    ),
     "hybrid": dict(
         attention="heinsen,softmax,sigmoid",
         n_layers=3,
@@ -319,6 +322,10 @@ def test_rotations_are_relative_however_long_the_text(rng, start):
             dict(forget_gate="head", attention="sigmoid"),
             "of heinsen, softmax, linear, delta attention, of which model.",
         ),
+        (dict(feature_map="cosine"), "model.feature_map = 'cosine': choose none, exponential, elu, relu, softmax"),
+        (dict(feature_map="elu", attention="linear"), "of heinsen attention, of which model.attention = 'linear' has"),
+        (dict(d_features=8), "model.d_features = 8 is the number of a feature map's features, and there is none: set"),
+        (dict(feature_map="elu", d_features=7), "model.d_features = 7: features come in pairs, give an even number"),
         (dict(block="llama"), "model.block = 'llama': choose heinsen, gpt2"),
         (dict(position="sinus"), "model.position = 'sinus': choose recurrent, learned, rotary, none"),
         (dict(position="learned"), "model.n_positions = None: learned positions need their number"),
@@ -394,7 +401,7 @@ def test_exports_of_delta_layers_are_refused():
 
 
 @pytest.mark.parametrize(
-    "name, splits", [("hybrid", False), ("real", False), ("gpt2", False), ("delta", False), (None, True)]
+    "name, splits", [(name, False) for name in ("hybrid", "real", "features", "gpt2", "delta")] + [(None, True)]
 )
 def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits):
     changes = {f"model__{key}": value for key, value in VARIANTS.get(name, {}).items()}
@@ -409,7 +416,7 @@ def test_only_the_papers_attention_divides_the_tokens_of_a_sequence(name, splits
         check_mesh(config, mesh)
 
 
-NAMES = ["gpt2", "sigmoid", "linear", "delta", "real", "masked"]
+NAMES = ["gpt2", "sigmoid", "linear", "delta", "real", "features", "masked"]
 ON_FOUR_DEVICES = """
 import jax, numpy as np
 from heinsen.models.masking import mask_tokens
@@ -436,6 +443,7 @@ for name in NAMES:
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh).params)
     split = {jax.tree_util.keystr(path) for path, s in jax.tree.leaves_with_path(where) if any(s.spec)}
     of_layer = (6 if model.block == "gpt2" else 4) + bool(model.convolution) + 2 * model.output_gate
+    of_layer += 2 * (model.feature_map != "none")
     of_gates = 3 * sum(name in ("heinsen", "linear", "delta") for name in model.pattern) * (model.forget_gate == "head")
     of_gates += 2 * model.pattern.count("delta")  # strengths
     n_split = 1 + (model.position == "recurrent") + len(model.pattern) * of_layer + of_gates

@@ -33,8 +33,12 @@ def check_exportable(config: ModelConfig) -> None:
         import onnx  # noqa: F401
     except ImportError as error:
         raise ExportError(f"--format=onnx needs a package ({error}): pip install 'onnx>=1.17'") from error
-    wanted = {"objective": "next_token", "attention": "heinsen"}
-    is_wanted = {"objective": config.causal, "attention": all(x.is_exportable for x in config.mixers)}
+    wanted = {"objective": "next_token", "attention": "heinsen", "feature_map": "none"}
+    is_wanted = {
+        "objective": config.causal,
+        "attention": all(x.is_exportable for x in config.mixers),
+        "feature_map": config.n_features is None,
+    }
     for field, value in wanted.items():
         if not is_wanted[field]:
             raise ExportError(

@@ -57,9 +57,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
 
     # Whether the state is a cache: arrays [B, H, slots, ...] with a slot for every token (`TokenContext.slot`).
     has_cache: ClassVar[bool] = False
-    # Whether queries and keys are rotated where the model has rotary positions.
-    uses_rotary: ClassVar[bool] = False
-    # Whether queries and keys are exponents, which stay float32.
+    # Whether queries and keys are exponents: they stay float32, and pass a feature map where the model has one.
     takes_exponents: ClassVar[bool] = False
     # Whether tokens write with `TokenContext.beta`. A beta of 0 then hides padding, else keys do.
     takes_beta: ClassVar[bool] = False
@@ -80,6 +78,11 @@ class Mixer(abc.ABC, Generic[MixerState]):
 
         `attention` is the model's pattern, for the message.
         """
+
+    @property
+    def uses_rotary(self) -> bool:
+        """Whether queries and keys are rotated where the model has rotary positions."""
+        return False
 
     @property
     def takes_log_decay(self) -> bool:

@@ -19,7 +19,10 @@ class CachedMixer(Mixer[KVCache], abc.ABC):
     """A mixer whose state is the keys and values of all tokens, in slots. Its products have inputs of `dtype`."""
 
     has_cache: ClassVar[bool] = True
-    uses_rotary: ClassVar[bool] = True
+
+    @property
+    def uses_rotary(self) -> bool:
+        return True
 
     def init_state(self, batch_size: int, capacity: int) -> KVCache:
         return softmax.init_cache(batch_size, self.n_heads, capacity, self.d_key, self.d_value, self.dtype)

@@ -25,9 +25,14 @@ from heinsen.ops.states import LogState, MeanState
 
 @dataclasses.dataclass(frozen=True)
 class Heinsen(Mixer[MixerState], Generic[MixerState]):
-    """The common part of both value domains. `implementation` is an argument of `heinsen.log_attention`."""
+    """The common part of both value domains.
+
+    `implementation` is an argument of `heinsen.log_attention`. n_features is the number of exponents that a feature map
+    makes of queries and keys; None: they are exponents themselves, which rotations would not make relative.
+    """
 
     implementation: str | None
+    n_features: int | None
 
     signed: ClassVar[bool]  # whether values have either sign; else they are given by their logarithms
     takes_exponents: ClassVar[bool] = True
@@ -47,12 +52,17 @@ class Heinsen(Mixer[MixerState], Generic[MixerState]):
             )
 
     @property
+    def uses_rotary(self) -> bool:
+        return self.n_features is not None
+
+    @property
     def takes_log_decay(self) -> bool:
         return True
 
     def init_state(self, batch_size: int, capacity: int) -> MixerState:
         shape, dtype = (batch_size, self.n_heads), self.accumulator_dtype
-        state: Any = states.init_state(shape, self.d_key, self.d_value, signed=self.signed, dtype=dtype)
+        n_features = self.d_key if self.n_features is None else self.n_features
+        state: Any = states.init_state(shape, n_features, self.d_value, signed=self.signed, dtype=dtype)
         return state
 
     def _attend(self, q: Array, k: Array, values: Array, state: Any, context: TokenContext) -> tuple[Array, Any]:
