@@ -54,16 +54,17 @@ def run() -> str | None:
 
     from heinsen.distributed import join_processes
     from heinsen.host import keep_compilations
-    from heinsen.plan.plan import plan
+    from heinsen.plan.plan import plan_stages
     from heinsen.training.data import train_config
     from heinsen.training.loop import train
 
     config = train_config(values)
     if TARGET.value is not None:
-        return str(plan(config, 0, TARGET.value, PEAK_FLOPS.value))
+        return "\n\n".join(map(str, plan_stages(config, 0, TARGET.value, PEAK_FLOPS.value)))
     join_processes(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, DISTRIBUTED.value, PEER_TIMEOUT.value)
     if PLAN.value:
-        report = str(plan(config, PLAN_STEPS.value, peak_flops=PEAK_FLOPS.value))
+        plans = plan_stages(config, PLAN_STEPS.value, peak_flops=PEAK_FLOPS.value)
+        report = "\n\n".join(map(str, plans))
     else:
         keep_compilations()
         result = train(config, Path(WORKDIR.value))

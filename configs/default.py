@@ -66,6 +66,12 @@ def get_config() -> ConfigDict:
                 weight_decay=0.1,  # of matrices and embeddings only
                 clip_norm=1.0,  # maximum global norm of the gradient; inf: none
             ),
+            conversion=dict(  # of the softmax model in init_from: see configs/convert.py
+                share=placeholder(float),  # of the steps, first, for its attention alone; None: no conversion
+                learning_rate=1e-2,  # in these steps
+                window_starts=16,  # rotary positions: windows start at random places below so many windows; 0: at 0
+                forget_gate=placeholder(str),  # the teacher's; None: as init_from says
+            ),
             log_every=10,  # steps
             validate_every=1000,  # steps, and at the end
             validation_tokens=1_000_000,  # at most, from the start of the split

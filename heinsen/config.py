@@ -77,7 +77,7 @@ def _find_problem(value: float, at_least: float | None, below: float | None) -> 
 RENAMED = {f"gate{end}": f"forget_gate{end}" for end in ("", "_shortest", "_longest")}
 
 # Fields that earlier runs and exports lack. Their defaults leave a run as it was.
-ADDED = ("feature_map", "d_features")
+ADDED = ("feature_map", "d_features", "conversion")
 
 
 def _rename(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from heinsen.models.additions import ADDITIONS, identity_params
 from heinsen.parallel import MeshError, make_mesh, shardings, with_shardings
 from heinsen.training.checkpoint import CheckpointError, restore_params
 from heinsen.training.config import TrainConfig, check_mesh
+from heinsen.training.conversion import add_to_teacher
 from heinsen.training.folder import RunError, check_same_model, load_run, load_tokenizer_name
 
 
@@ -56,7 +57,8 @@ def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> Load
     """Load the parameters that `config.init_from` names, split over the mesh.
 
     The run's model may have additions to the model there (`heinsen.models.additions`): they begin doing nothing, so
-    that the run starts at that model's outputs. `tokenizer` is that of the run's data.
+    that the run starts at that model's outputs. Or the run may convert that model. `tokenizer` is that of the run's
+    data.
 
     Raises RunError if they belong to another model or tokenizer; ConfigError, CheckpointError, MeshError.
     """
@@ -64,7 +66,8 @@ def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> Load
     source = Path(os.path.expanduser(config.init_from))
     old = load_run(source)
     absent = {name: each.absent for name, each in ADDITIONS.items() if getattr(old.model, name) == each.absent}
-    model = dataclasses.replace(config.model, **absent)
+    converts = config.conversion.share is not None
+    model = config.teacher if converts else dataclasses.replace(config.model, **absent)
     check_same_model(old.model, model, source)
     if (old_tokenizer := load_tokenizer_name(source)) != tokenizer:
         raise RunError(
@@ -72,6 +75,8 @@ def load_initial_params(config: TrainConfig, mesh: Mesh, tokenizer: str) -> Load
             f"{tokenizer!r} tokens: use other weights, or data of the same tokenizer"
         )
     loaded = load_params(source, model, mesh)
+    if converts:
+        return loaded._replace(params=add_to_teacher(config, loaded.params, mesh))
     if model == config.model:
         return loaded
     identity = partial(identity_params, config.model)

@@ -52,12 +52,14 @@ class LanguageModel(nn.Module):
     """Embedding, positions and layers; the embedding also makes the logits of the output.
 
     A mesh divides the batch over data x fsdp, tokens over sequence, and heads over tensor (`heinsen.parallel`).
-    `stacked` says whether the layers' parameters are stacked, as those of `init_params` are.
+    `stacked` says whether the layers' parameters are stacked, as those of `init_params` are. With a `teacher`, a model
+    with other attention and otherwise the same parameters, layers go on with its attention (`attention_distances`).
     """
 
     config: ModelConfig
     mesh: Mesh | None = None
     stacked: bool = True
+    teacher: ModelConfig | None = None
 
     @nn.compact
     def __call__(
@@ -66,15 +68,19 @@ class LanguageModel(nn.Module):
         state: ModelState | None = None,
         lengths: Int[Array, " B"] | None = None,
         keep_state: bool = True,
+        first_place: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], ModelState | None]:
-        """Return the last hidden states, of which the embedding makes logits, and the state after all tokens."""
+        """Return the last hidden states, of which the embedding makes logits, and the state after all tokens.
+
+        first_place: place of each row's first token in its document (None: as the state says, 0 without one).
+        """
         c = self.config
         keep_state = keep_state and c.causal
         init_std = LAYERS[c.block].init_std
         embedding = self.param("embedding", weight_init(c.d_model, init_std), (c.padded_vocab_size, c.d_model))
         x = jnp.take(embedding, tokens, axis=0)
 
-        before, context = locate_tokens(c, tokens, state, lengths)
+        before, context = locate_tokens(c, tokens, state, lengths, first_place)
         x = constrain_stream(self.mesh, x)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, init_std, name="position")
         x, position = add_position(x, before.position, context)
@@ -104,7 +110,8 @@ class LanguageModel(nn.Module):
             length=c.n_layers // period,
         )
         stacks = tuple(jax.tree.map(lambda *x: jnp.stack(x), *states[j::period]) for j in range(period))
-        run = scan(*arguments, self.mesh, name="layers")
+        options = {} if self.teacher is None else {"teacher": self.teacher}
+        run = scan(*arguments, self.mesh, **options, name="layers")
         x, after = run(x, stacks if period > 1 else stacks[0], context, keep_state)
         stacks = after if period > 1 else (after,)
         return x, tuple(jax.tree.map(lambda x, i=i: x[i // period], stacks[i % period]) for i in range(c.n_layers))
@@ -156,6 +163,7 @@ class Layer(nn.Module):
     config: ModelConfig
     mixer: Mixer[Any]
     mesh: Mesh | None = None
+    teacher: ModelConfig | None = None  # see `LanguageModel`
 
     init_std: ClassVar[float | None] = None  # of initial weights: see `weight_init`
 
@@ -168,13 +176,10 @@ class Layer(nn.Module):
         q, k, values, inputs = self.project(normed, state.convolution, context)
         context = self.add_log_decays(normed, context)
         context = self.add_beta(normed, context)
-        q, k = self.map_features(q, k)
-        if self.mixer.takes_log_decay and self.config.causal and not self.mixer.has_cache:
-            k, context = hide_padding(k, context)
-        is_step = state.attention is not None and context.slot.shape[1] == 1
-        attend = self.mixer.step if is_step else self.mixer.attend
-        y, mixer_state = attend(q, k, values, state.attention, context, self.mesh)
-        y = checkpoint_name(y.astype(self.config.dtype), ATTENTION)
+        exponents = self.map_features(q, k)
+        y, mixer_state = self.attend(*exponents, values, state, context)
+        if self.teacher is not None:
+            y = self.follow_teacher(y, q, k, values, context)
         y = self.merge_heads(y, normed)
         self.record("attention", lambda: self.rms(y))
         x = self.add_to_residual(x, y)
@@ -224,6 +229,29 @@ class Layer(nn.Module):
         if c.n_features is None or not self.mixer.takes_exponents:
             return q, k
         return FeatureMap(c.feature_map, c.n_features, c.dtype, name="feature_map")(q, k)
+
+    def attend(self, q: Array, k: Array, values: Array, state: LayerState, context: TokenContext) -> tuple[Array, Any]:
+        """The attention [B, H, T, V] of all heads, and the mixer's state after the last token."""
+        if self.mixer.takes_log_decay and self.config.causal and not self.mixer.has_cache:
+            k, context = hide_padding(k, context)
+        is_step = state.attention is not None and context.slot.shape[1] == 1
+        attend = self.mixer.step if is_step else self.mixer.attend
+        y, after = attend(q, k, values, state.attention, context, self.mesh)
+        return checkpoint_name(y.astype(self.config.dtype), ATTENTION), after
+
+    def follow_teacher(self, y: Array, q: Array, k: Array, values: Array, context: TokenContext) -> Array:
+        """The teacher's attention of the same queries, keys and values; records the distance of y from it."""
+        assert self.teacher is not None
+        if self.teacher.forget_gate == "none":
+            context = context._replace(log_decay=None)
+        target, _ = self.teacher.mixers[0].attend(q, k, values, None, context, self.mesh)
+
+        def measure() -> Array:
+            ours, theirs = (x.astype(self.config.accumulator_dtype) for x in (y, target))
+            return jnp.mean(jnp.square(ours - theirs)) / jnp.mean(jnp.var(theirs, axis=(0, 2)))
+
+        self.record("distance", measure)
+        return target
 
     def add_log_decays(self, normed: Float[Array, "B T D"], context: TokenContext) -> TokenContext:
         """The context with the log decays of the forget gate, if the layer has one; one for each direction it sees."""
@@ -420,3 +448,26 @@ def layer_records(
         for name, values in stacks[layer % period].items():
             records[name][layer] = values[layer // period]
     return records
+
+
+@usual_promotion
+def attention_distances(
+    config: ModelConfig,
+    teacher: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B T"],
+    mesh: Mesh | None = None,
+    first_place: Int[Array | np.ndarray, " B"] | None = None,
+) -> Float[Array, " L"]:
+    """Return how far each layer's attention is from a teacher's of the same inputs, those of the teacher.
+
+    It is the mean squared error of all heads' outputs over the variance of the teacher's. Both models read `params`,
+    those of `config`, stacked; the teacher has another kind of attention, and no feature map. The kind of attention is
+    the same in all layers.
+    """
+    model = LanguageModel(config, mesh, teacher=teacher)
+    first_place = None if first_place is None else jnp.asarray(first_place)
+    inputs = jnp.asarray(tokens), None, None, False, first_place
+    variables: Any = model.apply({"params": params}, *inputs, mutable=[_RECORDS])[1]
+    distances: Array = variables[_RECORDS]["layers"]["distance"]
+    return distances

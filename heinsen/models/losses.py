@@ -47,11 +47,18 @@ def next_token_losses_with_state(
 
 @usual_promotion
 def mean_loss(
-    config: ModelConfig, params: Params, tokens: Int[Array | np.ndarray, "B N"], mesh: Mesh | None = None
+    config: ModelConfig,
+    params: Params,
+    tokens: Int[Array | np.ndarray, "B N"],
+    mesh: Mesh | None = None,
+    first_place: Int[Array | np.ndarray, " B"] | None = None,
 ) -> Float[Array, ""]:
-    """Return the mean of `next_token_losses`. Fast to differentiate."""
+    """Return the mean of `next_token_losses`. Fast to differentiate.
+
+    first_place: place of each row's first token in its document (None: 0).
+    """
     check_causal(config)
-    x, embedding, _ = _apply_model(config, params, tokens[:, :-1], mesh)
+    x, embedding, _ = _apply_model(config, params, tokens[:, :-1], mesh, first_place=first_place)
     return _plain_mean(config, x, embedding, tokens[:, 1:], mesh)
 
 
@@ -129,6 +136,7 @@ def _apply_model(
     mesh: Mesh | None,
     state: ModelState | None = None,
     lengths: Array | np.ndarray | None = None,
+    first_place: Array | np.ndarray | None = None,
 ) -> tuple[Float[Array, "B T D"], Array, Any]:
     """Return the last hidden states, the embedding, gathered once for both of its uses, and the state after `state`.
 
@@ -136,7 +144,8 @@ def _apply_model(
     """
     params = params | {"embedding": constrain(mesh, params["embedding"])}
     model = LanguageModel(config, mesh)
-    lengths = None if lengths is None else jnp.asarray(lengths)
-    result: Any = model.apply({"params": params}, jnp.asarray(tokens), state, lengths, state is not None)
+    lengths, first_place = (None if x is None else jnp.asarray(x) for x in (lengths, first_place))
+    inputs = jnp.asarray(tokens), state, lengths, state is not None, first_place
+    result: Any = model.apply({"params": params}, *inputs)
     x, after = result
     return x, params["embedding"], after

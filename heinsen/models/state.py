@@ -99,6 +99,7 @@ def locate_tokens(
     tokens: Int[Array, "B T"],
     state: ModelState | None = None,
     lengths: Int[Array, " B"] | None = None,
+    first_place: Int[Array, " B"] | None = None,
 ) -> tuple[ModelState, TokenContext]:
     """Return the state before the tokens, by `forget_at_document_start`, and where they stand after it.
 
@@ -107,6 +108,7 @@ def locate_tokens(
     Args:
       state: what came before (None: nothing).
       lengths: number of tokens of each row, if rows are padded at their end, with any ids (None: T).
+      first_place: place of each row's first token in its document (None: as `state` says).
     """
     n_batch, n_tokens = tokens.shape
     valid = None if lengths is None else jnp.arange(n_tokens) < lengths[:, None]
@@ -117,6 +119,8 @@ def locate_tokens(
     before = state_without_layers(config, n_batch) if state is None else state
     if begins is not None and state is not None:
         before = forget_at_document_start(config, before, begins[:, 0], n_tokens)
+    if first_place is not None:
+        before = before._replace(document_start=before.n_tokens - first_place)
     slot = before.n_tokens[:, None] + jnp.arange(n_tokens)
     document_start = jnp.broadcast_to(before.document_start[:, None], slot.shape)
     segment_ids = None

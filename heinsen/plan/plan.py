@@ -28,30 +28,46 @@ from heinsen.training.devices import (
     peak_flops_per_device,
 )
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.stages import Stage, stages_of
 from heinsen.training.step import TrainState, abstract_train_state, init_train_state, make_train_step
 
 _MAX_SECONDS = 300.0  # for the timed steps
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def plan(config: TrainConfig, steps: int, target: str | None = None, peak_flops: float | None = None) -> Plan:
+def plan_stages(
+    config: TrainConfig, steps: int, target: str | None = None, peak_flops: float | None = None
+) -> list[Plan]:
+    """Return the `plan` of each stage of a run, in order."""
+    return [plan(config, steps, target, peak_flops, stage) for stage in stages_of(config)]
+
+
+def plan(
+    config: TrainConfig,
+    steps: int,
+    target: str | None = None,
+    peak_flops: float | None = None,
+    stage: Stage | None = None,
+) -> Plan:
     """Plan a run on the devices here, or on the target, a machine that need not exist (`targets.find_target`).
 
     Compiles the step; on the devices here also times `steps` of it on random tokens (0: none), unless it needs more
     memory than there is, or would take minutes at the devices' peak rate. peak_flops: that rate in FLOP/s per device,
-    None: `chips` has it, or it is measured. Raises MeshError, DeviceError, TargetError.
+    None: `chips` has it, or it is measured. stage: one of the run's, None: the last. Raises MeshError, DeviceError,
+    TargetError.
     """
+    stage = stage or stages_of(config)[-1]
     if target is None:
-        return _plan_here(config, steps, peak_flops)
-    return _plan_target(config, find_target(target), peak_flops)
+        return _plan_here(config, stage, steps, peak_flops)
+    return _plan_target(config, stage, find_target(target), peak_flops)
 
 
 @explain_device_errors()
-def _plan_here(config: TrainConfig, steps: int, peak_flops: float | None) -> Plan:
+def _plan_here(config: TrainConfig, stage: Stage, steps: int, peak_flops: float | None) -> Plan:
     keep_host_memory()
     mesh = make_mesh(config.mesh)
     arrays = _random_batches(config, len(process_rows(mesh, config.sequences_per_microbatch)))
-    step = _Step(config, mesh, arrays)
+    step = _Step(config, stage, mesh, arrays)
     start = time.perf_counter()
     compiled = step.compile()
     memory = jax.local_devices()[0].memory_stats() or {}
@@ -69,11 +85,11 @@ def _plan_here(config: TrainConfig, steps: int, peak_flops: float | None) -> Pla
 
 
 @explain_device_errors()
-def _plan_target(config: TrainConfig, target: Target, peak_flops: float | None) -> Plan:
+def _plan_target(config: TrainConfig, stage: Stage, target: Target, peak_flops: float | None) -> Plan:
     devices = target.devices()
     with target.compiling():
         mesh = make_mesh(config.mesh, devices)
-        step = _Step(config, mesh, _random_batches(config, config.sequences_per_microbatch))
+        step = _Step(config, stage, mesh, _random_batches(config, config.sequences_per_microbatch))
         start = time.perf_counter()
         try:
             compiled, overflow = step.compile(), None
@@ -106,22 +122,22 @@ def find_overflow(message: str) -> tuple[int, int] | None:
 
 
 class _Step:
-    """The step of a run on a mesh, with the shapes of its arguments. Raises MeshError if they do not fit it.
+    """The step of a stage on a mesh, with the shapes of its arguments. Raises MeshError if they do not fit it.
 
     arrays: this process's rows of the batches.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, arrays: Any) -> None:
+    def __init__(self, config: TrainConfig, stage: Stage, mesh: Mesh, arrays: Any) -> None:
         check_mesh(config, mesh)
-        self.config, self.mesh = config, mesh
-        self.optimizer = make_optimizer(config.optimizer, config.total_steps)
+        self.config, self.stage, self.mesh = config, stage, mesh
+        self.optimizer = make_optimizer(stage.optimizer, stage.n_steps)
         self.state = abstract_train_state(config.model, self.optimizer, mesh)
-        global_shape = lambda x: (x.shape[0], config.sequences_per_microbatch, x.shape[2])
+        global_shape = lambda x: (x.shape[0], config.sequences_per_microbatch, *x.shape[2:])
         batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct(global_shape(x), x.dtype), arrays)
         self.batches = with_shardings(batches, split_batch(mesh, axis=1))
 
     def compile(self) -> jax.stages.Compiled:
-        step = make_train_step(self.config.model, self.optimizer, self.mesh)
+        step = make_train_step(self.config.model, self.optimizer, self.mesh, self.stage.loss, self.stage.trained)
         return step.lower(self.state, self.batches).compile()
 
     def plan_of(self, compiled: jax.stages.Compiled | None, chip: Chip | None, peak_flops: float) -> Plan:
@@ -139,8 +155,9 @@ class _Step:
             n_params=sum(x.size for x in jax.tree.leaves(self.state.params)),
             batch_size=config.batch_size,
             sequence_length=config.sequence_length,
-            total_tokens=config.total_tokens,
-            total_steps=config.total_steps,
+            total_tokens=min(config.total_tokens, self.stage.n_steps * config.tokens_per_step),
+            total_steps=self.stage.n_steps,
+            stage=self.stage.name,
             bytes_state=bytes_per_device(self.state),
             bytes_step=0 if compiled is None else compiled_bytes(compiled),
             peak_flops=peak_flops * n_devices,

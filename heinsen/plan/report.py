@@ -20,7 +20,8 @@ class Plan:
     where it is known. peak_flops is of all devices. seconds_per_step is None if no step was timed, for the reason
     not_timed. target is the name of the machine that is planned for, None: the devices here. costs are those of one
     step on one device, None: the chip is not known, or the step does not fit and was not compiled. notes say what slows
-    the model there.
+    the model there. stage is the name of the part of a conversion that is planned, which the totals are of; else it is
+    empty.
     """
 
     n_devices: int
@@ -41,6 +42,7 @@ class Plan:
     target: str | None = None
     costs: Costs | None = None
     notes: tuple[str, ...] = ()
+    stage: str = ""
 
     @property
     def tokens_per_step(self) -> int:
@@ -64,6 +66,7 @@ class Plan:
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         target = f" ({self.target}, by its compiler)" if self.target else ""
         rows = [
+            *([("stage", self.stage)] if self.stage else []),
             ("devices", f"{self.n_devices} x {self.device}{target}; {shape}"),
             ("parameters", f"{self.n_params:,}"),
             ("step", f"{self.batch_size} x {self.sequence_length} tokens = {self.tokens_per_step:,}"),
@@ -157,7 +160,8 @@ class Plan:
             return rows
         for label, each in seconds.items():
             hours = each * self.total_steps / 3600
-            total = f"{_format_hours(hours)} for the whole run, {hours * self.n_devices:,.1f} device-hours"
+            whole = "stage" if self.stage else "run"
+            total = f"{_format_hours(hours)} for the whole {whole}, {hours * self.n_devices:,.1f} device-hours"
             rows.append((label, total + (" at least" if label == "at the bound" else "")))
         return rows
 

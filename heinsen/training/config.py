@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from heinsen.config import ADDED, RENAMED, Limits, check_numbers
 from heinsen.models import ModelConfig, check_halo
+from heinsen.models.config import GATES
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
@@ -30,6 +31,30 @@ class DataConfig:
 
     path: str
     validation_split: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionConfig:
+    """The conversion of a softmax model (`heinsen.training.conversion`), which `init_from` names.
+
+    Attributes:
+      share: of the steps, the first ones: each layer learns to attend as the teacher (None: no conversion).
+      learning_rate: in these steps, after warm-up; it decays by the same factor as the optimizer's.
+      window_starts: with rotary positions windows start at a random place below so many windows.
+      forget_gate: the teacher's (None: as `init_from` says).
+    """
+
+    share: float | None = None
+    learning_rate: float = 1e-2
+    window_starts: Annotated[int, Limits(at_least=0, below=2**10)] = 16
+    forget_gate: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 < self.share < 1:
+            raise ValueError(f"conversion.share = {self.share}: it must lie between 0 and 1, as both stages need steps")
+        check_numbers(self, "conversion.")
+        if self.forget_gate is not None and self.forget_gate not in GATES:
+            raise ValueError(f"conversion.forget_gate = {self.forget_gate!r}: choose {', '.join(GATES)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +80,7 @@ class TrainConfig:
     keep_every: int | None
     trace_steps: str | None
     wandb_project: str | None
+    conversion: ConversionConfig = ConversionConfig()
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -70,9 +96,28 @@ class TrainConfig:
             )
         if self.sample_tokens:
             check_samples(self.model, self.sample_tokens)
-        make_schedule(self.optimizer, self.total_steps)  # raises if the warm-up does not fit
+        if self.conversion.share is not None:
+            self._check_conversion()
+        for n_steps in self.stage_steps:
+            make_schedule(self.optimizer, n_steps)  # raises if the warm-up does not fit
         if self.traced is not None and not 1 <= self.traced.start < self.traced.stop:
             raise ValueError(f"trace_steps = {self.trace_steps!r}: expected FIRST:LAST, such as 10:12")
+
+    def _check_conversion(self) -> None:
+        model = self.model
+        if len(model.pattern) > 1 or model.n_features is None or model.value_domain != "real" or not model.causal:
+            raise ValueError(
+                "a conversion (conversion.share) makes a model with model.attention = heinsen in all layers, "
+                "value_domain = real, a feature_map and objective = next_token: they are "
+                f"{model.attention}, {model.value_domain}, {model.feature_map} and {model.objective}"
+            )
+        if self.conversion.forget_gate is None:
+            raise ValueError(f"conversion.forget_gate = None: say whether the teacher has one, {' or '.join(GATES)}")
+        _ = self.teacher  # raises if no softmax model has these sizes
+        if self.conversion.forget_gate == "head" and model.forget_gate == "none":
+            raise ValueError(
+                "model.forget_gate = 'none': the teacher has a forget gate, which must stay: set it to head"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -81,6 +126,27 @@ class TrainConfig:
     @property
     def total_steps(self) -> int:
         return -(-self.total_tokens // self.tokens_per_step)
+
+    @property
+    def teacher(self) -> ModelConfig:
+        """The model whose attention a conversion replaces: the run's, with softmax attention. Raises ValueError."""
+        assert self.conversion.forget_gate is not None
+        return dataclasses.replace(
+            self.model,
+            attention="softmax",
+            value_domain="log",
+            feature_map="none",
+            d_features=None,
+            forget_gate=self.conversion.forget_gate,
+        )
+
+    @property
+    def stage_steps(self) -> tuple[int, ...]:
+        """Number of steps of each stage: of the two of a conversion, or of the only one."""
+        if self.conversion.share is None:
+            return (self.total_steps,)
+        first = max(1, round(self.conversion.share * self.total_steps))
+        return first, self.total_steps - first
 
     @property
     def sequences_per_microbatch(self) -> int:
@@ -118,7 +184,7 @@ def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a config without the fields that may change, and without those of `ADDED` at their defaults."""
     defaults = {
         field.name: field.default for group in (TrainConfig, ModelConfig) for field in dataclasses.fields(group)
-    }
+    } | {"conversion": dataclasses.asdict(ConversionConfig())}
     return {
         name: fixed_fields(value, f"{path}{name}.") if isinstance(value, Mapping) else value
         for name, value in mapping.items()

@@ -24,6 +24,7 @@ from heinsen.data.shards import DatasetError
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import process_rows
 from heinsen.training.config import TrainConfig
+from heinsen.training.conversion import draw_first_places, take_from_teacher
 
 TRAIN_SPLIT = "train"
 
@@ -32,8 +33,10 @@ def train_config(values: Mapping[str, Any]) -> TrainConfig:
     """Return the config of a run from the fields of a config file.
 
     model.vocab_size may be None: the data's. model.padded_vocab_size may be None: as in `pad_vocabulary`, with a row
-    for masked tokens if the model needs one. Raises ConfigError, and DatasetError if the data are needed and missing.
+    for masked tokens if the model needs one. In a conversion any field of the model may be None (`take_from_teacher`).
+    Raises ConfigError, RunError, and DatasetError if the data are needed and missing.
     """
+    values = take_from_teacher(values)
     match values:
         case {"model": {"vocab_size": None} as model, "data": {"path": str(path)}}:
             values = {**values, "model": {**model, "vocab_size": _read_vocab_size(path)}}
@@ -128,15 +131,18 @@ def make_microbatches(
 ) -> Any:
     """Return the batches [A, R, ...] that the loss of the model's objective reads in a step.
 
-    They are the windows, or for a masked model the arrays of `mask_tokens`.
+    They are the windows, for a masked model the arrays of `mask_tokens`, in a conversion the windows and the places of
+    their first tokens.
 
     Args:
       windows: tokens of these rows.
-      step: a masked model's masks depend on it.
+      step: masks and places depend on it.
       rows: as returned by `rows_by_microbatch`.
     """
     model = config.model
-    batch = windows if model.causal else mask_tokens(model, windows[:, 1:], config.seed, step, rows)
+    batch: Any = windows if model.causal else mask_tokens(model, windows[:, 1:], config.seed, step, rows)
+    if config.conversion.share is not None:
+        batch = {"tokens": windows, "first_place": draw_first_places(config, step, rows)}
     return jax.tree.map(lambda x: x.reshape(config.accumulation_steps, -1, *x.shape[1:]), batch)
 
 

@@ -25,7 +25,14 @@ _OF_DATA = "tokenizer", "data_digest"  # what config.json has besides the config
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of flock, on a file system without locks
 
 # Fields of a model that do not affect what its weights mean, with a value to compare models at.
-_WEIGHT_INDEPENDENT = {"dtype": "float32", "remat": "none", "implementation": None, "document_token": None}
+_WEIGHT_INDEPENDENT = {
+    "dtype": "float32",
+    "remat": "none",
+    "implementation": None,
+    "document_token": None,
+    "forget_gate_shortest": 2.0,
+    "forget_gate_longest": 4096.0,
+}
 
 
 class RunError(HeinsenError, RuntimeError):

@@ -18,10 +18,12 @@ from heinsen.training.folder import RunError
 from heinsen.training.metrics import SAMPLE, MetricsLog, WandbLog
 from heinsen.training.optimizer import make_schedule
 from heinsen.training.plots import plot_run
+from heinsen.training.stages import Stage
 
 # (metric, label, format) in the order shown.
 _COLUMNS = (
     ("loss", "loss", ".4f"),
+    ("distance", "distance", ".4f"),
     ("validation_loss", "validation loss", ".4f"),
     ("bits_per_byte", "bits/byte", ".3f"),
     ("validation_bits_per_byte", "bits/byte", ".3f"),
@@ -39,6 +41,7 @@ class Console:
 
     def __init__(self, name: str, start_step: int, total_steps: int, enabled: bool) -> None:
         self._name, self._start_step, self._total_steps, self._enabled = name, start_step, total_steps, enabled
+        self._stage = ""
         self._start_time = time.perf_counter()
         self._bar: tqdm | None = None
         if enabled and sys.stderr.isatty():
@@ -62,6 +65,12 @@ class Console:
         yield
         self._start_time += time.perf_counter() - start
 
+    def start_stage(self, name: str) -> None:
+        """Name the stage that begins, if it has a name."""
+        self._stage = f"{name} " if name else ""
+        if self._bar is not None:
+            self._bar.set_description_str(f"{self._name} {self._stage}".strip())
+
     def update(self, step: int) -> None:
         """Move the bar to `step`."""
         if self._bar is not None:
@@ -72,10 +81,10 @@ class Console:
         shown = [f"{label} {metrics[name]:{form}}" for name, label, form in _COLUMNS if name in metrics]
         eta = self.seconds / max(step - self._start_step, 1) * (self._total_steps - step)
         text = "  ".join([*shown, f"ETA {tqdm.format_interval(eta)}"])
-        if self._bar is not None and "loss" in metrics:
+        if self._bar is not None and not any(name.startswith("validation") for name in metrics):
             self._bar.set_postfix_str(text)
         else:
-            self.message(f"{self._name} step {step}/{self._total_steps}  {text}")
+            self.message(f"{self._name} {self._stage}step {step}/{self._total_steps}  {text}")
         if SAMPLE in metrics:
             self.message(f"a sample:\n{metrics[SAMPLE]}\n")
 
@@ -137,7 +146,6 @@ class Reporter:
     ) -> None:
         self._config, self._workdir, self._writes = config, workdir, writes
         self._bytes_per_token, self.losses = bytes_per_token, losses
-        self._schedule = make_schedule(config.optimizer, config.total_steps)
         self._flops_per_token = train_flops_per_token(n_params)
         self._peak_flops = peak_flops_per_device() * jax.device_count()
         self._tracing = False
@@ -186,6 +194,14 @@ class Reporter:
             yield
         self.message(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
 
+    def start_stage(self, stage: Stage) -> None:
+        """Call before the steps of each stage."""
+        self._stage, self._schedule = stage, make_schedule(stage.optimizer, stage.n_steps)
+        self._console.start_stage(stage.name)
+        if stage.name:
+            what = "everything" if stage.trained is None else "only what the teacher lacks"
+            self.message(f"stage {stage.name}, steps {stage.first_step:,} to {stage.last_step:,}: {what} learns")
+
     def start_step(self, step: int) -> None:
         """Call before each step."""
         traced = self._config.traced
@@ -206,35 +222,36 @@ class Reporter:
     def report_step(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Report a step that is done.
 
-        `metrics` are those of `make_train_step` as numbers, and "updates", how many updates came before the step. The
-        loss that is logged is the mean since the last log.
+        `metrics` are those of `make_train_step` as numbers, and "skips", whether the step changed nothing. The loss
+        that is logged is the mean since the last log.
         """
         self.losses.add(metrics["loss"])
         self._console.update(step)
         if self.ends_trace(step):
             self._stop_trace()
             self.message(f"trace of steps {self._config.trace_steps} written to {self._workdir / 'trace'}")
-        if step % self._config.log_every and step != self._config.total_steps:
+        stage = self._stage
+        if step % self._config.log_every and step != stage.last_step:
             return
-        rates = self._measure_rates(step)
-        learning_rate = float(self._schedule(metrics["updates"]))
-        loss = self.losses.take()
-        measured = {"loss": loss, "bits_per_byte": bits_per_byte(loss, self._bytes_per_token)}
-        measured |= {name: metrics[name] for name in ("grad_norm", "param_norm", "skipped")}
-        measured |= {"learning_rate": learning_rate} | rates
+        measured = {stage.loss_name: self.losses.take()} | self._measure_rates(step)
+        if stage.loss_name == "loss":
+            measured["bits_per_byte"] = bits_per_byte(measured["loss"], self._bytes_per_token)
+            measured["mfu"] = measured["tokens_per_second"] * self._flops_per_token / self._peak_flops
+        measured |= {name: x for name, x in metrics.items() if name not in ("loss", "skips")}
+        n_updates = step - stage.first_step - metrics["skipped"] + metrics["skips"]  # before the step
+        measured["learning_rate"] = float(self._schedule(n_updates))
         memory = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in memory:
             measured["peak_device_bytes"] = memory["peak_bytes_in_use"]
         self.write(step, measured)
 
     def _measure_rates(self, step: int) -> dict[str, float]:
-        """Return tokens/s, MFU and the share of time spent waiting for data, since the last call."""
+        """Return tokens/s and the share of time spent waiting for data, since the last call."""
         now = self._console.seconds
         seconds = now - self._measured_seconds
         rate = (step - self._measured_step) * self._config.tokens_per_step / seconds
         rates = {
             "tokens_per_second": rate,
-            "mfu": rate * self._flops_per_token / self._peak_flops,
             "data_wait": self._data_seconds / seconds,
         }
         self._measured_step, self._measured_seconds, self._data_seconds = step, now, 0.0

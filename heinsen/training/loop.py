@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +30,7 @@ from heinsen.training.devices import check_memory, explain_device_errors
 from heinsen.training.folder import RunError, claim_folder, write_config
 from heinsen.training.log import LossMean, Reporter
 from heinsen.training.optimizer import make_optimizer
+from heinsen.training.stages import Stage, stages_of
 from heinsen.training.step import Metrics, TrainState, abstract_train_state, init_train_state, make_train_step
 from heinsen.training.validation import Validator
 from heinsen.weights import load_initial_params
@@ -58,8 +59,11 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     keep_host_memory()
     mesh, is_main = make_mesh(config.mesh), jax.process_index() == 0
     check_mesh(config, mesh)
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
-    abstract = abstract_train_state(config.model, optimizer, mesh)
+    if config.conversion.share is not None and config.init_from is None:
+        raise RunError("init_from = None: a conversion starts from a trained model; set --config.init_from=DIR")
+    stages = stages_of(config)
+    optimizer = make_optimizer(stages[0].optimizer, stages[0].n_steps)
+    abstract = abstract_train_state(config.model, optimizer, mesh)  # the same in all stages
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
@@ -92,9 +96,8 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
         )
         for change in changes:
             reporter.message(f"{change}: continuing with the command's")
-        train_step = make_train_step(config.model, optimizer, mesh)
-        loop = _Loop(config, mesh, data, train_step, validator, checkpoints, signals, reporter)
-        return loop.run(state, start_step)
+        loop = _Loop(config, mesh, data, validator, checkpoints, signals, reporter)
+        return loop.run(stages, state, start_step)
 
 
 @contextlib.contextmanager
@@ -126,24 +129,45 @@ class _Loop:
     config: TrainConfig
     mesh: Mesh
     data: RunData
-    train_step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
     validator: Validator
     checkpoints: Checkpoints
     signals: "StopSignals"
     reporter: Reporter
 
-    def run(self, state: TrainState, start_step: int) -> Evaluation:
+    def run(self, stages: Sequence[Stage], state: TrainState, start_step: int) -> Evaluation:
+        c, result = self.config, None
+        if c.conversion.share is not None and start_step == 0:
+            with self.reporter.pause():
+                teacher = self.validator.measure_teacher(state.params)
+            swapped, _ = self.validate(0, state.params)
+            self.reporter.message(
+                f"validation loss {teacher.loss:.4f} of the teacher, {swapped.loss:.4f} with its attention only swapped"
+            )
+        for stage in stages:
+            if start_step < stage.last_step:
+                state, result = self.run_stage(stage, state, start_step)
+                start_step = stage.last_step
+        self.checkpoints.wait()
+        return result or self.validate(c.total_steps, state.params)[0]
+
+    def run_stage(self, stage: Stage, state: TrainState, start_step: int) -> tuple[TrainState, Evaluation]:
+        """Run the steps of a stage after `start_step`. It ends with a validation and a checkpoint."""
         c, result, pending = self.config, None, None
+        self.reporter.start_stage(stage)
+        optimizer = make_optimizer(stage.optimizer, stage.n_steps)
+        if start_step + 1 == stage.first_step > 1:
+            state = init_train_state(c.model, optimizer, c.seed, self.mesh, state.params)
+        train_step = make_train_step(c.model, optimizer, self.mesh, stage.loss, stage.trained)
         # Simulated devices that share a few cores deadlock in collectives when steps queue up.
         always_waits = jax.default_backend() == "cpu" and jax.device_count() > 1
-        for step in range(start_step + 1, c.total_steps + 1):
+        for step in range(start_step + 1, stage.last_step + 1):
             self.reporter.start_step(step)
             batches = self.next_batches(step)
             with self.reporter.compiling("training step") if step == start_step + 1 else contextlib.nullcontext():
-                state, metrics = self.train_step(state, batches)
+                state, metrics = train_step(state, batches)
             if pending is not None:
                 self.check_and_report(*pending)
-            is_last, stopping = step == c.total_steps, self.signals.stop_after(step)
+            is_last, stopping = step == stage.last_step, self.signals.stop_after(step)
             saves = step % c.checkpoint_every == 0 or is_last or stopping is not None
             validates = step % c.validate_every == 0 or is_last
             pending, result = (step, metrics), None
@@ -157,12 +181,12 @@ class _Loop:
                 with self.reporter.pause():
                     progress = {**self.data.batches.get_state(), "losses": self.reporter.losses.state}
                     self.checkpoints.save(step, state, progress, c.fingerprint)
-            if stopping is not None and not is_last:
+            if stopping is not None and step < c.total_steps:
                 self.checkpoints.wait()
                 saved = self.checkpoints.path(step)
                 raise RunInterruption(f"{stopping} at step {step}: saved {saved}; rerun the same command to resume")
-        self.checkpoints.wait()
-        return result or self.validate(c.total_steps, state.params)[0]
+        assert result is not None
+        return state, result
 
     def next_batches(self, step: int) -> Any:
         """Return the batches [A, R, ...] of a step, placed on the mesh."""
@@ -186,8 +210,7 @@ class _Loop:
                     f"{what}: stopped after {in_a_row} such steps in a row, which changed no parameter. {self.advice()}"
                 )
             self.reporter.message(f"{what}: skipped, {in_a_row} in a row, {metrics['skipped']} in all")
-        metrics["updates"] = step - 1 - metrics["skipped"] + (in_a_row > 0)
-        self.reporter.report_step(step, metrics)
+        self.reporter.report_step(step, metrics | {"skips": in_a_row > 0})
 
     def validate(self, step: int, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the result of `Validator`. Raises NonFiniteLossError."""

@@ -48,8 +48,8 @@ def make_schedule(config: OptimizerConfig, total_steps: int) -> optax.Schedule:
     """
     if config.warmup_steps >= total_steps:
         raise ValueError(
-            f"optimizer.warmup_steps = {config.warmup_steps} does not fit a run of {total_steps} steps: "
-            "raise total_tokens or lower warmup_steps"
+            f"optimizer.warmup_steps = {config.warmup_steps} does not fit a run of {total_steps} steps, or a stage of "
+            "it: raise total_tokens or lower warmup_steps"
         )
     return optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, total_steps, config.final_learning_rate

@@ -9,7 +9,7 @@ from heinsen.training.metrics import metric_points, read_metrics
 
 
 def plot_run(workdir: Path) -> list[Path]:
-    """Plot a run from metrics.jsonl: the loss, and the time constants of a forget gate. Return the paths."""
+    """Plot a run from metrics.jsonl: loss and distances from a teacher, and time constants. Return the paths."""
     entries = read_metrics(workdir)
     paths = [_plot_loss(workdir, entries)]
     if any(name.startswith("time_constant/") for entry in entries for name in entry):
@@ -18,8 +18,17 @@ def plot_run(workdir: Path) -> list[Path]:
 
 
 def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
-    """Training and validation loss over tokens."""
-    figure, axes = make_figure(figsize=(8, 5))
+    """Training and validation loss over tokens; above, in a conversion, each layer's distance from the teacher."""
+    distances = sorted({name for entry in entries for name in entry if name.startswith("distance/")}, key=_numbers)
+    panels = 2 if distances else 1
+    figure, grid = make_figure(panels, figsize=(8, 2 + 3 * panels), sharex=True, squeeze=False)
+    for name in distances:
+        grid[0, 0].plot(
+            *zip(*metric_points(entries, name), strict=True), lw=1, label=name.split("/")[1].replace("_", " ")
+        )
+        grid[0, 0].set(ylabel="distance from the teacher's attention", yscale="log")
+        grid[0, 0].grid(alpha=0.3)
+    axes = grid[-1, 0]
     for name, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
         points = metric_points(entries, name)
         if points:

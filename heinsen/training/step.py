@@ -1,6 +1,6 @@
 """One optimizer step as a pure function, jitted over a mesh with a donated state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ def _begin(optimizer: optax.GradientTransformation, params: Params) -> TrainStat
 def init_train_state(
     model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh, params: Params | None = None
 ) -> TrainState:
-    """Return the state before the first step; each device computes only its own part.
+    """Return the state before the first step of a stage; each device computes only its own part.
 
     params: those to start with, which are donated; None: random ones.
     """
@@ -66,12 +66,13 @@ def make_train_step(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    loss: Callable[..., jax.Array] | None = None,
+    loss: Callable[..., Any] | None = None,
+    trained: Set[str] | None = None,
 ) -> jax.stages.Wrapped:
     """Return `make_step` jitted over the mesh, with XLA's options for its devices. The given state is donated."""
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
     return jax.jit(
-        make_step(model, optimizer, mesh, loss),
+        make_step(model, optimizer, mesh, loss, trained),
         in_shardings=(where, split_batch(mesh, axis=1)),
         out_shardings=(where, replicated(mesh)),
         donate_argnums=0,
@@ -83,7 +84,8 @@ def make_step(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None = None,
-    loss: Callable[..., jax.Array] | None = None,
+    loss: Callable[..., Any] | None = None,
+    trained: Set[str] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Return the step (state, batches [A, R, ...]) -> (state, metrics), a pure function.
 
@@ -92,32 +94,41 @@ def make_step(
     skipped.
 
     Args:
-      loss: (model, params, batch, mesh) -> scalar; None: that of the model's objective.
+      loss: (model, params, batch, mesh) -> scalar, or (scalar, metrics); None: that of the model's objective.
+      trained: names of the parameters that learn, joined by dots; None: all.
 
     Returns:
-      The step. Its metrics are "loss" in nats per token; "grad_norm" before clipping; "param_norm"; "skipped" and
-      "skipped_in_a_row", the counts after the step.
+      The step. Its metrics are those of the loss; "loss" itself, of the model's objective in nats per token;
+      "grad_norm" before clipping; "param_norm"; "skipped" and "skipped_in_a_row", the counts after the step.
     """
-    microbatch_loss: Callable[..., jax.Array] = loss or (mean_loss if model.causal else masked_loss)
-    value_and_grad = jax.value_and_grad(lambda params, batch: microbatch_loss(model, params, batch, mesh))
+    microbatch_loss: Callable[..., Any] = loss or (mean_loss if model.causal else masked_loss)
 
-    def loss_and_grads(params: Params, batches: Any) -> tuple[jax.Array, Params]:
+    def with_metrics(params: Params, batch: Any) -> tuple[jax.Array, Metrics]:
+        frozen = _select(trained, params, jax.lax.stop_gradient)
+        result = microbatch_loss(model, frozen, batch, mesh)
+        return result if isinstance(result, tuple) else (result, {})
+
+    value_and_grad = jax.value_and_grad(with_metrics, has_aux=True)
+
+    def loss_and_grads(params: Params, batches: Any) -> tuple[tuple[jax.Array, Metrics], Params]:
         if microbatch_loss is masked_loss:
             batches = _scale_weights(batches)
         n_microbatches = jax.tree.leaves(batches)[0].shape[0]
         if n_microbatches == 1:
             return value_and_grad(params, jax.tree.map(lambda x: x[0], batches))
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         add = lambda total, batch: (jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None)
         total, _ = jax.lax.scan(add, zeros, batches)
         return jax.tree.map(lambda x: x / n_microbatches, total)
 
     @usual_promotion
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:
-        mean, grads = loss_and_grads(state.params, batches)
+        (mean, metrics), grads = loss_and_grads(state.params, batches)
         grad_norm = optax.tree.norm(grads)
         is_finite = jnp.isfinite(mean) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates = _select(trained, updates, jnp.zeros_like)
         updated = optax.apply_updates(state.params, updates), opt_state
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(is_finite, new, old), updated, (state.params, state.opt_state)
@@ -126,11 +137,19 @@ def make_step(
             "all": state.skipped["all"] + ~is_finite,
             "in_a_row": jnp.where(is_finite, 0, state.skipped["in_a_row"] + 1),
         }
-        metrics = {"loss": mean, "grad_norm": grad_norm, "param_norm": optax.tree.norm(params)}
+        metrics |= {"loss": mean, "grad_norm": grad_norm, "param_norm": optax.tree.norm(params)}
         metrics |= {"skipped": skipped["all"], "skipped_in_a_row": skipped["in_a_row"]}
         return TrainState(params, opt_state, skipped), metrics
 
     return step
+
+
+def _select(trained: Set[str] | None, params: Params, otherwise: Callable[[jax.Array], jax.Array]) -> Params:
+    """Return a tree of parameters with `otherwise` applied to those that do not learn."""
+    if trained is None:
+        return params
+    learns = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") in trained
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if learns(path) else otherwise(x), params)
 
 
 def _scale_weights(batches: dict[str, Array]) -> dict[str, Array]:

@@ -31,9 +31,7 @@ class Validator:
 
     def __call__(self, params: Params) -> tuple[Evaluation, dict[str, float | str]]:
         """Return the mean over the datasets by their shares, and the metrics to report."""
-        results = [evaluate(self._eval_step, params, batches, self._mesh) for _, _, batches in self._data.validation]
-        shares = [share for _, share, _ in self._data.validation]
-        mean = mean_of_mixture(list(zip(results, shares, strict=True)), self._data.validation_bytes_per_token)
+        mean, results = self._measure(self._eval_step, params)
         metrics: dict[str, float | str] = {
             "validation_loss": mean.loss,
             "validation_bits_per_byte": mean.bits_per_byte,
@@ -45,6 +43,17 @@ class Validator:
         if self._tokenizer is not None:
             metrics[SAMPLE] = self._write_sample(params, self._tokenizer)
         return mean, metrics
+
+    def measure_teacher(self, params: Params) -> Evaluation:
+        """Return the mean for the teacher of a conversion, before the first step."""
+        return self._measure(make_eval_step(self._config.teacher, self._mesh), params)[0]
+
+    def _measure(self, eval_step: Callable[..., jax.Array], params: Params) -> tuple[Evaluation, list[Evaluation]]:
+        """Return the mean over the datasets, and each."""
+        results = [evaluate(eval_step, params, batches, self._mesh) for _, _, batches in self._data.validation]
+        shares = [share for _, share, _ in self._data.validation]
+        weighted = list(zip(results, shares, strict=True))
+        return mean_of_mixture(weighted, self._data.validation_bytes_per_token), results
 
     def _time_constants(self, params: Params) -> dict[str, float]:
         """Time constants of a forget gate on the first dataset's first batch."""

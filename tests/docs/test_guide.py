@@ -28,7 +28,7 @@ from tests.runs import ROOT, run_config
 pytest_plugins = ["tests.run_fixtures"]
 
 # In the order in which their commands work one after the other.
-NAMES = ("quickstart", "library", "data", "training", "usage", "results")
+NAMES = ("quickstart", "library", "data", "training", "usage", "results", "conversion")
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # What the reader fills in, left out, or left to choose.
 PLACEHOLDERS = {f"[--config.{any}]": "" for any in ("any.field=value ...", "any.field=value", "model.any=value ...")}
@@ -58,11 +58,13 @@ CONFIGS = {
     "small_pile": dict(base="pile_125m", data="", vocab=50257, model=SIZES),
     "small_10b": dict(base="pile_10b", data="", vocab=50257, model=SIZES),
     "small_gated_125m": dict(base="gated_125m", data="", vocab=50257, model=SIZES),
+    "small_convert": dict(base="convert", data="", vocab=257, model="d_key=8"),
     "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=50257, model=SIZES.replace("=8", "=16")),
 }
 SMALLER = {
     "configs/demo.py": "configs/small_demo.py",
     "configs/gated_demo.py": "configs/small_gated_demo.py",
+    "configs/convert.py": "configs/small_convert.py",
     "configs/pile_125m.py": "configs/small_pile.py",
     "configs/pile_10b.py:gated": "configs/small_gated_125m.py",
     "configs/pile_10b.py:gpt2": "configs/small_gpt2_124m.py",
@@ -96,8 +98,9 @@ def in_tables(*pages: Path) -> list[str]:
 
 
 def test_every_command_is_one_that_its_program_takes(tmp_path):
-    for name in ("small", "mine", "gated", "mlm", "bpe"):
+    for name in ("small", "mine", "gated", "mlm", "bpe", "converted"):
         write_config(run_config(tmp_path / "data"), tmp_path / name, "bytes")
+    write_config(run_config(tmp_path / "data", model__attention="softmax"), tmp_path / "softmax", "bytes")
     pile = from_mapping(TrainConfig, pile_125m.get_config().to_dict())
     for name in ("pile_125m", "gpt2_10b", "gpt2"):
         write_config(pile, tmp_path / name, "gpt2")

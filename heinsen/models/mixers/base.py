@@ -63,6 +63,8 @@ class Mixer(abc.ABC, Generic[MixerState]):
     takes_beta: ClassVar[bool] = False
     # Whether exports for other libraries have it: transformers (`heinsen.export.huggingface`) and ONNX.
     is_exportable: ClassVar[bool] = False
+    # Whether attention of constant cost can be taught by it (`heinsen.training.conversion`).
+    can_teach: ClassVar[bool] = False
     # Whether the published module has this attention.
     is_published: ClassVar[bool] = False
 

@@ -6,6 +6,7 @@ Axes: B batch, H heads, T tokens, K features of keys and values alike.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -22,6 +23,8 @@ class Softmax(CachedMixer):
     """Softmax attention (`heinsen.ops.softmax`). Keys and values have the same number of features."""
 
     forget_gate: str
+
+    can_teach: ClassVar[bool] = True
 
     def check_use(self, attention: str, is_used: bool) -> None:
         if is_used and self.d_key != self.d_value:
