@@ -112,7 +112,8 @@ def test_reports_name_the_stage_and_the_distance_of_each_layer(data, teacher, tm
     layers = [np.mean([entry[f"distance/layer_{i}"] for i in range(2)]) for entry in steps[:BOUNDARY]]
     np.testing.assert_allclose([entry["distance"] for entry in steps[:BOUNDARY]], layers, rtol=1e-5)
     rates = [entry["learning_rate"] for entry in steps]
-    assert rates[0] == rates[BOUNDARY] == 0
+    norms = [entry["param_norm"] for entry in steps]
+    assert rates[0] == rates[BOUNDARY] == 0 and norms[BOUNDARY] == norms[BOUNDARY - 1] != norms[BOUNDARY + 1]
     np.testing.assert_allclose([max(rates[:BOUNDARY]), max(rates[BOUNDARY:])], [1e-2, 4e-3], rtol=1e-6)
     assert [entry["step"] for entry in log if "validation_loss" in entry] == [BOUNDARY, STEPS]
     assert (tmp_path / "run" / "plots" / "loss.png").exists()
