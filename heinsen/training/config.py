@@ -39,13 +39,13 @@ class ConversionConfig:
 
     Attributes:
       share: of the steps, the first ones: each layer learns to attend as the teacher (None: no conversion).
-      learning_rate: in these steps, after warm-up; it decays by the same factor as the optimizer's.
+      attention_learning_rate: in these steps, after warm-up; it decays by the same factor as the optimizer's.
       window_starts: with rotary positions windows start at a random place below so many windows.
       forget_gate: the teacher's (None: as `init_from` says).
     """
 
     share: float | None = None
-    learning_rate: float = 1e-2
+    attention_learning_rate: float = 1e-2
     window_starts: Annotated[int, Limits(at_least=0, below=2**10)] = 16
     forget_gate: str | None = None
 

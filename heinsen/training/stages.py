@@ -40,10 +40,10 @@ def stages_of(config: TrainConfig) -> list[Stage]:
     if conversion.share is None:
         return [Stage("", 1, config.total_steps, optimizer)]
     n_first, n_second = config.stage_steps
-    factor = conversion.learning_rate / optimizer.learning_rate
+    factor = conversion.attention_learning_rate / optimizer.learning_rate
     of_first = dataclasses.replace(
         optimizer,
-        learning_rate=conversion.learning_rate,
+        learning_rate=conversion.attention_learning_rate,
         final_learning_rate=factor * optimizer.final_learning_rate,
     )
     loss = partial(attention_loss, config.teacher)
