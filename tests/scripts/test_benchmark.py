@@ -210,7 +210,8 @@ def test_another_version_is_imported_beside_this_one_and_compared(benchmark):
 @pytest.mark.long
 def test_decoding_is_timed_against_the_context(benchmark):
     sizes = dict(n_layers=2, d_model=16, n_heads=2, d_key=4, d_value=4, vocab_size=60, padded_vocab_size=64)
-    config = [f"--config.model.{name}={size}" for name, size in (sizes | {"convolution": 3}).items()]
+    sizes |= dict(convolution=3, dtype="float32")
+    config = [f"--config.model.{name}={size}" for name, size in sizes.items()]
     printed, summary = benchmark("decode", *config, "--contexts=50,1000", "--batches=1,3", "--repeats=2")
     assert len(re.findall(r"^(?:heinsen|softmax) +[13] +(?:50|1000) ", printed, re.MULTILINE)) == 6
     taps = 2 * 2 * (2 * 12)  # two inputs of each layer's convolution, of queries, keys and values
