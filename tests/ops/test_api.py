@@ -33,7 +33,7 @@ CALLS = {  # of q, k and values
 }
 LOGS, OF_SUMS = ("log_attention", "attention"), ("log_attention", "attention", "linear_attention")
 SIGMOIDS, CACHED = ("sigmoid_attention", "sigmoid_attention_cached"), ("sigmoid_attention_cached",)
-CAUSAL = tuple(CALLS.keys() - {*CACHED})
+CAUSAL = tuple(name for name in CALLS if name not in CACHED)
 STATES = {
     "log_attention": init_state,
     "attention": functools.partial(init_state, signed=True),
