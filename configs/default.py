@@ -68,7 +68,7 @@ def get_config() -> ConfigDict:
             ),
             conversion=dict(  # of the softmax model in init_from: see configs/convert.py
                 share=placeholder(float),  # of the steps, first, for its attention alone; None: no conversion
-                attention_learning_rate=1e-2,  # in these steps
+                attention_learning_rate=3e-2,  # in these steps
                 window_starts=16,  # rotary positions: windows start at random places below so many windows; 0: at 0
                 forget_gate=placeholder(str),  # the teacher's; None: as init_from says
             ),

@@ -45,7 +45,7 @@ class ConversionConfig:
     """
 
     share: float | None = None
-    attention_learning_rate: float = 1e-2
+    attention_learning_rate: float = 3e-2
     window_starts: Annotated[int, Limits(at_least=0, below=2**10)] = 16
     forget_gate: str | None = None
 

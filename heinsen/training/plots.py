@@ -22,10 +22,9 @@ def _plot_loss(workdir: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
     distances = sorted({name for entry in entries for name in entry if name.startswith("distance/")}, key=_numbers)
     panels = 2 if distances else 1
     figure, grid = make_figure(panels, figsize=(8, 2 + 3 * panels), sharex=True, squeeze=False)
-    for name in distances:
-        grid[0, 0].plot(
-            *zip(*metric_points(entries, name), strict=True), lw=1, label=name.split("/")[1].replace("_", " ")
-        )
+    for i, name in enumerate(distances):
+        color, label = pyplot().get_cmap("viridis")(i / len(distances)), name.split("/")[1].replace("_", " ")
+        grid[0, 0].plot(*zip(*metric_points(entries, name), strict=True), ".-", color=color, lw=1, ms=3, label=label)
         grid[0, 0].set(ylabel="distance from the teacher's attention", yscale="log")
         grid[0, 0].grid(alpha=0.3)
     axes = grid[-1, 0]

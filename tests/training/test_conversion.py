@@ -114,7 +114,7 @@ def test_reports_name_the_stage_and_the_distance_of_each_layer(data, teacher, tm
     rates = [entry["learning_rate"] for entry in steps]
     norms = [entry["param_norm"] for entry in steps]
     assert rates[0] == rates[BOUNDARY] == 0 and norms[BOUNDARY] == norms[BOUNDARY - 1] != norms[BOUNDARY + 1]
-    np.testing.assert_allclose([max(rates[:BOUNDARY]), max(rates[BOUNDARY:])], [1e-2, 4e-3], rtol=1e-6)
+    np.testing.assert_allclose([max(rates[:BOUNDARY]), max(rates[BOUNDARY:])], [3e-2, 4e-3], rtol=1e-6)
     assert [entry["step"] for entry in log if "validation_loss" in entry] == [BOUNDARY, STEPS]
     assert (tmp_path / "run" / "plots" / "loss.png").exists()
 
