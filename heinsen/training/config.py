@@ -181,15 +181,18 @@ class TrainConfig:
 
 
 def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a config without the fields that may change, and without those of `ADDED` at their defaults."""
-    defaults = {
-        field.name: field.default for group in (TrainConfig, ModelConfig) for field in dataclasses.fields(group)
-    } | {"conversion": dataclasses.asdict(ConversionConfig())}
+    """Return a config without the fields that may change, and without those of `ADDED` that it does not use."""
     return {
         name: fixed_fields(value, f"{path}{name}.") if isinstance(value, Mapping) else value
         for name, value in mapping.items()
-        if path + name not in _CHANGEABLE and not (name in ADDED and value == defaults[name])
+        if path + name not in _CHANGEABLE and not (name in ADDED and _is_unused(name, value))
     }
+
+
+def _is_unused(name: str, value: Any) -> bool:
+    if name == "conversion":
+        return isinstance(value, Mapping) and value.get("share") is None
+    return value == getattr(ModelConfig, name)  # its default
 
 
 def check_samples(model: ModelConfig, sample_tokens: int) -> None:

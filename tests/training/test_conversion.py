@@ -1,6 +1,7 @@
 """Conversions: the two stages of a run, resumed in each and between them; and what cannot be converted."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -251,6 +252,11 @@ def test_what_cannot_be_converted_is_refused_in_one_line(data, teacher, tmp_path
             load_initial_params(converted(data, teacher, **changes), make_mesh(), "bytes")
 
 
-def test_a_run_that_converts_nothing_takes_nothing_from_init_from(data, tmp_path):
+def test_a_run_that_converts_nothing_does_not_depend_on_how_it_would(data, teacher, tmp_path):
+    own, other = (
+        [make(conversion__attention_learning_rate=rate).fingerprint for rate in (1e-2, 1e-3)]
+        for make in (partial(run_config, data, init_from=str(tmp_path)), partial(converted, data, teacher))
+    )
+    assert own[0] == own[1] and other[0] != other[1]
     values = dataclasses.asdict(run_config(data, init_from=str(tmp_path)))
     assert take_from_teacher(values) is values

@@ -246,7 +246,7 @@ def test_runs_from_before_resume(run, config, last_checkpoint, tmp_path):
     mapping = json.loads((workdir / "config.json").read_text())
     assert mapping.pop("data_digest")
     mapping["model"]["gate"] = mapping["model"].pop("forget_gate")
-    del mapping["model"]["feature_map"], mapping["model"]["d_features"]
+    del mapping["model"]["feature_map"], mapping["model"]["d_features"], mapping["conversion"]
     (workdir / "config.json").write_text(json.dumps(mapping))
     train(config, workdir)
     assert_same_run(workdir, run, config, last_checkpoint)
