@@ -216,10 +216,10 @@ class Layer(nn.Module):
         """
         c = self.config
         rounded = not (self.mixer.takes_exponents or c.convolution)
-        dense = partial(HeadsDense, n_heads, dtype=c.dtype, init_std=self.init_std, rounded=rounded, name="w1")
+        parts = HeadsDense(n_heads, sizes, c.dtype, self.init_std, rounded, name="w1")(normed)
         if not c.convolution:
-            return dense(sizes=sizes)(normed), inputs
-        (h,) = dense(sizes=(sum(sizes),))(normed)
+            return parts, inputs
+        h = jnp.concatenate(parts, axis=-1)
         h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
         return jnp.split(h, np.cumsum(sizes)[:-1], axis=-1), inputs
 

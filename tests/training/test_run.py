@@ -30,7 +30,7 @@ from heinsen.training import devices, loop, metrics, plots
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import pad_vocabulary, train_config
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
-from heinsen.training.loop import NonFiniteLossError, StopSignals, train
+from heinsen.training.loop import NonFiniteLossError, RunInterruption, StopSignals, train
 from heinsen.weights import load_params
 from scripts.sweep_runs import RunFactory
 from tests.runs import (
