@@ -1,4 +1,4 @@
-# make train   creates a virtual environment in .venv and runs the demo: a few minutes on 2 CPU cores
+# make train   creates a virtual environment in .venv and runs the demo: some ten minutes on 2 CPU cores
 # make shakespeare  the same in English: a gated model, the paper's and a softmax model on Shakespeare's works
 # make test    adds the test dependencies, then runs the linter and the tests
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes

@@ -1,4 +1,4 @@
-"""Language models: configuration, mixers, positions, the model, its state and its losses. The only Flax imports."""
+"""Language models: configuration, mixers, positions, the model, its state and its losses, in Flax."""
 
 from heinsen.models.config import ModelConfig, check_room
 from heinsen.models.convolution import check_halo

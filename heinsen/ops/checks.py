@@ -44,10 +44,7 @@ def check_state(name: str, state: Any, *kinds: type[Any]) -> None:
     """Raise TypeError unless a state is of one of these kinds and made of floating-point arrays."""
     if not isinstance(state, kinds):
         expected = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(
-            f"{name} is a {type(state).__name__}: expected a {expected} (see heinsen.init_state, "
-            "heinsen.init_linear_state)"
-        )
+        raise TypeError(f"{name} is a {type(state).__name__}: expected a {expected}, as an earlier call returned it")
     for field, x in zip(state._fields, state, strict=True):
         check_array(f"{name}.{field}", x)
 

@@ -199,6 +199,6 @@ def step_cached(
     y = jnp.einsum("bhtc,bhcv->bhtv", p.astype(v.dtype), cache.v, preferred_element_type=jnp.float32) + p_own * v
     y = y / (jnp.sum(p, axis=-1, keepdims=True) + p_own)
     # The write depends on the read, so that XLA updates the cache in place instead of reading from a copy.
-    zero = 0 * y[..., :1]
+    zero = jnp.where(jnp.isfinite(y[..., :1]), 0 * y[..., :1], 0)
     token = jax.tree.map(lambda x: x + zero.astype(x.dtype), token)
     return y.astype(q.dtype), append(cache, token, slots, None)

@@ -112,3 +112,13 @@ def test_a_step_adds_up_a_cache_of_bfloat16_in_float32():
     token = softmax.KVCache(zeros, jnp.full(zeros.shape, 1 + ulp, jnp.bfloat16))
     y, _ = softmax.step_cached(zeros, token, cache, jnp.array([[3]]), jnp.array([[0]]))
     np.testing.assert_allclose(y, 1 + ulp / 2, rtol=1e-6)
+
+
+def test_a_query_that_is_not_finite_stays_out_of_the_cache(rng):
+    cache = softmax.init_cache(1, 2, 4, K, K, jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((1, 2, 1, K)), jnp.float32) for _ in range(2))
+    at = jnp.zeros((1, 1), jnp.int32)
+    y, after = softmax.step_cached(jnp.full((1, 2, 1, K), jnp.nan), softmax.KVCache(k, v, None), cache, at, at)
+    assert np.isnan(y).all()
+    np.testing.assert_array_equal(after.k[:, :, :1], k)
+    np.testing.assert_array_equal(after.v[:, :, :1], v)
