@@ -79,7 +79,7 @@ oldest newest:
 	$(VENV)-$@/bin/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
 mutants: $(VENV)/installed-test
-	$(python) -m tests.mutation.run --out=tests/mutation/after.jsonl
+	$(python) -m tests.mutation.run --out=runs/mutants.jsonl
 
 docs: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"

@@ -1,6 +1,7 @@
 """A model of the paper's size that can forget, on the data and with the recipe of pile_125m.py.
 
-    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
+    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 \
+        --split=train,validation --out=data/pile
     python train.py --config=configs/gated_125m.py --workdir=runs/gated_125m
 
 A forget gate, a gated output, a short convolution and no positions (experiments/attribution); 21 layers instead of 24

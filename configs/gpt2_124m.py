@@ -1,6 +1,7 @@
 """GPT-2 small, exactly: 124,439,808 parameters; compares with the paper's model on the same data, recipe and tokens.
 
-    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
+    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 \
+        --split=train,validation --out=data/pile
     python train.py --config=configs/gpt2_124m.py --workdir=runs/gpt2_124m
 
 Only `model` differs from pile_125m.py. If a mesh's fsdp and tensor do not divide the 50257 rows of the embedding, set

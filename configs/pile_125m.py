@@ -1,6 +1,7 @@
-"""The paper's experiment: 125M parameters, 300e9 tokens of The Pile, reported loss 2.47.
+r"""The paper's experiment: 125M parameters, 300e9 tokens of The Pile, reported loss 2.47.
 
-    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 --split=train --out=data/pile
+    python scripts/prepare_data.py --source=monology/pile-uncopyrighted --tokenizer=gpt2 \
+        --split=train,validation --out=data/pile
     python train.py --config=configs/pile_125m.py --workdir=runs/pile_125m
 
 The model and recipe are those of default.py, number for number; this config names the vocabulary, so that no data are

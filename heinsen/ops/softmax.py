@@ -73,7 +73,8 @@ def softmax_attention(
     causal: bool = True,
     log_decay: Float[Array, "B H T"] | None = None,
 ) -> Float[Array, "B H T V"]:
-    """Softmax attention over whole sequences; segment_ids and, if causal, log_decay as in `heinsen.log_attention`.
+    """Softmax attention over whole sequences; segment_ids and, if causal, log_decay as in `heinsen.log_attention`,
+    but finite.
 
     Requires K = V except on CPUs. On GPUs it is cuDNN's flash attention where `is_fused` says so. Otherwise all T x T
     scores are in memory at once, except on CPUs.
@@ -82,7 +83,7 @@ def softmax_attention(
     if backend.current() == "cpu":
         return _attend_in_blocks(q, k, v, bias, segment_ids, causal)
     mask = None if segment_ids is None else mask_cross_document(document_starts(segment_ids))
-    implementation: Literal["cudnn"] | None = "cudnn" if is_fused(q.dtype, has_gate=bias is not None) else None
+    implementation: Literal["cudnn"] | None = "cudnn" if is_fused(q.dtype, q.shape[-1], bias is not None) else None
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     if bias is not None:
         bias = bias[:, :, None]
@@ -90,13 +91,16 @@ def softmax_attention(
     return y.swapaxes(1, 2)
 
 
-def is_fused(dtype: DTypeLike, has_gate: bool) -> bool:
+def is_fused(dtype: DTypeLike, d_head: int, has_gate: bool) -> bool:
     """Whether cuDNN computes the attention of whole sequences: on GPUs, in 16 bits, without a forget gate.
+
+    Heads must have a multiple of 8 features, at most 128.
 
     cuDNN takes a gate only as a bias of T x T numbers. As further features of the keys it would cost little, but its
     gradient would be a sum over all later tokens of numbers that cuDNN rounds to bfloat16.
     """
-    return backend.current() == "gpu" and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and not has_gate
+    fits = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and d_head % 8 == 0 and d_head <= 128
+    return backend.current() == "gpu" and fits and not has_gate
 
 
 def _attend_visible(
@@ -187,16 +191,17 @@ def step_cached(
 ) -> tuple[Float[Array, "B H 1 V"], KVCache]:
     """`append` one token and `attend_cached` its query, without copying the cache."""
     k, v, decayed = token
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
     position = jnp.arange(cache.k.shape[-2])
     visible = (first[..., None] <= position) & (position < slots[..., None])
-    score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    score = lambda k: jnp.einsum("bhtk,bhck->bhtc", q, k, preferred_element_type=dtype) * q.shape[-1] ** -0.5
     scores, own = score(cache.k), score(k)
     if decayed is not None and cache.decayed is not None:
         scores = scores + (decayed - cache.decayed).swapaxes(2, 3)
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
     p, p_own = jnp.exp(scores - top), jnp.exp(own - top)
-    y = jnp.einsum("bhtc,bhcv->bhtv", p.astype(v.dtype), cache.v, preferred_element_type=jnp.float32) + p_own * v
+    y = jnp.einsum("bhtc,bhcv->bhtv", p.astype(v.dtype), cache.v, preferred_element_type=dtype) + p_own * v
     y = y / (jnp.sum(p, axis=-1, keepdims=True) + p_own)
     # The write depends on the read, so that XLA updates the cache in place instead of reading from a copy.
     zero = jnp.where(jnp.isfinite(y[..., :1]), 0 * y[..., :1], 0)

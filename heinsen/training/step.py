@@ -98,7 +98,7 @@ def make_step(
       trained: names of the parameters that learn, joined by dots; None: all.
 
     Returns:
-      The step. Its metrics are those of the loss; "loss" itself, of the model's objective in nats per token;
+      The step. Its metrics are those of the loss; "loss" itself, of the model's objective in nats per token if None;
       "grad_norm" before clipping; "param_norm"; "skipped" and "skipped_in_a_row", the counts after the step.
     """
     microbatch_loss: Callable[..., Any] = loss or (mean_loss if model.causal else masked_loss)

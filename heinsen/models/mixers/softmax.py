@@ -38,9 +38,12 @@ class Softmax(CachedMixer):
 
     def find_handicap(self) -> str | None:
         has_gate = self.forget_gate != "none"
-        if backend.current() != "gpu" or softmax.is_fused(self.dtype, has_gate):
+        if backend.current() != "gpu" or softmax.is_fused(self.dtype, self.d_key, has_gate):
             return None
-        remedy = "model.forget_gate=none" if has_gate else "model.dtype=bfloat16"
+        of_heads = "model.d_key and d_value a multiple of 8, at most 128"
+        remedy = (
+            "model.forget_gate=none" if has_gate else of_heads if self.dtype == "bfloat16" else "model.dtype=bfloat16"
+        )
         return f"softmax attention writes all T x T scores: cuDNN takes part with {remedy}, compare with that"
 
     def init_state(self, batch_size: int, capacity: int) -> KVCache:
