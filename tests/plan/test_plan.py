@@ -137,7 +137,10 @@ def test_the_expected_time_is_that_of_the_steps_that_were_measured():
 
 
 def test_softmax_that_is_not_fused_is_noted(tmp_path):
-    model = lambda **fields: dataclasses.replace(run_config(tmp_path).model, attention="softmax", **fields)
+    def model(d_head=8, **fields):
+        sizes = {"d_key": d_head, "d_value": d_head}
+        return dataclasses.replace(run_config(tmp_path).model, attention="softmax", **sizes, **fields)
+
     assert find_notes(model(dtype="float32")) == ()
     with backend.compiling_for("gpu"):
         assert find_notes(model(dtype="bfloat16")) == () == find_notes(run_config(tmp_path).model)
@@ -145,6 +148,8 @@ def test_softmax_that_is_not_fused_is_noted(tmp_path):
         assert "cuDNN takes part with model.forget_gate=none" in note
         (note,) = find_notes(model(dtype="float32"))
         assert "cuDNN takes part with model.dtype=bfloat16" in note
+        (note,) = find_notes(model(d_head=12, dtype="bfloat16"))
+        assert "cuDNN takes part with model.d_key and d_value a multiple of 8" in note
 
 
 def test_an_overflow_of_a_compiler_is_understood():
