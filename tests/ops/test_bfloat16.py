@@ -14,16 +14,23 @@ from heinsen.contrib.kernels import interpret
 from heinsen.ops import chunked
 from heinsen.ops.arrays import precision_of
 
-OF_Y, OF_GRADIENTS = 2.0**-7, 2.0**-5  # relative to sum w |v| / Z, and to a tensor's largest gradient
+OF_Y, OF_GRADIENTS = 2.0**-7, 2.0**-6  # relative to sums of absolute terms: of y, sum w |v| / Z
 
 
-def attend64(q, k, v, log_decay):
-    """(y, sum w |v| / Z) of one head, by all pairs."""
+def weights64(q, k, log_decay):
+    """w / Z [T, T] of one head, by all pairs."""
     total = jnp.cumsum(log_decay)
     exponents = q[:, None] + k[None] + (total[:, None] - total[None])[..., None]
     weights = jnp.where(jnp.tril(jnp.ones((len(q),) * 2, bool)), jnp.exp(exponents).sum(-1), 0.0)
-    weights = weights / weights.sum(-1, keepdims=True)
-    return weights @ v, weights @ jnp.abs(v)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def sums_of_gradients(weights, v, dmean):
+    """The largest sums of absolute terms of the gradients by q, k, v and log_decay."""
+    terms = weights * (dmean @ v.T + jnp.sum(dmean * (weights @ v), -1, keepdims=True))  # by a log weight [t, s]
+    crossing = jnp.cumsum(jnp.cumsum(terms[::-1], 0)[::-1], 1)  # of pairs with s <= its row's, t >= its column's
+    of_decays = jnp.max(jnp.diagonal(crossing[1:]))
+    return [jnp.max(terms.sum(1)), jnp.max(terms.sum(0)), jnp.max(weights.T @ dmean * v), of_decays]
 
 
 def round_factors(monkeypatch):
@@ -69,18 +76,21 @@ def test_y_and_gradients_are_within_the_bound(implementation, signed, scale, rng
     assert [x.dtype for x in gradients] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32]
 
     def truth(q, k, values, log_decay):
-        mean = attend64(q, k, values if signed else jnp.exp(values), log_decay)[0]
+        mean = weights64(q, k, log_decay) @ (values if signed else jnp.exp(values))
         return mean if signed else jnp.log(mean)
 
     with jax.enable_x64(True):
         args = [jnp.asarray(x, jnp.float64) for x in (q, k, values, log_decay)]
         want, pull = jax.vjp(truth, *args)
-        size = attend64(*args)[1] if signed else 1.0
-        wanted_gradients = pull(jnp.asarray(jnp.asarray(cotangent, y.dtype), jnp.float64))
-        error = np.max(np.abs(np.float64(y) - want) / size)
+        weights, v = weights64(args[0], args[1], args[3]), jnp.abs(args[2]) if signed else jnp.exp(args[2])
+        dy = jnp.asarray(jnp.asarray(cotangent, y.dtype), jnp.float64)
+        error = np.max(np.abs(np.float64(y) - want) / (weights @ v if signed else 1.0))
         assert 2.0**-14 < error < OF_Y  # rounded, and no more than that
-        for got, wanted in zip(gradients, wanted_gradients, strict=True):
-            assert np.max(np.abs(np.float64(got) - wanted)) < OF_GRADIENTS * np.max(np.abs(wanted))
+        sums = sums_of_gradients(weights, v, jnp.abs(dy if signed else dy / (weights @ v)))
+        if signed:  # v itself, not its logarithm
+            sums[2] = jnp.max(weights.T @ jnp.abs(dy))
+        for got, wanted, size in zip(gradients, pull(dy), sums, strict=True):
+            assert np.max(np.abs(np.float64(got) - wanted)) < OF_GRADIENTS * size
 
 
 def test_float32_values_ask_for_exact_products():

@@ -31,7 +31,9 @@ print("on it", file=sys.stderr)
 if name == "fail":
     sys.exit("error: cannot do it")
 if name != "silent":
-    (out / "results.json").write_text(json.dumps({"name": name, "options": os.environ.get("HEINSEN_XLA_OPTIONS")}))
+    whole = out / "results.tmp"
+    whole.write_text(json.dumps({"name": name, "options": os.environ.get("HEINSEN_XLA_OPTIONS")}))
+    whole.replace(out / "results.json")
 if name == "hang":
     time.sleep(100)
 """
