@@ -1,6 +1,7 @@
 """The dense map, and how its parameters and the embeddings are initialized."""
 
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -31,12 +32,8 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch fan_in"]) -> Float[Array, "*batch {self.features}"]:
-        fan_in = x.shape[-1]
-        kernel = self.param("kernel", weight_init(fan_in, self.init_std), (fan_in, self.features))
-        if not self.use_bias:
-            return matmul(x, kernel, self.dtype, rounded=self.rounded)
-        bias_init = uniform_init(fan_in) if self.init_std is None else nn.initializers.zeros
-        return matmul(x, kernel, self.dtype, self.param("bias", bias_init, (self.features,)), self.rounded)
+        kernel, bias = weights_of(self, (x.shape[-1], self.features), self.init_std, self.use_bias)
+        return matmul(x, kernel, self.dtype, bias, self.rounded)
 
 
 class HeadsDense(nn.Module):
@@ -55,10 +52,7 @@ class HeadsDense(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T fan_in"]) -> list[Float[Array, "B H T size"]]:
         n_batch, n_tokens, fan_in = x.shape
-        shape = fan_in, self.n_heads * sum(self.sizes)
-        kernel = self.param("kernel", weight_init(fan_in, self.init_std), shape)
-        bias_init = uniform_init(fan_in) if self.init_std is None else nn.initializers.zeros
-        bias = self.param("bias", bias_init, shape[1:])
+        kernel, bias = weights_of(self, (fan_in, self.n_heads * sum(self.sizes)), self.init_std)
 
         def multiply(kernel: Array, bias: Array) -> Array:
             y = matmul(x, kernel.reshape(fan_in, -1), self.dtype, bias.reshape(-1), self.rounded)
@@ -69,6 +63,16 @@ class HeadsDense(nn.Module):
             return jnp.split(multiply(kernel, bias), cuts, axis=-1)
         of_heads = (jnp.split(w.reshape(*w.shape[:-1], self.n_heads, -1), cuts, axis=-1) for w in (kernel, bias))
         return [multiply(*part) for part in zip(*of_heads, strict=True)]
+
+
+def weights_of(
+    module: nn.Module, shape: tuple[int, int], init_std: float | None, use_bias: bool = True
+) -> tuple[Any, Any]:
+    """The parameters "kernel" of this shape and "bias" of a dense map, None without one; initialized as in `Dense`."""
+    fan_in, features = shape
+    kernel = module.param("kernel", weight_init(fan_in, init_std), shape)
+    bias_init = uniform_init(fan_in) if init_std is None else nn.initializers.zeros
+    return kernel, module.param("bias", bias_init, (features,)) if use_bias else None
 
 
 def weight_init(fan_in: int, init_std: float | None) -> Initializer:

@@ -98,8 +98,8 @@ def make_step(
       trained: names of the parameters that learn, joined by dots; None: all.
 
     Returns:
-      The step. Its metrics are those of the loss; "loss" itself, of the model's objective in nats per token if None;
-      "grad_norm" before clipping; "param_norm"; "skipped" and "skipped_in_a_row", the counts after the step.
+      The step. Its metrics are "loss", by default in nats per token, and the metrics that come with it; "grad_norm"
+      before clipping; "param_norm"; "skipped" and "skipped_in_a_row", the counts after the step.
     """
     microbatch_loss: Callable[..., Any] = loss or (mean_loss if model.causal else masked_loss)
 
@@ -116,11 +116,15 @@ def make_step(
         n_microbatches = jax.tree.leaves(batches)[0].shape[0]
         if n_microbatches == 1:
             return value_and_grad(params, jax.tree.map(lambda x: x[0], batches))
-        shapes = jax.eval_shape(value_and_grad, params, jax.tree.map(lambda x: x[0], batches))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        add = lambda total, batch: (jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None)
-        total, _ = jax.lax.scan(add, zeros, batches)
-        return jax.tree.map(lambda x: x / n_microbatches, total)
+
+        def add(total: tuple[jax.Array, Params], batch: Any) -> tuple[tuple[jax.Array, Params], Metrics]:
+            (value, metrics), grads = value_and_grad(params, batch)
+            return jax.tree.map(jnp.add, total, (value, grads)), metrics
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, metrics = jax.lax.scan(add, zeros, batches)
+        mean, grads = jax.tree.map(lambda x: x / n_microbatches, total)
+        return (mean, jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)), grads
 
     @usual_promotion
     def step(state: TrainState, batches: Any) -> tuple[TrainState, Metrics]:

@@ -44,22 +44,23 @@ from configs import {base}
 def get_config():
     config = {base}.get_config()
     config.data.update({data})
-    config.model.update(vocab_size={vocab}, padded_vocab_size={vocab} + 47, {model})
+    config.model.update({vocab}{model})
     config.optimizer.warmup_steps = 5
     config.update(total_tokens=12_000, validation_tokens=1_000, log_every=5, batch_size=8, sequence_length=64)
     config.update(accumulation_steps=1, checkpoint_every=20)
     return config
 """
 SIZES = "n_layers=2, d_model=32, n_heads=2, d_key=8, d_value=8, dtype='float32', remat='none'"
+GPT2 = "vocab_size=50257, padded_vocab_size=50304, "  # else a run takes the vocabulary of its data
 CONFIGS = {
-    "small": dict(base="demo", data="path='data/mine'", vocab=50257, model=SIZES),
-    "small_demo": dict(base="demo", data="", vocab=257, model=SIZES),
-    "small_gated_demo": dict(base="gated_demo", data="", vocab=257, model=SIZES),
-    "small_pile": dict(base="pile_125m", data="", vocab=50257, model=SIZES),
-    "small_10b": dict(base="pile_10b", data="", vocab=50257, model=SIZES),
-    "small_gated_125m": dict(base="gated_125m", data="", vocab=50257, model=SIZES),
-    "small_convert": dict(base="convert", data="", vocab=257, model="d_key=8"),
-    "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=50257, model=SIZES.replace("=8", "=16")),
+    "small": dict(base="demo", data="path='data/mine'", vocab=GPT2, model=SIZES),
+    "small_demo": dict(base="demo", data="", vocab="", model=SIZES),
+    "small_gated_demo": dict(base="gated_demo", data="", vocab="", model=SIZES),
+    "small_pile": dict(base="pile_125m", data="", vocab=GPT2, model=SIZES),
+    "small_10b": dict(base="pile_10b", data="", vocab=GPT2, model=SIZES),
+    "small_gated_125m": dict(base="gated_125m", data="", vocab=GPT2, model=SIZES),
+    "small_convert": dict(base="convert", data="", vocab="", model="d_key=8"),
+    "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=GPT2, model=SIZES.replace("=8", "=16")),
 }
 SMALLER = {
     "configs/demo.py": "configs/small_demo.py",

