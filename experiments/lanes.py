@@ -11,8 +11,9 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from experiments.tools import cell_file, describe_machine, done_cells
 from heinsen.errors import InputError
 from heinsen.evaluation.document_losses import round_up
 from heinsen.files import write_atomically
-from heinsen.models import Params
+from heinsen.models import Params, init_params
 from heinsen.progress import track
 from heinsen.training.config import TrainConfig
 from heinsen.training.optimizer import make_optimizer_of_rate, make_schedule
-from heinsen.training.step import TrainState, init_function, make_step
+from heinsen.training.step import TrainState, begin_training, make_step
 
 CYCLES = 10  # of steps, in one call of the program
 MOST_GRID_EXTENSIONS = 3  # of a grid of learning rates
@@ -43,25 +44,36 @@ Loss = Callable[..., jax.Array]  # (model, params, batch, mesh) -> scalar
 class Lanes:
     """Compiled functions of a config for L lanes.
 
-    params: shapes of the parameters of all lanes. start: seeds [L] -> the states before the first step. run: (states,
-    rates [n, c, L], batches, number of runs) -> (states, losses [n, c, L]) trains n cycles of c steps; batches is a
-    tuple of c trees of arrays [n, L, B, ...], since the shapes of a cycle's batches may differ.
+    params: shapes of the parameters of all lanes. draw: seeds [L] -> new parameters. begin: parameters -> the states
+    before the first step. run: (states, rates [n, c, L], batches, number of runs) -> (states, losses [n, c, L]) trains
+    n cycles of c steps; batches is a tuple of c trees of arrays [n, L, B, ...], since the shapes of a cycle's batches
+    may differ.
     """
 
     config: TrainConfig
     n_lanes: int
     params: Params
-    start: Any
+    draw: Any
+    begin: Any
     run: Any
 
     @classmethod
-    def compile(cls, config: TrainConfig, n_lanes: int, cycle: Sequence[Batch], loss: Loss | None = None) -> "Lanes":
-        """Compile for batches [L, B, ...] of these shapes. loss: None: that of the model's objective."""
+    def compile(
+        cls,
+        config: TrainConfig,
+        n_lanes: int,
+        cycle: Sequence[Batch],
+        loss: Loss | None = None,
+        trained: Set[str] | None = None,
+    ) -> "Lanes":
+        """Compile for batches [L, B, ...] of these shapes. loss, trained: as in `heinsen.training.step.make_step`."""
         model, settings = config.model, config.optimizer
 
         def step(state: TrainState, rate: Array, batch: Batch) -> tuple[TrainState, Array]:
             one_pass = jax.tree.map(lambda x: x[None], batch)
-            state, metrics = make_step(model, make_optimizer_of_rate(settings, rate), loss=loss)(state, one_pass)
+            state, metrics = make_step(model, make_optimizer_of_rate(settings, rate), loss=loss, trained=trained)(
+                state, one_pass
+            )
             return state, metrics["loss"]
 
         def run(states: TrainState, rates: Array, batches: tuple[Batch, ...], n: Array) -> tuple[TrainState, Array]:
@@ -74,16 +86,22 @@ class Lanes:
 
             return jax.lax.scan(run_cycle, states, (rates, batches))
 
-        start = jax.vmap(lambda seed: init_function(model, make_optimizer_of_rate(settings, 0.0), seed)())
-        seeds = jax.ShapeDtypeStruct((n_lanes,), jnp.int32)
-        states = jax.eval_shape(start, seeds)
+        draw = jax.jit(jax.vmap(lambda seed: init_params(model, jax.random.key(seed))))
+        begin = jax.jit(jax.vmap(partial(begin_training, make_optimizer_of_rate(settings, 0.0))))
+        params = jax.eval_shape(draw, jax.ShapeDtypeStruct((n_lanes,), jnp.int32))
+        states = jax.eval_shape(begin, params)
         rates = jax.ShapeDtypeStruct((CYCLES, len(cycle), n_lanes), jnp.float32)
         batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((CYCLES, *x.shape), x.dtype), tuple(cycle))
         compiled = jax.jit(run, donate_argnums=0).lower(states, rates, batches, jnp.int32(n_lanes)).compile()
-        return cls(config, n_lanes, states.params, jax.jit(start).lower(seeds).compile(), compiled)
+        return cls(config, n_lanes, params, draw, begin, compiled)
 
     def train(
-        self, seeds: Sequence[int], rates: Sequence[float], batch_of: Callable[[int], Batch], n_steps: int
+        self,
+        seeds: Sequence[int],
+        rates: Sequence[float],
+        batch_of: Callable[[int], Batch],
+        n_steps: int,
+        params: Params | None = None,
     ) -> tuple[Params, Float[np.ndarray, "steps L"]]:
         """Return the parameters after n_steps, rounded up to `CYCLES` whole cycles, and all losses, of all lanes.
 
@@ -91,6 +109,7 @@ class Lanes:
 
         Args:
           batch_of: the batch [L, B, ...] of a step, from 0.
+          params: those to begin with, of all lanes (None: new ones).
         """
         n_runs = len(rates)
         seeds, rates = ([*each, *each[-1:] * (self.n_lanes - n_runs)] for each in (list(seeds), list(rates)))
@@ -101,7 +120,7 @@ class Lanes:
         schedules = [make_schedule(dataclasses.replace(settings, learning_rate=x), n_steps) for x in rates]
         by_step = np.stack([np.asarray(jax.vmap(each)(np.arange(n_steps))) for each in schedules], axis=1)
         by_cycle = by_step.astype(np.float32).reshape(-1, CYCLES, length, self.n_lanes)
-        states, losses = self.start(np.asarray(seeds, np.int32)), []
+        states, losses = self.begin(self.draw(np.asarray(seeds, np.int32)) if params is None else params), []
         size = lambda _: CYCLES * length
         label = f"{n_runs} lanes, {self.config.model.attention}"
         for block, block_rates in enumerate(track(by_cycle, label, n_steps, size, "steps")):
@@ -114,17 +133,25 @@ class Lanes:
         return states.params, np.concatenate(losses)
 
     def tune(
-        self, rates: Sequence[float], seed: int, batch_of: Callable[[int], Batch], n_steps: int, loss: Callable
-    ) -> dict[float, float]:
-        """{learning rate: loss} of runs with one seed, on the grid of rates and its extensions.
+        self,
+        rates: Sequence[float],
+        seed: int,
+        batch_of: Callable[[int], Batch],
+        n_steps: int,
+        loss: Callable,
+        params: Params | None = None,
+    ) -> tuple[dict[float, float], Params]:
+        """({learning rate: loss} of runs with one seed, on the grid of rates and its extensions; the best parameters).
 
-        loss: (the parameters of all lanes) -> [L].
+        loss: (the parameters of all lanes) -> [L]. params: as in `train`.
         """
         losses: dict[float, float] = {}
+        ends: dict[float, Params] = {}
         for tried in grids(rates, losses):
-            params, _ = self.train([seed] * len(tried), tried, batch_of, n_steps)
-            losses |= dict(zip(tried, loss(params).tolist(), strict=False))
-        return losses
+            found, _ = self.train([seed] * len(tried), tried, batch_of, n_steps, params)
+            losses |= dict(zip(tried, loss(found).tolist(), strict=False))
+            ends |= {rate: jax.tree.map(lambda x, i=i: x[i], found) for i, rate in enumerate(tried)}
+        return losses, ends[best_rate(losses)]
 
 
 def over_lanes(step: Callable[..., Any], n: Array | None = None) -> Callable[..., Any]:

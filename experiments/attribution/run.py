@@ -100,7 +100,7 @@ def measure_cell(plan: Plan, cell: config.Cell, found: dict[str, np.ndarray], tu
     with turn:
         began = time.monotonic()
         loss = lambda params: losses_of(params, "validation", n_validation).mean(1)
-        tuning = programs.tune(size.rates[cell.optimizer], SEEDS[0], to_tune, plan.n_steps // 2, loss)
+        tuning, _ = programs.tune(size.rates[cell.optimizer], SEEDS[0], to_tune, plan.n_steps // 2, loss)
         rate = best_rate(tuning)
         params, curves = programs.train(SEEDS[1:], [rate] * N_LANES, batch_of, plan.n_steps)
         tested, seconds = losses_of(params, "test", plan.most_tests), time.monotonic() - began

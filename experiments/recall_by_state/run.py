@@ -90,7 +90,7 @@ def measure_cell(plan: Plan, fields: dict[str, Any], turn: lanes.Turn) -> dict[s
     compiled = time.monotonic()
     with turn:
         began = time.monotonic()
-        tuning = programs.tune(config.RATES, tuning_seed, to_tune, n_steps, lambda params: test(params)[0].mean(-1))
+        tuning, _ = programs.tune(config.RATES, tuning_seed, to_tune, n_steps, lambda params: test(params)[0].mean(-1))
         rate = best_rate(tuning)
         params, losses = programs.train(seeds, [rate] * len(seeds), batch_of, n_steps)
         _, right = test(params)

@@ -85,7 +85,7 @@ def measure_cell(
     with turn:
         began = time.monotonic()
         loss = lambda params: losses_of(params, "validation", plan.n_validation).mean(1)
-        tuning = programs.tune(RATES, attribution.SEEDS[0], to_tune, plan.steps[-2], loss)
+        tuning, _ = programs.tune(RATES, attribution.SEEDS[0], to_tune, plan.steps[-2], loss)
         rate, nats = best_rate(tuning), []
         for n_steps in plan.steps if cell.width in config.WIDTHS else plan.steps[-1:]:
             params, _ = programs.train(SEEDS, [rate] * len(SEEDS), batch_of, n_steps)

@@ -35,10 +35,11 @@ def init_function(
     model: ModelConfig, optimizer: optax.GradientTransformation, seed: int | jax.Array
 ) -> Callable[[], TrainState]:
     """Return the function that computes the state before the first step; the seed may be traced."""
-    return lambda: _begin(optimizer, init_params(model, jax.random.key(seed)))
+    return lambda: begin_training(optimizer, init_params(model, jax.random.key(seed)))
 
 
-def _begin(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+def begin_training(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+    """Return the state before the first step from these parameters."""
     zero = jnp.zeros((), jnp.int32)
     return TrainState(params, optimizer.init(params), {"all": zero, "in_a_row": zero})
 
@@ -52,7 +53,7 @@ def init_train_state(
     """
     where = jax.tree.map(lambda x: x.sharding, abstract_train_state(model, optimizer, mesh))
     if params is not None:
-        return jax.jit(partial(_begin, optimizer), out_shardings=where, donate_argnums=0)(params)
+        return jax.jit(partial(begin_training, optimizer), out_shardings=where, donate_argnums=0)(params)
     return jax.jit(init_function(model, optimizer, seed), out_shardings=where)()
 
 

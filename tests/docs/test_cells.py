@@ -277,11 +277,11 @@ def test_rates_are_tuned_on_a_grid_and_its_extension(monkeypatch):
         return np.asarray(rates), None
 
     monkeypatch.setattr(lanes.Lanes, "train", train)
-    programs = lanes.Lanes(None, 3, None, None, None)
-    found = programs.tune((1.0, 2.0, 4.0), 7, None, 30, lambda rates: (np.log2(rates) - 3) ** 2)
+    programs = lanes.Lanes(None, 3, None, None, None, None)
+    found, best = programs.tune((1.0, 2.0, 4.0), 7, None, 30, lambda rates: (np.log2(rates) - 3) ** 2)
     assert trained == [((7, 7, 7), (1.0, 2.0, 4.0), 30), ((7, 7), (8.0, 16.0), 30)]
     assert found == {1.0: 9, 2.0: 4, 4.0: 1, 8.0: 0, 16.0: 1} and reports.best_rate(found) == 8.0
-    assert reports.best_rate({1.0: np.nan, 2.0: 5.0}) == 2.0
+    assert best == 8.0 and reports.best_rate({1.0: np.nan, 2.0: 5.0}) == 2.0
 
 
 def test_a_text_of_other_windows_is_refused(tmp_path):
