@@ -8,6 +8,8 @@ config, model, optimizer, batch_size, log_every, checkpoint_every and seed are u
 on the last line of stdout; writes that object to OUT/results.json, and OUT/accuracy.png.
 
 --seeds=3 trains three models, with the config's seed and the next ones; the object then has each of them in "runs".
+--texts=FILE.jsonl trains nothing: it writes --documents sequences of the task in ASCII characters, to be mixed with
+text by scripts/prepare_data.py for a model of bytes, which scripts/compare_runs.py tests.
 Models are saved every --config.checkpoint_every steps: rerun the same command to resume.
 """
 
@@ -19,7 +21,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +43,19 @@ LENGTHS = flags.DEFINE_list("lengths", ["4", "8", "16", "32"], "Numbers of items
 TEST_LENGTHS = flags.DEFINE_list("test_lengths", None, "Numbers of items to test; default: those of training.")
 STEPS = flags.DEFINE_integer("steps", 2000, "Training steps.", lower_bound=1)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Number of models, which differ in their seed.", lower_bound=1)
+TEXTS = flags.DEFINE_string("texts", None, "File to write sequences to, as documents, instead of training.")
+DOCUMENTS = flags.DEFINE_integer("documents", 60_000, "Number of documents in --texts.", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "Folder of the results; default: runs/recall/TASK.")
 
 show_help(__name__)
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen.evaluation.probes import Accuracy, Probe, Task, accuracy, answer_loss, right_answers
+from heinsen.evaluation.probes import ASCII, Task, answer_loss, make_tester, write_texts
 from heinsen.host import keep_compilations, keep_host_memory
 from heinsen.models import Params, count_params, state_size
-from heinsen.parallel import MeshError, make_mesh, place_batch, replicated, split_batch
+from heinsen.parallel import MeshError, make_mesh, place_batch
 from heinsen.training.checkpoint import Checkpoint, Checkpoints
 from heinsen.training.config import TrainConfig
 from heinsen.training.log import Console
@@ -63,9 +66,6 @@ from heinsen.training.step import abstract_train_state, init_train_state, make_t
 TEST_SEQUENCES = 256  # of each length
 _TRAIN, _TEST = 0, 1  # parts of seeds: the two draw different sequences
 
-# (params, length, seed) -> the accuracy on TEST_SEQUENCES of this length
-Tester = Callable[[Params, int, Sequence[int]], Accuracy]
-
 
 def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)
@@ -73,6 +73,9 @@ def main(argv: list[str]) -> None:
         out = Path(OUT.value or f"runs/recall/{TASK.value}")
         config = read_train_config()
         lengths = parse_counts("lengths", LENGTHS.value)
+        if TEXTS.value is not None:
+            write_texts(Task(TASK.value, ASCII), lengths, DOCUMENTS.value, config.seed, Path(TEXTS.value))
+            return
         test_lengths = parse_counts("test_lengths", TEST_LENGTHS.value or []) or sorted(set(lengths))
         task = Task(TASK.value, config.model.vocab_size)
         for length in {*lengths, *test_lengths}:
@@ -135,8 +138,9 @@ def run(
     config: TrainConfig, task: Task, lengths: list[int], test_lengths: list[int], mesh: Mesh, out: Path
 ) -> dict[str, Any]:
     """Train and test; return what results.json holds. Raises NonFiniteLossError, CheckpointError."""
-    tester = make_tester(config, task, mesh)
+    tester = make_tester(config.model, task, mesh, config.batch_size)
     params, trained = train(config, task, lengths, out, mesh)
+    test = lambda n: tester(params, n, TEST_SEQUENCES, [config.seed, _TEST, n])
     longest = max(task.draw(np.random.default_rng(0), 1, n).tokens.shape[1] for n in test_lengths)
     return dict(
         task=task.name,
@@ -149,7 +153,7 @@ def run(
         chance=task.chance,
         parameters=count_params(params),
         state_numbers=state_size(config.model, longest),
-        accuracy=[dict(length=n, **tester(params, n, [config.seed, _TEST, n])._asdict()) for n in test_lengths],
+        accuracy=[dict(length=n, **test(n)._asdict()) for n in test_lengths],
         model=dataclasses.asdict(config.model),
     )
 
@@ -208,25 +212,6 @@ def find_fingerprint(config: TrainConfig, task: Task, lengths: Sequence[int]) ->
 def checkpoints_of(out: Path) -> Path:
     """Where models that are not all trained yet are kept."""
     return out / "unfinished"
-
-
-def make_tester(config: TrainConfig, task: Task, mesh: Mesh) -> Tester:
-    """Return the function that measures the accuracy of parameters."""
-    step = jax.jit(
-        lambda params, batch: right_answers(config.model, params, batch),
-        in_shardings=(None, split_batch(mesh)),
-        out_shardings=replicated(mesh),
-    )
-
-    def test(params: Params, length: int, seed: Sequence[int]) -> Accuracy:
-        rng, probes, right = np.random.default_rng(seed), [], []
-        for _ in range(-(-TEST_SEQUENCES // config.batch_size)):
-            probes.append(task.draw(rng, config.batch_size, length))
-            right.append(np.asarray(step(params, place_batch(mesh, probes[-1].batch))))
-        *arrays, _ = (np.concatenate(x) for x in zip(*probes, strict=True))
-        return accuracy(Probe(*arrays, probes[0].answers), np.concatenate(right))
-
-    return test
 
 
 # ---- results -------------------------------------------------------------------------------------

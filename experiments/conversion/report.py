@@ -25,15 +25,15 @@ def report(results: Results) -> list[str]:
         "",
         f"`python experiments/conversion/run.py`, {machines(cells)}: {hours:.2f} hours. Teachers of "
         f"{main['parameters']:,} parameters, 2 layers of GPT-2's block with rotary positions, read "
-        f"{results['teacher_steps']:,} batches of {batch} windows of {config.LENGTH} tokens: half of them text (bytes), a "
-        f"quarter recall of {join(config.PAIRS)} pairs, a quarter copies of {join(config.COPIES)} tokens. A student "
-        "reads the share of these tokens that its row names, a tenth if none: half of it to learn the teacher's "
+        f"{results['teacher_steps']:,} batches of {batch} windows of {config.LENGTH} tokens: half of them bytes of "
+        f"text, a quarter recall of {join(config.PAIRS)} pairs, a quarter copies of {join(config.COPIES)} tokens. A "
+        "student reads the share of these tokens that its row names, a tenth if none: half of it to learn the teacher's "
         "attention, half to learn the mix. It has a forget gate and 64 features per head if its row says nothing else. "
         "Each stage's rate is tuned with one seed, by validation; then three others.",
         "",
         f"Text: bits per byte of {results['tests'] * config.LENGTH:,} held-out bytes in windows; n = 4, 8: of those "
-        f"that end as many bytes that their window has had before; streams: of texts of {16 * config.LENGTH:,} bytes from "
-        f"their byte {config.LENGTH} on. Recall and copying: right answers, the mean over their lengths. Distance, "
+        f"that end as many bytes that their window has had before; streams: of {16 * config.LENGTH:,} bytes, from "
+        f"byte {config.LENGTH} on. Recall and copying: right answers, the mean over their lengths. Distance, "
         "after the first stage: of the attention's outputs from the teacher's, over their variance. State: numbers per "
         "sequence.",
         "",

@@ -10,6 +10,7 @@ stage has four rates with one seed, more where the best is at the grid's end; th
 same command to resume, at the cell. OUT receives cells/, and the report: report.md, results.json, conversion.png.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -239,7 +240,7 @@ class Readers(NamedTuple):
         tests = mix.draw_tests(max(1, n_tests // 4))
         return dict(
             text=float(bits.mean()),
-            repeated=[float(bits[each].mean()) for each in recalled],
+            repeated=[float(bits[each].mean()) if each.any() else math.nan for each in recalled],
             streams=float(beyond.mean()),
             same_tokens=float(bits.reshape(len(streams), -1)[:, config.LENGTH :].mean()),
         ) | {

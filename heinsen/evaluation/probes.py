@@ -16,22 +16,28 @@ Axes: B sequences, T tokens of each, A tokens of its answers, n items.
 """
 
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from heinsen.errors import InputError
+from heinsen.files import atomic_writer
 from heinsen.models import ModelConfig, Params, hidden_states
 from heinsen.models.language_model import logits_of
 from heinsen.models.losses import mean_loss_at
+from heinsen.parallel import place_batch, replicated, split_batch
 
 _START, _QUERY, _N_MARKS = 0, 1, 2  # ids that begin a sequence and its queries; the others are content
 _NAME, _NUMBER = 2, 3  # tokens of a phonebook's names and numbers
 _QUERIES = 8  # names that a phonebook is asked for, at most
+ASCII = 128  # characters, of probes that are read as text
 MQAR_SPREAD = 16  # tokens per pair in "mqar"
 _POWER = 0.01  # there, of the distances from the context's end to the queries: p(d) ~ d^(_POWER - 1)
 
@@ -196,3 +202,41 @@ def accuracy(probe: Probe, right: Bool[np.ndarray, "B A"]) -> Accuracy:
     n_answers = int(probe.answers.max()) + 1
     whole = [np.all(right[:, probe.answers == which], axis=1) for which in range(n_answers)]
     return Accuracy(float(right.mean()), float(np.mean(whole)), n_answers * len(probe.tokens))
+
+
+Tester = Callable[[Params, int, int, Sequence[int]], Accuracy]  # (parameters, length, n sequences, seed) -> accuracy
+
+
+def make_tester(model: ModelConfig, task: Task, mesh: Mesh, batch_size: int) -> Tester:
+    """Return the function that measures accuracy on at least n sequences of a length, in whole batches."""
+    step = jax.jit(
+        lambda params, batch: right_answers(model, params, batch),
+        in_shardings=(None, split_batch(mesh)),
+        out_shardings=replicated(mesh),
+    )
+
+    def test(params: Params, length: int, n_sequences: int, seed: Sequence[int]) -> Accuracy:
+        rng, probes, right = np.random.default_rng(seed), [], []
+        for _ in range(-(-n_sequences // batch_size)):
+            probes.append(task.draw(rng, batch_size, length))
+            right.append(np.asarray(step(params, place_batch(mesh, probes[-1].batch))))
+        tokens, indices, targets, _ = (np.concatenate(x) for x in zip(*probes, strict=True))
+        return accuracy(Probe(tokens, indices, targets, probes[0].answers), np.concatenate(right))
+
+    return test
+
+
+def write_texts(task: Task, lengths: Sequence[int], n_documents: int, seed: int, path: Path) -> None:
+    """Write sequences of these lengths in turn to a file, a JSON line each, their ids as ASCII characters.
+
+    Raises InputError for more ids than ASCII, OSError.
+    """
+    if task.vocab_size > ASCII:
+        raise InputError(f"{task.vocab_size} ids are no ASCII characters: at most {ASCII}")
+    rng = np.random.default_rng(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_writer(path) as file:
+        for number in range(n_documents):
+            probe = task.draw(rng, 1, lengths[number % len(lengths)])
+            whole = [*probe.tokens[0].tolist(), int(probe.targets[0, -1])]
+            file.write(json.dumps({"text": bytes(whole).decode("ascii")}).encode() + b"\n")

@@ -11,6 +11,10 @@ import pytest
 from experiments import lanes, reports, tools
 from experiments.attribution import config, report, text
 from experiments.attribution import run as attribution
+from experiments.conversion import config as conversion_config
+from experiments.conversion import mix
+from experiments.conversion import report as conversion_report
+from experiments.conversion import run as conversion
 from experiments.long_contexts import report as contexts_report
 from experiments.long_contexts import run as contexts
 from experiments.recall_by_state import run as recall
@@ -185,6 +189,82 @@ def test_pairs_of_cells_with_one_change():
     ]
 
 
+# ---- conversion -----------------------------------------------------------------------------------
+
+
+def test_batches_mix_text_with_sequences_of_the_tasks():
+    rng = np.random.default_rng()
+    text_rows = rng.integers(257, size=(conversion_config.TEXT_ROWS, conversion_config.LENGTH + 1))
+    seed, step = int(rng.integers(100)), int(rng.integers(100))
+    batch = mix.draw_batch(text_rows, seed, step, 16)
+    again = mix.draw_batch(text_rows, seed, step, 0)
+    n_pairs, n_copied = (lengths[step % 4] for lengths in (conversion_config.PAIRS, conversion_config.COPIES))
+    text_part, recall_part, copy_part = np.split(batch["tokens"], [8, 12])
+    assert (text_part == text_rows).all() and (again["tokens"] == batch["tokens"]).all()
+    assert (
+        (batch["first_place"] < 16 * 256).all() and batch["first_place"].std() > 100 and not again["first_place"].any()
+    )
+    for row in recall_part:
+        first = row[: 2 + 4 * n_pairs]
+        pairs = dict(first[1 : 1 + 2 * n_pairs].reshape(-1, 2).tolist())
+        assert dict(first[2 + 2 * n_pairs :].reshape(-1, 2).tolist()) == pairs and len(pairs) == n_pairs
+    for row in copy_part:
+        assert (row[1 : 1 + n_copied] == row[2 + n_copied : 2 + 2 * n_copied]).all()
+    assert len({row.tobytes() for row in batch["tokens"]}) == len(batch["tokens"])
+
+
+def test_the_report_on_some_conversions():
+    rng = np.random.default_rng()
+
+    def cell(recall, share=0.1, seeds=(1, 2, 3)):
+        items = lambda names: {n: recall + rng.random() / 100 for n in names}
+        runs = [
+            dict(
+                text=2 + rng.random(),
+                repeated=[3.0, 2.0, 1.0],
+                streams=2.5,
+                associative=items((8, 16)),
+                copy=items((8,)),
+            )
+            for _ in seeds
+        ]
+        tuning = {"attention": {0.1: 0.3, 0.2: 0.2}, "text": {0.001: 3.0, 0.002: 2.0}}
+        return dict(
+            machine="a chip", jax="0", seconds=3.0, parameters=7, state_numbers=8, tuning=tuning, share=share,
+            runs=runs, distances=[0.25, 0.35, 0.3], seeds=list(seeds),
+        )  # fmt: skip
+
+    results = dict(
+        settings=dict(batch_size=16), teacher_steps=9, tests=5, n_grams=[4, 8, 16], missing=["relu"],
+        teachers={conversion_config.MAIN: cell(0.99, 1.0, [4]) | dict(tuning={"text": {0.1: 1.0}}, distances=None)},
+        cells={"exponential": cell(0.9), "elu + 1": cell(0.3), "exponential, 25%": cell(0.95, 0.25)},
+    )  # fmt: skip
+    lines = conversion_report.report(results)
+    ours, theirs = (
+        conversion_report.scores(results["cells"][name], "associative") for name in ("exponential", "elu + 1")
+    )
+    want = reports.seed_interval(ours - theirs)
+    (row,) = (line for line in lines if line.startswith("| exponential | elu + 1 |"))
+    assert f"{want.value:+.1%} [{want.low:+.1%}, {want.high:+.1%}]*" in row
+    assert "Not run yet: relu." in lines and sum(line.startswith("| exponential |") for line in lines) == 5
+    assert [axis.get_title() for axis in conversion_report.draw(results).axes][2] == "text, bits per byte"
+
+
+@pytest.mark.long
+def test_a_conversion_from_its_teacher_to_its_report(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(lanes, "CYCLES", 1)
+    monkeypatch.setattr(conversion_config, "ATTENTION_RATES", (1e-2, 3e-2, 1e-1))
+    plan = conversion.SMALL_PLAN._replace(teacher_steps=20, n_validation=8, n_tests=16)
+    tools.execute(tmp_path, conversion_report, lambda: conversion.measure(plan, corpus, tmp_path, None, None))
+    found = reports.read_results(tmp_path / "results.json")
+    (teacher,), (student,) = found["teachers"].values(), found["cells"].values()
+    assert list(found["teachers"]) == [conversion_config.MAIN] and teacher["seeds"] == [4] and teacher["steps"] == 20
+    assert student["seeds"] == [1, 2, 3] and student["steps"] == 2 and len(student["runs"]) == 3
+    assert len(student["distances"]) == 3 and student["parameters"] > teacher["parameters"]
+    # Students of one step a stage are hardly other than their teacher.
+    assert all(abs(run["text"] - teacher["runs"][0]["text"]) < 1 for run in student["runs"])
+
+
 # ---- long contexts --------------------------------------------------------------------------------
 
 WINDOW = 4
@@ -272,7 +352,7 @@ def test_the_report_on_long_contexts(documents):
 def test_rates_are_tuned_on_a_grid_and_its_extension(monkeypatch):
     trained = []
 
-    def train(self, seeds, rates, batch_of, n_steps):
+    def train(self, seeds, rates, batch_of, n_steps, params):
         trained.append((tuple(seeds), tuple(rates), n_steps))
         return np.asarray(rates), None
 

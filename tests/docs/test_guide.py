@@ -137,18 +137,27 @@ def programs(page: str) -> list[str]:
 
 
 def test_the_program_of_the_readme_runs(rng):
-    names = {}
-    exec(programs("README.md")[0], names)
-    exec(programs("docs/library.md")[2], linen := {})
+    exec(programs("README.md")[0], names := {})
+    attend, x = names["attend"], jnp.asarray(rng.standard_normal((2, 7, 64)), jnp.float32)
+    y, state = attend.read(x[:, :6])
+    y_next, _ = attend.read(x[:, 6:], state)
+    np.testing.assert_allclose(jnp.concatenate([y, y_next], axis=1), attend(x), atol=1e-5)
+
+
+def test_attention_by_hand_in_flax_is_that_of_its_formula(rng):
+    exec(programs("docs/library.md")[2], names := {})
     x = jnp.asarray(rng.standard_normal((2, 5, 6)), jnp.float32)
-    model = names["Attention"](d_model=6, n_heads=2, d_head=4, rngs=nnx.Rngs(0))
-    assert isinstance(model, nnx.Module)
-    y = nnx.jit(model)(x)
-    # The same parameters in the module of Linen.
-    params = {"q": model.q, "k": model.k, "v": model.v, "gate": model.gate, "out": model.out}
-    params = {name: {"kernel": each.kernel[...], "bias": each.bias[...]} for name, each in params.items()}
-    want = linen["Attention"](n_heads=2, d_head=4).apply({"params": params}, x)
-    assert y.shape == x.shape
+    module = names["Attention"](n_heads=2, d_head=4)
+    params = module.init(jax.random.key(0), x)["params"]
+    with jax.enable_x64(True):
+        w = jax.tree.map(lambda p: np.asarray(p, np.float64) + 0.1, params)
+        q, k, v = (np.einsum("btd,dhk->bhtk", x, w[n]["kernel"]) + w[n]["bias"][:, None] for n in "qkv")
+        decays = np.cumsum(-np.log1p(np.exp(-(x @ w["gate"]["kernel"] + w["gate"]["bias"] + 4))), axis=1).swapaxes(1, 2)
+        weights = np.exp(q) @ np.exp(k).swapaxes(-1, -2) * np.exp(decays[..., None] - decays[..., None, :])
+        weights = np.tril(weights)
+        log_y = np.log(weights @ np.exp(v) / weights.sum(-1, keepdims=True))
+        want = np.einsum("bhtk,hkd->btd", log_y, w["out"]["kernel"]) + w["out"]["bias"]
+    y = module.apply({"params": jax.tree.map(jnp.float32, w)}, x)
     np.testing.assert_allclose(y, want, atol=1e-5)
 
 
