@@ -33,7 +33,7 @@ def get_config(kind: str = "run") -> ConfigDict:
         config.update(validate_every=200, checkpoint_every=200, validation_tokens=100_000)
     else:
         config.update(total_tokens=1_000_000_000, accumulation_steps=8, validate_every=100, checkpoint_every=100)
-        config.conversion.forget_gate = "none"  # the teacher's
+        config.conversion.update(forget_gate="none", position="learned")  # the teacher's
         config.optimizer.warmup_steps = 100
     config.model.update(attention="heinsen", value_domain="real", feature_map="exponential", forget_gate="head")
     config.conversion.share = 0.5

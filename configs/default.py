@@ -71,6 +71,7 @@ def get_config() -> ConfigDict:
                 attention_learning_rate=3e-2,  # in these steps
                 window_starts=16,  # rotary positions: windows start at random places below so many windows; 0: at 0
                 forget_gate=placeholder(str),  # the teacher's; None: as init_from says
+                position=placeholder(str),  # the same
             ),
             log_every=10,  # steps
             validate_every=1000,  # steps, and at the end

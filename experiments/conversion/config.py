@@ -22,8 +22,8 @@ TEXT_ROWS, TASK_ROWS = 8, 4  # windows of a batch: of text, of each task
 PAIRS = 8, 16, 32, 48
 COPIES = 8, 16, 32, 64
 TEACHER_RATES = 2e-3, 4e-3, 8e-3, 1.6e-2  # of Muon
-ATTENTION_RATES = 3e-3, 1e-2, 3e-2, 1e-1  # of AdamW, in the first stage
-TEXT_RATES = 5e-4, 1e-3, 2e-3, 4e-3  # of AdamW, in the second
+ATTENTION_RATES = 1e-2, 3e-2, 1e-1, 3e-1  # of AdamW, in the first stage
+TEXT_RATES = 2e-3, 4e-3, 8e-3, 1.6e-2  # of AdamW, in the second
 
 
 def get_config() -> ConfigDict:
@@ -62,10 +62,12 @@ class Cell(NamedTuple):
 
 
 def _features(name: str, **fields: Any) -> dict[str, Any]:
-    return dict(attention="heinsen", value_domain="real", feature_map=name, forget_gate="head") | fields
+    own = dict(attention="heinsen", value_domain="real", feature_map=name, forget_gate="head", position="none")
+    return own | fields
 
 
 EXPONENTIAL, ELU, RELU, HEDGEHOG = (_features(name) for name in ("exponential", "elu", "relu", "softmax"))
+ROTARY = dict(position="rotary")  # the maps read rotated queries and keys, as the teacher's softmax does
 # The most important ones first.
 CELLS: dict[str, Cell] = {
     "exponential": Cell(EXPONENTIAL),
@@ -88,7 +90,12 @@ CELLS: dict[str, Cell] = {
     "elu + 1, of gated softmax": Cell(ELU, teacher="gated softmax, additions"),
     "exponential, 32 features": Cell(_features("exponential", d_features=32)),
     "elu + 1, 32 features": Cell(_features("elu", d_features=32)),
-    "exponential, windows at 0": Cell(EXPONENTIAL, window_starts=0),
+    "exponential, rotary": Cell(EXPONENTIAL | ROTARY),
+    "elu + 1, rotary": Cell(ELU | ROTARY),
+    "softmax over features, rotary": Cell(HEDGEHOG | ROTARY),
+    "relu, rotary": Cell(RELU | ROTARY),
+    "exponential, rotary, windows at 0": Cell(EXPONENTIAL | ROTARY, window_starts=0),
+    "exponential, rotary, 25%": Cell(EXPONENTIAL | ROTARY, 0.25),
     "exponential, from scratch, 100%": Cell(EXPONENTIAL, 1.0, stages=1, scratch=True),
 }
 SMALL = ("exponential",)

@@ -244,6 +244,8 @@ class Layer(nn.Module):
         assert self.teacher is not None
         if self.teacher.forget_gate == "none":
             context = context._replace(log_decay=None)
+        if self.teacher.position != self.config.position:
+            q, k = POSITION_CLASSES[self.teacher.position].rotate(q, k, context)
         target, _ = self.teacher.mixers[0].attend(q, k, values, None, context, self.mesh)
 
         def measure() -> Array:
@@ -462,7 +464,7 @@ def attention_distances(
     """Return how far each layer's attention is from a teacher's of the same inputs, those of the teacher.
 
     It is the mean squared error of all heads' outputs over the variance of the teacher's. Both models read `params`,
-    those of `config`, stacked; the teacher has another kind of attention, and no feature map. The kind of attention is
+    those of `config`, stacked; the teacher has another kind of attention, no feature map, and maybe rotations. The kind of attention is
     the same in all layers.
     """
     model = LanguageModel(config, mesh, teacher=teacher)

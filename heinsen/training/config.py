@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from heinsen.config import ADDED, RENAMED, Limits, check_numbers
 from heinsen.models import ModelConfig, check_halo
-from heinsen.models.config import GATES
+from heinsen.models.config import GATES, POSITIONS
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
 from heinsen.training.optimizer import OptimizerConfig, make_schedule
 
@@ -41,13 +41,14 @@ class ConversionConfig:
       share: of the steps, the first ones: each layer learns to attend as the teacher (None: no conversion).
       attention_learning_rate: in these steps, after warm-up; it decays by the same factor as the optimizer's.
       window_starts: with rotary positions windows start at a random place below so many windows.
-      forget_gate: the teacher's (None: as `init_from` says).
+      forget_gate, position: the teacher's (None: as `init_from` says).
     """
 
     share: float | None = None
     attention_learning_rate: float = 3e-2
     window_starts: Annotated[int, Limits(at_least=0, below=2**10)] = 16
     forget_gate: str | None = None
+    position: str | None = None
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share < 1:
@@ -55,6 +56,8 @@ class ConversionConfig:
         check_numbers(self, "conversion.")
         if self.forget_gate is not None and self.forget_gate not in GATES:
             raise ValueError(f"conversion.forget_gate = {self.forget_gate!r}: choose {', '.join(GATES)}")
+        if self.position is not None and self.position not in POSITIONS:
+            raise ValueError(f"conversion.position = {self.position!r}: choose {', '.join(POSITIONS)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +114,19 @@ class TrainConfig:
                 "value_domain = real, a feature_map and objective = next_token: they are "
                 f"{model.attention}, {model.value_domain}, {model.feature_map} and {model.objective}"
             )
-        if self.conversion.forget_gate is None:
-            raise ValueError(f"conversion.forget_gate = None: say whether the teacher has one, {' or '.join(GATES)}")
+        gate, position = self.conversion.forget_gate, self.conversion.position
+        if gate is None or position is None:
+            raise ValueError(
+                f"conversion.forget_gate = {gate}, position = {position}: say the teacher's, {' or '.join(GATES)} and "
+                f"{' or '.join(POSITIONS)}"
+            )
+        if model.position != position and (position, model.position) != ("rotary", "none"):
+            raise ValueError(
+                f"model.position = {model.position!r}: the teacher has {position!r}, of which only rotary positions can "
+                "be left out, with 'none'"
+            )
         _ = self.teacher  # raises if no softmax model has these sizes
-        if self.conversion.forget_gate == "head" and model.forget_gate == "none":
+        if gate == "head" and model.forget_gate == "none":
             raise ValueError(
                 "model.forget_gate = 'none': the teacher has a forget gate, which must stay: set it to head"
             )
@@ -130,7 +142,7 @@ class TrainConfig:
     @property
     def teacher(self) -> ModelConfig:
         """The model whose attention a conversion replaces: the run's, with softmax attention. Raises ValueError."""
-        assert self.conversion.forget_gate is not None
+        assert self.conversion.forget_gate is not None and self.conversion.position is not None
         return dataclasses.replace(
             self.model,
             attention="softmax",
@@ -138,6 +150,7 @@ class TrainConfig:
             feature_map="none",
             d_features=None,
             forget_gate=self.conversion.forget_gate,
+            position=self.conversion.position,
         )
 
     @property

@@ -40,7 +40,7 @@ def take_from_teacher(values: Mapping[str, Any]) -> Mapping[str, Any]:
         case _:
             return values
     if source is None:
-        if None in (model["n_layers"], conversion["forget_gate"]):
+        if None in (model["n_layers"], conversion["forget_gate"], conversion["position"]):
             raise ConfigError(
                 "config.init_from = None: a conversion starts from a trained softmax model; give its run or its "
                 "weights, --config.init_from=DIR"
@@ -53,9 +53,11 @@ def take_from_teacher(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"{source} has model.attention = {teacher.attention!r} and objective = {teacher.objective!r}: a conversion "
             f"starts from {kinds} attention in all layers and objective = next_token; give another --config.init_from"
         )
-    known = dataclasses.asdict(teacher)
+    # Maps of rotated queries and keys would have to undo the rotations (docs/conversion.md).
+    known = dataclasses.asdict(teacher) | {"position": "none" if teacher.position == "rotary" else teacher.position}
     model = {name: known.get(name) if value is None else value for name, value in model.items()}
-    conversion = {**conversion, "forget_gate": conversion["forget_gate"] or teacher.forget_gate}
+    own = {name: conversion[name] or getattr(teacher, name) for name in ("forget_gate", "position")}
+    conversion = {**conversion, **own}
     return {**values, "model": model, "conversion": conversion}
 
 
