@@ -1,5 +1,6 @@
 # make train   creates a virtual environment in .venv and runs the demo: some ten minutes on 2 CPU cores
 # make shakespeare  the same in English: a gated model, the paper's and a softmax model on Shakespeare's works
+# make convert trains a small softmax model and makes it one of constant cost per token: some ten minutes
 # make test    adds the test dependencies, then runs the linter and the tests
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train shakespeare test faults mutants compilers transformers oldest newest docs package lint clean
+.PHONY: train shakespeare convert test faults mutants compilers transformers oldest newest docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -50,6 +51,17 @@ shakespeare: $(installed)
 	$(python) scripts/plot_runs.py runs/shakespeare/*/ --metric=validation_loss --out=runs/shakespeare/loss.png
 	@echo; echo "A sample of the gated model, continuing 'KING ':"; echo
 	$(python) scripts/generate.py --workdir=runs/shakespeare/gated --prompt="KING " --temperature=0.7 --max_tokens=400
+
+convert: $(installed)
+	$(python) scripts/recall.py --task=associative --lengths=8,16,32 --texts=data/recall.jsonl
+	$(python) scripts/recall.py --task=copy --lengths=8,16,32,64 --texts=data/copies.jsonl
+	$(python) scripts/prepare_data.py data/recall.jsonl data/copies.jsonl --source=stdlib --split=train --tokenizer=bytes \
+		--out=data/mix
+	$(python) scripts/prepare_data.py --source=stdlib --split=validation --tokenizer=bytes --out=data/mix
+	$(python) train.py --config=configs/softmax_demo.py --workdir=runs/softmax
+	$(python) train.py --config=configs/convert.py --config.init_from=runs/softmax --workdir=runs/converted \
+		--config.data.path=data/mix --config.total_tokens=650_000
+	$(python) scripts/compare_runs.py runs/softmax runs/converted
 
 test: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

@@ -29,7 +29,7 @@ def get_config(kind: str = "run") -> ConfigDict:
         for name in config.model:
             config.model[name] = placeholder(config.model.get_type(name))
         config.update(total_tokens=2_000_000, sequence_length=256, batch_size=16)
-        config.optimizer.warmup_steps = 50
+        config.optimizer.warmup_steps = 20
         config.update(validate_every=200, checkpoint_every=200, validation_tokens=100_000)
     else:
         config.update(total_tokens=1_000_000_000, accumulation_steps=8, validate_every=100, checkpoint_every=100)
@@ -37,5 +37,5 @@ def get_config(kind: str = "run") -> ConfigDict:
         config.optimizer.warmup_steps = 100
     config.model.update(attention="heinsen", value_domain="real", feature_map="exponential", forget_gate="head")
     config.conversion.share = 0.5
-    config.optimizer.update(learning_rate=1e-3 if kind == "run" else 3e-4, final_learning_rate=3e-5)
+    config.optimizer.update(learning_rate=4e-3 if kind == "run" else 3e-4, final_learning_rate=3e-5)
     return config

@@ -20,6 +20,7 @@ show_help(__name__)
 
 from experiments import reports
 from experiments.attribution.report import bits_per_byte
+from experiments.conversion import report as conversion_report
 from experiments.long_contexts import report as contexts
 from experiments.recall_by_state import report as recall_report
 from experiments.scaling import report as scaling_report
@@ -134,6 +135,22 @@ def recall() -> str:
     return table(["", "numbers in the state", *pairs, f"{pairs[-1]} by seed"], rows)
 
 
+def conversion() -> str:
+    r = results("conversion")
+    teacher = {"the softmax teacher": r["teachers"]["softmax, additions"]}
+    rows = [
+        [
+            name,
+            f"{conversion_report.scores(cell, 'text').mean():.3f}",
+            *(f"{conversion_report.scores(cell, task).mean():.0%}" for task in conversion_report.TASKS),
+            f"{conversion_report.scores(cell, 'streams').mean():.3f}",
+            f"{cell['state_numbers']:,}",
+        ]
+        for name, cell in (teacher | r["cells"]).items()
+    ]
+    return table(["", "text", *conversion_report.TASKS.values(), "streams", "numbers in the state"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "models": models,
     "attribution": attribution,
@@ -141,6 +158,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
     "scaling": scaling,
     "recall": recall,
+    "conversion": conversion,
 }
 
 

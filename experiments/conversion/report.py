@@ -12,6 +12,7 @@ from experiments.reports import Results, explain_family, show_family, table, tun
 from heinsen.figures import make_figure
 
 TASKS = {"associative": "recall", "copy": "copying"}
+CHANGES = ("exponential", "elu + 1"), (", rotary", "")  # of a cell's name, to that of the one it is compared with
 
 
 def report(results: Results) -> list[str]:
@@ -100,8 +101,8 @@ def differences_section(results: Results) -> list[str]:
         return []
     shown = zip(show_family(recall, "+.1%").items(), show_family(bits, "+.3f").values(), strict=True)
     return [
-        "Exponential features above elu + 1 with the same seeds: recall in percentage points, text in bits per byte "
-        "(less is better).",
+        "Recall above another cell's, in percentage points, and loss of text, in bits per byte (less is better), with "
+        "the same seeds:",
         "",
         *table(["", "above", "recall", "text"], [[*key, text, other] for (key, text), other in shown]),
         "",
@@ -111,9 +112,9 @@ def differences_section(results: Results) -> list[str]:
 
 
 def differences(results: Results, name: str) -> dict[tuple[str, str], Float[np.ndarray, " seeds"]]:
-    """{(cell of exponential features, the same of elu + 1): difference of each seed}."""
+    """{(cell, another): difference of each seed}: exponential features against elu + 1, rotations against none."""
     cells = results["cells"]
-    pairs = [(each, each.replace("exponential", "elu + 1")) for each in cells if each.startswith("exponential")]
+    pairs = [(each, each.replace(*change)) for change in CHANGES for each in cells]
     return {(a, b): scores(cells[a], name) - scores(cells[b], name) for a, b in pairs if b in cells and a != b}
 
 

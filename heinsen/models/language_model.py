@@ -464,8 +464,8 @@ def attention_distances(
     """Return how far each layer's attention is from a teacher's of the same inputs, those of the teacher.
 
     It is the mean squared error of all heads' outputs over the variance of the teacher's. Both models read `params`,
-    those of `config`, stacked; the teacher has another kind of attention, no feature map, and maybe rotations. The kind of attention is
-    the same in all layers.
+    those of `config`, stacked; the teacher has another kind of attention, no feature map, and maybe rotations where
+    `config` has none. The kind of attention is the same in all layers.
     """
     model = LanguageModel(config, mesh, teacher=teacher)
     first_place = None if first_place is None else jnp.asarray(first_place)

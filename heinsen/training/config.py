@@ -122,8 +122,8 @@ class TrainConfig:
             )
         if model.position != position and (position, model.position) != ("rotary", "none"):
             raise ValueError(
-                f"model.position = {model.position!r}: the teacher has {position!r}, of which only rotary positions can "
-                "be left out, with 'none'"
+                f"model.position = {model.position!r}: the teacher has {position!r}, and only rotary positions can be "
+                "left out, with 'none'"
             )
         _ = self.teacher  # raises if no softmax model has these sizes
         if gate == "head" and model.forget_gate == "none":

@@ -59,6 +59,7 @@ CONFIGS = {
     "small_pile": dict(base="pile_125m", data="", vocab=GPT2, model=SIZES),
     "small_10b": dict(base="pile_10b", data="", vocab=GPT2, model=SIZES),
     "small_gated_125m": dict(base="gated_125m", data="", vocab=GPT2, model=SIZES),
+    "small_softmax_demo": dict(base="softmax_demo", data="", vocab="", model=SIZES),
     "small_convert": dict(base="convert", data="", vocab="", model="d_key=8"),
     "small_gpt2_124m": dict(base="gpt2_124m", data="", vocab=GPT2, model=SIZES.replace("=8", "=16")),
 }
@@ -66,6 +67,8 @@ SMALLER = {
     "configs/demo.py": "configs/small_demo.py",
     "configs/gated_demo.py": "configs/small_gated_demo.py",
     "configs/convert.py": "configs/small_convert.py",
+    "configs/softmax_demo.py": "configs/small_softmax_demo.py",
+    "=650_000": "=12_000",
     "configs/pile_125m.py": "configs/small_pile.py",
     "configs/pile_10b.py:gated": "configs/small_gated_125m.py",
     "configs/pile_10b.py:gpt2": "configs/small_gpt2_124m.py",
@@ -204,6 +207,11 @@ def test_the_block_of_the_library_page_reads_on_from_its_state(monkeypatch):
     assert sum(x[0].size for x in jax.tree.leaves(names["state"])) == 8 * (8 + 1) * 8 + 2 * 3 * 48
 
 
+def test_make_convert_is_what_the_page_on_it_shows():
+    recipe = recipe_of("convert")
+    assert len(recipe) == 7 and recipe == lines(ROOT / "docs" / "conversion.md")[:7]
+
+
 # ---- whole ----------------------------------------------------------------------------------------
 
 
@@ -239,10 +247,10 @@ def run_all(tmp_path, corpus):
     return run
 
 
-def recipe_of_train() -> list[str]:
-    """The commands of `make train` on Python programs."""
-    makefile = (ROOT / "Makefile").read_text()
-    found = re.search(r"^train:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
+def recipe_of(target: str) -> list[str]:
+    """The commands of a target of the Makefile."""
+    makefile = re.sub(r"\\\n\s+", "", (ROOT / "Makefile").read_text())
+    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[1]
     variables = {"$(python)": "python", **{f"$({x})": re.search(rf"^{x} \?= (.*)$", makefile, re.MULTILINE)[1]
                                            for x in ("DATA", "RUN")}}  # fmt: skip
     for name, value in variables.items():
@@ -255,7 +263,7 @@ def test_the_commands_work_one_after_the_other(run_all, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     subprocess.run([sys.executable, "-c", programs("docs/data.md")[0]], check=True)
-    assert len(run_all(recipe_of_train())) == 4  # `make train`, with which the pages begin
+    assert len(run_all(recipe_of("train"))) == 4  # `make train`, with which the pages begin
     assert len(run_all(lines(*PAGES))) >= 20
     for made in ("exported/weights.safetensors", "loss.png", "positions.png", "book.state", "runs/sweep/report.html"):
         assert (tmp_path / made).stat().st_size > 1000, made

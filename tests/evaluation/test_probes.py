@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen.evaluation.probes import TASKS, Probe, Task, accuracy, answer_loss, right_answers
+from heinsen.evaluation.probes import ASCII, TASKS, Probe, Task, accuracy, answer_loss, right_answers, write_texts
 from heinsen.models import abstract_params, forward
 from tests.models.test_model import SMALL
 from tests.runs import stop_when
@@ -144,6 +144,27 @@ def test_only_answers_count(rng):
     mixed = np.where(rng.random(targets.shape) < 0.5, likeliest, targets)
     right = jax.jit(lambda params, batch: right_answers(MODEL, params, batch))
     np.testing.assert_array_equal(right(params, batch | {"targets": mixed}), likeliest == mixed)
+
+
+@pytest.mark.parametrize("task", ["associative", "copy"])
+def test_texts_are_whole_sequences_in_ascii(task, tmp_path):
+    write_texts(Task(task, ASCII), [2, 3], 4, 7, tmp_path / "new" / "texts.jsonl")
+    lines = (tmp_path / "new" / "texts.jsonl").read_text().split("\n")[:-1]
+    rows = [json.loads(line)["text"].encode("ascii") for line in lines]
+    width = {"associative": 2, "copy": 1}[task]
+    assert [len(row) for row in rows] == [2 + 2 * width * n for n in (2, 3, 2, 3)] and len({*rows}) == 4
+    for row in rows:
+        answers = list(row[row.index(1) + 1 :])[width - 1 :: width]
+        assert answers == recalled(task, list(row)), row
+
+
+@pytest.mark.long
+def test_runs_are_compared_by_loss_recall_and_cost(run, commands):
+    end = commands.run("scripts/compare_runs.py", run.workdir, "--pairs=2,3", "--contexts=8", "--sequences=4")
+    assert end.returncode == 0, end.stderr
+    head, _, row = (line.strip("| ").split(" | ") for line in end.stdout.splitlines())
+    assert head == ["bits per byte", "2 pairs", "3 pairs", "after 8 tokens"] and row[0] == str(run.workdir)
+    assert 4 < float(row[1]) < 9 and row[2].endswith("%") and row[4].endswith(" MB")
 
 
 @pytest.mark.long

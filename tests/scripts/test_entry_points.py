@@ -55,6 +55,12 @@ BAD_COMMANDS = {
         ["scripts/recall.py", "--task=associative", "--lengths=4,500", "--out={new}"],
         "length 500 of task 'associative': it must be from 1 to 127, as model.vocab_size = 256",
     ),
+    "recall: more keys than characters": (
+        ["scripts/recall.py", "--task=associative", "--lengths=100", "--texts={new}"],
+        "length 100 of task 'associative': it must be from 1 to 63",
+    ),
+    "compare: nothing": (["scripts/compare_runs.py"], "name run folders, as in scripts/compare_runs.py runs/softmax"),
+    "compare: no run": (["scripts/compare_runs.py", "{run}", "{none}"], "{none} is not a run folder"),
     "generate: no run": (["scripts/generate.py", "--workdir={none}"], "{none} is not a run folder"),
     "generate: no checkpoint": (["scripts/generate.py", "--workdir={bare}"], "{bare}...checkpoint"),
     "generate: prompt and stdin": ([*GENERATE, "--prompt=a", "--stdin"], "...--prompt and --stdin exclude each other"),

@@ -123,13 +123,12 @@ def test_reports_name_the_stage_and_the_distance_of_each_layer(data, teacher, tm
 # ---- the parts -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gate", ["none", "head"])
-def test_distances_are_of_the_teachers_inputs_and_relative_to_its_variance(rng, gate):
+@pytest.mark.parametrize("gate, position", [("none", "none"), ("head", "rotary"), ("head", "none")])
+def test_distances_are_of_the_teachers_inputs_and_relative_to_its_variance(rng, gate, position):
     sizes = SIZES | dict(d_value=2, n_layers=2, position="rotary", block="gpt2", document_token=3)
     old = model_config(**sizes, attention="softmax", forget_gate=gate)
-    new = dataclasses.replace(
-        old, attention="heinsen", value_domain="real", feature_map="exponential", forget_gate="head"
-    )
+    kind = dict(attention="heinsen", value_domain="real", feature_map="exponential", forget_gate="head")
+    new = dataclasses.replace(old, **kind, position=position)
     params, tokens = draw_params(new, rng), draw_tokens(new, rng)
     shared = jax.tree.map(lambda _, x: x, abstract_params(old), common(params, abstract_params(old)))
     outputs = []
@@ -158,7 +157,7 @@ from tests.model_configs import model_config
 
 sizes = dict(position="rotary", block="gpt2", convolution=2, document_token=3)
 old = model_config(attention="softmax", **sizes)
-new = model_config(value_domain="real", feature_map="exponential", forget_gate="head", **sizes)
+new = model_config(value_domain="real", feature_map="exponential", forget_gate="head", **{**sizes, "position": "none"})
 params = jax.jit(init_params, static_argnums=0)(new, jax.random.key(0))
 tokens, places = np.random.default_rng(0).integers(0, 257, (4, 8)), 7 * np.arange(4)
 tokens[:, 4] = 3
@@ -183,7 +182,7 @@ def test_distances_and_their_gradients_are_those_of_one_device_on_a_mesh(command
 
 
 def test_windows_start_anywhere_where_positions_are_rotary(data, teacher, tmp_path, rng):
-    config = converted(data, teacher)
+    config = converted(data, teacher, model__position="rotary")
     rows = np.arange(64)
     places = draw_first_places(config, 3, rows)
     assert places.min() >= 0 and 8 * LENGTH < places.max() < 16 * LENGTH
@@ -194,17 +193,14 @@ def test_windows_start_anywhere_where_positions_are_rotary(data, teacher, tmp_pa
     tokens = jnp.asarray(rng.integers(0, 257, (4, 9)))
     loss = jax.jit(lambda first_place: mean_loss(old, params, tokens, None, first_place))
     np.testing.assert_allclose(loss(places[:4]), loss(0 * places[:4]), rtol=1e-5)
-    assert not np.any(
-        draw_first_places(
-            dataclasses.replace(config, model=dataclasses.replace(config.model, position="none")), 3, rows
-        )
-    )
+    assert not np.any(draw_first_places(converted(data, teacher), 3, rows))
 
 
 def test_the_config_is_the_teachers_with_another_attention_and_needs_it_no_more(run, data, teacher, tmp_path):
     old, new = load_run(teacher).model, load_run(run).model
     differing = {name for name, x in dataclasses.asdict(new).items() if x != getattr(old, name)}
-    assert differing == {"attention", "value_domain", "feature_map", "forget_gate"}
+    assert differing == {"attention", "value_domain", "feature_map", "forget_gate", "position"}
+    assert (old.position, new.position) == ("rotary", "none")
     gated = save_teacher(tmp_path / "gated", data, model__forget_gate="head")
     config = converted(data, gated)
     assert config.teacher == load_run(gated).model
@@ -233,6 +229,17 @@ def test_what_cannot_be_converted_is_refused_in_one_line(data, teacher, tmp_path
         ("masked", {}, start),
         ("learned", dict(sequence_length=2 * LENGTH), "sequence_length = 32 is longer than model.n_positions = 16"),
         ("gated", dict(model__forget_gate="none"), "the teacher has a forget gate, which must stay: set it to head"),
+        (
+            "learned",
+            dict(model__position="none"),
+            "the teacher has 'learned', and only rotary positions can be left out",
+        ),
+        (
+            teacher,
+            dict(model__position="learned", model__n_positions=99),
+            "model.position = 'learned': the teacher has",
+        ),
+        (teacher, dict(conversion__position="x"), "conversion.position = 'x': choose"),
         (teacher, dict(model__value_domain="log"), "makes a model with model.attention = heinsen in all layers"),
         (teacher, dict(model__d_key=8), "softmax attention needs model.d_key = 8 and model.d_value = 4 to be equal"),
         (teacher, dict(conversion__share=0.0), r"conversion.share = 0.0: it must lie between 0 and 1"),
