@@ -4,8 +4,9 @@
         --workdir=runs/converted
 
 The model is the one in init_from, a run or an export, with its attention replaced. Fields of the model that are None
-here are its own. Queries and keys pass learned maps, and heads get a forget gate. In the first half of the steps these
-alone learn, from the attention that they replace; then all weights learn from the text (docs/conversion.md).
+here are its own, but rotary positions are left out. Queries and keys pass learned maps, and heads get a forget gate. In
+the first half of the steps these alone learn, from the attention that they replace; then all weights learn from the
+text (docs/conversion.md).
 
     python train.py --config=configs/convert.py:gpt2 --plan --target=h100
 

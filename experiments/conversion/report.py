@@ -12,6 +12,7 @@ from experiments.reports import Results, explain_family, show_family, table, tun
 from heinsen.figures import make_figure
 
 TASKS = {"associative": "recall", "copy": "copying"}
+DRAWN = {"exponential", "elu + 1", "rotary", "no gate", "from scratch"}  # the last parts of cells' names
 CHANGES = ("exponential", "elu + 1"), (", rotary", "")  # of a cell's name, to that of the one it is compared with
 
 
@@ -119,15 +120,14 @@ def differences(results: Results, name: str) -> dict[tuple[str, str], Float[np.n
 
 
 def draw(results: Results) -> Figure:
-    """Draw recall, copying and the loss of text by the share of the teacher's tokens, of cells with a gate."""
+    """Draw recall, copying and the loss of text by the share of the teacher's tokens."""
     figure, axes = make_figure(ncols=3, figsize=(12, 4))
     main = results["teachers"][config.MAIN]
     names = ["associative", "copy", "text"]
     lines: dict[str, dict[float, Any]] = {}
     for name, cell in results["cells"].items():
-        kind, *rest = name.split(", ")
-        if all(part.endswith("%") or part == "from scratch" for part in rest):
-            kind = f"{kind}, from scratch" if "from scratch" in rest else kind
+        kind = ", ".join(part for part in name.split(", ") if not part.endswith("%"))
+        if kind.rpartition(", ")[2] in DRAWN:
             lines.setdefault(kind, {})[cell["share"]] = cell
     for axis, name in zip(axes, names, strict=True):
         axis.axhline(scores(main, name).mean(), color="k", lw=1, ls="--", label="teacher")
@@ -142,7 +142,6 @@ def draw(results: Results) -> Figure:
         axis.set_xticks(ticks, [f"{x:.0%}" for x in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
     return figure
 
 
