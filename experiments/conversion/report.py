@@ -30,8 +30,8 @@ def report(results: Results) -> list[str]:
         f"{results['teacher_steps']:,} batches of {batch} windows of {config.LENGTH} tokens: half of them bytes of "
         f"text, a quarter recall of {join(config.PAIRS)} pairs, a quarter copies of {join(config.COPIES)} tokens. A "
         "student reads the share of these tokens that its row names, a tenth if none: half of it to learn the "
-        "teacher's attention, half to learn the mix. It has a forget gate, 64 features per head and no rotations if its "
-        "row says nothing else. Each stage's rate is tuned with one seed, by validation; then three others.",
+        "teacher's attention, half to learn the mix. It has a forget gate, 64 features per head and no rotations "
+        "if its row says nothing else. Each stage's rate is tuned with one seed, by validation; then three others.",
         "",
         f"Text: bits per byte of {results['tests'] * config.LENGTH:,} held-out bytes in windows; n = 4, 8: of those "
         f"that end as many bytes that their window has had before; streams: of {16 * config.LENGTH:,} bytes, from "
