@@ -64,7 +64,8 @@ def measure(folder: str, config: TrainConfig, pairs: list[int]) -> list[str]:
 
 
 def show_cost(each: dict[str, Any]) -> str:
-    return f"{each['milliseconds_per_step']:.2g} ms, {each['state_bytes'] / 1e6:.2g} MB"
+    show = lambda x: f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
+    return f"{show(each['milliseconds_per_step'])} ms, {show(each['state_bytes'] / 1e6)} MB"
 
 
 if __name__ == "__main__":
