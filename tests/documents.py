@@ -31,7 +31,8 @@ def parse(program, arguments):
             runpy.run_path(program, run_name="__main__")
             return None
         module = runpy.run_path(program)
-        takes_arguments = program in ("scripts/benchmark.py", "scripts/plot_runs.py", "scripts/prepare_data.py")
+        names = "benchmark", "compare_runs", "plot_runs", "prepare_data"
+        takes_arguments = program in (f"scripts/{name}.py" for name in names)
         module["parse_flags"](argv, **({"takes_arguments": True} if takes_arguments else {}))
         if program == "eval.py":
             module["read_run_config"]()
