@@ -39,6 +39,8 @@ def plan_stages(
     config: TrainConfig, steps: int, target: str | None = None, peak_flops: float | None = None
 ) -> list[Plan]:
     """Return the `plan` of each stage of a run, in order."""
+    if target is not None:
+        find_target(target).devices()  # before `stages_of` starts the devices here, which would hide the compilers
     return [plan(config, steps, target, peak_flops, stage) for stage in stages_of(config)]
 
 
