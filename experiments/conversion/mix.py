@@ -33,17 +33,11 @@ def _draw_tasks(seed: int, step: int) -> Int[np.ndarray, "B N"]:
     windows = []
     for name, lengths in TASKS.items():
         task, length = Task(name, VOCAB_SIZE), lengths[step % len(lengths)]
-        one = full_sequences(task, rng, 1, length).shape[1]
+        one = task.draw_whole(rng, 1, length).shape[1]
         n = -(-(config.LENGTH + 1) // one)
-        rows = full_sequences(task, rng, n * config.TASK_ROWS, length).reshape(config.TASK_ROWS, -1)
+        rows = task.draw_whole(rng, n * config.TASK_ROWS, length).reshape(config.TASK_ROWS, -1)
         windows.append(rows[:, : config.LENGTH + 1])
     return np.concatenate(windows)
-
-
-def full_sequences(task: Task, rng: np.random.Generator, n: int, length: int) -> Int[np.ndarray, "B N"]:
-    """Sequences of a probe with their last token, which a probe's tokens lack."""
-    probe = task.draw(rng, n, length)
-    return np.concatenate([probe.tokens, probe.targets[:, -1:]], axis=1)
 
 
 def draw_tests(n: int) -> dict[str, dict[int, dict[str, np.ndarray]]]:

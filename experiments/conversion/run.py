@@ -99,7 +99,8 @@ class Measurement:
     """The tuning, training and tests of a cell."""
 
     def __init__(self, plan: Plan, cell: Cell, found: Mapping[str, np.ndarray], out: Path) -> None:
-        self.plan, self.cell, self.text, self.out = plan, cell, found, out
+        self.plan, self.cell, self.text = plan, cell, found
+        self.teacher_file = out / "teachers" / tools.cell_file(cell.teacher, out).with_suffix(".npz").name
         self.is_teacher = cell.scratch and not cell.model
         optimizer = "muon" if cell.scratch else "adamw"
         self.config = train_config(TEACHERS[cell.teacher] | dict(cell.model), optimizer)
@@ -172,7 +173,7 @@ class Measurement:
 
     def initial_params(self, seeds: Sequence[int]) -> Params:
         """The teacher's weights, and what it lacks drawn with each seed, of all lanes."""
-        with np.load(self.out / "teachers" / f"{file_name(self.cell.teacher)}.npz") as loaded:
+        with np.load(self.teacher_file) as loaded:
             own = dict(loaded)
 
         def draw(seed: int) -> Params:
@@ -183,7 +184,7 @@ class Measurement:
         return jax.tree.map(lambda *x: jnp.stack(x), *drawn)
 
     def save(self, params: Params) -> None:
-        with atomic_writer(self.out / "teachers" / f"{file_name(self.cell.teacher)}.npz") as file:
+        with atomic_writer(self.teacher_file) as file:
             np.savez_compressed(file, **{name: np.asarray(x) for name, x in named_leaves(params)})
 
     def tune(
@@ -214,10 +215,6 @@ def repeat(params: Params) -> Params:
     return jax.tree.map(lambda x: jnp.stack([x] * N_LANES), params)
 
 
-def file_name(name: str) -> str:
-    return name.replace(" ", "_").replace(",", "")
-
-
 class Readers(NamedTuple):
     """Jitted functions of one model's parameters."""
 
@@ -242,7 +239,6 @@ class Readers(NamedTuple):
             text=float(bits.mean()),
             repeated=[float(bits[each].mean()) if each.any() else math.nan for each in recalled],
             streams=float(beyond.mean()),
-            same_tokens=float(bits.reshape(len(streams), -1)[:, config.LENGTH :].mean()),
         ) | {
             name: {n: float(self.right(params, batch)) for n, batch in batches.items()}
             for name, batches in tests.items()

@@ -100,6 +100,13 @@ class Task:
         self.check(length)
         return TASKS[self.name](self, rng, batch_size, length)
 
+    def draw_whole(self, rng: np.random.Generator, batch_size: int, length: int) -> Int[np.ndarray, "B N"]:
+        """Draw sequences with their last token, which models need not read. Raises InputError as `check`, for mqar."""
+        if self.name == "mqar":
+            raise InputError("task 'mqar': its answers are not among its tokens, so that its sequences are no text")
+        probe = self.draw(rng, batch_size, length)
+        return np.concatenate([probe.tokens, probe.targets[:, -1:]], axis=1)
+
 
 def _associative(task: Task, rng: np.random.Generator, batch_size: int, length: int) -> Probe:
     keys = _N_MARKS + _different(rng, batch_size, length, task.n_keys)
@@ -229,7 +236,7 @@ def make_tester(model: ModelConfig, task: Task, mesh: Mesh, batch_size: int) -> 
 def write_texts(task: Task, lengths: Sequence[int], n_documents: int, seed: int, path: Path) -> None:
     """Write sequences of these lengths in turn to a file, a JSON line each, their ids as ASCII characters.
 
-    Raises InputError for more ids than ASCII, OSError.
+    Raises InputError for more ids than ASCII, and as `Task.draw_whole`; OSError.
     """
     if task.vocab_size > ASCII:
         raise InputError(f"{task.vocab_size} ids are no ASCII characters: at most {ASCII}")
@@ -237,6 +244,5 @@ def write_texts(task: Task, lengths: Sequence[int], n_documents: int, seed: int,
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_writer(path) as file:
         for number in range(n_documents):
-            probe = task.draw(rng, 1, lengths[number % len(lengths)])
-            whole = [*probe.tokens[0].tolist(), int(probe.targets[0, -1])]
+            whole = task.draw_whole(rng, 1, lengths[number % len(lengths)])[0].tolist()
             file.write(json.dumps({"text": bytes(whole).decode("ascii")}).encode() + b"\n")

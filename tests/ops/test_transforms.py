@@ -186,8 +186,10 @@ def test_derivatives_in_both_modes_and_of_every_order(rng, implementation, scale
     got, want = found
     same = lambda tolerance, x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance / 1000)
     jax.tree.map(functools.partial(same, 1e-7), got, want)
-    # Of all numbers: where inputs spread, weights can be 0 or 1 by chance, and then derivatives by q and k vanish.
-    assert max(np.max(np.abs(x)) for x in want["forward over reverse"]) > 1e-4
+    # Of many numbers: a single derivative along one direction can be small by chance. Where inputs spread, all weights
+    # can be 0 or 1, and then derivatives by q and k vanish.
+    largest = [np.max(np.abs(x)) for x in want["forward over reverse"]]
+    assert (min if scale == 1 else max)(largest) > 1e-4
     for way in ("reverse over reverse", "reverse over forward"):
         jax.tree.map(functools.partial(same, 1e-5), got[way], got["forward over reverse"])
 

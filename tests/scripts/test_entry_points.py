@@ -59,6 +59,10 @@ BAD_COMMANDS = {
         ["scripts/recall.py", "--task=associative", "--lengths=100", "--texts={new}"],
         "length 100 of task 'associative': it must be from 1 to 63",
     ),
+    "recall: no text": (
+        ["scripts/recall.py", "--task=mqar", "--lengths=2", "--texts={new}"],
+        "task 'mqar': its answers are not among its tokens",
+    ),
     "compare: nothing": (["scripts/compare_runs.py"], "name run folders, as in scripts/compare_runs.py runs/softmax"),
     "compare: no run": (["scripts/compare_runs.py", "{run}", "{none}"], "{none} is not a run folder"),
     "generate: no run": (["scripts/generate.py", "--workdir={none}"], "{none} is not a run folder"),
