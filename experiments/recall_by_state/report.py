@@ -65,16 +65,18 @@ def differences(results: Results) -> dict[tuple[str, str], Float[np.ndarray, " s
     """{(cell, another): how much more of the most pairs each seed recalls}, of cells with the same seeds.
 
     The other is that of exponential features of the same shape, or for these and for changed settings that of the same
-    kind without the change.
+    kind without the change. Real values are compared with linear attention, too.
     """
     seeds = {name: [run["seed"] for run in cell["runs"]] for name, cell in results["cells"].items()}
     found = {}
     for name in seeds:
         kind, *_, last = name.split(", ")
         shape = last if last in config.SHAPES else next(iter(config.SHAPES))
-        other = f"{'exponential' if name in config.EQUAL else kind}, {shape}"
-        if name != other and seeds.get(other) == seeds[name]:
-            found[name, other] = (right(results, name) - right(results, other))[:, -1]
+        others = [f"{'exponential' if name in config.EQUAL else kind}, {shape}"]
+        others += [f"linear, {shape}"] * ("real values" in name)
+        for other in others:
+            if name != other and seeds.get(other) == seeds[name]:
+                found[name, other] = (right(results, name) - right(results, other))[:, -1]
     return found
 
 

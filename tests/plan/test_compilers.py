@@ -25,12 +25,17 @@ def run(script, *arguments):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
 
 
-def plan(target, *flags):
-    config = [f"--config.model.{name}={value}" for name, value in SMALL.items()]
-    config += [f"--config.batch_size={BATCH}", f"--config.sequence_length={LENGTH}", "--config.model.vocab_size=257"]
-    done = run("train.py", "--config=configs/demo.py", "--plan", f"--target={target}", *config, *flags)
+def plan_stages(target, *flags, config="demo.py"):
+    fields = [f"--config.model.{name}={value}" for name, value in SMALL.items()]
+    fields += [f"--config.batch_size={BATCH}", f"--config.sequence_length={LENGTH}", "--config.model.vocab_size=257"]
+    done = run("train.py", f"--config=configs/{config}", "--plan", f"--target={target}", *fields, *flags)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def plan(target, *flags):
+    (figures,) = plan_stages(target, *flags)
+    return figures
 
 
 def check(figures, n_devices):
@@ -63,6 +68,13 @@ def test_a_step_on_a_host_of_gpus_sends_its_gradients():
     split = plan("h200-16", "--config.mesh.data=2", "--config.mesh.fsdp=8")
     assert split["bytes_state"] < eight["bytes_state"] / 4
     assert {"all-gather", "all-reduce"} <= set(split["costs"]["collectives"])
+
+
+@needs_gpu
+def test_a_conversion_is_planned_stage_by_stage():
+    first, second = plan_stages("h200", "--config.accumulation_steps=1", config="convert.py:gpt2")
+    assert first["device"] == second["device"] == "NVIDIA H200"
+    assert first["costs"]["bytes"] < second["costs"]["bytes"]  # no logits where attention alone is taught
 
 
 @needs_tpu
