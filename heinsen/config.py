@@ -76,12 +76,31 @@ def _find_problem(value: float, at_least: float | None, below: float | None) -> 
 # Fields of earlier runs and exports, and what they are called now.
 RENAMED = {f"gate{end}": f"forget_gate{end}" for end in ("", "_shortest", "_longest")}
 
-# Fields that earlier runs and exports lack. Their defaults leave a run as it was.
-ADDED = ("feature_map", "d_features", "conversion")
+
+def added(default: Any) -> Any:
+    """A field of a config that earlier runs, sweeps and exports lack. Its default leaves them as they were."""
+    return dataclasses.field(default=default, metadata={"added": True})
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+    """The fields of a config dataclass that are `added`, with their defaults; those of groups are mappings."""
+    found: dict[str, Any] = {x.name: x.default for x in dataclasses.fields(cls) if "added" in x.metadata}
+    is_group = lambda x: dataclasses.is_dataclass(x) and not isinstance(x, type)
+    return {name: comparable(type(x), dataclasses.asdict(x)) if is_group(x) else x for name, x in found.items()}
 
 
 def _rename(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {RENAMED.get(name, name): value for name, value in fields.items()}
+    # Where both names are given, the former one stays, and is refused as unknown.
+    return {name if (new := RENAMED.get(name, name)) in fields else new: value for name, value in fields.items()}
+
+
+def comparable(cls: Any, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config `cls` under their present names, without those `added` that have their default."""
+    kinds, defaults, fields = typing.get_type_hints(cls), _defaults(cls), {}
+    for name, value in _rename(mapping).items():
+        is_group = isinstance(value, Mapping) and dataclasses.is_dataclass(kinds.get(name))
+        fields[name] = comparable(kinds[name], value) if is_group else value
+    return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -102,7 +121,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
     """Build dataclass `cls` and the dataclasses nested in it.
 
     Args:
-      values: a value for every field, and nothing else. Those of `ADDED` may be missing.
+      values: a value for every field, and nothing else. Those that are `added` may be missing.
       path: the name of `values` in error messages.
 
     Raises:
@@ -111,7 +130,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "config") 
     types_of_fields = typing.get_type_hints(cls)
     values = _rename(values)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    if missing := [name for name in names if name not in values and name not in ADDED]:
+    if missing := [name for name in names if name not in values and name not in _defaults(cls)]:
         raise ConfigError(f"{path} lacks {', '.join(missing)}, which configs/default.py has")
     if unknown := [name for name in values if name not in names]:
         raise ConfigError(f"{path} has unknown fields {', '.join(unknown)}: the fields are {', '.join(names)}")

@@ -11,7 +11,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import default, pile_125m
-from heinsen.config import ConfigError, from_mapping
+from heinsen.config import ConfigError, added, comparable, from_mapping
+from heinsen.models import ModelConfig
 from heinsen.training.config import TrainConfig
 from heinsen.training.data import train_config
 
@@ -319,6 +320,36 @@ def test_unknown_and_missing_fields_are_named(group):
     del inner[name]
     with pytest.raises(ConfigError, match=rf"{where} lacks {name}"):
         from_mapping(TrainConfig, missing)
+
+
+def test_a_field_with_its_former_name_too_is_refused():
+    model = pile_125m.get_config().model.to_dict()
+    renamed = {name: model[name] for name in model if name != "forget_gate"} | {"gate": "head"}
+    assert from_mapping(ModelConfig, renamed).forget_gate == "head"
+    with pytest.raises(ConfigError, match="config has unknown fields gate"):
+        from_mapping(ModelConfig, model | {"gate": "head"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    rate: float
+    beta: float = added(0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    name: str
+    group: Group
+    other: Group = added(Group(1.0))
+
+
+def test_fields_that_are_added_leave_earlier_configs_as_they_were():
+    earlier = {"name": "a", "group": {"rate": 2.0}}
+    whole = from_mapping(Whole, earlier)
+    assert whole == Whole("a", Group(2.0))
+    assert comparable(Whole, dataclasses.asdict(whole)) == earlier
+    changed = dataclasses.asdict(Whole("a", Group(2.0, beta=0.5), Group(3.0)))
+    assert comparable(Whole, changed) == {"name": "a", "group": {"rate": 2.0, "beta": 0.5}, "other": {"rate": 3.0}}
 
 
 def test_a_group_must_be_a_group():

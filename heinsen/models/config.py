@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from heinsen.config import Limits, check_numbers
+from heinsen.config import Limits, added, check_numbers
 from heinsen.errors import InputError
 from heinsen.models.dense import PRODUCT
 from heinsen.models.feature_map import LOG_FEATURES
@@ -87,8 +87,8 @@ class ModelConfig:
     remat: str
     implementation: str | None
     document_token: Annotated[int | None, Limits(at_least=0)]
-    feature_map: str = "none"
-    d_features: Annotated[int | None, _SIZE] = None
+    feature_map: str = added("none")
+    d_features: Annotated[int | None, _SIZE] = added(None)
 
     def __post_init__(self) -> None:
         self._check_sizes()

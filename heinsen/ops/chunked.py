@@ -9,10 +9,11 @@ the keys that it is summed with and to the largest exponent r of its query:
 
     exp(q[t, k] + c[k] - r) exp(k[s, k] - c[k])
 
-No product loses a term that matters, by construction. Where the keys of every chunk, with the largest before, spread
-by at most 60 nats, a bound of the inputs, one product takes the whole chunk (`product_weights`). Else a query takes
-all earlier blocks of its chunk at once, with c of exactly these keys, so that Z >= 1 relative to exp(r); and in its own
-block of a few tokens each exponent is formed before its exponential (`block_weights`). That is exact at any magnitude.
+No product loses a term that matters, by construction. Where the keys of every chunk and its log values, with the
+largest before, spread by at most 60 nats together, one product takes the whole chunk (`product_weights`). Else
+a query takes all earlier blocks of its chunk at once, with c of exactly these keys, so that Z >= 1 relative to exp(r);
+and in its own block of a few tokens each exponent is formed before its exponential (`block_weights`). That is exact at
+any magnitude.
 
 Derivatives are JAX's own: shifts are constants, and some rows at a time are computed again in the backward pass
 (`jax.checkpoint`), so that memory is linear in T, and all modes and orders of derivatives are there.
@@ -49,7 +50,7 @@ from heinsen.ops.arrays import (
     vary_together,
 )
 from heinsen.ops.decay import ChunkDecay, sums_until_end, with_starts
-from heinsen.ops.states import LogState, State, Summary, init_state, log_rescaling, lost_terms
+from heinsen.ops.states import SMALLEST_SUM, LogState, State, Summary, init_state, log_rescaling, lost_terms
 from heinsen.promotion import usual_promotion
 
 
@@ -86,9 +87,11 @@ def _divide(n: int, most: int) -> int:
     return even if even > most // 4 else -(-n // -(-n // most))
 
 
-# Nats between the keys of a chunk, and of the largest before it, for each feature, up to which one product is exact: a
-# query sees its own key, so that its Z is at least exp(-60), and what underflows is below exp(-87).
+# Nats up to which one product is exact: between the keys of a chunk and the largest before it, for each feature, and
+# between its log values. A query sees its own token, so that its sums are at least exp(-60), and what underflows is
+# below exp(-87). So they lose nothing by `SMALLEST_SUM`, and are not asked.
 LARGEST_SPREAD = 60.0
+assert math.exp(-LARGEST_SPREAD) > SMALLEST_SUM
 
 
 # ---- one chunk ------------------------------------------------------------------------------------
@@ -417,13 +420,38 @@ def _in_logarithms_if(
         if not causal or log_decay is None:
             *read, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
             return QueryMeans(*read), after
-        shift, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
-        k = k - shift[..., None]
+        zeros, log_decay = _zero_sums(log_decay), lax.stop_gradient(log_decay)
+        k = k - zeros[..., None]
         y, z, r, after = logarithms.attend(split.chunk, split.block, causal, q, k, values, log_decay, state)
-        return QueryMeans(y, z * jnp.exp(shift), r), after.decay(shift[..., -1])
+        return QueryMeans(y, z * jnp.exp(zeros), r), after.decay(zeros[..., -1])
 
     result: tuple[QueryMeans, State] = lax.cond(jnp.any(lost), jax.checkpoint(exactly), read, *args)
     return result
+
+
+class _Chunks(NamedTuple):
+    """How arrays [*batch, T, ...] are cut into chunks.
+
+    The chunks of the last batch axis are one axis with it, [*chunks], as CPUs compute the first axis in parallel.
+    """
+
+    batch: tuple[Any, ...]
+    n_tokens: int
+    size: int  # tokens of a chunk
+
+    def cut(self, x: Array, axis: int, **fill: Any) -> Array:
+        """[*chunks, C, ...] of [*batch, T, ...]."""
+        x = to_chunks(x, self.size, axis, **fill)
+        return x.reshape(*self.batch[:-1], -1, *x.shape[len(self.batch) + 1 :])
+
+    def by_row(self, x: Array) -> Array:
+        """[*batch, N, ...] of [*chunks, ...]."""
+        return x.reshape(*self.batch, -1, *x.shape[max(1, len(self.batch)) :])
+
+    def to_tokens(self, x: Array) -> Array:
+        """[*batch, T, ...] of [*chunks, C, ...]."""
+        x = x.reshape(*self.batch, -1, *x.shape[max(1, len(self.batch)) + 1 :])
+        return lax.slice_in_dim(x, 0, self.n_tokens, axis=len(self.batch))
 
 
 def _causal(
@@ -431,24 +459,13 @@ def _causal(
 ) -> tuple[QueryMeans, State]:
     first, tokens = Summary.of(state), (q, k, values, log_decay, state)
     is_log, batch, n_tokens = first.b is not None, k.shape[:-2], k.shape[-2]
-
-    # The chunks of the last batch axis are one axis with it, [*chunks], as CPUs compute the first axis in parallel.
-    def cut(x: Array, axis: int, **fill: Any) -> Array:
-        x = to_chunks(x, split.chunk, axis, **fill)
-        return x.reshape(*batch[:-1], -1, *x.shape[len(batch) + 1 :])
-
-    def by_row(x: Array) -> Array:
-        return x.reshape(*batch, -1, *x.shape[max(1, len(batch)) :])
-
-    def to_tokens(x: Array) -> Array:
-        x = x.reshape(*batch, -1, *x.shape[max(1, len(batch)) + 1 :])
-        return lax.slice_in_dim(x, 0, n_tokens, axis=len(batch))
+    chunks = _Chunks(batch, n_tokens, split.chunk)
 
     # Tokens that fill up the last chunk are copies of the last one, which the sums leave out.
-    q, k, values = (cut(x, -2, mode="edge") for x in (q, k, values))
-    decays = None if log_decay is None else cut(lax.stop_gradient(log_decay), -1)
-    shift = jnp.zeros((), k.dtype) if log_decay is None else _zero_sums(cut(log_decay, -1))
-    k = k - shift[..., None]
+    q, k, values = (chunks.cut(x, -2, mode="edge") for x in (q, k, values))
+    decays = None if log_decay is None else chunks.cut(lax.stop_gradient(log_decay), -1)
+    zeros = jnp.zeros((), k.dtype) if log_decay is None else _zero_sums(chunks.cut(log_decay, -1))
+    k = k - zeros[..., None]
 
     def decay_of(decays: Array | None) -> ChunkDecay:
         return ChunkDecay.of(jnp.zeros(split.chunk, k.dtype) if decays is None else decays, split.block)
@@ -456,7 +473,7 @@ def _causal(
     def summarize_all(k: Array, values: Array, decays: Array | None) -> tuple[Summary, Spread]:
         until_end = decay_of(decays).keys_at_end
         if n_tokens % split.chunk:
-            is_filler = cut(jnp.zeros((*batch, n_tokens), bool), -1, constant_values=True)
+            is_filler = chunks.cut(jnp.zeros((*batch, n_tokens), bool), -1, constant_values=True)
             until_end = jnp.where(is_filler, NEG_INF, until_end)
         return summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
 
@@ -464,12 +481,12 @@ def _causal(
     again = jax.checkpoint if split.rows is None else lambda function: function
     own, spread = again(summarize_all)(k, values, decays)
     total = jnp.zeros(k.shape[:-2], k.dtype) if decays is None else jnp.sum(decays, axis=-1)
-    gain = None if log_decay is None else jnp.exp(shift[..., -1])
-    before, end = scan_chunks(first, *jax.tree.map(by_row, (total, own, gain)))
+    gain = None if log_decay is None else jnp.exp(zeros[..., -1])
+    before, end = scan_chunks(first, *jax.tree.map(chunks.by_row, (total, own, gain)))
     before = jax.tree.map(lambda x: x.reshape(*k.shape[:-2], *x.shape[len(batch) + 1 :]), before)
-    lost_state = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
+    lost_before = jnp.any(before.lost_terms()) | jnp.any(end.lost_terms())
 
-    def read(weigh: Callable[..., Weights], *args: Any) -> tuple[QueryMeans, Array]:
+    def read_chunks(weigh: Callable[..., Weights], *args: Any) -> tuple[QueryMeans, Array]:
         def read_some(
             q: Array, k: Array, values: Array, decays: Array | None, before: Summary
         ) -> tuple[QueryMeans, Array]:
@@ -478,24 +495,24 @@ def _causal(
 
         in_parts = partial(by_rows, split.chunks, max(1, len(batch)), read_some)
         read, lost = again(read_some)(*args) if split.chunks is None else in_parts(*args)
-        return jax.tree.map(to_tokens, read._replace(z=read.z * jnp.exp(shift))), jnp.any(lost)
+        return jax.tree.map(chunks.to_tokens, read._replace(z=read.z * jnp.exp(zeros))), jnp.any(lost)
 
     def by_product(*args: Any) -> tuple[QueryMeans, State]:
-        return read(product_weights, *args)[0], end.to_state()
+        return read_chunks(product_weights, *args)[0], end.to_state()
 
     def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[QueryMeans, State]:
         values, taint = isolate_values(values, not is_log)
         if decays is not None:
             taint = jnp.where(jnp.isnan(decays), jnp.nan, taint)
             decays = jnp.where(jnp.isnan(decays), 0.0, decays)
-        found, lost = read(block_weights, q, k + taint[..., None], values, decays, before)
+        found, lost = read_chunks(block_weights, q, k + taint[..., None], values, decays, before)
         exact = lambda *_: (found, end.to_state())
         if not is_log:
             return exact()
-        return _in_logarithms_if(lost | lost_state, exact, split, True, *tokens)
+        return _in_logarithms_if(lost | lost_before, exact, split, True, *tokens)
 
     b = None if before.b is None or own.b is None else jnp.maximum(before.b, own.b)
-    is_exact = spread.allows_one_product(before.c, b) & ~lost_state & ~jnp.any(jnp.isnan(total))
+    is_exact = spread.allows_one_product(before.c, b) & ~lost_before & ~jnp.any(jnp.isnan(total))
     result: tuple[QueryMeans, State] = lax.cond(is_exact, by_product, by_blocks, q, k, values, decays, before)
     return result
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from heinsen.config import differences
+from heinsen.config import comparable, differences
 from heinsen.files import LockedError, hold_lock, seal, unseal, write_atomically
 from heinsen.sweep.definition import Definition, changes
 from heinsen.sweep.job import LOG_FILE, STATUS_FILE, is_alive, read_status, slurm_holds
 from heinsen.sweep.runs import ENDED, SETTLED, RunView, SweepRun
 from heinsen.sweep.space import SweepError, format_value
+from heinsen.training.config import TrainConfig
 from heinsen.training.metrics import METRICS_FILE, read_metrics
 
 SWEEP_FILE, CSV_FILE, REPORT_FILE = "sweep.json", "sweep.csv", "report.html"
@@ -60,7 +61,8 @@ class SweepFolder:
         """
         if (path / SWEEP_FILE).exists():
             old = cls.load(path)
-            base = differences(old.definition.base, definition.base)
+            before, now = (comparable(TrainConfig, each.base) for each in (old.definition, definition))
+            base = differences(before, now)
             lines = changes(old.definition, definition) + [x.replace("in the run", "in the folder") for x in base]
             if lines:
                 raise SweepError(

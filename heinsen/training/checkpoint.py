@@ -336,8 +336,9 @@ def _find_newest(
 def _check_origin(path: Path, record: dict[str, Any], wanted: dict[str, Any], config_hashes: Collection[str]) -> None:
     """Raise CheckpointError if the checkpoint belongs to another config or model; an older one would, too."""
     if differences := _differences(record["arrays"], wanted):
+        other = "optimizer" if all(each.startswith("opt_state/") for each in differences) else "model"
         raise CheckpointError(
-            f"{path} cannot be restored: it belongs to another model. {_join_first(differences)}. Give another "
+            f"{path} cannot be restored: it belongs to another {other}. {_join_first(differences)}. Give another "
             "--workdir, or the config it was saved with"
         )
     if config_hashes and record["config_hash"] not in config_hashes:

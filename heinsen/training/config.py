@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from jax.sharding import Mesh
 
-from heinsen.config import ADDED, RENAMED, Limits, check_numbers
+from heinsen.config import RENAMED, Limits, added, check_numbers, comparable
 from heinsen.models import ModelConfig, check_halo
 from heinsen.models.config import GATES, POSITIONS
 from heinsen.parallel import MeshConfig, MeshError, n_batch_parts
@@ -83,7 +83,7 @@ class TrainConfig:
     keep_every: int | None
     trace_steps: str | None
     wandb_project: str | None
-    conversion: ConversionConfig = ConversionConfig()
+    conversion: ConversionConfig = added(ConversionConfig())
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -193,19 +193,17 @@ class TrainConfig:
         return digest(fields | {"data": here}), digest(earlier | {"data": here}), digest(earlier)
 
 
-def fixed_fields(mapping: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a config without the fields that may change, and without those of `ADDED` that it does not use."""
-    return {
-        name: fixed_fields(value, f"{path}{name}.") if isinstance(value, Mapping) else value
-        for name, value in mapping.items()
-        if path + name not in _CHANGEABLE and not (name in ADDED and _is_unused(name, value))
-    }
+def fixed_fields(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `comparable` fields of a config that may not change; those of a conversion only where there is one."""
 
+    def keep(fields: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+        return {
+            name: keep(value, f"{path}{name}.") if isinstance(value, Mapping) else value
+            for name, value in fields.items()
+            if path + name not in _CHANGEABLE and not (name == "conversion" and value.get("share") is None)
+        }
 
-def _is_unused(name: str, value: Any) -> bool:
-    if name == "conversion":
-        return isinstance(value, Mapping) and value.get("share") is None
-    return value == getattr(ModelConfig, name)  # its default
+    return keep(comparable(TrainConfig, mapping))
 
 
 def check_samples(model: ModelConfig, sample_tokens: int) -> None:

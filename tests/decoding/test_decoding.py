@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from heinsen.config import comparable
 from heinsen.decoding import (
     Sampling,
     StateError,
@@ -33,7 +34,7 @@ from heinsen.decoding import (
 )
 from heinsen.decoding.sampling import keep_likeliest
 from heinsen.decoding.saved_state import _digest_contents
-from heinsen.models import forward, init_model_state, init_params
+from heinsen.models import ModelConfig, forward, init_model_state, init_params
 from heinsen.models.state import resize_caches
 from heinsen.ops import running
 from heinsen.ops.states import LogState
@@ -405,7 +406,7 @@ def saved(tmp_path_factory):
 
 def test_a_state_from_before_a_field_of_models_is_read(saved, tmp_path):
     config, params, path, header, arrays = saved
-    model = {name: x for name, x in header["model"].items() if name not in ("feature_map", "d_features")}
+    model = comparable(ModelConfig, header["model"])
     earlier = {"version": header["version"], "model": model, "params": header["params"]}
     write_state(tmp_path / "state", earlier | {"digest": _digest_contents(earlier, arrays)}, arrays)
     jax.tree.map(np.testing.assert_array_equal, *(load_prefix(x, config, params) for x in (path, tmp_path / "state")))

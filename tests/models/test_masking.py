@@ -244,7 +244,12 @@ train(gated_config(Path(sys.argv[1]), mesh__data=2, mesh__tensor=2), Path(sys.ar
 
 def gated_config(data, **changes):
     return masked_config(
-        data, total_tokens=12 * 4 * 16, model__gate="head", model__convolution=4, model__implementation=None, **changes
+        data,
+        total_tokens=12 * 4 * 16,
+        model__forget_gate="head",
+        model__convolution=4,
+        model__implementation=None,
+        **changes,
     )
 
 

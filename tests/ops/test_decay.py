@@ -71,6 +71,23 @@ def test_exponents_that_spread_take_blocks_and_no_logarithms(rng, function, lose
     assert np.all(np.isfinite(jax.jit(getattr(heinsen, function))(q, k, v, log_decay=decays)))
 
 
+@pytest.mark.parametrize("nats, form", [(59, "product_weights"), (61, "block_weights"), (64, "logarithms")])
+def test_values_below_a_later_one_take_a_product_up_to_60_nats_and_logarithms_from_63(nats, form, lose):
+    """Sums of the first tokens are exp(-nats) of the last one's value; 1e-27 is exp(-62.2)."""
+    log_v = jnp.zeros((1, 8, 2)).at[:, -1].set(nats)
+    attend = jax.jit(functools.partial(heinsen.log_attention, jnp.zeros((1, 8, 2)), jnp.zeros((1, 8, 2))))
+    y = attend(log_v)
+    np.testing.assert_allclose(y[:, :-1], 0.0, atol=1e-6)
+    np.testing.assert_allclose(y[:, -1], nats - np.log(8), rtol=1e-6)
+    if form == "logarithms":
+        lose(logarithms, "attend")
+        assert not np.all(np.isfinite(attend(log_v)))
+    else:
+        lose(chunked, {"product_weights": "block_weights", "block_weights": "product_weights"}[form])
+        lose(logarithms, "attend")
+        assert np.all(np.isfinite(attend(log_v)))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 def test_both_directions_take_one_product_per_chunk(rng, lose, gated):
     """Even at the last token of a document, which sees none after it."""

@@ -131,6 +131,18 @@ def test_finished_runs_are_not_repeated_and_retry_repeats_the_crashed(ended):
     assert views["crash"].state == "finished" and "behaviour=crash: started, resumes" in said
 
 
+def test_a_sweep_from_before_a_field_of_configs_resumes(ended, tmp_path):
+    folder, _, _ = ended
+    model = {"d_model": 32, "forget_gate": "head"}
+    before, now = ({"seed": 0, "model": x} for x in ({"d_model": 32, "gate": "head"}, model | {"feature_map": "none"}))
+    earlier = dataclasses.replace(folder.definition, base=before)
+    SweepFolder.open_or_create(tmp_path / "sweep", earlier, folder.runs)
+    SweepFolder.open_or_create(tmp_path / "sweep", dataclasses.replace(earlier, base=now), folder.runs)
+    with pytest.raises(SweepError, match="config.model.feature_map: only in the command"):
+        changed = now | {"model": model | {"feature_map": "elu"}}
+        SweepFolder.open_or_create(tmp_path / "sweep", dataclasses.replace(earlier, base=changed), folder.runs)
+
+
 def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_path):
     folder, _, _ = ended
     before = snapshot(folder.path)

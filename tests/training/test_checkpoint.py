@@ -320,6 +320,9 @@ def test_another_model_is_refused_with_what_differs(saved):
         "missing in the model; params/layers/c is missing in it, bfloat16[7] in the model; params/layers/w is "
         "float32[3, 32, 40] in it, float32[3, 32, 39] in the model. Give another --workdir"
     )
+    state = placed(saved.states[10])
+    with Checkpoints(saved.workdir, KEEP) as checkpoints, pytest.raises(CheckpointError, match="another optimizer"):
+        checkpoints.restore_newest(state._replace(opt_state={"momentum": layers["b"]}), HASH)
     assert snapshot(saved.workdir) == before
 
 

@@ -122,7 +122,7 @@ def test_a_step_without_gradient_shrinks_matrices_and_leaves_biases_and_norms(pa
 
 
 def test_steps_equal_adamw_with_clipping_in_float64(rng):
-    config = OptimizerConfig("adamw", 3.0, 0.02, 0.002, 2, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    config = dataclasses.replace(PAPER, learning_rate=0.02, final_learning_rate=0.002, warmup_steps=2)
     total_steps = 6
     shapes = {"kernel": (3, 4), "bias": (4,), "embedding": (5, 3), "scale": (3,)}
     params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
@@ -164,8 +164,10 @@ def orthogonalized(m):
 
 def test_muon_orthogonalizes_the_momentum_of_each_layers_matrices_and_of_nothing_else(rng):
     """In float64; all else takes the steps of AdamW. Both decay as before."""
-    config = OptimizerConfig("muon", 3.0, 0.02, 0.002, 2, 0.9, 0.95, 1e-8, 0.1, math.inf)
-    adam, steps, b = dataclasses.replace(config, name="adamw"), 4, 0.95
+    adam = dataclasses.replace(
+        PAPER, learning_rate=0.02, final_learning_rate=0.002, warmup_steps=2, clip_norm=math.inf
+    )
+    config, steps, b = dataclasses.replace(adam, name="muon"), 4, 0.95
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     matrices = lambda: {"w1": {"kernel": draw(2, 3, 4), "bias": draw(2, 4)}, "gate": {"kernel": draw(2, 6, 2)}}
     draw_tree = lambda: {"embedding": draw(5, 3), "position": {"kernel": draw(3, 3)}, "layers": matrices()}
