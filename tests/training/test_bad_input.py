@@ -58,8 +58,6 @@ def config(data: Path) -> TrainConfig:
         (dict(mesh__fsdp=0), "mesh.fsdp = 0: it must be positive, or -1"),
         (dict(mesh__fsdp=-1), "mesh.data and mesh.fsdp are -1"),
         (dict(model__remat="some"), "model.remat = 'some': choose none, full, dots"),
-        (dict(model__dtype="float16"), "model.dtype = 'float16'"),
-        (dict(model__implementation="fastest"), "model.implementation = 'fastest'"),
         (dict(model__padded_vocab_size=256), "model.padded_vocab_size = 256 is smaller than vocab_size = 257"),
         (dict(model__n_layers=10**9), "model.n_layers = 1000000000: it must be less than 10000"),
         (dict(model__n_heads=2**28 - 1), "features of all heads are more than an array can have"),

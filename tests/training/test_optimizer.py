@@ -164,9 +164,7 @@ def orthogonalized(m):
 
 def test_muon_orthogonalizes_the_momentum_of_each_layers_matrices_and_of_nothing_else(rng):
     """In float64; all else takes the steps of AdamW. Both decay as before."""
-    adam = dataclasses.replace(
-        PAPER, learning_rate=0.02, final_learning_rate=0.002, warmup_steps=2, clip_norm=math.inf
-    )
+    adam = dataclasses.replace(PAPER, learning_rate=0.02, final_learning_rate=0.002, warmup_steps=2, clip_norm=math.inf)
     config, steps, b = dataclasses.replace(adam, name="muon"), 4, 0.95
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     matrices = lambda: {"w1": {"kernel": draw(2, 3, 4), "bias": draw(2, 4)}, "gate": {"kernel": draw(2, 6, 2)}}

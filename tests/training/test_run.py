@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -355,18 +356,9 @@ def test_entries_past_the_checkpoint_are_dropped(tmp_path):
     assert [e.step for e in read_events(tmp_path) if e.HasField("session_log")] == [4], "TensorBoard purges from here"
 
 
-def test_peak_rate_is_of_the_longest_name_that_fits_else_measured(monkeypatch):
-    measured = devices.peak_flops_per_device()
-    assert 1e8 < measured < 1e16
-
-    class Device:
-        device_kind = "TPU v5 lite"
-
-    monkeypatch.setattr(jax, "devices", lambda: [Device()])
-    assert devices.peak_flops_per_device() == 197e12
-    Device.device_kind = "TPU v5p"
-    assert devices.peak_flops_per_device() == 459e12
-    Device.device_kind = "NVIDIA H100 80GB HBM3"
+def test_peak_rate_is_of_the_chips_name_else_measured(monkeypatch):
+    assert 1e8 < devices.peak_flops_per_device() < 1e16
+    monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(device_kind="NVIDIA H100 80GB HBM3")])
     assert devices.peak_flops_per_device() == 989e12
 
 
