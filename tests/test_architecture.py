@@ -322,6 +322,15 @@ def test_unknown_and_missing_fields_are_named(group):
         from_mapping(TrainConfig, missing)
 
 
+def test_a_function_fits_on_a_screen():
+    """Kernels, and a module of other libraries, aside."""
+    for name, path in MODULES.items():
+        if "contrib.kernels" not in name and "export.pytorch" not in name:
+            functions = (x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.FunctionDef))
+            long = {x.name: n for x in functions if (n := x.end_lineno - x.lineno + 1) > 66}
+            assert not long, name
+
+
 def test_a_field_with_its_former_name_too_is_refused():
     model = pile_125m.get_config().model.to_dict()
     renamed = {name: model[name] for name in model if name != "forget_gate"} | {"gate": "head"}

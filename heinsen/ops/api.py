@@ -11,11 +11,10 @@ bfloat16 values GPUs and TPUs round the factors <= 1 of products to bfloat16, an
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops import chunked, reference, scan
-from heinsen.ops.arrays import on_automatic_axes
+from heinsen.ops.arrays import on_automatic_axes, promote_exponents
 from heinsen.ops.checks import (
     check_decay,
     check_fits,
@@ -26,7 +25,7 @@ from heinsen.ops.checks import (
     check_state,
 )
 from heinsen.ops.decay import with_starts
-from heinsen.ops.segments import document_starts
+from heinsen.ops.segments import starts_of_documents
 from heinsen.ops.states import LogState, MeanState, State
 from heinsen.promotion import usual_promotion
 
@@ -221,23 +220,3 @@ def _attend(
         return IMPLEMENTATIONS[implementation](signed, q, k, values, log_decay, causal, state)
 
     return on_automatic_axes(attend, q, k, values, log_decay, state)
-
-
-# ---- for every attention function ----------------------------------------------------------------
-
-
-def promote(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
-    """The arrays in the dtype of the arithmetic: float32, or wider where one of them is."""
-    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
-    return q.astype(dtype), k.astype(dtype), values.astype(dtype)
-
-
-def promote_exponents(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
-    """As `promote`, but bfloat16 values stay: products with them need no more (`arrays.precision_of`)."""
-    q, k, promoted = promote(q, k, values)
-    return q, k, values if values.dtype == jnp.bfloat16 else promoted
-
-
-def starts_of_documents(segment_ids: Array | None, k: Array) -> Array | None:
-    """Where a document starts, for each of the keys k [*batch, T, K]."""
-    return None if segment_ids is None else jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])

@@ -108,3 +108,15 @@ def on_automatic_axes(function: Callable[..., tuple[Array, Any]], q: Array, *arg
     axes: list[Any] = [*sharding.spec] + [None] * (q.ndim - len(sharding.spec))
     *batch, tokens, _ = axes
     return jax.sharding.auto_axes(function, out_sharding=(P(*batch, tokens), P(*batch)))(q, *args)
+
+
+def promote(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
+    """The arrays in the dtype of the arithmetic: float32, or wider where one of them is."""
+    dtype = jnp.promote_types(jnp.result_type(q, k, values), jnp.float32)
+    return q.astype(dtype), k.astype(dtype), values.astype(dtype)
+
+
+def promote_exponents(q: Array, k: Array, values: Array) -> tuple[Array, Array, Array]:
+    """As `promote`, but bfloat16 values stay: products with them need no more (`precision_of`)."""
+    q, k, promoted = promote(q, k, values)
+    return q, k, values if values.dtype == jnp.bfloat16 else promoted

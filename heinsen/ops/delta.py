@@ -25,8 +25,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.api import promote, starts_of_documents
-from heinsen.ops.arrays import einsum, on_automatic_axes, to_chunks, vary_together
+from heinsen.ops.arrays import einsum, on_automatic_axes, promote, to_chunks, vary_together
 from heinsen.ops.checks import (
     check_decay,
     check_fits,
@@ -37,6 +36,7 @@ from heinsen.ops.checks import (
     check_state,
 )
 from heinsen.ops.decay import ChunkDecay, with_starts
+from heinsen.ops.segments import starts_of_documents
 from heinsen.promotion import usual_promotion
 
 _CHUNK, _BLOCK = 64, 8  # tokens, powers of two

@@ -23,11 +23,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from heinsen.logspace import NEG_INF
-from heinsen.ops.api import promote, starts_of_documents
-from heinsen.ops.arrays import einsum, on_automatic_axes, to_chunks, vary_together
+from heinsen.ops.arrays import einsum, on_automatic_axes, promote, to_chunks, vary_together
 from heinsen.ops.checks import check_decay, check_fits, check_float, check_inputs, check_known_tokens, check_state
 from heinsen.ops.decay import ChunkDecay, with_starts
-from heinsen.ops.segments import document_ends
+from heinsen.ops.segments import document_ends, starts_of_documents
 from heinsen.promotion import usual_promotion
 
 _CHUNK, _BLOCK = 64, 8  # tokens

@@ -44,3 +44,8 @@ def mask_cross_document(starts: Bool[Array, "*batch T"]) -> Bool[Array, "*batch 
     """True for pairs (query, key) of the same document."""
     document = document_numbers(starts)
     return document[..., :, None] == document[..., None, :]
+
+
+def starts_of_documents(segment_ids: Array | None, k: Array) -> Array | None:
+    """Where a document starts, for each of the keys k [*batch, T, K]."""
+    return None if segment_ids is None else jnp.broadcast_to(document_starts(segment_ids), k.shape[:-1])
