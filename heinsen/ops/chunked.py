@@ -323,12 +323,12 @@ def attend_both_ways(
     what comes after it alone. Both directions are one call of `_attend`.
     """
     flip = lambda x, axis: jnp.flip(x, x.ndim + axis)
-    first = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
-    first = flip(first.at[..., 0].set(True), -1)
+    is_start = jnp.zeros(k.shape[:-1], bool) if starts is None else starts
+    is_last = flip(is_start.at[..., 0].set(True), -1)  # in its document, in the flipped order
     given = None if log_decay_after is None else flip(log_decay_after, -1)
-    decay_after = with_starts(given, jnp.roll(first, 1, axis=-1), k)
+    decay_after = with_starts(given, jnp.roll(is_last, 1, axis=-1), k)
     assert decay_after is not None
-    q_after = jnp.where(first[..., None], NEG_INF, jnp.roll(flip(q, -2), -1, axis=-2))
+    q_after = jnp.where(is_last[..., None], NEG_INF, jnp.roll(flip(q, -2), -1, axis=-2))
     directions = (q, q_after), (k, flip(k, -2)), (values, flip(values, -2)), (log_decay, decay_after)
     both = [jnp.stack(each) for each in directions]
     empty = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)

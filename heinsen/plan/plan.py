@@ -170,7 +170,7 @@ class _Step:
 
 def find_notes(model: ModelConfig) -> tuple[str, ...]:
     """Return what slows a model on the backend that is compiled for, and what to compare it with."""
-    return tuple(dict.fromkeys(note for mixer in model.mixers if (note := mixer.find_handicap())))
+    return tuple(dict.fromkeys(note for mixer in model.mixers if (note := mixer.performance_note())))
 
 
 def _random_batches(config: TrainConfig, n_rows: int) -> Any:

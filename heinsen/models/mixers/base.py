@@ -105,7 +105,7 @@ class Mixer(abc.ABC, Generic[MixerState]):
         """dtype of sums over tokens: at least float32."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
-    def find_handicap(self) -> str | None:
+    def performance_note(self) -> str | None:
         """What slows it on the backend that is compiled for, and what to compare it with; None if nothing does."""
         return None
 

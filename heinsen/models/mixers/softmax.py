@@ -36,7 +36,7 @@ class Softmax(CachedMixer):
     def takes_log_decay(self) -> bool:
         return self.causal
 
-    def find_handicap(self) -> str | None:
+    def performance_note(self) -> str | None:
         has_gate = self.forget_gate != "none"
         if backend.current() != "gpu" or softmax.is_fused(self.dtype, self.d_key, has_gate):
             return None
