@@ -34,8 +34,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; runs would keep it so
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:  # a shell's background job, nohup; runs would keep it so
+            signal.signal(number, usual)
     if config.option.seed is None:
         config.option.seed = int(os.environ.get(SEED_VARIABLE, secrets.randbits(32)))
 

@@ -168,8 +168,9 @@ def test_flax_and_orbax_stay_where_they_belong(package):
 def sources(folder: str = ".") -> list[Path]:
     """Return the project's Python files, without virtual environments, data and caches."""
     files = (ROOT / folder).rglob("*.py")
-    outside = {".venv", "data", "runs", "build", "dist"}
-    return sorted(path for path in files if not outside & set(path.relative_to(ROOT).parts[:1]))
+    first = lambda path: path.relative_to(ROOT).parts[0]
+    outside = {"data", "runs", "build", "dist"}
+    return sorted(path for path in files if first(path) not in outside and not first(path).startswith("."))
 
 
 def uses_of(path: Path, name: str) -> list[ast.AST]:

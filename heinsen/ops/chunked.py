@@ -103,11 +103,11 @@ def value_factors(values: Array, b: Array | None, dtype: DTypeLike) -> Array:
     return values if b is None else jnp.exp(values - finite(b)[..., None, :])
 
 
-def summarize(k: Array, values: Array, until_end: Array, is_log: bool) -> Summary:
+def summarize(k: Array, values: Array, until_end: Array, signed: bool) -> Summary:
     """Sums over keys [*batch, C, K], each with a log decay until_end [*batch, C]."""
     c = lax.stop_gradient(jnp.max(k + until_end[..., None], axis=-2))
     weights = jnp.exp((k - finite(c)[..., None, :]) + until_end[..., None])
-    b = lax.stop_gradient(jnp.max(values, axis=-2)).astype(k.dtype) if is_log else None
+    b = None if signed else lax.stop_gradient(jnp.max(values, axis=-2)).astype(k.dtype)
     s = einsum("...sk,...sv->...kv", weights, value_factors(values, b, k.dtype), precision=precision_of(values))
     return Summary(s, jnp.sum(weights, axis=-2), c, b)
 
@@ -120,9 +120,9 @@ class Spread(NamedTuple):
     values: Array  # [*batch, V]: the smallest log value; 0 for real values; NaN where one is not finite
 
     @classmethod
-    def of(cls, k: Array, values: Array, is_log: bool) -> "Spread":
+    def of(cls, k: Array, values: Array, signed: bool) -> "Spread":
         """Of the tokens [*batch, C, ...] of a chunk."""
-        of_values = jnp.min(values, axis=-2) if is_log else jnp.sum(0.0 * values, axis=-2)
+        of_values = jnp.sum(0.0 * values, axis=-2) if signed else jnp.min(values, axis=-2)
         return lax.stop_gradient(cls(jnp.max(k, axis=-2), jnp.min(k, axis=-2), of_values))
 
     def allows_one_product(self, c_before: Array, b: Array | None) -> Array:
@@ -396,7 +396,7 @@ def summarize_tokens(k: Array, log_v: Array, log_decay: Array | None, state: Log
 def _sum_all(k: Array, values: Array, log_decay: Array | None, first: Summary) -> Summary:
     none = jnp.zeros(1, k.dtype), jnp.zeros(k.shape[:-2], k.dtype)
     until_end, total = none if log_decay is None else sums_until_end(log_decay)
-    return first.merge(total, summarize(k, values, until_end, first.b is not None))
+    return first.merge(total, summarize(k, values, until_end, first.b is None))
 
 
 def _all_keys(
@@ -458,7 +458,7 @@ def _causal(
     split: Split, q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[QueryMeans, State]:
     first, tokens = Summary.of(state), (q, k, values, log_decay, state)
-    is_log, batch, n_tokens = first.b is not None, k.shape[:-2], k.shape[-2]
+    signed, batch, n_tokens = first.b is None, k.shape[:-2], k.shape[-2]
     chunks = _Chunks(batch, n_tokens, split.chunk)
 
     # Tokens that fill up the last chunk are copies of the last one, which the sums leave out.
@@ -475,7 +475,7 @@ def _causal(
         if n_tokens % split.chunk:
             is_filler = chunks.cut(jnp.zeros((*batch, n_tokens), bool), -1, constant_values=True)
             until_end = jnp.where(is_filler, NEG_INF, until_end)
-        return summarize(k, values, until_end, is_log), Spread.of(k, values, is_log)
+        return summarize(k, values, until_end, signed), Spread.of(k, values, signed)
 
     # All rows at once are computed again part by part, as the sums before chunks are worth keeping.
     again = jax.checkpoint if split.rows is None else lambda function: function
@@ -501,13 +501,13 @@ def _causal(
         return read_chunks(product_weights, *args)[0], end.to_state()
 
     def by_blocks(q: Array, k: Array, values: Array, decays: Array | None, before: Summary) -> tuple[QueryMeans, State]:
-        values, taint = isolate_values(values, not is_log)
+        values, taint = isolate_values(values, signed)
         if decays is not None:
             taint = jnp.where(jnp.isnan(decays), jnp.nan, taint)
             decays = jnp.where(jnp.isnan(decays), 0.0, decays)
         found, lost = read_chunks(block_weights, q, k + taint[..., None], values, decays, before)
         exact = lambda *_: (found, end.to_state())
-        if not is_log:
+        if signed:
             return exact()
         return _in_logarithms_if(lost | lost_before, exact, split, True, *tokens)
 

@@ -66,7 +66,7 @@ def attend(
         at = last_tokens(resets)
         take = lambda x: jnp.take_along_axis(x, at.reshape(*at.shape, *[1] * (x.ndim - at.ndim)), axis)
         h_z, means = take(h_z), take(means)
-    return read_means(q, h_z, means, not signed) + b, end
+    return read_means(q, h_z, means, signed) + b, end
 
 
 def _scan_weights(k: Array, past_h_z: Array, log_decay: Array | None) -> tuple[Array, Array, Array]:

@@ -56,7 +56,9 @@ class LogState(NamedTuple):
 
     def read(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
         """log y of queries."""
-        return read_means(q, self.h_z[..., None, :], log_divide(self.h_s, self.h_z[..., None])[..., None, :, :], True)
+        return read_means(
+            q, self.h_z[..., None, :], log_divide(self.h_s, self.h_z[..., None])[..., None, :, :], signed=False
+        )
 
 
 class MeanState(NamedTuple):
@@ -80,7 +82,7 @@ class MeanState(NamedTuple):
 
     def read(self, q: Float[Array, "*batch T K"]) -> Float[Array, "*batch T V"]:
         """y of queries."""
-        return read_means(q, self.h_z[..., None, :], self.mean[..., None, :, :], False)
+        return read_means(q, self.h_z[..., None, :], self.mean[..., None, :, :], signed=True)
 
 
 # Underflow takes at most 1e-38 per term from a sum of some 1e4 terms: sums of at least 1e-27 are right to 1e-7.
@@ -301,11 +303,11 @@ def read_means(
     q: Float[Array, "*batch T K"],
     h_z: Float[Array, "*batch #T K"],
     means: Float[Array, "*batch #T K V"],
-    are_logs: bool,
+    signed: bool,
 ) -> Float[Array, "*batch T V"]:
     """Mean over key features of their means, with the weights exp(q + h_z); of logarithms, the logarithm of that."""
     log_weights, _ = centered_sum(q, h_z)
-    if are_logs:
+    if not signed:
         return _log_mean(log_weights, means)
     weights = posterior(log_weights, logsumexp(log_weights, axis=-1)[..., None])
     return jnp.sum(weights[..., None] * means, axis=-2)

@@ -165,6 +165,8 @@ def test_recall_is_compared_by_seed_with_the_cell_that_differs_in_one_thing():
         ("linear, 4 x 16 x 16", "exponential, 4 x 16 x 16"): -0.4,
         ("linear, 1 x 16 x 16", "exponential, 1 x 16 x 16"): -0.1,
         ("exponential, real values", "exponential, 4 x 16 x 16"): -0.1,
+        ("exponential, real values", "linear, 4 x 16 x 16"): 0.3,
+        ("exponential, real values, 1 x 16 x 16", "linear, 1 x 16 x 16"): -0.2,
         ("exponential, real values, 1 x 16 x 16", "exponential, 1 x 16 x 16"): -0.3,
         ("linear, default gate", "linear, 4 x 16 x 16"): -0.25,
     }
