@@ -44,12 +44,14 @@ def more_rounding(form, n_tokens, sigma):
     The scan merges logarithms of sums, up to 10 (sigma + 1), ceil(log2 T) times for S and Z each; so does the chunked
     form once a chunk where values spread so far that it computes in logarithms. Gradients are exponentials of these,
     off by a part as large. The gradient by a decay is the sum of S dS over K V numbers, which cancels: dS sums up some
-    T V cotangents near 1, of any sign, and is rounded T / 32 times.
+    T V cotangents near 1, of any sign, and is rounded T / 32 times. Each rounding is anything up to EPSILON; their sum
+    is within 6 of its standard deviations in all but one of 1e8 numbers (a run compares some 1e5).
     """
     if n_tokens < 1000:
         return 0.0, 0.0
     merges = {"scan": np.ceil(np.log2(n_tokens)), "chunked": n_tokens / 32 if sigma > 8 else 0}[form]
-    return 2 * EPSILON * 10 * (sigma + 1) * merges, 2 * EPSILON * np.sqrt(n_tokens / 32 * n_tokens * FEATURES)
+    deviation = EPSILON / np.sqrt(3) * np.sqrt(n_tokens / 32 * n_tokens * FEATURES)
+    return 2 * EPSILON * 10 * (sigma + 1) * merges, 6 * deviation
 
 
 def check(arrays, g, sigma, floor=0.0, as_users=("chunked",)):
