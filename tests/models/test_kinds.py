@@ -84,12 +84,9 @@ VARIANTS = {
     ),
 }
 VARIANTS["another kind"] = dict(attention="moving_average", document_token=DOCUMENT)
-QUICK = ("paper", "gpt2", "hybrid", "delta", "another kind")
 
 
-@pytest.fixture(
-    params=[*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in sorted({*VARIANTS} - {*QUICK}))]
-)
+@pytest.fixture(params=VARIANTS)
 def config(request):
     return model_config(**SIZES | VARIANTS[request.param])
 
