@@ -41,13 +41,16 @@ def walk(run: Callable[[], object], is_marked: Callable[[object], bool], *folder
 
     def profile(frame, event, returned):
         nonlocal busy
-        if busy or event not in ("call", "return") or not frame.f_code.co_filename.startswith(starts):
+        code = frame.f_code
+        if busy or event not in ("call", "return") or not code.co_filename.startswith(starts):
+            return
+        if code.co_name in ("<dictcomp>", "<listcomp>", "<setcomp>"):  # functions in Python 3.11 alone
             return
         busy = True  # looking at values calls functions too
         try:
             if any(map(is_marked, frame.f_locals.values() if event == "call" else [returned])):
-                file = str(Path(frame.f_code.co_filename).relative_to(ROOT))
-                found[file, frame.f_code.co_qualname.split(".<locals>")[0]] = None
+                file = str(Path(code.co_filename).relative_to(ROOT))
+                found[file, code.co_qualname.split(".<locals>")[0]] = None
         finally:
             busy = False
 
