@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from heinsen.ops.arrays import einsum, on_automatic_axes, vary_together
+from heinsen.ops.arrays import einsum, on_automatic_axes, promote, vary_together
 from heinsen.ops.checks import check_array, check_inputs, check_integer, check_known_tokens
 from heinsen.ops.segments import document_ranges, document_starts
 from heinsen.promotion import usual_promotion
@@ -134,12 +134,12 @@ def _attend_range(q: Array, k: Array, v: Array, first: Array, stop: Array, alpha
     _check_number("alpha", alpha)
     if bias != "-log_n":
         _check_number("bias", bias, ', or "-log_n"')
-    dtype = jnp.promote_types(jnp.result_type(q, k, v), jnp.float32)
-    q = q.astype(dtype) * k.shape[-1] ** -0.5
+    out_dtype, (q, k, v) = v.dtype, promote(q, k, v)
+    q = q * k.shape[-1] ** -0.5
     check_known_tokens(q.shape[-2], k.shape[-2])
     options = _Options(alpha, bias, _block_size(math.prod(n for n in k.shape[:-2] if isinstance(n, int))))
     attend = lambda *arrays: (_attend_jitted(options, *arrays), ())
-    return on_automatic_axes(attend, q, k.astype(dtype), v.astype(dtype), first, stop)[0].astype(v.dtype)
+    return on_automatic_axes(attend, q, k, v, first, stop)[0].astype(out_dtype)
 
 
 @partial(jax.jit, static_argnums=0)

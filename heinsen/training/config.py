@@ -200,10 +200,14 @@ def fixed_fields(mapping: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: keep(value, f"{path}{name}.") if isinstance(value, Mapping) else value
             for name, value in fields.items()
-            if path + name not in _CHANGEABLE and not (name == "conversion" and value.get("share") is None)
+            if path + name not in _CHANGEABLE
         }
 
-    return keep(comparable(TrainConfig, mapping))
+    fixed = keep(comparable(TrainConfig, mapping))
+    conversion = fixed.get("conversion")
+    if isinstance(conversion, Mapping) and conversion.get("share") is None:
+        del fixed["conversion"]
+    return fixed
 
 
 def check_samples(model: ModelConfig, sample_tokens: int) -> None:

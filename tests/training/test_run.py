@@ -248,6 +248,9 @@ def test_runs_from_before_resume(run, config, last_checkpoint, tmp_path):
     assert mapping.pop("data_digest")
     mapping = comparable(TrainConfig, mapping)
     assert "conversion" not in mapping
+    (workdir / "config.json").write_text(json.dumps(mapping | {"conversion": 3}))
+    with pytest.raises(RunError, match="config.conversion: only in the run"):
+        train(config, workdir)
     mapping["model"]["gate"] = mapping["model"].pop("forget_gate")
     (workdir / "config.json").write_text(json.dumps(mapping))
     train(config, workdir)
