@@ -96,7 +96,7 @@ def show_family(differences: Mapping[Key, Float[np.ndarray, " S"]], form: str) -
 
     def show(each: Difference, p: float) -> str:
         level = f" ({each.detectable:{form.lstrip('+')}})"
-        verdict = "*" if p < 0.05 else " alone" if each.p < 0.05 else level
+        verdict = "*" if p < 0.05 else " uncorrected" if each.p < 0.05 else level
         return f"{each.value:{form}} [{each.low:{form}}, {each.high:{form}}]{verdict}"
 
     return {key: show(each, p) for (key, each), p in zip(found.items(), corrected, strict=True)}
@@ -110,9 +110,9 @@ def explain_family(differences: Mapping[Key, Float[np.ndarray, " S"]]) -> str:
     return (
         f"In brackets the 95% interval of each difference by itself: Student's t over {n_seeds} seeds that both sides "
         f"share ({n_seeds - 1} degrees of freedom), for these test data. `*`: not 0, with p < 0.05 after Holm's "
-        f"correction for all differences of this table ({len(differences)}). 'alone': p < 0.05 only without that "
-        "correction. Otherwise the two are level, and in parentheses stands the smallest difference that such seeds "
-        "would find in about 80% of experiments, without the correction."
+        f"correction for all differences of this table ({len(differences)}). 'uncorrected': p < 0.05 only without "
+        "that correction. Otherwise the two are level, and in parentheses stands the difference of which such seeds "
+        "would show p < 0.05, without the correction, in about 80% of experiments."
     )
 
 

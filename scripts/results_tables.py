@@ -74,7 +74,7 @@ def milliseconds(decoding: reports.Results) -> str:
 
 def megabytes(decoding: reports.Results) -> str:
     found = decoding["state_bytes"] / 1e6
-    return f"{found:.0f}" if found > 10 else f"{found:.2f}"
+    return f"{found:.0f}" if found > 10 else f"{found:.2f}" if found > 0.1 else f"{found:.3f}"
 
 
 def models() -> str:

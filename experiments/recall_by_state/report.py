@@ -65,15 +65,17 @@ def differences(results: Results) -> dict[tuple[str, str], Float[np.ndarray, " s
     """{(cell, another): how much more of the most pairs each seed recalls}, of cells with the same seeds.
 
     The other is that of exponential features of the same shape, or for these and for changed settings that of the same
-    kind without the change. Real values are compared with linear attention, too.
+    kind without the change. Exponential features are also compared with linear attention as it was tuned anew, those
+    with real values with both.
     """
     seeds = {name: [run["seed"] for run in cell["runs"]] for name, cell in results["cells"].items()}
-    found = {}
+    found, first = {}, next(iter(config.SHAPES))
     for name in seeds:
         kind, *_, last = name.split(", ")
-        shape = last if last in config.SHAPES else next(iter(config.SHAPES))
+        shape = last if last in config.SHAPES else first
         others = [f"{'exponential' if name in config.EQUAL else kind}, {shape}"]
         others += [f"linear, {shape}"] * ("real values" in name)
+        others += [config.LINEAR_TUNED] * (name in (f"exponential, {first}", "exponential, real values"))
         for other in others:
             if name != other and seeds.get(other) == seeds[name]:
                 found[name, other] = (right(results, name) - right(results, other))[:, -1]

@@ -23,7 +23,7 @@ LOG_FEATURES: dict[str, Callable[[Array], Array]] = {
     "exponential": lambda z: z,
     "elu": lambda z: jnp.where(z > 0, jnp.log1p(jnp.maximum(z, 0)), z),  # elu + 1
     "relu": lambda z: jnp.log(nn.relu(z) + 1e-6),
-    "softmax": nn.log_softmax,  # over the features, as in Hedgehog (Zhang et al., 2024)
+    "softmax": nn.log_softmax,  # over the features, as in published code of Hedgehog (Zhang et al., 2024)
 }
 
 

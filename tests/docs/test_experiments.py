@@ -87,13 +87,13 @@ def test_p_values_are_corrected_for_their_number():
 
 def test_differences_are_marked_where_they_survive_the_correction():
     seeds = np.array([-1.0, 0.0, 1.0])
-    family = {"clear": 100 + seeds, "alone": 5 + seeds, "none": 0.1 + seeds}
+    family = {"clear": 100 + seeds, "uncorrected": 5 + seeds, "none": 0.1 + seeds}
     shown, said = reports.show_family(family, "+.2f"), reports.explain_family(family)
     assert shown["clear"] == "+100.00 [+97.52, +102.48]*"
     assert shown["none"] == "+0.10 [-2.38, +2.58] (3.10)"
-    assert reports.seed_interval(family["alone"]).p < 0.05 and shown["alone"].endswith("]*")
+    assert reports.seed_interval(family["uncorrected"]).p < 0.05 and shown["uncorrected"].endswith("]*")
     more = reports.show_family(family | {str(i): seeds for i in range(9)}, "+.2f")
-    assert more["clear"].endswith("*") and more["alone"].endswith("] alone")
+    assert more["clear"].endswith("*") and more["uncorrected"].endswith("] uncorrected")
     assert (
         "3 seeds that both sides share (2 degrees of freedom)" in said and "all differences of this table (3)" in said
     )
