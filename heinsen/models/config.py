@@ -52,7 +52,7 @@ class ModelConfig:
       position: how the model knows the order of tokens (`heinsen.models.positions`).
       n_positions: number of learned positions.
       objective: "next_token", or "masked" for a bidirectional model.
-      dtype: dtype of matrix products, values and what follows them: docs/training.md#precision.
+      dtype: dtype of matrix products and what follows them: docs/training.md#precision.
       remat: what the backward pass recomputes, a key of REMAT_POLICIES.
       implementation: the argument of `heinsen.log_attention`, for heinsen layers (None: the fastest).
       document_token: the id that begins a document. There the model forgets everything before it (None: never).
@@ -244,7 +244,7 @@ class ModelConfig:
 
     @property
     def accumulator_dtype(self) -> jnp.dtype:
-        """dtype of states, accumulators and the residual stream: at least float32."""
+        """dtype of states and accumulators: at least float32."""
         return jnp.promote_types(self.dtype, jnp.float32)
 
     @property

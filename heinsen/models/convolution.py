@@ -10,12 +10,13 @@ Axes: B batch, H heads, T tokens, F features, N taps (`ModelConfig.convolution`)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -35,11 +36,21 @@ class Convolution(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B H T F"], before: Float[Array, "B H I F"] | None, context: TokenContext
-    ) -> tuple[Float[Array, "B H T F"], Float[Array, "B H I F"]]:
-        """Return (y, the last inputs), where `before` are the inputs before the first token (None: there are none)."""
-        taps = self.param("taps", random_taps, (x.shape[1], self.n_taps, x.shape[-1]))
-        return convolve(self.mesh, x, taps, before, context.place, context.valid)
+        self, parts: Sequence[Array], before: Float[Array, "B H I F"] | None, context: TokenContext
+    ) -> tuple[list[Array], Float[Array, "B H I F"]]:
+        """Return (y of each part, the last inputs of all), where `before` are those before the first token.
+
+        parts: [B, H, T, ...], with F features together. before: None if there are none. y has the dtype of its part;
+        sums and the last inputs are float32 at least.
+        """
+        ends = np.cumsum([x.shape[-1] for x in parts])
+        taps = self.param("taps", random_taps, (parts[0].shape[1], self.n_taps, int(ends[-1])))
+        split = lambda x: jnp.split(x, ends[:-1], axis=-1)
+        befores = [None] * len(parts) if before is None else split(before)
+        run = lambda x, taps, before: convolve(self.mesh, x, taps, before, context.place, context.valid)
+        ys, lasts = zip(*map(run, parts, split(taps), befores), strict=True)
+        last = jnp.concatenate(lasts, axis=-1)
+        return list(ys), last.astype(jnp.promote_types(last.dtype, jnp.float32))
 
 
 def random_taps(key: Array, shape: tuple[int, ...]) -> Float[Array, "H N F"]:
@@ -104,31 +115,35 @@ def check_halo(mesh: Mesh, n_tokens: int, n_taps: int) -> None:
 
 def _convolve(x: Array, taps: Array, before: Array, places: Array, valid: Array | None) -> tuple[Array, Array]:
     n_inputs, n_tokens = taps.shape[1] - 1, x.shape[2]
-    # The barriers keep XLA from mixing the inputs again wherever it reads an output, and from the same backward.
-    x = lax.optimization_barrier(jnp.concatenate([before, x], axis=2))
-    y = lax.optimization_barrier(_mix(x, taps, places))
+    before = before.astype(x.dtype)
+    # The barrier keeps XLA from mixing the inputs again wherever it reads an output.
+    y = lax.optimization_barrier(_mix(x, before, taps, places))
+    inputs = jnp.concatenate([before, x], axis=2)
     if valid is None:
-        return y, x[:, :, n_tokens:]
+        return y, inputs[:, :, n_tokens:]
     last = jnp.sum(valid, axis=1)[:, None] + jnp.arange(n_inputs)
-    return y, jnp.take_along_axis(x, last[:, None, :, None], axis=2)
+    return y, jnp.take_along_axis(inputs, last[:, None, :, None], axis=2)
 
 
 @jax.custom_vjp
-def _mix(x: Array, taps: Float[Array, "H N F"], places: Int[Array, "B T"]) -> Float[Array, "B H T F"]:
-    """y of inputs x [B, H, I + T, F] from before the tokens on. JAX would save them for each tap."""
-    return _over_rows(lambda x, places: _mix_row(x, taps, places), x, places)
+def _mix(
+    x: Float[Array, "B H T F"], before: Float[Array, "B H I F"], taps: Float[Array, "H N F"], places: Int[Array, "B T"]
+) -> Float[Array, "B H T F"]:
+    """y. JAX would save the inputs for each tap."""
+    return _over_rows(lambda x, before, places: _mix_row(x, before, taps, places), x, before, places)
 
 
 @usual_promotion
-def _mix_forward(x: Array, taps: Array, places: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _mix(x, taps, places), (x, taps, places)
+def _mix_forward(x: Array, before: Array, taps: Array, places: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _mix(x, before, taps, places), (x, before, taps, places)
 
 
 @usual_promotion
-def _mix_backward(saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array, None]:
-    x, taps, places = saved
-    dx, dtaps = _over_rows(lambda x, dy, places: _mix_row_backward(x, taps, dy, places), x, dy, places)
-    return dx, jnp.sum(dtaps, axis=0), None
+def _mix_backward(saved: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array, None]:
+    x, before, taps, places = saved
+    of_row = lambda x, before, dy, places: _mix_row_backward(x, before, taps, dy, places)
+    dx, dbefore, dtaps = _over_rows(of_row, x, before, dy, places)
+    return dx, dbefore, jnp.sum(dtaps, axis=0), None
 
 
 _mix.defvjp(_mix_forward, _mix_backward)
@@ -141,31 +156,44 @@ def _over_rows(function: Callable[..., Any], *arrays: Array) -> Any:
     return lax.map(lambda row: function(*row), arrays)
 
 
-def _mix_row(x: Array, taps: Float[Array, "H N F"], places: Int[Array, " T"]) -> Float[Array, "H T F"]:
-    y = taps[:, :1] * x[:, taps.shape[1] - 1 :]
+def _mix_row(
+    x: Float[Array, "H T F"], before: Float[Array, "H I F"], taps: Float[Array, "H N F"], places: Int[Array, " T"]
+) -> Float[Array, "H T F"]:
+    y = taps[:, :1] * x
     for i in range(1, taps.shape[1]):
-        y = y + taps[:, i : i + 1] * jnp.where(_seen(i, places), _inputs(x, i, places), 0)
-    return y
+        y = y + taps[:, i : i + 1] * jnp.where(_seen(i, places), _inputs(x, before, i), 0)
+    return y.astype(x.dtype)
 
 
 def _mix_row_backward(
-    x: Array, taps: Float[Array, "H N F"], dy: Float[Array, "H T F"], places: Int[Array, " T"]
-) -> tuple[Array, Array]:
-    n_taps = taps.shape[1]
-    padded = jnp.pad(dy, [(0, 0), (n_taps - 1, n_taps - 1), (0, 0)])
-    padded_places = jnp.pad(places, n_taps - 1)
-    dx, dtaps = jnp.zeros_like(x), []
-    for i in range(n_taps):
-        later = slice(i, i + x.shape[1])  # the outputs that read each input by tap i
-        dx = dx + taps[:, i : i + 1] * jnp.where(_seen(i, padded_places[later]), padded[:, later], 0)
-        dtaps.append(_sum_tokens(jnp.where(_seen(i, places), dy, 0) * _inputs(x, i, places)))
-    return dx, jnp.stack(dtaps, axis=1)
+    x: Float[Array, "H T F"],
+    before: Float[Array, "H I F"],
+    taps: Float[Array, "H N F"],
+    dy: Float[Array, "H T F"],
+    places: Int[Array, " T"],
+) -> tuple[Array, Array, Array]:
+    n_inputs, n_taps = before.shape[1], taps.shape[1]
+    dy = dy.astype(jnp.promote_types(dy.dtype, taps.dtype))
+    padded = jnp.pad(dy, [(0, 0), (n_inputs, n_inputs), (0, 0)])
+    padded_places = jnp.pad(places, n_inputs)
+
+    def gradient(first: int, n: int) -> Array:
+        """Of n inputs from the first of `before` or x on."""
+        found = jnp.zeros((), dy.dtype)
+        for i in range(n_taps):
+            later = slice(first + i, first + i + n)  # the outputs that read each input by tap i
+            found = found + taps[:, i : i + 1] * jnp.where(_seen(i, padded_places[later]), padded[:, later], 0)
+        return found.astype(x.dtype)
+
+    terms = [jnp.where(_seen(i, places), dy, 0) * _inputs(x, before, i) for i in range(n_taps)]
+    dtaps = jnp.stack([_sum_tokens(each) for each in terms], axis=1)
+    return gradient(n_inputs, x.shape[1]), gradient(0, n_inputs), dtaps
 
 
-def _inputs(x: Array, i: int, places: Int[Array, " T"]) -> Float[Array, "H T F"]:
+def _inputs(x: Float[Array, "H T F"], before: Float[Array, "H I F"], i: int) -> Float[Array, "H T F"]:
     """The inputs that come i before each token, whatever their documents."""
-    end = x.shape[1] - i
-    return x[:, end - len(places) : end]
+    first = before.shape[1] - i
+    return jnp.concatenate([before, x], axis=1)[:, first : first + x.shape[1]]
 
 
 def _seen(i: int, places: Int[Array, " T"]) -> Bool[Array, "T 1"]:

@@ -21,7 +21,7 @@ class Dense(nn.Module):
     """y = x W + b, with inputs of the product in `dtype`, summed in float32 at least; y is rounded to `dtype`.
 
     W and b start uniform in (-1, 1) / sqrt(fan_in); with an `init_std`, W starts normal with this
-    standard deviation, and b zero. rounded = False leaves y as it is summed: for exponents and logarithms.
+    standard deviation, and b zero. rounded = False leaves y as it is summed: for logarithms.
     """
 
     features: int
@@ -47,7 +47,6 @@ class HeadsDense(nn.Module):
     sizes: tuple[int, ...]
     dtype: str
     init_std: float | None = None
-    rounded: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T fan_in"]) -> list[Float[Array, "B H T size"]]:
@@ -55,7 +54,7 @@ class HeadsDense(nn.Module):
         kernel, bias = weights_of(self, (fan_in, self.n_heads * sum(self.sizes)), self.init_std)
 
         def multiply(kernel: Array, bias: Array) -> Array:
-            y = matmul(x, kernel.reshape(fan_in, -1), self.dtype, bias.reshape(-1), self.rounded)
+            y = matmul(x, kernel.reshape(fan_in, -1), self.dtype, bias.reshape(-1), rounded=True)
             return y.reshape(n_batch, n_tokens, self.n_heads, -1).swapaxes(1, 2)
 
         cuts = np.cumsum(self.sizes)[:-1]
@@ -98,7 +97,7 @@ def matmul(
 ) -> Float[Array, "*batch N M"]:
     """x w + bias, with inputs in `dtype`, accumulated in float32 at least; so are its gradients, in reverse mode.
 
-    rounded: whether the result is rounded to `dtype`.
+    rounded: whether the product, and its sum with the bias, are rounded to `dtype`. Then GPUs write nothing larger.
     """
     bias = None if bias is None else jnp.asarray(bias)
     return checkpoint_name(_affine(jnp.asarray(x), jnp.asarray(w), bias, dtype, rounded), PRODUCT)
@@ -108,9 +107,8 @@ def matmul(
 # sums the bias's in the dtype of y.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _affine(x: Array, w: Array, bias: Array | None, dtype: str, rounded: bool) -> Array:
-    y = _product("...nk,km->...nm", x, w, dtype)
-    y = y if bias is None else y + bias
-    return y.astype(dtype) if rounded else y
+    y = _product("...nk,km->...nm", x, w, dtype, rounded)
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 @usual_promotion
@@ -134,6 +132,6 @@ def _backward(
 _affine.defvjp(_forward, _backward)
 
 
-def _product(axes: str, a: Array, b: Array, dtype: str) -> Array:
-    accumulator = jnp.promote_types(dtype, jnp.float32)
-    return jnp.einsum(axes, a.astype(dtype), b.astype(dtype), preferred_element_type=accumulator)
+def _product(axes: str, a: Array, b: Array, dtype: str, rounded: bool = False) -> Array:
+    of_sums = dtype if rounded else jnp.promote_types(dtype, jnp.float32)
+    return jnp.einsum(axes, a.astype(dtype), b.astype(dtype), preferred_element_type=of_sums)

@@ -4,8 +4,8 @@
     logits = LayerNorm(x) embed^T
 
 There is no MLP block, no dropout and no 1/sqrt(d): queries and keys are exponents, and the layer goes on with the
-logarithm of the attention. Products, values and y have `ModelConfig.dtype`, with float32 accumulators; queries, keys,
-logarithms, scans and the residual stream are float32 (docs/training.md#precision).
+logarithm of the attention. Products, queries, keys, values, y and the residual stream have `ModelConfig.dtype`, with
+float32 accumulators; sums, scans and logarithms are float32 (docs/training.md#precision).
 
 `ModelConfig` exchanges the parts: the attention of all layers or of a pattern (`heinsen.models.mixers`), the positions
 (`heinsen.models.positions`), the block around the attention (`LAYERS`), and the objective.
@@ -84,6 +84,7 @@ class LanguageModel(nn.Module):
         x = constrain_stream(self.mesh, x)
         add_position = POSITION_CLASSES[c.position](c, self.mesh, init_std, name="position")
         x, position = add_position(x, before.position, context)
+        x = x.astype(c.dtype)
         states = tuple(map(LayerState, before.attention, before.convolution))
         if self.stacked:
             x, states = self._scan_layers(x, states, context, keep_state)
@@ -210,18 +211,12 @@ class Layer(nn.Module):
         inputs: Array | None,
         context: TokenContext,
     ) -> tuple[list[Array], Array | None]:
-        """W1 LayerNorm(x) of each head after the convolution, in parts [B, H, T, size], and the last inputs of that.
-
-        Exponents are not rounded: bfloat16 would be off by up to 2^-9 of their size, in nats.
-        """
+        """W1 LayerNorm(x) of each head after the convolution, in parts [B, H, T, size], and the last inputs of that."""
         c = self.config
-        rounded = not (self.mixer.takes_exponents or c.convolution)
-        parts = HeadsDense(n_heads, sizes, c.dtype, self.init_std, rounded, name="w1")(normed)
+        parts = HeadsDense(n_heads, sizes, c.dtype, self.init_std, name="w1")(normed)
         if not c.convolution:
             return parts, inputs
-        h = jnp.concatenate(parts, axis=-1)
-        h, inputs = Convolution(c.convolution, self.mesh, name="convolution")(h, inputs, context)
-        return jnp.split(h, np.cumsum(sizes)[:-1], axis=-1), inputs
+        return Convolution(c.convolution, self.mesh, name="convolution")(parts, inputs, context)
 
     def map_features(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Queries and keys as the mixer takes them: exponents [B, H, T, F], if there is a feature map."""

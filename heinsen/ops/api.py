@@ -11,6 +11,7 @@ bfloat16 values GPUs and TPUs round the factors <= 1 of products to bfloat16, an
 from collections.abc import Callable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from heinsen.ops import chunked, reference, scan
@@ -30,8 +31,8 @@ from heinsen.ops.states import LogState, MeanState, State
 from heinsen.promotion import usual_promotion
 
 # attend(signed, q, k, values, log_decay, causal, state) -> (y or log y, the state after all tokens): inputs are
-# validated, of one floating-point dtype, float32 or wider, but values may be bfloat16; log_decay is -inf where a
-# document starts.
+# validated, of one floating-point dtype, float32 or wider, but values, and for "pallas" q and k, may be bfloat16;
+# log_decay is -inf where a document starts.
 Attend = Callable[[bool, Array, Array, Array, Array | None, bool, Any], tuple[Array, Any]]
 
 
@@ -213,8 +214,10 @@ def _attend(
     check_implementation(implementation, IMPLEMENTATIONS)
     if implementation != "reference":
         check_known_tokens(q.shape[-2], k.shape[-2])
-    q, k, values = promote_exponents(q, k, values)
-    log_decay = with_starts(log_decay, starts_of_documents(segment_ids, k), k)
+    promoted_q, promoted_k, values = promote_exponents(q, k, values)
+    log_decay = with_starts(log_decay, starts_of_documents(segment_ids, k), promoted_k)
+    if implementation != "pallas" or not q.dtype == k.dtype == jnp.bfloat16:  # which kernels read as they are
+        q, k = promoted_q, promoted_k
 
     def attend(q: Array, k: Array, values: Array, log_decay: Array | None, state: Any) -> tuple[Array, Any]:
         return IMPLEMENTATIONS[implementation](signed, q, k, values, log_decay, causal, state)

@@ -72,6 +72,20 @@ def test_outputs_states_and_gradients_are_those_of_a_loop(platform, rng):
         np.testing.assert_allclose([np.vdot(d_x, grads[0]), np.vdot(d_taps, grads[1])], slopes, atol=1e-3, rtol=1e-4)
 
 
+def test_bfloat16_inputs_are_summed_in_float32_and_rounded_once(rng):
+    """So are their gradients; those of the taps, sums over many tokens, are float32."""
+    x, dy = (jnp.asarray(rng.standard_normal((B, H, T, F)), jnp.bfloat16) for _ in range(2))
+    taps, places = jnp.float32(rng.standard_normal((H, N, F))), jnp.broadcast_to(jnp.arange(T), (B, T))
+    run = lambda x, taps, dy: jax.vjp(lambda x, taps: convolve(None, x, taps, None, places, None)[0], x, taps)[1](dy)
+    y = convolve(None, x, taps, None, places, None)[0]
+    want = convolve(None, x.astype(jnp.float32), taps, None, places, None)[0]
+    grads, wants = run(x, taps, dy), run(x.astype(jnp.float32), taps, dy.astype(jnp.float32))
+    assert (y.dtype, *(g.dtype for g in grads)) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(y, want.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(grads[0], wants[0].astype(jnp.bfloat16))
+    np.testing.assert_allclose(grads[1], wants[1], rtol=1e-5, atol=1e-5)
+
+
 def test_padding_is_never_among_the_last_inputs(rng):
     x, before = rng.standard_normal((B, H, T, F)), rng.standard_normal((B, H, N - 1, F))
     lengths = np.array([0, 2, T])

@@ -91,6 +91,10 @@ def test_bfloat16_matmuls_are_close_and_accumulate_in_float32(params, tokens):
     assert not np.array_equal(logits, want)
     error = np.asarray(logits - want, np.float64)
     assert np.sqrt(np.mean(error**2)) < 0.05 * np.sqrt(np.mean(np.float64(want) ** 2))
+    program = jax.make_jaxpr(lambda params: forward(config, params, tokens))(params)
+    layers = [equation for equation in program.eqns if equation.primitive.name == "scan"]
+    streams = [x.aval.dtype for x in layers[-1].outvars if x.aval.shape == (*tokens.shape, config.d_model)]
+    assert streams == [jnp.bfloat16]
 
 
 def test_state_has_one_size(params):

@@ -49,6 +49,13 @@ def test_values_states_and_gradients_are_the_truth(name, rng, monkeypatch):
     assert not interpret_pallas_call.get_races().races_found
 
 
+def test_bfloat16_queries_and_keys_that_see_all_keys_are_taken_up_to_float32(rng):
+    q, k, v = (jnp.asarray(8 * rng.standard_normal((2, 9, 16)), jnp.bfloat16) for _ in range(3))
+    with interpret.interpreted(InterpretGPUParams()):
+        y = heinsen.attention(q, k, v, causal=False, implementation="pallas")
+    np.testing.assert_array_equal(y, heinsen.attention(q, k, v, causal=False))
+
+
 @pytest.mark.parametrize(
     "shape, dtype, message",
     [

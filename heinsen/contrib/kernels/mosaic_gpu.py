@@ -11,8 +11,8 @@ factors between them (`shifts`), and the sums of log decays (`decays`). The math
 which shows in S and Z, or where something is not finite, `heinsen.ops.chunked` computes the whole call.
 
 A float32 product takes six products of bfloat16 pieces (`wgmma`). Where values are bfloat16, so are the factors of
-products, one piece, and the outputs y and the gradients of values. Arrays [B, T, H, F] lie as a model has them: XLA
-leaves out the transposes of its [B, H, T, F]. Head sizes are filled up to 16, 32 or 64 features.
+products, one piece, and the outputs y. Gradients have the dtypes of their inputs. Arrays [B, T, H, F] lie as a model
+has them: XLA leaves out the transposes of its [B, H, T, F]. Head sizes are filled up to 16, 32 or 64 features.
 
 Addresses in shared memory are computed again in every step, from a zero that the compiler cannot see: left to itself it
 moves them all out of the loop, where they fill the registers. A second such zero is in the addresses of what is loaded
@@ -80,6 +80,7 @@ class Sizes(NamedTuple):
     d_key: int  # 16, 32 or 64
     d_value: int  # 16, 32 or 64
     log_values: bool
+    exponents: Any  # dtype of queries and keys: float32 or bfloat16
     dtype: Any  # of values: float32 or bfloat16
     registers: Registers
 
@@ -222,18 +223,18 @@ class _Chunk(NamedTuple):
     def query_factors(self, q: Array) -> tuple[Array, Array]:
         """(qf [C, K], r [C])."""
         c = columns(self.keys_vector(self.vectors.c), CHUNK)
-        total, error = two_sum(q, c)
+        total, error = two_sum(q.astype(jnp.float32), c)
         r = jnp.max(total, axis=1)
         return jnp.exp((total - rows(finite(r), q.shape[1])) + error), r
 
     def key_factors(self, k: Array) -> Array:
         """kf [C, K], as queries see the keys."""
-        return jnp.exp(k - columns(finite(self.keys_vector(self.vectors.c)), CHUNK))
+        return jnp.exp(k.astype(jnp.float32) - columns(finite(self.keys_vector(self.vectors.c)), CHUNK))
 
     def end_factors(self, k: Array) -> Array:
         """kf [C, K], as the keys enter the sums, with log decays."""
         assert self.vectors.decay is not None
-        exponents = k - columns(finite(self.keys_vector(self.vectors.decay.after_c)), CHUNK)
+        exponents = k.astype(jnp.float32) - columns(finite(self.keys_vector(self.vectors.decay.after_c)), CHUNK)
         return jnp.exp(exponents + rows(self.tokens_vector(self.vectors.decay.until_end), k.shape[1]))
 
     def value_factors(self, values: Array) -> Array:
@@ -402,8 +403,8 @@ def _run_forward(sizes: Sizes, inputs: Inputs, first: KernelSums) -> ForwardOutp
         values(sizes.y_dtype), values(jnp.float32), tokens, tokens, *before, KernelSums(*map(_like, first))
     )
     smem = {
-        "q": smem_matrix(CHUNK, d_key),
-        "k": smem_matrix(CHUNK, d_key),
+        "q": smem_matrix(CHUNK, d_key, sizes.exponents),
+        "k": smem_matrix(CHUNK, d_key, sizes.exponents),
         "values": smem_matrix(CHUNK, d_value, sizes.dtype),
         "m_float32": smem_matrix(sizes.n_rows, d_value),
         "qf": sizes.pieces(CHUNK, d_key),
@@ -615,8 +616,8 @@ def _run_backward(sizes: Sizes, inputs: Inputs, given: Cotangents, end: KernelSu
         decay = DecayGradients(*map(_like, (given.z, inputs.vectors.c, given.before_z)))
     out = Gradients(_like(inputs.q), _like(inputs.k), _like(inputs.values), KernelSums(*map(_like, end)), decay)
     smem = {
-        "q": smem_matrix(CHUNK, d_key),
-        "k": smem_matrix(CHUNK, d_key),
+        "q": smem_matrix(CHUNK, d_key, sizes.exponents),
+        "k": smem_matrix(CHUNK, d_key, sizes.exponents),
         "values": smem_matrix(CHUNK, d_value, sizes.dtype),
         "dy": smem_matrix(CHUNK, d_value, sizes.y_dtype),
         "m_float32": smem_matrix(sizes.n_rows, d_value),
@@ -672,10 +673,10 @@ def attend(
     """
     _check(k, values)
     if not causal:
-        return chunked.attend(signed, q, k, values, log_decay, causal, state)
+        return chunked.attend(signed, *_as_float32(q, k), values, log_decay, causal, state)
     if state is None:
-        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed, dtype=k.dtype)
-    state = jax.tree.map(lambda x: x.astype(k.dtype), state)
+        state = init_state(k.shape[:-2], k.shape[-1], values.shape[-1], signed=signed)
+    state = jax.tree.map(lambda x: x.astype(jnp.float32), state)
     n_tokens = k.shape[-2]
     fill = partial(pad_axis, size=-(-n_tokens // CHUNK) * CHUNK, axis=-2)
     q, k, values = fill(q), fill(k, with_=NEG_INF), fill(values, with_=0.0 if signed else NEG_INF)
@@ -694,7 +695,7 @@ def _check(k: Array, values: Array) -> None:
         if device not in ("gpu", "a GPU of compute capability 9.0"):
             needed = "a Hopper GPU (H100, H200: compute capability 9.0)"
             raise InputError(f'implementation="pallas" needs {needed}, not {device}: {instead}')
-    if k.dtype != jnp.float32:
+    if k.dtype not in (jnp.float32, jnp.bfloat16):
         raise InputError(f'implementation="pallas" computes in float32, not {k.dtype}: {instead}')
     for name, x in (("K", k), ("V", values)):
         if x.shape[-1] > LARGEST_HEAD:
@@ -743,8 +744,12 @@ def _by_chunks(
     layout: "_Layout", q: Array, k: Array, values: Array, log_decay: Array | None, state: State
 ) -> tuple[Array, State]:
     """As `_attend`, by the chunked form."""
-    y, end = chunked.attend(not layout.sizes.log_values, q, k, values, log_decay, True, state)
+    y, end = chunked.attend(not layout.sizes.log_values, *_as_float32(q, k), values, log_decay, True, state)
     return y.astype(layout.sizes.y_dtype), end
+
+
+def _as_float32(*exponents: Array) -> tuple[Array, ...]:
+    return tuple(x.astype(jnp.float32) for x in exponents)
 
 
 class _Residuals(NamedTuple):
@@ -842,7 +847,8 @@ class _Layout(NamedTuple):
         d_key, d_value = k.shape[-1], values.shape[-1]
         whole = lambda d: max(16, 2 ** math.ceil(math.log2(d)))
         registers = Registers(interpret.params())
-        sizes = Sizes(k.shape[-2] // CHUNK, whole(d_key), whole(d_value), not signed, values.dtype, registers)
+        chunks, dtypes = k.shape[-2] // CHUNK, (k.dtype, values.dtype)
+        sizes = Sizes(chunks, whole(d_key), whole(d_value), not signed, *dtypes, registers)
         return cls(k.shape[:-2], d_key, d_value, sizes)
 
     def flatten(self, x: Array) -> Array:

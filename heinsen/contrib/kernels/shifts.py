@@ -37,8 +37,8 @@ class ChunkShifts(NamedTuple):
 
 def chunk_shifts(first: Shifts, k: Array, values: Array, decays: Decays | None) -> ChunkShifts:
     """Shifts of the chunks of keys [*batch, T, K] and values that follow, in turn, sums relative to `first`."""
-    largest_of = lambda x: jnp.max(to_chunks(x, CHUNK, -2), axis=-2)
-    own = Shifts(largest_of(k), None if first.b is None else largest_of(values).astype(k.dtype))
+    largest_of = lambda x: jnp.max(to_chunks(x, CHUNK, -2), axis=-2).astype(first.c.dtype)
+    own = Shifts(largest_of(k), None if first.b is None else largest_of(values))
     if decays is None:
         reading = jax.tree.map(lambda x, own: running_max(x, None, own), first, own)
         return ChunkShifts(reading, reading, reading.b)
