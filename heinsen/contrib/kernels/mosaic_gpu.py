@@ -748,8 +748,8 @@ def _by_chunks(
     return y.astype(layout.sizes.y_dtype), end
 
 
-def _as_float32(*exponents: Array) -> tuple[Array, ...]:
-    return tuple(x.astype(jnp.float32) for x in exponents)
+def _as_float32(q: Array, k: Array) -> tuple[Array, Array]:
+    return q.astype(jnp.float32), k.astype(jnp.float32)
 
 
 class _Residuals(NamedTuple):
