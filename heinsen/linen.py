@@ -192,7 +192,7 @@ class _AttentionLayer(Layer):
         (q, k, values), inputs = self.project_heads(n_kv_heads, sizes, normed, inputs, context)
         q = q.reshape(n_batch, n_kv_heads, n_tokens, -1, c.d_key).swapaxes(2, 3).reshape(n_batch, -1, n_tokens, c.d_key)
         k, values = (jnp.repeat(each, c.n_heads // n_kv_heads, axis=1) for each in (k, values))
-        return q, k, values.astype(c.dtype), inputs
+        return q, k, values, inputs
 
     def add_to_residual(self, x: Float[Array, "B T D"], y: Array) -> Float[Array, "B T D"]:
         """Wout y."""

@@ -84,7 +84,8 @@ def convolve(
     """
     n_heads, n_taps, n_features = taps.shape
     if before is None:
-        before = jnp.zeros((x.shape[0], n_heads, n_taps - 1, n_features), x.dtype)
+        before = jnp.zeros((x.shape[0], n_heads, n_taps - 1, n_features))
+    before = before.astype(x.dtype)
     if mesh is None or mesh.size == 1:
         return _convolve(x, taps, before, places, valid)
 
@@ -115,7 +116,6 @@ def check_halo(mesh: Mesh, n_tokens: int, n_taps: int) -> None:
 
 def _convolve(x: Array, taps: Array, before: Array, places: Array, valid: Array | None) -> tuple[Array, Array]:
     n_inputs, n_tokens = taps.shape[1] - 1, x.shape[2]
-    before = before.astype(x.dtype)
     # The barrier keeps XLA from mixing the inputs again wherever it reads an output.
     y = lax.optimization_barrier(_mix(x, before, taps, places))
     inputs = jnp.concatenate([before, x], axis=2)

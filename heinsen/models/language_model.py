@@ -201,7 +201,7 @@ class Layer(nn.Module):
         (q, k, values), inputs = self.project_heads(c.n_heads, sizes, normed, inputs, context)
         if self.mixer.uses_rotary:
             q, k = POSITION_CLASSES[c.position].rotate(q, k, context)
-        return q, k, values.astype(c.dtype), inputs
+        return q, k, values, inputs
 
     def project_heads(
         self,

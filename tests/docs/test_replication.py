@@ -80,7 +80,7 @@ def test_hours_and_prices_follow_from_measured_steps_and_bounds():
     files = {"paper's": "step", "paper's, fused": "step_pallas", "gated": "step_gated", "gated, fused": "", "GPT-2": ""}
 
     def both(rate, bound, of_rate, of_bound):
-        return " ".join([*([of_rate(rate)] if rate else []), *([f"({of_bound(bound)})"] if bound else [])])
+        return f"{of_rate(rate) if rate else ''} {f'({of_bound(bound)})' if bound else ''}".strip()
 
     def cell(rate, bound, tokens, digits):
         hours = lambda rate: tokens / rate / 3600
