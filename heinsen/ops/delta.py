@@ -39,7 +39,7 @@ from heinsen.ops.decay import ChunkDecay, with_starts
 from heinsen.ops.segments import starts_of_documents
 from heinsen.promotion import usual_promotion
 
-_CHUNK, _BLOCK = 64, 8  # tokens, powers of two
+_BLOCK = 8  # tokens
 
 
 class DeltaState(NamedTuple):
@@ -117,12 +117,17 @@ def _one_token(
     return einsum("...tk,...kv->...tv", q, memory), memory
 
 
+def choose_chunk(n_tokens: int, d_key: int) -> int:
+    """Tokens of a chunk, a power of two. With few features smaller chunks are faster (CPU)."""
+    return 32 if min(n_tokens, 2 * d_key) <= 32 else 64
+
+
 def _in_chunks(
     q: Array, k: Array, v: Array, beta: Array, initial: Array, log_decay: Array | None
 ) -> tuple[Array, Array]:
     """Chunk by chunk. Tokens that fill up the last one write nothing."""
     n_tokens = q.shape[-2]
-    size = min(_CHUNK, 1 << (n_tokens - 1).bit_length())
+    size = choose_chunk(n_tokens, k.shape[-1])
     q, k, v, beta = (to_chunks(x, size, -2) for x in (q, k, v, beta[..., None]))  # [*batch, N, C, ...]
     decays = jnp.zeros(size, q.dtype) if log_decay is None else to_chunks(log_decay, size, -1)  # [*batch, N, C]
     decay = ChunkDecay.of(decays, math.gcd(size, _BLOCK))

@@ -41,7 +41,8 @@ def small_sizes(wanted=True):
     with pytest.MonkeyPatch.context() as patch:
         if wanted:
             patch.setattr(chunked, "choose_split", lambda shape: SMALL_SPLIT)
-            sizes = [(linear, "_CHUNK"), (delta, "_CHUNK"), (sigmoid, "_LARGEST_BLOCK"), (sigmoid, "_SMALLEST_BLOCK")]
+            patch.setattr(delta, "choose_chunk", lambda n_tokens, d_key: SMALL)
+            sizes = [(linear, "_CHUNK"), (sigmoid, "_LARGEST_BLOCK"), (sigmoid, "_SMALLEST_BLOCK")]
             for module, name in [*sizes, (softmax, "_SMALLEST_BLOCK")]:
                 patch.setattr(module, name, SMALL)
         yield
