@@ -9,7 +9,7 @@ from experiments.attribution.report import bits_per_byte
 from scripts.results_tables import PAGES, TABLES, fill, results
 from tests.runs import ROOT
 
-REPORTS = "attribution/0.5M", "conversion", "long_contexts/0.5M", "scaling"
+REPORTS = "attribution", "attribution/0.5M", "conversion", "long_contexts/0.5M", "scaling"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
