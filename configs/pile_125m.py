@@ -17,5 +17,5 @@ def get_config() -> ConfigDict:
     config = default.get_config()
     config.model.update(vocab_size=50257, padded_vocab_size=50304)
     config.model.dtype = "bfloat16"
-    config.model.remat = "dots"  # the fastest by bounds; "full" needs half the memory (docs/planning.md)
+    config.model.remat = "dots"  # the best bounds, but of gated and fused; "full" needs less memory: docs/planning.md
     return config
