@@ -48,6 +48,7 @@ from heinsen.decoding import hash_params, load_prefix
 from heinsen.export import is_export, is_reference_model, save_folder
 from heinsen.models import count_params
 from heinsen.parallel import make_mesh
+from heinsen.quantities import format_bytes
 from heinsen.training.config import TrainConfig
 from heinsen.training.folder import RunError, load_run, load_tokenizer_name
 from heinsen.training.metrics import read_metrics
@@ -89,7 +90,7 @@ def export(workdir: Path, out: Path) -> str:
     )
     return (
         f"{out}: {n_params:,} parameters of {workdir} after step {step}, {manifest.dtype}, layout "
-        f"{manifest.layout}, {manifest.weights.bytes / 2**20:,.1f} MiB"
+        f"{manifest.layout}, {format_bytes(manifest.weights.bytes)}"
     )
 
 
@@ -105,7 +106,7 @@ def export_step(workdir: Path, out: Path) -> str:
     model = dataclasses.replace(run, vocab_size=tokenizer.vocab_size)
     prefix = None if STATE.value is None else load_prefix(Path(STATE.value), model, hash_params(params))
     size = onnx.save_step(out, model, tokenizer, params, step=step, prefix=prefix, overwrite=OVERWRITE.value)
-    return f"{out}: one decoding step of {workdir} after step {step} in ONNX, {size / 2**20:,.1f} MiB"
+    return f"{out}: one decoding step of {workdir} after step {step} in ONNX, {format_bytes(size)}"
 
 
 # ---- the model card ------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ from heinsen.decoding import (
 from heinsen.host import keep_compilations
 from heinsen.models import ModelConfig, Params, check_room
 from heinsen.parallel import make_mesh
-from heinsen.training.devices import format_bytes
+from heinsen.quantities import format_bytes
 from heinsen.training.folder import load_run, load_tokenizer_name
 from heinsen.weights import load_params
 

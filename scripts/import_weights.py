@@ -28,6 +28,7 @@ from heinsen.data.tokenizer import GPT2Tokenizer
 from heinsen.export import save_folder
 from heinsen.export.gpt2 import load_gpt2, read_gpt2_config
 from heinsen.models import count_params
+from heinsen.quantities import count
 from heinsen.training.data import train_config
 
 
@@ -48,7 +49,7 @@ def import_gpt2(source: Path, out: Path) -> str:
     card = _CARD.format(name=out.resolve().name, source=source, out=out)
     run = dataclasses.asdict(config)
     save_folder(out, config.model, GPT2Tokenizer.name, params, step=0, run=run, card=card, overwrite=OVERWRITE.value)
-    return f"{out}: {count_params(params):,} parameters of {source}, GPT-2 with {fields['n_layers']} layers"
+    return f"{out}: {count_params(params):,} parameters of {source}, GPT-2 with {count(fields['n_layers'], 'layer')}"
 
 
 _CARD = """\

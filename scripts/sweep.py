@@ -49,6 +49,7 @@ cli.show_help(__name__)
 
 import jax
 
+from heinsen.quantities import count
 from heinsen.sweep.definition import Definition, find_strategy
 from heinsen.sweep.driver import drive
 from heinsen.sweep.folder import CSV_FILE, SweepFolder
@@ -84,13 +85,13 @@ def run_sweep(path: Path) -> None:
         launched = launcher(folder, factory.command, options)
         search = make_search(folder, factory.make_or_refuse)
         adaptive = folder.definition.strategy.adaptive
-        length = f"{folder.definition.trials} trials" if adaptive else f"{len(folder.runs)} runs"
+        length = count(folder.definition.trials, "trial") if adaptive else count(len(folder.runs), "run")
         print(f"{path}: {length}; --status --workdir={path} shows their progress", file=sys.stderr, flush=True)
         views = drive(folder, search, launched, RETRY.value)
     print("\n".join(table(views)))
     print(f"{path / CSV_FILE}; --report --workdir={path} writes report.html")
     if failed := [view.name for view in views if view.state in ("crashed", "interrupted", "waiting")]:
-        print(f"error: {len(failed)} of {len(views)} runs have not finished: {', '.join(failed)}", file=sys.stderr)
+        print(f"error: {len(failed)} of {count(len(views), 'run')} not finished: {', '.join(failed)}", file=sys.stderr)
         sys.exit(EXIT_UNFINISHED)
 
 
@@ -111,7 +112,7 @@ def open_folder(path: Path, factory: RunFactory) -> SweepFolder:
     if definition.strategy.adaptive:  # its points are not known yet: check the ends of what it may propose
         for point in definition.corners():
             factory.make(point)
-    return SweepFolder.open_or_create(path, definition, runs)
+    return SweepFolder.open_or_create(path, definition, runs, factory.check_same)
 
 
 def show_status(path: Path) -> None:

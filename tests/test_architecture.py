@@ -23,7 +23,7 @@ RANKS = {"logspace": 0, "ops": 1, "models": 2}
 RANKS |= {"decoding": 3, "training": 3, "evaluation": 3, "export": 3, "weights": 3, "sweep": 4, "plan": 4}
 RANKS |= {"linen": 3, "nnx": 3}
 # Leaves import only themselves, these, and errors of heinsen.
-COMMON = {"files", "progress"}
+COMMON = {"files", "progress", "quantities"}
 LEAVES = {
     "backend",
     "chips",
@@ -36,6 +36,7 @@ LEAVES = {
     "parallel",
     "progress",
     "promotion",
+    "quantities",
     "version",
 }
 BASE = "errors"  # imported by everything, imports nothing

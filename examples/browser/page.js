@@ -119,7 +119,7 @@ async function main() {
   const { config, step } = model.record;
   const size = (model.bytes / 1000).toLocaleString("en", { maximumFractionDigits: 0 });
   element("about").textContent =
-    `${config.n_layers} layers of linear attention with exponential features, trained for ` +
+    `${config.n_layers} layer${config.n_layers === 1 ? "" : "s"} of linear attention with exponential features, trained for ` +
     `${step.toLocaleString("en")} steps, byte by byte. ` +
     `The state is all it remembers: ${size} kB, however long the text.`;
   let stopped = true;

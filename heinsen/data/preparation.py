@@ -47,6 +47,7 @@ from heinsen.data.writer import (
     write_metadata,
 )
 from heinsen.files import unseal
+from heinsen.quantities import count
 
 __all__ = ["PreparationError", "Settings", "prepare"]
 
@@ -119,8 +120,8 @@ class _Preparation:
         self._check_same("was prepared", dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
         remove_progress(self.folder)
         print(
-            f"{self.folder}: already prepared with these settings ({dataset.n_documents:,} documents, "
-            f"{dataset.n_tokens:,} tokens, {dataset.n_bytes:,} bytes)",
+            f"{self.folder}: already prepared with these settings ({count(dataset.n_documents, 'document')}, "
+            f"{count(dataset.n_tokens, 'token')}, {count(dataset.n_bytes, 'byte')})",
             file=sys.stderr,
         )
         return dataset
@@ -179,8 +180,8 @@ class _Preparation:
         if writer.provenance is not None:
             self._check_same("holds an unfinished preparation", writer.provenance, writer.n_skipped)
             print(
-                f"{self.folder}: resuming after {len(writer.shards)} finished shards "
-                f"({writer.n_documents:,} documents, {writer.n_tokens:,} tokens)",
+                f"{self.folder}: resuming after {count(len(writer.shards), 'finished shard')} "
+                f"({count(writer.n_documents, 'document')}, {count(writer.n_tokens, 'token')})",
                 file=sys.stderr,
             )
         try:
@@ -214,23 +215,24 @@ class _Preparation:
                 if (now := time.monotonic()) - last >= _LOG_SECONDS:
                     last, rate = now, (writer.n_tokens - start_tokens) / (now - start)
                     print(
-                        f"{self.folder}: {writer.n_tokens:,} tokens, {writer.n_documents:,} documents, input "
-                        f"{document.position.input + 1} of {len(self.inputs)}, {rate:,.0f} tokens/s",
+                        f"{self.folder}: {count(writer.n_tokens, 'token')}, "
+                        f"{count(writer.n_documents, 'document')}, input {document.position.input + 1} of "
+                        f"{len(self.inputs)}, {rate:,.0f} tokens/s",
                         file=sys.stderr,
                         flush=True,
                     )
         if writer.n_bytes == 0:
             n_documents, n_bad = writer.n_documents, writer.n_skipped
-            found = f"no text in any of the {n_documents:,} documents" if n_documents else "no documents"
+            found = f"no text in {count(n_documents, 'document')}" if n_documents else "no documents"
             bad = f" ({n_bad} bad ones skipped)" if n_bad else ""
             sources = ", ".join(self.settings.sources)
             raise PreparationError(f"{found} for split {self.settings.split!r} in {sources}{bad}: give other sources")
         writer.close_shard()
         seconds = time.monotonic() - start
-        skipped = f", {writer.n_skipped:,} bad documents skipped" if writer.n_skipped else ""
+        skipped = f", {count(writer.n_skipped, 'bad document')} skipped" if writer.n_skipped else ""
         print(
-            f"{self.folder}: {writer.n_documents:,} documents, {writer.n_tokens:,} tokens, "
-            f"{writer.n_bytes:,} bytes in {len(writer.shards)} shards{skipped}; {seconds:.1f} s, "
+            f"{self.folder}: {count(writer.n_documents, 'document')}, {count(writer.n_tokens, 'token')}, "
+            f"{count(writer.n_bytes, 'byte')} in {count(len(writer.shards), 'shard')}{skipped}; {seconds:.1f} s, "
             f"{(writer.n_tokens - start_tokens) / max(seconds, 1e-9):,.0f} tokens/s",
             file=sys.stderr,
         )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from heinsen.data.readers import READERS, Content, PreparationError, Settings
 from heinsen.files import file_sha256, name_errors
 from heinsen.progress import track
+from heinsen.quantities import count
 
 STDLIB = "stdlib"
 STDLIB_SPLITS = ("train", "validation")
@@ -205,7 +206,7 @@ def _choose_files(source: str, found: Iterable[tuple[Path, bool]]) -> list[Path]
             for what, names in unread.items()
             if names
         ]
-        print(f"{source}: {len(files)} files are read, others not; {'; '.join(groups)}", file=sys.stderr)
+        print(f"{source}: {count(len(files), 'file')} read, others not; {'; '.join(groups)}", file=sys.stderr)
     return files
 
 

@@ -8,6 +8,7 @@ from heinsen.evaluation.loss import perplexity
 from heinsen.evaluation.positions import Comparison, Context, PositionLosses, PositionRange
 from heinsen.evaluation.split import SplitResult
 from heinsen.evaluation.tasks import TaskResult
+from heinsen.quantities import count
 
 # ---- losses over a split -------------------------------------------------------------------------
 
@@ -60,7 +61,8 @@ def _total_table(result: SplitResult) -> str:
         ("run", f"{result.workdir}, step {result.step}"),
         (
             "split",
-            f"{result.split}: all {total.tokens:,} tokens, {result.n_bytes:,} bytes, {total.documents:,} documents; "
+            f"{result.split}: all {count(total.tokens, 'token')}, {count(result.n_bytes, 'byte')}, "
+            f"{count(total.documents, 'document')}; "
             f"{way}",
         ),
     ]

@@ -5,7 +5,8 @@ import json
 from typing import Any
 
 from heinsen.plan.costs import Costs
-from heinsen.training.devices import format_bytes, train_flops_per_token
+from heinsen.quantities import count, format_bytes
+from heinsen.training.devices import train_flops_per_token
 
 _ASSUMED_MFU = (0.2, 0.4)  # where there is neither a timed step nor a bound
 _REACHED = (0.52, 0.81)  # of the bound, by the steps of three models on an H200 (bench/h200_step*.json)
@@ -70,7 +71,7 @@ class Plan:
             ("devices", f"{self.n_devices} x {self.device}{target}; {shape}"),
             ("parameters", f"{self.n_params:,}"),
             ("step", f"{self.batch_size} x {self.sequence_length} tokens = {self.tokens_per_step:,}"),
-            ("run", f"{self.total_tokens:,} tokens, {self.total_steps:,} steps"),
+            ("run", f"{self.total_tokens:,} tokens, {count(self.total_steps, 'step')}"),
             ("state per device", f"{format_bytes(self.bytes_state)} (parameters and optimizer)"),
             ("memory per device", self._describe_memory()),
             (

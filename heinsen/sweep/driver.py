@@ -7,6 +7,7 @@ import time
 from tqdm import tqdm
 
 from heinsen.errors import Interruption
+from heinsen.quantities import count
 from heinsen.sweep.folder import SweepFolder
 from heinsen.sweep.launcher import Launcher
 from heinsen.sweep.runs import RunView, summary
@@ -51,7 +52,7 @@ class _Driver:
         self._before = {view.name: view for view in folder.views()}
         self._watched, self._pruned = set(launcher.active()), set[str]()
         if n_finished := sum(view.state == "finished" for view in self._before.values()):
-            self.say(f"{n_finished} of {len(folder.runs)} runs finished earlier")
+            self.say(f"{n_finished} of {count(len(folder.runs), 'run')} finished earlier")
         self._crashed = {name for name, view in self._before.items() if view.state == "crashed" and not retry}
         if self._crashed:
             names = ", ".join(self._crashed)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import submitit
 
 from heinsen.files import LockedError, write_atomically
+from heinsen.quantities import count
 from heinsen.sweep.folder import JOB_FILE, SweepFolder
 from heinsen.sweep.job import SlurmTask, record_end, slurm_holds, slurm_job, start_run
 from heinsen.sweep.runs import SweepRun
@@ -181,7 +182,7 @@ class SlurmLauncher(Launcher):
         slurm_job(self._folder.jobs_folder, self._jobs[name]).cancel(check=False)
 
     def stop(self) -> str:
-        return f"SLURM still holds {len(self.active())} runs; rerun the same command to watch them again"
+        return f"SLURM still holds {count(len(self.active()), 'run')}; rerun the same command to watch them again"
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from tqdm import tqdm
 
+from heinsen.quantities import count
 from heinsen.sweep.space import Point, folder_name
 
 # In the order in which a run goes through them. "refused": the config rejects a point that a search has proposed.
@@ -98,7 +99,7 @@ def table(views: Sequence[RunView]) -> list[str]:
 def count_states(views: Sequence[RunView]) -> str:
     """Return the number of runs, and of those in each state."""
     counts = {state: sum(view.state == state for view in views) for state in STATES}
-    return f"{len(views)} runs: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+    return f"{count(len(views), 'run')}: " + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
 
 
 def summary(views: Sequence[RunView], at_a_time: int | None = None) -> str:

@@ -28,6 +28,8 @@ from heinsen.training.conversion import draw_first_places, take_from_teacher
 
 TRAIN_SPLIT = "train"
 
+Split = list[tuple[TokenDataset, float]]  # its datasets, with their shares
+
 
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
     """Return the config of a run from the fields of a config file.
@@ -96,10 +98,8 @@ class RunData:
     def open(cls, config: TrainConfig, mesh: Mesh) -> "RunData":
         """Open the data that `config` names. Raises DatasetError."""
         rows, length = rows_by_microbatch(config, mesh), config.sequence_length
-        training = open_split(config, TRAIN_SPLIT)
-        tokenizer = training[0][0].tokenizer_name
+        training, validation = open_splits(config)
         batches = train_iterator(training, length, config.batch_size, config.seed, rows)
-        validation = open_split(config, config.data.validation_split, tokenizer)
         names = [dataset.path.parent.name for dataset, _ in validation]
         if len(set(names)) < len(names):
             names = [str(dataset.path.parent) for dataset, _ in validation]
@@ -108,8 +108,8 @@ class RunData:
         return cls(
             batches=batches,
             rows=rows,
-            digest=_digest(training, validation),
-            tokenizer=tokenizer,
+            digest=digest_data(training, validation),
+            tokenizer=training[0][0].tokenizer_name,
             tokenizer_folder=training[0][0].path,
             bytes_per_token=bytes_per_token(training),
             validation=[
@@ -146,12 +146,19 @@ def make_microbatches(
     return jax.tree.map(lambda x: x.reshape(config.accumulation_steps, -1, *x.shape[1:]), batch)
 
 
-def _digest(*splits: list[tuple[TokenDataset, float]]) -> str:
+def digest_data(*splits: Split) -> str:
+    """Return the digest of all tokens of the splits, in order."""
     contents = [[(dataset.digest, share) for dataset, share in split] for split in splits]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
-def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> list[tuple[TokenDataset, float]]:
+def open_splits(config: TrainConfig) -> tuple[Split, Split]:
+    """Open the training and the validation split of the run's data. Raises DatasetError, as `open_split`."""
+    training = open_split(config, TRAIN_SPLIT)
+    return training, open_split(config, config.data.validation_split, training[0][0].tokenizer_name)
+
+
+def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> Split:
     """Open a split of every dataset of the run's data; return the datasets with their shares, in order.
 
     Raises DatasetError if one is missing, damaged, of another tokenizer than `tokenizer` (None: any), or of a

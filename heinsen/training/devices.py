@@ -17,6 +17,7 @@ from heinsen import backend
 from heinsen.chips import chip_of
 from heinsen.errors import HeinsenError, InputError
 from heinsen.parallel import n_batch_parts
+from heinsen.quantities import format_bytes
 from heinsen.training.config import TrainConfig
 
 # ---- memory ----------------------------------------------------------------------------------
@@ -43,14 +44,6 @@ def available_bytes() -> int | None:
     if jax.default_backend() != "cpu" or not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-
-
-def format_bytes(n: int) -> str:
-    """Return a number of bytes in the largest unit of which there is one: 7.8 KiB."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= size:
-            return f"{n / size:,.2f} {unit}" if unit == "GiB" else f"{n / size:.1f} {unit}"
-    return f"{n} bytes"
 
 
 def check_memory(config: TrainConfig, mesh: Mesh, state: Any) -> None:

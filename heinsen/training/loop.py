@@ -23,6 +23,7 @@ from heinsen.evaluation.loss import Evaluation
 from heinsen.host import keep_host_memory
 from heinsen.models import Params, count_params
 from heinsen.parallel import make_mesh, place_batch
+from heinsen.quantities import count
 from heinsen.training.checkpoint import Checkpoints, checkpoint_steps
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData, make_microbatches
@@ -92,7 +93,7 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
         stack.enter_context(reporter)
         reporter.message(
             f"{n_params:,} parameters on {jax.device_count()} x {jax.devices()[0].device_kind}; "
-            f"{config.total_steps:,} steps of {config.batch_size} x {config.sequence_length} tokens; {origin}"
+            f"{count(config.total_steps, 'step')} of {config.batch_size} x {config.sequence_length} tokens; {origin}"
         )
         for change in changes:
             reporter.message(f"{change}: continuing with the command's")

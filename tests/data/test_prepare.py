@@ -104,7 +104,7 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
     assert re.search(r"out/train: 20 tokens, 2 documents, input 1 of 1, [\d,]+ tokens/s$", lines[1])
-    assert re.search(r"out/train: 3 documents, 30 tokens, 27 bytes in 1 shards; 0.\d s, [\d,]+ tokens/s$", lines[-1])
+    assert re.search(r"out/train: 3 documents, 30 tokens, 27 bytes in 1 shard; 0.\d s, [\d,]+ tokens/s$", lines[-1])
 
 
 # ---- resuming ------------------------------------------------------------------------------------

@@ -232,7 +232,8 @@ def written(run, commands, tmp_path_factory):
     assert snapshot(run.workdir) == before
     assert end.returncode == 0 and "Traceback" not in end.stderr, end.stderr
     written = json.loads(end.stdout)
-    assert written["save"] == "" and f"{state}: the state after 7 tokens, " in end.stderr
+    line = f"{state}: the state after 7 tokens, {format_bytes(state.stat().st_size)}\n"
+    assert written["save"] == "" and line in end.stderr
     return written
 
 

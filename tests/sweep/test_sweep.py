@@ -27,8 +27,20 @@ from heinsen.sweep.launcher import Launcher, LaunchOptions, LocalLauncher, Slurm
 from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError, parse_space
+from heinsen.training.folder import RunError
 from scripts.sweep_runs import RunFactory
-from tests.runs import OVERRIDES, ROOT, STEPS, TIMEOUT, read_log, snapshot, train_command
+from tests.runs import (
+    OVERRIDES,
+    ROOT,
+    STEPS,
+    TIMEOUT,
+    copy_run,
+    draw_text,
+    read_log,
+    snapshot,
+    train_command,
+    write_split,
+)
 from tests.sweep import fake
 from tests.sweep.fake import definition, wait_until
 
@@ -156,6 +168,30 @@ def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_p
     for use in (lambda: SweepFolder.open_or_create(tmp_path, other, []), lambda: SweepFolder.load(tmp_path)):
         with pytest.raises(SweepError, match="holds no sweep"):
             use()
+
+
+def test_data_of_a_sweep_are_known_by_their_content_not_their_path(run, tmp_path, rng):
+    def open_sweep(data, check_data=True):
+        factory = RunFactory(
+            "configs/default.py", {k: str(v) for k, v in (OVERRIDES | {"data.path": data}).items()}, check_data
+        )
+        sweep = definition({"seed": (0, 1)}, base=factory.base)
+        runs = [factory.make(point) for point in sweep.points()]
+        return SweepFolder.open_or_create(tmp_path / "sweep", sweep, runs, factory.check_same)
+
+    folder, moved = open_sweep(run.data), tmp_path / "moved"
+    copy_run(run.workdir, folder.folder(folder.runs[0]))
+    shutil.copytree(run.data, moved)
+    assert open_sweep(moved).definition.base["data"]["path"] == str(moved)
+    with pytest.raises(RunError, match=f"data.path: .*{run.data}.* in the run, .*{tmp_path}/none"):
+        open_sweep(tmp_path / "none", check_data=False)
+    shutil.rmtree(moved / "validation")
+    write_split(moved / "validation", draw_text(rng, 333))
+    before = snapshot(folder.path)
+    for check_data in (True, False):
+        with pytest.raises(RunError, match=f"seed=0 holds a run on other data: what lies at {moved} now"):
+            open_sweep(moved, check_data)
+    assert snapshot(folder.path) == before
 
 
 DAMAGES = {

@@ -365,11 +365,6 @@ def test_peak_rate_is_of_the_chips_name_else_measured(monkeypatch):
     assert devices.peak_flops_per_device() == 989e12
 
 
-def test_bytes_have_the_unit_that_shows_them():
-    sizes = {0: "0 bytes", 7_987: "7.8 KiB", 3 << 20: "3.0 MiB", 5 << 30: "5.00 GiB"}
-    assert {n: devices.format_bytes(n) for n in sizes} == sizes
-
-
 # ---- killed ----------------------------------------------------------------------------------
 
 
