@@ -102,8 +102,10 @@ def check_folder(out: Path, fingerprints: Set[str]) -> None:
     if not (path := out / "results.json").exists():
         return
     before = read_json_object(path)
-    if not fingerprints & {each.get("fingerprint") for each in before.get("runs", [before])}:
-        raise InputError(f"{path} has results of another model, task or training: give another --out, or remove it")
+    if {each.get("fingerprint") for each in before.get("runs", [before])} - fingerprints:
+        raise InputError(
+            f"{path} has results of another model, task, training or seed: give another --out, or remove it"
+        )
 
 
 def read_train_config() -> TrainConfig:

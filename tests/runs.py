@@ -71,11 +71,13 @@ def write_split(
     folder: Path,
     *shards: Sequence[int] | np.ndarray,
     sources: Sequence[Sequence[str | None] | None] = (),
+    n_lost: int = 0,
     **changes: Any,
 ) -> None:
     """Write a split of byte tokens, following the contract of heinsen/data/dataset.py.
 
     sources: the names of each shard's documents, in order, for the first shards; None for a shard without.
+    n_lost: bytes of the last shard that its tokens do not stand for.
     changes: fields of metadata.json. For other totals the last shard makes up.
     """
     folder.mkdir(parents=True)
@@ -90,6 +92,8 @@ def write_split(
             file = write_array(folder / f"shard-{index:05d}.sources.npy", list(map(found.index, names)))
             shard["sources"] = file | {"names": found}
         metadata["shards"].append(shard)
+    if n_lost:
+        metadata["shards"][-1]["num_lost_bytes"] = n_lost
     for name in totals:
         total = sum(shard[name] for shard in metadata["shards"])
         metadata["shards"][-1][name] += metadata.setdefault(name, total) - total

@@ -120,6 +120,7 @@ class TokenDataset:
       metadata: the contents of metadata.json.
       n_tokens, n_documents, n_bytes, vocab_size, eot_id, tokenizer_name: from the metadata.
       has_sources: whether any document names its source.
+      n_lost_bytes: of the text, which the tokens do not stand for.
 
     Raises:
       DatasetError: the folder is missing, incomplete, damaged, empty or has another format version.
@@ -147,6 +148,7 @@ class TokenDataset:
         self._sha256 = {s["file"]: s["sha256"] for s in shards}
         self._sha256 |= {s["sources"]["file"]: s["sources"]["sha256"] for s in shards if "sources" in s}
         self.has_sources = any("sources" in s for s in shards)
+        self.n_lost_bytes = sum(s.get("num_lost_bytes", 0) for s in shards)
         # _offsets[i] is the position of shard i's first token in the stream; the last entry is the stream's end.
         self._offsets = [0, *itertools.accumulate(shard.n_tokens for shard in self._shards)]
         if self.n_bytes == 0:

@@ -12,11 +12,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
-
-import numpy as np
+from typing import IO, Any
 
 from heinsen.data.dataset import TokenDataset, read_metadata
 from heinsen.data.readers import PreparationError, Settings
@@ -115,7 +113,7 @@ class _Preparation:
                 if not self._is_finished():  # else another process has finished it just now
                     self._write(progress_file, workers)
                     remove_progress(self.folder)
-                    return TokenDataset(self.folder)
+                    return self._tell_losses(TokenDataset(self.folder))
         dataset = TokenDataset(self.folder)
         self._check_same("was prepared", dataset.metadata["source"], dataset.metadata["num_skipped_documents"])
         remove_progress(self.folder)
@@ -124,6 +122,15 @@ class _Preparation:
             f"{count(dataset.n_tokens, 'token')}, {count(dataset.n_bytes, 'byte')})",
             file=sys.stderr,
         )
+        return self._tell_losses(dataset)
+
+    def _tell_losses(self, dataset: TokenDataset) -> TokenDataset:
+        if n := dataset.n_lost_bytes:
+            print(
+                f"{self.folder}: the tokenizer cannot spell {count(n, 'byte')}, {n / dataset.n_bytes:.2%} of the text: "
+                "they are lost, while bits per byte count them",
+                file=sys.stderr,
+            )
         return dataset
 
     def _count_workers(self, workers: int | None) -> int:
@@ -159,16 +166,19 @@ class _Preparation:
             )
 
     def _check_other_splits(self, digests: Sequence[str]) -> None:
-        """Raise PreparationError if a file is also in another split of the dataset."""
+        """Raise PreparationError if a file, or a split of a hub dataset, is also in another split of the dataset."""
         files = [i for i in self.inputs if i.is_file]
-        own = {digest: i for digest, i in zip(digests, files, strict=True) if i.size}
+        own: dict[Any, Input] = {digest: i for digest, i in zip(digests, files, strict=True) if i.size}
+        hub = [i for i in self.inputs if not i.is_file]
+        own |= dict(zip(_hub_splits(self.provenance, [i.location for i in hub]), hub, strict=True))
         for folder in sorted(path for path in self.folder.parent.iterdir() if path.is_dir() and path != self.folder):
             before = _read_provenance(folder)
             if STDLIB in self.settings.sources and STDLIB in before.get("sources", ()):
                 continue  # it has its own splits, and files that are copies of others
-            if shared := own.keys() & set(before.get("content", {}).get("files", ())):
+            theirs = {*before.get("content", {}).get("files", ()), *_hub_splits(before, before.get("sources", ()))}
+            if shared := [i for key, i in own.items() if key in theirs]:
                 raise PreparationError(
-                    f"{own[min(shared)].location} is in split {folder.name!r} of {folder.parent}, too: leave it out "
+                    f"{shared[0].location} is in split {folder.name!r} of {folder.parent}, too: leave it out "
                     "of one of the two, or give another --out"
                 )
 
@@ -202,16 +212,13 @@ class _Preparation:
         """Tokenize the inputs from the writer's position to their end or to a limit of the settings."""
         blocks = read_blocks(self.inputs, self.settings, after=writer.position)
         start = last = time.monotonic()
-        start_tokens, n_unknown = writer.n_tokens, 0
-        unknown_id = getattr(self.tokenizer, "unknown_id", None)
+        start_tokens = writer.n_tokens
         write_tokenizer_file(self.tokenizer.content, self.folder)  # for the workers
         with contextlib.closing(tokenize_blocks(blocks, self.settings, self.folder, workers)) as documents:
             while not self._is_complete(writer) and (document := next(documents, None)) is not None:
                 if document.position <= writer.position:  # in a block with the next one
                     continue
                 self._take(writer, document)
-                if unknown_id is not None:
-                    n_unknown += int(np.count_nonzero(document.tokens == unknown_id))
                 if (now := time.monotonic()) - last >= _LOG_SECONDS:
                     last, rate = now, (writer.n_tokens - start_tokens) / (now - start)
                     print(
@@ -236,12 +243,6 @@ class _Preparation:
             f"{(writer.n_tokens - start_tokens) / max(seconds, 1e-9):,.0f} tokens/s",
             file=sys.stderr,
         )
-        if n_unknown:
-            print(
-                f"{self.folder}: {n_unknown:,} of these tokens stand for text that the tokenizer cannot spell: it is "
-                "lost, while bits per byte count its bytes",
-                file=sys.stderr,
-            )
 
     def _is_complete(self, writer: ShardWriter) -> bool:
         """Return whether a limit of the settings is reached."""
@@ -264,6 +265,12 @@ class _Preparation:
         writer.position = document.position
         if writer.pending_tokens >= self.settings.shard_tokens:
             writer.close_shard()
+
+
+def _hub_splits(provenance: Provenance, sources: Iterable[str]) -> list[tuple[str | None, ...]]:
+    """Return what of hub datasets a preparation reads."""
+    read = provenance.get("hub_config"), provenance.get("hub_split") or provenance.get("split")
+    return [(source, *read) for source in sources]
 
 
 def _read_provenance(folder: Path) -> Provenance:

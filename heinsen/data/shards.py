@@ -38,12 +38,16 @@ class SourcesRecord(TypedDict):
 
 
 class ShardRecord(TypedDict):
-    """One shard. `sources` is absent where no document of the shard names its source."""
+    """One shard. `sources` is absent where no document of the shard names its source.
+
+    num_lost_bytes: of the text, which the tokens do not stand for; absent where there are none.
+    """
 
     file: str
     num_tokens: int
     num_documents: int
     num_bytes: int
+    num_lost_bytes: NotRequired[int]
     sha256: str
     sources: NotRequired[SourcesRecord]
 

@@ -30,6 +30,7 @@ class TokenizedDocument(NamedTuple):
       position: of the document in the inputs.
       tokens: `token_dtype` `[n_tokens]`, the end-of-text token included.
       n_bytes: UTF-8 bytes of the text.
+      n_lost: those of them that the tokens do not stand for.
       source: name of the document's source; None if it names none.
       problem: what is wrong with the document, else None.
     """
@@ -37,13 +38,14 @@ class TokenizedDocument(NamedTuple):
     position: InputPosition
     tokens: np.ndarray
     n_bytes: int
+    n_lost: int
     source: str | None
     problem: str | None = None
 
 
 # Of a batch, in place of many small arrays: the tokens of all documents; and for each document its input, its number
-# there, its tokens, bytes, source and problem.
-_Document = tuple[int, int, int, int, str | None, str | None]
+# there, its tokens, bytes, lost bytes, source and problem.
+_Document = tuple[int, int, int, int, int, str | None, str | None]
 _Tokenized = tuple[np.ndarray, list[_Document]]
 
 
@@ -98,9 +100,9 @@ def _batch(blocks: Iterator[InputBlock]) -> Iterator[list[InputBlock]]:
 def _divide(tokenized: _Tokenized) -> Iterator[TokenizedDocument]:
     tokens, documents = tokenized
     start = 0
-    for index, number, n_tokens, n_bytes, source, problem in documents:
+    for index, number, n_tokens, n_bytes, n_lost, source, problem in documents:
         own = tokens[start : start + n_tokens]
-        yield TokenizedDocument(InputPosition(index, number), own, n_bytes, source, problem)
+        yield TokenizedDocument(InputPosition(index, number), own, n_bytes, n_lost, source, problem)
         start += n_tokens
 
 
@@ -133,10 +135,12 @@ def _tokenize_batch(settings: Settings, folder: Path, batch: list[InputBlock]) -
                 text, source = _parse(kind, content, settings)
                 n_bytes = len(text.encode())
             except (BadDocumentError, UnicodeEncodeError) as error:
-                documents.append((index, number, 0, 0, None, _describe(error)))
+                documents.append((index, number, 0, 0, 0, None, _describe(error)))
                 continue
-            pieces.append(np.append(tokenizer.encode(text), tokenizer.eot_id).astype(pieces[0].dtype))
-            documents.append((index, number, len(pieces[-1]), n_bytes, source, None))
+            ids = tokenizer.encode(text)
+            pieces.append(np.append(ids, tokenizer.eot_id).astype(pieces[0].dtype))
+            lost = tokenizer.lost_bytes(text, ids)
+            documents.append((index, number, len(pieces[-1]), n_bytes, lost, source, None))
     return np.concatenate(pieces), documents
 
 

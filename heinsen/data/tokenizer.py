@@ -10,6 +10,7 @@ export. Its name holds the file's digest. An export for other programs has it as
 
 import abc
 import codecs
+import collections
 import functools
 import hashlib
 import importlib.util
@@ -68,6 +69,10 @@ class Tokenizer(abc.ABC):
 
         Raises UnicodeEncodeError (a ValueError) for a text with lone surrogates, which has no UTF-8 form.
         """
+
+    def lost_bytes(self, text: str, ids: Int32[np.ndarray, " tokens"]) -> int:
+        """Return how many UTF-8 bytes of a text its ids do not stand for."""
+        return 0
 
     def decode_bytes(self, ids: ArrayLike) -> bytes:
         """Return the bytes that token ids `[n_tokens]` stand for; `eot_id` gives its name.
@@ -185,9 +190,6 @@ class FileTokenizer(Tokenizer):
       content: of the file.
       library: the library's tokenizer made of it.
       eot_id: one of its special tokens.
-
-    Attributes:
-      unknown_id: the token that stands for text that the vocabulary cannot spell; None: there is none.
     """
 
     is_lossless = False
@@ -197,11 +199,12 @@ class FileTokenizer(Tokenizer):
         self.content = content
         self.vocab_size = max(library.get_vocab().values()) + 1
         self.eot_id = eot_id
-        self.unknown_id = _unknown_id(content, library)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True
         self._library = library
+        self._parts: dict[str, Any] = json.loads(content)
+        self._spells_all, self._unknown_id = _spells_all(self._parts, library), _unknown_id(self._parts, library)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         text.encode("utf-8")  # raises what the library does not
@@ -243,6 +246,20 @@ class FileTokenizer(Tokenizer):
             begin = max(middle, start + 1)  # what is one character is left out
         return np.concatenate([self._encode(piece) for piece in (*pieces, text[begin:])])
 
+    def lost_bytes(self, text: str, ids: Int32[np.ndarray, " tokens"]) -> int:
+        """Return how many bytes of a text, as the tokenizer normalizes it and but for blanks, its ids do not stand for.
+
+        Text that the vocabulary cannot spell becomes an unknown token, or vanishes.
+        """
+        if self._spells_all:
+            return 0
+        unknown_id, normalizer = self._unknown_id, self._library.normalizer
+        if normalizer is not None and not _is_byte_level({"normalizer": self._parts["normalizer"]}):
+            text = normalizer.normalize_str(text)
+        spelled = self.decode(ids[ids != unknown_id] if unknown_id is not None else ids)
+        lost = collections.Counter(text) - collections.Counter(spelled)
+        return sum(n * len(character.encode()) for character, n in lost.items() if not _BLANK.match(character))
+
     def _decode_bytes(self, ids: np.ndarray) -> bytes:
         return b"".join(self._pieces[i] for i in ids.tolist())
 
@@ -251,7 +268,7 @@ class FileTokenizer(Tokenizer):
         """Bytes of each id, as they are after another token; none for ids that the vocabulary skips."""
         vocabulary, added = self._library.get_vocab(), self._library.get_added_tokens_decoder()
         pieces = [b""] * self.vocab_size
-        if _is_byte_level(json.loads(self.content or b"")):
+        if _is_byte_level(self._parts):
             bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
             for token, i in vocabulary.items():
                 is_spelled = i not in added and all(character in bytes_of for character in token)
@@ -271,11 +288,17 @@ def _is_byte_level(parts: dict[str, Any]) -> bool:
     return '"ByteLevel"' in json.dumps([parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")])
 
 
-def _unknown_id(content: bytes, library: "tokenizers.Tokenizer") -> int | None:
-    parts = json.loads(content)
+def _spells_all(parts: dict[str, Any], library: "tokenizers.Tokenizer") -> bool:
+    falls_back = [f"<0x{byte:02X}>" for byte in range(256)] if parts["model"].get("byte_fallback") else None
+    spelling = byte_characters() if _is_byte_level(parts) else falls_back
+    return spelling is not None and all(library.token_to_id(token) is not None for token in spelling)
+
+
+def _unknown_id(parts: dict[str, Any], library: "tokenizers.Tokenizer") -> int | None:
+    """Return the token that stands for text that the vocabulary cannot spell; None if there is none."""
     model = parts["model"]
-    if _is_byte_level(parts) and all(library.token_to_id(character) is not None for character in byte_characters()):
-        return None  # it spells everything
+    if _spells_all(parts, library):
+        return None
     if model.get("unk_id") is not None:  # of unigrams
         return int(model["unk_id"])
     token = model.get("unk_token")
@@ -293,6 +316,7 @@ TOKENIZERS: dict[str, type[Tokenizer]] = {cls.name: cls for cls in (GPT2Tokenize
 TOKENIZER_NAMES = tuple(TOKENIZERS)
 
 
+_BLANK = re.compile(r"[\s\u2581]")  # or what stands for it
 _NAME_OF_FILE = re.compile(r"file:([0-9a-f]{16}):(\d+)")  # the beginning of its SHA-256, and eot_id
 
 
@@ -325,7 +349,7 @@ def open_tokenizer_file(path: Path, end_of_text: str | None = None) -> FileToken
     except OSError as error:
         raise TokenizerFilesError(f"{path} cannot be read ({describe(error)}): give a tokenizer's file") from error
     library = _parse(content, path)
-    unknown_id = _unknown_id(content, library)
+    unknown_id = _unknown_id(json.loads(content), library)
     added = library.get_added_tokens_decoder().items()
     special = {token.content: i for i, token in added if token.special and i != unknown_id}
     if not special:

@@ -144,6 +144,7 @@ class ShardWriter:
         self._tokens: list[np.ndarray] = []  # of each document of the unfinished shard
         self._sources: list[int] = []
         self._names: dict[str | None, int] = {}  # indices of sources by first appearance
+        self._n_lost = 0
         self._start = self.n_tokens, self.n_bytes
 
     @property
@@ -164,6 +165,7 @@ class ShardWriter:
         self.n_tokens += len(document.tokens)
         self.n_documents += 1
         self.n_bytes += document.n_bytes
+        self._n_lost += document.n_lost
 
     def close_shard(self) -> None:
         """Write the documents added since the last shard as the next one, if there are any."""
@@ -177,6 +179,8 @@ class ShardWriter:
             "num_bytes": self.n_bytes - self._start[1],
             "sha256": _write_array(self._folder / name, self._tokens, self._dtype),
         }
+        if self._n_lost:
+            shard["num_lost_bytes"] = self._n_lost
         if self._names.keys() != {None}:
             name = name.replace(".npy", ".sources.npy")
             sha256 = _write_array(self._folder / name, [np.array(self._sources, SOURCE_DTYPE)], SOURCE_DTYPE)

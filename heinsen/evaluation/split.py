@@ -28,6 +28,7 @@ class SplitResult:
       workdir, step: the run or export, and the training step of its parameters.
       streaming: whether documents were read whole, rather than windows of the training length.
       n_bytes: size of the split's text.
+      n_lost_bytes: of these, what the tokenizer cannot spell.
       dataset_losses: (name, share, nats per token) of each dataset of a mixture.
       total: over all documents.
       sources: over the documents of each source; None if no document names its source.
@@ -40,6 +41,7 @@ class SplitResult:
     split: str
     streaming: bool
     n_bytes: int
+    n_lost_bytes: int
     dataset_losses: list[tuple[str, float, float]]
     total: Estimate
     sources: dict[str | None, Estimate] | None
@@ -85,6 +87,7 @@ def evaluate_split(config: TrainConfig, workdir: str, split: str, streaming: boo
         split=split,
         streaming=streaming,
         n_bytes=sum(dataset.n_bytes for dataset, _ in datasets),
+        n_lost_bytes=sum(dataset.n_lost_bytes for dataset, _ in datasets),
         dataset_losses=[(x.documents.dataset.path.parent.name, share, x.loss) for x, share in measured],
         total=total,
         sources=estimate_sources(measured),

@@ -34,6 +34,8 @@ def summarize_split(result: SplitResult) -> dict[str, Any]:
         **dataclasses.asdict(result.total),
     }
     summary[_perplexity_name(result).replace("-", "_")] = summary.pop("perplexity")
+    if result.n_lost_bytes:
+        summary["lost_bytes"] = result.n_lost_bytes
     if result.sources is not None:
         named = _name_sources(result.sources)
         summary["sources"] = {name: dataclasses.asdict(source) for name, source in named.items()}
@@ -62,10 +64,11 @@ def _total_table(result: SplitResult) -> str:
         (
             "split",
             f"{result.split}: all {count(total.tokens, 'token')}, {count(result.n_bytes, 'byte')}, "
-            f"{count(total.documents, 'document')}; "
-            f"{way}",
+            f"{count(total.documents, 'document')}; {way}",
         ),
     ]
+    if n := result.n_lost_bytes:
+        rows.append(("lost text", f"{count(n, 'byte')} that the tokenizer cannot spell; bits per byte count them"))
     if len(result.dataset_losses) > 1:
         rows += [(name, f"{loss:.4f} nats per token, share {share:.3g}") for name, share, loss in result.dataset_losses]
     rows += [

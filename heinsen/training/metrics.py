@@ -67,6 +67,7 @@ class WandbLog:
             raise RunError(
                 "wandb_project is set, but wandb is not installed: pip install wandb, or leave it unset"
             ) from error
+        self._is_lost = False
         options: dict[str, Any] = dict(
             project=config.wandb_project,
             name=workdir.name,
@@ -89,10 +90,20 @@ class WandbLog:
             ) from error
 
     def write(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        self._run.log(metrics, step=step)
+        if not self._is_lost:
+            self._try(lambda: self._run.log(metrics, step=step), f"nothing is recorded there from step {step} on")
 
     def close(self) -> None:
-        self._run.finish()
+        if not self._is_lost:
+            self._try(self._run.finish, "the end of the run may be missing there")
+
+    def _try(self, call: Callable[[], object], otherwise: str) -> None:
+        try:
+            call()
+        except Exception as error:  # it raises whatever its parts do; training goes on without it
+            self._is_lost = True
+            what = f"{type(error).__name__}: {_first_line(error)}"
+            print_warning(f"Weights & Biases: {what}; {otherwise}, but in {METRICS_FILE}")
 
 
 def _wandb_id(workdir: Path) -> str:

@@ -54,7 +54,7 @@ def test_settings_out_of_range(changes):
 @pytest.mark.parametrize(
     ("content", "skip", "message"),
     [
-        (jsonl(["", "", ""]), False, "no text in any of the 3 documents for split 'train' in .*a.jsonl: give"),
+        (jsonl(["", "", ""]), False, "no text in 3 documents for split 'train' in .*a.jsonl: give"),
         (b"\n \n", False, "no documents for split 'train'"),
         (b"[]\n[]\n", True, r"no documents .*\(2 bad ones skipped\)"),
     ],

@@ -155,6 +155,15 @@ def test_no_input_is_in_two_splits(tmp_path):
             check(source, **changes)
 
 
+def test_a_split_on_the_hub_is_in_one_split_of_a_dataset(tmp_path, hub, documents):
+    hub(text=documents)
+    prepare(settings_of("owner/corpus", hub_config="small"), tmp_path)
+    with pytest.raises(PreparationError, match=f"owner/corpus is in split 'train' of {tmp_path}, too: leave it out"):
+        prepare(settings_of("owner/corpus", split="test", hub_config="small", hub_split="train"), tmp_path)
+    prepare(settings_of("owner/corpus", split="test", hub_config="small"), tmp_path)
+    prepare(settings_of("owner/corpus", split="other", hub_config="large", hub_split="train"), tmp_path)
+
+
 def test_a_dataset_that_is_not_on_the_hub_is_named_at_once(tmp_path, monkeypatch):
     def refuse(self, name, timeout):
         raise ConnectionError("no\nroute")
@@ -185,7 +194,7 @@ def test_every_file_of_a_folder_is_read_or_named(tmp_path, capsys, pattern):
     groups = (
         "hidden: 3 (lost+found, .git, .hidden.jsonl); broken links: 1 (f.jsonl); of other kinds: 2 (e.json, README.md)"
     )
-    assert f": 4 files are read, others not; {groups}\n" in capsys.readouterr().err
+    assert f": 4 files read, others not; {groups}\n" in capsys.readouterr().err
 
 
 def test_two_stars_stand_for_all_folders_below(tmp_path):

@@ -156,7 +156,7 @@ def test_data_modules_import_neither_jax_nor_contrib():
         "import heinsen.data.mixture, heinsen.data.preparation\n"
         "assert not {'jax', 'absl', 'ml_collections', 'grain', 'datasets'} & sys.modules.keys()\n"
         "others = {m for m in sys.modules if m.startswith('heinsen.') and not m.startswith('heinsen.data')}\n"
-        "assert others == {'heinsen.' + name for name in ('errors', 'files', 'progress')}, others\n"
+        "assert others == {'heinsen.' + name for name in ('errors', 'files', 'progress', 'quantities')}, others\n"
     )
     package = os.path.dirname(os.path.dirname(importlib.util.find_spec("heinsen.data").origin))
     subprocess.run([sys.executable, "-c", code, package], check=True, timeout=60)

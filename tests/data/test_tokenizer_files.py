@@ -22,6 +22,7 @@ from heinsen.data.tokenizer import (
     get_tokenizer,
     open_tokenizer_file,
 )
+from heinsen.data.writer import ShardWriter
 from heinsen.errors import InputError
 from heinsen.export import read_manifest
 from heinsen.training.data import open_split
@@ -213,7 +214,51 @@ def test_the_token_of_unknown_text_ends_no_text_and_what_is_lost_is_counted(fold
     (tmp_path / "a.txt").write_text("a b x a y")
     plan = Settings(sources=(str(tmp_path / "a.txt"),), split="train", tokenizer=str(words))
     prepare(plan, tmp_path / "data")
-    assert "2 of these tokens stand for text that the tokenizer cannot spell" in capsys.readouterr().err
+    assert "the tokenizer cannot spell 2 bytes, 22.22% of the text: they are lost" in capsys.readouterr().err
+
+
+def bpe(**options) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={"a": 0, "b": 1, EOT: 2} | options.pop("more", {}), merges=[], **options)
+    )
+
+
+def lossy_tokenizers():
+    """{name: (tokenizer, a text, the part of it that is lost)}."""
+    byte_pieces = {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab={"a": 0, "##b": 1, EOT: 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    pieces = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([("?", 0.0), ("▁a", -1.0), (EOT, 0.0), ("▁", -2.0)], unk_id=0)
+    )
+    pieces.pre_tokenizer, pieces.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    pieces.normalizer = tokenizers.normalizers.Lowercase()
+    return {
+        "characters that vanish": (bpe(), "ab xa é🙂\n", "xé🙂"),
+        "an unknown token": (bpe(more={"?": 3}, unk_token="?", fuse_unk=True), "abéxa", "éx"),
+        "bytes": (bpe(more=byte_pieces, byte_fallback=True), "ab xa é🙂\n", ""),
+        "byte level": (byte_level(tokenizers.models.BPE(vocab={"a": 0, "Ġ": 1, EOT: 2}, merges=[])), "a éaba", "éb"),
+        "words": (words, "ab a xa  é", "xaé"),
+        "unigrams, lower case": (pieces, "A xa é", "xaé"),
+    }
+
+
+@pytest.mark.parametrize("name", lossy_tokenizers())
+def test_lost_bytes_are_recorded(name, tmp_path, capsys, monkeypatch):
+    library, text, lost = lossy_tokenizers()[name]
+    library.add_special_tokens([EOT])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(9)))
+    plan = Settings((str(tmp_path / "a.jsonl"),), "train", str(tmp_path / "tokenizer.json"), shard_tokens=20)
+    add = ShardWriter.add
+    monkeypatch.setattr(ShardWriter, "add", lambda self, x: exit() if self.n_documents == 7 else add(self, x))
+    with pytest.raises(SystemExit):
+        prepare(plan, tmp_path)
+    monkeypatch.undo()
+    n = 9 * len(lost.encode())
+    for _ in range(2):  # resumed, and finished before
+        assert prepare(plan, tmp_path).n_lost_bytes == n
+        assert (f"the tokenizer cannot spell {n} bytes, " in capsys.readouterr().err) == (n > 0)
 
 
 def test_bad_files_are_refused_in_one_line(folder, tmp_path, monkeypatch):

@@ -123,7 +123,7 @@ def other_data(tmp_path_factory) -> Path:
     text = draw_text(np.random.default_rng(1), 150)
     text[[30, 90]] = EOT
     names = ["books", "web", None] * 9
-    write_split(folder / "test", text, sources=[names[: np.sum(text == EOT)]])
+    write_split(folder / "test", text, sources=[names[: np.sum(text == EOT)]], n_lost=7)
     return folder
 
 
@@ -186,6 +186,7 @@ def test_another_split_of_other_data_can_be_evaluated(reports, other_data, model
     assert result["loss"] == pytest.approx(direct_nats(model, params, tokens).mean(), rel=1e-5)
     assert result["loss"] != json.loads(reports["own"][-1])["loss"]
     table = "\n".join(reports["other"][:-1])
+    assert result["lost_bytes"] == 7 and "lost text      7 bytes that the tokenizer cannot spell" in table
     assert result["sources"].keys() == {"books", "web", "(none named)"}
     assert sum(source["tokens"] for source in result["sources"].values()) == 150
     for name, source in result["sources"].items():

@@ -199,6 +199,7 @@ def test_recall_script_trains_and_measures(commands, tmp_path):
     assert runs[0]["loss"] == result["loss"] and runs[0]["tokens"] == result["tokens"]
 
     before = (tmp_path / "killed/results.json").read_bytes()
-    end = commands.run(*arguments, "--config.model.d_model=24")
-    assert end.returncode == 1 and "has results of another model, task or training: give another --out" in end.stderr
-    assert (tmp_path / "killed/results.json").read_bytes() == before
+    for change in ("--config.model.d_model=24", "--seeds=1"):
+        end = commands.run(*arguments, change)
+        assert end.returncode == 1 and "has results of another model, task, training or seed: give" in end.stderr
+        assert (tmp_path / "killed/results.json").read_bytes() == before

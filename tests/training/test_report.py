@@ -1,5 +1,6 @@
 """What a run reports besides its metrics: skipped steps, traces, Weights & Biases."""
 
+import contextlib
 import math
 import shutil
 import sys
@@ -13,6 +14,7 @@ from heinsen.training import data as training_data
 from heinsen.training import log, loop
 from heinsen.training.folder import RunError
 from heinsen.training.loop import NonFiniteLossError, train
+from heinsen.training.metrics import WandbLog
 from tests.runs import BATCH, CHECKPOINT_EVERY, LENGTH, checkpoint_steps, read_log, run_config
 
 pytest_plugins = ["tests.run_fixtures"]
@@ -167,6 +169,24 @@ def test_wandb_gets_the_metrics_and_goes_offline_where_it_must(data, tmp_path, m
     with pytest.raises(RunError, match=message) as error:
         train(run_config(data, wandb_project="a/b"), tmp_path / "bad")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("broken", ["log", "finish"])
+def test_wandb_that_breaks_leaves_the_run_alone(data, tmp_path, monkeypatch, capsys, broken):
+    def fail(*_, **__):
+        raise BrokenPipeError("its service is gone\nof a traceback")
+
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    setattr(run, broken, fail)
+    wandb = FakeWandb(True)
+    wandb.init = lambda **_: run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with contextlib.closing(WandbLog(run_config(data, wandb_project="tests"), tmp_path)) as record:
+        record.write(3, {"loss": 1.0})
+        record.write(4, {"loss": 1.0})
+    (line,) = capsys.readouterr().err.splitlines()
+    what = "nothing is recorded there from step 3 on" if broken == "log" else "the end of the run may be missing there"
+    assert f"Weights & Biases: BrokenPipeError: its service is gone; {what}, but in metrics.jsonl" in line
 
 
 def test_wandb_that_is_not_installed_is_named(data, tmp_path, monkeypatch):
