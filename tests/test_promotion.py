@@ -1,19 +1,23 @@
 """Everything runs where a program has set stricter promotion of ranks and dtypes for its own arithmetic."""
 
 import contextlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import heinsen
 import heinsen.linen
-from heinsen.models import init_params, next_token_losses
+from heinsen.models import next_token_losses
+from heinsen.ops.api import attend_both_ways
+from heinsen.ops.delta import delta_rule
 from heinsen.parallel import make_mesh
+from heinsen.training.data import make_microbatches, rows_by_microbatch
+from heinsen.training.optimizer import make_optimizer
 from heinsen.training.step import init_train_state, make_train_step
-from tests.model_configs import model_config
+from tests.runs import run_config
 
 B, T, K = 2, 11, 4
 GATE = {"log_decay": -jnp.ones((B, T))}
@@ -25,6 +29,8 @@ CASES = {
     "scan": (heinsen.log_attention, {"implementation": "scan"}),
     "linear": (heinsen.linear_attention, GATE),
     "sigmoid": (heinsen.sigmoid_attention, {}),
+    "both ways": (attend_both_ways, GATE | {"log_decay_after": -jnp.ones((B, T)), "signed": True}),
+    "delta rule": (lambda *args: delta_rule(*args, jnp.full((B, T), 0.5), **GATE)[0], {}),
 }
 
 
@@ -55,6 +61,10 @@ def test_states(rng):
         state = heinsen.update_state(state, k, v, log_decay=-jnp.ones(B))
         y, state = heinsen.extend_context(heinsen.merge_states(state, state), k, v, q[:, None])
         assert y.shape == (B, 1, K) and heinsen.query_state(state, q).shape == (B, K)
+        qkv = [x[:, None].astype(jnp.bfloat16) for x in (q, k, v)]
+        assert heinsen.sigmoid_attention_cached(*qkv, jnp.ones(B, jnp.int32), first=0).shape == (B, 1, K)
+        state = heinsen.init_linear_state((B,), K, K)
+        assert heinsen.linear_attention(*qkv, state=state, return_state=True)[0].shape == (B, 1, K)
 
 
 def test_a_layer(rng):
@@ -64,13 +74,26 @@ def test_a_layer(rng):
     assert y.shape == x.shape and y.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("attention", ["heinsen", "delta"])
-def test_a_training_step(attention):
-    fields = dict(forget_gate="head", convolution=4, output_gate=True, dtype="bfloat16")
-    model = model_config(attention=attention, **fields)
-    mesh, optimizer = make_mesh(), optax.adamw(1e-3)
+ADDITIONS = dict(forget_gate="head", convolution=4, output_gate=True)
+MODELS = {
+    "heinsen": ADDITIONS,
+    "masked": ADDITIONS | {"objective": "masked", "implementation": None},
+    "delta": ADDITIONS | {"attention": "delta"},
+    "softmax": {"attention": "softmax", "position": "rotary"},
+    "softmax, forget gate": {"attention": "softmax", "position": "none", "forget_gate": "head"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step(name):
+    fields = {f"model__{field}": value for field, value in MODELS[name].items()}
+    config = run_config(Path("data"), optimizer__name="muon", accumulation_steps=2, model__dtype="bfloat16", **fields)
+    model, mesh, optimizer = config.model, make_mesh(), make_optimizer(config.optimizer, config.total_steps)
+    windows = np.zeros((config.batch_size, 9), np.int32)
     with strict():
         state = init_train_state(model, optimizer, 0, mesh)
-        _, metrics = make_train_step(model, optimizer, mesh)(state, jnp.zeros((2, 1, 9), jnp.int32))
-        losses = next_token_losses(model, init_params(model, jax.random.key(0)), jnp.zeros((1, 9), jnp.int32))
-    assert np.isfinite(metrics["loss"]) and losses.shape == (1, 8)
+        batches = make_microbatches(config, windows, 0, rows_by_microbatch(config, mesh))
+        state, metrics = make_train_step(model, optimizer, mesh)(state, batches)
+        if model.causal:
+            assert next_token_losses(model, state.params, windows).shape == (len(windows), 8)
+    assert np.isfinite(metrics["loss"])

@@ -153,6 +153,7 @@ def attention(
     return (y, end) if return_state else y
 
 
+@usual_promotion
 def attend_both_ways(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch T K"],

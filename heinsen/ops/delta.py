@@ -56,6 +56,7 @@ def init_delta_state(
     return DeltaState(jnp.zeros((*batch_shape, d_key, d_value), dtype))
 
 
+@usual_promotion
 def delta_rule(
     q: Float[Array, "*batch T K"],
     k: Float[Array, "*batch T K"],
