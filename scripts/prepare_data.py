@@ -34,7 +34,8 @@ _SOURCE = flags.DEFINE_multi_string(
     "source",
     None,
     "A local file, glob or folder (.jsonl, .jsonl.zst, .jsonl.gz, .txt, .parquet), the name of a dataset on the "
-    f"Hugging Face hub, or '{STDLIB}' for the running Python's standard library. Plain arguments are further sources.",
+    f"Hugging Face hub, or '{STDLIB}' for the running Python's standard library. Plain arguments are further sources. "
+    "One is required, unless --verify is given.",
 )
 _OUT = flags.DEFINE_string("out", None, "Folder of the dataset; each split is a folder in it.", required=True)
 _SPLIT = flags.DEFINE_list(
@@ -46,7 +47,8 @@ _SPLIT = flags.DEFINE_list(
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer",
     None,
-    f"{', '.join(TOKENIZER_NAMES)}, or the path of a tokenizer.json of Hugging Face's tokenizers library.",
+    f"{', '.join(TOKENIZER_NAMES)}, or the path of a tokenizer.json of Hugging Face's tokenizers library. "
+    "Required, unless --verify is given.",
 )
 flags.register_validator(
     "tokenizer",

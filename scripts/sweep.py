@@ -30,7 +30,7 @@ from heinsen.errors import exit_on_error
 from scripts import cli
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the sweep.", required=True)
-CONFIG = flags.DEFINE_string("config", None, "Config file; --config.a.b=value overrides a field in every run.")
+CONFIG = flags.DEFINE_string("config", None, "Config file, required for a sweep; --config.a.b=value overrides a field.")
 SEEDS = flags.DEFINE_integer("seeds", None, "Seeds per point, counting up from the config's seed.", lower_bound=1)
 SEARCH = flags.DEFINE_string("search", "grid", "grid, zip, random or optuna (pip install optuna; median pruning).")
 TRIALS = flags.DEFINE_integer("trials", None, "Points of a random or Optuna search; may grow when it is resumed.")

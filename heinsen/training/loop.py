@@ -28,7 +28,7 @@ from heinsen.training.checkpoint import Checkpoints, checkpoint_steps
 from heinsen.training.config import TrainConfig, check_mesh
 from heinsen.training.data import RunData, make_microbatches
 from heinsen.training.devices import check_memory, explain_device_errors
-from heinsen.training.folder import RunError, claim_folder, write_config
+from heinsen.training.folder import CONFIG_FILE, RunError, claim_folder, write_config
 from heinsen.training.log import LossMean, Reporter
 from heinsen.training.optimizer import make_optimizer
 from heinsen.training.stages import Stage, stages_of
@@ -77,6 +77,8 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
         signals = stack.enter_context(StopSignals())
         if (restored := checkpoints.restore_newest(abstract, *config.fingerprints)) is not None:
             start_step, state, progress = restored
+            if not (workdir / CONFIG_FILE).exists():  # what its data were is not known
+                raise RunError(f"{workdir} has checkpoints but no {CONFIG_FILE}: restore it, or give another --workdir")
             origin, losses = f"resuming after step {start_step}", LossMean(progress.pop("losses"))
             data.batches.set_state(progress)
         else:

@@ -237,6 +237,15 @@ def test_data_are_known_by_their_content_not_their_path(run, config, last_checkp
         assert snapshot(workdir) == before
 
 
+def test_a_run_without_its_config_is_not_resumed(run, config, tmp_path):
+    workdir = copy_run(run.workdir, tmp_path / "run")
+    (workdir / "config.json").unlink()
+    before = snapshot(workdir)
+    with pytest.raises(RunError, match=f"{workdir} has checkpoints but no config.json: restore it"):
+        train(config, workdir)
+    assert snapshot(workdir) == before
+
+
 def test_runs_from_before_resume(run, config, last_checkpoint, tmp_path):
     """Their checkpoints have a hash of the data's path, too, their config fewer fields, and some with other names."""
     workdir = tmp_path / "run"
