@@ -102,6 +102,7 @@ class Lanes:
         batch_of: Callable[[int], Batch],
         n_steps: int,
         params: Params | None = None,
+        look: Callable[[int, Params], None] | None = None,
     ) -> tuple[Params, Float[np.ndarray, "steps L"]]:
         """Return the parameters after n_steps, rounded up to `CYCLES` whole cycles, and all losses, of all lanes.
 
@@ -110,6 +111,7 @@ class Lanes:
         Args:
           batch_of: the batch [L, B, ...] of a step, from 0.
           params: those to begin with, of all lanes (None: new ones).
+          look: called with the number of steps so far, and the parameters, every `CYCLES` cycles.
         """
         n_runs = len(rates)
         seeds, rates = ([*each, *each[-1:] * (self.n_lanes - n_runs)] for each in (list(seeds), list(rates)))
@@ -130,6 +132,8 @@ class Lanes:
             batches = tuple(jax.tree.map(stack, *in_cycle(place)) for place in range(length))
             states, each = self.run(states, block_rates, batches, np.int32(n_runs))
             losses.append(np.asarray(each).reshape(-1, self.n_lanes))
+            if look is not None:
+                look(first + CYCLES * length, states.params)
         return states.params, np.concatenate(losses)
 
     def tune(

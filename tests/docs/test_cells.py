@@ -15,6 +15,7 @@ from experiments.conversion import config as conversion_config
 from experiments.conversion import mix
 from experiments.conversion import report as conversion_report
 from experiments.conversion import run as conversion
+from experiments.copying import run as copying
 from experiments.long_contexts import report as contexts_report
 from experiments.long_contexts import run as contexts
 from experiments.recall_by_state import run as recall
@@ -172,6 +173,32 @@ def test_recall_is_compared_by_seed_with_the_cell_that_differs_in_one_thing():
     }
     (line,) = (x for x in recall.report.differences_section(results) if x.startswith("| linear, default gate |"))
     assert line == "| linear, default gate | linear, 4 x 16 x 16 | -25.0% [-25.0%, -25.0%]* |"
+
+
+def test_the_report_on_copying(rng):
+    cell = lambda meanwhile: dict(
+        machine="a chip", jax="0", seconds=90.0, seeds=[0, 1], parameters=7, recalled_meanwhile=meanwhile,
+        recalled=[3.0, 3.5], bits_per_byte=rng.random(2).tolist(),
+    )  # fmt: skip
+    cells = {"a": cell([[5.0, 3.1, 3.3], [5.0, 4.0, 3.5]]), "b": cell([[3.1, 3.0, 2.0], [5.0, 4.0, 3.19]])}
+    settings = dict(batch_size=4, sequence_length=1000, optimizer=dict(learning_rate=2e-3))
+    results = dict(settings=settings, steps=600, every=200, threshold=3.2, cells=cells, missing=["c"])
+    text = "\n".join(copying.report.report(results))
+    assert "| a | 1.6M, never | 3.00, 3.50 | " in text and "| b | 0.8M, 2.4M | " in text and "Not run yet: c." in text
+    (axes,) = copying.report.draw(results).axes
+    lines = {(tuple(line.get_xdata()), tuple(line.get_ydata())) for line in axes.lines}
+    assert ((0.8, 1.6, 2.4), (5.0, 3.1, 3.3)) in {(tuple(np.round(x, 9)), y) for x, y in lines}
+
+
+@pytest.mark.long
+def test_copying_is_looked_at_while_models_are_trained(corpus, tmp_path, monkeypatch, rng):
+    monkeypatch.setattr(text, "find_recalled", lambda windows, lengths, *_: rng.random(lengths.sum()) < 0.5)
+    monkeypatch.setattr(copying.config, "SEEDS", (0, 1))
+    plan = copying.SMALL_PLAN._replace(cells=("softmax",))
+    tools.execute(tmp_path, copying.report, lambda: copying.measure(plan, corpus, tmp_path, None, None))
+    (cell,) = reports.read_results(tmp_path / "results.json")["cells"].values()
+    assert np.shape(cell["recalled_meanwhile"]) == (2, 2) and np.shape(cell["bits_per_byte"]) == (2,)
+    assert 0 < np.max(cell["bits_per_byte"]) < 9 and "nan" not in (tmp_path / "report.md").read_text()
 
 
 def test_pairs_of_cells_with_one_change():

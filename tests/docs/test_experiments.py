@@ -13,7 +13,7 @@ from tests.runs import ROOT
 
 pytest_plugins = ["tests.run_fixtures"]
 
-NAMES = "attribution", "conversion", "long_contexts", "recall_by_state", "scaling", "speed"
+NAMES = "attribution", "conversion", "copying", "long_contexts", "recall_by_state", "scaling", "speed"
 EXPERIMENTS = {name: importlib.import_module(f"experiments.{name}.run") for name in NAMES}
 RESULTS = sorted(file.parent for file in (ROOT / "experiments").rglob("results.json"))
 FINISHED = "sigmoid_scaling", "sigmoid_training"  # their programs have left

@@ -1,0 +1,29 @@
+"""The cells: attentions with additions in GPT-2's block, of the 2M parameters of experiments/attribution."""
+
+from ml_collections import ConfigDict
+
+from experiments.attribution import config as attribution
+
+RATE = 2e-3  # of all: attribution found it, or its neighbor, best for most kinds
+N_STEPS = 3920  # of 4 windows of 1,024 bytes: twice attribution's
+EVERY = 200  # steps between two looks; a multiple of lanes.CYCLES
+THRESHOLD = 3.2  # nats: a model whose loss on recalled bytes falls below it has learned to copy
+SEEDS = 0, 1, 2, 3
+
+# Attribution's of the same name, but for real values.
+_EXPONENTIAL = attribution.CELLS["exponential, additions, GPT-2's block"]
+CELLS: dict[str, attribution.Cell] = {
+    "exponential": _EXPONENTIAL,
+    "linear": attribution.CELLS["linear, additions, GPT-2's block"],
+    "gated softmax": attribution.CELLS["gated softmax, additions, GPT-2's block"],
+    "softmax": attribution.CELLS["softmax, additions, GPT-2's block"],
+    "exponential, real values": _EXPONENTIAL._replace(model={**_EXPONENTIAL.model, "value_domain": "real"}),
+}
+SMALL = "exponential", "softmax"
+
+
+def get_config(size: str) -> ConfigDict:
+    config = attribution.get_config(size)
+    config.total_tokens = N_STEPS * config.batch_size * config.sequence_length
+    config.optimizer.update(name="muon", learning_rate=RATE)
+    return config
