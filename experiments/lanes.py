@@ -111,7 +111,7 @@ class Lanes:
         Args:
           batch_of: the batch [L, B, ...] of a step, from 0.
           params: those to begin with, of all lanes (None: new ones).
-          look: called with the number of steps so far, and the parameters, every `CYCLES` cycles.
+          look: called every `CYCLES` cycles with the number of steps so far, and the parameters, which it may not keep.
         """
         n_runs = len(rates)
         seeds, rates = ([*each, *each[-1:] * (self.n_lanes - n_runs)] for each in (list(seeds), list(rates)))

@@ -35,11 +35,9 @@ def track(items: Iterable[T], label: str, total: int, size: Callable[[T], int], 
         if bar is not None:
             bar.update(size(item))
         elif now - last >= LOG_SECONDS or (done == total and last > begin):
-            last, rate = now, ""
-            if done > before:
-                per_second = (done - before) / (now - start)
-                eta = tqdm.format_interval((total - done) / per_second)
-                rate = f", {tqdm.format_sizeof(per_second)} {unit}/s, ETA {eta}"
-            print(f"{label}: {done:,} of {total:,} {unit}{rate}", file=sys.stderr, flush=True)
+            counted, since = (done - before, start) if done > before else (done, begin)
+            last, per_second = now, counted / max(now - since, 1e-9)
+            rate, eta = tqdm.format_sizeof(per_second), tqdm.format_interval((total - done) / per_second)
+            print(f"{label}: {done:,} of {total:,} {unit}, {rate} {unit}/s, ETA {eta}", file=sys.stderr, flush=True)
     if bar is not None:
         bar.close()

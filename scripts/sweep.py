@@ -91,28 +91,32 @@ def run_sweep(path: Path) -> None:
     print("\n".join(table(views)))
     print(f"{path / CSV_FILE}; --report --workdir={path} writes report.html")
     if failed := [view.name for view in views if view.state in ("crashed", "interrupted", "waiting")]:
-        print(f"error: {len(failed)} of {count(len(views), 'run')} not finished: {', '.join(failed)}", file=sys.stderr)
+        print(
+            f"error: {len(failed)} of {count(len(views), 'run')} did not finish: {', '.join(failed)}", file=sys.stderr
+        )
         sys.exit(EXIT_UNFINISHED)
 
 
 def open_folder(path: Path, factory: RunFactory) -> SweepFolder:
     """Return the sweep that the flags define, new or to resume. Raises HeinsenError before anything is written."""
     seed = factory.base["seed"]
+    space = parse_space(SWEPT, factory.convert, find_strategy(SEARCH.value).paired)
     definition = Definition(
         config=CONFIG.value,
         overrides=cli.given_fields(),
         base=factory.base,
-        space=parse_space(SWEPT, factory.convert, find_strategy(SEARCH.value).paired),
+        space=space,
         seeds=None if SEEDS.value is None else tuple(range(seed, seed + SEEDS.value)),
         search=SEARCH.value,
         trials=TRIALS.value,
         search_seed=SEARCH_SEED.value,
+        data_digest=factory.data_digest(space.get("data.path", (factory.base["data"]["path"],))),
     )
     runs = [factory.make(point) for point in definition.points()]
     if definition.strategy.adaptive:  # its points are not known yet: check the ends of what it may propose
         for point in definition.corners():
             factory.make(point)
-    return SweepFolder.open_or_create(path, definition, runs, factory.check_same)
+    return SweepFolder.open_or_create(path, definition, runs)
 
 
 def show_status(path: Path) -> None:

@@ -2,19 +2,19 @@
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from heinsen.config import ConfigError
+from heinsen.data.mixture import open_mixture
 from heinsen.data.shards import DatasetError
 from heinsen.errors import HeinsenError
 from heinsen.models import ModelConfig
 from heinsen.sweep.runs import SweepRun
 from heinsen.sweep.space import Point, SweepError, Value, format_value
-from heinsen.training.config import DataConfig, TrainConfig
-from heinsen.training.data import digest_data, open_splits, train_config
-from heinsen.training.folder import CONFIG_FILE, find_changes, load_tokenizer_name
+from heinsen.training.config import DataConfig
+from heinsen.training.data import TRAIN_SPLIT, digest_data, open_splits, train_config
 from scripts.config_files import load_config, override
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -26,7 +26,7 @@ class RunFactory:
     def __init__(self, config: str, overrides: Mapping[str, str], check_data: bool):
         self._config, self._overrides, self._check_data = config, overrides, check_data
         self.base = self._resolve({})
-        self._data: dict[tuple[DataConfig, ModelConfig], tuple[str, str | None]] = {}  # tokenizer and digest; they fit
+        self._seen: set[tuple[DataConfig, ModelConfig]] = set()  # found to fit each other
 
     def convert(self, field: str, text: str) -> Value:
         """Return the value that the config makes of a text. Raises ConfigError."""
@@ -38,40 +38,25 @@ class RunFactory:
 
     def make(self, point: Point) -> SweepRun:
         """Return the run of a point. Raises HeinsenError if the config rejects the point, or the data do not fit."""
-        config = self._make_config(point)
-        if self._check_data:
-            self._open_data(config)
-        return SweepRun(point, config.total_steps, config.tokens_per_step)
-
-    def _make_config(self, point: Point) -> TrainConfig:
         texts = _texts(point)
         values = self._resolve(texts)
         try:
-            return train_config(values)
+            config = train_config(values)
         except ConfigError as error:
             settings = ", ".join(f"{field}={text}" for field, text in texts.items())
             raise SweepError(f"{settings}: {error}") from error
+        if self._check_data and (config.data, config.model) not in self._seen:
+            open_splits(config)
+            self._seen.add((config.data, config.model))
+        return SweepRun(point, config.total_steps, config.tokens_per_step)
 
-    def _open_data(self, config: TrainConfig) -> tuple[str, str | None]:
-        """Return the tokenizer and the digest of a run's data. Raises DatasetError."""
-        key = config.data, config.model
-        if key not in self._data:
-            training, validation = open_splits(config)
-            self._data[key] = training[0][0].tokenizer_name, digest_data(training, validation)
-        return self._data[key]
-
-    def check_same(self, run: SweepRun, folder: Path) -> None:
-        """Raise RunError if the run in the folder, which may have ended, has another config or has read other data.
-
-        Where the data are not here, their path decides.
-        """
-        if run.refused is None and (folder / CONFIG_FILE).exists():
-            config = self._make_config(run.point)
-            try:
-                data = self._open_data(config)
-            except DatasetError:
-                data = load_tokenizer_name(folder), None
-            find_changes(config, folder, *data)
+    def data_digest(self, paths: Sequence[str]) -> str | None:
+        """Return the digest of the training and validation data at these paths; None if they are not here."""
+        splits = TRAIN_SPLIT, self.base["data"]["validation_split"]
+        try:
+            return digest_data(*(open_mixture(path, split) for path in paths for split in splits))
+        except DatasetError:
+            return None
 
     def make_or_refuse(self, point: Point) -> SweepRun:
         """Return the run of a point; if `make` raises, a run that is marked as refused."""

@@ -120,7 +120,7 @@ class TokenDataset:
       metadata: the contents of metadata.json.
       n_tokens, n_documents, n_bytes, vocab_size, eot_id, tokenizer_name: from the metadata.
       has_sources: whether any document names its source.
-      n_lost_bytes: of the text, which the tokens do not stand for.
+      n_lost_bytes: bytes of the text that the tokens do not stand for.
 
     Raises:
       DatasetError: the folder is missing, incomplete, damaged, empty or has another format version.

@@ -127,8 +127,8 @@ class _Preparation:
     def _tell_losses(self, dataset: TokenDataset) -> TokenDataset:
         if n := dataset.n_lost_bytes:
             print(
-                f"{self.folder}: the tokenizer cannot spell {count(n, 'byte')}, {n / dataset.n_bytes:.2%} of the text: "
-                "they are lost, while bits per byte count them",
+                f"{self.folder}: the tokenizer cannot spell {count(n, 'byte')} of the text: they are lost, while bits "
+                "per byte count them",
                 file=sys.stderr,
             )
         return dataset
@@ -177,9 +177,10 @@ class _Preparation:
                 continue  # it has its own splits, and files that are copies of others
             theirs = {*before.get("content", {}).get("files", ()), *_hub_splits(before, before.get("sources", ()))}
             if shared := [i for key, i in own.items() if key in theirs]:
+                remedy = "leave it out of one of the two" if shared[0].is_file else "give another --hub_split"
                 raise PreparationError(
-                    f"{shared[0].location} is in split {folder.name!r} of {folder.parent}, too: leave it out "
-                    "of one of the two, or give another --out"
+                    f"{shared[0].location} is in split {folder.name!r} of {folder.parent}, too: {remedy}, or give "
+                    "another --out"
                 )
 
     def _write(self, progress_file: IO[bytes], workers: int) -> None:
@@ -231,7 +232,7 @@ class _Preparation:
         if writer.n_bytes == 0:
             n_documents, n_bad = writer.n_documents, writer.n_skipped
             found = f"no text in {count(n_documents, 'document')}" if n_documents else "no documents"
-            bad = f" ({n_bad} bad ones skipped)" if n_bad else ""
+            bad = f" ({count(n_bad, 'bad one')} skipped)" if n_bad else ""
             sources = ", ".join(self.settings.sources)
             raise PreparationError(f"{found} for split {self.settings.split!r} in {sources}{bad}: give other sources")
         writer.close_shard()
@@ -268,7 +269,7 @@ class _Preparation:
 
 
 def _hub_splits(provenance: Provenance, sources: Iterable[str]) -> list[tuple[str | None, ...]]:
-    """Return what of hub datasets a preparation reads."""
+    """Return (dataset, configuration, split) of each source."""
     read = provenance.get("hub_config"), provenance.get("hub_split") or provenance.get("split")
     return [(source, *read) for source in sources]
 

@@ -40,7 +40,8 @@ class SourcesRecord(TypedDict):
 class ShardRecord(TypedDict):
     """One shard. `sources` is absent where no document of the shard names its source.
 
-    num_lost_bytes: of the text, which the tokens do not stand for; absent where there are none.
+    num_lost_bytes: bytes of the text that the tokens do not stand for; absent where there are none, and in datasets of
+    earlier versions.
     """
 
     file: str

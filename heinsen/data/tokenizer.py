@@ -203,8 +203,9 @@ class FileTokenizer(Tokenizer):
         library.no_padding()
         library.encode_special_tokens = True
         self._library = library
-        self._parts: dict[str, Any] = json.loads(content)
-        self._spells_all, self._unknown_id = _spells_all(self._parts, library), _unknown_id(self._parts, library)
+        parts = json.loads(content)
+        self._parts = {name: parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
+        self._spells_all, self._unknown_id = _spells_all(parts, library), _unknown_id(parts, library)
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         text.encode("utf-8")  # raises what the library does not
@@ -249,16 +250,26 @@ class FileTokenizer(Tokenizer):
     def lost_bytes(self, text: str, ids: Int32[np.ndarray, " tokens"]) -> int:
         """Return how many bytes of a text, as the tokenizer normalizes it and but for blanks, its ids do not stand for.
 
-        Text that the vocabulary cannot spell becomes an unknown token, or vanishes.
+        Text that the vocabulary cannot spell becomes an unknown token, or vanishes. At most the bytes of the text.
         """
         if self._spells_all:
             return 0
-        unknown_id, normalizer = self._unknown_id, self._library.normalizer
-        if normalizer is not None and not _is_byte_level({"normalizer": self._parts["normalizer"]}):
-            text = normalizer.normalize_str(text)
-        spelled = self.decode(ids[ids != unknown_id] if unknown_id is not None else ids)
-        lost = collections.Counter(text) - collections.Counter(spelled)
-        return sum(n * len(character.encode()) for character, n in lost.items() if not _BLANK.match(character))
+        characters = collections.Counter[str]()
+        for piece in self._cut(text):
+            characters.update(self._normalize(piece))
+        known = ids if self._unknown_id is None else ids[ids != self._unknown_id]
+        characters -= collections.Counter(self.decode(known))
+        lost = sum(n * len(each.encode()) for each, n in characters.items() if not _BLANK.match(each))
+        return min(lost, len(text.encode()))
+
+    def _normalize(self, text: str) -> str:
+        if self._library.normalizer is None:
+            return text
+        text = self._library.normalizer.normalize_str(text)
+        if not _is_byte_level({"normalizer": self._parts["normalizer"]}):
+            return text
+        bytes_of = _bytes_of_characters()
+        return bytes(bytes_of[each] for each in text if each in bytes_of).decode("utf-8", errors="replace")
 
     def _decode_bytes(self, ids: np.ndarray) -> bytes:
         return b"".join(self._pieces[i] for i in ids.tolist())
@@ -269,7 +280,7 @@ class FileTokenizer(Tokenizer):
         vocabulary, added = self._library.get_vocab(), self._library.get_added_tokens_decoder()
         pieces = [b""] * self.vocab_size
         if _is_byte_level(self._parts):
-            bytes_of = {character: byte for byte, character in enumerate(byte_characters())}
+            bytes_of = _bytes_of_characters()
             for token, i in vocabulary.items():
                 is_spelled = i not in added and all(character in bytes_of for character in token)
                 pieces[i] = bytes(bytes_of[character] for character in token) if is_spelled else token.encode()
@@ -288,6 +299,10 @@ def _is_byte_level(parts: dict[str, Any]) -> bool:
     return '"ByteLevel"' in json.dumps([parts.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")])
 
 
+def _bytes_of_characters() -> dict[str, int]:
+    return {character: byte for byte, character in enumerate(byte_characters())}
+
+
 def _spells_all(parts: dict[str, Any], library: "tokenizers.Tokenizer") -> bool:
     falls_back = [f"<0x{byte:02X}>" for byte in range(256)] if parts["model"].get("byte_fallback") else None
     spelling = byte_characters() if _is_byte_level(parts) else falls_back
@@ -297,7 +312,7 @@ def _spells_all(parts: dict[str, Any], library: "tokenizers.Tokenizer") -> bool:
 def _unknown_id(parts: dict[str, Any], library: "tokenizers.Tokenizer") -> int | None:
     """Return the token that stands for text that the vocabulary cannot spell; None if there is none."""
     model = parts["model"]
-    if _spells_all(parts, library):
+    if _is_byte_level(parts) and _spells_all(parts, library):
         return None
     if model.get("unk_id") is not None:  # of unigrams
         return int(model["unk_id"])

@@ -27,7 +27,8 @@ class Definition:
     """A whole sweep. Raises SweepError for settings that do not go together.
 
     `base` is the config's mapping with the overrides of every run. Every point runs once for each of `seeds`. `trials`
-    is the number of points of a random or Optuna search; it may grow when a sweep is resumed.
+    is the number of points of a random or Optuna search; it may grow when a sweep is resumed. `data_digest` is of the
+    content of all data that runs read; None: unknown.
     """
 
     config: str
@@ -38,6 +39,7 @@ class Definition:
     search: str
     trials: int | None
     search_seed: int
+    data_digest: str | None = None
 
     def __post_init__(self) -> None:
         strategy, option = self.strategy, f"--search={self.search}"

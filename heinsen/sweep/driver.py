@@ -56,7 +56,7 @@ class _Driver:
         self._crashed = {name for name, view in self._before.items() if view.state == "crashed" and not retry}
         if self._crashed:
             names = ", ".join(self._crashed)
-            self.say(f"{len(self._crashed)} crashed earlier and are left alone; --retry starts them again: {names}")
+            self.say(f"{count(len(self._crashed), 'run')} crashed earlier, left alone without --retry: {names}")
 
     def say(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,24 +54,16 @@ class SweepFolder:
         raise SweepError(f"{file} has format {mapping['format']}, this program reads {FORMAT}")
 
     @classmethod
-    def open_or_create(
-        cls,
-        path: Path,
-        definition: Definition,
-        runs: Sequence[SweepRun],
-        check_run: Callable[[SweepRun, Path], None] | None = None,
-    ) -> "SweepFolder":
+    def open_or_create(cls, path: Path, definition: Definition, runs: Sequence[SweepRun]) -> "SweepFolder":
         """Resume the sweep in the folder, or create it.
-
-        check_run: (a run of the sweep that is there, its folder) -> None; raises HeinsenError if it is not the run that
-        the command would train, by the content of its data. Without it their path decides.
 
         Raises SweepError if the folder holds something else, or another command is running its sweep.
         """
         if (path / SWEEP_FILE).exists():
             old = cls.load(path)
             before, now = (comparable(TrainConfig, each.base) for each in (old.definition, definition))
-            if check_run is not None and "data" in before and "data" in now:
+            digests = old.definition.data_digest, definition.data_digest
+            if None not in digests:  # they decide, not the path
                 before["data"]["path"] = now["data"]["path"]
             base = differences(before, now)
             lines = changes(old.definition, definition) + [x.replace("in the run", "in the folder") for x in base]
@@ -80,9 +72,13 @@ class SweepFolder:
                     f"{path} holds another sweep:\n  " + "\n  ".join(lines) + "\nGive another --workdir, or rerun the "
                     "command of that sweep to resume it."
                 )
-            if check_run is not None:
-                for run in old.runs:
-                    check_run(run, old.folder(run))
+            if None not in digests and digests[0] != digests[1]:
+                raise SweepError(
+                    f"{path} holds a sweep on other data: what lies at {now['data']['path']} now is not what its runs "
+                    f"read (digest {digests[1]} instead of {digests[0]}). Give the path of their data, or another "
+                    "--workdir."
+                )
+            definition = dataclasses.replace(definition, data_digest=digests[1] or digests[0])
             folder = cls(path, definition, runs)
             with folder.lock():
                 folder.runs = folder.runs or cls.load(path).runs

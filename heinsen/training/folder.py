@@ -122,13 +122,13 @@ def claim_folder(
     Raises:
       RunError: another process holds it, other fields differ, or the folder cannot be written.
     """
-    changes = find_changes(config, workdir, tokenizer, data_digest)  # a folder of something else is not even locked
+    changes = _find_changes(config, workdir, tokenizer, data_digest)  # a folder of something else is not even locked
     with contextlib.ExitStack() as stack:
         reason = None
         if jax.process_index() == 0:
             try:
                 stack.enter_context(_lock(workdir))
-                changes = find_changes(config, workdir, tokenizer, data_digest)  # again, after the lock
+                changes = _find_changes(config, workdir, tokenizer, data_digest)  # again, after the lock
             except RunError as error:
                 reason = str(error)
         if (reason := first_reason(reason)) is not None:
@@ -154,11 +154,8 @@ def _lock(workdir: Path) -> Iterator[None]:
         yield
 
 
-def find_changes(config: TrainConfig, workdir: Path, tokenizer: str, data_digest: str | None) -> list[str]:
-    """Return a line for each field that differs from that of the run in the folder, if there is one, and may.
-
-    Raises RunError if others differ, or its data do.
-    """
+def _find_changes(config: TrainConfig, workdir: Path, tokenizer: str, data_digest: str | None) -> list[str]:
+    """Describe the fields that differ from those of the run in the folder, if there is one. Raises RunError."""
     if is_export(workdir):
         raise RunError(
             f"{workdir} holds exported weights: give a --workdir of its own, and --config.init_from={workdir} to start "

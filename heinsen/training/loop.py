@@ -68,8 +68,10 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
     check_memory(config, mesh, abstract)
     data = RunData.open(config, mesh)
     validator = Validator(config, mesh, data)
-    source = None
-    if config.init_from is not None and not checkpoint_steps(workdir):  # a run that has begun has its own parameters
+    source, has_begun = None, bool(checkpoint_steps(workdir))
+    if has_begun and not (workdir / CONFIG_FILE).exists():  # what it has read is not known
+        raise RunError(f"{workdir} has checkpoints but no {CONFIG_FILE}: restore it, or give another --workdir")
+    if config.init_from is not None and not has_begun:  # a run that has begun has its own parameters
         source = load_initial_params(config, mesh, data.tokenizer)
     with contextlib.ExitStack() as stack:
         changes = stack.enter_context(claim_folder(config, workdir, data.tokenizer, data.digest))
@@ -77,8 +79,6 @@ def train(config: TrainConfig, workdir: Path) -> Evaluation:
         signals = stack.enter_context(StopSignals())
         if (restored := checkpoints.restore_newest(abstract, *config.fingerprints)) is not None:
             start_step, state, progress = restored
-            if not (workdir / CONFIG_FILE).exists():  # what its data were is not known
-                raise RunError(f"{workdir} has checkpoints but no {CONFIG_FILE}: restore it, or give another --workdir")
             origin, losses = f"resuming after step {start_step}", LossMean(progress.pop("losses"))
             data.batches.set_state(progress)
         else:

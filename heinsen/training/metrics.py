@@ -94,16 +94,16 @@ class WandbLog:
             self._try(lambda: self._run.log(metrics, step=step), f"nothing is recorded there from step {step} on")
 
     def close(self) -> None:
-        if not self._is_lost:
-            self._try(self._run.finish, "the end of the run may be missing there")
+        self._try(self._run.finish, "the end of the run may be missing there")
 
     def _try(self, call: Callable[[], object], otherwise: str) -> None:
         try:
             call()
         except Exception as error:  # it raises whatever its parts do; training goes on without it
+            if not self._is_lost:
+                what = f"{type(error).__name__}: {_first_line(error)}"
+                print_warning(f"Weights & Biases: {what}; {otherwise}, but in {METRICS_FILE}")
             self._is_lost = True
-            what = f"{type(error).__name__}: {_first_line(error)}"
-            print_warning(f"Weights & Biases: {what}; {otherwise}, but in {METRICS_FILE}")
 
 
 def _wandb_id(workdir: Path) -> str:

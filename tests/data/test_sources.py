@@ -158,7 +158,9 @@ def test_no_input_is_in_two_splits(tmp_path):
 def test_a_split_on_the_hub_is_in_one_split_of_a_dataset(tmp_path, hub, documents):
     hub(text=documents)
     prepare(settings_of("owner/corpus", hub_config="small"), tmp_path)
-    with pytest.raises(PreparationError, match=f"owner/corpus is in split 'train' of {tmp_path}, too: leave it out"):
+    with pytest.raises(
+        PreparationError, match=f"owner/corpus is in split 'train' of {tmp_path}, too: give another --hub_split"
+    ):
         prepare(settings_of("owner/corpus", split="test", hub_config="small", hub_split="train"), tmp_path)
     prepare(settings_of("owner/corpus", split="test", hub_config="small"), tmp_path)
     prepare(settings_of("owner/corpus", split="other", hub_config="large", hub_split="train"), tmp_path)

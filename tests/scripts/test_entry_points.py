@@ -16,6 +16,7 @@ import pytest
 from heinsen.data.tokenizer import get_tokenizer
 from heinsen.decoding import Sampling, generate
 from heinsen.parallel import make_mesh
+from heinsen.quantities import format_bytes
 from heinsen.weights import load_params
 from tests.runs import BATCH, LENGTH, checkpoint_steps, finish, read_log, run_config, snapshot, train_command
 

@@ -214,7 +214,7 @@ def test_all_runs_end_whatever_happens_to_their_jobs(swept):
     path, runs, first, between, again = swept
     killed = runs[2].name
     assert first.returncode == 3 and f"{killed}: interrupted" in first.stderr and "SIGKILL" in first.stderr
-    assert f"1 of 4 runs have not finished: {killed}" in first.stderr
+    assert f"1 of 4 runs did not finish: {killed}" in first.stderr
     assert between == {run.name: "interrupted" if run.name == killed else "finished" for run in runs}
     assert again.returncode == 0, again.stderr
     assert "3 of 4 runs finished earlier" in again.stderr and again.stderr.count(": submitted") == 1

@@ -27,14 +27,12 @@ from heinsen.sweep.launcher import Launcher, LaunchOptions, LocalLauncher, Slurm
 from heinsen.sweep.runs import RunView, SweepRun, best_of, summary, table
 from heinsen.sweep.search import ListSearch, OptunaSearch, make_search
 from heinsen.sweep.space import Range, SweepError, parse_space
-from heinsen.training.folder import RunError
 from scripts.sweep_runs import RunFactory
 from tests.runs import (
     OVERRIDES,
     ROOT,
     STEPS,
     TIMEOUT,
-    copy_run,
     draw_text,
     read_log,
     snapshot,
@@ -137,7 +135,7 @@ def test_finished_runs_are_not_repeated_and_retry_repeats_the_crashed(ended):
     said, views = drive_here(SweepFolder.load(folder.path))
     assert [len(starts(folder, run)) for run in folder.runs] == [1, 1, 1]
     assert "2 of 3 runs finished earlier" in said and views["crash"].state == "crashed"
-    assert "1 crashed earlier and are left alone; --retry starts them again: behaviour=crash" in said
+    assert "1 run crashed earlier, left alone without --retry: behaviour=crash" in said
     said, views = drive_here(SweepFolder.load(folder.path), retry=True)
     assert [len(starts(folder, run)) for run in folder.runs] == [1, 2, 1]
     assert views["crash"].state == "finished" and "behaviour=crash: started, resumes" in said
@@ -170,28 +168,30 @@ def test_another_sweep_in_the_folder_is_refused_with_the_difference(ended, tmp_p
             use()
 
 
-def test_data_of_a_sweep_are_known_by_their_content_not_their_path(run, tmp_path, rng):
-    def open_sweep(data, check_data=True):
-        factory = RunFactory(
-            "configs/default.py", {k: str(v) for k, v in (OVERRIDES | {"data.path": data}).items()}, check_data
-        )
-        sweep = definition({"seed": (0, 1)}, base=factory.base)
+def test_data_of_a_sweep_are_known_by_their_content_not_their_path(data, tmp_path, rng):
+    def open_sweep(path):
+        overrides = {name: str(value) for name, value in (OVERRIDES | {"data.path": path}).items()}
+        factory = RunFactory("configs/default.py", overrides, check_data=False)
+        sweep = definition({"seed": (0, 1)}, base=factory.base, data_digest=factory.data_digest([str(path)]))
         runs = [factory.make(point) for point in sweep.points()]
-        return SweepFolder.open_or_create(tmp_path / "sweep", sweep, runs, factory.check_same)
+        return SweepFolder.open_or_create(tmp_path / "sweep", sweep, runs).definition
 
-    folder, moved = open_sweep(run.data), tmp_path / "moved"
-    copy_run(run.workdir, folder.folder(folder.runs[0]))
-    shutil.copytree(run.data, moved)
-    assert open_sweep(moved).definition.base["data"]["path"] == str(moved)
-    with pytest.raises(RunError, match=f"data.path: .*{run.data}.* in the run, .*{tmp_path}/none"):
-        open_sweep(tmp_path / "none", check_data=False)
+    digest, moved = open_sweep(data).data_digest, tmp_path / "moved"
+    assert digest is not None
+    with pytest.raises(SweepError, match=f"config.data.path: '{data}' in the folder, '{moved}' in the command"):
+        open_sweep(moved)  # unknown data: their path decides
+    shutil.copytree(data, moved)
+    found = open_sweep(moved)
+    assert (found.data_digest, found.base["data"]["path"]) == (digest, str(moved))
+    shutil.rmtree(moved)
+    assert open_sweep(moved).data_digest == digest
+    shutil.copytree(data, moved)
     shutil.rmtree(moved / "validation")
     write_split(moved / "validation", draw_text(rng, 333))
-    before = snapshot(folder.path)
-    for check_data in (True, False):
-        with pytest.raises(RunError, match=f"seed=0 holds a run on other data: what lies at {moved} now"):
-            open_sweep(moved, check_data)
-    assert snapshot(folder.path) == before
+    before = snapshot(tmp_path / "sweep")
+    with pytest.raises(SweepError, match=f"sweep holds a sweep on other data: what lies at {moved} now is not what"):
+        open_sweep(moved)
+    assert snapshot(tmp_path / "sweep") == before
 
 
 DAMAGES = {
