@@ -2,6 +2,7 @@
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from experiments.lanes import machines, not_run
@@ -101,11 +102,12 @@ def draw(results: Results) -> Figure:
     for name, cell in results["cells"].items():
         kind = name.partition(",")[0] if name in config.EQUAL else name
         kinds.setdefault(kind, {}).setdefault(cell["state_numbers"], []).extend(right(results, name)[:, -1])
-    for i, (kind, found) in enumerate(kinds.items()):
+    dark_and_light = colormaps["tab20"].colors
+    for color, (kind, found) in zip(dark_and_light[::2] + dark_and_light[1::2], kinds.items(), strict=False):
         states = sorted(found)
-        axes.plot(states, [np.mean(found[n]) for n in states], "_-", ms=12, lw=1.2, color=f"C{i}", label=kind)
+        axes.plot(states, [np.mean(found[n]) for n in states], "_-", ms=12, lw=1.2, color=color, label=kind)
         for n in states:
-            axes.plot([n] * len(found[n]), found[n], "o", color=f"C{i}", ms=3, alpha=0.6)
+            axes.plot([n] * len(found[n]), found[n], "o", color=color, ms=3, alpha=0.6)
     axes.set(xscale="log", xlabel="numbers in the state", ylabel=f"right answers of {results['pairs'][-1]} pairs")
     ticks = (2_000, 5_000, 10_000, 20_000, 50_000)
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
