@@ -1,7 +1,5 @@
 """The cells: attentions with additions in GPT-2's block, of the 2M parameters of experiments/attribution."""
 
-from ml_collections import ConfigDict
-
 from experiments.attribution import config as attribution
 
 RATE = 2e-3  # of all, untuned
@@ -20,10 +18,3 @@ CELLS: dict[str, attribution.Cell] = {
     "exponential, real values": _EXPONENTIAL._replace(model={**_EXPONENTIAL.model, "value_domain": "real"}),
 }
 SMALL = "exponential", "softmax"
-
-
-def get_config(size: str) -> ConfigDict:
-    config = attribution.get_config(size)
-    config.total_tokens = N_STEPS * config.batch_size * config.sequence_length
-    config.optimizer.update(name="muon", learning_rate=RATE)
-    return config

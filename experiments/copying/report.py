@@ -10,8 +10,7 @@ from heinsen.figures import make_figure
 
 def report(results: Results) -> list[str]:
     """Return the lines of report.md."""
-    cells, settings = results["cells"], results["settings"]
-    n_bytes = settings["batch_size"] * settings["sequence_length"]
+    cells, n_bytes = results["cells"], results["bytes_per_step"]
     first, parameters = next(iter(cells)), [cell["parameters"] for cell in cells.values()]
     seconds = sum(cell["seconds"] for cell in cells.values())
     bits = {name: np.asarray(cell["bits_per_byte"]) for name, cell in cells.items()}
@@ -22,7 +21,7 @@ def report(results: Results) -> list[str]:
         "",
         f"`python experiments/copying/run.py`, {machines(cells)}: {seconds / 60:.1f} minutes. Models of "
         f"{min(parameters):,} to {max(parameters):,} parameters on {results['steps'] * n_bytes:,} bytes in windows of "
-        f"{settings['sequence_length']:,}, rate {settings['optimizer']['learning_rate']:g}, "
+        f"{results['sequence_length']:,}, rate {results['learning_rate']:g}, "
         f"{len(cells[first]['seeds'])} seeds. Recalled bytes end a 4-gram that their window has had before, and "
         f"training text hardly has. A run copies from where its loss on them is below {results['threshold']:g} nats, "
         f"looked at every {results['every'] * n_bytes:,} bytes.",
@@ -45,16 +44,14 @@ def report(results: Results) -> list[str]:
 
 def onsets(results: Results, name: str) -> str:
     """How many bytes each seed had read when it was first seen to copy."""
-    settings = results["settings"]
-    each_look = results["every"] * settings["batch_size"] * settings["sequence_length"]
+    each_look = results["every"] * results["bytes_per_step"]
     copies = np.asarray(results["cells"][name]["recalled_meanwhile"]) < results["threshold"]
     return ", ".join(f"{each_look * (1 + seen.argmax()) / 1e6:.1f}M" if seen.any() else "never" for seen in copies)
 
 
 def draw(results: Results) -> Figure:
     """Draw the loss on recalled bytes while the models are trained: a line for each seed."""
-    settings = results["settings"]
-    each_look = results["every"] * settings["batch_size"] * settings["sequence_length"] / 1e6
+    each_look = results["every"] * results["bytes_per_step"] / 1e6
     figure, axes = make_figure(figsize=(8, 5))
     for color, (name, cell) in enumerate(results["cells"].items()):
         for losses in np.asarray(cell["recalled_meanwhile"]):

@@ -27,9 +27,7 @@ from experiments.attribution import run as attribution
 from experiments.attribution import text
 from experiments.attribution.config import Cell
 from experiments.copying import config, report
-from heinsen.config import from_mapping
 from heinsen.models import abstract_params, count_params
-from heinsen.training.config import TrainConfig
 
 
 class Plan(NamedTuple):
@@ -50,12 +48,14 @@ def measure(
     plan: Plan, corpus: Path, out: Path, minutes: float | None, numbers: Sequence[str] | None
 ) -> dict[str, Any]:
     """Do what is left of the experiment, and return its results. Raises InputError."""
-    base = config.get_config(plan.size)
+    base = attribution.config.get_config(plan.size)
     found = text.load(corpus, out, config.SEEDS, base.sequence_length, base.batch_size, plan.n_steps)
     cells = {name: config.CELLS[name] for name in plan.cells}
     run = lambda cell, turn: measure_cell(plan, cell, found, turn)
     return dict(
-        settings=base.to_dict(),
+        sequence_length=base.sequence_length,
+        bytes_per_step=base.batch_size * base.sequence_length,
+        learning_rate=config.RATE,
         steps=plan.n_steps,
         every=plan.every,
         threshold=config.THRESHOLD,
@@ -63,15 +63,9 @@ def measure(
     )
 
 
-def train_config(cell: Cell, size: str) -> TrainConfig:
-    mapping = config.get_config(size)
-    mapping.model.update(cell.fields(size))
-    return from_mapping(TrainConfig, mapping.to_dict())
-
-
 def measure_cell(plan: Plan, cell: Cell, found: dict[str, np.ndarray], turn: lanes.Turn) -> dict[str, Any]:
     """Train a cell, and look at what it recalls meanwhile."""
-    own, begin = train_config(cell, plan.size), time.monotonic()
+    own, begin = attribution.train_config(cell, plan.size), time.monotonic()
     batch_of, n_lanes = text.training_batches(found, config.SEEDS), len(config.SEEDS)
     programs = lanes.Lanes.compile(own, n_lanes, [batch_of(0)])
     losses_of = attribution.compile_losses(programs, found)

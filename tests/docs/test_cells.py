@@ -181,8 +181,8 @@ def test_the_report_on_copying(rng):
         recalled=[3.0, 3.5], bits_per_byte=rng.random(2).tolist(),
     )  # fmt: skip
     cells = {"a": cell([[5.0, 3.1, 3.3], [5.0, 4.0, 3.5]]), "b": cell([[3.1, 3.0, 2.0], [5.0, 4.0, 3.19]])}
-    settings = dict(batch_size=4, sequence_length=1000, optimizer=dict(learning_rate=2e-3))
-    results = dict(settings=settings, steps=600, every=200, threshold=3.2, cells=cells, missing=["c"])
+    settings = dict(sequence_length=1000, bytes_per_step=4000, learning_rate=2e-3)
+    results = dict(settings, steps=600, every=200, threshold=3.2, cells=cells, missing=["c"])
     text = "\n".join(copying.report.report(results))
     assert "| a | 1.6M, never | 3.00, 3.50 | " in text and "| b | 0.8M, 2.4M | " in text and "Not run yet: c." in text
     (axes,) = copying.report.draw(results).axes
