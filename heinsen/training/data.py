@@ -17,9 +17,8 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from heinsen.config import from_mapping
-from heinsen.data.dataset import TokenDataset
 from heinsen.data.loader import Batch, EvaluationBatches, train_iterator
-from heinsen.data.mixture import bytes_per_token, open_mixture
+from heinsen.data.mixture import Mixture, bytes_per_token, open_mixture
 from heinsen.data.shards import DatasetError
 from heinsen.models.masking import mask_tokens
 from heinsen.parallel import process_rows
@@ -27,8 +26,6 @@ from heinsen.training.config import TrainConfig
 from heinsen.training.conversion import draw_first_places, take_from_teacher
 
 TRAIN_SPLIT = "train"
-
-Split = list[tuple[TokenDataset, float]]  # its datasets, with their shares
 
 
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -146,19 +143,19 @@ def make_microbatches(
     return jax.tree.map(lambda x: x.reshape(config.accumulation_steps, -1, *x.shape[1:]), batch)
 
 
-def digest_data(*splits: Split) -> str:
+def digest_data(*splits: Mixture) -> str:
     """Return the digest of all tokens of the splits, in order."""
     contents = [[(dataset.digest, share) for dataset, share in split] for split in splits]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
-def open_splits(config: TrainConfig) -> tuple[Split, Split]:
+def open_splits(config: TrainConfig) -> tuple[Mixture, Mixture]:
     """Open the training and the validation split of the run's data. Raises DatasetError, as `open_split`."""
     training = open_split(config, TRAIN_SPLIT)
     return training, open_split(config, config.data.validation_split, training[0][0].tokenizer_name)
 
 
-def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> Split:
+def open_split(config: TrainConfig, split: str, tokenizer: str | None = None) -> Mixture:
     """Open a split of every dataset of the run's data; return the datasets with their shares, in order.
 
     Raises DatasetError if one is missing, damaged, of another tokenizer than `tokenizer` (None: any), or of a
